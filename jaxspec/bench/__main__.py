@@ -30,7 +30,7 @@ from jaxspec.bench import (
     sums,
 )
 from jaxspec.bench.results import BenchError, Result, check_writable
-from jaxspec.cache.paged import claim_device
+from jaxspec.cache.memory_plan import claim_device
 from jaxspec.checkpoint import CheckpointError
 from jaxspec.cli import called
 from jaxspec.config.lazy_transformers import spare_torch

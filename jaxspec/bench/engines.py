@@ -16,7 +16,7 @@ from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.flags import add_engine_flags, engine_options
 from jaxspec.drafters import check_drafter, load_drafter
 from jaxspec.engine.engine import Engine
-from jaxspec.models.description import Attention
+from jaxspec.models.description import PagedRows, Recurrence
 
 # Speed doesn't depend on what the weights are; and a round that is measured has as many drafts as it was given
 DEFAULTS = {"load_format": "dummy", "draft_policy": "fixed"}
@@ -66,7 +66,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def start_attention_only(args: argparse.Namespace, requests: int) -> Engine:
-    """The same of the hybrid's shapes with full attention in every layer: see `attention_only`."""
+    """Start an engine of the hybrid's shapes with full attention in every layer: see `attention_only`."""
     return _engine(args, requests, alter=attention_only)
 
 
@@ -96,13 +96,14 @@ def attention_only(model: Model) -> Model:
     All else stays: embedding, MLPs or experts, head. What it says is meaningless.
     """
     decoder, weights = model.config.decoder, model.params["layers"]
-    at = next(i for i, layer in enumerate(decoder.layers) if isinstance(layer.mixing, Attention))
+    at = next(i for i, layer in enumerate(decoder.layers) if isinstance(layer.mixing.memory, PagedRows))
     alter = lambda layer: dataclasses.replace(layer, mixing=decoder.layers[at].mixing)  # noqa: E731
     decoder = dataclasses.replace(decoder, layers=tuple(map(alter, decoder.layers)))
     mixing = {"qkv", "qkvz", "ba", "conv", "decay_log", "decay_bias", "read_norm", "out", "q_norm", "k_norm"}
     attention = {name: weight for name, weight in weights[at].items() if name in mixing}
     apart = lambda layer: {name: weight for name, weight in layer.items() if name not in mixing}  # noqa: E731
-    weights = [apart(layer) | attention if "qkvz" in layer else layer for layer in weights]
+    recurs = [isinstance(layer.mixing.memory, Recurrence) for layer in model.config.decoder.layers]
+    weights = [apart(layer) | attention if each else layer for each, layer in zip(recurs, weights, strict=True)]
     config = dataclasses.replace(model.config, decoder=decoder)
     return dataclasses.replace(model, config=config, params={**model.params, "layers": weights})
 

@@ -15,17 +15,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.cache.mixers import state_bytes
 from jaxspec.cache.paged import kv_bytes_per_token
+from jaxspec.cache.recurrent import state_bytes
 from jaxspec.checkpoint import Model
-from jaxspec.models.description import Attention
+from jaxspec.models.description import PagedRows
 from jaxspec.models.weights import Weight
 from jaxspec.pallas.experts.experts_mlp import expected_experts
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the device can reach: bytes a second from its memory, operations a second in matrix multiplications."""
+    """Rates a device can reach: bytes a second from its memory, operations a second in matrix multiplications."""
 
     bytes_per_s: float
     flops_per_s: float
@@ -84,7 +84,7 @@ class ModelCost:
             num_experts=experts,
             experts_per_token=chosen,
             windows=tuple(
-                layer.mixing.window for layer in config.decoder.layers if isinstance(layer.mixing, Attention)
+                layer.mixing.window for layer in config.decoder.layers if isinstance(layer.mixing.memory, PagedRows)
             ),
         )
 

@@ -27,7 +27,7 @@ from jaxspec import drafters
 from jaxspec.bench import engines, plots
 from jaxspec.bench.floors import Ceilings, ModelCost
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table
-from jaxspec.cache.paged import MemoryPlan
+from jaxspec.cache.memory_plan import MemoryPlan
 from jaxspec.checkpoint import Model, ModelFolder, locate, outlined
 from jaxspec.checkpoint.gguf_file import GgufFile
 from jaxspec.compiling.abstract_model import drafter_of
@@ -37,7 +37,7 @@ from jaxspec.config.options import ConfigError
 from jaxspec.drafters import LoadedDrafter, combined
 from jaxspec.engine.defaults import GPU, Defaults, resolve, shapes_of, small_model
 from jaxspec.engine.runner import Runner
-from jaxspec.models.description import DeltaRule, Mixture
+from jaxspec.models.description import Mixture, Recurrence
 from jaxspec.models.families import MODELS
 from jaxspec.models.fp8 import BLOCK
 from jaxspec.models.mxfp4 import BLOCK as MXFP4_BLOCK
@@ -196,7 +196,7 @@ class Planner(Runner):
         config, rows = self.model.config, requests * self.width
         cost = ModelCost.of(self.model, self._layout.dtype, self.config.state_dtype)
         seconds = Ceilings(gpu.bandwidth, gpu.flops).seconds(*cost.round(requests, self.width, context))
-        mixed = lambda layer: isinstance(layer.mixing, DeltaRule) or isinstance(layer.feed, Mixture)  # noqa: E731
+        mixed = lambda layer: isinstance(layer.mixing.memory, Recurrence) or isinstance(layer.feed, Mixture)  # noqa: E731
         kernels = sum(KERNELS_MIXED if mixed(layer) else KERNELS for layer in config.decoder.layers)
         size = rows * config.hidden_size * 2
         return seconds + kernels * LAUNCH + (2 * config.num_layers + 1) * sum_seconds(size, tp, sums)
@@ -262,7 +262,7 @@ def share(hf: Mapping[str, Any], n: int, quantization: str | None = None) -> dic
 
 
 def _expert_share(hf: Mapping[str, Any], n: int, unit: int, experts: str) -> dict[str, int]:
-    """Of a mixture. A shared expert that can't be cut is one device's, and that one is meant."""
+    """One device's share of a mixture. A shared expert that can't be divided is whole on this device."""
     width = "moe_intermediate_size" if "moe_intermediate_size" in hf else "intermediate_size"
     fits = lambda groups: hf[width] * groups % (n * unit) == 0 and hf[experts] % groups == 0  # noqa: E731
     groups = next((groups for groups in (1, 2, 4, 8) if groups <= n and fits(groups)), None)

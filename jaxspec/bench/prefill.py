@@ -94,7 +94,7 @@ def run(args: argparse.Namespace, result: Result) -> None:
         profile.require_gpu()
     requests = min(max(_batch(args, length) for length in args.lengths), 128)
     engine = engines.start(args, result, requests)
-    if args.attention_only and not engine.model_config.linear:
+    if args.attention_only and not engine.model_config.recurrent:
         raise BenchError(f"--attention-only: {args.model} has no linear attention to compare with. Drop it")
     _lengths(args, result, engine, OWN if args.attention_only else None)
     _compare_with_plan(result, engine.runner.plan.total)

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxspec.checkpoint.check import CheckpointError
 from jaxspec.checkpoint.shards import ModelFolder
-from jaxspec.models.description import Attention, Decoder
+from jaxspec.models.description import Decoder, PagedRows
 
 # Behind `model.layers.N.self_attn.`, the first that is there: by compressed-tensors and vLLM, by ModelOpt, and as the
 # former two were before. The last is of keys and values alike.
@@ -29,14 +29,14 @@ def named(name: str) -> bool:
 
 
 def read_kv_scales(files: ModelFolder, decoder: Decoder, rename: Callable[[str], str | None]) -> np.ndarray | None:
-    """f32[l, 2, m]: of each layer with attention and each of its KV heads; 1 where there is none. None: there are none.
+    """f32[l, 2, m]: of each layer with keys and values, by KV head; 1 where there is none. None: there are none.
 
     Tensors of `files` are called `rename(their name)`.
 
     **Raises:** `CheckpointError` for a scale of another shape, or one that isn't a positive number.
     """
     found = {rename(name): name for name in files.tensors() if named(name)}
-    places = [i for i, layer in enumerate(decoder.layers) if isinstance(layer.mixing, Attention)]
+    places = [i for i, layer in enumerate(decoder.layers) if isinstance(layer.mixing.memory, PagedRows)]
     sources: dict[str, list[tuple[int, int]]] = {}
     for at, i in enumerate(places):
         for kind, names in enumerate(NAMES):
@@ -45,7 +45,7 @@ def read_kv_scales(files: ModelFolder, decoder: Decoder, rename: Callable[[str],
                 sources.setdefault(name, []).append((at, kind))
     if not sources:
         return None
-    heads = decoder.layers[places[0]].mixing.kv_heads
+    heads = decoder.layers[places[0]].mixing.memory.heads
     scales = np.ones((len(places), 2, heads), np.float32)
     for name, value in files.some(sources):
         value = np.asarray(value, np.float32)

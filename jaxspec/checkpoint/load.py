@@ -30,7 +30,6 @@ from jaxspec.config.request import RequestError, SamplingParams
 from jaxspec.models.families import MODELS
 from jaxspec.models.local import in_groups, local
 from jaxspec.models.model_config import ModelConfig
-from jaxspec.models.weights import Fp8, Mxfp4, Unquantised
 from jaxspec.parallel import sharding
 from jaxspec.text.tokenizer import Tokenizer
 
@@ -134,9 +133,9 @@ def load_model(
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        item = {Fp8: 1, Mxfp4: 17 / 32, Unquantised: jax.numpy.dtype(dtype).itemsize}
+        item = jax.numpy.dtype(dtype).itemsize
         own = [sharding.local_param(param, tp_size) for param in jax.tree.leaves(declared)]
-        size = sum(math.prod(param.shape) * item[type(param.format)] for param in own)
+        size = sum(math.prod(param.shape) * (param.format.bytes_each or item) for param in own)
         each, more = ", more than the device", "or a smaller --dtype"
         if tp_size > 1:
             each, more = f" on each of {tp_size} devices, more than one", "a smaller --dtype, or a larger --tp-size"

@@ -24,7 +24,7 @@ from jaxspec.checkpoint.check import CheckpointError
 from jaxspec.checkpoint.reserve import Reserved, reserved
 from jaxspec.models import fp8, mxfp4
 from jaxspec.models.fp8 import BLOCK
-from jaxspec.models.weights import Fp8, Layout, Mxfp4, Param
+from jaxspec.models.weights import Format, Fp8, Layout, Mxfp4, Param, Unquantised
 from jaxspec.parallel import sharding
 
 _EMBEDDING_STD = 0.02
@@ -117,7 +117,7 @@ def _made(param: Param, sources: list[jax.Array], scales: dict[str, np.ndarray],
         sources = [jnp.swapaxes(source, 1, 2) for source in sources]
     if isinstance(param.format, Mxfp4):
         return param.made(*_arranged(sources[0], _exponents(param, scales), param.layout))
-    if not isinstance(param.format, Fp8):
+    if isinstance(param.format, Unquantised):
         if param.stacked:
             return param.made(_fused_rows(sources, param.layout, param.dtype or dtype))
         # Layers alike share what compiles.
@@ -125,7 +125,7 @@ def _made(param: Param, sources: list[jax.Array], scales: dict[str, np.ndarray],
         lacking = param.shape[-1] - values.shape[-1] if param.least else 0
         return param.made(jnp.pad(values, ((0, 0), (0, lacking))) if lacking else values)
     if not param.scales:
-        return param.made(*_quantised(sources, param.layout, param.format.block))
+        return param.made(*_quantised(sources, param.layout, param.format))
     values = sources[0] if param.stacked else _fused_rows(sources, param.layout)
     return param.made(values, _scales(param, scales))
 
@@ -137,7 +137,7 @@ def _fused(sources: list[jax.Array], transpose: bool, layout: Layout, dtype: str
 
 @partial(jax.jit, static_argnames=("layout", "dtype"))
 def _fused_rows(sources: list[jax.Array], layout: Layout, dtype: Any = None) -> jax.Array:
-    """The same of outputs that are rows and stay so, or of a stack of such. No `dtype`: that of the sources."""
+    """Fuse sources, or stacks, whose outputs are rows and stay so. Without a `dtype` the sources keep theirs."""
     columns = layout.pack([jnp.swapaxes(source, -1, -2).astype(dtype or source.dtype) for source in sources])
     return jnp.swapaxes(columns, -1, -2)
 
@@ -188,13 +188,16 @@ def _scales(param: Param, found: dict[str, np.ndarray]) -> jax.Array:
     return _fused_rows([jnp.asarray(scales) for scales in each], layout.per(size))
 
 
-@partial(jax.jit, static_argnames=("layout", "block"))
-def _quantised(sources: list[jax.Array], layout: Layout, block: int | None) -> tuple[jax.Array, jax.Array]:
+@partial(jax.jit, static_argnames=("layout", "format"))
+def _quantised(sources: list[jax.Array], layout: Layout, format: Format) -> tuple[jax.Array, jax.Array | None]:
     """Values and scales of unquantised sources, each [outputs, inputs], or of a stack of experts' fused ones.
 
-    Each source is quantised by itself, so the result is that of a checkpoint quantised beforehand. `block` None: each
-    output has a scale.
+    Each source is quantised by itself, so the result is that of a checkpoint quantised beforehand. In FP8 without
+    blocks each output has a scale.
     """
+    if not isinstance(format, Fp8):
+        return format.quantise(sources[0] if sources[0].ndim == 3 else _fused_rows(sources, layout))
+    block = format.block
     size = layout.unit if block else 1
 
     def one(source):
@@ -246,18 +249,16 @@ def dummy(declared: Any, dtype: str, seed: int, mesh: Mesh | None = None) -> Any
             made = _packed_stack(key_of(path), param.shape, param.shape[-1] ** -0.5, dtype)
             return jax.block_until_ready(param.made(*made))
         array = values(path, param)
-        if not isinstance(param.format, Fp8):
+        if isinstance(param.format, Unquantised):
             return places[0].moved(param.made(array))
         sources = [array] if param.stacked else [part.T for part in param.layout.unpack(array)]
-        return jax.block_until_ready(
-            places[0].moved(param.made(*_quantised(sources, param.layout, param.format.block)))
-        )
+        return jax.block_until_ready(places[0].moved(param.made(*_quantised(sources, param.layout, param.format))))
 
     return jax.tree_util.tree_map_with_path(make, declared)
 
 
 def _drawing(param: Param, dtype: str) -> tuple[Callable, tuple[int, ...], float, str]:
-    """What draws a parameter's values, and its static arguments."""
+    """Function that draws a parameter's values, and its static arguments."""
     if param.stacked:
         return _normal_stack, param.shape, param.shape[-1] ** -0.5, dtype
     std = param.shape[0] ** -0.5 if param.transpose else _EMBEDDING_STD
@@ -313,5 +314,5 @@ def _normal_stack(key: jax.Array, shape: tuple[int, ...], std: float, dtype: str
 
 @partial(jax.jit, static_argnames=("shape", "std", "dtype"))
 def _packed_stack(key: jax.Array, shape: tuple[int, ...], std: float, dtype: str) -> tuple[jax.Array, jax.Array]:
-    """The same in MXFP4: packed numbers and their scales."""
+    """Draw a stack in MXFP4: packed numbers and their scales."""
     return jax.lax.map(lambda k: mxfp4.quantise(_normal(k, shape[1:], std, dtype)), jax.random.split(key, shape[0]))

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.models import fp8
-from jaxspec.models.weights import Fp8, Mxfp4, Param
+from jaxspec.models.weights import Fp8, Param, Unquantised
 
 LEAST = 2**20  # bytes of an array that is worth it: an array holds less than twice its bytes
 
@@ -49,8 +49,9 @@ def reserved(declared: Any, dtype: str) -> Reserved:
 
 
 def values_of(declared: Any, dtype: str) -> list[jax.ShapeDtypeStruct]:
-    """The values of all large parameters, but for those in MXFP4: they were of the right size without."""
-    shapes = [_values(param, dtype) for param in jax.tree.leaves(declared) if not isinstance(param.format, Mxfp4)]
+    """The values of all large parameters that are unquantised or FP8; MXFP4's were of the right size without."""
+    counted = [param for param in jax.tree.leaves(declared) if isinstance(param.format, Unquantised | Fp8)]
+    shapes = [_values(param, dtype) for param in counted]
     return [shape for shape in shapes if math.prod(shape.shape) * shape.dtype.itemsize >= LEAST]
 
 

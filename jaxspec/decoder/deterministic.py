@@ -9,7 +9,7 @@ A sum in floating point depends on its order. Here every sum has one order, for 
   a kernel for their norms.
 - On a CPU all rows go through XLA's products in slices of `SLICE`, so that there is one shape.
 - Linear attention takes its state from one token to the next, in a round and in replay alike (`delta_fixed`), and
-  prompts in blocks at fixed positions. It and gated attention are in `deterministic_mixing`.
+  prompts in blocks at fixed positions. It and gated attention are in their kinds (`Mixing.fixed`).
 
 Rounds and prompts don't agree with one another. So what a round computed is never computed again as a prompt: the
 prefix tree holds prompts alone, and a preempted request starts again (`scheduler`).
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,20 +27,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.decoder import deterministic_mixing as mixing
 from jaxspec.decoder import few_rows as narrow
-from jaxspec.decoder.deterministic_mixing import exact_product, in_order, row_norm
-from jaxspec.decoder.functions import cos_sin_apart, row_of
-from jaxspec.decoder.layer import HEADS_WRITTEN, attention, projections
+from jaxspec.decoder.fixed_order import exact_product, row_norm
+from jaxspec.decoder.functions import Table, cos_sin_apart
 from jaxspec.decoder.matmul import reference, valid_count
 from jaxspec.decoder.mixer import Mixer
-from jaxspec.decoder.padding import flat, unflat
-from jaxspec.decoder.path import Call, Path, Stack, Weights, numbered
-from jaxspec.models.description import ROPE_SCALINGS, Attention, Decoder, DeltaRule, Layer, Mlp, Norm, Rope, beyond
-from jaxspec.models.weights import HALF, Unquantised, Weight
+from jaxspec.decoder.mixings import mixing_of
+from jaxspec.decoder.mixings.kind import Weights
+from jaxspec.decoder.padding import flat
+from jaxspec.decoder.path import Call, Path, implementing
+from jaxspec.decoder.stack import Ops
+from jaxspec.models.description import Decoder, Layer, Norm, Rope, beyond
+from jaxspec.models.weights import HALF, Weight
 from jaxspec.pallas import hopper
-from jaxspec.pallas.attention import write_heads
-from jaxspec.pallas.attention.decode_attention.plan import HEAD_WIDTHS, MAX_GROUP, MAX_ROWS
+from jaxspec.pallas.attention.decode_attention.plan import MAX_ROWS
 from jaxspec.pallas.attention.prompt_attention import UNIT as PROMPT_ROWS
 from jaxspec.pallas.dense import few_rows, tile_matmul, weight_stream
 from jaxspec.pallas.dense.add_norm import WIDEST, add_norm
@@ -47,17 +48,7 @@ from jaxspec.pallas.sliced_rows import SLICE, sliced
 
 NARROW_SLICE = 64  # that `few_rows` does
 
-IMPLEMENTS = {
-    Decoder: frozenset({"vocab_size", "width", "layers", "norm", "tied", "embed_scale", "deterministic"}),
-    Layer: frozenset({"mixing", "feed", "norm"}),
-    Attention: frozenset({"heads", "kv_heads", "head_dim", "rope", "qk_norm", "gated", "bias"}),
-    DeltaRule: frozenset({"key_heads", "value_heads", "key_dim", "value_dim", "taps"}),
-    Mlp: frozenset({"width"}),
-    Norm: frozenset({"eps", "centred"}),
-    Rope: frozenset({"theta", "scaling", "columns"}),
-    **ROPE_SCALINGS,
-    Unquantised: frozenset(),
-}
+IMPLEMENTS = implementing({Decoder: {"deterministic"}, Norm: {"centred"}, Rope: {"columns"}})
 
 
 def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
@@ -68,25 +59,17 @@ def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
         return f"{call.processors} Hopper multiprocessors; {weight_stream.BLOCKS} are needed"
     if call.pages != "bfloat16":
         return f"pages in {call.pages}; bfloat16 is supported"
-    a, rule = decoder.attention, decoder.delta_rule
-    ropes = {layer.mixing.rope for layer in decoder.layers if isinstance(layer.mixing, Attention)}
-    if len({layer.norm for layer in decoder.layers}) > 1 or len(ropes) > 1:
+    if len({layer.norm for layer in decoder.layers}) > 1 or len(decoder.ropes) > 1:
         return "layers whose norms or ropes differ"
-    if a.head_dim not in HEAD_WIDTHS or a.heads // a.kv_heads > MAX_GROUP:
-        return f"{a.heads} query heads of {a.head_dim} over {a.kv_heads} KV heads"
-    if beyond(a, HEADS_WRITTEN):
-        if a.bias:
-            return "biases of gated attention"
-    elif a.qk_norm and (reason := write_heads.supported(a.heads, a.kv_heads, a.head_dim, a.head_dim, "bfloat16")):
-        return f"norms of q and k in prompts, with {reason}"
     if any(each["gate_up"].layout.interleave != HALF for each in layers):
         return f"an MLP {decoder.layers[0].feed.width} wide"
     if decoder.width > WIDEST:
         return f"rows of {decoder.width}; supported: up to {WIDEST}"
     if MAX_ROWS < call.rows < PROMPT_ROWS:
         return f"{call.rows} rows of a request; supported: up to {MAX_ROWS}"
-    if rule is not None and (reason := mixing.supported(rule, call.rows)):
-        return reason
+    for layer in dict.fromkeys(decoder.layers):
+        if reason := mixing_of(layer).fixed_refuses(layer, call.rows):
+            return reason
     each = [each[name] for each in layers for name in ("qkv", "qkvz", "out", "gate_up", "down") if name in each]
     weights = {(weight.dtype, weight.inputs, weight.outputs): weight for weight in each}
     for weight in weights.values():
@@ -103,27 +86,18 @@ def _by_xla() -> bool:
 
 
 def _narrow(decoder: Decoder) -> bool:
-    return decoder.width <= few_rows.NARROW and not beyond(decoder, narrow.IMPLEMENTS | {Decoder: IMPLEMENTS[Decoder]})
+    return decoder.width <= few_rows.NARROW and not beyond(
+        decoder, narrow.FEW_ROWS.implements | {Decoder: IMPLEMENTS[Decoder]}
+    )
 
 
-def run(
-    decoder: Decoder,
-    layers: Sequence[Weights],
-    x: Float[Array, "b t d"],
-    positions: Int[Array, "b t"],
-    mixer: Mixer,
-    cache: Any,
-    requested: Int[Array, " b"] | None,
-) -> Stack:
-    """As `Path.run`: a round of a narrow model, prompts and a CPU's rows, or a wide model's round."""
-    narrow_round = not _by_xla() and positions.shape[1] < PROMPT_ROWS and _narrow(decoder)
-    placed = flat(positions[..., None])[:, 0] if narrow_round else positions
-    of = decoder, layers, x, positions, mixer, cache, cos_sin_apart(placed, decoder.attention)
-    if narrow_round:
-        return _narrow_round(*of)
+def ops_of(decoder: Decoder, layers: Sequence[Weights], positions: Int[Array, "b t"], mixer: Mixer) -> Ops:
+    """Those of prompts and a CPU's rows, of a narrow model's round, or of a wide one's."""
     if _by_xla() or positions.shape[1] >= PROMPT_ROWS:
-        return _layer_by_layer(*of, requested)
-    return _wide_round(*of)
+        return LayerByLayer(positions, mixer, cos_sin_apart(positions, decoder.attention))
+    if _narrow(decoder):
+        return NarrowRound(positions, mixer, cos_sin_apart(flat(positions[..., None])[:, 0], decoder.attention))
+    return WideRound(positions, mixer, cos_sin_apart(positions, decoder.attention))
 
 
 def unembed(head: Weight, hidden: Float[Array, "*b d"]) -> Float[Array, "*b v"]:
@@ -141,68 +115,69 @@ def in_turn(f: Callable[..., Any], *rows: Array, most: int = weight_stream.MAX_R
     return outs[0] if len(outs) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x, axis=0), *outs)
 
 
-def _wide_round(decoder, layers, x, positions, mixer, cache, table) -> Stack:
-    """As `streamed.run`, with a last layer of the same kernels; more rows in tiles, with sums of the same parts."""
-    (b, t), outputs = positions.shape, []
-    shape, named = x.shape, {"eps": decoder.layers[0].norm.eps, "centred": decoder.layers[0].norm.centred}
+@dataclass(frozen=True, eq=False)
+class Fixed(Ops):
+    """Steps whose sums have one order."""
 
-    @partial(jax.jit, static_argnums=0)
-    def attend(layer, weights, i, x, made, cache):
-        """`made`: this layer's first projection in parts, after the rows."""
-        if isinstance(layer.mixing, DeltaRule) or beyond(layer.mixing, HEADS_WRITTEN):
-            made = in_order(jnp.moveaxis(made, 1, 0)).astype(x.dtype).reshape(b, t, -1)
-            if isinstance(layer.mixing, Attention):
-                return mixing.attention(layer, weights, i, made, positions, mixer, cache, table)
-            rows = weight_stream.norm_fixed(x, weights["attn_norm"], **named)
-            ba = in_turn(lambda rows: exact_product(rows, weights["ba"]), rows).reshape(b, t, -1)
-            return mixing.delta_rule(layer, weights, i, made, ba, mixer, cache)
-        a = layer.mixing
-        if write_heads.supported(a.heads, a.kv_heads, a.head_dim, a.head_dim, "bfloat16"):
-            made = in_order(jnp.moveaxis(made, 1, 0))[:, None].astype(x.dtype)  # that kernel adds the parts up itself
-        made = jnp.moveaxis(made, 1, 0).reshape(made.shape[1], b, t, -1)
-        return attention(layer, weights, i, made, positions, mixer, cache, x.dtype, table)
+    table: Table  # of the rope
 
-    @jax.jit
-    def stream(weights, following, scale, x, mixed):
-        chain = [weights[name].unquantised for name in ("out", "gate_up", "down")]
-        scales = [weights["mlp_norm"]]
-        if following is not None:
-            chain, scales = [*chain, following.unquantised], [*scales, scale]
+    def _mix(self, layer, weights, i, made, cache, dtype, in_parts=False):
+        of = layer, weights, i, made, self.positions, self.mixer, cache, dtype, self.table, in_parts
+        return mixing_of(layer).fixed(*of)
 
-        def one(x, mixed):
-            out, partials = weight_stream.stream_fixed(x, mixed, chain, scales, **named)
-            if following is None:  # any scale: the norm isn't read
-                return add_norm(out, partials, weights["mlp_norm"], eps=named["eps"])[0], out
-            return out, jnp.moveaxis(partials, 0, 1)
 
-        return one(x, mixed.reshape(len(x), -1))
+class WideRound(Fixed):
+    """As `weight_stream.Streamed`, with a last layer of the same kernels; more rows in tiles, with sums of the same
+    parts. Rows are flat; given to a layer is its first product in parts, after the rows."""
 
-    @jax.jit
-    def tiled(weights, following, scale, x, mixed):
-        product = partial(_in_parts, valid=valid_count(positions))
-        x = product(mixed.reshape(len(x), -1), weights["out"], residual=x)
-        rows = weight_stream.norm_fixed(x, weights["mlp_norm"], **named)
+    def first(self, layer, weights, x, inputs):
+        x, weight = x.reshape(-1, x.shape[2]), weights[mixing_of(layer).projections[0]]
+        rows = row_norm(x, weights["attn_norm"], layer.norm)
+        if len(x) <= weight_stream.MAX_ROWS:
+            return x, jnp.moveaxis(weight_stream.product_fixed(rows, weight.unquantised), 0, 1)
+        return x, _in_parts(rows, weight, valid_count(self.positions))[:, None]
+
+    def after(self, decoder, layers):
+        nexts = zip(decoder.layers[1:], layers[1:], strict=True)
+        firsts = [(each[mixing_of(layer).projections[0]], each["attn_norm"]) for layer, each in nexts]
+        return [*firsts, None]
+
+    def batched(self, x):
+        return x.reshape(*self.positions.shape, -1)
+
+    def mix(self, layer, weights, i, x, given, cache):
+        (b, t), made = self.positions.shape, [jnp.moveaxis(given, 1, 0)]
+        for name in mixing_of(layer).projections[1:]:
+            rows = weight_stream.norm_fixed(x, weights["attn_norm"], **_named(layer))
+            made.append(in_turn(lambda rows, name=name: exact_product(rows, weights[name]), rows).reshape(b, t, -1))
+        return self._mix(layer, weights, i, made, cache, x.dtype, in_parts=True)
+
+    def finish(self, layer, weights, after, x, mixed):
+        run = self._stream if len(x) <= weight_stream.MAX_ROWS else self._tiled
+        return run(layer, weights, after, x, mixed.reshape(len(x), -1))
+
+    def _stream(self, layer, weights, after, x, mixed):
+        chain, scales = [weights[name].unquantised for name in ("out", "gate_up", "down")], [weights["mlp_norm"]]
+        if after is not None:
+            chain, scales = [*chain, after[0].unquantised], [*scales, after[1]]
+        out, partials = weight_stream.stream_fixed(x, mixed, chain, scales, **_named(layer))
+        if after is None:  # any scale: the norm isn't read
+            return add_norm(out, partials, weights["mlp_norm"], eps=layer.norm.eps)[0], None
+        return out, jnp.moveaxis(partials, 0, 1)
+
+    def _tiled(self, layer, weights, after, x, mixed):
+        product = partial(_in_parts, valid=valid_count(self.positions))
+        x = product(mixed, weights["out"], residual=x)
+        rows = weight_stream.norm_fixed(x, weights["mlp_norm"], **_named(layer))
         x = product(product(rows, weights["gate_up"], gated=True), weights["down"], residual=x)
-        if following is None:
-            return x, x
-        rows = weight_stream.norm_fixed(x, scale, **named)
-        return x, product(rows, following)[:, None]
+        if after is None:
+            return x, None
+        rows = weight_stream.norm_fixed(x, after[1], **_named(layer))
+        return x, product(rows, after[0])[:, None]
 
-    x = x.reshape(b * t, -1)
-    few = len(x) <= weight_stream.MAX_ROWS
-    firsts = [weights[projections(layer)[0]] for layer, weights in zip(decoder.layers, layers, strict=True)]
-    rows = row_norm(x, layers[0]["attn_norm"], decoder.layers[0].norm)
-    if few:
-        made = jnp.moveaxis(weight_stream.product_fixed(rows, firsts[0].unquantised), 0, 1)
-    else:
-        made = _in_parts(rows, firsts[0], valid_count(positions))[:, None]
-    each = zip(numbered(decoder, layers), [*firsts[1:], None], [*layers[1:], None], strict=True)
-    for (layer, weights, i), following, after in each:
-        mixed, cache = attend(layer, weights, i, x, made, cache)
-        scale = None if after is None else after["attn_norm"]
-        x, made = (stream if few else tiled)(weights, following, scale, x, mixed)
-        outputs.append(x.reshape(shape))
-    return Stack(outputs, cache)
+
+def _named(layer: Layer) -> dict[str, Any]:
+    return {"eps": layer.norm.eps, "centred": layer.norm.centred}
 
 
 def _in_parts(x: Array, weight: Weight, valid: Array, residual: Array | None = None, gated: bool = False) -> Array:
@@ -212,67 +187,62 @@ def _in_parts(x: Array, weight: Weight, valid: Array, residual: Array | None = N
     return tile_matmul.matmul(*of, gated=gated, splits=splits, rounded=gated)
 
 
-def _narrow_round(decoder, layers, x, positions, mixer, cache, table) -> Stack:
-    """As `few_rows.run`, each kernel in slices of as many rows as it takes."""
-    (b, t), eps, outputs = positions.shape, decoder.layers[0].norm.eps, []
-    turn = partial(in_turn, most=NARROW_SLICE)
+class NarrowRound(Fixed):
+    """As `few_rows.FewRows`, each kernel in slices of as many rows as it takes."""
 
-    @partial(jax.jit, static_argnums=0)
-    def one(layer, weights, i, x, cache):
-        a = layer.mixing
+    def first(self, layer, weights, x, inputs):
+        return flat(x), None
+
+    def batched(self, x):
+        return x.reshape(len(self.positions), -1, x.shape[1])
+
+    def mix(self, layer, weights, i, x, given, cache):
+        a, b, eps = layer.mixing, len(self.positions), layer.norm.eps
         norms = [weights["q_norm"], weights["k_norm"]] if a.qk_norm else []
 
-        def write(kv, place, inverse):
-            made = []
-            place = place.reshape(-1)
+        def write(kv, kv_slots, inverse):
+            made, kv_slots = [], kv_slots.reshape(-1)
             for at in range(0, len(x), NARROW_SLICE):
-                rows, cos, sin, here = (y[at : at + NARROW_SLICE] for y in (x, *table, place))
+                rows, cos, sin, here = (y[at : at + NARROW_SLICE] for y in (x, *self.table, kv_slots))
                 of = [rows], [weights["attn_norm"]], weights["qkv"].unquantised, cos, sin, kv, i, here
                 q, kv = few_rows.heads(*of, norms, (), weights.get("qkv_bias"), inverse, eps=eps)
                 made.append(q)
             return jnp.concatenate(made).reshape(b, -1, a.heads, a.head_dim), kv
 
-        mixed, cache = mixer.attend_written(cache, i, len(x) // b, write, None)
+        mixed, cache = self.mixer.attend_written(cache, i, len(x) // b, write, None)
+        return mixed.reshape(len(x), -1), cache
+
+    def finish(self, layer, weights, after, x, mixed):
+        eps = layer.norm.eps
 
         def rest(x, mixed):
             x = few_rows.add_product(x, mixed, weights["out"].unquantised)
             hidden = few_rows.gated(x, weights["mlp_norm"], weights["gate_up"].unquantised, (), eps=eps)
             return few_rows.add_product(x, hidden, weights["down"].unquantised)
 
-        return turn(rest, x, mixed.reshape(len(x), -1)), cache
-
-    x = flat(x)
-    for i, (layer, weights) in enumerate(zip(decoder.layers, layers, strict=True)):
-        x, cache = one(layer, weights, jnp.int32(i), x, cache)
-        outputs.append(unflat(x, b, t))
-    return Stack(outputs, cache)
+        return in_turn(rest, x, mixed, most=NARROW_SLICE), None
 
 
-def _layer_by_layer(decoder, layers, x, positions, mixer, cache, table, requested) -> Stack:
-    """As the plain path, with products and norms of their own order: prompts, and all rows on a CPU."""
-    outputs = []
+class LayerByLayer(Fixed):
+    """As `plain.Plain`, with products and norms of their own order: prompts, and all rows on a CPU."""
 
-    def mix(layer, weights, i, rows, mixer, cache):
-        made = _product(rows, weights[projections(layer)[0]], valid_count(positions))
-        if isinstance(layer.mixing, DeltaRule):
-            return mixing.delta_rule(layer, weights, i, made, exact_product(rows, weights["ba"]), mixer, cache)
-        mixed = mixing.attention if beyond(layer.mixing, HEADS_WRITTEN) else attention
-        return mixed(layer, weights, i, made, positions, mixer, cache, table=table)
+    compacts = True
 
-    @partial(jax.jit, static_argnums=0)
-    def one(layer, weights, i, x, cache, row):
-        rows = row_norm(x, weights["attn_norm"], layer.norm)
-        mixed, cache = mix(layer, weights, i, rows, mixer if row is None else mixer.only(row >= 0), cache)
-        x, mixed, valid = row_of(x, row), row_of(mixed, row), valid_count(row_of(positions, row))
-        x = _product(mixed, weights["out"], valid, x)
-        rows = row_norm(x, weights["mlp_norm"], layer.norm)
-        hidden = _product(rows, weights["gate_up"], valid, gated=True)
-        return _product(hidden, weights["down"], valid, x), cache
+    def first(self, layer, weights, x, inputs):
+        return x, None
 
-    for layer, weights, i in numbered(decoder, layers):
-        x, cache = one(layer, weights, i, x, cache, requested if weights is layers[-1] else None)
-        outputs.append(x)
-    return Stack(outputs, cache)
+    def mix(self, layer, weights, i, x, given, cache):
+        rows, (first, *exact) = row_norm(x, weights["attn_norm"], layer.norm), mixing_of(layer).projections
+        made = [_product(rows, weights[first], valid_count(self.positions))]
+        made += [exact_product(rows, weights[name]) for name in exact]
+        return self._mix(layer, weights, i, made, cache, x.dtype)
+
+    def add(self, layer, weights, x, mixed):
+        return _product(mixed, weights["out"], valid_count(self.positions), x), None
+
+    def feed(self, layer, weights, after, x, given):
+        rows, valid = row_norm(x, weights["mlp_norm"], layer.norm), valid_count(self.positions)
+        return _product(_product(rows, weights["gate_up"], valid, gated=True), weights["down"], valid, x), None
 
 
 def _product(x: Array, weight: Weight, valid: Array, residual: Array | None = None, gated: bool = False) -> Array:
@@ -285,4 +255,4 @@ def _product(x: Array, weight: Weight, valid: Array, residual: Array | None = No
     return out.reshape(*x.shape[:-1], math.prod(out.shape) // math.prod(x.shape[:-1]))
 
 
-DETERMINISTIC = Path("deterministic", IMPLEMENTS, 0, fits, run)
+DETERMINISTIC = Path("deterministic", IMPLEMENTS, 0, fits, ops_of)

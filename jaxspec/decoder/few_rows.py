@@ -8,21 +8,19 @@ attention takes and gives them as they are.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
 
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.decoder import layer as equations
 from jaxspec.decoder.functions import cos_sin
-from jaxspec.decoder.mixer import Mixer
-from jaxspec.decoder.mixture_rows import Given, add, given_first, mixture, operand
-from jaxspec.decoder.padding import flat, padded, unflat, untimed, valid_rows
-from jaxspec.decoder.path import Call, Path, Stack, Weights
-from jaxspec.models.description import ROPE_SCALINGS, Attention, ClampedSwiglu, Decoder, Layer, Mixture, Mlp, Norm, Rope
-from jaxspec.models.weights import HALF, Fp8, Mxfp4, Unquantised, Weight
+from jaxspec.decoder.mixings.attention import sinks
+from jaxspec.decoder.mixings.kind import Weights
+from jaxspec.decoder.mixture_rows import add, given_first, mixture, operand
+from jaxspec.decoder.padding import flat, padded, untimed, valid_rows
+from jaxspec.decoder.path import MIXTURE, Call, Path, implementing
+from jaxspec.decoder.stack import Ops
+from jaxspec.models.description import Attention, ClampedSwiglu, Decoder, Mixture, Mlp
+from jaxspec.models.weights import HALF, Fp8, Mxfp4, Weight
 from jaxspec.pallas.attention.prompt_attention import UNIT
 from jaxspec.pallas.dense import few_rows
 
@@ -31,22 +29,10 @@ ALONE_DEVICES = 1  # that a layer by itself is divided among: no GPU has timed i
 
 Table = tuple[Float[Array, "r half"], Float[Array, "r half"]]
 
-IMPLEMENTS = {
-    Decoder: frozenset({"vocab_size", "width", "layers", "norm", "tied", "embed_scale"}),
-    Layer: frozenset({"mixing", "feed", "norm"}),
-    Attention: frozenset({"heads", "kv_heads", "head_dim", "rope", "qk_norm", "bias", "out_bias", "window", "sinks"}),
-    Mlp: frozenset({"width"}),
-    Mixture: frozenset(
-        {"experts", "per_token", "width", "renormalised", "shared", "bias", "router_bias", "activation"}
-    ),
-    ClampedSwiglu: frozenset({"alpha", "limit"}),
-    Norm: frozenset({"eps"}),
-    Rope: frozenset({"theta", "scaling"}),
-    **ROPE_SCALINGS,
-    Unquantised: frozenset(),
-    Fp8: frozenset({"block"}),
-    Mxfp4: frozenset(),  # of a mixture's experts, which have kernels of their own
-}
+IMPLEMENTS = implementing({
+    Mixture: {*MIXTURE, "bias", "router_bias", "activation"}, ClampedSwiglu: {"alpha", "limit"}, Fp8: {"block"},
+    Mxfp4: set(),  # of a mixture's experts, which have kernels of their own
+})  # fmt: skip
 
 
 def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
@@ -103,91 +89,64 @@ def _multiplied(layers: Sequence[Weights]) -> list[Weight]:
     return [layer[name] for layer in layers for name in ("qkv", "out", "gate_up", "down") if name in layer]
 
 
-def run(
-    decoder: Decoder,
-    layers: Sequence[Weights],
-    x: Float[Array, "b t d"],
-    positions: Int[Array, "b t"],
-    mixer: Mixer,
-    cache: Any,
-    requested: Int[Array, " b"] | None,
-) -> Stack:
-    """All rows go through the last layer, too."""
-    (b, t), outputs, table = positions.shape, [], rope_table(decoder.attention, positions)
-    valid = valid_rows(positions)
+@dataclass(frozen=True, eq=False)
+class FewRows(Ops):
+    """Flat rows, each request's padded. Given to a layer are its inputs side by side, all but the first layer by itself
+    have one."""
 
-    @partial(jax.jit, static_argnums=0)  # one trace and one lowering for all layers alike: the index is data
-    def one(layer, weights, following, i, given, x, cache):
-        return run_flat(layer, weights, i, [given], x, b, table, mixer, cache, following, valid)
+    table: Table
+    valid: tuple[Int[Array, "1 r"], int]  # which rows a mixture of experts is for, see `valid_rows`
 
-    x, first = flat(x), layers[0]
-    given = given_first(decoder.layers[0], first, x, first["attn_norm"])
-    for i, (layer, weights) in enumerate(zip(decoder.layers, layers, strict=True)):
-        following = layers[(i + 1) % len(layers)]  # after the last, the next round's first
-        following = {name: following[name] for name in ("qkv", "attn_norm")}
-        x, given, cache = one(layer, weights, following, jnp.int32(i), given, x, cache)
-        outputs.append(unflat(x, b, t))
-    return Stack(outputs, cache)
+    @classmethod
+    def of(cls, decoder, layers, positions, mixer):
+        return cls(positions, mixer, rope_table(decoder.attention, positions), valid_rows(positions))
+
+    def first(self, layer, weights, x, inputs):
+        rows = flat(x)
+        if inputs is not None:
+            return rows, [(flat(each), scale) for each, scale in inputs]
+        return rows, [given_first(layer, weights, rows, weights["attn_norm"])]
+
+    def after(self, decoder, layers):
+        """After the last layer, the next round's first."""
+        return [{name: each[name] for name in ("qkv", "attn_norm")} for each in (*layers[1:], layers[0])]
+
+    def batched(self, x):
+        return x.reshape(len(self.positions), -1, x.shape[1])
+
+    def mix(self, layer, weights, i, x, given, cache):
+        a, norms = layer.mixing, [weights[name] for name in ("q_norm", "k_norm") if layer.mixing.qk_norm]
+        later = [name for name in ("out", "gate_up", "down") if name in weights and _idle(weights, x)]
+        prefetch = [weights[name].unquantised for name in later]
+
+        def write(kv, kv_slots, inverse):
+            operands = *zip(*given, strict=True), operand(weights["qkv"]), *self.table, kv, i, kv_slots.reshape(-1)
+            q, kv = few_rows.heads(*operands, norms, prefetch, weights.get("qkv_bias"), inverse, eps=layer.norm.eps)
+            return q.reshape(len(self.positions), -1, a.heads, a.head_dim), kv
+
+        t = len(x) // len(self.positions)
+        mixed, cache = self.mixer.attend_written(cache, i, t, write, a.window, **sinks(a, weights))
+        return mixed.reshape(len(x), -1), cache
+
+    def add(self, layer, weights, x, mixed):
+        norm, follows = layer.norm, weights["router" if isinstance(layer.feed, Mixture) else "gate_up"]
+        named = dict(centred=norm.centred, bias=weights.get("out_bias"), prefetch=follows)
+        return add(x, mixed, weights["out"], weights["mlp_norm"], **named)
+
+    def feed(self, layer, weights, after, x, given):
+        scale, qkv = (after["attn_norm"], after["qkv"]) if after else (None, None)
+        if isinstance(layer.feed, Mixture):
+            x, given = mixture(layer, weights, x, given, *self.valid, scale, qkv)
+            return x, [given]
+        prefetch = [qkv.unquantised] if after and _idle(weights, x) else []
+        hidden = few_rows.gated(*given, operand(weights["gate_up"]), prefetch, eps=layer.norm.eps)
+        x, given = add(x, hidden, weights["down"], scale, prefetch=qkv)
+        return x, [given]
 
 
-def run_one(
-    decoder: Decoder,
-    weights: Weights,
-    inputs: Sequence[tuple[Float[Array, "b _ _"], Float[Array, " _"] | None]],
-    x: Float[Array, "b r d"],
-    positions: Int[Array, "b t"],
-    mixer: Mixer,
-    cache: Any,
-    requested: Int[Array, " b"] | None = None,
-) -> tuple[Float[Array, "b _ d"], Any]:
-    """The layer of a decoder of one. What it gives keeps its padding rows: the next call takes them as they are."""
-    layer, b = decoder.layers[0], len(positions)
-    given = [(flat(rows), scale) for rows, scale in inputs]
-    table = rope_table(layer.mixing, positions)
-    out, _, cache = run_flat(layer, weights, jnp.int32(0), given, flat(x), b, table, mixer, cache)
-    return out.reshape(b, -1, out.shape[1]), cache
-
-
-def run_flat(
-    layer: Layer,
-    weights: Weights,
-    i: Int[Array, ""],
-    inputs: Sequence[Given],
-    x: Float[Array, "r d"],
-    b: int,
-    table: Table,
-    mixer: Mixer,
-    cache: Any,
-    following: Weights | None = None,
-    valid: tuple[Int[Array, "1 r"], int] | None = None,
-) -> tuple[Float[Array, "r d"], Given | None, Any]:
-    """A layer over the flat rows of `b` requests: what attention and MLP make of the residual stream `x`.
-
-    Queries, keys and values are made of `inputs` side by side. `following`: weights of the layer after this one, whose
-    input comes second. `valid`: which rows a mixture of experts is for, see `valid_rows`.
-    """
-    a, eps = layer.mixing, layer.norm.eps
-    small = x.shape[1] <= few_rows.NARROW  # memory is idle for most of a small layer, and later weights are prefetched
-    after = following["attn_norm"] if following else None
-    norms = [weights["q_norm"], weights["k_norm"]] if a.qk_norm else []
-    small = small and not isinstance(weights["qkv"].format, Fp8)
-    ahead = [weights[name].unquantised for name in ("out", "gate_up", "down") if small and name in weights]
-
-    def write(kv, place, inverse):
-        operands = *zip(*inputs, strict=True), operand(weights["qkv"]), *table, kv, i, place.reshape(-1)
-        q, kv = few_rows.heads(*operands, norms, ahead, weights.get("qkv_bias"), inverse, eps=eps)
-        return q.reshape(b, -1, a.heads, a.head_dim), kv
-
-    mixed, cache = mixer.attend_written(cache, i, len(x) // b, write, a.window, **equations.sinks(a, weights))
-    mixed = mixed.reshape(len(x), -1)
-    if isinstance(layer.feed, Mixture):
-        return *mixture(layer, weights, x, mixed, *valid, after, following and following["qkv"]), cache
-    bias = weights.get("out_bias")
-    x, given = add(x, mixed, weights["out"], weights["mlp_norm"], bias=bias, ahead=weights["gate_up"])
-    ahead = [following["qkv"].unquantised] if small and following else []
-    hidden = few_rows.gated(*given, operand(weights["gate_up"]), ahead, eps=eps)
-    x, given = add(x, hidden, weights["down"], after, ahead=following["qkv"] if following else None)
-    return x, given, cache
+def _idle(weights: Weights, x: Float[Array, "r d"]) -> bool:
+    """Whether a layer is so small that memory is idle for most of it, and later weights are prefetched."""
+    return x.shape[1] <= few_rows.NARROW and not isinstance(weights["qkv"].format, Fp8)
 
 
 def rope_table(attention: Attention, positions: Int[Array, "b t"]) -> Table:
@@ -195,4 +154,4 @@ def rope_table(attention: Attention, positions: Int[Array, "b t"]) -> Table:
     return cos_sin(flat(positions[..., None])[:, 0], attention)
 
 
-FEW_ROWS = Path("few_rows", IMPLEMENTS, 1, fits, run, run_one, sums=True)
+FEW_ROWS = Path("few_rows", IMPLEMENTS, 1, fits, FewRows.of, one=True, sums=True)

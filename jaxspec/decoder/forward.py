@@ -14,18 +14,19 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.decoder import deterministic
+from jaxspec.decoder import deterministic, stack
 from jaxspec.decoder.deterministic import DETERMINISTIC
 from jaxspec.decoder.few_rows import FEW_ROWS, rope_table, sizes_fit
-from jaxspec.decoder.fp8_layers import FP8_ROWS
+from jaxspec.decoder.fp8_rows import FP8_ROWS
 from jaxspec.decoder.functions import normed, rope, row_of
 from jaxspec.decoder.fused_norms import FUSED_NORMS
 from jaxspec.decoder.matmul import logits
 from jaxspec.decoder.mixer import Mixer
+from jaxspec.decoder.mixings.kind import Weights
 from jaxspec.decoder.padding import flat, padded
-from jaxspec.decoder.path import NO_HOPPER, Call, Path, Weights
+from jaxspec.decoder.path import NO_HOPPER, Call, Path
 from jaxspec.decoder.plain import PLAIN
-from jaxspec.decoder.streamed import FP8_STREAM, WEIGHT_STREAM
+from jaxspec.decoder.weight_stream import FP8_STREAM, WEIGHT_STREAM
 from jaxspec.models.description import Decoder, Norm, beyond
 from jaxspec.models.weights import Weight, matmul
 from jaxspec.pallas import hopper, portable
@@ -122,7 +123,7 @@ def forward(
     if decoder.embed_scale != 1:
         x = x * jnp.asarray(decoder.embed_scale, x.dtype)
     path, _ = choose(decoder, layers, Call.of(positions, mixer, cache))
-    outputs, cache = path.run(decoder, layers, x, positions, mixer, cache, requested)
+    outputs, cache = stack.run(path.ops(decoder, layers, positions, mixer), decoder, layers, x, cache, requested)
     if decoder.deterministic:
         last = deterministic.row_norm(outputs[-1], params["norm"], decoder.norm)
     else:
@@ -154,7 +155,8 @@ def run_layer(
         inputs = [(x, weights["attn_norm"])]
     widths = () if any(scale is None for _, scale in inputs) else tuple(rows.shape[2] for rows, _ in inputs)
     path, _ = choose(decoder, [weights], Call.of(positions, mixer, cache, widths))
-    return path.run_layer(decoder, weights, inputs, x, positions, mixer, cache, requested)
+    ops = path.ops(decoder, [weights], positions, mixer)
+    return stack.run_one(ops, decoder, weights, inputs, x, cache, requested)
 
 
 def write_keys_values(

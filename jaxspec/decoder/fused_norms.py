@@ -13,35 +13,25 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
-from jaxspec.decoder.layer import feed, mix, projections
-from jaxspec.decoder.mixer import Mixer
-from jaxspec.decoder.mixture_rows import Given, add, given_first, mixture, operand
-from jaxspec.decoder.padding import flat, pad, padded, untimed, valid_rows
-from jaxspec.decoder.path import Call, Path, Stack, Weights, numbered
-from jaxspec.models.description import ROPE_SCALINGS, Attention, Decoder, DeltaRule, Layer, Mixture, Mlp, Norm, Rope
-from jaxspec.models.weights import HALF, Fp8, Unquantised, Weight
+from jaxspec.decoder import plain
+from jaxspec.decoder.mixings import mixing_of
+from jaxspec.decoder.mixings.kind import Weights
+from jaxspec.decoder.mixture_rows import add, given_first, mixture, operand
+from jaxspec.decoder.padding import flat, padded, untimed, valid_rows
+from jaxspec.decoder.path import MIXTURE, Call, Path, implementing
+from jaxspec.decoder.stack import Ops
+from jaxspec.models.description import Decoder, Layer, Mixture, Mlp, Norm, Rope
+from jaxspec.models.weights import HALF, Fp8, Weight
 from jaxspec.pallas.dense import few_rows
 
-IMPLEMENTS = {
-    Decoder: frozenset({"vocab_size", "width", "layers", "norm", "tied", "embed_scale"}),
-    Layer: frozenset({"mixing", "feed", "norm"}),
-    Attention: frozenset({"heads", "kv_heads", "head_dim", "rope", "qk_norm", "gated", "window", "scale"}),
-    DeltaRule: frozenset({"key_heads", "value_heads", "key_dim", "value_dim", "taps"}),
-    Mlp: frozenset({"width", "bias", "activation"}),
-    Mixture: frozenset({"experts", "per_token", "width", "renormalised", "shared"}),
-    Norm: frozenset({"eps", "centred"}),
-    Rope: frozenset({"theta", "scaling", "columns"}),
-    **ROPE_SCALINGS,
-    Unquantised: frozenset(),
-    Fp8: frozenset({"block"}),
-}
+IMPLEMENTS = implementing({
+    Mlp: {"bias", "activation"}, Mixture: MIXTURE, Norm: {"centred"}, Rope: {"columns"}, Fp8: {"block"},
+})  # fmt: skip
 
 
 def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
@@ -76,7 +66,7 @@ def _in_fp8(weight: Any) -> bool:
 
 def _together(layer: Layer, weights: Weights) -> list[tuple[str, ...]]:
     """The weights that make of a layer's normed rows what it mixes; those of one kernel together."""
-    names = projections(layer)
+    names = mixing_of(layer).projections
     return [(name,) for name in names] if any(_in_fp8(weights[name]) for name in names) else [names]
 
 
@@ -106,95 +96,60 @@ def _scales_refused(weights: Weights) -> str | None:
     return next(filter(None, itertools.starmap(few_rows.fp8_supported, of)), None)
 
 
-def run(
-    decoder: Decoder,
-    layers: Sequence[Weights],
-    x: Float[Array, "b t d"],
-    positions: Int[Array, "b t"],
-    mixer: Mixer,
-    cache: Any,
-    requested: Int[Array, " b"] | None,
-) -> Stack:
-    """All rows go through the last layer, too."""
-    x, t, outputs = pad(x), positions.shape[1], []
+@dataclass(frozen=True, eq=False)
+class FusedNorms(Ops):
+    """Flat rows, each request's padded. Given to a layer are rows for its first norm."""
 
-    @partial(jax.jit, static_argnums=0)  # one trace and one lowering for all layers alike: the index is data
-    def one(layer, weights, after, i, given, x, cache):
-        return run_padded(layer, weights, i, given, x, positions, mixer, cache, after)
+    valid: tuple[Int[Array, "1 r"], int]  # which rows a mixture of experts is for, see `valid_rows`
 
-    given, first = (flat_rows(x), layers[0]["attn_norm"]), decoder.layers[0]
-    if isinstance(first.feed, Mixture) or not _mlp_refused(first, layers[0], len(given[0])):
-        given = given_first(first, layers[0], *given)
-    nexts = [each["attn_norm"] for each in (*layers[1:], layers[0])]  # after the last, the next round's first
-    for (layer, weights, i), after in zip(numbered(decoder, layers), nexts, strict=True):
-        x, given, cache = one(layer, weights, after, i, given, x, cache)
-        outputs.append(x[:, :t])
-    return Stack(outputs, cache)
+    @classmethod
+    def of(cls, decoder, layers, positions, mixer):
+        return cls(positions, mixer, valid_rows(positions))
 
+    def first(self, layer, weights, x, inputs):
+        x = flat(x)
+        if inputs is None and (isinstance(layer.feed, Mixture) or not _mlp_refused(layer, weights, len(x))):
+            return x, given_first(layer, weights, x, weights["attn_norm"])
+        return x, (x, weights["attn_norm"])
 
-def run_one(
-    decoder: Decoder,
-    weights: Weights,
-    inputs: Sequence[tuple[Float[Array, "b _ _"], Float[Array, " _"] | None]],
-    x: Float[Array, "b r d"],
-    positions: Int[Array, "b t"],
-    mixer: Mixer,
-    cache: Any,
-    requested: Int[Array, " b"] | None = None,
-) -> tuple[Float[Array, "b _ d"], Any]:
-    """The layer of a decoder of one. What it gives keeps its padding rows: the next call takes them as they are."""
-    x = pad(x)
-    given = flat_rows(x), weights["attn_norm"]
-    x, _, cache = run_padded(decoder.layers[0], weights, jnp.int32(0), given, x, positions, mixer, cache)
-    return x, cache
+    def after(self, decoder, layers):
+        """After the last layer, the next round's first."""
+        return [{"attn_norm": each["attn_norm"]} for each in (*layers[1:], layers[0])]
 
+    def batched(self, x):
+        return x.reshape(len(self.positions), -1, x.shape[1])
 
-def flat_rows(x: Float[Array, "b r d"]) -> Float[Array, "n d"]:
-    return x.reshape(-1, x.shape[-1])
+    def project(self, layer, weights, x, given):
+        """The products of `ba`, which go into exponents, are float32."""
+        norm, made, mixing = {"eps": layer.norm.eps, "centred": layer.norm.centred}, [], mixing_of(layer)
+        fp8, wide = any(_in_fp8(weights[name]) for name in mixing.projections), x.shape[1] > few_rows.NARROW
+        if fp8 and wide and not isinstance(given, few_rows.Scaled):
+            given = few_rows.scale_rows(*given, layer.norm.centred)
+        for names in _together(layer, weights):
+            dtypes = tuple("float32" if name in mixing.exact else str(given[0].dtype) for name in names)
+            made += few_rows.normed(*given, [operand(weights[name]) for name in names], dtypes=dtypes, **norm)
+        return [self.batched(out)[:, : None if mixing.padding else self.positions.shape[1]] for out in made]
 
+    def mix(self, layer, weights, i, x, given, cache):
+        mixed, cache = super().mix(layer, weights, i, x, given, cache)
+        return flat(mixed), cache
 
-def run_padded(
-    layer: Layer,
-    weights: Weights,
-    i: Int[Array, ""],
-    given: Given,
-    x: Float[Array, "b p d"],
-    positions: Int[Array, "b t"],
-    mixer: Mixer,
-    cache: Any,
-    after: Float[Array, " d"] | None = None,
-) -> tuple[Float[Array, "b p d"], Given, Any]:
-    """A layer over padded rows: the residual stream after it, what is given to the norm that follows, of the scale
-    `after`, and the cache. `given`: to this layer's first norm."""
-    rows, t, norm = flat_rows(x), positions.shape[1], layer.norm
-    made = [out.reshape(*x.shape[:2], -1) for out in _projected(layer, weights, given)]
-    if isinstance(layer.mixing, Attention):
-        made = [out[:, :t] for out in made]
-    mixed, cache = mix(layer, weights, i, made, positions, mixer, cache)
-    mixed = flat(mixed)
-    if isinstance(layer.feed, Mixture):
-        out, given = mixture(layer, weights, rows, mixed, *valid_rows(positions), after)
-        return out.reshape(x.shape), given, cache
-    if _mlp_refused(layer, weights, len(rows)):
-        rows, _ = add(rows, mixed, weights["out"], None)
-        x = feed(layer, weights, rows.reshape(x.shape), positions)
-        return x, (flat_rows(x), after), cache
-    rows, given = add(rows, mixed, weights["out"], weights["mlp_norm"], norm.centred, ahead=weights["gate_up"])
-    hidden = few_rows.gated(*given, operand(weights["gate_up"]), eps=norm.eps)
-    rows, given = add(rows, hidden, weights["down"], after, norm.centred)
-    return rows.reshape(x.shape), given, cache
+    def add(self, layer, weights, x, mixed):
+        mixes = isinstance(layer.feed, Mixture)
+        if not mixes and _mlp_refused(layer, weights, len(x)):
+            return add(x, mixed, weights["out"], None)
+        follows = weights["router" if mixes else "gate_up"]
+        return add(x, mixed, weights["out"], weights["mlp_norm"], layer.norm.centred, prefetch=follows)
+
+    def feed(self, layer, weights, after, x, given):
+        scale, norm = None if after is None else after["attn_norm"], layer.norm
+        if isinstance(layer.feed, Mixture):
+            return mixture(layer, weights, x, given, *self.valid, scale)
+        if _mlp_refused(layer, weights, len(x)):
+            x = plain.feed(layer, weights, self.batched(x), self.positions).reshape(x.shape)
+            return x, (x, scale)
+        hidden = few_rows.gated(*given, operand(weights["gate_up"]), eps=norm.eps)
+        return add(x, hidden, weights["down"], scale, norm.centred)
 
 
-def _projected(layer: Layer, weights: Weights, given: Given) -> list[Float[Array, "n _"]]:
-    """What a layer mixes, of its normed rows; the products of `ba`, which go into exponents, in float32."""
-    norm, made, together = {"eps": layer.norm.eps, "centred": layer.norm.centred}, [], _together(layer, weights)
-    fp8, wide = any(_in_fp8(weights[name]) for name in itertools.chain(*together)), given[0].shape[1] > few_rows.NARROW
-    if fp8 and wide and not isinstance(given, few_rows.Scaled):
-        given = few_rows.scale_rows(*given, layer.norm.centred)
-    for names in together:
-        dtypes = tuple("float32" if name == "ba" else str(given[0].dtype) for name in names)
-        made += few_rows.normed(*given, [operand(weights[name]) for name in names], dtypes=dtypes, **norm)
-    return made
-
-
-FUSED_NORMS = Path("fused_norms", IMPLEMENTS, 1, fits, run, run_one, sums=True)
+FUSED_NORMS = Path("fused_norms", IMPLEMENTS, 1, fits, FusedNorms.of, one=True, sums=True)

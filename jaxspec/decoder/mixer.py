@@ -1,4 +1,7 @@
-"""What mixes tokens with those before them: the interface between a layer's equations and whoever keeps a cache."""
+"""What mixes tokens with those before them: the interface between a layer's equations and whoever keeps a cache.
+
+Axis letters: b requests, t tokens, n query or value heads, m KV or key heads, h, k and v their widths.
+"""
 
 from __future__ import annotations
 
@@ -6,100 +9,73 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from jaxtyping import Array, Bool, Float, Int
-
-from jaxspec.models.description import DeltaRule
-from jaxspec.pallas.recurrence.gates_and_norm import Around
+from jaxtyping import Array, Bool
 
 
 @runtime_checkable
 class Mixer(Protocol):
     """A forward hands it each layer's rows, and it owns what came before.
 
-    The `cache` is whatever it keeps that in, passed through the forward. `layer` i32[] counts among the layers that mix
-    in the same way.
+    The `cache` is whatever it keeps that in, passed through the forward. `layer` i32[] counts among the layers of a
+    group, whose memory has one shape.
     """
+
+    def group(self, number: int) -> Mixer:
+        """The same, for the layers of this group (`Decoder.groups`)."""
+        ...
 
     def only(self, asked: Bool[Array, " b"]) -> Mixer:
         """The same, where nobody reads the attention of other sequences: it may be anything finite."""
         ...
 
-    def attend(
-        self,
-        cache: Any,
-        layer: Int[Array, ""],
-        q: Float[Array, "b t n h"],
-        k: Float[Array, "b t m h"],
-        v: Float[Array, "b t m h"],
-        window: int | None,
-        sinks: Float[Array, " n"] | None = None,
-    ) -> tuple[Float[Array, "b t n h"], Any]:
-        """Causal attention, scores scaled by h**-0.5. A row sees `window` positions up to its own; None: all.
+    def attend(self, cache, layer, q, k, v, window, sinks=None) -> tuple[Array, Any]:
+        """Causal attention of q [b t n h] over k and v [b t m h], scores scaled by h**-0.5: [b t n h], and the cache.
 
-        `sinks`: of each head, one more logit of its softmax, float32, given only where a layer has them.
+        A row sees `window` positions up to its own; None: all. `sinks` [n], float32: of each head, one more logit of
+        its softmax, given only where a layer has them.
         """
         ...
 
-    def pages(self, cache: Any) -> Float[Array, "l p 2 m s h"] | None:
-        """The pages of all layers, as `paged.KV`, if a kernel may write keys and values there: see `PagedMixer`."""
+    def pages(self, cache) -> Array | None:
+        """The pages of a group's layers, as `paged.KV`, if a kernel may write rows there: see `PagedMixer`."""
         ...
 
 
 @runtime_checkable
-class LinearMixer(Mixer, Protocol):
-    """One that serves linear attention too, over a state of fixed size."""
+class RecurrentMixer(Mixer, Protocol):
+    """One that serves recurrent layers too, over a state of fixed size."""
 
-    def convolve(
-        self,
-        cache: Any,
-        layer: Int[Array, ""],
-        x: Float[Array, "b t d"],
-        weight: Float[Array, "w c"],
-        mix: DeltaRule,
-    ) -> tuple[tuple[Float[Array, "b t m k"], Float[Array, "b t m k"], Float[Array, "b t n v"]], Any]:
+    def convolve(self, cache, layer, x, weight, mix=None) -> tuple[Any, Any]:
         """Each channel's causal convolution over its newest w rows, the last tap on the row itself, then SiLU.
 
-        The channels are the first c columns of x: queries, keys and values of `mix`'s heads. They come out by head,
-        queries and keys of length one, queries scaled by k**-0.5.
+        The channels are the first c columns of x [b t d], `weight` is [w c]. They come out as [b t c]; or those of
+        `mix`, a `DeltaRule`, as its queries and keys [b t m k] and values [b t n v]: queries and keys of length one,
+        queries scaled by k**-0.5.
         """
         ...
 
-    def recur(
-        self,
-        cache: Any,
-        layer: Int[Array, ""],
-        q: Float[Array, "b t m k"],
-        k: Float[Array, "b t m k"],
-        v: Float[Array, "b t n v"],
-        decay: Float[Array, "b t n"],
-        beta: Float[Array, "b t n"],
-        filled: int,
-    ) -> tuple[Float[Array, "b r n v"], Any]:
+    def recur(self, cache, layer, q, k, v, decay, beta, filled) -> tuple[Array, Any]:
         """The gated delta rule, S = decay S + beta (v - decay S k) k', out = S q; key head i serves n/m value heads.
 
-        The result has r = `filled` rows a request, of which those from t on are padding and may hold anything.
+        q and k are [b t m k], v [b t n v], decay and beta [b t n]. The result has r = `filled` rows a request, of which
+        those from t on are padding and may hold anything.
         """
+        ...
+
+    def accumulate(self, cache, layer, q, k, u, decay) -> tuple[Array, Any]:
+        """S = decay S + u k', out = S q, of updates u [b t n v] that don't depend on the state; else as `recur`."""
         ...
 
 
 @runtime_checkable
-class NormingMixer(LinearMixer, Protocol):
+class NormingMixer(RecurrentMixer, Protocol):
     """One whose rule may come with the gates before it and the norm after it, in one kernel."""
 
-    def unnormed(self, cache: Any, q: Float[Array, "b t m k"], v: Float[Array, "b t n v"]) -> str | None:
+    def unnormed(self, cache, q, v) -> str | None:
         """Why `recur_normed` can't serve, or None if it can."""
         ...
 
-    def recur_normed(
-        self,
-        cache: Any,
-        layer: Int[Array, ""],
-        q: Float[Array, "b t m k"],
-        k: Float[Array, "b t m k"],
-        v: Float[Array, "b t n v"],
-        around: Around,
-        eps: float,
-    ) -> tuple[Float[Array, "b r n v"], Any]:
+    def recur_normed(self, cache, layer, q, k, v, around, eps) -> tuple[Array, Any]:
         """As `recur`, with gates made of `around`, and what is read normed, with this `eps`, and gated."""
         ...
 
@@ -108,18 +84,10 @@ class NormingMixer(LinearMixer, Protocol):
 class PagedMixer(Mixer, Protocol):
     """One that keeps keys and values in pages, and lets a kernel of the layer's own write them there."""
 
-    def attend_written(
-        self,
-        cache: Any,
-        layer: Int[Array, ""],
-        t: int,
-        write: Callable[[Array, Int[Array, "b t"], Array | None], tuple[Float[Array, "b t n h"], Array]],
-        window: int | None,
-        sinks: Float[Array, " n"] | None = None,
-    ) -> tuple[Float[Array, "b t n h"], Any]:
-        """As `attend`, of t rows a request whose keys and values `write(pages, place, inverse)` puts where they belong.
+    def attend_written(self, cache, layer, t, write, window, sinks=None) -> tuple[Array, Any]:
+        """As `attend`, of t rows a request whose rows `write(pages, kv_slots, inverse)` puts where they belong.
 
-        It gives their queries and the pages. A row's place is a slot counted over all pages, and -1 for padding.
+        It gives their queries and the pages. `kv_slots` i32[b t] count over all pages, and are -1 for padding.
         `inverse` f32[l, 2, m]: of the scales of pages in FP8, by layer, for keys and values, by head; None if they have
         none.
         """
@@ -131,6 +99,9 @@ class OnlyAttention:
     """A `Mixer` made of a function that attends. It has no pages."""
 
     attend: Callable[..., tuple[Array, Any]]  # as `Mixer.attend`
+
+    def group(self, number: int) -> OnlyAttention:
+        return self
 
     def only(self, asked: Bool[Array, " b"]) -> OnlyAttention:
         return self

@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.decoder import layer as equations
+from jaxspec.decoder import feed
 from jaxspec.decoder.functions import normed
-from jaxspec.decoder.path import Weights
+from jaxspec.decoder.mixings.kind import Weights
 from jaxspec.models.description import Layer, Mixture
 from jaxspec.models.weights import Fp8, Unquantised, Weight
 from jaxspec.pallas.dense import few_rows
@@ -35,17 +35,17 @@ def add(
     scale: Float[Array, " d"] | None,
     centred: bool = False,
     bias: Float[Array, " d"] | None = None,
-    ahead: Weight | None = None,
+    prefetch: Weight | None = None,
 ) -> tuple[Float[Array, "r d"], Given]:
     """The residual stream after a product is added, and what is given to the norm that follows, of this `scale`.
 
     Narrow rows aren't scaled for it: they are normed before weights arrive. No scale: nothing follows. Among several
-    devices the product is a part of the sum, rounded to bfloat16; `ahead`: weights to prefetch while it is made.
+    devices the product is a part of the sum, rounded to bfloat16; `prefetch`: weights to fetch while it is made.
     """
     if devices() > 1:
         part = few_rows.product([rows], operand(weight))
         part = part if bias is None else part + bias  # which is zero but on the first device
-        return _summed(part, x, scale, centred, ahead)
+        return _summed(part, x, scale, centred, prefetch)
     if x.shape[1] > few_rows.NARROW and scale is not None:
         return few_rows.add_product(x, rows, operand(weight), scale, bias, centred=centred)
     x = few_rows.add_product(x, rows, operand(weight), None, bias)
@@ -57,11 +57,11 @@ def _summed(
     x: Float[Array, "r d"],
     scale: Float[Array, " d"] | None,
     centred: bool = False,
-    ahead: Weight | None = None,
+    prefetch: Weight | None = None,
 ) -> tuple[Float[Array, "r d"], Given]:
     """x and the sum of all devices' parts, and what is given to the norm that follows; as `add`."""
     scaled = x.shape[1] > few_rows.NARROW and scale is not None
-    out = summed(part, x, scale if scaled else None, None if ahead is None else ahead.raw, centred=centred)
+    out = summed(part, x, scale if scaled else None, None if prefetch is None else prefetch.raw, centred=centred)
     return out if scaled else (out, (out, scale))
 
 
@@ -69,22 +69,20 @@ def mixture(
     layer: Layer,
     weights: Weights,
     x: Float[Array, "r d"],
-    mixed: Float[Array, "r k"],
+    given: Given,
     positions: Int[Array, "1 r"],
     valid: int,
     after: Float[Array, " d"] | None = None,
-    ahead: Weight | None = None,
+    prefetch: Weight | None = None,
 ) -> tuple[Float[Array, "r d"], Given]:
-    """The output projection of what was mixed, and the mixture of experts, each added to the residual stream.
+    """The residual stream and its mixture of experts, of what `add` gave to the norm before it.
 
     Norm and router are one kernel where that serves. Only the first `valid` rows go through the mixture, of those the
     ones that aren't padding, whose positions are negative: one token alone has an experts' kernel that looks for no
-    other. After the residual stream comes what is given to the norm that follows, of the scale `after`. `ahead`: as in
-    `add`, while the experts' parts are summed.
+    other. After the residual stream comes what is given to the norm that follows, of the scale `after`. `prefetch`: as
+    in `add`, while the experts' parts are summed.
     """
     m, norm, router, bias = layer.feed, layer.norm, weights["router"].unquantised, weights.get("router_bias")
-    named = dict(centred=norm.centred, bias=weights.get("out_bias"), ahead=weights["router"])
-    x, given = add(x, mixed, weights["out"], weights["mlp_norm"], **named)
     experts, several = router.shape[1], devices() > 1
     if lacking := -experts % few_rows.TILE:  # to a whole tile of columns: gpt-oss-20b has 32 experts
         router = jnp.pad(router, ((0, 0), (0, lacking)))
@@ -94,22 +92,22 @@ def mixture(
     scaled = isinstance(given, few_rows.Scaled)
     if few_rows.normed_supported(*x.shape, [width], router.dtype, scaled=scaled) is not None:
         rows = normed(x[None], weights["mlp_norm"], norm)
-        made = equations.mixture(m, weights, residual[None], rows, positions)[0]
-        return _summed(made, x, after, norm.centred, ahead) if several else (made, (made, after))
+        made = feed.mixture(m, weights, residual[None], rows, positions)[0]
+        return _summed(made, x, after, norm.centred, prefetch) if several else (made, (made, after))
     own = after is not None and _experts_scale(layer, x)  # of several devices too, which leave what it scales
     further = dict(residual=residual, valid=valid, scale=after if own else None, centred=norm.centred)
     one_kernel = one_router.supported(*x.shape, width, m.per_token, router.dtype)
     one_kernel = "a shared expert, with which two kernels are faster" if m.shared else one_kernel
     if scaled and chosen(one_kernel):
-        options = dict(k=m.per_token, renormalised=m.renormalised, eps=norm.eps, real=experts)
+        options = dict(k=m.per_token, renormalised=m.renormalised, eps=norm.eps, num_experts=experts)
         ids, scores, rows = one_router.router(given, router, positions.reshape(-1), bias, **options)
-        made = equations.mix_chosen(m, weights, rows, ids, scores, **further)
+        made = feed.mix_chosen(m, weights, rows, ids, scores, **further)
     else:
         options = dict(eps=norm.eps, dtypes=("float32",), centred=norm.centred, keep=True)
         logits, rows = few_rows.normed(*given, [router], bias, **options)
-        made = equations.mix_experts(m, weights, rows, logits[:, :experts], positions, **further)
+        made = feed.mix_experts(m, weights, rows, logits[:, :experts], positions, **further)
     if several:
-        return _summed(made[0] if own else made, x, after, norm.centred, ahead)
+        return _summed(made[0] if own else made, x, after, norm.centred, prefetch)
     return made if own else (made, (made, after))
 
 

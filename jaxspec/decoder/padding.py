@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas.dense import few_rows
 
-ROWS = few_rows.WIDE_ROWS  # over several devices, where no GPU has timed more; the kernels take up to FP8_ROWS
+TIMED_ROWS = few_rows.WIDE_ROWS  # over several devices, where no GPU has timed more; the kernels take up to FP8_ROWS
 
 
 def padded(b: int, t: int) -> int:
@@ -26,7 +26,7 @@ def untimed(rows: int, devices: int, timed: bool = False) -> str | None:
 
     `timed`: one has timed all that the kernels take.
     """
-    most = few_rows.FP8_ROWS if timed else ROWS
+    most = few_rows.FP8_ROWS if timed else TIMED_ROWS
     if devices == 1 or rows <= most:
         return None
     return f"{rows} rows over {devices} devices; supported: up to {most}"

@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from jaxspec.decoder.mixer import Mixer
-from jaxspec.models.description import Decoder, Layer, Table, beyond
-from jaxspec.models.weights import Weight, formats
+from jaxspec.decoder.mixings import MIXINGS
+from jaxspec.decoder.mixings.kind import Weights
+from jaxspec.decoder.stack import Ops
+from jaxspec.models.description import ROPE_SCALINGS, Decoder, Layer, Mlp, Norm, Rope, Table, beyond
+from jaxspec.models.weights import Unquantised, formats
 from jaxspec.pallas import hopper
 from jaxspec.parallel.sharding import devices
 
-Weights = dict[str, Array | jax.ShapeDtypeStruct | Weight]  # of a layer, or their shapes
+# What the plainest transformer has, and so what every path computes; and the fields of a mixture of silu's experts.
+PLAINEST: Table = {
+    Decoder: frozenset({"vocab_size", "width", "layers", "norm", "tied", "embed_scale"}),
+    Layer: frozenset({"mixing", "feed", "norm"}),
+    Mlp: frozenset({"width"}),
+    Norm: frozenset({"eps"}),
+    Rope: frozenset({"theta", "scaling"}),
+    **ROPE_SCALINGS,
+    Unquantised: frozenset(),
+}
+MIXTURE = frozenset({"experts", "per_token", "width", "renormalised", "shared"})
+
+
+def implementing(more: Mapping[type, Set[str]]) -> Table:
+    """What a path computes that has `more` fields, or kinds, than the plainest."""
+    return {kind: PLAINEST.get(kind, frozenset()) | more.get(kind, set()) for kind in {**PLAINEST, **more}}
+
+
 NO_HOPPER = "Hopper's kernels don't serve here"  # the log's line about kernels says why
 
 
@@ -47,51 +65,36 @@ class Call:
         return cls(*positions.shape, dtype, hopper.multiprocessors(), inputs, devices())
 
 
-def numbered(decoder: Decoder, layers: Sequence[Weights]) -> Iterator[tuple[Layer, Weights, Int[Array, ""]]]:
-    """Each layer, its weights, and its index among the layers that mix as it does, by which caches have it."""
-    counts: Counter[type] = Counter()
-    for layer, weights in zip(decoder.layers, layers, strict=True):
-        kind = type(layer.mixing)
-        yield layer, weights, jnp.int32(counts[kind])
-        counts[kind] += 1
-
-
-class Stack(NamedTuple):
-    """What a path makes of a stack of layers: the residual stream after each, without padding rows, and the cache.
-
-    Where one row of each sequence was requested, the last output may have that row alone.
-    """
-
-    outputs: list[Float[Array, "b _ d"]]
-    cache: Any
-
-
 @dataclass(frozen=True)
 class Path:
     """One way to run a stack of layers.
 
-    - `implements`: by kind of description or of a weight's format, the fields that it computes; all others must be at
-      their defaults.
+    - `describes`: by kind of description or of a weight's format, the fields that it computes; all others must be at
+      their defaults. Kinds of mixing, and formats elsewhere, say themselves which paths compute what (`implements`).
     - `processors`: multiprocessors that it needs at once.
     - `fits(decoder, layers, call)`: why these sizes and dtypes don't, or None; `layers` are their weights.
-    - `run(decoder, layers, x, positions, mixer, cache, requested)`: the stack. `requested`: as in `forward`; ignored by
-      paths that compute whole layers.
-    - `run_layer(decoder, weights, inputs, x, positions, mixer, cache, requested)`: one layer by itself, as
-      `forward.run_layer`; `requested` may be ignored here, too.
+    - `ops(decoder, layers, positions, mixer)`: the steps that `stack.run` takes.
+    - `one`: whether it runs a layer by itself.
     - `sums`: whether it sums what several devices compute of a layer.
     """
 
     name: str
-    implements: Table
+    describes: Table
     processors: int
     fits: Callable[[Decoder, Sequence[Weights], Call], str | None]
-    run: Callable[..., Stack]
-    run_layer: Callable[..., tuple[Array, Any]] | None = None
+    ops: Callable[[Decoder, Sequence[Weights], Int[Array, "b t"], Mixer], Ops]
+    one: bool = False
     sums: bool = False
+
+    @property
+    def implements(self) -> Table:
+        """The fields that it computes, by kind of description."""
+        own = {kind: mixing.implements.get(self.name) for kind, mixing in MIXINGS.items()}
+        return {**self.describes, **{kind: fields for kind, fields in own.items() if fields is not None}}
 
     def refuses(self, decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
         """Why this path doesn't run such a call, or None if it does."""
-        if call.inputs is not None and self.run_layer is None:
+        if call.inputs is not None and not self.one:
             return "a layer by itself"
         if call.devices > 1 and not self.sums:
             return f"weights divided among {call.devices} devices"
@@ -105,5 +108,7 @@ class Path:
         """What of a decoder, or of the formats of a pytree's weights, this path doesn't implement; None if nothing."""
         if reason := beyond(decoder, self.implements):
             return reason
-        reason = beyond(formats(weights), self.implements)
+        found = formats(weights)
+        own = {type(each): each.implements[self.name] for each in found if self.name in each.implements}
+        reason = beyond(found, {**self.implements, **own})
         return reason and f"weights in {reason}"

@@ -1,94 +1,100 @@
-"""Layers one after the other, each matmul by itself: what every description can be run with, on any device."""
+"""Layers one after the other, each matmul by itself: every description runs so, on any device.
+
+A layer's weights are a dict of `Weight`s and arrays; q, k, v are one matmul, gate and up another: fewer, larger reads
+of weights. Layers with post norms add norm(out(...)) and norm(feed(...)) instead.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxspec.decoder.feed import add_product, mixture, mlp
 from jaxspec.decoder.functions import normed
-from jaxspec.decoder.layer import run_layer
-from jaxspec.decoder.mixer import Mixer
-from jaxspec.decoder.path import Path, Stack, Weights, numbered
-from jaxspec.models.description import (
-    ROPE_SCALINGS,
-    Attention,
-    ClampedSwiglu,
-    Decoder,
-    DeltaRule,
-    Layer,
-    Mixture,
-    Mlp,
-    Norm,
-    Rope,
-)
-from jaxspec.models.weights import Fp8, Mxfp4, Unquantised
+from jaxspec.decoder.matmul import Quantised, matmul, normed_for, project, valid_count
+from jaxspec.decoder.mixings import mixing_of
+from jaxspec.decoder.mixings.kind import Weights
+from jaxspec.decoder.path import MIXTURE, Path, implementing
+from jaxspec.decoder.stack import Ops
+from jaxspec.models.description import ClampedSwiglu, Layer, Mixture, Mlp, Norm, Rope
+from jaxspec.models.weights import Fp8, Mxfp4
+from jaxspec.parallel.peers import summed
+from jaxspec.parallel.sharding import devices, total
 
-IMPLEMENTS = {
-    Decoder: frozenset({"vocab_size", "width", "layers", "norm", "tied", "embed_scale"}),
-    Layer: frozenset({"mixing", "feed", "norm", "post_norm"}),
-    Attention: frozenset(
-        {"heads", "kv_heads", "head_dim", "rope", "qk_norm", "gated", "bias", "out_bias", "window", "scale", "sinks"}
-    ),
-    DeltaRule: frozenset({"key_heads", "value_heads", "key_dim", "value_dim", "taps"}),
-    Mlp: frozenset({"width", "bias", "activation"}),
-    Mixture: frozenset(
-        {"experts", "per_token", "width", "renormalised", "shared", "bias", "router_bias", "activation", "groups"}
-    ),
-    ClampedSwiglu: frozenset({"alpha", "limit"}),
-    Norm: frozenset({"eps", "centred"}),
-    Rope: frozenset({"theta", "scaling", "columns", "interleaved"}),
-    **ROPE_SCALINGS,
-    Unquantised: frozenset(),
-    Fp8: frozenset({"block", "activations"}),
-    Mxfp4: frozenset(),
-}
+IMPLEMENTS = implementing({
+    Layer: {"post_norm"}, Mlp: {"bias", "activation"}, Norm: {"centred"}, Rope: {"columns", "interleaved"},
+    Mixture: {*MIXTURE, "bias", "router_bias", "activation", "groups"}, ClampedSwiglu: {"alpha", "limit"},
+    Fp8: {"block", "activations"}, Mxfp4: set(),
+})  # fmt: skip
 
 
-def run(
-    decoder: Decoder,
-    layers: Sequence[Weights],
-    x: Float[Array, "b t d"],
-    positions: Int[Array, "b t"],
-    mixer: Mixer,
-    cache: Any,
-    requested: Int[Array, " b"] | None,
-) -> Stack:
-    """The last layer attends for sequences that `requested` names a row of, and computes that row alone after it."""
-    outputs = []
+class Plain(Ops):
+    """The equations. What is given to a layer is None, or rows that it mixes in place of its normed residual stream."""
 
-    # One trace and one lowering for all layers alike: the index is data.
-    @partial(jax.jit, static_argnums=0)
-    def one(layer, weights, i, x, cache, row):
-        return run_layer(layer, weights, i, x, positions, mixer, cache, row)
+    compacts = True
 
-    for layer, weights, i in numbered(decoder, layers):
-        x, cache = one(layer, weights, i, x, cache, requested if weights is layers[-1] else None)
-        outputs.append(x)
-    return Stack(outputs, cache)
+    def first(self, layer, weights, x, inputs):
+        if inputs is None:
+            return x, None
+        t = self.positions.shape[1]
+        rows = [rows[:, :t] if scale is None else normed(rows[:, :t], scale, layer.norm) for rows, scale in inputs]
+        return x[:, :t], rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=-1)
 
+    def project(self, layer, weights, x, given):
+        if given is None:
+            readers = [weights[name] for name in mixing_of(layer).projections]
+            given = normed_for(readers, x, weights["attn_norm"], layer.norm)
+        return products(layer, weights, given, self.positions)
 
-def run_one(
-    decoder: Decoder,
-    weights: Weights,
-    inputs: Sequence[tuple[Float[Array, "b _ _"], Float[Array, " _"] | None]],
-    x: Float[Array, "b r d"],
-    positions: Int[Array, "b t"],
-    mixer: Mixer,
-    cache: Any,
-    requested: Int[Array, " b"] | None = None,
-) -> tuple[Float[Array, "b _ d"], Any]:
-    """The layer of a decoder of one: see `forward.run_layer`. Padding rows of its inputs are cut off, and if one row of
-    each sequence is requested, the others too."""
-    layer, t = decoder.layers[0], positions.shape[1]
-    inputs = [(rows[:, :t], scale) for rows, scale in inputs]
-    rows = [rows if scale is None else normed(rows, scale, layer.norm) for rows, scale in inputs]
-    rows = rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=-1)
-    return run_layer(layer, weights, jnp.int32(0), x[:, :t], positions, mixer, cache, requested, rows)
+    @jax.named_scope("output_projection")
+    def add(self, layer, weights, x, mixed):
+        valid = valid_count(self.positions)
+        return added(layer, weights, "attn_post_norm", x, lambda x: add_product(x, mixed, weights, "out", valid)), None
+
+    def feed(self, layer, weights, after, x, given):
+        return feed(layer, weights, x, self.positions), None
 
 
-PLAIN = Path("plain", IMPLEMENTS, 0, lambda *_: None, run, run_one, sums=True)
+@jax.named_scope("projections")
+def products(
+    layer: Layer, weights: Weights, rows: Float[Array, "b t w"] | Quantised, positions: Int[Array, "b t"]
+) -> list[Array]:
+    """The normed rows' products that the layer mixes."""
+    valid, mixing = valid_count(positions), mixing_of(layer)
+    return [
+        matmul(rows, weights[name], jnp.float32) if name in mixing.exact else project(rows, weights[name], valid)
+        for name in mixing.projections
+    ]
+
+
+def added(
+    layer: Layer, weights: Weights, name: str, x: Float[Array, "b t d"], sub: Callable[[Array | None], Array]
+) -> Float[Array, "b t d"]:
+    """The residual stream x after a sub-layer. `sub(x)` adds to x, `sub(None)` to nothing.
+
+    Of weights that are divided among devices, each device has a part of the sum.
+    """
+    if devices() == 1 and not layer.post_norm:
+        return sub(x)
+    part = sub(None)
+    if not layer.post_norm:
+        return summed(part.reshape(-1, part.shape[-1]), x.reshape(-1, x.shape[-1])).reshape(x.shape)
+    return x + normed(total(part), weights[name], layer.norm)
+
+
+def feed(
+    layer: Layer, weights: Weights, x: Float[Array, "b t d"], positions: Int[Array, "b _"]
+) -> Float[Array, "b t d"]:
+    """x + feed(norm(x)). Padding, at negative positions, is no row of an MLP and chooses no expert."""
+    readers = [] if isinstance(layer.feed, Mixture) else [weights["gate_up"]]
+    rows = normed_for(readers, x, weights["mlp_norm"], layer.norm)
+    if isinstance(layer.feed, Mixture):
+        return added(layer, weights, "mlp_post_norm", x, lambda x: mixture(layer.feed, weights, x, rows, positions))
+    valid = valid_count(positions)
+    return added(layer, weights, "mlp_post_norm", x, lambda x: mlp(layer.feed, weights, x, rows, valid))
+
+
+PLAIN = Path("plain", IMPLEMENTS, 0, lambda *_: None, Plain.of, one=True, sums=True)

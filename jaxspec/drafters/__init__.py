@@ -142,7 +142,7 @@ def load_drafter(draft: str, model: Model, options: EngineConfig | None = None) 
 
 
 def _load_both(draft: str, lookup: str, other: str, model: Model, options: EngineConfig) -> LoadedDrafter:
-    """What `lookup+other` names."""
+    """Load the two drafters of `lookup+other` as one."""
     first, second = (load_drafter(each.draft, model, each) for each in _sides(lookup, other, options))
     if isinstance(second.drafter, NoDrafter):
         raise ConfigError(f"--draft {draft}: {other} drafts nothing. Use --draft {lookup}")
@@ -264,7 +264,7 @@ def _with_options(drafter: Drafter, own: dict[str, Any], draft: str) -> Drafter:
 def outlined(draft: str, model: Model, options: EngineConfig) -> str | None:
     """`draft`, or what `auto` stands for, if the drafter's shapes follow from its config; else None."""
     if draft == "auto":
-        if model.config.linear and options.load_format != "dummy":
+        if model.config.recurrent and options.load_format != "dummy":
             return None  # its files decide
         draft = _automatic(model, options)
     if draft == "none":

@@ -22,14 +22,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.config.options import ConfigError
+from jaxspec.decoder import stack
+from jaxspec.decoder.feed import add_product, mlp
 from jaxspec.decoder.forward import Hidden
 from jaxspec.decoder.functions import normed
-from jaxspec.decoder.layer import add_product, mix, mlp, products
 from jaxspec.decoder.matmul import valid_count
+from jaxspec.decoder.plain import Plain
 from jaxspec.drafters import dflash_checkpoint as checkpoint
 from jaxspec.drafters.base import Drafter, Proposal
 from jaxspec.drafters.dflash import DFlash
 from jaxspec.drafters.vocabulary import as_targets
+from jaxspec.models.description import Layer
 from jaxspec.models.weights import Layout, Param, linear, matmul
 
 CHUNK = 128  # tokens whose largest logit stands for all of them
@@ -102,27 +105,41 @@ class DFlash2(DFlash):
         return Proposal(jnp.stack(tokens, axis=1), jnp.where(batch.live, n, 0), q, logits), hidden.cache
 
     def _forward(self, params, block, positions, mixer, state):
-        decoder, x, valid = self.config.decoder, params["embed"][block], valid_count(positions)
+        decoder, x = self.config.decoder, params["embed"][block]
         x = x * jnp.asarray(decoder.embed_scale, x.dtype)
+        ops = Convolved(positions, mixer, self.taps, self.group)
+        outputs, state = stack.run(ops, decoder, params["layers"], x, state)
+        return Hidden(normed(outputs[-1], params["norm"], decoder.norm), (), state)
 
-        @partial(jax.jit, static_argnums=0)  # one trace for all layers alike
-        def run(layer, weights, i, x, cache):
-            rows = normed(x, weights["attn_norm"], layer.norm)
-            rows, kernel = self._convolved(weights, "attention_conv", rows)
-            mixed, cache = mix(layer, weights, i, products(layer, weights, rows, positions), positions, mixer, cache)
-            x = x + convolve(add_product(None, mixed, weights, "out", valid), kernel)
-            rows = normed(x, weights["mlp_norm"], layer.norm)
-            rows, kernel = self._convolved(weights, "mlp_conv", rows)
-            return x + convolve(mlp(layer.feed, weights, None, rows, valid), kernel), cache
 
-        for i, (layer, weights) in enumerate(zip(decoder.layers, params["layers"], strict=True)):
-            x, state = run(layer, weights, jnp.int32(i), x, state)
-        return Hidden(normed(x, params["norm"], decoder.norm), (), state)
+@dataclass(frozen=True, eq=False)
+class Convolved(Plain):
+    """Plain layers whose sub-layers have a convolution before them and one behind them, with kernels that both take
+    from the normed rows. Beside what was mixed goes the kernel behind it."""
+
+    taps: int
+    group: int
+
+    compacts = False
+
+    def mix(self, layer, weights, i, x, given, cache):
+        rows, kernel = self._convolved(layer, weights, "attn_norm", "attention_conv", x)
+        mixed, cache = super().mix(layer, weights, i, x, rows, cache)
+        return (mixed, kernel), cache
+
+    def add(self, layer, weights, x, mixed):
+        mixed, kernel = mixed
+        return x + convolve(add_product(None, mixed, weights, "out", valid_count(self.positions)), kernel), None
+
+    def feed(self, layer, weights, after, x, given):
+        rows, kernel = self._convolved(layer, weights, "mlp_norm", "mlp_conv", x)
+        return x + convolve(mlp(layer.feed, weights, None, rows, valid_count(self.positions)), kernel), None
 
     def _convolved(
-        self, weights: Any, name: str, rows: Float[Array, "b t d"]
+        self, layer: Layer, weights: Any, norm: str, name: str, x: Float[Array, "b t d"]
     ) -> tuple[Float[Array, "b t d"], Float[Array, "b t w d"]]:
         """A sub-layer's normed input after its convolution, and the kernels of the one behind the sub-layer."""
+        rows = normed(x, weights[norm], layer.norm)
         made = matmul(rows, weights[name + "_made"]).reshape(*rows.shape[:2], 2, self.taps, -1)
         kernels = weights[name].unquantised + jnp.repeat(made, self.group, axis=-1)
         return convolve(rows, kernels[:, :, 0]), kernels[:, :, 1]
@@ -137,7 +154,7 @@ def convolve(x: Float[Array, "b t d"], kernels: Float[Array, "b t w d"]) -> Floa
 
 
 def largest(x: Float[Array, "b n v"], k: int) -> tuple[Float[Array, "b n k"], Int[Array, "b n k"]]:
-    """As `jax.lax.top_k`, which sorts, over far fewer: the k largest are in the k chunks with the largest maxima."""
+    """Find the k largest like `jax.lax.top_k`, but sort far fewer: they are in the k chunks with the largest maxima."""
     b, n, v = x.shape
     if v < 4 * k * CHUNK:
         return jax.lax.top_k(x, k)

@@ -93,7 +93,7 @@ def check(target: Model | Source, source: str, load_format: str) -> None:
             f"--draft {source}: the draft model's vocabulary has {config.vocab_size} tokens, the target's "
             f"({target.name}) has {target.config.vocab_size}. A standalone drafter must share it"
         )
-    if config.linear:
+    if config.recurrent:
         raise ConfigError(
             f"--draft {source}: {config.model_type} has linear attention, whose state can't take a draft back; a "
             "standalone drafter must have full attention only, as llama and qwen3 do"

@@ -1,4 +1,4 @@
-"""What an engine's options come to for a model on a machine: open ones filled in, and the sizes of programs."""
+"""Resolve open engine options for a model and device, and choose the sizes of programs."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def resolve(
             f"--num-draft-tokens {options.num_draft_tokens}: a draft must be shorter than --context-length {context}. "
             f"Give {context - 1} or less, or leave it to the drafter"
         )
-    if model.config.linear and draft.drafter.topk > 1:
+    if model.config.recurrent and draft.drafter.topk > 1:
         raise ConfigError(
             f"--topk {draft.drafter.topk}: {model.name} has linear attention, whose state goes from one token to "
             "the next, so drafts must be a chain. Drop --topk"
@@ -149,7 +149,7 @@ def rounds_for(options: EngineConfig, model: Model) -> int | None:
     A hybrid that is a mixture has hundreds of arrays, and a program that takes them takes the host about as long as a
     round of one request takes the device. Rounds of several requests read more experts and take longer.
     """
-    quick = model.config.linear and model.config.decoder.mixture and not small_model(model)
+    quick = model.config.recurrent and model.config.decoder.mixture and not small_model(model)
     return 1 if quick and options.tp_size == 1 and options.num_continuous_decode_steps is None else None
 
 

@@ -4,24 +4,24 @@ with. How each part is held is in docs/determinism.md."""
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxspec.cache.paged import page_dtype
+from jaxspec.checkpoint import Model
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
 from jaxspec.decoder.forward import choose
+from jaxspec.decoder.mixings import mixing_of
 from jaxspec.decoder.path import Call
+from jaxspec.drafters import LoadedDrafter
+from jaxspec.models.description import Decoder
 from jaxspec.models.weights import Weight
 from jaxspec.pallas import hopper
 from jaxspec.pallas.dense import weight_stream
 from jaxspec.pallas.hopper import SWIZZLED as UNIT
-
-if TYPE_CHECKING:
-    from jaxspec.checkpoint import Model
-    from jaxspec.drafters import LoadedDrafter
 
 PROMPT_BLOCK = 64  # rows of a prompt's block on a GPU
 SEGMENT, SEGMENTS = 256, 32  # tokens that attention sums by themselves, and how many times it does at most
@@ -54,7 +54,7 @@ def prepared(model: Model, draft: LoadedDrafter, options: EngineConfig) -> Model
     params = dict(model.params)
     if "head" not in params:  # tied: transposed once, as the kernel takes it
         params["head"] = Weight(jax.jit(lambda embed: embed.T)(params["embed"]))
-    params = widened(params)
+    params = widened(params, decoder)
     if hopper.multiprocessors():
         head = params["head"]
         reason = weight_stream.fixed_supported(head.dtype, head.inputs, head.outputs)
@@ -63,13 +63,14 @@ def prepared(model: Model, draft: LoadedDrafter, options: EngineConfig) -> Model
     return dataclasses.replace(model, params=params, config=dataclasses.replace(model.config, decoder=decoder))
 
 
-def widened(params: dict[str, Any]) -> dict[str, Any]:
-    """The same where narrow projections have columns of zeros, up to what the kernel takes."""
+def widened(params: dict[str, Any], decoder: Decoder) -> dict[str, Any]:
+    """Pad narrow projections with columns of zeros, up to what the kernel takes."""
     if not hopper.multiprocessors():
         return params
 
     def wide(weight: Weight) -> Weight:
         return dataclasses.replace(weight, values=jnp.pad(weight.values, ((0, 0), (0, -weight.outputs % UNIT))))
 
-    layers = [each | {"ba": wide(each["ba"])} if "ba" in each else each for each in params["layers"]]
+    each = zip(decoder.layers, params["layers"], strict=True)
+    layers = [own | {name: wide(own[name]) for name in mixing_of(layer).exact} for layer, own in each]
     return params | {"layers": layers}

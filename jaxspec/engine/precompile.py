@@ -20,7 +20,7 @@ from pathlib import Path
 
 import jax
 
-from jaxspec.cache.paged import claim_device
+from jaxspec.cache.memory_plan import claim_device
 from jaxspec.checkpoint import CheckpointError
 from jaxspec.checkpoint.demo import cache_folder
 from jaxspec.compiling.ladder import ladder_of

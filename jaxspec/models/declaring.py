@@ -25,26 +25,27 @@ from jaxspec.models.weights import (
 
 Tensors = dict[str, Param]
 NORMS = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}  # of a layer, by their names here
+Declare = Callable[[Layer, int, str], Tensors]  # of a layer's mixing, given the model's width and the layer's prefix
 Projections = Callable[[DeltaRule, int, str], Tensors]  # of a linear layer, given the width and the names' prefix
 Mixtures = Callable[[Mixture, int, str], Tensors]  # of a mixture, the same
 
 
 def decoder_tensors(
     decoder: Decoder,
-    projections: Projections | None = None,
+    mixings: Mapping[type, Declare] | None = None,
     norms: Mapping[str, str] = NORMS,
     mixtures: Mixtures | None = None,
 ) -> dict[str, Any]:
     """The params pytree as declarations.
 
-    `projections`: those of layers of linear attention, in families with some. `norms`: the checkpoint's name of each.
-    `mixtures`: of mixtures of experts, by default `mixture_tensors`.
+    `mixings`: those of kinds of mixing beside attention, by type of description. `norms`: the checkpoint's name of
+    each. `mixtures`: of mixtures of experts, by default `mixture_tensors`.
     """
     d, v = decoder.width, decoder.vocab_size
     tree: dict[str, Any] = {
         "embed": embedding(v, d, "model.embed_tokens.weight"),
         "layers": [
-            layer_tensors(layer, d, f"model.layers.{i}.", projections, norms, mixtures)
+            layer_tensors(layer, d, f"model.layers.{i}.", mixings, norms, mixtures)
             for i, layer in enumerate(decoder.layers)
         ],
         "norm": norm_scale(d, "model.norm.weight", decoder.norm.centred),
@@ -58,26 +59,23 @@ def layer_tensors(
     layer: Layer,
     d: int,
     prefix: str,
-    projections: Projections | None = None,
+    mixings: Mapping[type, Declare] | None = None,
     norms: Mapping[str, str] = NORMS,
     mixtures: Mixtures | None = None,
 ) -> Tensors:
     """One decoder layer, whose tensors are called `prefix...` in the checkpoint."""
-    if isinstance(layer.mixing, Attention):
-        mixing = attention_tensors(layer, d, prefix + "self_attn.")
-    else:
-        mixing = delta_rule_tensors(layer.mixing, d, prefix + "linear_attn.", projections)
+    declare = {Attention: attention_tensors, **(mixings or {})}[type(layer.mixing)]
     feed = (mixtures or mixture_tensors) if isinstance(layer.feed, Mixture) else mlp_tensors
     return {
         **{name: norm_scale(d, f"{prefix}{source}.weight", layer.norm.centred) for name, source in norms.items()},
-        **mixing,
+        **declare(layer, d, prefix),
         **feed(layer.feed, d, prefix + "mlp."),
     }
 
 
 def attention_tensors(layer: Layer, d: int, prefix: str) -> Tensors:
     """Where attention is gated, each query head's columns are followed by its gate's."""
-    a: Attention = layer.mixing
+    a, prefix = layer.mixing, prefix + "self_attn."
     n, m = a.heads * a.head_dim, a.kv_heads * a.head_dim
     widths = {"q_proj": 2 * n if a.gated else n, "k_proj": m, "v_proj": m}
     by_head = by_outputs(((a.heads, widths["q_proj"] // a.heads),), *[((a.kv_heads, a.head_dim),)] * 2)
@@ -98,8 +96,9 @@ def attention_tensors(layer: Layer, d: int, prefix: str) -> Tensors:
     return tree
 
 
-def delta_rule_tensors(rule: DeltaRule, d: int, prefix: str, projections: Projections) -> Tensors:
+def delta_rule_tensors(layer: Layer, d: int, prefix: str, projections: Projections) -> Tensors:
     """Linear attention. What goes into an exponent stays in float32."""
+    rule, prefix = layer.mixing, prefix + "linear_attn."
     heads, split = rule.value_heads, by_outputs(((rule.value_heads, 1),))
     by_head = lambda name: Param(  # noqa: E731
         (heads,), (prefix + name,), Layout((heads,)), dtype="float32", init="zeros", split=split

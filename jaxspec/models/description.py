@@ -8,9 +8,10 @@ included.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 Table = Mapping[type, frozenset[str]]  # by kind of description, the fields that a path implements
 
@@ -72,6 +73,58 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class PagedRows:
+    """Memory of all tokens, in pages: of each token `streams` (keys and values: 2) of `heads` rows, `width` wide."""
+
+    heads: int
+    width: int
+    streams: int = 2
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """Memory of fixed size: a state S [value_dim, key_dim] of each of `value_heads`, S = decay S + u k'.
+
+    Each of `key_heads` serves as many value heads. Before it may stand a convolution over `channels`, `taps` wide,
+    whose newest inputs are kept too.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    channels: int = 0
+    taps: int = 1
+
+
+Memory = PagedRows | Recurrence
+
+
+# A device's part of `count` things, called `what` in errors: share(what, count, repeated=False). One may be `repeated`
+# on several devices.
+Share = Callable[..., int]
+
+
+@runtime_checkable
+class Kind(Protocol):
+    """The description of a kind of mixing. Its equations are in the table `decoder.mixings.MIXINGS`, by its type."""
+
+    @property
+    def memory(self) -> Memory:
+        """What is kept of the past. Layers whose memory is equal share an array."""
+        ...
+
+    @property
+    def columns(self) -> int:
+        """Of its matrices, each with the model's width on the other side: the weights that a token is multiplied by."""
+        ...
+
+    def divided(self, share: Share) -> Kind:
+        """What one of several devices computes. **Raises:** as `share`, for a number that can't be divided."""
+        ...
+
+
+@dataclass(frozen=True)
 class Attention:
     """Causal attention, grouped heads.
 
@@ -93,6 +146,18 @@ class Attention:
     scale: float | None = None
     sinks: bool = False
 
+    @property
+    def memory(self) -> PagedRows:
+        return PagedRows(self.kv_heads, self.head_dim)
+
+    @property
+    def columns(self) -> int:
+        return (2 * self.heads + 2 * self.kv_heads) * self.head_dim
+
+    def divided(self, share: Share) -> Attention:
+        heads, kv_heads = share("query heads", self.heads), share("KV heads", self.kv_heads, repeated=True)
+        return dataclasses.replace(self, heads=heads, kv_heads=kv_heads)
+
 
 @dataclass(frozen=True)
 class DeltaRule:
@@ -111,6 +176,22 @@ class DeltaRule:
     def channels(self) -> int:
         """Of the convolution: queries, keys and values of all heads."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def memory(self) -> Recurrence:
+        heads, widths = (self.key_heads, self.value_heads), (self.key_dim, self.value_dim)
+        return Recurrence(*heads, *widths, self.channels, self.taps)
+
+    @property
+    def columns(self) -> int:
+        """Convolved channels, the outputs' gates, two numbers a head, and the outputs."""
+        return self.channels + 2 * self.value_heads * self.value_dim + 2 * self.value_heads
+
+    def divided(self, share: Share) -> DeltaRule:
+        keys = share("key heads of linear attention", self.key_heads)
+        return dataclasses.replace(
+            self, key_heads=keys, value_heads=share("value heads of linear attention", self.value_heads)
+        )
 
 
 @dataclass(frozen=True)
@@ -157,7 +238,7 @@ class Layer:
     `post_norm`: each sub-layer's output is normed before it is added (weights "attn_post_norm", "mlp_post_norm").
     """
 
-    mixing: Attention | DeltaRule
+    mixing: Kind
     feed: Mlp | Mixture
     norm: Norm
     post_norm: bool = False
@@ -169,8 +250,6 @@ class Decoder:
 
     `embed_scale`: what embeddings are multiplied by, rounded to the activations' dtype. `deterministic`: a row has the
     same bits whatever rows are beside it, and its attention sums so many tokens by themselves; 0: it needn't.
-
-    All layers of attention have the same heads, and all of linear attention the same, since each kind shares a cache.
     """
 
     vocab_size: int
@@ -183,20 +262,35 @@ class Decoder:
 
     @property
     def attention(self) -> Attention | None:
-        """Of the layers that attend, one: their heads are the same."""
-        return next((layer.mixing for layer in self.layers if isinstance(layer.mixing, Attention)), None)
+        """The mixing of the first layer that keeps rows in pages."""
+        return next((layer.mixing for layer in self.layers if isinstance(layer.mixing.memory, PagedRows)), None)
 
     @property
-    def delta_rule(self) -> DeltaRule | None:
-        return next((layer.mixing for layer in self.layers if isinstance(layer.mixing, DeltaRule)), None)
+    def recurrent(self) -> bool:
+        """Whether some layer's past is a state of fixed size."""
+        return bool(self.groups(Recurrence))
+
+    def groups(self, sort: type) -> dict[Memory, int]:
+        """Of the layers whose memory is of this sort: how many share each, in order of the first."""
+        return dict(Counter(memory for layer in self.layers if isinstance(memory := layer.mixing.memory, sort)))
+
+    @property
+    def memory_index(self) -> tuple[tuple[int, int], ...]:
+        """Of each layer, the number of its memory's group among those of its sort, and its own number in the group."""
+        counts, out = Counter(), []
+        for memory in (layer.mixing.memory for layer in self.layers):
+            out.append((list(self.groups(type(memory))).index(memory), counts[memory]))
+            counts[memory] += 1
+        return tuple(out)
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """Of the layers that have one, each once."""
+        return tuple(dict.fromkeys(rope for layer in self.layers if (rope := getattr(layer.mixing, "rope", None))))
 
     @property
     def mixture(self) -> Mixture | None:
         return next((layer.feed for layer in self.layers if isinstance(layer.feed, Mixture)), None)
-
-    def count(self, kind: type) -> int:
-        """How many layers mix tokens by an `Attention`, or by a `DeltaRule`."""
-        return sum(isinstance(layer.mixing, kind) for layer in self.layers)
 
 
 # Rope tables are made outside of kernels: who implements one scaling implements all.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 from jaxspec.config.options import ConfigError
-from jaxspec.models.description import Attention, Decoder, DeltaRule, Layer, Mixture, Mlp
+from jaxspec.models.description import Decoder, Layer, Mixture, Mlp
 
 
 def local(decoder: Decoder, size: int) -> Decoder:
-    """What one of `size` devices computes of a decoder. Its vocabulary is still the whole one.
+    """One device's share of a decoder among `size`. Its vocabulary is still the whole one.
 
     **Raises:** `ConfigError` naming what can't be divided.
     """
@@ -53,12 +53,6 @@ def _local_layer(layer: Layer, size: int) -> Layer:
             )
         return max(count // size, 1)
 
-    match layer.mixing:
-        case Attention(heads, kv_heads):
-            own = {"heads": share("query heads", heads), "kv_heads": share("KV heads", kv_heads, repeated=True)}
-        case DeltaRule(key_heads, value_heads):
-            own = {"key_heads": share("key heads of linear attention", key_heads)}
-            own |= {"value_heads": share("value heads of linear attention", value_heads)}
     match layer.feed:
         case Mlp(width):
             width = {"width": share("columns of an MLP", width)}
@@ -66,4 +60,4 @@ def _local_layer(layer: Layer, size: int) -> Layer:
             width = {"width": share("columns of an expert", width, size=size // groups)}
             width |= {"shared": share("columns of the shared expert", shared)} if shared else {}
     replace = dataclasses.replace
-    return replace(layer, mixing=replace(layer.mixing, **own), feed=replace(layer.feed, **width))
+    return replace(layer, mixing=layer.mixing.divided(share), feed=replace(layer.feed, **width))

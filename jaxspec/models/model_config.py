@@ -10,7 +10,7 @@ from typing import Any
 from jaxspec.config.engine_config import DTYPES
 from jaxspec.config.json_values import positive, shown
 from jaxspec.config.options import ConfigError
-from jaxspec.models.description import Attention, Decoder, DeltaRule, LinearScaling, Yarn
+from jaxspec.models.description import Decoder, LinearScaling, PagedRows, Recurrence, Yarn
 from jaxspec.models.families import MODELS
 from jaxspec.models.local import local
 
@@ -52,22 +52,22 @@ class ModelConfig:
         return self.decoder.attention.head_dim
 
     @property
-    def linear(self) -> DeltaRule | None:
-        """The linear attention of some layers; None: every layer attends to all tokens."""
-        return self.decoder.delta_rule
+    def recurrent(self) -> bool:
+        """Whether some layer's past is a state of fixed size."""
+        return self.decoder.recurrent
 
     @property
     def num_linear_layers(self) -> int:
         """Layers whose past is a state of fixed size."""
-        return self.decoder.count(DeltaRule)
+        return sum(self.decoder.groups(Recurrence).values())
 
     @property
     def num_kv_layers(self) -> int:
-        """Layers whose past is keys and values of all tokens."""
-        return self.decoder.count(Attention)
+        """Layers whose past is rows of all tokens."""
+        return sum(self.decoder.groups(PagedRows).values())
 
     def on_one_of(self, size: int) -> ModelConfig:
-        """What each of so many devices computes. **Raises:** as `local`."""
+        """Config of one device's share among `size`. **Raises:** as `local`."""
         return dataclasses.replace(self, decoder=local(self.decoder, size)) if size > 1 else self
 
     def summary(self) -> dict[str, Any]:
@@ -149,9 +149,9 @@ def _longest(decoder: Decoder, positions: int) -> int:
 
     Where each kind of layer has a rope of its own, as in Gemma 3, `positions` count the scaling already.
     """
-    if len({layer.mixing.rope for layer in decoder.layers if isinstance(layer.mixing, Attention)}) > 1:
+    if len(decoder.ropes) != 1:
         return positions
-    match decoder.attention.rope.scaling:
+    match decoder.ropes[0].scaling:
         case Yarn(factor, original):
             return max(positions, int(factor * original))
         case LinearScaling(factor):

@@ -1,4 +1,4 @@
-"""What params pytrees are made of: weights of matmuls with their format and layout, and declarations of every array.
+"""Parts of params pytrees: weights of matmuls with their format and layout, and declarations of every array.
 
 The weight of a matmul is a `Weight`, wherever it is kept; norms' scales, biases and embeddings are plain arrays. A
 kernel reads a weight through `Weight.unquantised`, which raises for any other format, so that no kernel ever takes
@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import flax.struct
 import jax
@@ -25,13 +25,35 @@ LEAST = 64  # outputs of a weight that kernels of few rows take
 HALF = 32  # columns of gate, then as many of up, in the weight of a gated MLP: so a tile of columns holds both
 
 
+class Format:
+    """How the values of a weight are to be read; frozen, static under jit. One outside of this file is a frozen
+    dataclass that has `quantise` and `dequantise`, and names the paths that multiply by it.
+
+    - `inputs_per_value`: how many numbers a value holds.
+    - `bytes_each`: that a number takes, about; None: those of the activations' dtype.
+    - `implements`: by name of a path, the fields of the format that hold there, beside what the path says itself.
+    """
+
+    inputs_per_value: ClassVar[int] = 1
+    bytes_each: ClassVar[float | None] = None
+    implements: ClassVar[Mapping[str, frozenset[str]]] = {}
+
+    def quantise(self, rows: Float[Array, "*e n k"]) -> tuple[Array, Array | None]:
+        """Values and scales of outputs [n, k], as `Weight` has them; what a checkpoint's numbers become on load."""
+        raise NotImplementedError
+
+    def dequantise(self, values: Array, scales: Array | None) -> Float[Array, "*e n k"]:
+        """The outputs in float32."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class Unquantised:
+class Unquantised(Format):
     """The values are the weight itself, in a floating-point dtype."""
 
 
 @dataclass(frozen=True)
-class Fp8:
+class Fp8(Format):
     """e4m3 values and their scales, as `fp8` defines them: one for each `block` inputs, or for all of them.
 
     `activations`: rows are quantised as well before they are multiplied. Otherwise the weight is dequantised.
@@ -40,13 +62,21 @@ class Fp8:
     block: int | None
     activations: bool = False
 
+    bytes_each: ClassVar[float | None] = 1
+
+    def dequantise(self, values, scales):
+        return fp8.dequantise(values, scales, self.block)
+
 
 @dataclass(frozen=True)
-class Mxfp4:
+class Mxfp4(Format):
     """Packed E2M1 numbers, two a byte, and the scales of each 32 inputs, as `jaxspec.models.mxfp4` arranges them."""
 
+    inputs_per_value: ClassVar[int] = 2
+    bytes_each: ClassVar[float | None] = 17 / 32
 
-Format = Unquantised | Fp8 | Mxfp4
+    def dequantise(self, values, scales):
+        return mxfp4.dequantise(values, scales)
 
 
 @dataclass(frozen=True)
@@ -119,7 +149,7 @@ class Weight:
 
     @property
     def inputs(self) -> int:
-        return self.values.shape[-1 if self._outputs_first else -2] * (2 if isinstance(self.format, Mxfp4) else 1)
+        return self.values.shape[-1 if self._outputs_first else -2] * self.format.inputs_per_value
 
     @property
     def outputs(self) -> int:
@@ -132,7 +162,7 @@ class Weight:
 
     @property
     def dtype(self) -> Any:
-        """Of the values as they are stored."""
+        """Dtype of the values as they are stored."""
         return self.values.dtype
 
     @property
@@ -149,13 +179,9 @@ class Weight:
 
     def dequantised(self, dtype: Any) -> Float[Array, "*e k n"]:
         """The whole weight in `dtype`, in the shape that unquantised values have."""
-        match self.format:
-            case Fp8(block):
-                whole = fp8.dequantise(self.values, self.scales, block).astype(dtype)
-            case Mxfp4():
-                whole = mxfp4.dequantise(self.values, self.scales).astype(dtype)
-            case _:
-                return self.unquantised.astype(dtype)
+        if isinstance(self.format, Unquantised):
+            return self.unquantised.astype(dtype)
+        whole = self.format.dequantise(self.values, self.scales).astype(dtype)
         return whole if whole.ndim == 3 else whole.T
 
     def parts(self, dtype: Any) -> list[Array]:
@@ -208,7 +234,7 @@ def matmul(x: Float[Array, "*b k"], weight: Weight, dtype: Any = None) -> Float[
 
 
 def expert_matmul(x: Float[Array, "r k"], stack: Weight, i: Any) -> Float[Array, "r n"]:
-    """The same with the i-th expert's weight of a stack, in float32."""
+    """Multiply x by the i-th expert's weight of a stack, in float32."""
     one = jax.tree.map(lambda array: array[i], stack)
     if not isinstance(stack.format, Unquantised):
         return matmul(x, one, jnp.float32)
@@ -264,7 +290,7 @@ class Param:
         return self.stacked or (self.transpose and not self.depthwise)
 
     def made(self, values: Any, scales: Any = None) -> Any:
-        """What stands in the params for these values: an array, or a `Weight` of it."""
+        """Value in the params for these values: an array, or a `Weight` of it."""
         return Weight(values, self.format, self.layout, scales) if self.of_matmul else values
 
     def stored(self) -> dict[str, tuple[int, ...]]:
@@ -272,7 +298,7 @@ class Param:
         return self.stored_values() | dict(self.scales)
 
     def stored_values(self) -> dict[str, tuple[int, ...]]:
-        """The same of its sources alone, without scales."""
+        """Name and shape of each source, without scales."""
         if self.sources == (self.whole,):
             experts, outputs, inputs = self.shape
             if isinstance(self.format, Mxfp4):
@@ -287,7 +313,7 @@ class Param:
         return {name: (out, 1, taps) for name, (out, taps) in shapes.items()} if self.depthwise else shapes
 
     def as_found(self, names: Container[str]) -> Param:
-        """The same, made of `whole` if that is what a checkpoint with these tensors has."""
+        """Declaration made of `whole` if that is what a checkpoint with these tensors has, else this one."""
         return dataclasses.replace(self, sources=(self.whole,)) if self.whole in names else self
 
 
@@ -324,7 +350,7 @@ def embedding(tokens: int, width: int, source: str) -> Param:
 
 
 def head(width: int, tokens: int, source: str) -> Param:
-    """What makes logits of final hidden states; it is never quantised on load."""
+    """Declare the weight that makes logits of final hidden states; it is never quantised on load."""
     return linear(width, {source: tokens}, exact=True, split=by_outputs(((tokens, 1),), padded=True))
 
 

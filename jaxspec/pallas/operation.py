@@ -39,7 +39,7 @@ class Implementation:
         """Why this process's device doesn't run it, whatever the call, or None if it does."""
         if (reason := _LACKS[self.device]()) is not None:
             return reason
-        if self.requested and hopper.asked() != PORTABLE:
+        if self.requested and hopper.requested_kernels() != PORTABLE:
             return "no GPU has run it; --kernels portable requests it"
         return None
 

@@ -213,7 +213,7 @@ def joined(param: Param, made: Sequence[Any], mesh: Mesh) -> Any:
     if not isinstance(made[0], Weight):
         return _global(axis, made, mesh)
     scales = None
-    if quantised:
+    if made[0].scales is not None:
         by_output = isinstance(param.format, Fp8) and param.format.block is None and param.split.along == "inputs"
         of_scales = 3 - axis if axis and isinstance(param.format, Mxfp4) else axis  # these are [inputs, outputs]
         scales = _global(None if by_output else of_scales, [weight.scales for weight in made], mesh)
@@ -343,7 +343,7 @@ def owned(logits: Float[Array, "b *q v"], vocab: int | None = None) -> Float[Arr
 
 
 def mine(tree: Any) -> Any:
-    """Of arrays [b, ...] that all devices have, the rows of the requests that this one decides for."""
+    """Rows of the requests that this device decides for, from arrays [b, ...] that all devices have."""
     if devices() == 1:
         return tree
 
@@ -356,7 +356,7 @@ def mine(tree: Any) -> Any:
 
 
 def told(tree: Any, b: int) -> Any:
-    """What each device has decided, [b / n, ...], as all know it then: [b, ...]."""
+    """Gather each device's decisions, [b / n, ...], on all of them: [b, ...]."""
     if devices() == 1:
         return tree
     return jax.tree.map(lambda x: jax.lax.all_gather(x, AXIS, tiled=True)[:b], tree)

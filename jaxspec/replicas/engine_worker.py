@@ -26,7 +26,7 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from jaxspec.cache.paged import claim_device
+from jaxspec.cache.memory_plan import claim_device
 from jaxspec.checkpoint import CheckpointError
 from jaxspec.config.lazy_transformers import spare_torch
 from jaxspec.config.options import ConfigError

@@ -48,11 +48,11 @@ LOGPROB_WIDTH = 1 + 2 * MAX_LOGPROBS  # the token's own, then the ids and the va
 class State:
     """Everything that changes from program to program: request slots, the target's cache, the drafter's own state.
 
-    Of each slot's last round, the first `replay` rows stand, and linear layers have yet to enter them into its state.
-    After a prefill there are none, and in a model without such layers there never are. `hidden` and `features` are the
-    final hidden state and the drafter's features of each slot's last prompt token, from the prefill that computed it
-    until `first` has made a token of it. `forced` is how many of the next drafts a grammar has determined, then those
-    drafts (`structured`).
+    Of each slot's last round, the first `replay` rows stand, and recurrent layers have yet to enter them into their
+    state. After a prefill there are none, and in a model without such layers there never are. `hidden` and `features`
+    are the final hidden state and the drafter's features of each slot's last prompt token, from the prefill that
+    computed it until `first` has made a token of it. `forced` is how many of the next drafts a grammar has determined,
+    then those drafts (`structured`).
     """
 
     slots: Slots
@@ -73,11 +73,11 @@ def empty_state(
     dtype: str,
     snapshots: int = 0,
     state_dtype: str = "float32",
-    kv_scales: Scales | None = None,
+    kv_scales: tuple[Scales, ...] | None = None,
 ) -> State:
     """A state without requests: `num_slots` of them, histories of `capacity` tokens, activations in `dtype`.
 
-    Of a model with linear attention, there are `snapshots` state slots beside those of the requests, in `state_dtype`.
+    Of a model with recurrent layers, there are `snapshots` state slots beside those of the requests, in `state_dtype`.
     """
     rows = drafter.num_draft_tokens + 1
     slots = packing.empty_slots(num_slots, capacity)
@@ -185,7 +185,7 @@ def _round(config, drafter, mode, params, draft_params, state, ids, table):
 
 def keep_replay(config: ModelConfig, state: State, ids: Int[Array, " b"], out: Int[Array, "b w"]) -> State:
     """Record how many rows of this round linear layers have yet to enter into their states."""
-    return state.replace(replay=state.replay.at[ids].set(out[:, EMITTED])) if config.linear else state
+    return state.replace(replay=state.replay.at[ids].set(out[:, EMITTED])) if config.recurrent else state
 
 
 def propose(
@@ -216,7 +216,7 @@ def run_rows(
     """The target's forward over the newest token and the drafts."""
     tokens = jnp.concatenate([batch.tokens(-1, 1), proposal.tokens], axis=1)
     tree = _tree(drafter, proposal)
-    if tree is not None and config.linear:  # the runner refuses those that say so by their `topk`
+    if tree is not None and config.recurrent:  # the runner refuses those that say so by their `topk`
         raise ConfigError(
             f"{type(drafter).__name__} drafts a tree (Proposal.parents), and {config.model_type} has linear attention, "
             "whose state goes from one token to the next; it must draft a chain"
@@ -247,7 +247,7 @@ def _tree(drafter: Drafter, proposal: Proposal) -> Tree | None:
 def decode_rounds(
     config: ModelConfig, drafter: Drafter, mode: str, rounds: int, params: Any, draft_params: Any, state: State, packed
 ) -> tuple[State, Int[Array, "k b w"]]:
-    """That many rounds, one after the other, and each one's result."""
+    """Run `rounds` rounds, one after the other, and return each one's result."""
     ids, table = packed[:, 0], packed[:, 1:]  # taken apart once
 
     def step(state, _):
@@ -313,7 +313,7 @@ def conclude(
         # From here on the accepted path is a chain.
         along = lambda x: jnp.take_along_axis(x, path.reshape(*path.shape, *[1] * (x.ndim - 2)), axis=1)  # noqa: E731
         rows = Rows(slots.length - 1, jnp.where(batch.live, accepted, 0), batch.table)
-        kv = rows.compact(state.cache.kv, path, rows.count)
+        kv = tuple(rows.compact(pages, path, rows.count) for pages in state.cache.kv)
         state = state.replace(cache=state.cache.replace(kv=kv))
         tokens, features, scores, forced = jax.tree.map(along, (tokens, features, scores, forced))
         within = jnp.arange(tree.depth.shape[1]) <= drafted[:, None]
@@ -376,7 +376,7 @@ def _choose(
 
 
 def _drawn(logits: Float[Array, "b q v"], slots: Slots, proposal: Proposal) -> Int[Array, "b q"]:
-    """As `_choose` draws, a few rows at a time: the order of a sum over the vocabulary may depend on how many."""
+    """Draw as `_choose` does, a few rows at a time: the order of a sum over the vocabulary may depend on how many."""
     known = slots.history, slots.prompt, slots.length, proposal.tokens
     adjusted, (b, q, _) = sampling.adjust(logits, slots.sampling, *known), logits.shape
     settings = jax.tree.map(lambda x: jnp.repeat(x, q, axis=0), slots.sampling)

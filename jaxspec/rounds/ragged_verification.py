@@ -154,13 +154,13 @@ class Packed:
 
 @flax.struct.dataclass
 class PackedRows(RoundRows):
-    """`RoundRows` of packed rows. Linear attention, whose state goes from row to row, has each request's side by side,
+    """`RoundRows` of packed rows. Recurrent layers, whose state goes from row to row, have each request's side by side,
     `width` of them; those that a request doesn't have are never entered into its state."""
 
     packed: Packed
     width: int = flax.struct.field(pytree_node=False)
 
-    def convolve(self, cache, layer, x, weight, mix):
+    def convolve(self, cache, layer, x, weight, mix=None):
         out, cache = super().convolve(cache, layer, self.packed.spread(x, self.width), weight, mix)
         return jax.tree.map(self.packed.take, out), cache
 
@@ -169,6 +169,10 @@ class PackedRows(RoundRows):
         out, cache = super().recur(cache, layer, *rows, self.width)
         out = self.packed.take(out)
         return jnp.pad(out, ((0, 0), (0, filled - 1), (0, 0), (0, 0))), cache
+
+    def accumulate(self, cache, layer, *of):
+        out, cache = super().accumulate(cache, layer, *(self.packed.spread(x, self.width) for x in of))
+        return self.packed.take(out), cache
 
     def unnormed(self, cache, q, v):
         return "the rows are packed"

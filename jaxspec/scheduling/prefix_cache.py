@@ -1,9 +1,9 @@
 """Pages of KV, counted on the host: who holds each page, and which cached prefixes they spell. No jax.
 
 A page is `page_size` consecutive positions of one sequence, in every layer. `PagePool` counts the holders of each page.
-`PrefixTree` remembers which tokens the full pages hold, so that a prompt with a known beginning needs no prefill for
-it. A model with linear attention needs more than pages: it can continue only where a copy of the state was kept, a
-*snapshot*, in a slot that a node owns (`Snapshots`).
+`PrefixTree` remembers what the full pages hold, so that a prompt with a known beginning needs no prefill for it. It
+knows tokens by keys, numbers that the host makes (`Sequence.keys`). A model with recurrent layers needs more than
+pages: it can continue only where a copy of the state was kept, a *snapshot*, in a slot that a node owns (`Snapshots`).
 
 Invariants: a page is free exactly when nobody holds it. The holder of a tree node's page holds the pages of all its
 ancestors too. So a page that only the tree holds has no descendant in use, and everything `evictable` can be freed. A
@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Collection, Iterable, Iterator
 
-MISSED = -1  # ends the key of a page that the drafter missed; no token is negative
+MISSED = -1  # ends the edge of a page that the drafter missed; no key is negative
 
 
 class OutOfPages(RuntimeError):
@@ -93,7 +93,7 @@ class PagePool:
 
 
 class Node:
-    """One cached page: `key` is its tokens, the path from the root the tokens before them. The root has no page.
+    """One cached page: `key` has its tokens' keys, the path from the root those before them. The root has no page.
 
     `snapshot` is the slot that holds the state after all of these tokens, if one does.
     """
@@ -161,7 +161,7 @@ class Snapshots:
 
 
 class PrefixTree:
-    """Full pages by the tokens they hold and all tokens before: a trie whose edges are one page of tokens.
+    """Full pages by the keys of their tokens and of all tokens before: a trie whose edges are one page of keys.
 
     Each node holds its page once. The queue of leaves is a heap by time of last use, corrected lazily. Each leaf has
     one entry, whose time may be out of date. An entry whose node has children by now is dropped when it comes up.
@@ -191,17 +191,17 @@ class PrefixTree:
         """Pages that `evict` could free now."""
         return self._pool.idle
 
-    def match(self, tokens: list[int], limit: int, missed: bool = False) -> tuple[list[int], Node]:
-        """The longest cached prefix of full pages within `tokens[:limit]` from which a request can continue.
+    def match(self, keys: list[int], limit: int, missed: bool = False) -> tuple[list[int], Node]:
+        """The longest cached prefix of full pages within `keys[:limit]` from which a request can continue.
 
         Returns its pages, retained for the caller, and the node reached, from which the caller may `insert` on.
         `missed`: those will do that the drafter missed.
         """
         self._clock += 1
         node, pages, size = self.root, [], self.page_size
-        for end in range(size, min(limit, len(tokens) - self.reach) + 1, size):
-            key = tuple(tokens[end - size : end + self.reach])
-            child = node.children.get(key) or (node.children.get((*key, MISSED)) if missed else None)
+        for end in range(size, min(limit, len(keys) - self.reach) + 1, size):
+            edge = tuple(keys[end - size : end + self.reach])
+            child = node.children.get(edge) or (node.children.get((*edge, MISSED)) if missed else None)
             if child is None:
                 break
             child.used = self._clock
@@ -216,18 +216,18 @@ class PrefixTree:
         self._pool.retain(pages)
         return pages, node
 
-    def find(self, tokens: list[int], limit: int) -> Node:
-        """The deepest node that spells full pages of `tokens[:limit]`, with a snapshot or without."""
+    def find(self, keys: list[int], limit: int) -> Node:
+        """The deepest node that spells full pages of `keys[:limit]`, with a snapshot or without."""
         node, size = self.root, self.page_size
-        for end in range(size, min(limit, len(tokens) - self.reach) + 1, size):
-            if (child := node.children.get(tuple(tokens[end - size : end + self.reach]))) is None:
+        for end in range(size, min(limit, len(keys) - self.reach) + 1, size):
+            if (child := node.children.get(tuple(keys[end - size : end + self.reach]))) is None:
                 break
             node = child
         return node
 
     def insert(
         self,
-        tokens: list[int],
+        keys: list[int],
         pages: list[int],
         limit: int,
         start: Node | None = None,
@@ -235,7 +235,7 @@ class PrefixTree:
         leaving: bool = False,
         seen: int | None = None,
     ) -> Node:
-        """Publish the full pages of `tokens[:limit]`, where `pages[i]` holds the i-th page of tokens.
+        """Publish the full pages of `keys[:limit]`, where `pages[i]` holds the i-th page of tokens.
 
         A node that is there already keeps its own page. If that isn't the caller's page, a caller that keeps its pages
         must stop (later nodes would be held while this one is not). One that is `leaving`, about to release all of
@@ -243,7 +243,7 @@ class PrefixTree:
 
         **Arguments:**
 
-        - `start`: the node an earlier `match` or `insert` of the same tokens returned, so that a growing prefix isn't
+        - `start`: the node an earlier `match` or `insert` of the same keys returned, so that a growing prefix isn't
           walked again. Its page must still be held by the caller; `clear` ends its use.
         - `seen`: positions that the drafter has seen, None for all.
 
@@ -251,14 +251,14 @@ class PrefixTree:
         """
         self._clock += 1
         node, size = start or self.root, self.page_size
-        for depth in range(node.depth, max(min(limit, len(tokens) - self.reach), 0) // size):
+        for depth in range(node.depth, max(min(limit, len(keys) - self.reach), 0) // size):
             end = (depth + 1) * size
             missed = () if seen is None or end <= seen else (MISSED,)
-            key = *tokens[end - size : end + self.reach], *missed
-            child = node.children.get(key)
+            edge = *keys[end - size : end + self.reach], *missed
+            child = node.children.get(edge)
             if child is None:
                 self._pool.cache(pages[depth])
-                child = node.children[key] = Node(key, pages[depth], node)
+                child = node.children[edge] = Node(edge, pages[depth], node)
                 self.num_pages += 1
             elif child.page != pages[depth] and not leaving:
                 if self.snapshots is None or self._pool.refcount(child.page) > 1:

@@ -29,7 +29,6 @@ from collections.abc import Iterable
 import numpy as np
 
 from jaxspec.config.request import CONTEXT_EXCEEDED, RequestError
-from jaxspec.scheduling.audit import audit
 from jaxspec.scheduling.prefix_cache import Node, PagePool, PrefixTree, Snapshots
 from jaxspec.scheduling.sequence import Chunk, Plan, Sequence, State
 
@@ -236,10 +235,6 @@ class Scheduler:
             seq.node = None
         return self.tree.clear()
 
-    def audit(self) -> None:
-        """Check that pages and slots balance. **Raises:** `RuntimeError` listing every one that doesn't."""
-        audit(self)
-
     def _admitted(self) -> list[Sequence]:
         return self.running + ([self.prefilling] if self.prefilling else [])
 
@@ -361,7 +356,7 @@ class Scheduler:
         shares = self.prefix_cache and not seq.score
         # The last position is always computed: a first token, or a drafter, needs more of it than its keys and values.
         missed = self.resting and not seq.seeded
-        pages, node = self.tree.match(seq.tokens, self._due(seq) - 1, missed) if shares else ([], self.tree.root)
+        pages, node = self.tree.match(seq.keys, self._due(seq) - 1, missed) if shares else ([], self.tree.root)
         missing = self._missing(seq, 2) - len(pages)  # up to the first round, and what comes before it yields a token
         # One page on top for each that runs: admitting into the last pages would only get someone preempted at once.
         if missing + len(self.running) > self._available():
@@ -396,7 +391,7 @@ class Scheduler:
         first, interval = start.depth * size, self.snapshot_interval
         while (last - first) // interval > max(len(self.snapshot_slots) // 4, 1):
             interval *= 2
-        parting = self.tree.find(seq.tokens, due - 1).depth * size // whole * whole
+        parting = self.tree.find(seq.keys, due - 1).depth * size // whole * whole
         points = {*range(0, last, interval), parting, last}
         return sorted(point for point in points if first < point <= last)
 
@@ -406,7 +401,7 @@ class Scheduler:
         for point in seq.points:
             if not start < point <= seq.computed:
                 continue
-            node = self.tree.find(seq.tokens, point)
+            node = self.tree.find(seq.keys, point)
             if node.depth * self.page_size != point:
                 continue  # another sequence has the pages before this place in the tree, and still uses them
             if node.snapshot is not None:
@@ -418,7 +413,7 @@ class Scheduler:
     def _publish(self, seq: Sequence, end: int, leaving: bool = False) -> None:
         end = min(end, seq.prompt_len) if self.replays else end
         if seq.node:
-            seq.node = self.tree.insert(seq.tokens, seq.pages, end, seq.node, leaving=leaving, seen=seq.seen)
+            seq.node = self.tree.insert(seq.keys, seq.pages, end, seq.node, leaving=leaving, seen=seq.seen)
 
     def preempt(self, seq: Sequence) -> None:
         """Back to the head of the queue. All its results have been read, so only its KV is lost."""

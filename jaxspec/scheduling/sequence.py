@@ -6,6 +6,7 @@ The engine reads tokens off a sequence, the runner slots and blocks off a chunk;
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -34,6 +35,8 @@ class Sequence:
       most `score_tokens`, each alone in its prefill. Cleared by the engine once it has them.
     - `stepwise`: no program runs several of its rounds.
     - `seeded`: it samples under a seed, so its text depends on its drafts, and it never goes without.
+    - `overridden`: for prompt positions whose embedding isn't their token's, a key of what it is instead, 64 bits.
+    - `salt`: a key of what else its keys and values depend on, 64 bits; 0: of nothing else.
     - `seen`: positions that the drafter has seen, if it missed what came then; None: it misses nothing. Set by the
       engine, and at admission.
 
@@ -51,6 +54,8 @@ class Sequence:
     score: bool = False
     stepwise: bool = False
     seeded: bool = False
+    overridden: Mapping[int, int] = field(default_factory=dict, repr=False)
+    salt: int = 0
     seen: int | None = None
     slot: int = -1
     pages: list[int] = field(default_factory=list, repr=False)
@@ -64,6 +69,15 @@ class Sequence:
     node: Node | None = field(default=None, repr=False)  # how far its pages are published; None: they must not be
     source: int | None = field(default=None, repr=False)
     points: list[int] = field(default_factory=list, repr=False)
+
+    @property
+    def keys(self) -> list[int]:
+        """For each token, the number by which the prefix tree knows it and all that its page depends on there."""
+        if not (self.overridden or self.salt):
+            return self.tokens
+        keys = [self.overridden.get(at, token) for at, token in enumerate(self.tokens)]
+        keys[0] |= self.salt << 64  # all other pages are behind the first one
+        return keys
 
 
 class Chunk(NamedTuple):
@@ -80,7 +94,7 @@ class Chunk(NamedTuple):
     keeps: tuple[tuple[int, int], ...] = ()
 
     def blocks(self, size: int) -> list[tuple[int, int, int, int]]:
-        """As blocks of up to `size` tokens: start, count, the state slots to start from and to keep a snapshot in."""
+        """Split into blocks of up to `size` tokens: start, count, state slots to start from and for a snapshot."""
         own, blocks, end = self.seq.slot, [], self.start + self.count
         source = self.source if self.source is not None else own if self.start else NO_STATE
         for stop, keep in (*self.keeps, (end, NO_STATE)):
@@ -93,7 +107,7 @@ class Chunk(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What to dispatch: set up the slots of `admit`; one program for all of `prefill`; one for the first tokens of
+    """Programs to dispatch: set up the slots of `admit`; one program for all of `prefill`; one for the first tokens of
     `first`, whose prompts that completes; then one that runs `rounds` rounds of `rows`, one after the other.
 
     `drain`: pages ran out while results are unread. Nothing else is in the plan: read them all, then plan again.

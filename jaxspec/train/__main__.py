@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from jaxspec.cache.paged import claim_device
+from jaxspec.cache.memory_plan import claim_device
 from jaxspec.checkpoint import CheckpointError, Model, load_model, locate, resolve
 from jaxspec.compiling.executable_store import enable_compilation_cache
 from jaxspec.config.flags import engine_options
@@ -133,7 +133,7 @@ def _check_init(args: argparse.Namespace) -> None:
 
 
 def _check_shape(args: argparse.Namespace, config: ModelConfig) -> None:
-    """What can't be trained is told before texts are written."""
+    """Refuse a shape that can't be trained, before texts are written."""
     if args.command == "eagle3":
         _check_size(args.draft_vocab_size or 0, config.vocab_size, "--draft-vocab-size")
         export.check_eagle3(args.output / "drafter", config, _shape(args, 1), args.draft_vocab_size or None)
@@ -147,7 +147,7 @@ def _train_on(path: Path, args: argparse.Namespace, settings: loop.Settings, fac
     target = load_model(args.model, _dtype(args))
     texts = read_texts(path, target.config.vocab_size)
     training, held_out = split(texts)
-    alone = target.config.linear is not None  # a state would pass from one text of a row to the next
+    alone = target.config.recurrent  # a state would pass from one text of a row to the next
     data = pack(training, args.row_length, args.batch_size, args.seed, alone)
     run = loop.Run(args.output, facts | dict(zip(_OF_TEXTS, (len(texts), fingerprint(path)), strict=True)))
     fresh, objective = (_eagle3 if args.command == "eagle3" else _block)(args, target, training)

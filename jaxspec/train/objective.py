@@ -1,4 +1,4 @@
-"""What both methods share: a batch of packed texts, the target's forward over it, and the report of a training step."""
+"""Shared by both methods: a batch of packed texts, the target's forward over it, and the report of a training step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxspec.decoder.forward import Hidden, forward
 from jaxspec.drafters.base import Drafter
-from jaxspec.models.description import DeltaRule, Mixture
+from jaxspec.models.description import Mixture
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas.dense.weight_stream import MAX_ROWS
 from jaxspec.pallas.hopper import kernels_here
@@ -30,7 +30,7 @@ class Batch:
 
     @property
     def positions(self) -> Int[Array, "b t"]:
-        """Of each token in its own text."""
+        """Position of each token in its own text."""
         return jnp.arange(self.tokens.shape[1]) - self.first
 
     def draftable(self, ahead: int) -> Bool[Array, "b t"]:
@@ -42,9 +42,9 @@ class Batch:
 
 @flax.struct.dataclass
 class Report:
-    """Of one batch: the mean loss of a draft, what all drafts weighed in it, and by draft position, how many rounds
-    there were and how many of them accepted all drafts up to this one, were every draft the drafter's favourite and the
-    target greedy."""
+    """Report of one batch: the mean loss of a draft, the weight of all drafts in it, and by draft position, how many
+    rounds there were and how many of them accepted all drafts up to this one, were every draft the drafter's favourite
+    and the target greedy."""
 
     loss: Float[Array, ""]
     weight: Float[Array, ""]
@@ -82,7 +82,7 @@ class Objective:
     def read(self, target_params: Any, batch: Batch) -> Hidden:
         """The target's forward: what the drafter is told, and what it is to learn. No gradient flows into it."""
         check_rows(batch.tokens.size)
-        mixer = (OneText if self.target.linear else packed_attention)(batch.first)
+        mixer = (OneText if self.target.recurrent else packed_attention)(batch.first)
         layers = self.drafter.feature_layers
         hidden = forward(self.target.decoder, target_params, batch.tokens, batch.positions, mixer, None, layers)
         return jax.lax.stop_gradient(hidden)
@@ -118,11 +118,7 @@ def matmul_weights(config: ModelConfig) -> int:
     """Weights that one token is multiplied by in a decoder, its head not counted."""
     d, total = config.hidden_size, 0
     for layer in config.decoder.layers:
-        a, feed = layer.mixing, layer.feed
-        if isinstance(a, DeltaRule):  # convolved channels, gates of the outputs, two numbers a head; the outputs
-            mixed = a.channels + 2 * a.value_heads * a.value_dim + 2 * a.value_heads
-        else:
-            mixed = (2 * a.heads + 2 * a.kv_heads) * a.head_dim
+        feed = layer.feed
         width = feed.per_token * feed.width + feed.shared if isinstance(feed, Mixture) else feed.width
-        total += d * (mixed + 3 * width)
+        total += d * (layer.mixing.columns + 3 * width)
     return total

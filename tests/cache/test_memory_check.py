@@ -5,7 +5,7 @@ import pytest
 
 from jaxspec import LLM, ConfigError
 from jaxspec.cache import memory_check
-from jaxspec.cache.paged import MemoryPlan
+from jaxspec.cache.memory_plan import MemoryPlan
 from jaxspec.config.engine_config import EngineConfig
 from tests.support.engines import OPTIONS, checkpoint
 

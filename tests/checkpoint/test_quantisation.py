@@ -296,7 +296,7 @@ def test_truncated_scales_and_mixed_projections_are_named(tmp_path):
 
 
 def test_scales_that_are_not_needed_are_left(tmp_path, caplog):
-    """Those of activations, which are quantised by their own magnitude."""
+    """Leave scales of activations, which are quantised by their own magnitude."""
     folder, whole = write(source("llama"), tmp_path, "tensor", compressed("tensor"), "_scale")
     names = [f"model.layers.0.{name}" for name in ("mlp.up_proj.input_scale", "self_attn.q_scale")]
     tensors = read(folder / "model.safetensors") | {name: np.ones(1, np.float32) for name in names}
@@ -387,7 +387,7 @@ def test_an_fp8_cache_with_scales_serves_drafts_losslessly_and_from_the_cache(tm
         llm = LLM(str(folder), draft=draft, kv_cache_dtype="fp8", **OPTIONS)
         texts += [[out.token_ids for out in llm.generate(prompts, params)] for _ in range(2)]
         cache = llm.engine.runner.state.cache
-        assert jnp.allclose(cache.scales, 1e-4) and jnp.abs(cache.kv[:, 1:].astype(jnp.float32)).max() == 448
+        assert jnp.allclose(cache.scales[0], 1e-4) and jnp.abs(cache.kv[0][:, 1:].astype(jnp.float32)).max() == 448
     assert texts[0] == texts[1] == texts[2] == texts[3]
 
 

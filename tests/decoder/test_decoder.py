@@ -11,10 +11,10 @@ from jaxspec.decoder import forward as paths
 from jaxspec.decoder.few_rows import FEW_ROWS
 from jaxspec.decoder.forward import PATHS, choose, describe, path_table
 from jaxspec.decoder.fused_norms import FUSED_NORMS
-from jaxspec.decoder.layer import HEADS_WRITTEN
+from jaxspec.decoder.mixings.attention import HEADS_WRITTEN
 from jaxspec.decoder.path import NO_HOPPER, Call
 from jaxspec.decoder.plain import PLAIN
-from jaxspec.decoder.streamed import WEIGHT_STREAM
+from jaxspec.decoder.weight_stream import WEIGHT_STREAM
 from jaxspec.models.description import (
     Attention,
     ClampedSwiglu,
@@ -32,7 +32,7 @@ from jaxspec.models.description import (
 )
 from jaxspec.models.families import MODELS
 from jaxspec.models.model_config import ModelConfig
-from jaxspec.models.weights import Fp8, Mxfp4, Unquantised, is_param
+from jaxspec.models.weights import Format, Fp8, Mxfp4, Unquantised, is_param
 from tests.support.tiny import tiny_config
 
 NORM = Norm(1e-6)
@@ -180,7 +180,7 @@ def test_a_difference_is_found_wherever_it_is():
 
 
 @dataclasses.dataclass(frozen=True)
-class Later:
+class Later(Format):
     """A format that nobody implements yet."""
 
 

@@ -14,10 +14,9 @@ import pytest
 from jaxspec.cache.mixers import Cache, RoundRows, empty_cache
 from jaxspec.cache.paged import PageLayout, Rows
 from jaxspec.checkpoint.params import dummy
+from jaxspec.decoder import feed, mixture_rows
 from jaxspec.decoder import forward as forward_module
-from jaxspec.decoder import layer as equations
 from jaxspec.decoder import matmul as matmul_module
-from jaxspec.decoder import mixture_rows
 from jaxspec.decoder.few_rows import FEW_ROWS
 from jaxspec.decoder.fused_norms import FUSED_NORMS
 from jaxspec.decoder.padding import untimed
@@ -67,7 +66,7 @@ def rounds(tree: bool) -> Rows:
 
 
 def forward(config, params, rows: Rows):
-    """Of three rows of each request, four each of two, or one of one."""
+    """Run three rows of each request, four each of two, or one of one."""
     kv = 0.5 * drawn.normal(jax.random.key(1), PageLayout(5, PAGE, "bfloat16").kv(config).shape)
     tokens = {3: jnp.arange(9).reshape(3, 3), 2: jnp.arange(8).reshape(2, 4), 1: jnp.ones((1, 1), int)}[len(rows.count)]
     positions = rows.marked_positions(tokens.shape[1])
@@ -75,7 +74,7 @@ def forward(config, params, rows: Rows):
 
 
 def assert_same_forward(got, expected, rows: Rows, tolerance: float):
-    """Of real rows, and of pages but the dummy."""
+    """Compare valid rows, and pages but the dummy."""
     real = np.arange(got.last.shape[1]) < np.asarray(rows.count)[:, None]
     for a, b in zip((got.last, *got.features), (expected.last, *expected.features), strict=True):
         assert_close(np.asarray(a)[real], np.asarray(b)[real], tolerance)
@@ -259,7 +258,7 @@ def hybrid_round(config, params, t: int, requests: int, jit: bool = True):
         jax.block_until_ready(hidden)  # before more is queued behind
         cache = hidden.cache
     states = [leaf[:, 0] for leaf in jax.tree.leaves(cache.states)]
-    return hidden.last[0], hidden.features[0][0], cache.kv[:, 1:], *states
+    return hidden.last[0], hidden.features[0][0], cache.kv[0][:, 1:], *states
 
 
 @pytest.mark.parametrize("family,t", [
@@ -278,13 +277,13 @@ def test_a_hybrids_single_request_is_what_it_is_among_idle_ones(monkeypatch, fam
         return read.at[:, t:].set(jnp.nan), cache
 
     monkeypatch.setattr(RoundRows, "recur", anything)
-    mixed = equations.experts_mlp
+    mixed = feed.experts_mlp
 
     def count(rows, *rest, tokens, **named):
         counted.append(len(rows[:tokens]))
         return mixed(rows, *rest, tokens=tokens, **named)
 
-    monkeypatch.setattr(equations, "experts_mlp", count)
+    monkeypatch.setattr(feed, "experts_mlp", count)
     alone, among = (hybrid_round(config, params, t, requests) for requests in (1, 8 // t))
     assert set(counted) == ({t, 8 // t * t} if family == "qwen3_5_moe" else set())
     for got, padded, expected in zip(alone, among, plain, strict=True):
@@ -348,7 +347,7 @@ def small_drafter(method: str):
 
 
 def drafted(drafter, params):
-    """What is drafted for two requests after a commit of a few tokens, and the pages then."""
+    """Draft for two requests after a commit of a few tokens; also the pages then."""
     width, history = drafter.num_draft_tokens + 1, jnp.arange(64).reshape(2, 32)
     slots = empty_slots(2, 32).replace(length=jnp.array([4, 18, 1]), done=jnp.array([False, False, True]))
     slots = jax.tree.map(lambda x: x[:2], slots)
@@ -372,7 +371,7 @@ def assert_same_drafts(got, few, expected, plain):
 
 @pytest.mark.parametrize("method", ["eagle3", rare("dflash"), rare("mtp")])
 def test_drafts_are_those_of_plain_layers(monkeypatch, method):
-    """Of two requests: chains' with one row each and four after a round, DFlash's with blocks of five."""
+    """Draft for two requests: chains with one row each and four after a round, DFlash with blocks of five."""
     drafter, params = small_drafter(method)
     expected, state = jax.jit(partial(drafted, drafter))(params)
     take_few_rows(monkeypatch)

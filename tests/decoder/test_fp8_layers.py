@@ -15,8 +15,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxspec.cache.mixers import WholeTexts
 from jaxspec.checkpoint import dummy, in_format
 from jaxspec.decoder import forward as forward_module
-from jaxspec.decoder import fp8_layers
-from jaxspec.decoder.fp8_layers import FP8_ROWS
+from jaxspec.decoder import fp8_rows
+from jaxspec.decoder.fp8_rows import FP8_ROWS
 from jaxspec.decoder.functions import normed
 from jaxspec.decoder.path import Call, Path
 from jaxspec.models.description import Norm
@@ -41,7 +41,7 @@ def declared(family: str, **more):
 
 
 def check_layers(monkeypatch, family: str, path: Path, requests: int = 2, rows: int = 3, **sizes) -> None:
-    """What the path makes of some tokens a request is what the plain one does; its kernels are interpreted already."""
+    """Check that a path matches the plain one on some tokens a request; its kernels are interpreted already."""
     config, tensors = declared(family, **sizes)
     params = dummy(tensors, "bfloat16", 0)
     tokens = jnp.arange(rows * requests).reshape(requests, rows) % config.vocab_size
@@ -66,8 +66,8 @@ def check_layers(monkeypatch, family: str, path: Path, requests: int = 2, rows: 
     "qwen3", "qwen3_5_moe", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("llama", "qwen3_moe")),
 ])  # fmt: skip
 def test_layers_are_those_of_the_plain_path(monkeypatch, family):
-    monkeypatch.setattr(fp8_layers, "add_norm", partial(add_norm, **INTERPRET))
-    monkeypatch.setattr(fp8_layers.fp8_rows, "parts", partial(fp8_layers.fp8_rows.parts, **INTERPRET))
+    monkeypatch.setattr(fp8_rows, "add_norm", partial(add_norm, **INTERPRET))
+    monkeypatch.setattr(fp8_rows.fp8_rows, "parts", partial(fp8_rows.fp8_rows.parts, **INTERPRET))
     check_layers(monkeypatch, family, FP8_ROWS)
 
 

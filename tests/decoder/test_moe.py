@@ -17,7 +17,7 @@ from jaxspec.checkpoint import params
 from jaxspec.checkpoint.check import TensorInfo
 from jaxspec.checkpoint.load import read_params
 from jaxspec.checkpoint.params import dummy
-from jaxspec.decoder import layer as equations
+from jaxspec.decoder import feed
 from jaxspec.decoder.forward import forward
 from jaxspec.decoder.mixer import OnlyAttention
 from jaxspec.models.declaring import mixture_tensors
@@ -104,7 +104,7 @@ def test_a_block_with_a_shared_expert_matches_transformers():
         "float32",
         progress=False,
     )
-    run, positions = jax.jit(equations.mixture, static_argnums=0), jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+    run, positions = jax.jit(feed.mixture, static_argnums=0), jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
     mixture = config.decoder.mixture
     np.testing.assert_allclose(run(mixture, layer, x, x, positions), x + out, rtol=0, atol=2e-5)
     assert abs(x + out - run(dataclasses.replace(mixture, shared=0), layer, x, x, positions)).max() > 0.1
@@ -130,7 +130,7 @@ def test_padding_reads_no_experts(monkeypatch):
     """The rows of a program that aren't real are marked all the way down to their experts."""
     seen = []
     noted = lambda x, stacks, ids, weights, each, residual, *_, **named: seen.append(ids) or residual  # noqa: E731
-    monkeypatch.setattr(equations, "experts_mlp", noted)
+    monkeypatch.setattr(feed, "experts_mlp", noted)
     model = jaxspec.load_model(str(tiny_checkpoint("qwen3_moe", num_hidden_layers=1)), dtype="float32", progress=False)
     rows = Rows(jnp.array([4, 0]), jnp.array([2, 0]), jnp.zeros((2, 1), jnp.int32))
     attend = lambda kv, layer, q, k, v, window: (q, kv)  # noqa: E731
@@ -153,7 +153,7 @@ def test_a_row_that_is_not_a_number_leaves_the_others_alone(t):
     ((gate_up, down),) = random_case(1, 8, 2)[1]
     layer = {"router": Weight(router), "experts_gate_up": gate_up, "experts_down": down}
     rows = drawn.normal(jax.random.key(1), (t, 32))
-    run = jax.jit(lambda x: equations.mixture(mixture, layer, x[None], x[None], jnp.arange(t)[None])[0])
+    run = jax.jit(lambda x: feed.mixture(mixture, layer, x[None], x[None], jnp.arange(t)[None])[0])
     broken = run(rows.at[3].set(jnp.nan))
     assert jnp.isnan(broken[3]).all()
     np.testing.assert_allclose(jnp.delete(broken, 3, axis=0), jnp.delete(run(rows), 3, axis=0), rtol=0, atol=1e-6)
@@ -250,7 +250,7 @@ def test_both_layouts_give_the_same_stack(stacked):
 
 
 def test_dummy_stacks_are_made_matrix_by_matrix():
-    """Of 61 GB of weights there is no room for random bits and float32 numbers of a whole stack beside them."""
+    """Use little memory: 61 GB of weights leave no room for random bits and float32 numbers of a whole stack."""
     declared = mixture_tensors(config_of(moe_intermediate_size=64, num_experts=32).decoder.mixture, 128, "")
     layer = dummy(declared, "bfloat16", seed=0)
     for name, param in declared.items():

@@ -12,7 +12,7 @@ import pytest
 from jaxspec.cache.mixers import WholeTexts
 from jaxspec.checkpoint import dummy
 from jaxspec.decoder import forward as forward_module
-from jaxspec.decoder.fp8_layers import FP8_ROWS
+from jaxspec.decoder.fp8_rows import FP8_ROWS
 from jaxspec.decoder.functions import normed
 from jaxspec.decoder.plain import PLAIN
 from jaxspec.models.description import Norm
@@ -30,7 +30,7 @@ ROWS = (1, 8, 9, 16, 32, 33, 64, 128)
 
 
 def compare(monkeypatch, config, tensors, requests: int, rows: int, path=FP8_ROWS, made=("add_norm", "fp8_rows")):
-    """What a path makes of random weights and tokens is what PLAIN does, twice the same, and made by its kernels."""
+    """Check that a path matches PLAIN on random weights and tokens, repeats its bits, and uses its kernels."""
     params = dummy(tensors, "bfloat16", 0)
     tokens = jax.random.randint(jax.random.key(1), (requests, rows), 0, config.vocab_size)
     positions = jnp.broadcast_to(jnp.arange(rows), tokens.shape)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxspec.decoder.streamed import FP8_STREAM
+from jaxspec.decoder.weight_stream import FP8_STREAM
 from jaxspec.pallas.dense.weight_stream import stream_fp8, stream_part_fp8
 from tests.decoder.test_fp8_layers import declared
 from tests.decoder.test_fp8_stream import EPS, expected, expected_parts, inputs

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.cache.mixers import NOTHING, PromptBlocks, RoundRows, empty_cache
+from jaxspec.cache.mixers import PromptBlocks, RoundRows, empty_cache
 from jaxspec.cache.paged import PageLayout, Rows
+from jaxspec.cache.recurrent import NOTHING
 from jaxspec.checkpoint.params import dummy
 from jaxspec.decoder.forward import forward
 from jaxspec.models.families import MODELS

@@ -50,7 +50,7 @@ def declared(family: str, **sizes):
     """By name, what a family declares, its MTP module's and a DFlash drafter's beside it."""
     model = config(family, **sizes)
     trees = [MODELS[family].tensors(model.decoder)]
-    if model.linear:
+    if model.recurrent:
         trees.append(mtp.parameters(mtp.module_config(model)))
     if family == "qwen3":
         trees.append(dflash_checkpoint.parameters(model, 2, 33, ("embed_tokens.weight",)))

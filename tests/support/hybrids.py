@@ -14,11 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from jaxspec.cache.mixers import NOTHING, PromptBlocks, RoundRows, empty_cache
+from jaxspec.cache.mixers import PromptBlocks, RoundRows, empty_cache
 from jaxspec.cache.paged import PageLayout, Rows
+from jaxspec.cache.recurrent import NOTHING
 from jaxspec.checkpoint.params import dummy
 from jaxspec.decoder.forward import forward, unembed
 from jaxspec.engine.deterministic import widened
+from jaxspec.models.description import Recurrence
 from jaxspec.models.families import MODELS
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.weights import Weight
@@ -68,7 +70,7 @@ class Rounds:
         self.decoder = dataclasses.replace(config.decoder, deterministic=256)
         self.params = dummy(MODELS[config.model_type].tensors(config.decoder), dtype, seed=3)
         self.params.setdefault("head", Weight(self.params["embed"].T))
-        self.params = widened(self.params)
+        self.params = widened(self.params, self.decoder)
         layout = PageLayout(1 + requests * pages, page, dtype)
         self.cache = empty_cache(config, layout, requests + 1, rows, dtype, state_dtype)
 
@@ -81,7 +83,7 @@ class Rounds:
         self._logits = jax.jit(logits, static_argnums=1)
 
     def begun(self) -> Rounds:
-        """The same before any token, with the programs that are there."""
+        """Copy it as it was before any token, with the programs that are there."""
         return copy.copy(self)
 
     def prompts(self, blocks: list[tuple[int, int]], size: int, source: int | None = None) -> np.ndarray:
@@ -99,7 +101,7 @@ class Rounds:
         return self._run(RoundRows(self._rows(number, begin, t), number, replay), t)
 
     def state(self, number: int) -> np.ndarray:
-        return np.asarray(self.cache.states.delta.state[:, number], np.float32)
+        return np.asarray(self.cache.states[0].delta.state[:, number], np.float32)
 
     def _run(self, mixer, t: int) -> np.ndarray:
         logits, self.cache = self._logits(mixer, t, self.params, mixer.slots, self.cache)
@@ -126,5 +128,5 @@ def _state_after(config, params, tokens, count):
     none = jnp.full((1,), NOTHING, jnp.int32)
     mixer = PromptBlocks(rows, jnp.zeros((1,), jnp.int32), none, none)
     cache = forward(config.decoder, params, tokens, rows.positions(capacity), mixer, cache).cache
-    back = config.linear.taps - 1
-    return cache.states.delta.state[:, 0], cache.states.windows[:, 0, :back]
+    (states,), (memory,) = cache.states, config.decoder.groups(Recurrence)
+    return states.delta.state[:, 0], states.windows[:, 0, : memory.taps - 1]

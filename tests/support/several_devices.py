@@ -24,13 +24,14 @@ import jaxspec
 from jaxspec import LLM, EngineConfig, SamplingParams, StructuredOutput
 from jaxspec.bench import __main__ as bench
 from jaxspec.bench import host
-from jaxspec.cache.paged import MemoryPlan
+from jaxspec.cache.memory_plan import MemoryPlan
 from jaxspec.checkpoint import ModelFolder, reserve
 from jaxspec.checkpoint import params as loading
 from jaxspec.engine.runner import Runner
-from jaxspec.models.description import DeltaRule
+from jaxspec.models.description import Decoder, Recurrence
 from jaxspec.models.families import MODELS
 from jaxspec.parallel import collectives, sharding
+from jaxspec.scheduling.audit import audit
 from tests.support import heads, hybrids, widths
 from tests.support.tiny import BYTE_VOCAB, tiny_checkpoint
 
@@ -92,7 +93,7 @@ def engine(folder: Path, draft: str, size: int, **options) -> LLM:
 def said(llm: LLM, batch: list[SamplingParams], prompts=PROMPTS) -> tuple[list[list[int]], list[float]]:
     """Each prompt's text with the tokens of the prompt that were scored, and all log-probabilities."""
     outs = llm.generate(prompts, batch)
-    llm.engine.scheduler.audit()
+    audit(llm.engine.scheduler)
     scored = [[*(out.prompt_logprobs or ()), *(out.completions[0].logprobs or ())] for out in outs]
     scored = [[each for each in of if each is not None] for of in scored]
     tokens = [
@@ -106,7 +107,7 @@ def held(llm: LLM) -> list[np.ndarray]:
 
 
 def runs(llm: LLM, structured: bool, sample=False) -> Iterator[tuple[str, tuple, list[np.ndarray]]]:
-    """What the engine says of each batch, one after the other, and what its state is then."""
+    """Run one batch after the other: its name, the engine's answers and the state after it."""
     for name, batch in (SAMPLE if sample else BATCHES).items():
         yield name, said(llm, batch), held(llm)
     if structured:
@@ -130,16 +131,17 @@ def check(folder: Path, draft: str, size: int, structured=False, groups=1, sampl
         assert own[0] == texts, name
         np.testing.assert_allclose(own[1], logprobs, atol=2e-4)
         for whole, gathered in zip(state, shards, strict=True):
-            gathered = gather(gathered, whole.shape, several.engine.runner.model.config.linear, size)
+            gathered = gather(gathered, whole.shape, several.engine.runner.model.config.decoder, size)
             np.testing.assert_allclose(gathered.astype(np.float64), whole.astype(np.float64), atol=2e-4)
     return several
 
 
-def gather(x: np.ndarray, shape: tuple[int, ...], rule: DeltaRule | None, size: int) -> np.ndarray:
+def gather(x: np.ndarray, shape: tuple[int, ...], decoder: Decoder, size: int) -> np.ndarray:
     """The array of one device, of this shape, from the shards of several side by side: their repeated heads once, and
     the convolution's channels, which each device has some of its queries, keys and values of, in order."""
     for axis, (a, b) in enumerate(zip(shape, x.shape, strict=True)):
         x = np.take(x, np.arange(a) * (b // a), axis=axis)
+    rule = next(iter(decoder.groups(Recurrence)), None)
     if rule is not None and shape and shape[-1] == rule.channels:
         keys = rule.key_heads * rule.key_dim // size
         parts = np.split(x.reshape(*shape[:-1], size, -1), [keys, 2 * keys], axis=-1)
@@ -324,7 +326,7 @@ def takes_turns(llm: LLM, texts: list[list[int]], monkeypatch: pytest.MonkeyPatc
     likeliest = functools.partial(SamplingParams, temperature=1.0, top_k=1, ignore_eos=True)
     for more in modes:
         outs = llm.generate(PROMPTS, [likeliest(max_tokens=len(text), **more) for text in texts])
-        llm.engine.scheduler.audit()
+        audit(llm.engine.scheduler)
         assert [out.completions[0].token_ids for out in outs] == texts, more
     assert widths.took_turns(llm)
 

@@ -1,4 +1,4 @@
-"""What the tests of trees share: the engine's programs over many requests at once, and a drafter that grows wild trees.
+"""Session for the tests of trees: the engine's programs over many requests at once, and a drafter of wild trees.
 
 A session needs no scheduler: every request has its pages from the start, and rounds run until all have reached their
 limit. So one compilation serves prompts that end at every edge of a page.
@@ -91,7 +91,8 @@ class Session:
 
     def kv(self, i: int) -> np.ndarray:
         """The target's keys and values of what request i has committed, f32[l, 2, positions, m, h]."""
-        kv = np.moveaxis(np.asarray(self.state.cache.kv[:, self.table[i]], np.float32), 2, 1)  # [l, 2, pages, m, s, h]
+        (pages,) = self.state.cache.kv
+        kv = np.moveaxis(np.asarray(pages[:, self.table[i]], np.float32), 2, 1)  # [l, 2, pages, m, s, h]
         kv = np.moveaxis(kv, 4, 3)
         return kv.reshape(*kv.shape[:2], -1, *kv.shape[4:])[:, :, : len(self.texts[i]) - 1]
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from jaxspec.bench.cases.case import BLOCK, PAGE, Case
 from jaxspec.cache.paged import Rows
-from jaxspec.decoder.layer import attention
 from jaxspec.decoder.mixer import OnlyAttention
+from jaxspec.decoder.mixings import attention
 from jaxspec.models.description import Attention, Layer, Mlp, Norm, Rope
 from jaxspec.pallas.attention.paged_attention import paged_attention, reference
 
@@ -103,7 +103,7 @@ def prompt_heads(count: int, length: int, layers: int, dtype: str, kv: str | Non
 
 
 def round_heads(b: int, context: int, t: int, layers: int, dtype: str, kv: str | None = None) -> Case:
-    """The same of `t` rows for each of `b` requests with `context` tokens, which a projection makes four parts of."""
+    """From a projection in four parts to queries and pages: `t` rows for each of `b` requests at `context` tokens."""
     start = jnp.full((b,), context - t, jnp.int32)
     pages = -(-context // PAGE)
     rows = Rows(start, jnp.full_like(start, t), 1 + jnp.arange(b * pages, dtype=jnp.int32).reshape(b, pages))
@@ -129,7 +129,7 @@ def _heads(name: str, rows: Rows, t: int, parts: int, layers: int, dtype: str, k
     def mix(mixer, layer, qkv, own):
         weights, kv = own
         mine = {name: each[layer] for name, each in weights.items()}
-        q, kv = attention(described, mine, jnp.int32(layer), qkv[layer], rows.positions(t), mixer, kv, dtype)
+        q, kv = attention.mix(described, mine, jnp.int32(layer), [qkv[layer]], rows.positions(t), mixer, kv, dtype)
         return q, (weights, kv)
 
     plain = OnlyAttention(lambda kv, layer, q, k, v, window: (q, _scatter(rows, kv, layer, k, v)))

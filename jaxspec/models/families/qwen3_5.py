@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 
 from jaxspec.models import reading
-from jaxspec.models.declaring import Tensors, channel_parts, decoder_tensors
+from jaxspec.models.declaring import Tensors, channel_parts, decoder_tensors, delta_rule_tensors
 from jaxspec.models.description import Decoder, DeltaRule
 from jaxspec.models.families import qwen3_next
 from jaxspec.models.weights import LEAST, by_outputs, linear
@@ -23,7 +23,7 @@ def read(hf: reading.Config) -> Decoder:
 
 
 def separate_projections(rule: DeltaRule, d: int, prefix: str) -> Tensors:
-    """As `qwen3_next.grouped_projections`, of tensors in no groups."""
+    """Projections of a linear layer's input as in `qwen3_next.grouped_projections`, from tensors without groups."""
     values, heads = rule.value_heads * rule.value_dim, rule.value_heads
     qkvz = {prefix + "in_proj_qkv.weight": rule.channels, prefix + "in_proj_z.weight": values}
     ba = {prefix + "in_proj_b.weight": heads, prefix + "in_proj_a.weight": heads}
@@ -33,4 +33,4 @@ def separate_projections(rule: DeltaRule, d: int, prefix: str) -> Tensors:
     }
 
 
-tensors = partial(decoder_tensors, projections=separate_projections)
+tensors = partial(decoder_tensors, mixings={DeltaRule: partial(delta_rule_tensors, projections=separate_projections)})

@@ -13,7 +13,7 @@ from typing import Any
 from jaxspec.config.json_values import positive, shown
 from jaxspec.config.options import ConfigError
 from jaxspec.models import reading
-from jaxspec.models.declaring import Tensors, decoder_tensors
+from jaxspec.models.declaring import Tensors, decoder_tensors, delta_rule_tensors
 from jaxspec.models.description import Decoder, DeltaRule, Layer, Mixture, Mlp
 from jaxspec.models.weights import LEAST, Layout, Param, by_outputs
 
@@ -90,4 +90,4 @@ def grouped_projections(rule: DeltaRule, d: int, prefix: str) -> Tensors:
     }
 
 
-tensors = partial(decoder_tensors, projections=grouped_projections)
+tensors = partial(decoder_tensors, mixings={DeltaRule: partial(delta_rule_tensors, projections=grouped_projections)})

@@ -1,4 +1,4 @@
-"""Keys and values of a prompt's rows into their pages, on Hopper; and as what numbers pages keep them (`stored`).
+"""Writes of a prompt's keys and values into their pages, on Hopper; and their conversion to pages' dtype (`stored`).
 
 A Mosaic GPU kernel, in place of XLA's scatter, which reaches a tenth of the memory's speed. A warpgroup takes one row.
 """
@@ -19,17 +19,17 @@ from jaxspec.pallas.hopper import THREADS
 from jaxspec.pallas.hopper.export import lower_once
 from jaxspec.pallas.operation import ANY, HOPPER, Implementation, choose, nothing
 
-FEWEST = 513  # rows; fewer are written by XLA's scatter, which rotates keys in passing
-MOST_HEADS = 16  # whose keys and values a warpgroup holds in registers at once
-WIDE = 1e6  # a largest number beyond which a dtype isn't expected to overflow
+FEWEST = 513  # rows; fewer are written by XLA's scatter, which is fused with the rotation of keys
+MOST_HEADS = 16  # a warpgroup holds all their keys and values in registers at once
+WIDE = 1e6  # a dtype whose largest number is beyond this isn't expected to overflow
 PAGES = (jnp.bfloat16, jnp.float8_e4m3fn)  # dtypes that kernels of rounds and `write_heads` write
 
 
 def stored(x: Any, dtype: Any, inverse: Any = None) -> Any:
-    """What pages of `dtype` keep of x: in float32 times the inverse of its scale, if it has one, and saturated.
+    """Convert x to pages of `dtype`: multiplied in float32 by the inverse of its scale, if it has one, and saturated.
 
-    An overflow would be infinite or NaN, at weight zero too, to all later owners of the page. So is a NaN, which
-    becomes zero, where numbers could overflow at all.
+    An overflow would make results infinite or NaN, at weight zero too, for all later owners of the page. So would a
+    NaN, which becomes zero if the dtype's numbers could overflow at all.
     """
     largest = min(float(jnp.finfo(each).max) for each in (dtype, x.dtype))
     if inverse is None and largest > WIDE:
@@ -100,7 +100,7 @@ def kv_write(
     *,
     interpret: Any = False,
 ) -> Float[Array, "l p 2 m s h"]:
-    """`kv` with row i's keys and values in `slot[i]` of `page[i]`. Of rows in one place, any may stay."""
+    """Write row i's keys and values to `slot[i]` of `page[i]`; returns the pages. Of rows with one slot, any stays."""
     heads, width = k.shape[2:]
     ref = jax.new_ref(kv)
     plgpu.kernel(

@@ -2,8 +2,8 @@
 
 `paged_attention` chooses: on Hopper a kernel for few rows a request or one for blocks of a prompt, on other GPUs the
 portable kernel, elsewhere the reference. The reference streams over the pages of the longest request in blocks, keeping
-a running maximum and sum (online softmax, https://arxiv.org/abs/2112.05682), so its cost follows the tokens that are
-there and not the context length.
+a running maximum and sum (online softmax, https://arxiv.org/abs/2112.05682), so its cost follows the cached tokens and
+not the context length.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ def paged_attention(
     scales: Float[Array, "l 2 m"] | None = None,
     fixed: int = 0,
 ) -> Float[Array, "b t n h"]:
-    """Causal attention of rows at places `start + 0..t-1`, whose keys and values are already in `kv`.
+    """Causal attention of rows at KV slots `start + 0..t-1`, whose keys and values are already in `kv`.
 
-    With a `mask`, row i sees all places before `start`, and `start + j` if `mask[b, i, j]`: the rows of a tree, or of a
-    block that sees ahead. With a `window`, a row sees no place before `start` that is so many positions or more before
-    its own: that is `start + i`, or with a mask `start + depth[b, i]` where a tree's rows have a `depth`. From `start`
-    on the mask alone says what is seen. `table[b]` lists a request's pages in order; scores are scaled by h**-0.5 and
-    summed in float32. `sinks`: of each head, one more logit of its softmax, which no value belongs to.
-    `scales`: float32, by which the keys (0) and values (1) of each layer and head are multiplied. `fixed`: a row's
-    result has the same bits whatever rows and requests are beside it, as of `decode_attention`; up to `MAX_ROWS` rows
-    and more differ. There is no mask or window then.
+    `table[b]` lists a request's pages in order, and its KV slots are counted along them. With a `mask`, row i sees all
+    KV slots before `start`, and `start + j` if `mask[b, i, j]`: the rows of a tree, or of a block whose rows see later
+    ones. With a `window`, a row sees no KV slot before `start` that is so many positions or more before its own
+    position. That is `start + i`, or with a mask `start + depth[b, i]` where a tree's rows have a `depth`. From `start`
+    on the mask alone decides. Scores are scaled by h**-0.5 and summed in float32. `sinks`: one more logit of each
+    head's softmax, which no value belongs to. `scales`: float32, by which the keys (0) and values (1) of each layer and
+    head are multiplied. `fixed`: a row's result has the same bits whatever rows and requests are beside it, as in
+    `decode_attention`; calls of up to `MAX_ROWS` rows differ from calls of more. There is no mask or window then.
 
-    Returns the mix of values, in q's dtype. Rows that see no place, as those before place 0, return zeros.
+    Returns the mix of values, in q's dtype. Rows that see no KV slot, as those before slot 0, return zeros.
     """
     call = q, kv, layer, table, start, mask, window, depth, sinks, scales, fixed
     if mask is not None or q.shape[1] <= (MAX_ROWS if fixed else DECODE_ROWS):
@@ -149,9 +149,9 @@ def span_attention(
     sinks: Float[Array, " n"] | None = None,
     scales: Float[Array, "l 2 m"] | None = None,
 ) -> Float[Array, "b t n h"]:
-    """Attention of rows that each see places `first` to `last`, in plain jnp; otherwise as `paged_attention`.
+    """Attention of rows that each see KV slots `first` to `last`, in plain jnp; otherwise as `paged_attention`.
 
-    Rows that see no place return zeros.
+    Rows that see no KV slot return zeros.
     """
 
     def seen(place):
@@ -162,7 +162,7 @@ def span_attention(
 
 @partial(jax.jit, static_argnames="block_tokens")
 def _masked_attention(q, kv, layer, table, start, first, mask, sinks, scales, block_tokens):
-    """Attention of rows that see places from `first` up to `start`, and behind it those that the mask names."""
+    """Attention of rows that see the KV slots from `first` up to `start`, and from there on those that the mask has."""
     w = mask.shape[2]
 
     def seen(place):
@@ -186,9 +186,9 @@ def _stream(
     sinks: Array | None,
     scales: Array | None,
 ) -> Array:
-    """Attention of rows to the places that `seen` says, of those from `first` to `last`.
+    """Attention of rows to the KV slots from `first` to `last` for which `seen` is true.
 
-    A sink is where a head's running maximum and sum begin.
+    A sink is the start of a head's running maximum and sum.
     """
     b, t, n, h = q.shape
     m, s = kv.shape[3], kv.shape[4]

@@ -5,7 +5,7 @@ bulk copy can start), and are cut into items of at most n rows, which go through
 proportional to the pairs, never to tokens times experts, and only chosen experts' weights are read.
 
 Up to 128 tokens, a kernel makes that plan and gathers the rows (`expert_plan`); few tokens' sums are added up for the
-norm after them (`expert_add`), and one token alone needs no plan there. Up to eight tokens, unquantised and FP8 weights
+norm after them (`expert_add`), and there one token alone needs no plan. Up to eight tokens, unquantised and FP8 weights
 are multiplied by `expert_few`, which needs no items. Otherwise `expert_stream` multiplies unquantised weights,
 `expert_fp8` FP8 ones, and `expert_mxfp4` MXFP4 ones, and XLA all others, item by item.
 """
@@ -41,12 +41,12 @@ from jaxspec.pallas.portable import mxfp4 as portable_mxfp4
 
 # Experts' gate and up, [e, 2f, d], gate's rows first; their down, [e, d, f]; and both their biases, if they have some.
 Stack = tuple[Weight, Weight] | tuple[Weight, Weight, Float[Array, "e n"], Float[Array, "e d"]]
-Gating = Callable[[Array, Array], Array]  # of gate and up
+Gating = Callable[[Array, Array], Array]  # from gate and up to hidden columns
 
 ITEM_ROWS = (8, 16, 32, 64, 128)
-SPARE = 2.5  # rows of an item, of the mean of an expert's
-QUANTISED_SPARE = 2  # weights are converted for each item, so its rows shall be few, even if more experts need two
-NOBODY = 2**30  # the id of an expert that doesn't exist
+SPARE = 2.5  # rows of an item, as a multiple of an expert's mean
+QUANTISED_SPARE = 2  # weights are converted for each item, so its rows are fewer, even if more experts need two
+NOBODY = 2**30  # the id of no expert
 CHUNK = 256  # pairs that are ranked against one another at once
 
 
@@ -68,10 +68,11 @@ def experts_mlp(
     Experts are numbered through all `stacks`, (gate_up [e, 2f, d], down [e, d, f]) each, or with their biases [e, 2f]
     and [e, d] after them, which are added to the products. A token's must be distinct, or `NOBODY`. Each expert's
     result is rounded to x's dtype before it is weighted, and the sum, in float32, at last. Columns from `each` on, if
-    it is given, hold nobody.
+    it is given, hold no experts.
 
     With the `scale` of the norm after it the sums come as `Scaled` rows, too (`centred`: as in `few_rows.add_product`).
-    That is for rows where `scaled` is true. `tokens`: how many rows of `x`, `ids` and `weights` are tokens, if not all.
+    That is for rows where `scaled` is true. `tokens`: the number of valid rows of `x`, `ids` and `weights`, which come
+    first; None: all are valid.
     """
     each, whole = each or ids.shape[1], x
     x, ids, weights = (array[:tokens] for array in (x, ids, weights))
@@ -116,7 +117,7 @@ class ExpertKernel(NamedTuple):
     run: Callable[[Call, Array, Items], Array]
     highest: int = ITEM_ROWS[-1]
     spare: float = SPARE
-    unplanned: bool = False  # one token's experts can be items without a plan
+    unplanned: bool = False  # takes one token's experts as items without a plan
 
     def mix(self, call: Call) -> Float[Array, "n d"] | tuple[Float[Array, "n d"], Scaled]:
         """The mixture: its items planned, multiplied and combined."""
@@ -272,8 +273,8 @@ def plan(
 ) -> tuple[Float[Array, "r d"], Items, Int[Array, "t k"]]:
     """Rows to multiply, the items over them, and each pair's row of the result, -1 where it has no expert.
 
-    A token has k = `each` pairs, by default as many as `ids` has columns; further columns hold nobody. Items have up to
-    `highest` rows, and no more than `spare` times an expert's mean ask for.
+    A token has k = `each` pairs, by default as many as `ids` has columns; further columns hold no experts. Items have
+    the fewest of `ITEM_ROWS` rows that reach `spare` times an expert's mean, but no more than `highest`.
     """
     t, k = len(x), each or ids.shape[1]
     rows = min(rows_per_item(t * k / num_experts, spare), highest)
@@ -319,13 +320,13 @@ def rows_per_item(mean: float, spare: float = SPARE) -> int:
 
 
 def _most(pairs: int, num_experts: int, rows: int) -> tuple[int, int]:
-    """Items of up to `rows` rows that so many pairs may need, and their rows, with those that the last one may read."""
+    """The most items of up to `rows` rows that so many pairs need, and rows for them and for the last one's reads."""
     most = min(num_experts, pairs)
     return (pairs + most * (rows - 1)) // rows, -(-(pairs + most * (ALIGN - 1)) // ALIGN) * ALIGN + rows - ALIGN
 
 
 def _by_expert(ids: Int[Array, "t k"], num_experts: int, rows: int) -> tuple[Items, Int[Array, "t k"]]:
-    """Items, the pairs of each expert, `rows` at a time, and each pair's place."""
+    """Cut each expert's pairs into items of up to `rows` rows. Returns them, and each pair's row of the result."""
     flat = ids.reshape(-1)
     per_item = rows // ALIGN
     most, capacity = _most(flat.size, num_experts, rows)
@@ -345,7 +346,7 @@ def _by_expert(ids: Int[Array, "t k"], num_experts: int, rows: int) -> tuple[Ite
 
 
 def _ranks(flat: Int[Array, " p"], num_experts: int) -> tuple[Int[Array, " e"], Int[Array, " p"]]:
-    """How many pairs each expert has, and how many of its expert's come before a pair, if it has one.
+    """How many pairs each expert has, and how many of its expert's pairs come before a pair, if it has an expert.
 
     A counting sort by comparing: on a GPU, a few small fused kernels, where sorting would be many.
     """
@@ -368,12 +369,12 @@ def _before(counts: Int[Array, "n *m"]) -> Int[Array, "n *m"]:
 
 
 def _covering(counts: Int[Array, " n"], size: int) -> Int[Array, " n"]:
-    """How many of `size` hold so many. `//` would take care of signs, in seven operations of each layer."""
+    """Counts over `size`, rounded up. `//` would take care of signs, in seven operations of each layer."""
     return lax.div(counts + (size - 1), jnp.int32(size))
 
 
 def _of(values: Int[Array, " n"], which: Int[Array, " m"]) -> Int[Array, " m"]:
-    """`values[which]` of places that there are. Plain indexing would allow for negative ones, in three operations."""
+    """`values[which]`, indices in bounds. Plain indexing would allow for negative ones, in three operations."""
     return values.at[which].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
@@ -381,9 +382,9 @@ def _of(values: Int[Array, " n"], which: Int[Array, " m"]) -> Int[Array, " m"]:
 def reference(
     rows: Float[Array, "r d"], stacks: list[Stack], items: Items, gating: Gating | None = None
 ) -> Float[Array, "c d"]:
-    """Each item's rows through its expert, in plain jnp, item by item. Rows that are no item's are zero.
+    """Run each item's rows through its expert, in plain jnp, item by item. Rows that no item has are zero.
 
-    It has gradients, for rows and weights. They take a loop over all items that there could be.
+    It has gradients, for rows and weights. They take a loop over all rows of the table.
     """
     return _reference(gating, rows, stacks, items)
 
@@ -409,7 +410,7 @@ _reference.defvjp(_reference_forward, _reference_backward)
 
 
 def _each_item(gating: Gating | None, rows: Array, stacks: list[Stack], items: Items, count: Array | int) -> Array:
-    """As `reference`, of the first `count` items; those that aren't there change nothing."""
+    """Run `reference` for the first `count` rows of the table; those that aren't items change nothing."""
 
     def mlp(stack, part, expert):
         gate_up, down, *biases = stack

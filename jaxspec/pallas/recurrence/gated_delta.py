@@ -34,7 +34,7 @@ from jaxspec.pallas.recurrence.delta_step import delta_step
 from jaxspec.pallas.recurrence.delta_step import supported as delta_step_fits
 from jaxspec.pallas.recurrence.gates_and_norm import Around
 
-NORMED_REQUESTS = 8  # whose gates and norm are part of the kernel
+NORMED_REQUESTS = 8  # at most, for gates and norm to be part of the kernel
 
 _einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
@@ -44,7 +44,7 @@ class DeltaPool:
     """The states of all layers and slots, and each slot's records of its last round.
 
     Axes: l layers, r slots, q rows that a round verifies at most, m key heads, n value heads, k and v their widths; key
-    head i serves the value heads i n/m to (i + 1) n/m - 1. w is q, rounded up to what a bulk copy can take.
+    head i serves the value heads i n/m to (i + 1) n/m - 1. w is q rounded up to a multiple of 4, for bulk copies.
     """
 
     state: Float[Array, "l r n v k"]
@@ -105,14 +105,14 @@ def step(
     beta: Float[Array, "b t n"],
     filled: int | None = None,
 ) -> tuple[Float[Array, "b r n v"], DeltaPool]:
-    """Run t new rows of each slot: those of a round, of which some will be accepted.
+    """Run t new rows of each slot: a round's rows, some of which will be accepted.
 
     The first `replay[r]` records of slot `slots[r]` enter its state, which is written; the new rows go on from there,
-    and their records take the place of the old ones. `q` and `k` are L2-normalised, q scaled too; both are taken in the
-    dtype of the pool's keys. `decay` is alpha, in (0, 1]. A slot may be named twice only if nobody reads it.
+    and their records replace the old ones. `q` and `k` are L2-normalised, q scaled too; both are taken in the dtype of
+    the pool's keys. `decay` is alpha, in (0, 1]. A slot may be named twice only if nothing reads it.
 
-    Returns what the rows read, in v's dtype, r = `filled` rows a request if that is given: those from t on hold
-    anything. **Raises:** `ValueError` for more rows than there are records.
+    Returns what the rows read, in v's dtype: r = t rows a request, or `filled` of them; rows from t on are padding and
+    may hold anything. **Raises:** `ValueError` for more rows than there are records.
     """
     t, rows = q.shape[1], pool.keys.shape[2]
     if t > rows:
@@ -174,9 +174,9 @@ def normed_step(
     eps: float,
     fixed: bool = False,
 ) -> tuple[Float[Array, "b r n v"], DeltaPool]:
-    """`step` by the kernel, with what a layer does around it (`delta_around`): gates before, and a norm of this `eps`
-    after it. The result has as many rows a request as `around` has. `fixed`: as in `delta_step`, for any number of
-    requests.
+    """Run `step` by the kernel, with the gates before it and a norm of this `eps` after it (`delta_around`).
+
+    The result has as many rows a request as `around` has. `fixed`: as in `delta_step`, for any number of requests.
 
     **Raises:** `ValueError` if `unnormed` has a reason.
     """
@@ -224,13 +224,13 @@ def chunk(
     decay: Float[Array, "b t n"],
     beta: Float[Array, "b t n"],
 ) -> tuple[Float[Array, "b t n v"], DeltaPool]:
-    """Run blocks of t prompt tokens, one after the other, of which the first `count[r]` of block r are valid.
+    """Run blocks of t prompt tokens, one after the other; the first `count[r]` tokens of block r are valid.
 
     Block r starts from the state of slot `source[r]`, or from zero if that is negative, as earlier blocks left it; a
     later block of the same request names its own slot. It writes slot `slots[r]`, and slot `keep[r]` the same, unless
-    that is out of range. Sources must have no records to replay, and no slot has any afterwards: the next `step` of
-    what was written must be called with `replay` 0. Operands and result are as in `step`, though what rows that aren't
-    valid read has no meaning.
+    that is out of range. Sources must have no records to replay, and no slot has any afterwards: the next `step` of a
+    written slot must be called with `replay` 0. Operands and result are as in `step`; results of padding rows have no
+    meaning.
     """
     q, k = q.astype(pool.keys.dtype), k.astype(pool.keys.dtype)
     valid = (jnp.arange(q.shape[1]) < count[:, None])[..., None]
@@ -263,7 +263,7 @@ def reference_chunk(
     q, k = (jnp.repeat(jnp.moveaxis(x.astype(jnp.float32), 1, 2), group, axis=1) for x in (q, k))
     taken = _einsum("bnti,bnik->bntk", corrected * total[:, :, None], k)
     written = _einsum("bnti,binv->bntv", corrected, v.astype(jnp.float32))
-    # Of what is left to do in order, S <- S carry + write, only one product a head and block depends on S.
+    # Blocks that follow one another need S <- S carry + write: one product a head and block that depends on S.
     kept = left[..., None] * k
     carry = total[..., -1, None, None] * jnp.eye(k.shape[3]) - _einsum("bntj,bntk->bnjk", taken, kept)
     write = _einsum("bntv,bntk->bnvk", written, kept)
@@ -315,7 +315,7 @@ def _replayed(pool: DeltaPool, layer, slots, replay) -> Float[Array, "b n v k"]:
     logs = jnp.where(accepted[:, None], _logs(pool.decay[layer, slots, :, :rows]), 0)
     later = jnp.exp(logs.sum(-1, keepdims=True) - jnp.cumsum(logs, -1))
     updates = jnp.where(accepted[..., None, None], pool.updates[layer, slots], 0) * later.swapaxes(1, 2)[..., None]
-    keys = jnp.where(accepted[..., None, None], keys, 0)  # in float16, another's may have overflowed, and be NaN
+    keys = jnp.where(accepted[..., None, None], keys, 0)  # others' may have overflowed in float16, and be NaN
     added = _einsum("btnv,btnk->bnvk", updates, jnp.repeat(keys, group, axis=2))
     return state * jnp.exp(logs.sum(-1))[..., None, None] + added
 
@@ -325,10 +325,10 @@ def _within(
 ) -> tuple[Array, Array, Array, Array]:
     """How t rows that follow one another act on one another, whatever the state before them.
 
-    With S the state before and V the rows' values: their updates are U = corrected (V - total S k), and what they read
-    is total S q + mixed U. `total[t]` is what is left at row t of the state before, `left[i]` at the end of row i's
-    update. `corrected` and `mixed` are [b, n, t, t], `total` and `left` [b, n, t]. `logs` are running sums of the
-    decays' logarithms.
+    With S the state before and V the rows' values: their updates are U = corrected (V - total S k), and they read
+    total S q + mixed U. `total[t]` is the factor by which the state before has decayed at row t, `left[i]` the one of
+    row i's update at the end. `corrected` and `mixed` are [b, n, t, t], `total` and `left` [b, n, t]. `logs` are
+    running sums of the decays' logarithms.
     """
     t, group = logs.shape[-1], logs.shape[1] // k.shape[2]
     past = jnp.tril(jnp.ones((t, t), bool))

@@ -15,10 +15,9 @@ from jaxspec.cache.mixers import Cache, PromptBlocks, WholeTexts
 from jaxspec.cache.paged import PageLayout, Rows
 from jaxspec.checkpoint.params import dummy
 from jaxspec.decoder import forward as paths
-from jaxspec.decoder import layer as equations
 from jaxspec.decoder.functions import cos_sin, rms_norm, rope
-from jaxspec.decoder.layer import attention
-from jaxspec.decoder.streamed import WEIGHT_STREAM
+from jaxspec.decoder.mixings import attention
+from jaxspec.decoder.weight_stream import WEIGHT_STREAM
 from jaxspec.models.description import Attention, Rope
 from jaxspec.models.families import llama
 from jaxspec.models.model_config import ModelConfig
@@ -130,7 +129,7 @@ def model(family: str, **overrides):
 
 
 def mixed(family: str, pages: str = "bfloat16", blocks: int = 3, t: int = 16, **overrides):
-    """`layer.attention` of a prompt's blocks, each of a request of its own, and its operands.
+    """`attention.mix` of a prompt's blocks, each of a request of its own, and its operands.
 
     All but the first begin in the middle of a page, and the last has a row of padding.
     """
@@ -144,7 +143,8 @@ def mixed(family: str, pages: str = "bfloat16", blocks: int = 3, t: int = 16, **
     qkv = normal(jax.random.key(1), 1, blocks, t, n * config.head_dim)
 
     def mix(layer, qkv, kv):
-        return attention(config.decoder.layers[0], layer, jnp.int32(1), qkv, rows.marked_positions(t), mixer, Cache(kv))
+        positions = rows.marked_positions(t)
+        return attention.mix(config.decoder.layers[0], layer, jnp.int32(1), [qkv], positions, mixer, Cache((kv,)))
 
     return mix, (layer, qkv, kv)
 
@@ -152,14 +152,14 @@ def mixed(family: str, pages: str = "bfloat16", blocks: int = 3, t: int = 16, **
 def check_mix(monkeypatch, family: str, **sizes):
     """With the kernel and without, of real rows."""
     took = []
-    monkeypatch.setattr(equations, "chosen", lambda *_: False)
+    monkeypatch.setattr(attention, "chosen", lambda *_: False)
     mix, given = mixed(family, **sizes)
     want, want_cache = jax.jit(mix)(*given)
-    monkeypatch.setattr(equations, "chosen", lambda reason: reason is None and not took.append("write_heads"))
+    monkeypatch.setattr(attention, "chosen", lambda reason: reason is None and not took.append("write_heads"))
     got, cache = jax.jit(lambda *given: mix(*given))(*given)
     assert took == ["write_heads"]
     np.testing.assert_allclose(got.astype(jnp.float32)[:, :-1], want.astype(jnp.float32)[:, :-1], rtol=2**-6, atol=2e-2)
-    assert_rounded_alike(cache.kv[:, 1:], want_cache.kv[:, 1:])
+    assert_rounded_alike(cache.kv[0][:, 1:], want_cache.kv[0][:, 1:])
 
 
 @pytest.mark.parametrize("family,bias", [rare("llama", False), ("llama", True), ("qwen3", False)])
@@ -190,7 +190,7 @@ def test_rows_in_float32_keep_the_plain_layers(monkeypatch):
     mix, (layer, qkv, kv) = mixed("llama")
     layer = jax.tree.map(lambda x: x.astype(jnp.float32), layer)
     out, cache = jax.eval_shape(mix, layer, qkv.astype(jnp.float32), kv)
-    assert out.dtype == jnp.float32 and cache.kv.dtype == jnp.bfloat16
+    assert out.dtype == jnp.float32 and cache.kv[0].dtype == jnp.bfloat16
     assert KERNELS["write_heads"] == before
 
 
@@ -212,7 +212,7 @@ def test_a_rounds_layers_are_three_kernels(monkeypatch, family, width):
     monkeypatch.setattr(weight_stream.chain, "BLOCKS", 3)
     monkeypatch.setattr(weight_stream, "stream", partial(weight_stream.stream, fused=False, **INTERPRET))
     monkeypatch.setattr(op, "write_heads", partial(op.write_heads, **INTERPRET))
-    monkeypatch.setattr(equations, "chosen", lambda reason, *_: reason is None)
+    monkeypatch.setattr(attention, "chosen", lambda reason, *_: reason is None)
     monkeypatch.setattr(paths, "PATHS", (dataclasses.replace(WEIGHT_STREAM, processors=0),))
     jax.clear_caches()
     with counting() as took:
@@ -229,10 +229,8 @@ def test_texts_without_pages_stay_as_they_are(monkeypatch):
     shape = jax.ShapeDtypeStruct((1, 9, 64, 16 * WIDTH), jnp.bfloat16)
     positions = jnp.broadcast_to(jnp.arange(64), (9, 64))
     before = KERNELS["write_heads"]
-    jax.eval_shape(
-        lambda qkv: attention(config.decoder.layers[0], layer, jnp.int32(0), qkv, positions, WholeTexts(), None)[0],
-        shape,
-    )
+    of = config.decoder.layers[0], layer, jnp.int32(0)
+    jax.eval_shape(lambda qkv: attention.mix(*of, [qkv], positions, WholeTexts(), None)[0], shape)
     assert KERNELS["write_heads"] == before
 
 

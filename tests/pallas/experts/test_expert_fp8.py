@@ -114,7 +114,7 @@ def test_two_or_three_blocks_have_room(model, rows):
     for stage in (Stage("up", SOURCE, d, f, 128, (8,), rows), Stage("down", SOURCE, f, d, 128, (8,), rows)):
         ring = stage.slots * 128 * (128 + 2 * rows)
         results = (2 * stage.parts + 8 * (stage.warpgroups - 1)) * rows * 64
-        assert stage.blocks * (ring + results + 2048) <= 228 * 1024
+        assert stage.blocks_per_multiprocessor * (ring + results + 2048) <= 228 * 1024
         assert stage.slots >= 2 * stage.warpgroups and stage.slots % stage.warpgroups == 0
         assert stage.tiles * stage.parts * 64 == stage.width and stage.heights[-1] == rows
 

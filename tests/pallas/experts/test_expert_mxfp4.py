@@ -144,7 +144,7 @@ def test_two_or_three_blocks_have_room(name, rows):
     stage = Stage(name, SOURCE, 2880, 2880, (32,), rows)
     ring = stage.slots * (stage.groups * TILE * (stage.piece // 2 + stage.scales) + 2 * stage.piece * rows)
     results = 2 * rows * TILE + 4 * (stage.warpgroups - 1) * stage.groups * TILE * rows
-    assert stage.blocks * (ring + results + 2048) <= 228 * 1024
+    assert stage.blocks_per_multiprocessor * (ring + results + 2048) <= 228 * 1024
     assert stage.slots >= 2 * stage.warpgroups and stage.slots % stage.warpgroups == 0
     assert stage.tiles * TILE == stage.width and stage.heights[-1] == rows and stage.steps * stage.piece == 2880
 

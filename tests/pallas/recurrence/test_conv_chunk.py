@@ -23,7 +23,7 @@ LAYERS, SLOTS = 2, 6
 
 
 def operands(b: int, mix: DeltaRule = MIX, seed: int = 0):
-    """Of `causal_conv.chunk`: blocks that go on from slots of any kind, with columns of x that aren't its own."""
+    """Operands of `causal_conv.chunk`: blocks that go on from slots of any kind, and foreign columns in x."""
     rng, keys = np.random.default_rng(seed), jax.random.split(jax.random.key(seed), 3)
     normal = lambda key, *shape: drawn.normal(key, shape, jnp.bfloat16)  # noqa: E731
     windows = normal(keys[0], LAYERS, SLOTS, mix.taps, mix.channels)

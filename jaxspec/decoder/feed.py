@@ -1,0 +1,116 @@
+"""The second half of a layer: an MLP, or a mixture of experts.
+
+Axis letters: b batch, t tokens, d model width, f MLP width, e experts, k experts of a token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxspec.decoder.matmul import Quantised, gate, gating, matmul, project
+from jaxspec.decoder.mixings.kind import Weights
+from jaxspec.models.description import Mixture, Mlp
+from jaxspec.pallas.experts.experts_mlp import NOBODY, experts_mlp
+from jaxspec.pallas.experts.top_experts import top_experts
+from jaxspec.parallel.sharding import AXIS, devices
+
+
+@jax.named_scope("mlp")
+def mlp(
+    m: Mlp,
+    weights: Weights,
+    x: Float[Array, "b t d"] | None,
+    rows: Float[Array, "b t d"] | Quantised,
+    valid: Int[Array, "1"],
+) -> Float[Array, "b t d"]:
+    """x + down(activation(gate) * up) of the normed rows, of which the first `valid` count."""
+    if m.bias or m.activation != "silu":
+        gate_up = project(rows, weights["gate_up"], valid)
+        gate_up = gate_up + weights["gate_up_bias"] if m.bias else gate_up
+        hidden = gate(gate_up, weights["gate_up"].layout.interleave, m.activation)
+    else:
+        hidden = project(rows, weights["gate_up"], valid, gated=True)
+    return add_product(x, hidden, weights, "down", valid)
+
+
+def add_product(
+    x: Float[Array, "b t d"] | None, rows: Float[Array, "b t k"], weights: Weights, name: str, valid: Int[Array, "1"]
+) -> Float[Array, "b t d"]:
+    """x + a projection of the rows, with its bias if it has one."""
+    if f"{name}_bias" in weights:
+        product = project(rows, weights[name], valid) + weights[f"{name}_bias"]
+        return product if x is None else x + product
+    return project(rows, weights[name], valid, x)
+
+
+@jax.named_scope("mixture")
+def mixture(
+    m: Mixture,
+    weights: Weights,
+    x: Float[Array, "b t d"] | None,
+    rows: Float[Array, "b t d"],
+    positions: Int[Array, "b _"],
+) -> Float[Array, "b t d"]:
+    """x + each token's experts, weighted as its router likes them (https://arxiv.org/abs/1701.06538), + the shared one.
+
+    The router's logits and probabilities are float32 throughout: a rounded one may pick another expert.
+    """
+    # One array for the router and the experts, which XLA would otherwise normalise rows for once each.
+    shape, rows = rows.shape, jax.lax.optimization_barrier(rows.reshape(-1, rows.shape[-1]))
+    logits = matmul(rows, weights["router"], jnp.float32)
+    logits = logits + weights["router_bias"] if m.router_bias else logits
+    x = None if x is None else x.reshape(rows.shape)
+    return mix_experts(m, weights, rows, logits, positions, x).reshape(shape)
+
+
+def mix_experts(
+    m: Mixture,
+    weights: Weights,
+    rows: Float[Array, "r d"],
+    logits: Float[Array, "r e"],
+    positions: Int[Array, "*b"],
+    residual: Float[Array, "r d"] | None,
+    **further: Any,
+) -> Float[Array, "r d"] | tuple[Float[Array, "r d"], Any]:
+    """The same of flat rows from the router's logits; all else as in `mix_chosen`."""
+    shared = (rows, weights["shared_gate"].dequantised(rows.dtype)) if m.shared else None
+    with jax.named_scope("experts"):
+        ids, scores = top_experts(logits, positions.reshape(-1), shared, m.per_token, m.renormalised)
+    return mix_chosen(m, weights, rows, ids, scores, residual, **further)
+
+
+@jax.named_scope("experts")
+def mix_chosen(
+    m: Mixture,
+    weights: Weights,
+    rows: Float[Array, "r d"],
+    ids: Int[Array, "r w"],
+    scores: Float[Array, "r w"],
+    residual: Float[Array, "n d"] | None,
+    valid: int | None = None,
+    **norm: Any,
+) -> Float[Array, "n d"] | tuple[Float[Array, "n d"], Any]:
+    """The same of flat rows whose experts are chosen; of the first `valid` rows alone, if that is given. `norm`: the
+    norm after it (`scale`, `centred`), as in `experts_mlp`."""
+    biases = (weights["experts_gate_up_bias"], weights["experts_down_bias"]) if m.bias else ()
+    stacks, each = [(weights["experts_gate_up"], weights["experts_down"], *biases)], m.per_token
+    if m.shared:  # one expert more, that every token chooses
+        stacks.append((weights["shared_gate_up"], weights["shared_down"]))
+        each += 1
+    if m.groups > 1:
+        ids = own_experts(ids, m.experts, m.groups)
+    other = None if m.activation == "silu" else gating(m.activation)
+    return experts_mlp(rows, stacks, ids, scores, each, residual, other, tokens=valid, **norm)
+
+
+def own_experts(ids: Int[Array, "t w"], experts: int, groups: int) -> Int[Array, "t w"]:
+    """The chosen experts by their numbers on this device, of whose group each is or isn't; the shared expert is on
+    all devices and comes after the others."""
+    held, among = experts // groups, devices() // groups
+    first = jax.lax.axis_index(AXIS) // among * held
+    own = (ids >= first) & (ids < first + held)
+    return jnp.where(own, ids - first, jnp.where(ids == experts, held, NOBODY))

@@ -1,0 +1,47 @@
+"""Norms and products of rows with one order of sums, in kernels or in slices of rows, for `--deterministic`."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxspec.decoder.functions import normed
+from jaxspec.models.description import Norm
+from jaxspec.models.weights import Weight, matmul
+from jaxspec.pallas import hopper
+from jaxspec.pallas.dense import weight_stream
+from jaxspec.pallas.dense.add_norm import UNIT, add_norm
+from jaxspec.pallas.sliced_rows import SLICE, sliced
+
+
+def row_norm(x: Float[Array, "*b d"], scale: Float[Array, " d"], norm: Norm) -> Float[Array, "*b d"]:
+    """`decoder.functions.normed`, of each row by itself."""
+    rows, width = x.reshape(-1, x.shape[-1]), x.shape[-1]
+    if not hopper.multiprocessors():
+        return sliced(lambda rows: normed(rows, scale, norm), SLICE, rows).reshape(x.shape)
+    unit = UNIT // 2 if width <= UNIT // 2 else UNIT
+    wide = lambda a: jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, -width % unit)])  # noqa: E731
+    named = {"eps": norm.eps, "centred": norm.centred, "columns": width}
+    return add_norm(wide(rows), None, wide(scale), **named)[1][: len(rows), :width].reshape(x.shape)
+
+
+def exact_product(x: Float[Array, "*b d"], weight: Weight) -> Float[Array, "*b n"]:
+    """x @ weight in float32, of any number of rows."""
+    rows = x.reshape(-1, x.shape[-1])
+    if not hopper.multiprocessors():
+        out = sliced(lambda rows: matmul(rows, weight, jnp.float32), SLICE, rows)
+    elif len(rows) <= weight_stream.MAX_ROWS:
+        out = in_order(weight_stream.product_fixed(rows, weight.unquantised))
+    else:
+        out = sliced(
+            lambda rows: in_order(weight_stream.product_fixed(rows, weight.unquantised)), weight_stream.MAX_ROWS, rows
+        )
+    return out.reshape(*x.shape[:-1], -1)
+
+
+def in_order(partials: Float[Array, "s r n"]) -> Float[Array, "r n"]:
+    """Their sum, one after the other."""
+    total = partials[0]
+    for part in partials[1:]:
+        total = total + part
+    return total

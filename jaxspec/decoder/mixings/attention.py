@@ -1,0 +1,149 @@
+"""Attention: softmax(q k') v of each head, over keys and values of all tokens so far.
+
+Axis letters: b batch, t tokens, n query heads, m KV heads, h head width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxspec.decoder.fixed_order import in_order, row_norm
+from jaxspec.decoder.functions import cos_sin, normed, rope
+from jaxspec.decoder.mixer import Mixer
+from jaxspec.decoder.mixings.kind import Mixing, Weights
+from jaxspec.models.description import ROPE_SCALINGS, Attention, Layer, Norm, Rope, beyond
+from jaxspec.pallas.attention import write_heads
+from jaxspec.pallas.attention.decode_attention.plan import HEAD_WIDTHS, MAX_GROUP
+from jaxspec.pallas.hopper import chosen
+
+# What the kernel implements that norms and rotates heads, and writes keys and values into pages.
+HEADS_WRITTEN = {
+    Attention: frozenset({"heads", "kv_heads", "head_dim", "rope", "qk_norm", "bias", "out_bias", "window", "sinks"}),
+    Norm: frozenset({"eps"}),
+    Rope: frozenset({"theta", "scaling"}),
+    **ROPE_SCALINGS,
+}
+
+
+@jax.named_scope("attention")
+def mix(layer, weights, i, made, positions, mixer, cache, dtype=None, table=None):
+    """As `Mixing.mix`, of queries, keys and values side by side. `table`: the rope table, if it is made already."""
+    (qkv,) = made
+    a, dtype = layer.mixing, dtype or qkv.dtype
+    if a.bias:
+        qkv = qkv + weights["qkv_bias"] if qkv.ndim == 3 else qkv.at[0].add(weights["qkv_bias"])
+    if chosen(_not_written(layer, weights, mixer, cache, dtype)):
+        return _mix_written(layer, weights, i, qkv, positions, mixer, cache, table)
+    if qkv.ndim > 3:
+        qkv = qkv.sum(0).astype(dtype)
+    q, k, v, gates = _split(a, qkv)
+    if a.qk_norm:
+        q, k = normed(q, weights["q_norm"], a.qk_norm), normed(k, weights["k_norm"], a.qk_norm)
+    q, k = rope(q, positions, a, table), rope(k, positions, a, table)
+    if a.scale is not None:  # a mixer multiplies by h**-0.5
+        q = (q.astype(jnp.float32) * (a.scale * a.head_dim**0.5)).astype(q.dtype)
+    return _gated(*mixer.attend(cache, i, q, k, v, a.window, **sinks(a, weights)), gates)
+
+
+def _split(
+    a: Attention, qkv: Float[Array, "b t d"]
+) -> tuple[Float[Array, "b t n h"], Float[Array, "b t m h"], Float[Array, "b t m h"], Float[Array, "b t n h"] | None]:
+    """Queries, keys and values by head, and the gates of gated attention."""
+    (b, t, _), n, m, h = qkv.shape, a.heads, a.kv_heads, a.head_dim
+    queries = 2 * n if a.gated else n
+    q, k, v = jnp.split(qkv.reshape(b, t, -1, h), [queries, queries + m], axis=2)
+    if not a.gated:
+        return q, k, v, None
+    q, gates = jnp.moveaxis(q.reshape(b, t, n, 2, h), 3, 0)
+    return q, k, v, gates
+
+
+def _gated(
+    out: Float[Array, "b t n h"], cache: Any, gates: Float[Array, "b t n h"] | None
+) -> tuple[Float[Array, "b t k"], Any]:
+    if gates is not None:
+        out = out * jax.nn.sigmoid(gates)
+    return out.reshape(*out.shape[:2], -1), cache
+
+
+def sinks(a: Attention, weights: Weights) -> dict[str, Array]:
+    """The argument that a mixer is given for layers with sinks alone, so that one without sinks fails."""
+    return {"sinks": weights["sinks"].astype(jnp.float32)} if a.sinks else {}
+
+
+def _not_written(layer: Layer, weights: Weights, mixer: Mixer, cache: Any, dtype: Any) -> str | None:
+    """Why `write_heads` can't take a projection's rows to what `mixer` keeps, or None if it can."""
+    a = layer.mixing
+    if reason := beyond(a, HEADS_WRITTEN):
+        return reason
+    if a.qk_norm not in (None, layer.norm):
+        return f"norms of q and k that aren't the layer's, {a.qk_norm}"
+    if (pages := mixer.pages(cache)) is None:
+        return "no pages to write to"
+    norms = [weights[name].dtype for name in ("q_norm", "k_norm") if a.qk_norm]
+    return write_heads.supported(a.heads, a.kv_heads, a.head_dim, a.head_dim, pages.dtype, dtype, *norms)
+
+
+def _mix_written(layer, weights, i, qkv, positions, mixer, cache, table):
+    """The same, with one kernel from the projection's parts to queries, and keys and values in their pages."""
+    a, (b, t) = layer.mixing, positions.shape
+    cos, sin = (x.reshape(b * t, -1) for x in table or cos_sin(positions, a))
+    norms = [weights["q_norm"], weights["k_norm"]] if a.qk_norm else []
+
+    def write(kv: Array, kv_slots: Int[Array, "b t"], inverse: Array | None) -> tuple[Float[Array, "b t n h"], Array]:
+        rows, kv_slots = qkv.reshape(-1, b * t, qkv.shape[-1]), kv_slots.reshape(-1)
+        q, kv = write_heads.write_heads(rows, cos, sin, kv, i, kv_slots, norms, inverse, eps=layer.norm.eps)
+        return q.reshape(b, t, a.heads, a.head_dim), kv
+
+    out, cache = mixer.attend_written(cache, i, t, write, a.window, **sinks(a, weights))
+    return out.reshape(b, t, a.heads * a.head_dim), cache
+
+
+def fixed(layer, weights, i, made, positions, mixer, cache, dtype, table, in_parts):
+    """As `Mixing.fixed`. `write_heads` has no gates and not all norms: then each row is normed by itself."""
+    a, (qkv,), (b, t) = layer.mixing, made, positions.shape
+    if not beyond(a, HEADS_WRITTEN):
+        if in_parts and write_heads.supported(a.heads, a.kv_heads, a.head_dim, a.head_dim, "bfloat16"):
+            qkv = in_order(qkv)[None].astype(dtype)  # that kernel adds the parts up itself
+        qkv = qkv.reshape(len(qkv), b, t, -1) if in_parts else qkv
+        return mix(layer, weights, i, [qkv], positions, mixer, cache, dtype, table)
+    if in_parts:
+        qkv = in_order(qkv).astype(dtype).reshape(b, t, -1)
+    q, k, v, gates = _split(a, qkv)
+    if a.qk_norm:
+        q, k = row_norm(q, weights["q_norm"], a.qk_norm), row_norm(k, weights["k_norm"], a.qk_norm)
+    return _gated(*mixer.attend(cache, i, rope(q, positions, a, table), rope(k, positions, a, table), v, None), gates)
+
+
+def _fixed_refuses(layer: Layer, rows: int) -> str | None:
+    a = layer.mixing
+    if a.head_dim not in HEAD_WIDTHS or a.heads // a.kv_heads > MAX_GROUP:
+        return f"{a.heads} query heads of {a.head_dim} over {a.kv_heads} KV heads"
+    if beyond(a, HEADS_WRITTEN):
+        return "biases of gated attention" if a.bias else None
+    if a.qk_norm and (reason := write_heads.supported(a.heads, a.kv_heads, a.head_dim, a.head_dim, "bfloat16")):
+        return f"norms of q and k in prompts, with {reason}"
+    return None
+
+
+_HEADS = frozenset({"heads", "kv_heads", "head_dim", "rope", "qk_norm"})
+ATTENTION = Mixing(
+    projections=("qkv",),
+    mix=mix,
+    implements={
+        "plain": _HEADS | {"gated", "bias", "out_bias", "window", "scale", "sinks"},
+        "few_rows": _HEADS | {"bias", "out_bias", "window", "sinks"},
+        "fused_norms": _HEADS | {"gated", "window", "scale"},
+        "weight_stream": _HEADS | {"bias", "window", "scale"},
+        "fp8_stream": _HEADS | {"bias", "window", "scale"},
+        "fp8_rows": _HEADS | {"gated", "window", "scale"},
+        "deterministic": _HEADS | {"gated", "bias"},
+    },
+    parts=True,
+    fixed=fixed,
+    fixed_refuses=_fixed_refuses,
+)

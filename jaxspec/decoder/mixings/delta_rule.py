@@ -1,0 +1,101 @@
+"""Linear attention by a gated delta rule: norm(S q) * silu(z). Each token decays the state S, and corrects it by beta.
+
+`pallas.recurrence.gated_delta` has the rule itself.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxspec.decoder.fixed_order import in_order
+from jaxspec.decoder.functions import rms_norm
+from jaxspec.decoder.mixer import NormingMixer
+from jaxspec.decoder.mixings.kind import Mixing, Weights
+from jaxspec.models.description import DeltaRule, Layer
+from jaxspec.pallas import hopper
+from jaxspec.pallas.hopper import chosen
+from jaxspec.pallas.recurrence import conv_chunk, conv_step, delta_chunk, delta_step
+from jaxspec.pallas.recurrence.gated_norm import gated_norm
+from jaxspec.pallas.recurrence.gates_and_norm import Around
+from jaxspec.pallas.sliced_rows import SLICE, sliced
+
+
+@jax.named_scope("delta_rule")
+def mix(layer, weights, i, made, positions, mixer, cache, dtype=None):
+    """As `Mixing.mix`. Rows from t on are padding that a kernel left."""
+    rule, (qkvz, ba) = layer.mixing, made
+    (b, r, _), t = qkvz.shape, positions.shape[1]
+    (q, k, v), cache = mixer.convolve(cache, i, qkvz[:, :t], weights["conv"], rule)
+    if isinstance(mixer, NormingMixer) and chosen(mixer.unnormed(cache, q, v)):
+        around = Around(ba, weights["decay_log"], weights["decay_bias"], qkvz, weights["read_norm"])
+        read, cache = mixer.recur_normed(cache, i, q, k, v, around, layer.norm.eps)
+        return read.reshape(b, r, -1), cache
+    beta, a, _ = jnp.split(ba[:, :t], (rule.value_heads, 2 * rule.value_heads), axis=-1)
+    read, cache = mixer.recur(cache, i, q, k, v, _decay(weights, a), jax.nn.sigmoid(beta), r)
+    z = qkvz[..., rule.channels :]
+    return _normed(read, z, weights["read_norm"], layer.norm.eps).reshape(b, r, -1), cache
+
+
+def _decay(weights: Weights, a: Float[Array, "*b n"]) -> Float[Array, "*b n"]:
+    return jnp.exp(-jnp.exp(weights["decay_log"]) * jax.nn.softplus(a + weights["decay_bias"]))
+
+
+def _normed(
+    read: Float[Array, "*b n v"], z: Float[Array, "*b _"], scale: Float[Array, " v"], eps: float
+) -> Float[Array, "*b n v"]:
+    """norm(read) * silu(z), in z's dtype."""
+    gates = jax.nn.silu(z.astype(jnp.float32).reshape(read.shape))
+    return (rms_norm(read.astype(jnp.float32), scale.astype(jnp.float32), eps) * gates).astype(z.dtype)
+
+
+def fixed(layer, weights, i, made, positions, mixer, cache, dtype, table, in_parts):
+    """As `Mixing.fixed`. A state goes from one token to the next, in a round and in replay alike; prompts have blocks
+    at fixed positions. `ba` may be wider than its heads."""
+    rule, (qkvz, ba), (b, t), eps = layer.mixing, made, positions.shape, layer.norm.eps
+    if in_parts:
+        qkvz = in_order(qkvz).astype(dtype).reshape(b, t, -1)
+    ba, scale = ba[..., : 2 * rule.value_heads], weights["read_norm"]
+    (q, k, v), cache = mixer.convolve(cache, i, qkvz, weights["conv"], rule)
+    kernels = hopper.multiprocessors() > 0
+    if kernels and t < conv_chunk.BLOCK:
+        around = Around(ba, weights["decay_log"], weights["decay_bias"], qkvz, scale)
+        read, cache = mixer.recur_normed(cache, i, q, k, v, around, eps)
+        return read.reshape(b, t, -1), cache
+
+    def gates(ba):
+        beta, a = jnp.split(ba, 2, axis=-1)
+        return _decay(weights, a), jax.nn.sigmoid(beta)
+
+    if kernels:
+        read, cache = mixer.recur(cache, i, q, k, v, *gates(ba), t)
+        return gated_norm(read, qkvz, scale, eps=eps).reshape(b, t, -1), cache
+    decay, beta = (x.reshape(b, t, -1) for x in sliced(gates, SLICE, ba.reshape(b * t, -1)))
+    read, cache = mixer.recur(cache, i, q, k, v, decay, beta, t)
+    z = qkvz[..., rule.channels :].reshape(b * t, -1)
+    out = sliced(lambda read, z: _normed(read, z, scale, eps), SLICE, read.reshape(b * t, *read.shape[2:]), z)
+    return out.reshape(b, t, -1), cache
+
+
+def _fixed_refuses(layer: Layer, rows: int) -> str | None:
+    rule: DeltaRule = layer.mixing
+    q, v = (1, rows, rule.key_heads, rule.key_dim), (1, rows, rule.value_heads, rule.value_dim)
+    widths = rule.key_dim, rule.value_dim
+    if rows == conv_chunk.BLOCK:
+        reason = delta_chunk.supported(q, v, "float32", "bfloat16", "bfloat16", "bfloat16")
+        return reason or conv_chunk.supported(conv_chunk.FEWEST, rows, rule.taps, *widths, "bfloat16")
+    reason = delta_step.supported(q, v, rows, "float32", "bfloat16", "bfloat16", "bfloat16")
+    return reason or conv_step.supported(rows, *widths, "bfloat16")
+
+
+_FIELDS = frozenset({"key_heads", "value_heads", "key_dim", "value_dim", "taps"})
+DELTA_RULE = Mixing(
+    projections=("qkvz", "ba"),
+    mix=mix,
+    implements=dict.fromkeys(("plain", "fused_norms", "fp8_rows", "deterministic"), _FIELDS),
+    exact=frozenset({"ba"}),
+    padding=True,
+    fixed=fixed,
+    fixed_refuses=_fixed_refuses,
+)

@@ -1,0 +1,70 @@
+"""A recurrence whose updates don't depend on the state: S <- decay S + u k', out = S q (Mamba 2's, and running means).
+
+Pool, records and replay are those of `gated_delta`, whose rule makes u of the state first. In plain jnp.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxspec.pallas.recurrence.gated_delta import DeltaPool, _einsum, _logs, _replayed, reference_scan
+
+
+def step(
+    pool: DeltaPool,
+    layer: Int[Array, ""],
+    slots: Int[Array, " b"],
+    replay: Int[Array, " b"],
+    q: Float[Array, "b t m k"],
+    k: Float[Array, "b t m k"],
+    u: Float[Array, "b t n v"],
+    decay: Float[Array, "b t n"],
+) -> tuple[Float[Array, "b t n v"], DeltaPool]:
+    """As `gated_delta.step`, with the updates `u` given."""
+    state, k = _replayed(pool, layer, slots, replay), k.astype(pool.keys.dtype)
+    mixed, total, _ = _within(q, k, decay)
+    group = u.shape[2] // q.shape[2]
+    read = _einsum("bnvk,btnk->bntv", state, jnp.repeat(q.astype(jnp.float32), group, axis=2))
+    out = read * total[..., None] + _einsum("bnti,binv->bntv", mixed, u.astype(jnp.float32))
+    pool = pool.recorded(layer, slots, state, k, u.astype(jnp.float32), decay.astype(jnp.float32))
+    return out.swapaxes(1, 2).astype(u.dtype), pool
+
+
+def chunk(
+    pool: DeltaPool,
+    layer: Int[Array, ""],
+    slots: Int[Array, " b"],
+    source: Int[Array, " b"],
+    keep: Int[Array, " b"],
+    count: Int[Array, " b"],
+    q: Float[Array, "b t m k"],
+    k: Float[Array, "b t m k"],
+    u: Float[Array, "b t n v"],
+    decay: Float[Array, "b t n"],
+) -> tuple[Float[Array, "b t n v"], DeltaPool]:
+    """As `gated_delta.chunk`, with the updates `u` given."""
+    valid, k = (jnp.arange(q.shape[1]) < count[:, None])[..., None], k.astype(pool.keys.dtype)
+    decay, given = jnp.where(valid, decay, 1), jnp.where(valid[..., None], u, 0).astype(jnp.float32)
+    mixed, total, left = _within(q, k, decay)
+    group = u.shape[2] // q.shape[2]
+    rows = [jnp.repeat(x.astype(jnp.float32), group, axis=2) for x in (q, k)]
+    carry = total[..., -1, None, None] * jnp.eye(k.shape[3])
+    write = _einsum("btnv,bnt,btnk->bnvk", given, left, rows[1])
+    state, before = reference_scan(pool.state, layer, slots, source, keep, carry, write)
+    out = _einsum("bnvk,btnk->bntv", before, rows[0]) * total[..., None]
+    out += _einsum("bnti,binv->bntv", mixed, given)
+    return out.swapaxes(1, 2).astype(u.dtype), pool.replace(state=state)
+
+
+def _within(
+    q: Float[Array, "b t m k"], k: Float[Array, "b t m k"], decay: Float[Array, "b t n"]
+) -> tuple[Float[Array, "b n t t"], Float[Array, "b n t"], Float[Array, "b n t"]]:
+    """What each row reads of the updates up to its own; and of what was before the rows, what is left at each row, and
+    of each row's update at the last one."""
+    t, group = decay.shape[1], decay.shape[2] // q.shape[2]
+    logs = jnp.cumsum(_logs(decay.astype(jnp.float32)), axis=1).swapaxes(1, 2)
+    past = jnp.tril(jnp.ones((t, t), bool))
+    spans = jnp.exp(jnp.where(past, logs[..., :, None] - logs[..., None, :], -jnp.inf))
+    seen = _einsum("btmk,bimk->bmti", q.astype(jnp.float32), k.astype(jnp.float32))
+    return jnp.repeat(seen, group, axis=1) * spans, jnp.exp(logs), spans[..., -1, :]
