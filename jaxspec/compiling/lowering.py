@@ -55,15 +55,12 @@ class Given(NamedTuple):
     state: Any
     kernels: str  # as `hopper.requested_kernels` says
     processors: int | None  # of the Hopper GPU that programs are for; None: they are for a CPU
-    untimed: bool
     options: tuple[tuple[str, Any], ...]
 
     @classmethod
     def of(cls, made_of: tuple, state: Any, kernels: str, processors: int | None) -> Given:
         options = tuple((name, getattr(jax.config, name)) for name in OPTIONS)
-        return cls(
-            jax.tree.map(shape_of, made_of), jax.tree.map(shape_of, state), kernels, processors, hopper.UNTIMED, options
-        )
+        return cls(jax.tree.map(shape_of, made_of), jax.tree.map(shape_of, state), kernels, processors, options)
 
     def packed(self) -> bytes | None:
         """For another process; None if a part can't go there, as a class of a function's can't."""

@@ -48,7 +48,6 @@ def lowering_of(given: Given) -> Callable[[One], Module]:
     """Function that lowers a program as the process that gave this would."""
     for name, value in given.options:
         jax.config.update(name, value)
-    hopper.UNTIMED = given.untimed
     hopper.lower_for(given.processors)
     platform = "cpu" if given.processors is None else "cuda"
     with hopper.use_kernels(given.kernels):

@@ -21,11 +21,11 @@ from jaxspec.decoder.path import MIXTURE, Call, Path, implementing
 from jaxspec.decoder.stack import Ops
 from jaxspec.models.description import Attention, ClampedSwiglu, Decoder, Mixture, Mlp
 from jaxspec.models.weights import HALF, Fp8, Mxfp4, Weight
-from jaxspec.pallas import hopper
 from jaxspec.pallas.attention.prompt_attention import UNIT
 from jaxspec.pallas.dense import few_rows
 
 TIMED_WIDTH = 4096  # over several devices, of dense models in FP8 at 9 to 32 rows
+ALONE_DEVICES = 1  # that a layer by itself is divided among: no GPU has timed it on several
 
 Table = tuple[Float[Array, "r half"], Float[Array, "r half"]]
 
@@ -41,12 +41,11 @@ def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
         return f"{call.rows} rows of a request, which are a prompt's"  # not measured
     if call.devices > 1 and decoder.width <= few_rows.NARROW:
         return f"rows of {decoder.width} divided among {call.devices} devices"
-    if call.devices > 1 and call.inputs is not None and not hopper.UNTIMED:
+    if call.inputs is not None and call.devices > ALONE_DEVICES:
         return f"a layer by itself divided among {call.devices} devices"
     # `sizes_fit` has the limit of weights that aren't FP8.
     timed = decoder.width <= TIMED_WIDTH and all(isinstance(layer.feed, Mlp) for layer in decoder.layers)
-    most = few_rows.FP8_ROWS if timed else few_rows.WIDE_ROWS
-    if reason := untimed(call.requests * padded(call.requests, call.rows), call.devices, most):
+    if reason := untimed(call.requests * padded(call.requests, call.rows), call.devices, timed):
         return reason
     return sizes_fit(decoder, layers, call)
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.pallas import hopper
 from jaxspec.pallas.dense import few_rows
+
+TIMED_ROWS = few_rows.WIDE_ROWS  # over several devices, where no GPU has timed more; the kernels take up to FP8_ROWS
 
 
 def padded(b: int, t: int) -> int:
@@ -20,12 +21,13 @@ def padded(b: int, t: int) -> int:
     return next(rows for rows in range(t, t + few_rows.GROUP) if b * rows % few_rows.GROUP == 0)
 
 
-def untimed(rows: int, devices: int, most: int = few_rows.WIDE_ROWS) -> str | None:
+def untimed(rows: int, devices: int, timed: bool = False) -> str | None:
     """Why so many rows over several devices stay plain layers', or None if they need not: no GPU has timed more.
 
-    `most`: rows that one has.
+    `timed`: one has timed all that the kernels take.
     """
-    if devices == 1 or rows <= most or hopper.UNTIMED:
+    most = few_rows.FP8_ROWS if timed else TIMED_ROWS
+    if devices == 1 or rows <= most:
         return None
     return f"{rows} rows over {devices} devices; supported: up to {most}"
 

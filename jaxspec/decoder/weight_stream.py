@@ -19,7 +19,6 @@ from jaxspec.decoder.plain import Plain
 from jaxspec.decoder.stack import Ops
 from jaxspec.models.description import Decoder, Rope
 from jaxspec.models.weights import HALF, Fp8, Weight, matmul
-from jaxspec.pallas import hopper
 from jaxspec.pallas.dense import weight_stream
 from jaxspec.pallas.dense.few_rows import GROUP
 from jaxspec.parallel.peers import summed
@@ -27,6 +26,7 @@ from jaxspec.parallel.sharding import devices
 
 IMPLEMENTS = implementing({Rope: {"columns"}})
 FP8_IMPLEMENTS = implementing({Rope: {"columns"}, Fp8: {"block"}})
+FP8_DEVICES = 1  # that FP8 layers are divided among: no GPU has timed them on several
 MATMULS = "out", "gate_up", "down", "qkv"  # as the kernel takes them; the last one is the next layer's
 
 
@@ -48,7 +48,7 @@ def fp8_fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | N
     if any(weights["gate_up"].layout.interleave != HALF for weights in layers):
         return f"an MLP {layers[0]['down'].inputs} wide"
     rows = call.requests * call.rows
-    if call.devices > 1 and not hopper.UNTIMED:
+    if call.devices > FP8_DEVICES:
         return f"{rows} rows in FP8 over {call.devices} devices, which no GPU has timed"
     sizes = {(w.format.block, w.outputs, w.inputs, w.outputs // len(w.scales)) for w in given}
     return weight_stream.fp8_supported(rows, layers[0]["attn_norm"].dtype, sorted(sizes, key=str))

@@ -14,12 +14,12 @@ from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.checkpoint import dummy
+from jaxspec.decoder import weight_stream as streamed
 from jaxspec.decoder.path import Call
 from jaxspec.decoder.weight_stream import FP8_STREAM
 from jaxspec.models import fp8
 from jaxspec.models.families import MODELS
 from jaxspec.models.weights import HALF, is_param
-from jaxspec.pallas import hopper
 from jaxspec.pallas.dense import scaled, weight_stream
 from jaxspec.pallas.dense.weight_stream import chain, stream_fp8, stream_part_fp8
 from jaxspec.pallas.dense.weight_stream import fp8 as fp8_module
@@ -165,7 +165,7 @@ def test_what_is_not_for_it_is_named(monkeypatch):
     assert refuses(inputs=(512,)) == "a layer by itself"
     assert refuses(processors=78) == "78 Hopper multiprocessors; 132 are needed"
     assert refuses(devices=2) == "96 rows in FP8 over 2 devices, which no GPU has timed"
-    monkeypatch.setattr(hopper, "UNTIMED", True)
+    monkeypatch.setattr(streamed, "FP8_DEVICES", 2)
     assert refuses(devices=2) is None
     plain = jax.tree.map(shape, MODELS["qwen3"].tensors(config.decoder)["layers"], is_leaf=is_param)
     assert FP8_STREAM.refuses(config.decoder, plain, call) == "weights that aren't FP8"

@@ -13,7 +13,10 @@ import numpy as np
 import pytest
 
 from jaxspec import LLM, SamplingParams
-from jaxspec.pallas import hopper
+from jaxspec.compiling import lowering
+from jaxspec.decoder import few_rows, padding, weight_stream
+from jaxspec.pallas.attention import write_heads
+from jaxspec.pallas.dense.few_rows import FP8_ROWS
 from jaxspec.pallas.hopper import KERNELS, kernels_here
 from tests.support import hybrids, several_devices
 from tests.support.several_devices import BATCHES, HYBRID, PROMPTS, SAMPLE, VOCAB
@@ -34,7 +37,11 @@ LINEAR = dict(linear_num_key_heads=16, linear_num_value_heads=32, linear_key_hea
 @pytest.fixture(autouse=True)
 def _all_kernels(monkeypatch):
     """Enable kernels that no GPU has timed, too: these tests come first."""
-    monkeypatch.setattr(hopper, "UNTIMED", True)
+    monkeypatch.setattr(few_rows, "ALONE_DEVICES", GPUS)
+    monkeypatch.setattr(padding, "TIMED_ROWS", FP8_ROWS)
+    monkeypatch.setattr(weight_stream, "FP8_DEVICES", GPUS)
+    monkeypatch.setattr(write_heads, "UNEVEN", 16)
+    monkeypatch.setattr(lowering, "MOST", 0)  # other processes have limits of their own
 
 
 def in_float32():

@@ -20,13 +20,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from jaxspec.pallas import hopper
 from jaxspec.pallas.attention.kv_write import PAGES, stored
 from jaxspec.pallas.hopper.export import lower_once
 
 WARPS, LANES = 4, 32  # of a warpgroup
 TILE = 16  # heads that a warpgroup takes at once, or the most that divide how many there are
-MOST = 16  # heads that four warps can't share out evenly: each warp has all of them in registers
+UNEVEN = 0  # heads that four warps can't share out evenly, all in each warp: 16 have registers, but no GPU timed any
 WIDTH = 128  # of a head
 
 _f32 = jnp.float32
@@ -45,9 +44,8 @@ def supported(heads: int, kv_heads: int, width: int, rotated: int, pages: Any, *
         return f"heads of width {width}; supported: {WIDTH}"
     if rotated != width:
         return f"{rotated} of {width} columns rotated"
-    most = MOST if hopper.UNTIMED else 0
-    if any(count % WARPS and count > most for count in (heads, kv_heads)):
-        others = f", or up to {most} others" if most else ""
+    if any(count % WARPS and count > UNEVEN for count in (heads, kv_heads)):
+        others = f", or up to {UNEVEN} others" if UNEVEN else ""
         return f"{heads} query and {kv_heads} KV heads; supported: multiples of {WARPS}{others}"
     return None
 

@@ -25,10 +25,6 @@ THREADS = 128  # of a warpgroup
 WGMMA_ROWS = 64  # the M of a warpgroup's matmul
 SWIZZLED = 64  # bfloat16 numbers in 128 bytes, the widest swizzle
 BULK_COPY = 256  # numbers along one axis that a bulk copy can load
-# Take kernels where they are right, and no GPU has timed them there: over several devices few rows of a drafter's layer
-# of one input, nine to 32 rows in FP8 of mixtures, hybrids and models wider than 4,096, and 33 to 128 of dense ones
-# (`fp8_stream`); and heads that four warps can't share out (`write_heads`). Tests set it, and so do timings of these.
-UNTIMED = False
 
 _lowered_for: int | None = None
 KERNELS: Counter = Counter()  # by a kernel's own name: how many times a trace has called it

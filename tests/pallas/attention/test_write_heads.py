@@ -174,7 +174,7 @@ def test_layers_are_those_of_the_model(monkeypatch, family, bias):
 ])  # fmt: skip
 def test_prompts_take_it_where_there_is_one(monkeypatch, family, heads, kv_heads):
     monkeypatch.setattr(hopper, "kernels_here", lambda: None)
-    monkeypatch.setattr(hopper, "UNTIMED", kv_heads == 1)
+    monkeypatch.setattr(op, "UNEVEN", 16 if kv_heads == 1 else 0)
     for blocks, pages, kernels in ((9, "bfloat16", 1), (1, "float8_e4m3fn", 1)):
         before = KERNELS["write_heads"]
         mix, given = mixed(family, pages, blocks, 64, num_attention_heads=heads, num_key_value_heads=kv_heads)
@@ -251,6 +251,6 @@ def test_what_cannot_run_is_named(wrong, reason):
 
 
 def test_heads_that_warps_share_unevenly_wait_for_a_device_to_time_them(monkeypatch):
-    monkeypatch.setattr(hopper, "UNTIMED", True)
+    monkeypatch.setattr(op, "UNEVEN", 16)
     assert op.supported(16, 1, 128, 128, jnp.bfloat16) is None
     assert "up to 16 others" in op.supported(33, 3, 128, 128, jnp.bfloat16)

@@ -29,7 +29,6 @@ from jaxspec.decoder import weight_stream as streamed
 from jaxspec.models.families import MODELS
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.weights import Weight, is_param
-from jaxspec.pallas import hopper
 from jaxspec.pallas.collectives import peer_sum
 from jaxspec.pallas.dense import few_rows, weight_stream
 from jaxspec.pallas.dense.weight_stream import fp8 as fp8_chain
@@ -261,7 +260,7 @@ def test_streamed_layers_over_two_devices_are_the_models(monkeypatch, fp8):
     served, module = (streamed.FP8_STREAM, fp8_chain) if fp8 else (streamed.WEIGHT_STREAM, unquantised)
 
     def take(monkeypatch):
-        monkeypatch.setattr(hopper, "UNTIMED", fp8)
+        monkeypatch.setattr(streamed, "FP8_DEVICES", 2)
         monkeypatch.setattr(layers.forward_module, "PATHS", [dataclasses.replace(served, processors=0)])
         monkeypatch.setattr(weight_stream.chain, "BLOCKS", 3)
         monkeypatch.setattr(module, "MIN_ROWS", 1)
@@ -313,5 +312,5 @@ def test_what_does_not_run_over_several_devices_is_refused(monkeypatch):
     assert "16 rows over 2 devices" in few_rows_path.FEW_ROWS.refuses(config.decoder, made["layers"], more), "a mixture"
     alone = dataclasses.replace(call, inputs=(2048,))
     assert "a layer by itself divided" in few_rows_path.fits(config.decoder, made["layers"], alone)
-    monkeypatch.setattr(hopper, "UNTIMED", True)  # as a GPU may show
+    monkeypatch.setattr(few_rows_path, "ALONE_DEVICES", 2)  # as a GPU may show
     assert few_rows_path.FEW_ROWS.refuses(config.decoder, made["layers"], alone) is None
