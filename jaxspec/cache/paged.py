@@ -108,10 +108,6 @@ class Rows:
         """As in `decoder.mixer.Mixer`."""
         return self.replace(asked=asked)
 
-    def group(self, number: int) -> Rows:
-        """As in `decoder.mixer.Mixer`. A drafter's layers are all in one."""
-        return self
-
     def pages(self, kv: KV) -> KV:
         return kv
 

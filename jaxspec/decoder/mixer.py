@@ -17,12 +17,9 @@ class Mixer(Protocol):
     """A forward hands it each layer's rows, and it owns what came before.
 
     The `cache` is whatever it keeps that in, passed through the forward. `layer` i32[] counts among the layers of a
-    group, whose memory has one shape.
+    group, whose memory has one shape. As it stands a mixer is for the first group of either sort; one for models with
+    several has `group(number)`, the same for another (`Decoder.groups`).
     """
-
-    def group(self, number: int) -> Mixer:
-        """The same, for the layers of this group (`Decoder.groups`)."""
-        ...
 
     def only(self, asked: Bool[Array, " b"]) -> Mixer:
         """The same, where nobody reads the attention of other sequences: it may be anything finite."""
@@ -99,9 +96,6 @@ class OnlyAttention:
     """A `Mixer` made of a function that attends. It has no pages."""
 
     attend: Callable[..., tuple[Array, Any]]  # as `Mixer.attend`
-
-    def group(self, number: int) -> OnlyAttention:
-        return self
 
     def only(self, asked: Bool[Array, " b"]) -> OnlyAttention:
         return self

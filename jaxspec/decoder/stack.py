@@ -142,7 +142,7 @@ def mixed_of(
 
     `row`: i32[b], of each sequence the one row that goes on after the mixing, -1 where nobody reads any; None: all.
     """
-    mixer = ops.mixer.group(group)
+    mixer = ops.mixer.group(group) if group else ops.mixer
     ops = dataclasses.replace(ops, mixer=mixer if row is None else mixer.only(row >= 0))
     return ops.mix(layer, weights, i, x, given, cache)
 
