@@ -108,6 +108,7 @@ def forward(
     cache: Any = None,
     capture: tuple[int, ...] = (),
     requested: Int[Array, " b"] | None = None,
+    overrides: tuple[Float[Array, "n d"], Int[Array, "b t"]] | None = None,
 ) -> Hidden:
     """Run the decoder over `tokens` at absolute `positions`; negative ones are padding, whose results nobody reads.
 
@@ -118,10 +119,16 @@ def forward(
     `requested`: i32[b], the one row of each sequence whose final state is needed, -1 for none; None: all rows. The last
     layer then computes keys and values of all rows, which later ones will see, but attention of the named sequences
     alone, and what follows of the named rows alone.
+
+    `overrides`: rows that stand in for embeddings, an image's for example, and for each token the number of its row,
+    negative where it has its own embedding.
     """
     x, layers = embed(params["embed"], tokens), params["layers"]
     if decoder.embed_scale != 1:
         x = x * jnp.asarray(decoder.embed_scale, x.dtype)
+    if overrides is not None:
+        rows, at = overrides
+        x = jnp.where(at[..., None] < 0, x, rows[jnp.maximum(at, 0)].astype(x.dtype))
     path, _ = choose(decoder, layers, Call.of(positions, mixer, cache))
     outputs, cache = stack.run(path.ops(decoder, layers, positions, mixer), decoder, layers, x, cache, requested)
     if decoder.deterministic:
