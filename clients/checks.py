@@ -1,4 +1,5 @@
-"""What the clients' scripts share. Each runs in its client's own environment and uses nothing but the standard library.
+"""Checks that the clients' scripts share. Each script runs in its client's own environment, so they use only the
+standard library.
 
 A check is a function of (url, model, tokenizer): the server's address, the model's name, a folder with its tokenizer.
 It returns a few words on what it saw, or raises. A script prints a JSON line for each: check, seconds, ok, said.
@@ -58,7 +59,8 @@ def weather_arguments(arguments: dict) -> str:
 
 
 def command(name: str, *args: str, timeout: float = 900, **env: str) -> str:
-    """What a program of this environment writes. **Raises:** `AssertionError` with the end of that, if it fails."""
+    """Run a program of this environment and return its output. **Raises:** `AssertionError` with the end of that, if it
+    fails."""
     path = Path(sys.executable).parent / name
     known = os.environ | {"TOKENIZERS_PARALLELISM": "false", "NO_COLOR": "1"} | env
     done = subprocess.run(

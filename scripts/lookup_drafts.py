@@ -71,7 +71,7 @@ def count(requests: list[tuple[list[int], list[int]]], propose: Callable[[list[i
 
 
 def count_suffix(requests: list[tuple[list[int], list[int]]], drafts: int, recent: int) -> float:
-    """The same of suffix decoding, which has the responses of the `recent` requests before."""
+    """Tokens a round of suffix decoding, which has the responses of the `recent` requests before."""
     tree, rounds, tokens = Reference(24, recent), 0, 0
     for number, (prompt, answer) in enumerate(requests):
         tree.start_request(number, prompt)

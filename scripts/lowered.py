@@ -3,7 +3,7 @@
 Run it before and after a change that should touch no arithmetic, then `python scripts/lowered.py --compare A B`: equal
 programs are equal speed. Weights and state are shapes without arrays, so models of any size need no memory. Decoder
 layers share one trace, so models are cut to `--layers`; of modes other than greedy only the largest batch is lowered
-unless `--all` is given.
+unless `--all` is given. `--tp-size 2` lowers what each of two GPUs runs.
 
 A program has two hashes. `text` is its StableHLO without names and locations: functions are numbered as they come.
 `graph` is what each result is computed from, and doesn't see what XLA undoes first: the order of operations, functions,
@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
 
 import jax
 import jax.extend.core
@@ -47,18 +47,22 @@ from configs import (
 )
 from jax._src.interpreters import mlir
 from jax._src.pallas.mosaic_gpu import lowering as mosaic
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxspec.checkpoint import Model, load
+from jaxspec.checkpoint import Model, load, params
 from jaxspec.compiling.ladder import ladder_of
 from jaxspec.config.engine_config import EngineConfig
-from jaxspec.drafters import LoadedDrafter, load_drafter
+from jaxspec.drafters import LoadedDrafter, load_drafter, own_weights
 from jaxspec.engine import defaults, runner
 from jaxspec.models.weights import Weight
 from jaxspec.pallas import hopper
 from jaxspec.pallas.hopper import export
+from jaxspec.parallel import peers, sharding
+from jaxspec.parallel.collectives import AXIS
 from jaxspec.rounds.programs import GREEDY, MODES
 
 TREE = dict(topk=4, num_steps=5, num_draft_tokens=8)
+FP8 = {"quantization": "fp8"}
 # Of each model: its config, and of each draft its config (None: it has none), and options.
 CASES = {
     "qwen3-8b": (QWEN3_8B, {
@@ -74,6 +78,8 @@ CASES = {
     }),
     "qwen3-30b-a3b": (QWEN3_30B, {"none": (None, {}), "ngram": (None, {"num_draft_tokens": 4})}),
     "qwen3.5-35b-a3b": (QWEN35_35B, {"none": (None, {}), "ngram": (None, {}), "mtp": (None, {})}),
+    "qwen3-8b-fp8": (QWEN3_8B, {"none": (None, FP8), "eagle3": (EAGLE3_8B, FP8 | {"draft_quantization": "fp8"})}),
+    "qwen3.5-35b-a3b-fp8": (QWEN35_35B, {"none": (None, FP8), "mtp": (None, FP8 | {"draft_quantization": "fp8"})}),
     "gpt-oss-20b": (GPT_OSS_20B, {"none": (None, {}), "ngram": (None, {})}),
     "smollm2": (SMOLLM2, {
         "none": (None, {}),
@@ -114,7 +120,7 @@ class Kernels:
 
 
 def hashed(text: str) -> str:
-    """Of a module without locations, names of arguments and functions."""
+    """Hash of a module without locations, names of arguments and functions."""
     text = re.sub(r"^#loc.*$", "", text, flags=re.M)
     text = re.sub(r' ?loc\((?:#\w+|unknown|"[^"]*")\)', "", text)
     text = re.sub(r'(jax\.result_info|jax\.arg_info) = "[^"]*"', "", text)
@@ -173,7 +179,7 @@ class Graph:
         return [digest(name, params, operands, k) for k in range(len(eqn.outvars))]
 
     def control(self, name: str, params: dict, operands: list[str], results: int) -> list[str]:
-        """Of a loop or a branch: what its bodies close over are values like all others, in whatever order."""
+        """Hash a loop's or a branch's results. Values that its bodies close over are like all others, in any order."""
         own = lambda closed, given: self.outputs(closed.jaxpr, closed.consts, given)  # noqa: E731
         if name == "cond":
             bodies, start = [own(branch, operands[1:]) for branch in params["branches"]], operands[:1]
@@ -209,7 +215,7 @@ class Graph:
 
 
 def without_addresses(value) -> str:
-    """What it says of itself, functions without their places in this process' memory."""
+    """Describe a value by `str`, without the addresses of functions in this process's memory."""
     return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 
@@ -221,18 +227,67 @@ class Abstract(runner.Runner):
     """A runner whose state is shapes alone."""
 
     def _empty_state(self):
+        if self._division is not None:
+            place = lambda x, spec: shaped(x, NamedSharding(self._mesh, spec))  # noqa: E731
+            return jax.tree.map(place, self._state_shapes(self._layout, self.model.config, self.draft.drafter),
+                                self._division.state)  # fmt: skip
         empty = super()._empty_state
         return jax.eval_shape(lambda: empty())
 
 
-def abstract_model(hf: dict, folder: Path, layers: int) -> Model:
+def shaped(x, where) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+
+def divide_shapes() -> None:
+    """Make weights of several devices as shapes, divided as arrays are, and sums through peers' memory."""
+    dummy = params.dummy
+
+    def divided(declared, dtype, seed, mesh=None):
+        if mesh is None:
+            return dummy(declared, dtype, seed)
+
+        def made(param):
+            part = jax.eval_shape(lambda: dummy([sharding.local_param(param, mesh.size)], dtype, seed)[0])
+            return sharding.joined(param, [part] * mesh.size, mesh)
+
+        return jax.tree.map(made, declared)
+
+    def joined(axis, parts, mesh):
+        spec = [AXIS if i == axis else None for i in range(len(parts[0].shape))]
+        shape = [n * mesh.size if i == axis else n for i, n in enumerate(parts[0].shape)]
+        return jax.ShapeDtypeStruct(shape, parts[0].dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+
+    def copied(head, axis):
+        if not isinstance(head, jax.ShapeDtypeStruct):
+            return copy(head, axis)
+        made = jax.eval_shape(lambda head: copy(head, axis), jax.ShapeDtypeStruct(head.shape, head.dtype))
+        mesh, part = head.sharding.mesh, head.sharding.spec[axis] if axis < len(head.sharding.spec) else None
+        return jax.tree.map(lambda x: shaped(x, NamedSharding(mesh, PartitionSpec(part))), made)
+
+    def opened(mesh):
+        table = jax.ShapeDtypeStruct((mesh.size, 2), "int32", sharding=NamedSharding(mesh, PartitionSpec()))
+        rank = jax.ShapeDtypeStruct((mesh.size,), "int32", sharding=NamedSharding(mesh, PartitionSpec(AXIS)))
+        return peers.Workspaces(None, peers.Peers(table, rank)), "through peers' memory"
+
+    copy = own_weights._fp8_copy
+    load.dummy = own_weights.dummy = divided
+    sharding._global, own_weights._fp8_copy, peers.opened = joined, copied, opened
+
+
+def abstract_model(hf: dict, folder: Path, layers: int, options: dict) -> Model:
     hf = hf | {"num_hidden_layers": min(layers, hf["num_hidden_layers"])}
     (folder / "config.json").write_text(json.dumps(hf))
     kept = []
 
     def loaded():
-        kept.append(load.load_model(str(folder), "bfloat16", load_format="dummy"))
+        named = {name: options[name] for name in ("quantization", "tp_size") if name in options}
+        kept.append(load.load_model(str(folder), "bfloat16", load_format="dummy", **named))
         return kept[0].params
+
+    if "tp_size" in options:
+        loaded()
+        return kept[0]
 
     params = jax.eval_shape(loaded)
     return dataclasses.replace(kept[0], params=params)
@@ -240,6 +295,8 @@ def abstract_model(hf: dict, folder: Path, layers: int) -> Model:
 
 def abstract_drafter(draft: str, model: Model, options: EngineConfig) -> LoadedDrafter:
     kept = []
+    if options.tp_size > 1:
+        return load_drafter(draft, model, options)
 
     def loaded(params):
         kept.append(load_drafter(draft, dataclasses.replace(model, params=params), options))
@@ -249,20 +306,22 @@ def abstract_drafter(draft: str, model: Model, options: EngineConfig) -> LoadedD
     return dataclasses.replace(kept[0], params=params)
 
 
-def programs(name: str, layers: int, modes: list[str], everything: bool, only: str | None):
+def programs(name: str, args: argparse.Namespace):
     """Each program's name with what lowers it."""
     hf, drafts = CASES[name]
     for draft, (draft_hf, sizes) in drafts.items():
-        if only and draft != only:
+        if args.draft and draft != args.draft:
             continue
         with tempfile.TemporaryDirectory() as where:
             folders = [Path(where, each) for each in ("target", "draft")]
             for folder in folders:
                 folder.mkdir()
-            model = abstract_model(hf, folders[0], layers)
+            if args.tp_size > 1:
+                sizes = sizes | {"tp_size": args.tp_size}
+            model = abstract_model(hf, folders[0], args.layers, sizes)
             spelt = draft.removesuffix("-tree").removesuffix("-deterministic")
             if draft_hf is not None:
-                own = draft_hf | {"num_hidden_layers": min(layers, draft_hf["num_hidden_layers"])}
+                own = draft_hf | {"num_hidden_layers": min(args.layers, draft_hf["num_hidden_layers"])}
                 folders[1].joinpath("config.json").write_text(json.dumps(own))
                 spelt = f"{spelt}:{folders[1]}"
             options = EngineConfig(
@@ -277,17 +336,17 @@ def programs(name: str, layers: int, modes: list[str], everything: bool, only: s
         for kind, size in ladder:
             mode = kind.partition("_")[2].partition("_")[0]  # of rounds with fewer drafts, a number follows
             largest = max(n for k, n in ladder if k == kind)
-            if mode not in ("", *modes) or (not everything and mode not in ("", GREEDY) and size != largest):
+            if mode not in ("", *args.modes.split(",")) or (
+                not args.all and mode not in ("", GREEDY) and size != largest
+            ):
                 continue
             made_of = kind, size, made.state
             arguments = *made.programs._arguments(*made_of), *made.programs._handed(*made_of)
             yield f"{name} {draft} {kind} {size}", made.programs._jits[kind], arguments
 
 
-def run(
-    out: Path, models: list[str], layers: int, modes: list[str], everything: bool, alone: bool, only: str | None
-) -> None:
-    """Lower and write hashes, by program, to `out`."""
+def run(args: argparse.Namespace) -> None:
+    """Lower and write hashes, by program, to `args.out`."""
     defaults.here = lambda: defaults.GPU
     on_hopper = hopper.kernels_here  # not `portable`'s of the same name: there those kernels don't run
     for module in list(sys.modules.values()):
@@ -296,16 +355,18 @@ def run(
     # A kernel's module is bytecode, with locations in it, so none are made.
     mlir.source_info_to_location = lambda *_: mlir.ir.Location.unknown()
     mosaic.source_info_util = SimpleNamespace(**vars(mosaic.source_info_util) | {"user_frame": lambda *_: None})
+    if args.tp_size > 1:
+        divide_shapes()
     hashes: dict[str, str] = {}
-    kernels = Kernels(hashes, alone)
+    kernels = Kernels(hashes, args.kernels)
     export._Lowered.function = lambda self, name, call: kernels.function(call)
     started = time.monotonic()
-    for name in models:
-        for program, jitted, arguments in programs(name, layers, modes, everything, only):
+    for name in args.models.split(","):
+        for program, jitted, arguments in programs(name, args):
             traced = jitted.trace(*arguments)
             text = traced.lower(lowering_platforms=("cuda",)).as_text()
             hashes[f"text {program}"], hashes[f"graph {program}"] = hashed(text), Graph().program(traced.jaxpr)
-            out.write_text(json.dumps({"layers": layers, "hashes": hashes}, indent=1, sort_keys=True))
+            args.out[0].write_text(json.dumps({"layers": args.layers, "hashes": hashes}, indent=1, sort_keys=True))
         print(f"{name}: {time.monotonic() - started:.0f} s, {len(hashes)} hashes", flush=True)
 
 
@@ -336,10 +397,11 @@ def main() -> int:
     parser.add_argument("--modes", default=",".join(MODES), help="of rounds (default: %(default)s)")
     parser.add_argument("--all", action="store_true", help="every batch size in every mode")
     parser.add_argument("--kernels", action="store_true", help="lower each kernel by itself too")
+    parser.add_argument("--tp-size", type=int, default=1, help="devices, up to 2")
     args = parser.parse_args()
     if args.compare:
         return compare(*args.out)
-    run(args.out[0], args.models.split(","), args.layers, args.modes.split(","), args.all, args.kernels, args.draft)
+    run(args)
     return 0
 
 

@@ -90,7 +90,7 @@ def behind_router(kind: str, folder: Path, logs: Path, policy: str) -> Iterator[
 
 @contextlib.contextmanager
 def on_ray(folder: Path, logs: Path) -> Iterator[tuple[str, Callable[[], None]]]:
-    """The same of Ray Serve."""
+    """Two replicas of Ray Serve: their address, and what kills one of them."""
     mark, port, log = uuid.uuid4().hex, free_port(), logs / "serve.log"
     env = {"JAXSPEC_GPUS": "0", "JAXSPEC_DRAFT": "ngram", "JAXSPEC_OPTIONS": json.dumps(OPTIONS)}
     env |= {"JAXSPEC_CHECK": mark, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}

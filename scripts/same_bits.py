@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxspec import LLM, SamplingParams
 from jaxspec.bench import questions
+from jaxspec.scheduling.audit import audit
 
 
 def main() -> int:
@@ -45,17 +46,17 @@ def main() -> int:
         number = int("".join(c for c in at if c.isdigit()))
         core, started = llm.engine, time.monotonic()
         core.config = dataclasses.replace(core.config, disable_overlap=at.endswith("-"))
-        texts, cached, before, accepted = [], 0, core.scheduler.preemptions, sum(core.accepted)
+        texts, cached, before, accepted = [], 0, core.scheduler.preemptions, sum(core.counts.accepted)
         for first in range(0, len(asked), number):
             some = range(first, min(first + number, len(asked)))
             outs = llm.generate([asked[i] for i in some], [settings(args, i, "off" not in at) for i in some])
             texts += [out.token_ids for out in outs]
             cached += sum(out.metrics.cached_tokens for out in outs)
         runs[f"{args.out[0].stem} {at}"] = texts
-        core.scheduler.audit()
+        audit(core.scheduler)
         preempted = core.scheduler.preemptions - before
         told = f"{at}: {time.monotonic() - started:.1f} s, {preempted} preemptions, {cached} prompt tokens cached,"
-        told += f" {sum(core.accepted) - accepted} drafts accepted,"
+        told += f" {sum(core.counts.accepted) - accepted} drafts accepted,"
         print(told, f"{different(next(iter(runs.values())), texts)} of {len(texts)} differ", flush=True)
         args.out[0].write_text(json.dumps(runs))
     return 0

@@ -21,6 +21,7 @@ import numpy as np
 
 from jaxspec import AsyncLLM, SamplingParams
 from jaxspec.bench import questions
+from jaxspec.scheduling.audit import audit
 from scripts.same_bits import read
 
 DEADLINE = 120  # seconds without an event after which a request counts as stuck
@@ -126,9 +127,9 @@ async def soak(llm: AsyncLLM, work: list[Case], clients: int, seconds: float, kn
     (host, device), (host_after, device_after) = memory[2], memory[-1]
     print(
         f"{llm.config.draft}: {seconds:.0f} s, {clients} clients, {counts['completed']} requests completed, "
-        f"{counts['left']} left, {counts['tokens']} tokens, {sum(llm.engine.accepted)} drafts accepted, {preemptions} "
-        f"preemptions, memory {host:.0f} -> {host_after:.0f} MiB, on the device {device:.1f} -> {device_after:.1f}; "
-        f"{len(wrong)} of {len(done)} cases differ",
+        f"{counts['left']} left, {counts['tokens']} tokens, {sum(llm.engine.counts.accepted)} drafts accepted, "
+        f"{preemptions} preemptions, memory {host:.0f} -> {host_after:.0f} MiB, on the device {device:.1f} -> "
+        f"{device_after:.1f}; {len(wrong)} of {len(done)} cases differ",
         flush=True,
     )
     return len(wrong)
@@ -160,7 +161,7 @@ def balanced(llm: AsyncLLM) -> None:
     stats = llm.stats()
     if llm.error is not None or stats["num_running"] or stats["num_waiting"]:
         raise RuntimeError(f"not idle after the load: {llm.error}, {stats['num_running']} running")
-    llm.engine.scheduler.audit()
+    audit(llm.engine.scheduler)
     if stats["free_pages"] + stats["cached_pages"] != stats["total_pages"]:
         raise RuntimeError(
             f"pages leaked: {stats['free_pages']} free, {stats['cached_pages']} cached of all {stats['total_pages']}"

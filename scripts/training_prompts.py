@@ -185,7 +185,7 @@ def _passages(folder: Path, rng: random.Random) -> Iterator[str]:
 
 
 def _asked(question: str, rng: random.Random) -> str:
-    """As people write it, or as they type it."""
+    """Write a question as people write it, or as they type it."""
     return (question[:1].upper() + question[1:] + "?") if rng.random() < 0.7 else question
 
 

@@ -28,6 +28,7 @@ import uvicorn
 
 from jaxspec import AsyncLLM, CheckpointError, ConfigError, EngineConfig
 from jaxspec.cli import called
+from jaxspec.compiling.executable_store import source_digest
 from jaxspec.config.flags import engine_options
 from jaxspec.config.lazy_transformers import spare_torch
 from jaxspec.engine.async_llm import EngineDead
@@ -93,7 +94,7 @@ def _start(args: argparse.Namespace) -> AsyncLLM | DataParallelLLM:
     if args.dp_size > 1:
         return DataParallelLLM(**options, **limits)
     if args.nnodes > 1:
-        limits["hosts"] = join(args.nnodes, 0, args.dist_init_addr, EngineConfig(**options))
+        limits["hosts"] = join(args.nnodes, 0, args.dist_init_addr, EngineConfig(**options), source_digest())
     return AsyncLLM(**options, **limits)
 
 
@@ -104,7 +105,7 @@ def _follow(args: argparse.Namespace) -> int:
     """
     signal.signal(signal.SIGTERM, lambda *_: log.info("told to stop; this node ends once node 0 does"))
     options = EngineConfig(**engine_options(args))
-    follow(options, join(args.nnodes, args.node_rank, args.dist_init_addr, options))
+    follow(options, join(args.nnodes, args.node_rank, args.dist_init_addr, options, source_digest()))
     log.info("node 0 has ended, and so does this one")
     return 0
 

@@ -130,7 +130,7 @@ async def completion_prompts(body: CompletionRequest, tokenizer: Tokenizer | Non
 
 
 def _threads(size: int) -> Workers:
-    """Those for texts of `size` characters."""
+    """Workers for texts of `size` characters."""
     return _long_texts if size > LONG_PROMPT else _tokenizers
 
 

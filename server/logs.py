@@ -1,4 +1,4 @@
-"""What the log looks like: text for people, or one JSON object a line for machines (`--log-format`)."""
+"""Formats of the log: text for people, or one JSON object a line for machines (`--log-format`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every test runs under: the CPU unless told otherwise, exact float32 matmuls, a compilation cache on disk.
+"""Setup of every test: the CPU unless another platform is set, exact float32 matmuls, a compilation cache on disk.
 
 The platform must be chosen before jax is first imported, so this file sets it before importing anything of ours.
 """

@@ -1,4 +1,4 @@
-"""What `deploy/` says of the server, against the server: flags, paths, ports, times. Nothing is built or started."""
+"""Check `deploy/` against the server: flags, paths, ports, times. Nothing is built or started."""
 
 import configparser
 import json

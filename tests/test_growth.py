@@ -4,6 +4,7 @@ from collections import deque
 
 import pytest
 
+from jaxspec.scheduling.audit import audit
 from jaxspec.scheduling.sequence import Plan, State
 from tests.scheduling.test_scheduler import read
 from tests.support.miniature import make, sequence
@@ -35,7 +36,7 @@ def test_youngest_gives_way_and_nothing_is_lost():
         assert not plan.drain
         read(s, plan, [5, 6])
         plan = s.plan()
-        s.audit()
+        audit(s)
     assert plan.rows == [first, second]
     assert (third.state, third.epoch, third.slot, third.computed) == (State.WAITING, 1, -1, 0)
     tokens = list(third.tokens)
@@ -62,7 +63,7 @@ def test_preempts_as_many_as_it_takes():
     plan = s.plan()
     assert (plan.admit, plan.rows, list(s.waiting)) == ([], [first], [second, third])
     assert s.preemptions == 2
-    s.audit()
+    audit(s)
 
 
 def test_drains_before_it_preempts():
@@ -74,12 +75,12 @@ def test_drains_before_it_preempts():
     assert plan == Plan([], [], [], [], drain=True)
     assert s.preemptions == 0
     assert [seq.in_flight for seq in seqs] == [1, 1, 1]
-    s.audit()
+    audit(s)
     assert s.plan().drain  # nothing changes until the results are read
     read(s, unread.popleft(), [5, 6])
     assert not unread
     assert not s.plan().drain
-    s.audit()
+    audit(s)
 
 
 def test_unfinished_prompt_is_preempted_first():
@@ -131,7 +132,7 @@ def test_several_rounds_run_when_nobody_can_be_taken_in():
     for seq in (first, second):
         assert len(seq.pages) * s.page_size >= len(seq.tokens) - 1 + seq.in_flight * s.width
     assert s.plan().rounds == 5
-    s.audit()
+    audit(s)
 
 
 def test_several_rounds_run_while_those_who_wait_have_no_slot():
@@ -186,7 +187,7 @@ def test_one_round_runs_when_pages_for_more_are_not_free():
     assert (len(first.pages), len(second.pages)) == (4, 4)
     s.finish(second)
     assert s.plan().rounds == 5
-    s.audit()
+    audit(s)
 
 
 def test_growth_evicts_cached_pages_before_it_preempts():
@@ -211,7 +212,7 @@ def test_admission_evicts_no_more_than_it_lacks():
     sequence(s, [1] * 35, 5, score=True)  # 34 + 4 positions: 10 pages
     s.plan()
     assert (s.free_pages, s.cached_pages) == (0, 2 + 2)
-    s.audit()
+    audit(s)
 
 
 def test_flush_keeps_pages_in_use():
@@ -228,4 +229,4 @@ def test_flush_keeps_pages_in_use():
     s.finish(seq)
     assert s.cached_pages == 0  # what was computed before the flush isn't published after it
     assert s.free_pages == 32
-    s.audit()
+    audit(s)

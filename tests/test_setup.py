@@ -21,7 +21,7 @@ def clones(tmp_path):
 
 
 def set_up(owner, here):
-    """What the script says in the clone `here`, once `owner`'s jaxspec is installed in the environment."""
+    """Run the script in the clone `here`, once `owner`'s jaxspec is installed in the environment: its messages."""
     (packages,) = (here / ".venv" / "lib").glob("python*/site-packages")
     info = packages / "jaxspec-0.0.0.dist-info"
     info.mkdir()

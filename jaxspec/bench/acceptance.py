@@ -20,8 +20,8 @@ LEVEL = 0.95
 
 @dataclass(frozen=True)
 class Counts:
-    """Of one prompt: verify rounds, the tokens they yielded, and `stood[i]`, in how many draft i and all before it were
-    accepted."""
+    """Counts of one prompt: verify rounds, the tokens they yielded, and `stood[i]`, the rounds in which draft i and all
+    before it were accepted."""
 
     rounds: int
     tokens: int

@@ -1,4 +1,4 @@
-"""What FP8 does to a model's texts: perplexity, greedy agreement and its drafters' acceptance, each format beside none.
+"""Effect of FP8 on a model's texts: perplexity, greedy agreement and its drafters' acceptance, each format beside none.
 
 Offline, real weights. The model answers each question greedily, unquantised and with each of --formats:
 
@@ -55,7 +55,7 @@ TABLES = (Table("accuracy: formats of weights and cache against the unquantised 
 
 @dataclass
 class Answer:
-    """What came of one prompt."""
+    """Answer to one prompt: its tokens, the drafting metrics and the scores."""
 
     tokens: list[int]
     metrics: RequestMetrics | None = None

@@ -287,7 +287,7 @@ def _begin_and_end(args: argparse.Namespace, engine: Engine, mixed: list[list[fl
 
 
 def _expected(engine: Engine, count: int) -> dict[str, dict[int, float]]:
-    """What the chooser expects rounds of so many requests to take, in ms of a program."""
+    """Expected ms of rounds with `count` requests, by number of drafts, for each kind of program."""
     size = fit(count, engine.runner.shapes.batches)
     times = {kind: engine.chooser.times((kind, of)) for kind, of in engine.runner.round_times if of == size}
     return {kind: {n: seconds * 1e3 for n, seconds in each.items()} for kind, each in times.items()}

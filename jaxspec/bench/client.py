@@ -22,7 +22,7 @@ EVENT, DONE, NO_CHOICES = b"data: ", b"[DONE]", b'"choices":[]'
 
 @dataclass
 class Reply:
-    """What one request got: times in seconds on the performance counter."""
+    """Reply to one request: times in seconds on the performance counter."""
 
     sent: float
     prompt_tokens: int = 0

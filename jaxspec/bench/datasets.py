@@ -75,7 +75,7 @@ class Prompt:
     output_len: int | None = None
 
     def params(self, params: SamplingParams) -> SamplingParams:
-        """Those of a load with this prompt's own number of new tokens."""
+        """Give a load's params this prompt's own number of new tokens."""
         return params if self.output_len is None else replace(params, max_tokens=self.output_len)
 
     def request(self) -> tuple[str, dict[str, Any]]:

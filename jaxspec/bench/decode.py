@@ -138,7 +138,7 @@ def against_floor(engine: Engine, args: argparse.Namespace, row: Row) -> Row:
 
 
 def tell(result: Result, row: Row, args: argparse.Namespace) -> None:
-    """What makes a row mean less than it seems to."""
+    """Note in `result` why a row may mislead."""
     name = f"concurrency {row['concurrency']}, overlap {row['overlap']}"
     if row["ms_per_round"] is None:
         result.note(

@@ -66,7 +66,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def start_attention_only(args: argparse.Namespace, requests: int) -> Engine:
-    """The same of the hybrid's shapes with full attention in every layer: see `attention_only`."""
+    """Start an engine of the hybrid's shapes with full attention in every layer: see `attention_only`."""
     return _engine(args, requests, alter=attention_only)
 
 

@@ -25,7 +25,7 @@ from jaxspec.pallas.experts.experts_mlp import expected_experts
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the device can reach: bytes a second from its memory, operations a second in matrix multiplications."""
+    """Rates a device can reach: bytes a second from its memory, operations a second in matrix multiplications."""
 
     bytes_per_s: float
     flops_per_s: float

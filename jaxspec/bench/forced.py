@@ -32,8 +32,8 @@ def force(draft: LoadedDrafter, rates: Sequence[float]) -> LoadedDrafter:
 
 
 def force_mixed(draft: LoadedDrafter, mixed: Sequence[Sequence[float]]) -> LoadedDrafter:
-    """As `force`, where the requests of a batch have one of several lists of rates, by their slots in turn. `impose`
-    changes the rates later.
+    """Force one of several lists of rates on each request of a batch, by their slots in turn. `impose` changes the
+    rates later.
 
     **Raises:** `BenchError` as `force`.
     """

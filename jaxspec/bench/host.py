@@ -256,10 +256,10 @@ class Load:
             self._step(count)
         gc.collect()
         compiled = engine.stats()["compiles_total"]
-        samples, tokens = [], engine.totals["generation_tokens"]
+        samples, tokens = [], engine.counts.totals["generation_tokens"]
         for _ in range(rounds):
             samples.append(self._step(count))
-        tokens = engine.totals["generation_tokens"] - tokens
+        tokens = engine.counts.totals["generation_tokens"] - tokens
         if compiled != engine.stats()["compiles_total"]:
             raise RuntimeError("a program was compiled while the loop was timed; the figures mean nothing")
         for request_id in list(engine.requests):
@@ -272,7 +272,7 @@ class Load:
 
     def _step(self, count: int) -> Counter:
         """One turn of the loop; seconds by phase, of each round that it read."""
-        engine, spent, before = self.engine, self._spent, self.engine.totals["rounds"]
+        engine, spent, before = self.engine, self._spent, self.engine.counts.totals["rounds"]
         new = [self._request() for _ in range(count - len(engine.requests))]
         spent.clear()
         started, cpu = time.perf_counter(), time.thread_time()
@@ -283,7 +283,7 @@ class Load:
         spent["cpu"] = time.thread_time() - cpu
         spent["total"] = time.perf_counter() - started
         spent["read"] = spent["total"] - sum(spent[name] for name in PHASES if name != "read")
-        rounds = max(engine.totals["rounds"] - before, 1)
+        rounds = max(engine.counts.totals["rounds"] - before, 1)
         return Counter({name: seconds / rounds for name, seconds in spent.items()})
 
     def _request(self) -> tuple[list[int], SamplingParams]:

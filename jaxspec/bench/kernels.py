@@ -28,7 +28,7 @@ from jaxspec.bench import floors, profile
 from jaxspec.bench.cases import Case, make_cases
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table, device_facts
 from jaxspec.config.flags import positive
-from jaxspec.pallas.hopper import KERNELS, as_asked, kernels_here
+from jaxspec.pallas.hopper import KERNELS, kernels_here, with_requested_kernels
 
 COLUMNS = (
     Column("case", "case", "<47", 47),
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     floors.add_arguments(parser)
 
 
-@as_asked
+@with_requested_kernels
 def run(args: argparse.Namespace, result: Result) -> None:
     """Time every case."""
     if not args.small and jax.default_backend() == "cpu":
@@ -81,8 +81,8 @@ def run(args: argparse.Namespace, result: Result) -> None:
 
 
 class Programs(NamedTuple):
-    """Of a case, lowered or compiled: what makes its operands, calls its operation, and calls the plain one if that is
-    asked for."""
+    """Programs of a case, lowered or compiled: one makes its operands, one calls its operation, and if requested, one
+    calls the plain operation."""
 
     build: Any
     kernel: Any
@@ -123,7 +123,7 @@ def lowered(op: Callable, operands: Any, layers: int, in_place: bool = False, pa
 
 
 def compiled(programs: list[Programs]) -> list[Programs]:
-    """The same, compiled beside one another before any is timed: that takes longer than all the rest."""
+    """Compile programs beside one another before any is timed: compiling takes longer than all the rest."""
 
     def of(each: Programs) -> Programs:
         plain = each.plain and each.plain.compile()

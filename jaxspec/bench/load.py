@@ -180,7 +180,7 @@ def measure(engine: Engine, name: str, load: Load) -> tuple[Row, Recording]:
 
 
 def alone_seconds(engine: Engine, prompts: list[datasets.Prompt], tokens: int, params: SamplingParams) -> float:
-    """What so many prompt tokens take by themselves: by these prompts, all at once, one new token each."""
+    """Seconds that `tokens` prompt tokens take by themselves, from these prompts, all at once, one new token each."""
     prompts = [datasets.replace(prompt, output_len=1) for prompt in prompts]
     timeline = Timeline(engine)
     gc.collect()
@@ -193,7 +193,7 @@ def alone_seconds(engine: Engine, prompts: list[datasets.Prompt], tokens: int, p
 
 
 def tell(result: Result, row: Row, args: argparse.Namespace) -> None:
-    """What makes a row mean less than it seems to."""
+    """Note in `result` why a row may mislead."""
     if row["preemptions"]:
         result.note(f"{row['load']}: {row['preemptions']} preemptions, because there are too few KV pages for it")
     if row["compiles"]:

@@ -25,7 +25,7 @@ class Meter:
 
     def turn(self, length: int) -> None:
         """Step until requests have so many more tokens each, on average."""
-        totals, tokens, seconds = self._engine.totals, self.tokens, self.seconds
+        totals, tokens, seconds = self._engine.counts.totals, self.tokens, self.seconds
         until = totals["verified_tokens"] + length * len(self._engine.scheduler.running)
         while totals["verified_tokens"] < until and self._engine.busy:
             self.step()
@@ -40,11 +40,11 @@ class Meter:
     def step(self, seen: Callable[[float, int], None] | None = None) -> None:
         """One step reads one program, whose rounds have one number of drafts."""
         engine, began = self._engine, time.perf_counter()
-        before, rounds, share = Counter(engine.totals), Counter(engine.rounds_by_drafts), self._share()
+        before, rounds, share = Counter(engine.counts.totals), Counter(engine.counts.rounds_by_drafts), self._share()
         engine.step()
         seconds = time.perf_counter() - began
-        moved = Counter(engine.rounds_by_drafts) - rounds
-        gained = lambda what: engine.totals[what] - before[what]  # noqa: E731
+        moved = Counter(engine.counts.rounds_by_drafts) - rounds
+        gained = lambda what: engine.counts.totals[what] - before[what]  # noqa: E731
         for n, count in moved.items():
             tokens = gained("verify_rounds") * (1 + share * (self.lengths[n] - 1)) if n in self.lengths else 0.0
             tokens = tokens or gained("verified_tokens")
@@ -58,7 +58,7 @@ class Meter:
         self.rested += gained("rested_rounds")
 
     def _share(self) -> float:
-        """Of the requests that run, those that may have drafts, since none of their rounds rested."""
+        """Share of the running requests that may have drafts, since none of their rounds rested."""
         running = self._engine.scheduler.running
         return sum(seq.seen is None for seq in running) / max(len(running), 1)
 

@@ -262,7 +262,7 @@ def share(hf: Mapping[str, Any], n: int, quantization: str | None = None) -> dic
 
 
 def _expert_share(hf: Mapping[str, Any], n: int, unit: int, experts: str) -> dict[str, int]:
-    """Of a mixture. A shared expert that can't be cut is one device's, and that one is meant."""
+    """One device's share of a mixture. A shared expert that can't be divided is whole on this device."""
     width = "moe_intermediate_size" if "moe_intermediate_size" in hf else "intermediate_size"
     fits = lambda groups: hf[width] * groups % (n * unit) == 0 and hf[experts] % groups == 0  # noqa: E731
     groups = next((groups for groups in (1, 2, 4, 8) if groups <= n and fits(groups)), None)

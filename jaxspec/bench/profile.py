@@ -26,7 +26,7 @@ def require_gpu() -> None:
 
 
 def table(unit: str, of: Column) -> Table:
-    """Of each row's `kernels`, with the time that they take of one `unit`. `of` is the column that tells rows apart."""
+    """Table of each row's `kernels`, with their time for one `unit`. `of` is the column that tells rows apart."""
     columns = (
         of,
         Column("us", f"us/{unit}", ".1f"),

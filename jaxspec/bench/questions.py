@@ -23,7 +23,7 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class Question:
-    """What to ask, and its category if the file has any."""
+    """A question, and its category if the file has any."""
 
     text: str
     category: str | None = None

@@ -47,7 +47,7 @@ class Replay:
             delattr(self._runner.programs, name)  # the class's own is found again
 
     def figures(self, context: float, accepted: float, profiled: bool) -> Row | None:
-        """Of the program last dispatched, at a mean context of `context` tokens: `program_ms` per round, and if
+        """Time the program last dispatched, at a mean context of `context` tokens: `program_ms` per round, and if
         `profiled` its `kernels`, per round as well.
 
         `accepted` is the mean number of tokens that a request gains in a round. None if the requests aren't far enough

@@ -23,7 +23,7 @@ COLOURS = "tab:blue", "tab:orange", "tab:green", "tab:red", "whitesmoke"
 
 
 def figures(recording: Recording, block: int, burst: int) -> Row:
-    """Of a load: seconds by what they went to, rows, padding. `block`: prompt tokens in one row of a prefill, `burst`:
+    """Break down a load: seconds by their use, rows, padding. `block`: prompt tokens in one row of a prefill, `burst`:
     rounds in a program of several."""
     programs = recording.programs
     prompts, firsts, rounds = ([p for p in programs if p.what == what] for what in (PROMPTS, FIRST, ROUNDS))

@@ -30,7 +30,7 @@ class Sample:
 
     @classmethod
     def take(cls, engine: Engine) -> Sample:
-        return cls(time.perf_counter(), dict(engine.totals))
+        return cls(time.perf_counter(), dict(engine.counts.totals))
 
     def since(self, before: Sample, name: str) -> int:
         return self.totals.get(name, 0) - before.totals.get(name, 0)
@@ -115,7 +115,7 @@ class Load:
         return row
 
     def params(self, output_len: int) -> SamplingParams:
-        """Of every request."""
+        """Sampling params of every request."""
         return SamplingParams(temperature=self._temperature, max_tokens=output_len, ignore_eos=True)
 
     def _steady(self, samples: list[Sample], start: Sample) -> Steady | None:
@@ -134,9 +134,9 @@ class Load:
         gained = self._queue(output_len)
         phase, settling = "filling", SETTLING_STEPS
         while engine.busy:
-            rounds = engine.totals["rounds"]
+            rounds = engine.counts.totals["rounds"]
             deltas = engine.step()
-            self._burst = max(self._burst, engine.totals["rounds"] - rounds)
+            self._burst = max(self._burst, engine.counts.totals["rounds"] - rounds)
             for delta in deltas:
                 gained[delta.request_id] += len(delta.token_ids)
             # as much may be gained by the program in flight, and by the one that the next step dispatches

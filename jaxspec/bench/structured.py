@@ -30,8 +30,7 @@ from jaxspec.config.flags import positive
 from jaxspec.config.request import SamplingParams, StructuredOutput
 from jaxspec.engine import engine as engines_module
 from jaxspec.engine.engine import Engine
-from jaxspec.structured.grammar import Grammars
-from jaxspec.structured.matcher import round_masks
+from jaxspec.structured.grammar import Grammars, round_masks
 from jaxspec.text.tokenizer import Tokenizer
 
 ITEM = {
@@ -130,10 +129,10 @@ class StructuredLoad(Load):
         self._structured = structured
 
     def measure(self, output_len: int) -> Row:
-        before = dict(self._engine.totals)
+        before = dict(self._engine.counts.totals)
         with _timed() as spent:
             row = self.run(output_len)
-        gained = {name: value - before.get(name, 0) for name, value in self._engine.totals.items()}
+        gained = {name: value - before.get(name, 0) for name, value in self._engine.counts.totals.items()}
         row["masks_ms"] = float(np.median(spent)) * 1e3 if spent else None
         row["forced"] = gained.get("forced_tokens", 0) / gained["generation_tokens"]
         return row

@@ -1,4 +1,4 @@
-"""The same traffic for a server and for an engine: prompts, the times at which they may start, how many at once."""
+"""Traffic, alike for a server and an engine: prompts, when they may start, and how many are served at once."""
 
 from __future__ import annotations
 

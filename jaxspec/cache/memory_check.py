@@ -29,9 +29,9 @@ def host_memory() -> int:
 
 
 def check_room(plan: MemoryPlan, config: EngineConfig) -> None:
-    """That the plan fits what XLA may use of each device, or where they have the host's memory, that.
+    """Check that the plan fits the memory that XLA may use of each device, or if devices have the host's, that.
 
-    **Raises:** `ConfigError` with what was asked for, what there is, and what to lower.
+    **Raises:** `ConfigError` with what was requested, what there is, and what to lower.
     """
     found = device_memory(plan.devices)
     memory, of = (host_memory() // plan.devices, "this machine") if found is None else (found[1], "the device")

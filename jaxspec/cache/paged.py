@@ -19,7 +19,6 @@ from jaxspec.models.description import PagedRows
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas.attention import kv_write
 from jaxspec.pallas.attention.paged_attention import paged_attention
-from jaxspec.pallas.hopper import chosen
 
 KV = Float[Array, "l p 2 m s h"]
 Scales = Float[Array, "l 2 m"]  # float32, of a layer's keys (0) and values (1) by head: pages hold x / scale
@@ -51,7 +50,7 @@ def page_dtype(kv_cache_dtype: str, dtype: str) -> str:
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype: str) -> int:
-    """Of a token's keys and values in all layers, in pages of this dtype."""
+    """Bytes of a token's keys and values in all layers, in pages of this dtype."""
     numbers = sum(n * m.streams * m.heads * m.width for m, n in config.decoder.groups(PagedRows).items())
     return numbers * jnp.dtype(dtype).itemsize
 
@@ -80,11 +79,11 @@ class Rows:
     fixed: int = flax.struct.field(pytree_node=False, default=0)
 
     def positions(self, t: int) -> Int[Array, "b t"]:
-        """Of each row in the text, as rotary embeddings have it."""
+        """Positions of the rows in the text, as the rope table takes them."""
         return self._places(t) if self.depth is None else self._masked_from[:, None] + self.depth
 
     def marked_positions(self, t: int) -> Int[Array, "b t"]:
-        """The same, and -1 for rows outside `count`, as a model's forward is given them: padding needs no experts."""
+        """Positions as a model's forward takes them: -1 for rows outside `count`, since padding needs no experts."""
         return jnp.where(jnp.arange(t) < self.count[:, None], self.positions(t), -1)
 
     def attend(
@@ -105,7 +104,7 @@ class Rows:
         return self._look(self.write(kv, layer, k, v, scales), layer, q, window, sinks, scales)
 
     def only(self, asked: Bool[Array, " b"]) -> Rows:
-        """As in `decoder.mixer.Mixer`."""
+        """Request the attention of these requests' rows alone, as `decoder.mixer.Mixer.only` says."""
         return self.replace(asked=asked)
 
     def pages(self, kv: KV) -> KV:
@@ -121,7 +120,8 @@ class Rows:
         sinks: Float[Array, " n"] | None = None,
         scales: Scales | None = None,
     ) -> tuple[Array, KV]:
-        """As in `decoder.mixer.PagedMixer`. The dummy page is padding's, and nothing is written there."""
+        """Attend once `write` has stored the keys and values, as `decoder.mixer.PagedMixer` says. Nothing is written to
+        the dummy page, which is padding's."""
         q, kv = write(kv, self.written(kv, t), _inverse(scales))
         return self._look(kv, layer, q, window, sinks, scales)
 
@@ -141,7 +141,7 @@ class Rows:
     ) -> tuple[Array, KV]:
         mask, depth, start = self.mask, self.depth, self._masked_from
         if self.asked is not None:
-            start = jnp.where(self.asked, start, -q.shape[1])  # before place 0: others see as little as can be
+            start = jnp.where(self.asked, start, -q.shape[1])  # before slot 0: others see as little as can be
         if mask is None:
             seen = {"window": window, "sinks": sinks, "scales": scales, "fixed": self.fixed}
             return paged_attention(q, kv, layer, self.table, start, **seen), kv
@@ -178,12 +178,7 @@ class Rows:
     ) -> KV:
         """Put these rows' keys and values into one `layer` i32[], or into several at once, i32[l, 1, 1]."""
         page, slot = self._slots(kv, k.shape[-3])
-        fits = kv_write.supported(page.size, *kv.shape[3::2], kv.dtype, k.dtype, v.dtype)
-        if layer.ndim == 0 and chosen(fits):
-            return kv_write.kv_write(kv, layer, page, slot, k, v)
-        new = jnp.stack([k, v], axis=-3)
-        inverse = None if scales is None else _inverse(scales)[layer, ..., None]  # [*l 1 1, 2, m, 1]
-        return kv.at[layer, page, :, :, slot].set(kv_write.stored(new, kv.dtype, inverse))
+        return kv_write.write(kv, layer, page, slot, k, v, _inverse(scales))
 
     def compact(self, kv: KV, path: Int[Array, "b k"], count: Int[Array, " b"]) -> KV:
         """Compact a tree's accepted path into a chain: move the keys and values of row `path[r, i]` to KV slot

@@ -24,7 +24,7 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a file's header says of one tensor.
+    """Entry of one tensor in a file's header.
 
     `shape` is Hugging Face's, `[out, in]`; `nbytes` as stored; `dtype` as safetensors name it, if the file does.
     """

@@ -59,7 +59,7 @@ def resolve(path_or_id: str, revision: str | None = None, *, load_format: str = 
 
 
 def locate(path_or_id: str, revision: str | None = None, *, load_format: str = "auto") -> ModelFolder | GgufFile:
-    """As `resolve`, without asking whether the config is a target model's: a drafter's often isn't."""
+    """Find a model as `resolve` does, but take any config: a drafter's often isn't a target model's."""
     name = str(path_or_id)
     if not name.strip():
         raise CheckpointError(f"the model's name is empty; give a hub id (org/name), a folder or {demo.NAME}")

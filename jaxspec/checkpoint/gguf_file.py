@@ -104,7 +104,7 @@ class GgufFile:
         self.generation: dict[str, Any] = {}  # newer files may say how to sample; that is not read
 
     def tensors(self) -> dict[str, TensorInfo]:
-        """What the header lists, under Hugging Face names; a name with no counterpart there stays as it is."""
+        """Tensors that the header lists, under Hugging Face names; a name with no counterpart there stays as it is."""
         return {self._hf_name(name): TensorInfo(t.shape, t.nbytes) for name, t in self._weights().items()}
 
     def read(self) -> Iterator[tuple[str, np.ndarray]]:
@@ -152,7 +152,7 @@ class GgufFile:
         return value
 
     def _count(self, key: str, default: int | None = None) -> int:
-        """As `_value`, of what must be a positive integer, the same for every layer."""
+        """Metadata, read by `_value`, that must be a positive integer, the same for every layer."""
         value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
             raise CheckpointError(

@@ -87,7 +87,7 @@ class Packed:
                 yield f"{module}.weight", self._dequantised(module, left.pop(module))
 
     def _parts(self, found: Collection[str]) -> dict[str, list[str]]:
-        """What each packed weight is stored as, by its module."""
+        """Stored parts of each packed weight, by its module."""
         needed, more = _PARTS[self.kind]
         modules = [name.removesuffix(f".{needed[0]}") for name in found if name.endswith(f".{needed[0]}")]
         return {module: [part for part in (*needed, *more) if f"{module}.{part}" in found] for module in modules}
@@ -179,7 +179,7 @@ def _unpacked(words: np.ndarray, bits: int) -> np.ndarray:
 
 
 def read(hf: Mapping[str, Any], file: Path) -> Packed | None:
-    """What config.json says of packed weights; None if they aren't.
+    """Read config.json's description of packed weights; None if they aren't packed.
 
     **Raises:** `CheckpointError` for AWQ or GPTQ in a layout that isn't read.
     """
@@ -241,7 +241,7 @@ def _group(size: Any, method: str, file: Path) -> int | None:
 
 
 def told(packed: Packed, dtype: str, quantization: str | None) -> str:
-    """What becomes of the weights, for the log."""
+    """Describe for the log how the weights are used."""
     if quantization is not None:
         return f"weights of {packed.bits} bits ({packed.kind}) are dequantised and made {quantization} as they are read"
     return (

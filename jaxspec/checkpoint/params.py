@@ -137,7 +137,7 @@ def _fused(sources: list[jax.Array], transpose: bool, layout: Layout, dtype: str
 
 @partial(jax.jit, static_argnames=("layout", "dtype"))
 def _fused_rows(sources: list[jax.Array], layout: Layout, dtype: Any = None) -> jax.Array:
-    """The same of outputs that are rows and stay so, or of a stack of such. No `dtype`: that of the sources."""
+    """Fuse sources, or stacks, whose outputs are rows and stay so. Without a `dtype` the sources keep theirs."""
     columns = layout.pack([jnp.swapaxes(source, -1, -2).astype(dtype or source.dtype) for source in sources])
     return jnp.swapaxes(columns, -1, -2)
 
@@ -258,7 +258,7 @@ def dummy(declared: Any, dtype: str, seed: int, mesh: Mesh | None = None) -> Any
 
 
 def _drawing(param: Param, dtype: str) -> tuple[Callable, tuple[int, ...], float, str]:
-    """What draws a parameter's values, and its static arguments."""
+    """Function that draws a parameter's values, and its static arguments."""
     if param.stacked:
         return _normal_stack, param.shape, param.shape[-1] ** -0.5, dtype
     std = param.shape[0] ** -0.5 if param.transpose else _EMBEDDING_STD
@@ -314,5 +314,5 @@ def _normal_stack(key: jax.Array, shape: tuple[int, ...], std: float, dtype: str
 
 @partial(jax.jit, static_argnames=("shape", "std", "dtype"))
 def _packed_stack(key: jax.Array, shape: tuple[int, ...], std: float, dtype: str) -> tuple[jax.Array, jax.Array]:
-    """The same in MXFP4: packed numbers and their scales."""
+    """Draw a stack in MXFP4: packed numbers and their scales."""
     return jax.lax.map(lambda k: mxfp4.quantise(_normal(k, shape[1:], std, dtype)), jax.random.split(key, shape[0]))

@@ -51,7 +51,7 @@ class Quantization:
 
     @property
     def dtype(self) -> str:
-        """What quantised weights are stored as."""
+        """Dtype in which quantised weights are stored."""
         return U8 if self.kind == MXFP4 else F8
 
     def keeps(self, module: str) -> bool:
@@ -60,7 +60,7 @@ class Quantization:
 
 
 def read(hf: Mapping[str, Any], file: Path) -> Quantization | None:
-    """What config.json says of quantised weights, None if they aren't.
+    """Read config.json's description of quantised weights; None if they aren't quantised.
 
     **Raises:** `CheckpointError` for any format but FP8 with float32 or bfloat16 scales, and MXFP4.
     """

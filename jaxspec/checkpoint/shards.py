@@ -59,13 +59,14 @@ class ModelFolder:
 
     @functools.cached_property
     def generation(self) -> dict[str, Any]:
-        """What generation_config.json beside config.json says. **Raises:** `CheckpointError` if it can't be read."""
+        """Contents of the generation_config.json beside config.json, if there is one. **Raises:** `CheckpointError` if
+        it can't be read."""
         file = self.config_file.parent / "generation_config.json"
         return read_json(file) if file.is_file() else {}
 
     @functools.cached_property
     def config(self) -> ModelConfig:
-        """What config.json says of a target model, with the end tokens of the generation_config.json beside it added.
+        """Config of a target model by config.json, with the end tokens of the generation_config.json beside it added.
 
         **Raises:** `ConfigError` as `ModelConfig.from_hf`, `CheckpointError` for a file that can't be read.
         """
@@ -76,7 +77,7 @@ class ModelFolder:
         return ModelConfig.from_hf({**self.hf, "eos_token_id": ends})
 
     def tensors(self) -> dict[str, TensorInfo]:
-        """What the shards' headers list, with packed weights in place of their parts.
+        """Tensors that the shards' headers list, with packed weights in place of their parts.
 
         **Raises:** `CheckpointError` for a damaged file, an unusable dtype or an incomplete weight.
         """
@@ -127,7 +128,7 @@ class ModelFolder:
         raise KeyError(name)
 
     def some(self, names: Container[str]) -> Iterator[tuple[str, np.ndarray]]:
-        """Those of `names`, as `read` gives all, without reading the others."""
+        """Read only the tensors in `names`, as `read` gives all."""
         for file in self.files:
             with _open(file) as shard:
                 for name in shard.keys():  # noqa: SIM118
@@ -209,7 +210,7 @@ def _open(file: Path) -> Iterator[Any]:
 
 
 def _places(file: Path) -> dict[str, Callable[[], np.ndarray]]:
-    """What reads each e4m3 tensor of a shard: safetensors' numpy doesn't know that dtype.
+    """Readers of a shard's e4m3 tensors, by name: safetensors' numpy doesn't know that dtype.
 
     A shard begins with the length of its header, 8 bytes, and the header, JSON; offsets in it count from its end.
     """

@@ -237,7 +237,7 @@ def _size(value: Any) -> bool:
 
 
 def _kind(value: Any) -> str:
-    """What a value is, for a message; never the value, which may be long or hold itself."""
+    """Name a value's kind for a message; never the value, which may be long or hold itself."""
     return shown(value.name) if isinstance(value, Global) else f"a {type(value).__name__.lower()}"
 
 

@@ -72,7 +72,7 @@ class Executables:
             return None
 
     def recall(self, key: Any) -> Any:
-        """What was noted under `key`, or None."""
+        """Read what was noted under `key`; None if there is nothing."""
         try:
             return pickle.loads(self._path(key, ()).read_bytes())
         except Exception:  # it is measured again

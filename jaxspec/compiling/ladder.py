@@ -45,7 +45,7 @@ def sizes_of(shapes: Shapes, name: str, mode: str, drafts: int | None = None) ->
 
 
 def narrower(shapes: Shapes, mode: str) -> Sequence[tuple[int, tuple[int, ...]]]:
-    """Those of `Shapes.narrower` that this mode has: with log-probabilities, which few ask for, no drafts alone."""
+    """Entries of `Shapes.narrower` that this mode has: log-probabilities, rarely requested, have only no drafts."""
     if mode == LOGPROBS:
         return [(0, shapes.seldom) for drafts, _ in shapes.narrower if not drafts]
     return shapes.narrower

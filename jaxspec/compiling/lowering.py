@@ -27,9 +27,9 @@ import jax
 from jax import export
 
 from jaxspec.compiling.ladder import One
-from jaxspec.compiling.xla_options import cores
 from jaxspec.pallas import hopper
 from jaxspec.pallas.hopper import export as once
+from jaxspec.pallas.hopper.export import cores
 
 log = logging.getLogger("jaxspec")
 
@@ -49,11 +49,11 @@ ASKS, UP = "asks", "up"  # what a process says before it answers
 
 
 class Given(NamedTuple):
-    """What a process makes programs of: arguments of `Programs`, arrays by shape, and what they would ask here."""
+    """Inputs that programs are made of: arguments of `Programs`, arrays by shape, and this process's settings."""
 
     made_of: tuple  # config, drafter, shapes, params, draft_params
     state: Any
-    kernels: str  # as `hopper.asked` says
+    kernels: str  # as `hopper.requested_kernels` says
     processors: int | None  # of the Hopper GPU that programs are for; None: they are for a CPU
     untimed: bool
     options: tuple[tuple[str, Any], ...]
@@ -96,7 +96,7 @@ class Module(NamedTuple):
 
     @classmethod
     def made(cls, jitted: Callable, arguments: tuple, handed: Callable[[], tuple], platform: str) -> Module:
-        """Of a function that is jitted. `handed` gives the last of its arguments, and may trace what has kernels."""
+        """Export a jitted function. `handed` gives the last of its arguments, and may trace what has kernels."""
         trees = []
 
         def flat(*leaves):
@@ -114,7 +114,7 @@ class Module(NamedTuple):
         return cls(bytes(exported.serialize()), result, shapes, kernels, alone, warnings)
 
     def lower(self, arguments: tuple, donated: int) -> tuple[jax.stages.Lowered, Counter]:
-        """As the function would be here, and its kernels, which begin to compile. `arguments`: but for those handed."""
+        """Lower as the function itself would be; its kernels begin to compile. `arguments`: all but those handed."""
         for warning in self.warnings:
             _warn(warning)
         for kernel in self.alone:
@@ -201,7 +201,7 @@ class Processes:
     def begin(cls, made_of: tuple, state: Any, kernels: str, programs: Sequence[One]) -> Processes | None:
         """For programs of these, as in `Given`; None where this process lowers alone: it has few processors, or runs
         other kernels than Hopper's."""
-        count = min(MOST, cores() // CORES) if hopper.runs(kernels) else 0
+        count = min(MOST, cores() // CORES) if hopper.kernels_run_here(kernels) else 0
         given = Given.of(made_of, state, kernels, hopper.processors()).packed() if count else None
         return None if given is None else cls(count, given, programs)
 

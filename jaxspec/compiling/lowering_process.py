@@ -45,13 +45,13 @@ def answer(descriptor: int) -> None:
 
 
 def lowering_of(given: Given) -> Callable[[One], Module]:
-    """What lowers a program, as the process that gave this would."""
+    """Function that lowers a program as the process that gave this would."""
     for name, value in given.options:
         jax.config.update(name, value)
     hopper.UNTIMED = given.untimed
-    hopper.pretend(given.processors)
+    hopper.lower_for(given.processors)
     platform = "cpu" if given.processors is None else "cuda"
-    with hopper.using(given.kernels):
+    with hopper.use_kernels(given.kernels):
         programs = Programs(*given.made_of)
 
     def lower(one: One) -> Module:

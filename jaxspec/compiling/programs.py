@@ -26,12 +26,13 @@ from jaxspec.compiling.divided import divided
 from jaxspec.compiling.executable_store import Executables
 from jaxspec.compiling.ladder import One, drafting, kind_of
 from jaxspec.compiling.lowering import Module, Processes, shape_of
-from jaxspec.compiling.xla_options import cores, no_garbage_collection, not_in_jax_cache
+from jaxspec.compiling.xla_options import no_garbage_collection
 from jaxspec.config.progress import progress_bar, took
 from jaxspec.drafters.base import Drafter, Proposal, Resting
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas import hopper
 from jaxspec.pallas.hopper import KERNELS, counting
+from jaxspec.pallas.hopper.export import cores, not_in_jax_cache
 from jaxspec.parallel.sharding import EVERYWHERE, Division, spread
 from jaxspec.rounds import packing
 from jaxspec.rounds.packing import Shapes, fit
@@ -78,7 +79,7 @@ class Programs:
         """`config` and `drafter`: as each device runs them. `division`: among several, None: there is one."""
         self.shapes, self._made_of = shapes, (config, drafter, shapes)
         self.found: list[One] = []  # of the store's, those that were used
-        self._store, self.division, self._kernels = store, division, hopper.asked()
+        self._store, self.division, self._kernels = store, division, hopper.requested_kernels()
         self.dispatches: Counter = Counter()
         self.tell: Callable[..., None] | None = None  # on several hosts: called with each program before it runs
         self._params = params, draft_params if division is None else (draft_params, division.peers)
@@ -165,7 +166,7 @@ class Programs:
         return self.dispatch(f"conclude_{mode}", state, packed, *handed)
 
     def masked_first(self, state: State, packed: np.ndarray, bits: np.ndarray, forced: np.ndarray):
-        """As `first` in mode logprobs, among the tokens that `bits` allow."""
+        """Run `first` in mode logprobs, among the tokens that `bits` allow."""
         return self.dispatch("masked_first", state, packed, bits, forced)
 
     def warm_up(self, state: State, wanted: Callable[[One], bool] = lambda one: True) -> None:
@@ -428,19 +429,19 @@ class Programs:
         return program
 
     def _take_in(self, module: Module, one: One, state: State) -> tuple[jax.stages.Lowered, Counter]:
-        """As `_lower`, by another process's module."""
+        """Lower a program by another process's module, in place of `_lower`."""
         with took(f"took in {one[0]} {one[1]}"):
             return module.lower(self._arguments(*one, state), 0 if one[0] == "admit" else 2)
 
     def exported(self, one: One, state: State, platform: str) -> Module:
         """A program for another process, which has the device."""
-        with hopper.using(self._kernels):
+        with hopper.use_kernels(self._kernels):
             handed = partial(self._handed, *one, state)
             return Module.made(self._jits[one[0]], self._arguments(*one, state), handed, platform)
 
     def _lower(self, kind: str, size: int, state: State) -> tuple[jax.stages.Lowered, Counter]:
         """A program before XLA sees it, and the kernels that it chose."""
-        with counting() as kernels, hopper.using(self._kernels), took(f"lowered {kind} {size}"):
+        with counting() as kernels, hopper.use_kernels(self._kernels), took(f"lowered {kind} {size}"):
             arguments = *self._arguments(kind, size, state), *self._handed(kind, size, state)
             return self._jits[kind].lower(*arguments), kernels
 
@@ -448,7 +449,7 @@ class Programs:
         options = dict(xla_options.OPTIONS)
         if self.division and self.division.peers:
             options |= xla_options.IN_A_ROW
-        if self.division is None and hopper.runs(self._kernels):
+        if self.division is None and hopper.kernels_run_here(self._kernels):
             rows = size * (self.shapes.block if kind in ("prefill", "score") else 1)
             options |= xla_options.autotuning(self._params, rows)
         with took(f"compiled {kind} {size}"), contextlib.nullcontext() if self._store is None else not_in_jax_cache():

@@ -82,7 +82,7 @@ def time_rounds(
 
 
 def _when_serving(alone: Mapping[int, float], bursts: Mapping[int, float]) -> dict[int, float]:
-    """What rounds take one after the other, by their drafts: seconds of a run by itself, and of a burst if it is short.
+    """Seconds of back-to-back rounds, by their drafts: from a run by itself, and from a burst if it is short.
 
     Both include what the host takes before the device begins and after it has ended. That is the same for any number of
     drafts, and is taken for the median of what their bursts show: a single run that was held up makes no round fast.
@@ -94,7 +94,7 @@ def _when_serving(alone: Mapping[int, float], bursts: Mapping[int, float]) -> di
 
 
 def _time_admitted(programs: Programs, admissions: list, run: Callable, most: int, burst: int, state: State):
-    """As `_time`, once the requests are admitted again: their text must not end."""
+    """Admit the requests again, then time as `_time` does: their text must not end."""
     for each in admissions:
         state = programs.admit(state, each)
     return _time(run, state, most, burst)

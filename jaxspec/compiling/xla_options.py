@@ -1,4 +1,4 @@
-"""What goes around the compiling of many programs: options, garbage, jax's own cache, and how many there were."""
+"""XLA options, garbage collection, jax's own cache and a compile counter, for compiling many programs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-from jax._src.config import persistent_cache_min_compile_time_secs  # jax's public option is the whole process's
 
 # XLA counts every in-place update of the cache as a cache of its own, finds that too many don't fit, and would compute
 # small arrays again and again to hold fewer at once: a seventh of the kernels of a round of a mixture's.
@@ -25,11 +24,6 @@ IN_A_ROW = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
 FEWER_CANDIDATES = {"xla_gpu_autotune_level": 1, "xla_gpu_experimental_enable_fusion_autotuner": False}
 NO_TRITON = {"xla_gpu_enable_triton_gemm": False}
 MANY_ROWS = 8
-
-
-def cores() -> int:
-    """How many processors this process may use: fewer than there are in a container that has some to itself."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def autotuning(weights: Any, rows: int) -> dict[str, int | bool]:
@@ -69,9 +63,3 @@ def no_garbage_collection() -> Iterator[None]:
         if enabled:
             gc.enable()
             gc.collect()
-
-
-def not_in_jax_cache() -> contextlib.AbstractContextManager:
-    """jax's own cache is read but not written, by this thread. Serialising a program stops all of Python, and jax would
-    do it a second time, in the midst of lowering."""
-    return persistent_cache_min_compile_time_secs(float("inf"))

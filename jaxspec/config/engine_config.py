@@ -252,7 +252,7 @@ class EngineConfig:
         self._check_drafts()
 
     def _check_drafts(self) -> None:
-        """That drafts, steps and top-k fit together. A chain's steps are its drafts; drafters read the latter alone."""
+        """Check that drafts, steps and top-k agree. A chain's steps are its drafts; drafters read the latter alone."""
         names = ("num_draft_tokens", "num_steps", "topk", "draft_dtype", "draft_quantization", "draft_token_map")
         for name in names if self.draft == "none" else ():
             value = getattr(self, name)
@@ -273,7 +273,7 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
-        """As the constructor, but an unknown option's error names the nearest known one."""
+        """Construct from options; an unknown option's error names the nearest known one."""
         known = [f.name for f in dataclasses.fields(cls)]
         for name in options:
             if name not in known:

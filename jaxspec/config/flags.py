@@ -57,7 +57,7 @@ def table(defaults: Mapping[str, Any]) -> str:
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """What of the command line is the engine's: keyword arguments of `LLM` and `AsyncLLM`."""
+    """Engine options of the command line: keyword arguments of `LLM` and `AsyncLLM`."""
     return {name: getattr(args, name) for name in options_of(EngineConfig)}
 
 

@@ -124,7 +124,7 @@ METHODS = {
 
 
 def meant(name: str, known: Sequence[str], spell: Callable[[str], str] = str) -> str:
-    """What an option that isn't among those `known` may have meant, to be added to an error; "" if nobody can tell."""
+    """Hint at what an option outside `known` may have meant, to be added to an error; "" without a guess."""
     if name in SEVERAL_GPUS:
         return "; of several GPUs, --tp-size, --ep-size and --dp-size are supported"
     for table in (UNSUPPORTED, NEEDLESS):

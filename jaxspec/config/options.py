@@ -81,7 +81,7 @@ def check(config: Any, spell: Any = lambda name: flag(name)) -> None:
 
 
 def _refused(value: Any, kind: type, said: Option) -> str | None:
-    """What is allowed, if this value isn't."""
+    """Describe the allowed values if this isn't one; None if it is."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if said.choices is not None:
         others = [name for name, meant in said.aliases if meant not in said.choices]  # of the default, which is None

@@ -1,4 +1,4 @@
-"""What a start shows: progress bars on stderr, and with `--log-level debug` how long each of its parts took.
+"""Progress bars of a start on stderr, and with `--log-level debug` the time that each of its parts took.
 
 A terminal's bar moves; a file, such as a container's log, gets one every ten seconds.
 """

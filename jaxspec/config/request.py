@@ -144,8 +144,8 @@ class StructuredOutput:
         return f"{inner.rpartition('.')[2]} of {outer}" if inner else outer
 
     def after(self, opens: str, closes: str) -> StructuredOutput:
-        """The same behind free text, such as reasoning, that stands between two markers and may be left out. With ""
-        as the opening marker the text begins inside of it, and the closing one must come."""
+        """Copy behind free text, such as reasoning, that stands between two markers and may be left out. With "" as the
+        opening marker the text begins inside of it, and the closing one must come."""
         behind = copy.copy(self)
         object.__setattr__(behind, "prefix", (opens, closes))
         return behind
@@ -302,7 +302,7 @@ class SamplingParams:
                 raise RequestError(f"{name} must be true or false, got {shown(getattr(self, name))}", name)
 
     def read_as(self, kept_special_tokens: tuple[str, ...], structured: StructuredOutput | None) -> SamplingParams:
-        """The same with these two fields, as `SamplingParams` checks them. The others aren't checked again."""
+        """Copy with these two fields, which must be as `SamplingParams` checks them. Nothing is checked again."""
         same = copy.copy(self)
         object.__setattr__(same, "kept_special_tokens", kept_special_tokens)
         object.__setattr__(same, "structured", structured)
@@ -424,7 +424,7 @@ class RequestOutput:
 
 @dataclass(slots=True)
 class Delta:
-    """What one completion of a request gained since its last delta. The last one has a `finish_reason`.
+    """Tokens and text that one completion of a request gained since its last delta. The last one has a `finish_reason`.
 
     Text can lag tokens: characters that are still incomplete, or might begin a stop string, wait for a later delta.
     """

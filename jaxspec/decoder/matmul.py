@@ -13,13 +13,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.decoder.functions import normed
-from jaxspec.decoder.padding import flat, padded, unflat
+from jaxspec.decoder.padding import flat, padded
 from jaxspec.models import fp8
 from jaxspec.models.description import ClampedSwiglu, Norm
-from jaxspec.models.weights import Fp8, Unquantised, Weight, matmul
-from jaxspec.pallas import portable
+from jaxspec.models.weights import Format, Fp8, Unquantised, Weight, matmul
 from jaxspec.pallas.dense import few_rows, fp8_quantise, fp8_rows, fp8_tiles, fp8_wide, tile_matmul
-from jaxspec.pallas.hopper import chosen
+from jaxspec.pallas.operation import ANY, HOPPER, PORTABLE, Implementation, choose, nothing
 from jaxspec.pallas.portable import fp8 as portable_fp8
 
 
@@ -34,18 +33,7 @@ def normed_for(
     weights: Sequence[Weight], x: Float[Array, "*b k"], scale: Float[Array, " k"], norm: Norm
 ) -> Float[Array, "*b k"] | Quantised:
     """The norm of x as `project` takes it: quantised already, if one weight alone reads it and a kernel does both."""
-    rows = x.reshape(-1, x.shape[-1])
-    if len(weights) != 1 or not chosen(_not_normed_and_quantised(rows, *weights)):
-        return normed(x, scale, norm)
-    values, scales = fp8_quantise.norm_and_quantise(rows, scale, eps=norm.eps, centred=norm.centred)
-    return Quantised(values.reshape(x.shape), scales)
-
-
-def _not_normed_and_quantised(rows: Float[Array, "r k"], weight: Weight) -> str | None:
-    """Why no kernel norms and quantises these rows for this weight, or None if one does."""
-    if not (isinstance(weight.format, Fp8) and weight.format.activations):
-        return f"a weight in {weight.format}"
-    return _not_fp8_tiled(rows, weight) or fp8_quantise.norm_supported(*rows.shape, rows.dtype, weight.format.block)
+    return choose("a norm", NORMS, weights, x, scale, norm).run(weights, x, scale, norm)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -64,26 +52,8 @@ def project(
         rows = x.values.reshape(-1, x.values.shape[-1]), x.scales
         out = fp8_tiles.matmul(*rows, weight.values, weight.scales, valid, block=weight.format.block, gated=gated)
         return out.reshape(*x.values.shape[:-1], -1)
-    rows = x.reshape(-1, x.shape[-1])
-    before = None if residual is None else residual.reshape(-1, residual.shape[-1])
-    if chosen(_not_tiled(len(rows), weight)):
-        out = tile_matmul.matmul(rows, weight.unquantised, valid, before, gated=gated)
-    elif chosen(_not_fp8_rows(rows, weight)):
-        return _finished(_fp8_product(x, weight), weight, residual, gated)
-    elif chosen(_not_fp8_tiled(rows, weight)):
-        out = _fp8_tiled(rows, weight, valid, before, gated)
-    elif portable.chosen(_not_fp8_rows(rows, weight, portable_fp8), portable_fp8.SEEN):
-        return _finished(_fp8_product(x, weight, portable_fp8), weight, residual, gated)
-    else:
-        return reference(x, weight, residual, gated)
-    return out.reshape(*x.shape[:-1], -1)
-
-
-def _not_tiled(rows: int, weight: Weight) -> str | None:
-    """Why `tile_matmul` can't take this weight, or None if it can."""
-    if not isinstance(weight.format, Unquantised):
-        return f"a weight in {weight.format}"
-    return tile_matmul.supported(rows, weight.dtype, weight.inputs, weight.outputs)
+    call = Product(x, weight, valid, residual, gated)
+    return choose("a product", PRODUCTS, call).run(call)
 
 
 def reference(
@@ -93,72 +63,7 @@ def reference(
     gated: bool = False,
 ) -> Float[Array, "*b o"]:
     """The same in plain jnp, of all rows."""
-    return _finished(matmul(x, weight), weight, residual, gated)
-
-
-def _finished(product, weight, residual, gated):
-    if gated:
-        product = gate(product, weight.layout.interleave)
-    return product if residual is None else residual + product
-
-
-def _not_fp8_rows(rows: Float[Array, "r k"], weight: Weight, by: ModuleType = fp8_rows) -> str | None:
-    """Why `fp8_rows`, or the portable one, can't multiply these rows by this weight, or None if it can."""
-    match weight.format:
-        case Fp8(None):
-            return by.supported(len(rows), rows.dtype, fp8.BLOCK, weight.outputs, weight.inputs, weight.outputs)
-        case Fp8(block, activations=False):
-            unit = weight.outputs // len(weight.scales)
-            return by.supported(len(rows), rows.dtype, block, weight.outputs, weight.inputs, unit)
-    return f"a weight in {weight.format}"
-
-
-def _fp8_product(
-    x: Float[Array, "*b k"], weight: Weight, by: ModuleType = fp8_rows, dtype: Any = None
-) -> Float[Array, "*b n"]:
-    """The product by `fp8_rows`, or the portable one, rounded to `dtype`, by default that of x. Scales for all inputs
-    come last."""
-    rows, scales, by_row, by_output = x.reshape(-1, x.shape[-1]), weight.scales, 1.0, 1.0
-    if weight.format.block is None:
-        by_output = jnp.repeat(scales[:, 0], weight.outputs // len(scales))
-        scales = jnp.ones((1, weight.inputs // fp8.BLOCK), jnp.float32)
-    if weight.format.activations:
-        quantised, by_row = fp8.quantise_rows(rows, None)
-        rows = quantised.astype(rows.dtype)  # which is exact
-    out = by.product(rows, weight.values, scales) * by_row * by_output
-    return out.astype(dtype or x.dtype).reshape(*x.shape[:-1], -1)
-
-
-def _not_fp8_tiled(rows: Float[Array, "r k"], weight: Weight) -> str | None:
-    """Why neither `fp8_tiles`, `fp8_wide` nor `tile_matmul` with the dequantised weight can multiply the rows by it."""
-    match weight.format:
-        case Fp8(block, activations=True):
-            unit = weight.outputs // len(weight.scales)
-            return fp8_tiles.supported(rows.dtype, block, weight.outputs, weight.inputs, unit)
-        case Fp8() if _not_fp8_wide(rows, weight):
-            return tile_matmul.supported(len(rows), rows.dtype, weight.inputs, weight.outputs)
-        case Fp8():
-            return None
-    return f"a weight in {weight.format}"
-
-
-def _not_fp8_wide(rows: Float[Array, "r k"], weight: Weight) -> str | None:
-    """Why `fp8_wide` can't multiply the rows by this FP8 weight, or None if it can."""
-    unit = weight.outputs // len(weight.scales)
-    return fp8_wide.supported(len(rows), rows.dtype, weight.format.block, weight.outputs, weight.inputs, unit)
-
-
-def _fp8_tiled(rows, weight, valid, residual=None, gated=False):
-    """What `project` gives, of a weight that `_not_fp8_tiled` has nothing against."""
-    if not weight.format.activations:
-        if not _not_fp8_wide(rows, weight):
-            of = weight.values, weight.scales, valid, residual
-            return fp8_wide.matmul(rows, *of, block=weight.format.block, gated=gated)
-        return tile_matmul.matmul(rows, weight.dequantised(rows.dtype), valid, residual, gated=gated)
-    block = weight.format.block
-    ours = chosen(fp8_quantise.supported(len(rows), rows.dtype, block))
-    quantised = fp8_quantise.quantise_rows(rows) if ours else fp8.quantise_rows(rows, block)
-    return fp8_tiles.matmul(*quantised, weight.values, weight.scales, valid, residual, block=block, gated=gated)
+    return _plain(Product(x, weight, residual=residual, gated=gated))
 
 
 def _forward(x, weight, valid, residual, gated):
@@ -203,36 +108,201 @@ def product(rows: Sequence[Float[Array, "b _ _"]], weight: Weight, keep_padding:
 
     `keep_padding`: leave the kernel's in the result, for `forward.run_layer`.
     """
-    b, t = len(rows[0]), min(x.shape[1] for x in rows)
-    if chosen(_not_few(b * padded(b, t), [x.shape[2] for x in rows], weight)):
-        out = few_rows.product([flat(x) for x in rows], weight.unquantised)
-        return out.reshape(b, -1, out.shape[1]) if keep_padding else unflat(out, b, t)
-    whole = jnp.concatenate([x[:, :t] for x in rows], axis=-1)
-    whole_rows = whole.reshape(b * t, -1)
-    if chosen(_not_fp8_rows(whole_rows, weight)):
-        return _fp8_product(whole, weight)
-    if portable.chosen(_not_fp8_rows(whole_rows, weight, portable_fp8), portable_fp8.SEEN):
-        return _fp8_product(whole, weight, portable_fp8)
-    if chosen(_not_fp8_tiled(whole_rows, weight)):
-        return _fp8_tiled(whole_rows, weight, jnp.array([b * t], jnp.int32)).reshape(b, t, -1)
-    return matmul(whole, weight)
+    t = min(x.shape[1] for x in rows)
+    call = Product(jnp.concatenate([x[:, :t] for x in rows], axis=-1), weight, parts=tuple(rows))
+    out = choose("a product", PRODUCTS, call).run(call)
+    return out if keep_padding else out[:, :t]
 
 
 def logits(x: Float[Array, "*b d"], head: Weight) -> Float[Array, "*b v"]:
     """`x @ head` in float32."""
+    call = Product(x, head, dtype=jnp.float32)
+    return choose("a product", PRODUCTS, call).run(call)
+
+
+class Product(NamedTuple):
+    """A product of rows with a weight, and what is made of it.
+
+    - `valid`: rows from there on are padding, and may be anything finite; None: all are valid.
+    - `residual`: what it is added to. `gated`: silu(gate) * up of it, half as wide, without a residual.
+    - `dtype`: of the result, if not that of x.
+    - `parts`: what x consists of, side by side, each with the padding rows that it comes with.
+    """
+
+    x: Float[Array, "*b k"]
+    weight: Weight
+    valid: Int[Array, "1"] | None = None
+    residual: Float[Array, "*b n"] | None = None
+    gated: bool = False
+    dtype: Any = None
+    parts: tuple[Float[Array, "b _ _"], ...] = ()
+
+    @property
+    def rows(self) -> Float[Array, "r k"]:
+        return self.x.reshape(-1, self.x.shape[-1])
+
+    @property
+    def tiles(self) -> tuple[Array, Array | None]:
+        """What kernels of many rows take last: how many are valid, and the residual stream's."""
+        valid = jnp.array([len(self.rows)], jnp.int32) if self.valid is None else self.valid
+        return valid, None if self.residual is None else self.residual.reshape(-1, self.residual.shape[-1])
+
+    @property
+    def scaled(self) -> tuple[int | None, int, int, int]:
+        """What kernels ask of an FP8 weight: inputs that share a scale, outputs, inputs, and outputs that do."""
+        weight = self.weight
+        return weight.format.block, weight.outputs, weight.inputs, weight.outputs // len(weight.scales)
+
+    def like_x(self, rows: Float[Array, "r o"]) -> Float[Array, "*b o"]:
+        return rows.reshape(*self.x.shape[:-1], -1)
+
+    def finished(self, product: Float[Array, "*b n"]) -> Float[Array, "*b o"]:
+        """What is made of the product."""
+        if self.gated:
+            product = gate(product, self.weight.layout.interleave)
+        return product if self.residual is None else self.residual + product
+
+
+def _plain(call: Product) -> Float[Array, "*b o"]:
+    return call.finished(matmul(call.x, call.weight, call.dtype))
+
+
+def _not_in(kind: type[Format], call: Product) -> str | None:
+    return None if isinstance(call.weight.format, kind) else f"a weight in {call.weight.format}"
+
+
+def _few_refused(call: Product) -> str | None:
+    if reason := _not_in(Unquantised, call):
+        return reason
+    if not call.parts:
+        return "rows without their padding"
+    (b, t, _), widths = call.x.shape, [x.shape[2] for x in call.parts]
+    shape = call.weight.inputs, call.weight.outputs
+    return few_rows.product_supported(b * padded(b, t), widths, shape, call.weight.dtype)
+
+
+def _few(call: Product) -> Float[Array, "b _ n"]:
+    out = few_rows.product([flat(x) for x in call.parts], call.weight.unquantised)
+    return out.reshape(len(call.x), -1, out.shape[1])
+
+
+def _tiled_refused(call: Product) -> str | None:
+    if reason := _not_in(Unquantised, call):
+        return reason
+    if call.valid is None:
+        return "rows that are all valid, which XLA multiplies"
+    return tile_matmul.supported(len(call.rows), call.weight.dtype, call.weight.inputs, call.weight.outputs)
+
+
+def _tiled(call: Product) -> Float[Array, "*b o"]:
+    return call.like_x(tile_matmul.matmul(call.rows, call.weight.unquantised, *call.tiles, gated=call.gated))
+
+
+def _fp8_rows_refused(by: ModuleType, call: Product) -> str | None:
+    """Of `fp8_rows` or the portable one. Scales for all inputs come last."""
+    if reason := _not_in(Fp8, call):
+        return reason
+    block, outputs, inputs, unit = call.scaled
+    if block is None:
+        block, unit = fp8.BLOCK, outputs
+    elif call.weight.format.activations:
+        return "rows that are quantised, too"
+    return by.supported(len(call.rows), call.x.dtype, block, outputs, inputs, unit)
+
+
+def _fp8_rows(by: ModuleType, call: Product) -> Float[Array, "*b o"]:
+    rows, weight, scales, by_row, by_output = call.rows, call.weight, call.weight.scales, 1.0, 1.0
+    if weight.format.block is None:
+        by_output = jnp.repeat(scales[:, 0], weight.outputs // len(scales))
+        scales = jnp.ones((1, weight.inputs // fp8.BLOCK), jnp.float32)
+    if weight.format.activations:
+        quantised, by_row = fp8.quantise_rows(rows, None)
+        rows = quantised.astype(rows.dtype)  # which is exact
+    out = by.product(rows, weight.values, scales) * by_row * by_output
+    return call.finished(call.like_x(out.astype(call.dtype or call.x.dtype)))
+
+
+def _fp8_many_refused(call: Product, activations: bool) -> str | None:
+    """What no kernel of many rows and FP8 weights does."""
+    if reason := _not_in(Fp8, call):
+        return reason
+    if call.weight.format.activations != activations:
+        return "rows that are quantised, too" if call.weight.format.activations else "rows that aren't quantised"
+    return None if call.dtype is None else f"results in {jnp.dtype(call.dtype).name}"
+
+
+def _fp8_tiles_refused(call: Product) -> str | None:
+    return _fp8_many_refused(call, activations=True) or fp8_tiles.supported(call.x.dtype, *call.scaled)
+
+
+def _fp8_tiles(call: Product) -> Float[Array, "*b o"]:
+    rows, weight, block = call.rows, call.weight, call.weight.format.block
+    quantised = choose("quantising rows", QUANTISED_ROWS, rows, block).run(rows, block)
+    of = *quantised, weight.values, weight.scales, *call.tiles
+    return call.like_x(fp8_tiles.matmul(*of, block=block, gated=call.gated))
+
+
+def _fp8_wide_refused(call: Product) -> str | None:
+    reason = _fp8_many_refused(call, activations=False)
+    return reason or fp8_wide.supported(len(call.rows), call.x.dtype, *call.scaled)
+
+
+def _fp8_wide(call: Product) -> Float[Array, "*b o"]:
+    of = call.rows, call.weight.values, call.weight.scales, *call.tiles
+    return call.like_x(fp8_wide.matmul(*of, block=call.weight.format.block, gated=call.gated))
+
+
+def _dequantised_refused(call: Product) -> str | None:
+    reason = _fp8_many_refused(call, activations=False)
+    return reason or tile_matmul.supported(len(call.rows), call.x.dtype, call.weight.inputs, call.weight.outputs)
+
+
+def _dequantised(call: Product) -> Float[Array, "*b o"]:
+    weight = call.weight.dequantised(call.x.dtype)
+    return call.like_x(tile_matmul.matmul(call.rows, weight, *call.tiles, gated=call.gated))
+
+
+_FP8_ROWS, _PORTABLE_FP8 = ((partial(_fp8_rows_refused, by), partial(_fp8_rows, by)) for by in (fp8_rows, portable_fp8))
+
+PRODUCTS = (
+    Implementation("few_rows", HOPPER, _few_refused, _few),
+    Implementation("tile_matmul", HOPPER, _tiled_refused, _tiled),
+    Implementation("fp8_rows", HOPPER, *_FP8_ROWS),
+    Implementation("fp8_tiles", HOPPER, _fp8_tiles_refused, _fp8_tiles),
+    Implementation("fp8_wide", HOPPER, _fp8_wide_refused, _fp8_wide),
+    Implementation("dequantised", HOPPER, _dequantised_refused, _dequantised),
+    Implementation("portable_fp8", PORTABLE, *_PORTABLE_FP8, requested=True),
+    Implementation("plain", ANY, nothing, _plain),
+)
+
+
+def _norm_refused(weights: Sequence[Weight], x: Array, scale: Array, norm: Norm) -> str | None:
+    if len(weights) != 1:
+        return f"{len(weights)} readers"
+    rows, (weight,) = x.reshape(-1, x.shape[-1]), weights
+    reason = _fp8_tiles_refused(Product(x, weight))
+    return reason or fp8_quantise.norm_supported(*rows.shape, rows.dtype, weight.format.block)
+
+
+def _norm_and_quantise(weights: Sequence[Weight], x: Array, scale: Array, norm: Norm) -> Quantised:
     rows = x.reshape(-1, x.shape[-1])
-    if chosen(_not_fp8_rows(rows, head)):
-        return _fp8_product(x, head, dtype=jnp.float32)
-    if portable.chosen(_not_fp8_rows(rows, head, portable_fp8), portable_fp8.SEEN):
-        return _fp8_product(x, head, portable_fp8, jnp.float32)
-    return matmul(x, head, jnp.float32)
+    values, scales = fp8_quantise.norm_and_quantise(rows, scale, eps=norm.eps, centred=norm.centred)
+    return Quantised(values.reshape(x.shape), scales)
 
 
-def _not_few(rows: int, widths: list[int], weight: Weight) -> str | None:
-    """Why `few_rows.product` can't take this weight, or None if it can."""
-    if not isinstance(weight.format, Unquantised):
-        return f"a weight in {weight.format}"
-    return few_rows.product_supported(rows, widths, (weight.inputs, weight.outputs), weight.dtype)
+NORMS = (
+    Implementation("fp8_norm_quantise", HOPPER, _norm_refused, _norm_and_quantise),
+    Implementation("plain", ANY, nothing, lambda weights, x, scale, norm: normed(x, scale, norm)),
+)
+QUANTISED_ROWS = (
+    Implementation(
+        "fp8_quantise",
+        HOPPER,
+        lambda rows, block: fp8_quantise.supported(len(rows), rows.dtype, block),
+        lambda rows, block: fp8_quantise.quantise_rows(rows),
+    ),
+    Implementation("plain", ANY, nothing, fp8.quantise_rows),
+)
 
 
 def valid_count(positions: Int[Array, "b t"]) -> Int[Array, "1"]:

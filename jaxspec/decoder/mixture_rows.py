@@ -99,7 +99,7 @@ def mixture(
     one_kernel = one_router.supported(*x.shape, width, m.per_token, router.dtype)
     one_kernel = "a shared expert, with which two kernels are faster" if m.shared else one_kernel
     if scaled and chosen(one_kernel):
-        options = dict(k=m.per_token, renormalised=m.renormalised, eps=norm.eps, real=experts)
+        options = dict(k=m.per_token, renormalised=m.renormalised, eps=norm.eps, num_experts=experts)
         ids, scores, rows = one_router.router(given, router, positions.reshape(-1), bias, **options)
         made = feed.mix_chosen(m, weights, rows, ids, scores, **further)
     else:

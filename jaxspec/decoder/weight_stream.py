@@ -122,7 +122,7 @@ class StreamedParts(Ops):
 
     def add(self, layer, weights, x, mixed):
         made = self._stream(layer, weights, ["out"], x, self._padded(mixed), [], ("matmul",))
-        return summed(made, x, ahead=weights["gate_up"].raw), None
+        return summed(made, x, prefetch=weights["gate_up"].raw), None
 
     def feed(self, layer, weights, after, x, given):
         stages = "norm", "gated", "matmul"

@@ -142,7 +142,7 @@ def load_drafter(draft: str, model: Model, options: EngineConfig | None = None) 
 
 
 def _load_both(draft: str, lookup: str, other: str, model: Model, options: EngineConfig) -> LoadedDrafter:
-    """What `lookup+other` names."""
+    """Load the two drafters of `lookup+other` as one."""
     first, second = (load_drafter(each.draft, model, each) for each in _sides(lookup, other, options))
     if isinstance(second.drafter, NoDrafter):
         raise ConfigError(f"--draft {draft}: {other} drafts nothing. Use --draft {lookup}")

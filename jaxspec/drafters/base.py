@@ -8,20 +8,18 @@ time, never correctness.
 from __future__ import annotations
 
 from dataclasses import dataclass, is_dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.cache.paged import PageLayout, Rows
+from jaxspec.checkpoint import Model
+from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
 from jaxspec.parallel import sharding
 from jaxspec.sampling import sampling
-
-if TYPE_CHECKING:
-    from jaxspec.checkpoint import Model
-    from jaxspec.config.engine_config import EngineConfig
 
 
 @flax.struct.dataclass
@@ -214,7 +212,7 @@ class Drafter:
         return state
 
     def commit_others(self, params: Any, state: Any, batch: DraftBatch, verified: Verified) -> Any:
-        """As `commit`, after a round whose drafts a grammar may have forced, so that they aren't those of `propose`.
+        """Commit a round whose drafts a grammar may have forced, so that they aren't those of `propose`.
 
         Override it if `propose` leaves something of its own drafts in the state that `commit` relies on.
         """
@@ -278,7 +276,7 @@ class Narrowed(Drafter):
 
 
 def proposed(drafter: Drafter, params: Any, state: Any, batch: DraftBatch) -> tuple[Proposal, Any]:
-    """What `drafter.propose` returns.
+    """Call `drafter.propose` and check its result.
 
     **Raises:** `ConfigError` naming what isn't as `Proposal` says, while a program is traced: a round pays nothing.
     """

@@ -32,8 +32,8 @@ def parts(draft: str) -> tuple[str, str] | None:
 
 @flax.struct.dataclass
 class Memory:
-    """Of each slot's request: the share of expected drafts of the first that were accepted, and how many of the second
-    are accepted in a round; both are running averages. `expected` is the first's in the last round, 0 if the second's
+    """Running averages of each slot's request: `share` of the first drafter's expected drafts that were accepted, and
+    drafts of the second `accepted` in a round. `expected` is the first's in the last round, 0 if the second's
     drafts were taken. `length` is what the request will have in its next round, by which another one shows."""
 
     share: Float[Array, " r"]

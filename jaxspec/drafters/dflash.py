@@ -161,7 +161,7 @@ class DFlash(Drafter):
         return {}
 
     def parameters(self, found: Container[str] = ()) -> dict[str, Any]:
-        """What a checkpoint holds, as declarations, if these tensors are `found` in it."""
+        """Declarations of a checkpoint's params, if these tensors are `found` in it."""
         return checkpoint.parameters(self.config, len(self.feature_layers), self.draft_ids, found)
 
     def with_token_map(self, params: Any, ids: np.ndarray) -> dict[str, Any]:
@@ -205,7 +205,7 @@ class DFlash(Drafter):
         return state  # a block leaves nothing that is read later
 
     def _drafting(self, rows: Shaped[Array, "b t *d"]) -> Shaped[Array, "b n *d"]:
-        """Of a block's rows, those whose drafts are verified."""
+        """Rows of a block whose drafts are verified."""
         return rows[:, self.first : self.first + self.longest]
 
     def _fill(self, params: Any, state: KV, batch: DraftBatch) -> Hidden:
@@ -231,7 +231,7 @@ class DFlash(Drafter):
         return logits if self.softcap is None else jnp.tanh(logits / self.softcap) * self.softcap
 
     def commit(self, params, state, batch, verified):
-        """Of all rows: what those that weren't accepted leave is behind the text, where the next block is written."""
+        """Write keys and values of all rows. Rejected rows' lie behind the text, where the next block is written."""
         return self._inject(params, state, batch.rows(-1, verified.tokens.shape[1]), verified.features)
 
     def prefill(self, params, state, batch, features):
@@ -285,7 +285,7 @@ def _projected(config: ModelConfig, layers: list[dict[str, Any]], size: int) -> 
 
 
 def _context_projection(config: ModelConfig, layers: list[dict[str, Any]]) -> dict[str, Any]:
-    """What projects context to keys and values, of all layers side by side: a second copy, so that it is one matmul."""
+    """Projection of context to keys and values, of all layers side by side: a second copy, so that it is one matmul."""
     a = config.decoder.attention
     queries = a.heads * a.head_dim
     parts = [part for layer in layers for part in layer["qkv"].parts(layer["k_norm"].dtype)[1:]]

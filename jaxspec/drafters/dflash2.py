@@ -154,7 +154,7 @@ def convolve(x: Float[Array, "b t d"], kernels: Float[Array, "b t w d"]) -> Floa
 
 
 def largest(x: Float[Array, "b n v"], k: int) -> tuple[Float[Array, "b n k"], Int[Array, "b n k"]]:
-    """As `jax.lax.top_k`, which sorts, over far fewer: the k largest are in the k chunks with the largest maxima."""
+    """Find the k largest like `jax.lax.top_k`, but sort far fewer: they are in the k chunks with the largest maxima."""
     b, n, v = x.shape
     if v < 4 * k * CHUNK:
         return jax.lax.top_k(x, k)

@@ -120,7 +120,7 @@ def read_config(own: Mapping[str, Any], target: ModelConfig) -> tuple[ModelConfi
 
 
 def parameters(config: ModelConfig, features: int, heads: int | None, found: Container[str]) -> dict[str, Any]:
-    """What a checkpoint holds of DFlash, as declarations. `heads`: tokens of its own head, None: the target's serves.
+    """Declarations of a DFlash checkpoint's params. `heads`: tokens of its own head, None: the target's serves.
 
     Embeddings and head are declared if they are among the tensors `found`.
     """

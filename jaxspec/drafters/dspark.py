@@ -131,8 +131,8 @@ class DSpark(DFlash):
     def latent(
         self, params: Any, before: Float[Array, "*b r"], row: Float[Array, "*b d"], memory: Float[Array, "*b r"]
     ) -> tuple[Float[Array, "*b r"], Float[Array, "*b r"]]:
-        """What the Markov head makes of the embedding of the draft `before`: its product with `markov_after` is added
-        to the row's logits. And the memory of an rnn after it, zero at the first."""
+        """Latent of the Markov head, from the embedding of the draft `before`: its product with `markov_after` is added
+        to the row's logits. Also the memory of an rnn after it, zero at the first."""
         joint = lambda *parts: matmul(jnp.concatenate(parts, axis=-1), params["markov_joint"])  # noqa: E731
         if self.head == "gated":
             return jax.nn.sigmoid(joint(row, before) + params["markov_joint_bias"]) * before, memory

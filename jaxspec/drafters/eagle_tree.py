@@ -12,7 +12,7 @@ sees everything before these and, through the mask, its own branch. The next com
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import flax.struct
 import jax
@@ -23,10 +23,8 @@ from jaxspec.cache.paged import KV, Rows
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
 from jaxspec.drafters.base import DraftBatch, Proposal
+from jaxspec.drafters.chain import Chain
 from jaxspec.drafters.vocabulary import as_targets
-
-if TYPE_CHECKING:
-    from jaxspec.drafters.eagle import Chain
 
 STEPS, DRAFTS = 5, 8  # what is not given, unless what is given asks for less or more
 
@@ -51,8 +49,8 @@ def check(steps: int | None, topk: int, drafts: int) -> None:
         )
 
 
-def places(steps: int, topk: int) -> int:
-    """How many places, from the newest token's on, the beams of all steps take."""
+def slots(steps: int, topk: int) -> int:
+    """How many KV slots, from the newest token's on, the beams of all steps take."""
     return topk * (steps - 1)
 
 
@@ -71,7 +69,9 @@ class _Found:
     source: Int[Array, "b c"]
 
 
-def propose(drafter: Chain, params: Any, kv: KV, hidden: Float[Array, "b d"], batch: DraftBatch) -> tuple[Proposal, KV]:
+def propose(
+    drafter: Chain, steps: int, params: Any, kv: KV, hidden: Float[Array, "b d"], batch: DraftBatch
+) -> tuple[Proposal, KV]:
     """Grow a tree from `hidden`, the output of each request's last row. Sampled requests get the same as greedy ones:
     a target's own draw decides which branch it takes."""
     k, b = drafter.topk, len(hidden)
@@ -80,7 +80,7 @@ def propose(drafter: Chain, params: Any, kv: KV, hidden: Float[Array, "b d"], ba
     found, all_logits = [_Found(tokens, score, root, root)], [logits]
     number, mask = 1 + jnp.broadcast_to(jnp.arange(k), (b, k)), jnp.zeros((b, k, 0), bool)
     hidden = jnp.broadcast_to(hidden[:, None], (b, k, hidden.shape[-1]))
-    for step in range(1, drafter.num_steps):
+    for step in range(1, steps):
         mask = jnp.concatenate([mask, jnp.broadcast_to(jnp.eye(k, dtype=bool), (b, k, k))], axis=2)
         rows = _beam_rows(batch, step, k, mask)
         hidden, kv = drafter._layer(params, kv, tokens, drafter._feedback(params, hidden), rows)
@@ -89,7 +89,7 @@ def propose(drafter: Chain, params: Any, kv: KV, hidden: Float[Array, "b d"], ba
         source = (step - 1) * k + 1 + jnp.repeat(jnp.arange(k), k)
         found.append(_Found(candidates, likely, jnp.repeat(number, k, axis=1), jnp.broadcast_to(source, (b, k * k))))
         all_logits.append(logits)
-        if step + 1 < drafter.num_steps:
+        if step + 1 < steps:
             score, best = jax.lax.top_k(likely, k)
             tokens, number = _pick(candidates, best), 1 + k + (step - 1) * k * k + best
             hidden, mask = _pick(hidden, best // k), _pick(mask, best // k)

@@ -173,7 +173,7 @@ def find(method: str, target: str) -> Known | None:
 
 
 def card(method: str, source: str | None, target: str) -> Known | None:
-    """What is known of this very drafter, whether it was named or found; None for one that the table hasn't."""
+    """Table entry of this very drafter, whether it was named or found; None for one that the table hasn't."""
     name = target.lower().removesuffix("-fp8")
     if method == "mtp":
         return MODULES.get(name)

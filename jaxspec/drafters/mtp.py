@@ -2,7 +2,7 @@
 
 It is one decoder layer of the target's kind, with full attention. It reads pairs: the target's final hidden state at a
 position (after the last norm), and the token that follows. It was trained for one token ahead. Further drafts continue
-from its own normed output, as EAGLE's do, whose chains and caches these are (`eagle.Chain`). Embedding and head are the
+from its own normed output, as EAGLE's do, whose chains and caches these are (`chain`). Embedding and head are the
 target's. Where a checkpoint counts several modules, each drafts one token: `mtp_modules`.
 
 Names are `mtp.*` beside the model's own, in all public layouts. Experts can be one by one there and stacked in the
@@ -13,23 +13,20 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from jaxspec.checkpoint import MTP, ModelFolder, locate
+from jaxspec.checkpoint import MTP, Model, ModelFolder, Source, locate
 from jaxspec.config.options import ConfigError
 from jaxspec.decoder.forward import run_layer
 from jaxspec.decoder.functions import normed
 from jaxspec.decoder.matmul import product
-from jaxspec.drafters.eagle import Chain
+from jaxspec.drafters.chain import Chain
 from jaxspec.drafters.own_weights import borrowed, load_weights, made_up, own_dtype
 from jaxspec.models.declaring import layer_tensors
 from jaxspec.models.description import Mixture, PagedRows
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.weights import WHOLE, linear, norm_scale
 from jaxspec.parallel.sharding import embed
-
-if TYPE_CHECKING:
-    from jaxspec.checkpoint import Model, Source
 
 
 @dataclass(frozen=True)
@@ -89,7 +86,7 @@ def module_config(target: ModelConfig) -> ModelConfig:
 
 
 def parameters(config: ModelConfig, modules: int = 1) -> dict[str, Any]:
-    """What the module has of its own, as declarations, of a config of one layer. Of several, `layers` are a list."""
+    """Declarations of the module's own params, for a config of one layer. Several modules have a list, `layers`."""
     d, centred = config.hidden_size, config.decoder.norm.centred
     layers = [layer_tensors(config.decoder.layers[0], d, f"{MTP}layers.{i}.") for i in range(modules)]
     return {

@@ -155,10 +155,10 @@ def _paired(
     kept: Float[Array, "b d"],
     out: Float[Array, "b _ d"],
 ) -> tuple[Int[Array, " b"], Int[Array, "b t"], Float[Array, "b t d"]]:
-    """What module j's rows are made of, for tokens that the first module's rows from `start` on take.
+    """Inputs of module j's rows, for tokens that the first module's rows from `start` on take.
 
-    `out` are the rows of module j - 1 for the same tokens, `kept` the one before them. Returned are how many rows are
-    missing at the beginning, as they would stand before `begun`, and tokens and outputs of those that aren't.
+    `out` are the rows of module j - 1 for the same tokens, `kept` the one before them. Returns how many rows are
+    missing at the beginning, because they would come before `begun`, and tokens and outputs of the others.
     """
     missing = lambda j: jnp.clip(begun + j - start, 0, j)  # noqa: E731
     shift, at = missing(j) - missing(j - 1), jnp.arange(tokens.shape[1])

@@ -31,7 +31,7 @@ class Ngram(Drafter):
         return cls(options.num_draft_tokens or 4), {}
 
     def on_one_of(self, size):
-        """The same: all devices know all texts."""
+        """Return the drafter itself: all devices know all texts."""
         return self
 
     def propose(self, params, state, batch):

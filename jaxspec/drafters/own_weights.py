@@ -11,14 +11,14 @@ import logging
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxspec.checkpoint import ModelFolder, dummy, in_format, read_params
+from jaxspec.checkpoint import Model, ModelFolder, dummy, in_format, read_params
 from jaxspec.checkpoint.quantization import Quantization
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.models import fp8
@@ -26,14 +26,11 @@ from jaxspec.models.fp8 import BLOCK
 from jaxspec.models.weights import Fp8, Layout, Unquantised, Weight
 from jaxspec.parallel import sharding
 
-if TYPE_CHECKING:
-    from jaxspec.checkpoint import Model
-
 log = logging.getLogger("jaxspec")
 
 
 def own_dtype(target: Model, options: EngineConfig) -> str:
-    """Of activations, and of weights that aren't quantised."""
+    """Dtype of a drafter's activations, and of its weights that aren't quantised."""
     return options.draft_dtype or target.dtype
 
 
@@ -80,7 +77,7 @@ def borrowed(target: Model, dtype: str) -> dict[str, Any]:
 
 
 def _in_dtype(weight: jax.Array | Weight, dtype: str) -> jax.Array | Weight:
-    """The same array if it has the dtype already. A quantised weight takes any activations as it is."""
+    """Cast a weight to `dtype`, if it has another. A quantised weight takes any activations as it is."""
     if weight.dtype == dtype or (isinstance(weight, Weight) and not isinstance(weight.format, Unquantised)):
         return weight
     return jax.tree.map(lambda array: array.astype(dtype), weight)

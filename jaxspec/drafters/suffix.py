@@ -74,7 +74,7 @@ class Suffix(Drafter):
         return cls(options.num_draft_tokens or 8), {}
 
     def on_one_of(self, size):
-        """The same: all devices know all texts."""
+        """Return the drafter itself: all devices know all texts."""
         return self
 
     def init_state(self, layout, num_slots):

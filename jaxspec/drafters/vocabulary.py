@@ -105,7 +105,7 @@ def _read(path: str) -> Any:
 
 
 def rows_of(head: dict[str, Any], ids: Int[np.ndarray, " n"]) -> dict[str, Any]:
-    """What computes logits, a `head` or tied embeddings, copied for these tokens alone."""
+    """Copy what computes logits, a `head` or tied embeddings, for these tokens alone."""
     if "head" not in head:
         return {"embed": head["embed"][ids]}
     return {"head": columns_of(head["head"], ids, head["embed"].dtype)}

@@ -17,7 +17,7 @@ from jaxspec.engine.runner import Runner
 from jaxspec.rounds.programs import GREEDY, LOGPROBS, SAMPLED
 from jaxspec.scheduling.scheduler import Scheduler
 from jaxspec.scheduling.sequence import Sequence
-from jaxspec.structured.matcher import Matcher
+from jaxspec.structured.grammar import Matcher
 from jaxspec.text.tokenizer import Detokenizer, TokenizerError
 
 
@@ -89,7 +89,7 @@ class Intake:
         )
 
     def _check_ids(self, tokens: list[int], params: SamplingParams) -> None:
-        """That all token ids of a request are of the vocabulary."""
+        """Check that all token ids of a request are of the vocabulary."""
         vocab = self.model.config.vocab_size
         if tokens and not (set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < vocab):
             bad = next(t for t in tokens if type(t) is not int or not 0 <= t < vocab)

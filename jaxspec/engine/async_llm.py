@@ -50,7 +50,7 @@ class RequestTimeout(RequestFailed):
 
 
 class Overloaded(RuntimeError):
-    """As many requests wait as `max_queued_requests` allows; nothing of this one was kept, so send it again later."""
+    """Refusal of a request while `max_queued_requests` others wait. Nothing of it is kept, so send it again later."""
 
 
 def check_params(params: Any) -> None:

@@ -1,4 +1,4 @@
-"""What an engine's options come to for a model on a machine: open ones filled in, and the sizes of programs."""
+"""Resolve open engine options for a model and device, and choose the sizes of programs."""
 
 from __future__ import annotations
 

@@ -4,26 +4,24 @@ with. How each part is held is in docs/determinism.md."""
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxspec.cache.paged import page_dtype
+from jaxspec.checkpoint import Model
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
 from jaxspec.decoder.forward import choose
 from jaxspec.decoder.mixings import mixing_of
 from jaxspec.decoder.path import Call
+from jaxspec.drafters import LoadedDrafter
 from jaxspec.models.description import Decoder
 from jaxspec.models.weights import Weight
 from jaxspec.pallas import hopper
 from jaxspec.pallas.dense import weight_stream
 from jaxspec.pallas.hopper import SWIZZLED as UNIT
-
-if TYPE_CHECKING:
-    from jaxspec.checkpoint import Model
-    from jaxspec.drafters import LoadedDrafter
 
 PROMPT_BLOCK = 64  # rows of a prompt's block on a GPU
 SEGMENT, SEGMENTS = 256, 32  # tokens that attention sums by themselves, and how many times it does at most
@@ -66,7 +64,7 @@ def prepared(model: Model, draft: LoadedDrafter, options: EngineConfig) -> Model
 
 
 def widened(params: dict[str, Any], decoder: Decoder) -> dict[str, Any]:
-    """The same where narrow projections have columns of zeros, up to what the kernel takes."""
+    """Pad narrow projections with columns of zeros, up to what the kernel takes."""
     if not hopper.multiprocessors():
         return params
 

@@ -26,16 +26,17 @@ from jaxspec.engine.admission import Choice, Intake, Request
 from jaxspec.engine.defaults import here
 from jaxspec.engine.flight import Flight
 from jaxspec.engine.runner import Runner
-from jaxspec.engine.stats import STEP_TOKENS, DecodeLog, Tally, figures
+from jaxspec.engine.stats import Counts, DecodeLog, figures
 from jaxspec.rounds.packing import fit, unpack_logprobs
 from jaxspec.rounds.programs import ACCEPTED, DONE, DRAFTED, EMITTED, GREEDY, LOGPROB_WIDTH, LOGPROBS, MODES, TOKENS
 from jaxspec.scheduling import skipped_drafts
+from jaxspec.scheduling.audit import audit
 from jaxspec.scheduling.draft_count import REST, Chooser, Group
 from jaxspec.scheduling.prefill_budget import Pace
 from jaxspec.scheduling.scheduler import Scheduler
 from jaxspec.scheduling.sequence import Sequence
 from jaxspec.scheduling.sequence import State as SequenceState
-from jaxspec.structured.matcher import first_masks, round_masks
+from jaxspec.structured.grammar import first_masks, round_masks
 from jaxspec.text.tokenizer import Detokenizer
 
 log = logging.getLogger("jaxspec")
@@ -76,12 +77,7 @@ class Engine:
         self.grammars = self.runner.grammars
         self.prepare = Intake(self.runner, self.scheduler).prepare
         self.requests: dict[str, Request] = {}
-        self.totals: Counter = Counter()
-        self.finished: Counter = Counter()
-        self.drafted = [0] * (self.runner.yields - 1)
-        self.accepted = [0] * (self.runner.yields - 1)
-        self.step_tokens = Tally(STEP_TOKENS)
-        self.rounds_by_drafts = Counter(dict.fromkeys(self.runner.drafts, 0))
+        self.counts = Counts(self.runner.yields, self.runner.drafts)
         self.chooser = self._chooser()
         self.pace = Pace(self.config.max_itl_ms and self.config.max_itl_ms / 1e3, shapes.block, shapes.prefills)
         self.timeline = None  # the `timeline.Timeline` that records, if one does
@@ -91,7 +87,7 @@ class Engine:
         draft = self.runner.draft
         self._watch = Watch(draft.name, self.runner.model.name, draft.card)
         self._decode_log = DecodeLog(self.config.decode_log_interval)
-        self.compiles_at_start = self.runner.compiles["compiles"]
+        self.counts.compiles_at_start = self.runner.compiles["compiles"]
 
     def _chooser(self) -> Chooser | None:
         runner = self.runner
@@ -102,7 +98,7 @@ class Engine:
         """End a start in stages, if all programs are there. Without a request if rounds are still to be timed."""
         if self.runner.starting and self.runner.complete_start(None if self.busy else self.scheduler.flush):
             self.chooser, self.scheduler.rounds = self._chooser(), self.runner.programs.most_rounds
-            self.compiles_at_start = self.runner.compiles["compiles"]
+            self.counts.compiles_at_start = self.runner.compiles["compiles"]
 
     @property
     def busy(self) -> bool:
@@ -139,7 +135,7 @@ class Engine:
         self.requests[request.id] = request
         for choice in request.choices:
             self.scheduler.add(choice.seq)
-        self.totals["prompt_tokens"] += len(request.tokens) * params.n
+        self.counts.totals["prompt_tokens"] += len(request.tokens) * params.n
 
     def abort(self, request_id: str) -> list[Delta]:
         """End a request at once; its slots and pages are free. Unknown ids are ignored."""
@@ -159,7 +155,7 @@ class Engine:
             self._due, waited = self._due - 1, True
             self._read(deltas, keep=len(self._flights) - 1)
         if moved := prompts + sum(len(delta.token_ids) for delta in deltas):
-            self.step_tokens.observe(moved)
+            self.counts.step_tokens.observe(moved)
         if self.timeline is not None:
             self.timeline.step(began, prompts, deltas)
         return deltas
@@ -253,7 +249,7 @@ class Engine:
         if not seq.preemptions:
             choice.metrics.queue = time.monotonic() - request.added
             choice.metrics.cached_tokens = seq.cached
-            self.totals["cached_tokens"] += seq.cached
+            self.counts.totals["cached_tokens"] += seq.cached
 
     def _read(self, deltas: list[Delta], keep: int) -> None:
         while len(self._flights) > keep:
@@ -266,7 +262,7 @@ class Engine:
             self._read_at = now
             flight.read(flight, result, deltas)
         if self._decode_log.due(idle=not self.scheduler.unfinished):
-            self._decode_log.write(self)
+            self._decode_log.write(self.counts.totals, self.scheduler)
 
     def _read_first(self, flight: Flight, result: np.ndarray, deltas: list[Delta]) -> None:
         for choice, rows, logprobs in self._live(flight, result[None], 1):
@@ -284,9 +280,9 @@ class Engine:
                 live[i] += 1
                 yielded[row[ACCEPTED]] += choice.request.params.speculative and choice.seq.seen is None
             deltas.append(self._take(choice, rows, logprobs, len(rounds)))
-        self.totals["rounds"] += len(rounds)
-        self.rounds_by_drafts[max(flight.drafts, 0)] += len(rounds)
-        self.totals["rested_rounds"] += len(rounds) * (flight.drafts == REST)
+        self.counts.totals["rounds"] += len(rounds)
+        self.counts.rounds_by_drafts[max(flight.drafts, 0)] += len(rounds)
+        self.counts.totals["rested_rounds"] += len(rounds) * (flight.drafts == REST)
         if flight.group is not None:
             self.chooser.accepted(flight.drafts, yielded)
         for i in range(len(rounds)):
@@ -317,7 +313,7 @@ class Engine:
         tokens = tokens[known:]
         try:
             if choice.matcher is not None:
-                self.totals["forced_tokens"] += choice.matcher.advance(tokens)
+                self.counts.totals["forced_tokens"] += choice.matcher.advance(tokens)
             delta = self._advance(choice, tokens, entries, bool(rows[-1][DONE]))
         except Exception as error:  # of this text alone, a tokenizer's for example: other requests go on
             log.error("request %s failed while its text was made; others go on", choice.request.id, exc_info=error)
@@ -336,12 +332,7 @@ class Engine:
             metrics.drafted_tokens += drafted
             metrics.acceptance_histogram[accepted - 1] += 1
         self._watch.count(accepted, drafted, first=metrics.verify_rounds == 1)
-        self.totals["verify_rounds"] += 1
-        self.totals["verified_tokens"] += accepted
-        for i in range(drafted):
-            self.drafted[i] += 1
-        for i in range(accepted - 1):
-            self.accepted[i] += 1
+        self.counts.verified(accepted, drafted)
 
     def _read_score(self, flight: Flight, result: np.ndarray, deltas: list[Delta]) -> None:
         ((seq, epoch),) = flight.rows
@@ -367,7 +358,7 @@ class Engine:
         if stop is not None:
             tokens, entries = tokens[:used], entries and entries[:used]
         metrics.output_tokens += len(tokens)
-        self.totals["generation_tokens"] += len(tokens)
+        self.counts.totals["generation_tokens"] += len(tokens)
         if stop is None and not done:
             delta = Delta(request.id, choice.index, text, tokens, entries)
         else:
@@ -388,7 +379,7 @@ class Engine:
             choice.matcher.close()
         metrics.latency = time.monotonic() - request.added
         metrics.preemptions = choice.seq.preemptions
-        self.finished[why] += 1
+        self.counts.finished[why] += 1
         if not any(_open(other) for other in request.choices):
             self.requests.pop(request.id, None)
         return Delta(request.id, choice.index, text, list(tokens), entries, why, reason, metrics)
@@ -413,9 +404,9 @@ class Engine:
         for request in self.requests.values():
             for choice in filter(_open, request.choices):
                 self.scheduler.finish(choice.seq)
-                self.finished["error"] += 1
+                self.counts.finished["error"] += 1
         self.requests.clear()
-        self.scheduler.audit()
+        audit(self.scheduler)
         self.runner.reset()
 
     def settle(self) -> None:
@@ -427,7 +418,7 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Figures since start, cheap, from any thread."""
-        return figures(self)
+        return figures(self.counts, self.scheduler, self.runner, self.chooser)
 
 
 def _mode(seqs: list[Sequence]) -> str:

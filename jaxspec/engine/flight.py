@@ -1,4 +1,4 @@
-"""What the engine has dispatched and not read yet."""
+"""Programs that the engine has dispatched and not read yet."""
 
 from __future__ import annotations
 

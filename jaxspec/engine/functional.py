@@ -112,7 +112,7 @@ def _hidden_states(config, layers, params, tokens):
 
 @flax.struct.dataclass
 class Proposed:
-    """What `propose` returns. `tokens[:count]` are drafts of the tokens after `next_token`, as target ids.
+    """Result of `propose`. `tokens[:count]` are drafts of the tokens after `next_token`, as target ids.
 
     In a tree, draft i follows `next_token` if `parents[i]` is 0, and draft `parents[i] - 1` otherwise. `confidence` is
     the drafter's estimate that each draft is accepted if those before it are, None if it makes none.

@@ -7,6 +7,7 @@ has already been started, so reading them a round later doesn't wait.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
 import time
 from collections import Counter
@@ -43,14 +44,13 @@ from jaxspec.config.options import ConfigError
 from jaxspec.decoder.forward import describe, path_table
 from jaxspec.drafters import LoadedDrafter, check_drafter, load_drafter
 from jaxspec.drafters.base import Drafter
-from jaxspec.engine import stats
 from jaxspec.engine.defaults import resolve, rounds_for, shapes_of, small_model
 from jaxspec.engine.deterministic import prepared
 from jaxspec.models.description import PagedRows
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas import hopper, portable
 from jaxspec.parallel import peers, sharding
-from jaxspec.parallel.hosts import Follower, Leader, same_plan, shapes_of_all
+from jaxspec.parallel.hosts import Follower, Leader
 from jaxspec.parallel.sharding import Division
 from jaxspec.rounds.packing import fit, pack_admission, pack_blocks
 from jaxspec.rounds.programs import MODES, State, empty_state
@@ -75,7 +75,7 @@ class Runner:
     sums: str | None = None  # how those over several devices are made
     _recalled = False  # round times of an earlier start were asked for
 
-    @hopper.as_asked
+    @hopper.with_requested_kernels
     def __init__(
         self,
         options: EngineConfig,
@@ -108,7 +108,7 @@ class Runner:
             self.grammars = None if loading else grammars()
             self._compile(options, staged_start, loading)
         self.grammars = self.grammars or grammars()
-        stats.report_start(self, started)
+        _report_start(self, started)
 
     def _load(self, options: EngineConfig, model: Model | None, draft: LoadedDrafter | None) -> None:
         """Model and drafter, those given or those of the options; and both as one of several devices has them."""
@@ -172,7 +172,7 @@ class Runner:
             self._compile(options, staged, None)
             return
         if hosts is not None:
-            self.programs.tell = hosts.meet(shapes_of_all(self))
+            self.programs.tell = hosts.meet(self._digests())
         if warm and not (self.starting or (hosts is not None and hosts.follows)):
             self._complete(lambda: None)
         self.plan = dataclasses.replace(self.plan, host_bytes=resident_memory())
@@ -236,8 +236,15 @@ class Runner:
             memory=self._memory,
             devices=config.tp_size,
         )
-        plan = plan if self.hosts is None else same_plan(plan, self.hosts)
+        plan = plan if self.hosts is None else _same_plan(plan, self.hosts)
         return plan, PageLayout(plan.num_pages, config.page_size, dtype)
+
+    def _digests(self) -> dict[str, str]:
+        """Digests of the shapes that programs were made of, which must be the same on every node."""
+        trees = {"weights": self.model.params, "drafter weights": self.draft.params, "caches": self.state}
+        shapes = {name: [(x.shape, str(x.dtype)) for x in jax.tree.leaves(tree)] for name, tree in trees.items()}
+        digest = lambda of: hashlib.sha256(repr(of).encode()).hexdigest()[:12]  # noqa: E731
+        return {f"{name} of shapes": digest(of) for name, of in (shapes | {"programs": self.shapes}).items()}
 
     @property
     def page_dtype(self) -> str:
@@ -307,7 +314,7 @@ class Runner:
         return jax.jit(sharding.spread(self._local_state, self._mesh, (), self._division.state))()
 
     def _local_state(self) -> State:
-        """What a device has of an empty state."""
+        """A device's part of an empty state."""
         return self._state_of(self._layout, self.plan.states.snapshots, self._local, self._drafter)
 
     def _state_of(self, layout: PageLayout, snapshots: int, config: ModelConfig, drafter: Drafter) -> State:
@@ -410,11 +417,11 @@ class Runner:
         return self._mode_of("first", mode, requests)
 
     def mode_of_round(self, mode: str, requests: int, rounds: int = 1) -> str:
-        """As `mode_of_first`, of `round`."""
+        """The mode of `round`, chosen as in `mode_of_first`."""
         return self._mode_of(of_rounds(rounds), mode, requests)
 
     def mode_of_open_round(self, mode: str, requests: int) -> str:
-        """As `mode_of_first`, of `open_round`."""
+        """The mode of `open_round`, chosen as in `mode_of_first`."""
         return self._mode_of("structured", mode, requests)
 
     def _mode_of(self, name: str, mode: str, requests: int) -> str:
@@ -442,7 +449,7 @@ class Runner:
         return out
 
     def masked_first(self, slots: list[int], table: np.ndarray, bits: np.ndarray, forced: np.ndarray) -> jax.Array:
-        """As `first` in mode logprobs, among the tokens that `bits` u32[slots, 1, w] allow."""
+        """Dispatch `first` in mode logprobs, among the tokens that `bits` u32[slots, 1, w] allow."""
         _, size = self.programs.stand_in("masked_first", ("",), len(slots))
         packed = put_forced(self._pack(slots, table, size, columns(self.width - 1)), [None] * len(slots))
         padding = ((0, len(packed) - len(slots)), (0, 0), (0, 0))
@@ -456,3 +463,39 @@ class Runner:
         packed[: len(slots), 0] = slots
         packed[: len(slots), columns:] = table[slots]
         return packed
+
+
+def _same_plan(plan: MemoryPlan, hosts: Leader | Follower) -> MemoryPlan:
+    """A memory plan with as many pages and snapshots as every node has room for. **Raises:** `HostLost`."""
+    tokens, snapshots = hosts.agree(plan.tokens, plan.states.snapshots)
+    states = dataclasses.replace(plan.states, snapshots=snapshots)
+    return dataclasses.replace(plan, tokens=tokens, kv_bytes=plan.kv_bytes * tokens // plan.tokens, states=states)
+
+
+def _report_start(runner: Runner, started: float) -> None:
+    """Log what a start that began then came to."""
+    drafter = runner.draft.drafter
+    log.info("%s", runner.plan)
+    if runner.model.kv_scales is not None:
+        used = "are" if runner.page_dtype.startswith("float8") else "aren't"
+        log.info("the checkpoint's scales of keys and values %s used: %s pages", used, runner.page_dtype)
+    if runner.snapshots == () and not runner.config.disable_prefix_cache:
+        log.info("the prefix cache is off: a hybrid needs state snapshots for it, and there is no room for any")
+    if drafter.topk > 1:
+        log.info(
+            "drafts are trees of %d tokens, up to %d deep. Where a request samples, a draft is accepted if the "
+            "target draws it (target-only sampling), so a seed gives the text of plain decoding; chains (--topk 1) "
+            "use the drafter's probabilities too (block verification)",
+            drafter.num_draft_tokens,
+            drafter.longest,
+        )
+    seconds, name = time.monotonic() - started, f"{runner.model.name} with --draft {runner.draft.name}"
+    log.info("ready in %.1f s: %s, %s", seconds, name, programs_there(runner.programs))
+
+
+def programs_there(programs: Programs) -> str:
+    """How many of an engine's programs are compiled, in words."""
+    ready, pending = programs.ready, len(programs.pending)
+    if pending:
+        return f"{ready} of {ready + pending} programs. The others are being compiled; until then requests are slower"
+    return f"{ready} programs" if ready else "whose programs are compiled when they are first used"

@@ -8,14 +8,12 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from jaxspec.engine.runner import Runner
 from jaxspec.pallas.hopper import KERNELS
-
-if TYPE_CHECKING:
-    from jaxspec.compiling.programs import Programs
-    from jaxspec.engine.engine import Engine
-    from jaxspec.engine.runner import Runner
+from jaxspec.scheduling.draft_count import Chooser
+from jaxspec.scheduling.scheduler import Scheduler
 
 log = logging.getLogger("jaxspec")
 
@@ -43,6 +41,32 @@ class Tally:
         return {"bounds": list(self.bounds), "counts": list(self.counts), "sum": self.sum}
 
 
+class Counts:
+    """Counts of an engine since its start. `totals` has sums by name, `finished` requests by how they ended.
+
+    `drafted` and `accepted` have drafts by their place in a round, of which the longest yields `yields` tokens.
+    `compiles_at_start`: how many programs this process had compiled by then.
+    """
+
+    def __init__(self, yields: int, drafts: Sequence[int]):
+        self.totals: Counter = Counter()
+        self.finished: Counter = Counter()
+        self.drafted = [0] * (yields - 1)
+        self.accepted = [0] * (yields - 1)
+        self.step_tokens = Tally(STEP_TOKENS)
+        self.rounds_by_drafts = Counter(dict.fromkeys(drafts, 0))
+        self.compiles_at_start = 0
+
+    def verified(self, accepted: int, drafted: int) -> None:
+        """Note what a request gained in a round: `accepted` tokens, the bonus token included, with `drafted` drafts."""
+        self.totals["verify_rounds"] += 1
+        self.totals["verified_tokens"] += accepted
+        for i in range(drafted):
+            self.drafted[i] += 1
+        for i in range(accepted - 1):
+            self.accepted[i] += 1
+
+
 class DecodeLog:
     """Writes a line every `interval` rounds, and one for the rest when the engine falls idle. 0 writes none."""
 
@@ -65,17 +89,15 @@ class DecodeLog:
     def due(self, idle: bool) -> bool:
         return bool(self.interval and self._rows and (idle or self._rounds >= self.interval))
 
-    def write(self, engine: Engine) -> None:
-        totals, before, now = engine.totals, self._before, time.monotonic()
+    def write(self, totals: Counter, scheduler: Scheduler) -> None:
+        before, now = self._before, time.monotonic()
         gained = {key: totals[key] - before[key] for key in ("generation_tokens", "verify_rounds", "verified_tokens")}
-        pages = engine.runner.plan.num_pages - 1
-        used = max(
-            pages - engine.scheduler.free_pages - engine.scheduler.cached_pages, 0
-        )  # the tree's are free as well
+        pages = scheduler.pool.num_pages - 1
+        used = max(pages - scheduler.free_pages - scheduler.cached_pages, 0)  # the tree's are free as well
         log.info(
             "decode: running %d, waiting %d, pages in use %.0f%%, accept len %.2f, %.1f tok/s",
-            len(engine.scheduler.running),
-            len(engine.scheduler.waiting),
+            len(scheduler.running),
+            len(scheduler.waiting),
             100 * used / pages,
             gained["verified_tokens"] / max(gained["verify_rounds"], 1),
             gained["generation_tokens"] / max(now - self._since, 1e-9),
@@ -84,9 +106,9 @@ class DecodeLog:
         self._since, self._before = now, Counter(totals)
 
 
-def figures(engine: Engine) -> dict[str, Any]:
-    """What an engine reports of itself since its start; cheap, and from any thread."""
-    scheduler, totals, runner = engine.scheduler, engine.totals, engine.runner
+def figures(counts: Counts, scheduler: Scheduler, runner: Runner, chooser: Chooser | None) -> dict[str, Any]:
+    """Figures of an engine since its start; cheap, and from any thread."""
+    totals = counts.totals
     rounds = totals["verify_rounds"]
     return {
         "num_running": len(scheduler.running) + (scheduler.prefilling is not None),
@@ -94,7 +116,7 @@ def figures(engine: Engine) -> dict[str, Any]:
         "total_pages": runner.plan.num_pages - 1,
         "free_pages": scheduler.free_pages,
         "cached_pages": scheduler.cached_pages,
-        "page_size": engine.config.page_size,
+        "page_size": runner.config.page_size,
         "state_snapshots": len(scheduler.snapshots.owners) if scheduler.snapshots else 0,
         "prompt_tokens_total": totals["prompt_tokens"],
         "cached_tokens_total": totals["cached_tokens"],
@@ -105,30 +127,29 @@ def figures(engine: Engine) -> dict[str, Any]:
         "verified_tokens_total": totals["verified_tokens"],
         "forced_tokens_total": totals["forced_tokens"],
         "avg_spec_accept_length": totals["verified_tokens"] / rounds if rounds else 0.0,
-        "drafted_per_position": list(engine.drafted),
-        "accepted_per_position": list(engine.accepted),
-        "step_tokens": engine.step_tokens.as_dict(),
-        **_drafting(engine),
+        "drafted_per_position": list(counts.drafted),
+        "accepted_per_position": list(counts.accepted),
+        "step_tokens": counts.step_tokens.as_dict(),
+        **_drafting(counts, runner, chooser),
         "preemptions_total": scheduler.preemptions,
         "compiles_total": runner.compiles["compiles"],
-        "compiles_since_start": runner.compiles["compiles"] - engine.compiles_at_start,
+        "compiles_since_start": runner.compiles["compiles"] - counts.compiles_at_start,
         "programs_pending": [f"{kind} {size}" for kind, size in runner.programs.pending],
         "dispatches": dict(runner.programs.dispatches),
         "kernels": dict(KERNELS),
         "paths": runner.paths,
         "sums": runner.sums,
-        "requests_total": dict(engine.finished),
+        "requests_total": dict(counts.finished),
         "memory_plan": dataclasses.asdict(runner.plan),
     }
 
 
-def _drafting(engine: Engine) -> dict[str, Any]:
+def _drafting(counts: Counts, runner: Runner, chooser: Chooser | None) -> dict[str, Any]:
     """How many drafts rounds have: now, of all rounds, and by what it is chosen, times in seconds."""
-    chooser, runner = engine.chooser, engine.runner
     return {
-        "draft_policy": "fixed" if chooser is None else engine.config.draft_policy,
+        "draft_policy": "fixed" if chooser is None else runner.config.draft_policy,
         "drafts": runner.drafts[-1] if chooser is None else chooser.chosen,
-        "rounds_by_drafts": dict(engine.rounds_by_drafts),
+        "rounds_by_drafts": dict(counts.rounds_by_drafts),
         "expected_tokens_by_drafts": {} if chooser is None else chooser.expected(),
         "round_times": {f"{kind} {size}": each for (kind, size), each in runner.round_times.items()},
     }
@@ -159,32 +180,3 @@ def together(engines: list[dict[str, Any]], lost: list[bool]) -> dict[str, Any]:
     total |= {key: max((each[key] for each in living), default=0) for key in ("drafts", "step_seconds")}
     rounds = total["verify_rounds_total"]
     return total | {"avg_spec_accept_length": total["verified_tokens_total"] / rounds if rounds else 0.0}
-
-
-def report_start(runner: Runner, started: float) -> None:
-    """Log what a start that began then came to."""
-    drafter = runner.draft.drafter
-    log.info("%s", runner.plan)
-    if runner.model.kv_scales is not None:
-        used = "are" if runner.page_dtype.startswith("float8") else "aren't"
-        log.info("the checkpoint's scales of keys and values %s used: %s pages", used, runner.page_dtype)
-    if runner.snapshots == () and not runner.config.disable_prefix_cache:
-        log.info("the prefix cache is off: a hybrid needs state snapshots for it, and there is no room for any")
-    if drafter.topk > 1:
-        log.info(
-            "drafts are trees of %d tokens, up to %d deep. Where a request samples, a draft is accepted if the "
-            "target draws it (target-only sampling), so a seed gives the text of plain decoding; chains (--topk 1) "
-            "use the drafter's probabilities too (block verification)",
-            drafter.num_draft_tokens,
-            drafter.longest,
-        )
-    seconds, name = time.monotonic() - started, f"{runner.model.name} with --draft {runner.draft.name}"
-    log.info("ready in %.1f s: %s, %s", seconds, name, programs_there(runner.programs))
-
-
-def programs_there(programs: Programs) -> str:
-    """How many of an engine's programs are compiled, in words."""
-    ready, pending = programs.ready, len(programs.pending)
-    if pending:
-        return f"{ready} of {ready + pending} programs. The others are being compiled; until then requests are slower"
-    return f"{ready} programs" if ready else "whose programs are compiled when they are first used"

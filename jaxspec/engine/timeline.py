@@ -1,4 +1,4 @@
-"""What an engine's programs did and when, and what its requests got meanwhile: recorded on demand, shown by Perfetto.
+"""Recording of an engine's programs and of its requests' gains meanwhile: made on demand, shown by Perfetto.
 
 Invariant: while nothing is recorded, nothing is kept, and serving pays a comparison a program. While it is, a thread
 waits for each program's result in turn, so the engine's loop never does.
@@ -15,15 +15,13 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxspec.config.request import Delta
-
-if TYPE_CHECKING:
-    from jaxspec.engine.engine import Engine
+from jaxspec.engine.engine import Engine
 
 PROMPTS, FIRST, ROUNDS = "prompts", "first tokens", "rounds"  # what a program does
 MOST = 1_000_000  # programs and gains of requests kept; recording ends there
@@ -69,7 +67,7 @@ class Step(NamedTuple):
 
 
 class Gain(NamedTuple):
-    """What a request gained at a time. `reason`: why it ended, if it did."""
+    """Tokens that a request gained at a time. `reason`: why it ended, if it did."""
 
     time: float
     tokens: int

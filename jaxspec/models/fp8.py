@@ -76,7 +76,7 @@ def product(
 
 
 def _scales(largest: Float[Array, "*s"]) -> Float[Array, "*s"]:
-    """What brings the largest magnitude to the largest number; 1 where all are zero, or too small for a scale."""
+    """Scales that map the largest magnitude to the largest number; 1 where all are zero, or too small for a scale."""
     scales = largest / LARGEST
     return jnp.where(scales > 0, scales, 1.0)
 

@@ -9,7 +9,7 @@ from jaxspec.models.description import Decoder, Layer, Mixture, Mlp
 
 
 def local(decoder: Decoder, size: int) -> Decoder:
-    """What one of `size` devices computes of a decoder. Its vocabulary is still the whole one.
+    """One device's share of a decoder among `size`. Its vocabulary is still the whole one.
 
     **Raises:** `ConfigError` naming what can't be divided.
     """

@@ -67,7 +67,7 @@ class ModelConfig:
         return sum(self.decoder.groups(PagedRows).values())
 
     def on_one_of(self, size: int) -> ModelConfig:
-        """What each of so many devices computes. **Raises:** as `local`."""
+        """Config of one device's share among `size`. **Raises:** as `local`."""
         return dataclasses.replace(self, decoder=local(self.decoder, size)) if size > 1 else self
 
     def summary(self) -> dict[str, Any]:

@@ -38,7 +38,7 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the low three bits
 def arrange(
     packed: UInt8[Array, "*e n k2"], scales: UInt8[Array, "*e n b"]
 ) -> tuple[UInt8[Array, "*e n k2"], UInt8[Array, "*e b n"]]:
-    """What a checkpoint has, two numbers a byte, as devices have it."""
+    """Rearrange a checkpoint's numbers, two a byte, and scales as devices have them."""
     return _bytes(jnp.stack([packed & 15, packed >> 4], axis=-1)), jnp.swapaxes(scales, -1, -2)
 
 

@@ -1,4 +1,4 @@
-"""What params pytrees are made of: weights of matmuls with their format and layout, and declarations of every array.
+"""Parts of params pytrees: weights of matmuls with their format and layout, and declarations of every array.
 
 The weight of a matmul is a `Weight`, wherever it is kept; norms' scales, biases and embeddings are plain arrays. A
 kernel reads a weight through `Weight.unquantised`, which raises for any other format, so that no kernel ever takes
@@ -162,7 +162,7 @@ class Weight:
 
     @property
     def dtype(self) -> Any:
-        """Of the values as they are stored."""
+        """Dtype of the values as they are stored."""
         return self.values.dtype
 
     @property
@@ -234,7 +234,7 @@ def matmul(x: Float[Array, "*b k"], weight: Weight, dtype: Any = None) -> Float[
 
 
 def expert_matmul(x: Float[Array, "r k"], stack: Weight, i: Any) -> Float[Array, "r n"]:
-    """The same with the i-th expert's weight of a stack, in float32."""
+    """Multiply x by the i-th expert's weight of a stack, in float32."""
     one = jax.tree.map(lambda array: array[i], stack)
     if not isinstance(stack.format, Unquantised):
         return matmul(x, one, jnp.float32)
@@ -290,7 +290,7 @@ class Param:
         return self.stacked or (self.transpose and not self.depthwise)
 
     def made(self, values: Any, scales: Any = None) -> Any:
-        """What stands in the params for these values: an array, or a `Weight` of it."""
+        """Value in the params for these values: an array, or a `Weight` of it."""
         return Weight(values, self.format, self.layout, scales) if self.of_matmul else values
 
     def stored(self) -> dict[str, tuple[int, ...]]:
@@ -298,7 +298,7 @@ class Param:
         return self.stored_values() | dict(self.scales)
 
     def stored_values(self) -> dict[str, tuple[int, ...]]:
-        """The same of its sources alone, without scales."""
+        """Name and shape of each source, without scales."""
         if self.sources == (self.whole,):
             experts, outputs, inputs = self.shape
             if isinstance(self.format, Mxfp4):
@@ -313,7 +313,7 @@ class Param:
         return {name: (out, 1, taps) for name, (out, taps) in shapes.items()} if self.depthwise else shapes
 
     def as_found(self, names: Container[str]) -> Param:
-        """The same, made of `whole` if that is what a checkpoint with these tensors has."""
+        """Declaration made of `whole` if that is what a checkpoint with these tensors has, else this one."""
         return dataclasses.replace(self, sources=(self.whole,)) if self.whole in names else self
 
 
@@ -350,7 +350,7 @@ def embedding(tokens: int, width: int, source: str) -> Param:
 
 
 def head(width: int, tokens: int, source: str) -> Param:
-    """What makes logits of final hidden states; it is never quantised on load."""
+    """Declare the weight that makes logits of final hidden states; it is never quantised on load."""
     return linear(width, {source: tokens}, exact=True, split=by_outputs(((tokens, 1),), padded=True))
 
 

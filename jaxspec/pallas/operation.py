@@ -24,49 +24,57 @@ class Implementation:
     - `device`: whose kernels it needs, one of HOPPER, PORTABLE and ANY.
     - `refuses(*call)`: why it can't take such operands, or None if it can.
     - `run(*call)`: the result.
-    - `processors`: multiprocessors that must run it at once.
     - `requested`: it serves only where `--kernels portable` asks for it, since no GPU has shown that it is right.
+    - `slow`: a device whose kernels refuse the call logs that this runs.
     """
 
     name: str
     device: str
     refuses: Callable[..., str | None]
     run: Callable[..., Any]
-    processors: int = 1
     requested: bool = False
+    slow: bool = False
 
     def lacks(self) -> str | None:
         """Why this process's device doesn't run it, whatever the call, or None if it does."""
         if (reason := _LACKS[self.device]()) is not None:
             return reason
-        if self.requested and hopper.asked() != PORTABLE:
-            return "not timed on a GPU; --kernels portable requests it"
-        if self.device == HOPPER and (count := hopper.multiprocessors()) < self.processors:
-            return f"{count} multiprocessors; {self.processors} are needed"
+        if self.requested and hopper.requested_kernels() != PORTABLE:
+            return "no GPU has run it; --kernels portable requests it"
         return None
+
+    def takes(self, *call: Any) -> bool:
+        """Whether it runs here and takes the call."""
+        return self.lacks() is None and self.refuses(*call) is None
 
 
 Table = tuple[Implementation, ...]
 
 
-def choose(operation: str, table: Table, *call: Any, **named: Any) -> Implementation:
-    """The first implementation of `table` that runs here and takes the call. A device that has kernels and runs plain
-    jnp all the same is logged, once for each reason.
+def nothing(*call: Any) -> None:
+    """What the last implementation of a table refuses."""
 
-    **Raises:** `NotImplementedError` if none takes it, with each one's reason.
+
+def choose(operation: str, table: Table, *call: Any) -> Implementation:
+    """The first implementation of `table` that runs here and takes the call.
+
+    If that is a slow one, and the device has kernels, a warning says why they don't serve, once for the same reasons.
+
+    **Raises:** `NotImplementedError` if none takes it.
     """
-    reasons = {}
+    refused = []
     for each in table:
         if each.lacks() is not None:
             continue
-        if (reason := each.refuses(*call, **named)) is None:
-            if each.device == ANY and reasons:
-                _warn(operation, "; ".join(dict.fromkeys(reasons.values())))
+        if (reason := each.refuses(*call)) is None:
+            if each.slow and refused:
+                warn(operation, "; ".join(refused))
             return each
-        reasons[each.name] = reason
-    raise NotImplementedError(f"{operation}: {'; '.join(f'{name}: {reason}' for name, reason in reasons.items())}")
+        if each.device != ANY:
+            refused.append(f"{each.name}: {reason}")
+    raise NotImplementedError(f"nothing here computes {operation}; {'; '.join(refused)}")
 
 
 @functools.cache
-def _warn(operation: str, reasons: str) -> None:
-    hopper.log.warning("%s runs in plain jax.numpy, which is slow: %s", operation, reasons)
+def warn(operation: str, reasons: str) -> None:
+    hopper.log.warning("%s runs in plain jax.numpy, which is slow (%s)", operation, reasons)

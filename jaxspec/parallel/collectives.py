@@ -1,4 +1,4 @@
-"""What all devices of a program add up or tell each other: the exchanges that others are made of (`sharding`)."""
+"""Sums and gathers over all devices of a program, on which the exchanges of `sharding` are built."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def devices() -> int:
         return 1
 
 
-# Of the program that is being traced: what sums by another way than `psum`, or gives None for what it can't sum.
+# The traced program's own way to sum, in place of `psum`; it gives None for an array that it can't sum.
 summing: contextvars.ContextVar[Callable[[Array], Array | None] | None] = contextvars.ContextVar("sum", default=None)
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import logging
 import os
@@ -29,8 +28,6 @@ import jax
 import jaxlib
 import numpy as np
 
-from jaxspec.cache.memory_plan import MemoryPlan
-from jaxspec.compiling.executable_store import source_digest
 from jaxspec.config.options import ConfigError, flag
 from jaxspec.parallel.channel import Channel
 
@@ -56,7 +53,7 @@ def encode(kind: str, value: Any = None, arrays: tuple[np.ndarray, ...] = ()) ->
 
 
 def decode(message: bytes) -> tuple[str, Any, list[np.ndarray]]:
-    """What `encode` made a message of. **Raises:** `ValueError` for anything else."""
+    """Decode a message of `encode`. **Raises:** `ValueError` for anything else."""
     head, _, rest = message.partition(b"\n")
     kind, value, told = json.loads(head)
     arrays, start = [], 0
@@ -92,8 +89,8 @@ class Node:
             raise HostLost(f"node {self.rank} is gone: {self.error}") from error
 
     def receive(self, kind: str) -> Any:
-        """What its next message says, which must be of this kind. **Raises:** `HostLost`; `ConfigError` if it refuses
-        to go on."""
+        """Receive the node's next message, which must be of this kind, and return its value. **Raises:** `HostLost`;
+        `ConfigError` if it refuses to go on."""
         message = self.messages.get()
         if message is None:
             raise HostLost(f"node {self.rank} is gone: {self.error}")
@@ -159,7 +156,7 @@ class Leader:
         return least
 
     def meet(self, shapes: dict[str, str]) -> Callable[..., None]:
-        """Wait until all nodes have their programs; what tells them of each dispatch.
+        """Wait until all nodes have their programs; return what broadcasts each dispatch.
 
         `shapes`: digests of what the programs were made of. **Raises:** `ConfigError` if a node has others.
         """
@@ -206,12 +203,12 @@ class Follower:
         self._leader = Node(0, channel, self._lose)
 
     def agree(self, *sizes: int) -> list[int]:
-        """As `Leader.agree`."""
+        """Send this node's sizes and receive the least over all nodes; see `Leader.agree`."""
         self._leader.send("sizes", sizes)
         return self._leader.receive("sizes")
 
     def meet(self, shapes: dict[str, str]) -> None:
-        """As `Leader.meet`, and nothing to tell."""
+        """Wait until all nodes have their programs; see `Leader.meet`."""
         self._leader.send("shapes", shapes)
         self._leader.receive("go")
 
@@ -232,17 +229,17 @@ class Follower:
         end_process()
 
 
-def join(nodes: int, rank: int, address: str, options: Any) -> Leader | Follower:
+def join(nodes: int, rank: int, address: str, options: Any, source: str) -> Leader | Follower:
     """Meet the other nodes, check that all are alike, and start `jax.distributed`. Before jax sees a device.
 
     **Arguments:** `address` is HOST:PORT of node 0, where jax's service listens; ours does at the next port. `options`
-    is an `EngineConfig`.
+    is an `EngineConfig`, `source` a digest of jaxspec's source.
 
     **Raises:** `ConfigError` if not all come in time, or one was started otherwise.
     """
     host, _, port = address.rpartition(":")
     host, own = host.strip("[]"), int(port) + 1
-    told = facts(options, nodes)
+    told = facts(options, nodes, source)
     met = _gather(host, own, nodes, told) if rank == 0 else _come(host, own, rank, told)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, which starts the drain
@@ -254,30 +251,12 @@ def join(nodes: int, rank: int, address: str, options: Any) -> Leader | Follower
     return met
 
 
-def facts(options: Any, nodes: int) -> dict[str, str]:
+def facts(options: Any, nodes: int, source: str) -> dict[str, str]:
     """All that must be the same on every node, as text by its name."""
     given = {flag(name): value for name, value in dataclasses.asdict(options).items() if name not in OWN}
-    versions = {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "jaxspec's source": source_digest()[:12]}
+    versions = {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "jaxspec's source": source[:12]}
     flags = {"XLA_FLAGS": os.environ.get("XLA_FLAGS", "")}
     return {name: str(value) for name, value in ({"--nnodes": nodes} | given | versions | flags).items()}
-
-
-def same_plan(plan: MemoryPlan, hosts: Leader | Follower) -> MemoryPlan:
-    """A memory plan with as many pages and snapshots as every node has room for. **Raises:** `HostLost`."""
-    tokens, snapshots = hosts.agree(plan.tokens, plan.states.snapshots)
-    states = dataclasses.replace(plan.states, snapshots=snapshots)
-    return dataclasses.replace(plan, tokens=tokens, kv_bytes=plan.kv_bytes * tokens // plan.tokens, states=states)
-
-
-def shapes_of_all(runner: Any) -> dict[str, str]:
-    """Digests of the shapes that a `Runner`'s programs were made of."""
-    trees = {"weights": runner.model.params, "drafter weights": runner.draft.params, "caches": runner.state}
-    shapes = {name: [(x.shape, str(x.dtype)) for x in jax.tree.leaves(tree)] for name, tree in trees.items()}
-    return {f"{name} of shapes": _digest(of) for name, of in (shapes | {"programs": runner.shapes}).items()}
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
 
 
 def refuse_unless_alike(node: Node, ours: dict[str, str], theirs: dict[str, str], verb: str, why: str) -> None:

@@ -1,8 +1,8 @@
-"""What the devices of a mesh know of each other's memory, and the sum that goes through it (`pallas.peer_sum`).
+"""Workspaces in the devices' memory that all devices of a mesh can read, and the sum through them (`pallas.peer_sum`).
 
-An engine opens it once: each device gets a workspace, all learn the addresses, and each reads a word from every other
-one. If anything of that fails, sums are XLA's (`psum`), and `open_peers` says why. Programs get the addresses as an
-operand, because they are other ones in each process. While a program is traced they stand in a context variable.
+An engine opens them once: each device gets one, all devices learn the addresses, and each reads a word from every other
+device. If any of that fails, sums are XLA's (`psum`), and `open_peers` says why. Programs take the addresses as an
+operand, because they differ in each process. While a program is traced, a context variable holds them.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _total(x: Float[Array, "*b d"]) -> Float[Array, "*b d"] | None:
 
 
 def opened(mesh: Mesh) -> tuple[Workspaces | None, str]:
-    """As `open_peers`, and in words how sums are made, which the log says as well."""
+    """Open peers' memory as `open_peers` does; also say, and log, how sums are made."""
     workspaces, reason = open_peers(mesh)
     sums = "through peers' memory" if reason is None else f"by XLA's psum: {reason}"
     log.info("sums over the %d devices are made %s", mesh.size, sums)
@@ -144,18 +144,18 @@ def summed(
     part: Float[Array, "r d"] | Float[Array, "s r d"],
     x: Float[Array, "r d"] | None = None,
     scale: Float[Array, " d"] | None = None,
-    ahead: Float[Array, "k n"] | None = None,
+    prefetch: Float[Array, "k n"] | None = None,
     *,
     centred: bool = False,
 ) -> Float[Array, "r d"] | tuple[Float[Array, "r d"], Scaled]:
     """x plus the sum of all devices' `part`, the same bits on each: through peers' memory if it can go there.
 
     A `part` in float32 comes in parts, which are added up and rounded to bfloat16 first. With a `scale`, as `Scaled`
-    rows as well, as of `few_rows.add_product`. `ahead`: weights that come next.
+    rows as well, as of `few_rows.add_product`. `prefetch`: weights that the next kernel reads.
     """
     here, dtype = _known.get(), jnp.bfloat16 if part.ndim == 3 else part.dtype
     if here is not None and peer_sum.supported(*part.shape[-2:], dtype) is None:
-        return peer_sum.peer_sum(part, *here, x, scale, ahead, centred=centred)
+        return peer_sum.peer_sum(part, *here, x, scale, prefetch, centred=centred)
     if part.ndim == 3:
         part = part.sum(0).astype(dtype)
     if x is not None and scale is None:

@@ -343,7 +343,7 @@ def owned(logits: Float[Array, "b *q v"], vocab: int | None = None) -> Float[Arr
 
 
 def mine(tree: Any) -> Any:
-    """Of arrays [b, ...] that all devices have, the rows of the requests that this one decides for."""
+    """Rows of the requests that this device decides for, from arrays [b, ...] that all devices have."""
     if devices() == 1:
         return tree
 
@@ -356,7 +356,7 @@ def mine(tree: Any) -> Any:
 
 
 def told(tree: Any, b: int) -> Any:
-    """What each device has decided, [b / n, ...], as all know it then: [b, ...]."""
+    """Gather each device's decisions, [b / n, ...], on all of them: [b, ...]."""
     if devices() == 1:
         return tree
     return jax.tree.map(lambda x: jax.lax.all_gather(x, AXIS, tiled=True)[:b], tree)

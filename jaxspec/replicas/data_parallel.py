@@ -122,7 +122,7 @@ class DataParallelLLM:
     async def generate(
         self, prompt: str | list[int], params: SamplingParams, request_id: str | None = None
     ) -> AsyncIterator[Delta]:
-        """As `AsyncLLM.generate`. Of an engine that is lost, requests end with `RequestFailed`."""
+        """Generate as `AsyncLLM.generate` does. Requests of an engine that is lost end with `RequestFailed`."""
         check_params(params)
         self._reserve(params.n)
         unfinished, key, timer, name, member = params.n, None, None, request_id or secrets.token_hex(8), None
@@ -161,21 +161,21 @@ class DataParallelLLM:
             self._release(params.n, name, member)
 
     def abort(self, request_id: str | None = None) -> None:
-        """As `AsyncLLM.abort`. **Raises:** `EngineDead`."""
+        """Abort as `AsyncLLM.abort` does. **Raises:** `EngineDead`."""
         self._living()
         told = self._members if request_id is None else filter(None, [self._ids.get(request_id)])
         for member in told:
             member.send("abort", request_id)
 
     async def check(self, requests: Sequence[tuple[str | list[int], SamplingParams]]) -> None:
-        """As `AsyncLLM.check`, asked of an engine. **Raises:** `RequestError`, `EngineDead`."""
+        """Check requests as `AsyncLLM.check` does, by one engine. **Raises:** `RequestError`, `EngineDead`."""
         member = min(self._living(), key=lambda member: member.held)
         for error in await self._ask([member], "check", lambda key: (key, list(requests))):
             if error is not None:
                 raise self._told(error, member)
 
     async def flush_cache(self) -> bool:
-        """As `AsyncLLM.flush_cache`, of all engines. **Raises:** `EngineDead`."""
+        """Flush all engines' caches as `AsyncLLM.flush_cache` does. **Raises:** `EngineDead`."""
         members = self._living()
         if self._ids:
             return False
@@ -184,7 +184,7 @@ class DataParallelLLM:
         return all(answer is True for answer in await self._ask(members, "flush", lambda key: key))
 
     async def _ask(self, members: list[EngineProcess], kind: str, value: Callable[[int], Any]) -> list[Any]:
-        """What members answer to a question; an error of one that is lost meanwhile."""
+        """Ask members a question and gather their answers; an error for one that is lost meanwhile."""
         loop, keys, answers = asyncio.get_running_loop(), [next(self._keys) for _ in members], []
         streams = [Stream(loop, asyncio.Queue(), begun=True, member=member) for member in members]
         self._streams |= dict(zip(keys, streams, strict=True))
@@ -213,7 +213,7 @@ class DataParallelLLM:
 
     @property
     def step_seconds(self) -> float:
-        """Of the longest step that runs."""
+        """Seconds that the longest current step has run."""
         return max((member.step_seconds for member in self._members if member.error is None), default=0.0)
 
     @property
@@ -272,7 +272,7 @@ class DataParallelLLM:
         return living
 
     def _reserve(self, n: int) -> None:
-        """As `AsyncLLM`: count completions as admitted. **Raises:** `Overloaded`, `EngineDead`."""
+        """Count completions as admitted, as `AsyncLLM` does. **Raises:** `Overloaded`, `EngineDead`."""
         places = self._slots * len(self._living()) + self._queued
         with self._counting:
             if self._held and self._held + n > places:

@@ -56,7 +56,7 @@ class EngineProcess:
         threading.Thread(target=self._read, name=f"jaxspec-engine-{index}", daemon=True).start()
 
     def started(self, kind: str) -> Any:
-        """What it says next of its start, a message of this kind. **Raises:** what kept it from starting."""
+        """Receive the next message about its start, of this kind. **Raises:** the error that kept it from starting."""
         said, value = self._started.get()
         if said == kind:
             return value

@@ -180,8 +180,8 @@ def pack_blocks(
 def unpack_blocks(
     packed: Int[Array, "b k"], block: int
 ) -> tuple[Int[Array, "6 b"], Int[Array, "b t+1"], Int[Array, "b p"]]:
-    """Of packed blocks: slot, start, count, source, keep, and whether they end with the newest token; their tokens and
-    the one after them; their page tables."""
+    """Split packed blocks into: slot, start, count, source, keep and whether they end with the newest token; their
+    tokens and the one after them; their page tables."""
     columns = block_columns(block)
     return packed[:, :_BLOCK].T, packed[:, _BLOCK:columns], packed[:, columns:]
 
@@ -231,6 +231,6 @@ class Shapes:
     ragged: tuple[tuple[int, int], ...] = ()
 
     def several(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """Those of these numbers of requests for which there are programs of several rounds."""
+        """Sizes, in requests, that have programs of several rounds."""
         most = max(sizes, default=0) if self.rounds_for is None else self.rounds_for
         return tuple(size for size in sizes if self.rounds > 1 and size <= most)

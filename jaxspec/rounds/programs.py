@@ -247,7 +247,7 @@ def _tree(drafter: Drafter, proposal: Proposal) -> Tree | None:
 def decode_rounds(
     config: ModelConfig, drafter: Drafter, mode: str, rounds: int, params: Any, draft_params: Any, state: State, packed
 ) -> tuple[State, Int[Array, "k b w"]]:
-    """That many rounds, one after the other, and each one's result."""
+    """Run `rounds` rounds, one after the other, and return each one's result."""
     ids, table = packed[:, 0], packed[:, 1:]  # taken apart once
 
     def step(state, _):
@@ -376,7 +376,7 @@ def _choose(
 
 
 def _drawn(logits: Float[Array, "b q v"], slots: Slots, proposal: Proposal) -> Int[Array, "b q"]:
-    """As `_choose` draws, a few rows at a time: the order of a sum over the vocabulary may depend on how many."""
+    """Draw as `_choose` does, a few rows at a time: the order of a sum over the vocabulary may depend on how many."""
     known = slots.history, slots.prompt, slots.length, proposal.tokens
     adjusted, (b, q, _) = sampling.adjust(logits, slots.sampling, *known), logits.shape
     settings = jax.tree.map(lambda x: jnp.repeat(x, q, axis=0), slots.sampling)

@@ -142,10 +142,10 @@ class Tree:
 def walk(
     chosen: Int[Array, "b q"], drafts: Int[Array, "b d"], count: Int[Array, " b"], tree: Tree
 ) -> tuple[Int[Array, "b k"], Int[Array, " b"]]:
-    """As `match`, from the root of a tree down: wherever a child carries the token that the target chose, go there.
+    """Match like `match`, from the root of a tree down: wherever a child carries the target's token, go there.
 
-    Exact for the same reason: the children decide how far a round gets, never which tokens it yields. The path, rows
-    i32[b, k] of which as many count as tokens are yielded, 1 to k: what was chosen at each of them.
+    Exact for the same reason: the children decide how far a round gets, never which tokens it yields. Returns the path,
+    rows i32[b, k], and how many of them count, 1 to k: each yields the token chosen there.
     """
     within = jnp.arange(drafts.shape[1]) < count[:, None]
     return tree.deepest((drafts == jnp.take_along_axis(chosen, tree.parents, axis=1)) & within)

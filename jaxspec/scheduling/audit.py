@@ -6,12 +6,10 @@ Tests call it after each step, and the engine when it starts again after a failu
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from jaxspec.scheduling.scheduler import Scheduler
+from jaxspec.scheduling.scheduler import Scheduler
 
 
 def audit(scheduler: Scheduler) -> None:

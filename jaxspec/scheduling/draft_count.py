@@ -52,7 +52,7 @@ def rungs(drafts: int) -> tuple[int, ...]:
 
 
 class Times:
-    """What the programs of a group take, in seconds, by their drafts.
+    """Expected seconds of a group's programs, by their drafts.
 
     `table` was measured at start. Rounds of the usual number move all numbers' times: a longer context or a busy host
     adds to each of them. Rounds of another number move that one's own, which is the median of its last `TRIES`. A
@@ -196,7 +196,7 @@ class Chooser:
         self._doubtful = drafts if self._times[group].see(drafts, seconds) else None
 
     def times(self, group: Group) -> dict[int, float]:
-        """What rounds of this group are expected to take, in seconds, by their drafts."""
+        """Expected seconds of this group's rounds, by their drafts."""
         return self._times[group].all()
 
     @property

@@ -13,7 +13,7 @@ FADE = 1 / 256  # share of what it takes more than others suggest that is forgot
 
 
 class Behind(NamedTuple):
-    """What was dispatched since the round before: the size of each program of prompts, and when the first was, in
+    """Programs dispatched since the round before: the size of each program of prompts, and when the first began, in
     seconds. `rounds`: of the program that is behind them."""
 
     prompts: tuple[int, ...]
@@ -106,8 +106,8 @@ class Pace:
         return self._took[size] if size in self._took else self._guess(size)
 
     def _guess(self, size: int) -> float:
-        """The same by programs of other sizes: the next smaller one's time is taken for half fixed, and a larger one
-        takes no longer for a token."""
+        """Estimate a program's seconds from other sizes: the next smaller one's time is taken for half fixed, and a
+        larger one takes no longer for a token."""
         smaller = max((other for other in self._took if other < size), default=size)
         middle = self._took[smaller] * (1 + size / smaller) / 2 if smaller < size else 0.0
         return max([middle, *(time * size / other for other, time in self._took.items() if other > size)])

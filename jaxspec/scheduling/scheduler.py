@@ -29,7 +29,6 @@ from collections.abc import Iterable
 import numpy as np
 
 from jaxspec.config.request import CONTEXT_EXCEEDED, RequestError
-from jaxspec.scheduling.audit import audit
 from jaxspec.scheduling.prefix_cache import Node, PagePool, PrefixTree, Snapshots
 from jaxspec.scheduling.sequence import Chunk, Plan, Sequence, State
 
@@ -235,10 +234,6 @@ class Scheduler:
         for seq in self._admitted():
             seq.node = None
         return self.tree.clear()
-
-    def audit(self) -> None:
-        """Check that pages and slots balance. **Raises:** `RuntimeError` listing every one that doesn't."""
-        audit(self)
 
     def _admitted(self) -> list[Sequence]:
         return self.running + ([self.prefilling] if self.prefilling else [])

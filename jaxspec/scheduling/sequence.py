@@ -94,7 +94,7 @@ class Chunk(NamedTuple):
     keeps: tuple[tuple[int, int], ...] = ()
 
     def blocks(self, size: int) -> list[tuple[int, int, int, int]]:
-        """As blocks of up to `size` tokens: start, count, the state slots to start from and to keep a snapshot in."""
+        """Split into blocks of up to `size` tokens: start, count, state slots to start from and for a snapshot."""
         own, blocks, end = self.seq.slot, [], self.start + self.count
         source = self.source if self.source is not None else own if self.start else NO_STATE
         for stop, keep in (*self.keeps, (end, NO_STATE)):
@@ -107,7 +107,7 @@ class Chunk(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What to dispatch: set up the slots of `admit`; one program for all of `prefill`; one for the first tokens of
+    """Programs to dispatch: set up the slots of `admit`; one program for all of `prefill`; one for the first tokens of
     `first`, whose prompts that completes; then one that runs `rounds` rounds of `rows`, one after the other.
 
     `drain`: pages ran out while results are unread. Nothing else is in the plan: read them all, then plan again.

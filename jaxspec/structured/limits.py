@@ -84,7 +84,7 @@ class Watch:
         self._counting = threading.Lock()
 
     def run[T](self, wanted: StructuredOutput, work: Callable[[], T]) -> T:
-        """What `work` returns. **Raises:** `RequestError` if it takes too long, or others still do."""
+        """Run `work` and return its result. **Raises:** `RequestError` if it takes too long, or others still do."""
         if self._late >= MAX_LATE:
             raise _refusal(wanted, f"{self._late} grammars that take too long are still compiling; try again later")
         result: Future = Future()

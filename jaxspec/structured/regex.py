@@ -26,7 +26,7 @@ _INSIDE = re.compile(
 
 
 def with_classes(regex: str, classes: Mapping[str, str] = ASCII) -> str:
-    r"""The same expression with `classes` written out. A hyphen beside a class is itself: `[\w-.]` has three parts."""
+    r"""Write out `classes` in an expression. A hyphen beside a class is itself: `[\w-.]` has three parts."""
     parts, depth, at = [], 0, 0
     while at < len(regex):
         found = (_INSIDE if depth else _OUTSIDE).match(regex, at)

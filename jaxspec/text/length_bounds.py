@@ -1,4 +1,4 @@
-"""What can be told of a text's token ids before it is encoded: how many there are at least, and where it may be cut.
+"""Bounds on a text's token ids before it is encoded: how many there are at least, and where it may be cut.
 
 Encoding a megabyte takes seconds and can't be interrupted. So a text that can't fit a context is refused by the bytes
 that a token spells at most, and any other is encoded piece by piece.

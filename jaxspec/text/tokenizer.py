@@ -154,7 +154,7 @@ class Tokenizer:
         return ids + after
 
     def _special_tokens(self) -> tuple[list[int], list[int]]:
-        """What `encode` puts before and after the ids of any text."""
+        """Special tokens that `encode` puts before and after the ids of any text."""
         if self._around is None:
             bare, full = self.encode("a", False), self.encode("a", True)
             start = next(n for n in range(len(full)) if full[n : n + len(bare)] == bare)
@@ -234,7 +234,7 @@ class Tokenizer:
         return [piece or "" for piece in self._fast.convert_ids_to_tokens(ids)]
 
     def settings(self) -> dict[str, Any]:
-        """What tokenizer_config.json says: its class, chat template, special tokens, and plain settings."""
+        """Contents of tokenizer_config.json: its class, chat template, special tokens, and plain settings."""
         fast = self._fast
         plain = {key: value for key, value in fast.init_kwargs.items() if isinstance(value, str | int | float | bool)}
         hidden = ("name_or_path", "vocab_file", "tokenizer_file", "merges_file", "chat_template")

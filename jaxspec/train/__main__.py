@@ -133,7 +133,7 @@ def _check_init(args: argparse.Namespace) -> None:
 
 
 def _check_shape(args: argparse.Namespace, config: ModelConfig) -> None:
-    """What can't be trained is told before texts are written."""
+    """Refuse a shape that can't be trained, before texts are written."""
     if args.command == "eagle3":
         _check_size(args.draft_vocab_size or 0, config.vocab_size, "--draft-vocab-size")
         export.check_eagle3(args.output / "drafter", config, _shape(args, 1), args.draft_vocab_size or None)

@@ -69,7 +69,7 @@ def continued(folder: Path, method: str, source: str, target: Model) -> Continue
 
 
 def heads_alone(fresh: Continued, names: Container[str], dtype: str) -> Continued:
-    """The same drafter, of which only the params with these names are trained. The others stay as they are, `dtype`."""
+    """Freeze all params but those with these names. The frozen ones are cast to `dtype`."""
     trained = {name: value for name, value in fresh.trained.items() if name in names}
     fixed = {name: value for name, value in fresh.trained.items() if name not in names}
     frozen = {**fresh.frozen, **jax.tree.map(lambda x: x.astype(dtype), fixed)}

@@ -94,7 +94,7 @@ class DFlashObjective(Objective):
         return 2 * matmul_weights(target) + each * (fused + context) + blocks
 
     def _student(self, params: Any, out: Float[Array, "b a n d"], before: Int[Array, "b a n"]) -> Array:
-        """What the scorer gets of each draft's row, of which `before` is the text's token before the draft."""
+        """Input of the scorer for each draft's row. `before` is the text's token before the draft."""
         return out
 
     def _often(self, trained: Any, student: Float[Array, "b a n w"]) -> float | Float[Array, "b a"]:

@@ -21,7 +21,7 @@ from jaxspec.train.losses import Scorer, frozen_logits
 
 @dataclass(frozen=True)
 class DSparkObjective(DFlashObjective):
-    """Of a drafter whose confidence head reads the draft before.
+    """Objective of a drafter whose confidence head reads the draft before.
 
     `by_rounds`: blocks count as often as serving's rounds would begin there. Where a round yields k tokens, one begins
     at every k-th; the confidence head estimates k.

@@ -22,7 +22,7 @@ from jaxspec.train.data import Prompt, Text, TrainError
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one category. `accepted[i]` is the share of rounds in which draft i, and all before it, stood."""
+    """Figures of one category. `accepted[i]` is the share of rounds that accepted draft i and all before it."""
 
     category: str
     prompts: int
@@ -58,7 +58,7 @@ def evaluate(llm: LLM, prompts: dict[str, list[list[int]]], max_tokens: int) -> 
 
 
 def held_out_prompts(texts: Sequence[Text]) -> dict[str, list[list[int]]]:
-    """What the target answered first in each text, by category."""
+    """Prompts of the target's first answer in each text, by category."""
     grouped: dict[str, list[list[int]]] = defaultdict(list)
     for text in texts:
         if text.answers:

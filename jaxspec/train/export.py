@@ -104,7 +104,7 @@ def fresh_eagle3(
 
 
 def check_eagle3(folder: Path, c: ModelConfig, shape: Shape, vocabulary: int | None) -> None:
-    """Of what `fresh_eagle3` refuses, that which needs no weights. The folder gets the drafter's config."""
+    """Refuse what `fresh_eagle3` refuses, as far as it needs no weights. The folder gets the drafter's config."""
     _write_config(folder, _eagle3_config(c, shape, vocabulary))
     find_eagle3(str(folder), c, "dummy")
 
@@ -144,7 +144,7 @@ def fresh_dspark(
 def check_block(
     c: ModelConfig, shape: Shape, block_size: int, mask_token: int, markov: tuple[int, str] | None = None
 ) -> None:
-    """Of what `fresh_dflash` refuses, or `fresh_dspark` for a Markov head's rank and kind, what needs no weights."""
+    """Refuse what `fresh_dflash` refuses, or with a Markov head `fresh_dspark`, as far as it needs no weights."""
     DRAFTERS["dspark" if markov else "dflash"].from_hf(_block_config(c, shape, block_size, mask_token, markov), c)
 
 
@@ -195,7 +195,7 @@ def checkpoint_tensors(declared: Any, params: Any) -> dict[str, np.ndarray]:
 
 
 def _sources(param: Param, array: np.ndarray) -> list[np.ndarray]:
-    """What an array was put together from. All experts of one tensor come as it has them."""
+    """Take an array apart into its sources. A tensor of all experts comes as the checkpoint has it."""
     if param.sources == (param.whole,):
         if not param.transpose:
             return [array]
@@ -233,7 +233,7 @@ def _layer_config(c: ModelConfig, shape: Shape) -> dict[str, Any]:
 
 
 def _mlp_size(c: ModelConfig) -> int:
-    """Of the target's dense layers, or of what a token passes through in a mixture."""
+    """Width of the target's dense layers, or in a mixture, of all experts that a token passes through."""
     dense = [layer.feed.width for layer in c.decoder.layers if isinstance(layer.feed, Mlp)]
     return dense[0] if dense else c.decoder.mixture.per_token * c.decoder.mixture.width
 

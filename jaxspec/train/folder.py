@@ -52,7 +52,7 @@ def _lock(folder: Path, file: Any) -> None:
 
 
 def read(file: Path) -> Any:
-    """What `write` has written. **Raises:** `TrainError` for a file that isn't whole."""
+    """Read a file of `write`. **Raises:** `TrainError` for a file that isn't whole."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -88,6 +88,6 @@ def agree(folder: Path, what: str, theirs: Any, ours: dict[str, Any], later: Con
 
 
 def fingerprint(path: Path) -> str:
-    """Of a file's contents."""
+    """Hash of a file's contents."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]

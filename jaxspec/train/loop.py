@@ -89,7 +89,7 @@ class Run:
         self.metrics.write_text("".join(json.dumps(record) + "\n" for record in kept))
 
     def history(self) -> list[dict[str, Any]]:
-        """What was logged, in order; a line that was cut off by a kill is left out."""
+        """Logged lines, in order; a line that was cut off by a kill is left out."""
         if not self.metrics.exists():
             return []
         whole = self.metrics.read_text().split("\n")[:-1]
@@ -164,7 +164,7 @@ def learning_rate(settings: Settings, step: int, steps: int | None) -> float:
 
 
 def _optimizer(settings: Settings) -> optax.GradientTransformation:
-    """What a step adds to the params, were the learning rate 1."""
+    """Optimizer whose updates are those of a learning rate of 1."""
     matrices = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)  # noqa: E731
     clip = optax.clip_by_global_norm(settings.clip)
     if settings.optimizer == "muon":
@@ -305,5 +305,5 @@ class Meter:
 
 
 def parameter_bytes(trained: Any) -> int:
-    """Of the drafter as it is saved, in bfloat16."""
+    """Bytes of the drafter as it is saved, in bfloat16."""
     return 2 * sum(x.size for x in jax.tree.leaves(trained))

@@ -30,11 +30,11 @@ CHUNK_LOGITS = 2**27  # of the drafter, at once
 
 @flax.struct.dataclass
 class Rows:
-    """What is scored: hidden states of `s` guesses at each of r tokens, and the target's final hidden state there."""
+    """Rows to score: hidden states of `s` guesses at each of r tokens, and the target's final hidden state there."""
 
     student: Float[Array, "s b r d"]
     teacher: Float[Array, "b r d"]
-    text: Int[Array, "b r"]  # the token that stands there
+    text: Int[Array, "b r"]  # the token there
     weights: Float[Array, "s b r"]  # 0: not counted
 
 

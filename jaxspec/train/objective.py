@@ -1,4 +1,4 @@
-"""What both methods share: a batch of packed texts, the target's forward over it, and the report of a training step."""
+"""Shared by both methods: a batch of packed texts, the target's forward over it, and the report of a training step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Batch:
 
     @property
     def positions(self) -> Int[Array, "b t"]:
-        """Of each token in its own text."""
+        """Position of each token in its own text."""
         return jnp.arange(self.tokens.shape[1]) - self.first
 
     def draftable(self, ahead: int) -> Bool[Array, "b t"]:
@@ -42,9 +42,9 @@ class Batch:
 
 @flax.struct.dataclass
 class Report:
-    """Of one batch: the mean loss of a draft, what all drafts weighed in it, and by draft position, how many rounds
-    there were and how many of them accepted all drafts up to this one, were every draft the drafter's favourite and the
-    target greedy."""
+    """Report of one batch: the mean loss of a draft, the weight of all drafts in it, and by draft position, how many
+    rounds there were and how many of them accepted all drafts up to this one, were every draft the drafter's favourite
+    and the target greedy."""
 
     loss: Float[Array, ""]
     weight: Float[Array, ""]

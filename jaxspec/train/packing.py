@@ -31,7 +31,7 @@ class Packed:
         return len(self.rows) // self.batch_size
 
     def batch(self, step: int) -> Batch:
-        """Of this step, as host arrays [batch size, row length]."""
+        """Batch of this step, as host arrays [batch size, row length]."""
         epoch, at = divmod(step, self.steps)
         order = np.random.default_rng((self.seed, epoch)).permutation(len(self.rows))
         chosen = order[at * self.batch_size :][: self.batch_size]

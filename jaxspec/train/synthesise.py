@@ -184,7 +184,7 @@ def _ask(llm: LLM, indices: Sequence[int], recipe: Recipe) -> list[Prompt]:
 
 
 def _shortened(tokenizer: Tokenizer, prompt: Prompt, room: int) -> Prompt:
-    """What was written within its room may take more tokens when it is read."""
+    """Halve a prompt until it fits its room: read again, it may take more tokens than were written."""
     (words,) = prompt.turns
     while words and len(_opened(tokenizer, prompt)) > room:
         words = words[: len(words) // 2]

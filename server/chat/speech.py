@@ -101,7 +101,7 @@ class Formats:
 
     @classmethod
     def of(cls, model_type: str, template: str | None, reasoning: str = "auto", tools: str = "auto") -> Formats:
-        """What the flags say, and for "auto" what the chat template shows; "none" is none."""
+        """Choose the formats that the flags name, and for "auto" those that the chat template shows; "none" is none."""
         found = reasoning_default(model_type, template), tool_default(model_type, template)
         chosen = [
             default if given == "auto" else given for given, default in zip((reasoning, tools), found, strict=True)

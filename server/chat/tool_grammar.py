@@ -161,7 +161,7 @@ def _texts(schema: Any) -> list[str]:
 
 
 def _thought(lark: _Lark, reasoning: str | None, thinking: str | None) -> str:
-    """What may stand before the calls."""
+    """Grammar of the reasoning that may come before the calls."""
     kind = REASONING_PARSERS[reasoning] if reasoning else None
     if kind is None or not issubclass(kind, Think) or thinking == "off":
         return ""

@@ -240,7 +240,7 @@ def _without_one_gpu(argv: Sequence[str]) -> list[str]:
 
 
 def _translation(parser: argparse.ArgumentParser, argv: Sequence[str]) -> str:
-    """The same command line in our flags, on lines of its own."""
+    """Translate the command line to our flags, on lines of its own."""
     actions = {name_of(name): action for name, action in _flags(parser).items() if name not in ("--help", "--version")}
     known = {name: (action.nargs != 0, action.choices) for name, action in actions.items()}
     words, left = translate(argv, known, lambda words: _refusal(parser, words))

@@ -61,7 +61,7 @@ def _method(foreign: Flags, config: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _draft(found: str | None, model: str | None, own: dict[str, Any]) -> str | None:
-    """What `--draft` takes for this method, model and options of its own."""
+    """Value of `--draft` for this method, model and options of its own."""
     takes_model = found not in ("ngram", "suffix", "mtp")
     draft = f"{found}:{model}" if found and model and takes_model else found or model
     return f"{draft}?{'&'.join(f'{option}={value}' for option, value in own.items())}" if own else draft

@@ -95,7 +95,7 @@ def translate(
 def _sorted(
     argv: Sequence[str], known: Mapping[str, tuple[bool, Any]], left: list[str]
 ) -> tuple[dict[str, str | None], dict[str, str | None]]:
-    """What our options get, and what is the others' alone of speculative decoding. `left`: as of `speculation`."""
+    """Separate our options from the other server's for speculative decoding. `left`: as of `speculation`."""
     ours: dict[str, str | None] = {}
     foreign: dict[str, str | None] = {}
     dotted: dict[str, Any] = {}

@@ -1,1 +1,1 @@
-"""What stands before the routes: connections, checks and bodies; errors; the API's description."""
+"""HTTP before the routes: connections, checks and bodies; errors; the API's description."""

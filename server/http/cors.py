@@ -28,7 +28,7 @@ def add_cors_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def cors_options(args: argparse.Namespace) -> dict[str, Any] | None:
-    """What the flags say, for `allow_origins`; None if no origin is allowed."""
+    """Options of the CORS middleware, from the flags; None if no origin is allowed."""
     if not args.allowed_origins:
         return None
     return {

@@ -62,7 +62,7 @@ def _sendable(text: str) -> str:
 
 
 def describe(error: Exception, engine_error: BaseException | None) -> ApiError:
-    """What the client is told about `error`, raised while its request ran. What it isn't told goes to the log."""
+    """Turn `error`, raised while its request ran, into the client's. An unknown one's details go to the log alone."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):

@@ -1,4 +1,4 @@
-"""What stands before the routes: the API key, the size of a body, the request's id, and the log of what is refused.
+"""Gate before the routes: the API key, the size of a body, the request's id, and the log of refusals.
 
 Pure ASGI, because a wrapper that reads the request (Starlette's BaseHTTPMiddleware) would hide a client's disconnect.
 Invariants: with a key set, nothing but `OPEN_PATHS` answers a request that doesn't carry it. Every response has an

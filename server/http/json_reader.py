@@ -57,7 +57,7 @@ def parse(body: bytes) -> Any:
 
 
 def walk(body: bytes) -> Any:
-    """The same by the parser that can be interrupted. **Raises:** as `parse`."""
+    """Parse by the reader that can be interrupted. **Raises:** as `parse`."""
     reader = _Reader(body)
     value = reader.value(reader.skip(3 if body.startswith(b"\xef\xbb\xbf") else 0), MAX_DEPTH)
     if (end := reader.skip(reader.end)) != len(body):

@@ -109,7 +109,7 @@ class Scanner:
         self._mark = self.at
 
     def since_mark(self) -> str:
-        """What was read since the mark."""
+        """Text read since the mark."""
         return self.buffer[self._mark : self.at]
 
     def back(self) -> None:
@@ -118,7 +118,7 @@ class Scanner:
         self._mark = None
 
     def forget(self) -> None:
-        """What was read since the mark is settled."""
+        """Forget the mark: the text read since is settled."""
         self._mark = None
 
     def _drop(self, end: int) -> None:

@@ -61,7 +61,7 @@ class Think(Scanner):
 
 
 class Qwen3(Think):
-    """As vLLM's parser of that name: a call that comes before `</think>` ends the reasoning."""
+    """Parser like vLLM's of that name: a call that comes before `</think>` ends the reasoning."""
 
     CALL_ENDS = True
 

@@ -1,4 +1,4 @@
-"""What the formats of tool calls share: how a call begins, when it is certain, and what becomes of the rest.
+"""Shared by the formats of tool calls: how a call begins, when it is certain, and how the rest is treated.
 
 Invariant: no character of a reply is lost. Until a call is certain nothing of it has been passed on, and if it turns
 out to be none its text becomes content; from then on its text is the call's arguments, complete or not. Only markup
@@ -75,7 +75,7 @@ class ToolScanner(Scanner):
             self.pieces.append(Piece(ARGUMENTS, text, self.calls - 1))
 
     def refuse(self, marker: str) -> None:
-        """What began with `marker`, at the mark, is no call: the marker is content, and reading goes on behind it."""
+        """Refuse a call that began with `marker`, at the mark: the marker is content, and reading goes on behind it."""
         self.back()
         self.content(marker)
         self.at += len(marker)
@@ -239,7 +239,7 @@ def _surrogate(digits: str, first: int) -> bool:
 
 
 def _character(digits: str, low: str) -> str:
-    """What `\\uDIGITS`, and `\\uLOW` after the first half of a pair, stand for; half a pair alone is U+FFFD."""
+    """Character for `\\uDIGITS`, and `\\uLOW` after the first half of a pair; half a pair alone is U+FFFD."""
     if _surrogate(digits, 0xD800) and _surrogate(low, 0xDC00):
         return chr(0x10000 + ((int(digits, 16) - 0xD800) << 10) + int(low, 16) - 0xDC00)
     if len(digits) < 4:

@@ -1,5 +1,5 @@
-"""What every body has in common: unknown fields are refused by name, text must be such as UTF-8 can spell, and a list
-is measured before its elements are looked at."""
+"""Base of every body: unknown fields are refused by name, text must be valid UTF-8, and a list is measured before its
+elements are read."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def must_be(kind: type, what: str) -> BeforeValidator:
 
 
 def _bounds() -> dict[str, dict[str, float]]:
-    """What `SamplingParams` takes, by field, in JSON Schema's words. A request may also ask for no tokens at all."""
+    """Bounds of `SamplingParams`, by field, in JSON Schema's words. A request may also ask for no tokens at all."""
     ranges = {name: {"minimum": low, "maximum": high} for name, (low, high) in (NUMBERS | INTEGERS).items()}
     ranges |= {name: {**ranges[name], "minimum": TINY} for name in POSITIVE}
     ranges["max_tokens"] = ranges["max_completion_tokens"] = {**ranges["max_tokens"], "minimum": 0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, FailFast, Field, PlainValidator, model_validator
@@ -12,21 +13,12 @@ from jaxspec.text.tokenizer import reserved_template_variables
 from server.protocol.base import Body, Integer, Object, Open, Text, at_most, check_text, describe_ranges, shown
 from server.protocol.described import NULL, add_rules, any_of, fields, is_true
 from server.protocol.generation import Generation, describe_generation
-from server.protocol.tools import (
-    Calls,
-    Choice,
-    Named,
-    Tools,
-    check_message,
-    check_tools,
-    read_calls,
-    read_choice,
-    read_tools,
-)
+from server.protocol.tools import Calls, Choice, Named, Tools, check_tools, read_calls, read_choice, read_tools
 
 MAX_MESSAGES = 5000
 MAX_PARTS = 1000  # of one message
 MAX_TEMPLATE_VARIABLES = 100
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 class TextPart(Open):
@@ -58,7 +50,7 @@ def _content(value: Any) -> str:
 
 
 def _describe_message(schema: dict[str, Any]) -> None:
-    """Add to the JSON schema what `check_message` asks of a role."""
+    """Add to the JSON schema what `Message` asks of a role."""
     describe_ranges(schema)
     content = {"anyOf": [{"type": "string"}, {"type": "array"}]}
     asks = {"role": {"not": {"enum": ["assistant", "tool"]}}, "content": content, "tool_calls": {"type": "null"}}
@@ -90,11 +82,26 @@ class Message(Body):
 
     @model_validator(mode="after")
     def _fits_its_role(self):
-        check_message(self)
+        """**Raises:** `RequestError` for a message that lacks what its role needs, or has what its role can't.
+
+        A role that no API knows goes to the chat template, which may; but not one that is nearly spelled as another.
+        """
+        if self.role not in ROLES and (near := get_close_matches(self.role, ROLES, n=1, cutoff=0.8)):
+            raise RequestError(f"unknown role {self.role!r}; did you mean {near[0]}?", "role")
+        if self.tool_calls and self.role != "assistant":
+            raise RequestError(
+                f"a message of role {self.role!r} can't have tool_calls; an assistant's can", "tool_calls"
+            )
+        if self.role == "tool" and self.tool_call_id is None:
+            raise RequestError("a message of role 'tool' needs the tool_call_id that it answers", "tool_call_id")
+        if self.content is None and self.role != "assistant":
+            raise RequestError(
+                "content is required, a string or a list of text parts; only an assistant may go without", "content"
+            )
         return self
 
     def as_dict(self) -> dict[str, Any]:
-        """What a chat template sees."""
+        """Message as a chat template sees it."""
         more = {"name": self.name, "tool_calls": self.tool_calls or None, "tool_call_id": self.tool_call_id}
         more["reasoning_content"] = self.reasoning_content or self.reasoning or None
         return {"role": self.role, "content": self.content or ""} | {k: v for k, v in more.items() if v is not None}
@@ -163,7 +170,7 @@ class ChatRequest(Generation):
                 "same and differ; send one",
                 "max_completion_tokens",
             )
-        check_tools(self)
+        check_tools(self.tools, self.tool_choice)
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
         if self.add_generation_prompt and self.continue_final_message:
@@ -190,7 +197,7 @@ class ChatRequest(Generation):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """What the chat template sees beside messages and tools."""
+        """Variables that the chat template sees beside messages and tools."""
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return {**(self.chat_template_kwargs or {}), **effort}
 

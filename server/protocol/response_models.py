@@ -1,4 +1,4 @@
-"""What a response says, for the API's description: the server writes them as plain dicts (`server.replies`).
+"""Models of responses, for the API's description: the server writes them as plain dicts (`server.replies`).
 
 Invariant: every response that the tests ask for is valid against these, with no field besides.
 """
@@ -22,7 +22,7 @@ class Error(Object):
 
 
 class ErrorResponse(Object):
-    """What every response of status 400 and above holds."""
+    """Body of every response of status 400 and above."""
 
     error: Error
 

@@ -10,8 +10,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field
 
@@ -19,13 +18,9 @@ from jaxspec.config.request import RequestError
 from server.http.json_reader import parse
 from server.protocol.base import Open, check_text, shown, text_size
 
-if TYPE_CHECKING:
-    from server.protocol.chat import ChatRequest, Message
-
 MAX_TOOLS = 128  # OpenAI's limit; also of the calls in one message
 MAX_TOOLS_LENGTH = 2**19  # characters of JSON
 NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 # What the API's description says of these fields; the functions below check them.
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
@@ -148,31 +143,11 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     return {**named, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def check_message(message: Message) -> None:
-    """**Raises:** `RequestError` for a message that lacks what its role needs, or has what its role can't.
-
-    A role that no API knows goes to the chat template, which may; but not one that is nearly spelled as another.
-    """
-    if message.role not in ROLES and (near := get_close_matches(message.role, ROLES, n=1, cutoff=0.8)):
-        raise RequestError(f"unknown role {message.role!r}; did you mean {near[0]}?", "role")
-    if message.tool_calls and message.role != "assistant":
-        raise RequestError(
-            f"a message of role {message.role!r} can't have tool_calls; an assistant's can", "tool_calls"
-        )
-    if message.role == "tool" and message.tool_call_id is None:
-        raise RequestError("a message of role 'tool' needs the tool_call_id that it answers", "tool_call_id")
-    if message.content is None and message.role != "assistant":
-        raise RequestError(
-            "content is required, a string or a list of text parts; only an assistant may go without", "content"
-        )
-
-
-def check_tools(body: ChatRequest) -> None:
-    """**Raises:** `RequestError` where `tool_choice` asks for a tool that `tools` lacks."""
-    choice = body.tool_choice
-    if not body.tools and (choice == "required" or isinstance(choice, Named)):
+def check_tools(tools: list[dict[str, Any]] | None, choice: str | Named | None) -> None:
+    """**Raises:** `RequestError` where `choice`, a body's `tool_choice`, asks for a tool that `tools` lacks."""
+    if not tools and (choice == "required" or isinstance(choice, Named)):
         raise RequestError("tool_choice asks for a call, which needs tools", "tool_choice")
-    names = [tool["function"]["name"] for tool in body.tools or ()]
+    names = [tool["function"]["name"] for tool in tools or ()]
     if isinstance(choice, Named) and choice.name not in names:
         raise RequestError(
             f"tool_choice names the function {choice.name!r}, which tools lacks; it has {', '.join(names)}",

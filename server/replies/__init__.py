@@ -1,4 +1,4 @@
-"""What a response says: deltas in, OpenAI's objects out, whole or chunk by chunk."""
+"""Responses: deltas in, OpenAI's objects out, whole or chunk by chunk."""
 
 from server.replies.chat import ChatReply
 from server.replies.completion import CompletionReply

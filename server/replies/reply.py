@@ -1,4 +1,4 @@
-"""What a response says: deltas in, OpenAI's objects out, whole or chunk by chunk.
+"""Responses: deltas in, OpenAI's objects out, whole or chunk by chunk.
 
 Invariant: the chunks of a stream, joined, say what the whole response says. A chunk is encoded from plain dicts with
 its constant head made once, because hundreds of streams each send one per round.
@@ -57,8 +57,8 @@ class Job:
 
 
 class Answer(Protocol):
-    """What takes the deltas of its `jobs` and says them to a client: `chunks`, then `closing` or `failed`, for a stream
-    of events; `take`, then `whole`, otherwise."""
+    """Answer to a client, from the deltas of its `jobs`: `chunks`, then `closing` or `failed`, for a stream of events;
+    `take`, then `whole`, otherwise."""
 
     def jobs(self) -> list[Job]: ...
     def chunks(self, prompt: int, delta: Delta) -> str: ...
@@ -210,7 +210,7 @@ class Reply:
         return delta
 
     def _figures(self, delta: Delta) -> dict[str, Any]:
-        """What speculation did, beside the last choice's end. A stream with a chunk for usage has it there."""
+        """Figures of speculation, beside the last choice's end. A stream with a chunk for usage has them there."""
         return self._speculation.fields() if delta is self._last and not self.include_usage else {}
 
     def _chunk(self, choice: dict[str, Any] | None, beside: dict[str, Any] | None = None) -> str:
@@ -252,7 +252,7 @@ class Reply:
         return list(zip(texts, delta.token_sources, strict=True))
 
     def _report(self, prompt: int) -> dict[str, Any]:
-        """What vLLM says about a prompt when asked: in each choice of a completion, once in a chat."""
+        """Fields that vLLM adds about a prompt on request: in each choice of a completion, once in a chat."""
         report: dict[str, Any] = {}
         if self.report_prompt:
             report["prompt_logprobs"] = prompt_logprobs(self.names, self._prompt_entries[prompt])

@@ -106,7 +106,7 @@ class GenerateReply:
         return {"type": "abort", "message": "the request was aborted"}
 
     def _figures(self, last: Delta) -> dict[str, Any]:
-        """What is known of a completion once it has ended."""
+        """Figures of a completion that has ended."""
         metrics, drafts = last.metrics, Speculation()
         drafts.add(metrics)
         figures = {
@@ -125,7 +125,7 @@ class GenerateReply:
         return figures
 
     def _logprobs(self, prompt: int, output: Output) -> dict[str, list]:
-        """Of the output's tokens, and of the prompt's from where they are wanted; the first of those has none."""
+        """Log-probabilities of output tokens, and of prompt tokens from the requested start; the first has none."""
         job, start = self._jobs[prompt], self._starts[prompt]
         entries, ids = self._prompt_entries.get(prompt), job.ids[start:] if start >= 0 else []
         known = [None, *entries[start + 1 :]] if ids and entries is not None else []

@@ -1,4 +1,4 @@
-"""What speculation did for one request, as vLLM reports it in `metrics.speculative_decoding`.
+"""Figures of speculation for one request, as vLLM reports them in `metrics.speculative_decoding`.
 
 Invariant: the figures are sums over the request's completions, so a mean weighs every draft alike. A request for which
 nothing was drafted has none.

@@ -18,7 +18,7 @@ from server.routes.serving import Serving
 
 def add_generation(app: FastAPI, serving: Serving) -> None:
     def options(body: Generation, request: Request) -> dict[str, Any]:
-        """What a reply shows beside its text."""
+        """Options of a reply beside its text."""
         return {
             "names": serving.ids if body.return_tokens_as_token_ids else serving.texts,
             "id": body.rid,

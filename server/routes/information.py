@@ -51,7 +51,7 @@ def add_information(app: FastAPI, llm: AsyncLLM, name: str, metrics: Metrics) ->
     @app.get("/model_info")
     @app.get("/get_model_info")
     async def model_info() -> dict:
-        """What SGLang says of its model."""
+        """Describe the model in SGLang's fields."""
         return {
             "model_path": llm.config.model,
             "tokenizer_path": llm.config.model,
@@ -67,7 +67,7 @@ def add_information(app: FastAPI, llm: AsyncLLM, name: str, metrics: Metrics) ->
     @app.get("/server_info")
     @app.get("/get_server_info")
     async def server_info() -> dict:
-        """What is served, how, and how it has gone since the start."""
+        """Report the server's model, options, and figures since the start."""
         return _server_info(llm, name, started)
 
     @app.head("/metrics", include_in_schema=False)

@@ -1,4 +1,4 @@
-"""What every route that generates shares: the engine, the checks before it, and the way from a reply to a response.
+"""Shared by every route that generates: the engine, the checks before it, and the way from a reply to a response.
 
 Invariant: a request for another model, or to an engine that is dead, is refused before anything else is looked at.
 """

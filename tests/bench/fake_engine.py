@@ -36,7 +36,7 @@ class FakeEngine:
         self.prefill_s, self.round_s, self.slow = prefill_s, round_s, slow or {}
         self.runner = SimpleNamespace(width=width)
         self.model_config = SimpleNamespace(vocab_size=1000)
-        self.totals = Counter()
+        self.counts = SimpleNamespace(totals=Counter())
         self.requests = {}
         self.prompts = []
         self.tokenizer = None
@@ -71,19 +71,19 @@ class FakeEngine:
             waiting.started = True
             deltas.append(self._gain(waiting, 1))
         for _ in range(self.burst if running else 0):
-            self.totals["rounds"] += 1
-            self.clock.now += self.round_s + self.slow.get(self.totals["rounds"], 0.0)
+            self.counts.totals["rounds"] += 1
+            self.clock.now += self.round_s + self.slow.get(self.counts.totals["rounds"], 0.0)
             for request in running:
                 if request.left:
-                    self.totals["verify_rounds"] += 1
-                    self.totals["verified_tokens"] += self.gain
+                    self.counts.totals["verify_rounds"] += 1
+                    self.counts.totals["verified_tokens"] += self.gain
                     deltas.append(self._gain(request, self.gain))
         return deltas
 
     def _gain(self, request, most):
         tokens = min(most, request.left)
         request.left -= tokens
-        self.totals["generation_tokens"] += tokens
+        self.counts.totals["generation_tokens"] += tokens
         if not request.left:
             del self.requests[request.id]
         request.ttft = request.ttft or self.clock.now - request.added

@@ -33,7 +33,7 @@ def test_formats_are_compared_with_the_unquantised_model(tiny, tmp_path, capsys,
 
 
 def test_scores_are_the_models_own(tiny):
-    """Of a text of known log-probabilities, by a forward over all of it."""
+    """Compare with one forward over each whole text."""
 
     llm = jaxspec.LLM(tiny[1], dtype="float32", skip_warmup=True, few_programs=True, context_length=64)
     prompts, texts = [[5, 6, 7], [9, 8, 7, 6, 5]], [[1, 2, 3, 4], [4, 3]]

@@ -67,7 +67,7 @@ def test_a_fixed_number_is_kept_whatever_is_faster():
 
 
 def test_a_choice_is_judged_by_median_rounds_and_pays_for_its_tries_and_all_else():
-    """Of 10 rounds one tried three drafts and two rested; one was held up, which isn't the choice's fault."""
+    """Take 10 rounds: one tried three drafts and two rested; one was held up, which isn't the choice's fault."""
     settings = {}
     for name, took in {"plain": {-1: [1.0, 1.0, 9.0]}, "0": {0: [1.2]}, "3": {3: [2.0]}, "auto": {0: [5.0]}}.items():
         meter = Meter(None, {})

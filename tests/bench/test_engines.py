@@ -172,7 +172,7 @@ def test_prefill_times_each_prompt_from_when_it_was_queued(monkeypatch):
     engine = FakeEngine(clock)  # half a second, and one more for each prompt before
     times = prefill.Prompts(engine, np.random.default_rng(0)).serve(3, 10)
     assert times == pytest.approx([0.5, 1.5, 2.5])
-    assert engine.totals["generation_tokens"] == 3 and {len(prompt) for prompt in engine.prompts} == {10}
+    assert engine.counts.totals["generation_tokens"] == 3 and {len(prompt) for prompt in engine.prompts} == {10}
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ NGRAM = LoadedDrafter("ngram", Ngram(num_draft_tokens=3), {})
 
 
 def propose(rates, length=50, seed=0) -> Proposal:
-    """What a forced n-gram drafter proposes for many requests whose texts have no n-gram twice; the last is padding."""
+    """Propose with a forced n-gram drafter for many requests whose texts have no n-gram twice; the last is padding."""
     slots = jax.tree.map(lambda x: x[:ROWS], empty_slots(ROWS, 64))
     seeds = jax.random.bits(jax.random.key(seed), (ROWS, 2), "uint32")
     history = jnp.broadcast_to(jnp.arange(64, dtype=jnp.int32), (ROWS, 64))

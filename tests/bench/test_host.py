@@ -6,6 +6,7 @@ import pytest
 
 from jaxspec.bench import __main__ as bench
 from jaxspec.bench import host
+from jaxspec.scheduling.audit import audit
 
 TINY = ["--prompt-tokens", "20", "--new-tokens", "12", "--context-length", "128", "--rounds", "40"]
 
@@ -44,7 +45,7 @@ def test_requests_run_their_course_through_the_real_loop(sampled):
     assert stats["requests_total"]["length"] > 20
     assert stats["requests_total"]["abort"] == 3  # what still ran at the end
     assert stats["free_pages"] + stats["cached_pages"] == stats["total_pages"]
-    engine.scheduler.audit()
+    audit(engine.scheduler)
 
 
 def test_a_finished_request_got_every_token_it_asked_for():
@@ -60,7 +61,7 @@ def test_a_finished_request_got_every_token_it_asked_for():
 
 
 def test_more_weights_reach_the_program_with_more_layers():
-    """What dispatch costs depends on the number of arguments, so none may be optimised away."""
+    """Dispatch costs depend on the number of arguments, so none may be optimised away."""
     counts = []
     for layers in (1, 3):
         engine = host.make_engine(arguments("--requests", "1", "--layers", str(layers)))

@@ -1,4 +1,4 @@
-"""The same traffic both ways: no more at once than asked for, none before its time."""
+"""Traffic, both ways: no more at once than requested, none before its time."""
 
 import asyncio
 import time

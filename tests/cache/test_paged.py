@@ -55,7 +55,7 @@ def test_the_fraction_is_of_the_whole_device(monkeypatch):
 
 
 def claim(monkeypatch, caplog, used, **environment):
-    """What `claim_device` makes of the environment, and what it says, on a GPU that jax has `used` or not."""
+    """Call `claim_device` on a GPU that jax has `used` or not: the pool's shares it sets, and its log."""
     for name in POOL_SHARES:
         monkeypatch.delenv(name, raising=False)
     for name, value in ({"XLA_FLAGS": ""} | environment).items():
@@ -81,7 +81,7 @@ def test_a_share_that_comes_too_late_is_told(monkeypatch, caplog):
 
 
 def test_devices_that_wait_for_one_that_never_comes_end_the_process(monkeypatch, caplog):
-    """As the user says, if they do; on several hosts a node may come late."""
+    """Follow the user's setting, if there is one; on several hosts a node may come late."""
     monkeypatch.setenv(POOL_SHARE, "")
     flags, several = lambda: os.environ["XLA_FLAGS"], [False]
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: several[0])

@@ -32,8 +32,8 @@ GEMMA3 = {"query_pre_attn_scalar": 16, "sliding_window_pattern": 6, "rope_local_
 
 
 def write_gguf(path: Path, hf: dict, tensors: dict[str, np.ndarray], quant=None, rope_freqs=None, **metadata) -> None:
-    """As llama.cpp's converter does: names by the gguf package's table; for Llama and Mistral, which it calls "llama",
-    the rows of q and k interleaved; 1 added to Gemma's norms."""
+    """Write a file as llama.cpp's converter does: names by the gguf package's table; for Llama and Mistral, which it
+    calls "llama", the rows of q and k interleaved; 1 added to Gemma's norms."""
     family = {"mistral": "llama"}.get(hf["model_type"], hf["model_type"])
     heads = {"q": hf["num_attention_heads"], "k": hf["num_key_value_heads"]}
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == family)
@@ -139,7 +139,7 @@ def tiny(**options) -> tuple[dict, dict[str, np.ndarray]]:
 
 
 def rope_divisors(theta: float, head_dim: int) -> np.ndarray:
-    """What llama.cpp's converter writes for Llama 3.2: one divisor for each rotary frequency, by its wavelength."""
+    """Divisors that llama.cpp's converter writes for Llama 3.2: one for each rotary frequency, by its wavelength."""
     divisors = []
     for i in range(0, head_dim, 2):
         wavelength = 2 * np.pi * theta ** (i / head_dim)

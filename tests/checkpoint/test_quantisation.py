@@ -296,7 +296,7 @@ def test_truncated_scales_and_mixed_projections_are_named(tmp_path):
 
 
 def test_scales_that_are_not_needed_are_left(tmp_path, caplog):
-    """Those of activations, which are quantised by their own magnitude."""
+    """Leave scales of activations, which are quantised by their own magnitude."""
     folder, whole = write(source("llama"), tmp_path, "tensor", compressed("tensor"), "_scale")
     names = [f"model.layers.0.{name}" for name in ("mlp.up_proj.input_scale", "self_attn.q_scale")]
     tensors = read(folder / "model.safetensors") | {name: np.ones(1, np.float32) for name in names}

@@ -108,7 +108,7 @@ def test_programs_compile_while_weights_load(uncompiled, monkeypatch):
 
 
 def test_a_start_whose_weights_differ_compiles_again(uncompiled, monkeypatch, caplog):
-    """As of a checkpoint that is quantised in another way than its config says."""
+    """Differ like a checkpoint that is quantised in another way than its config says."""
     other = lambda options: outlined(dataclasses.replace(options, dtype="bfloat16"))  # noqa: E731
     monkeypatch.setattr(abstract_model, "outlined", other)
     runner = Runner(EngineConfig(model=checkpoint(), draft="ngram", **WARM))

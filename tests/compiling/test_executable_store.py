@@ -86,7 +86,7 @@ def test_a_program_that_cannot_be_kept_stops_nothing(tmp_path, caplog):
 
 
 def test_two_writers_with_one_process_id_have_files_of_their_own(tmp_path, monkeypatch):
-    """As in containers that share the folder, in each of which the server is process 1."""
+    """Write as in containers that share the folder, in each of which the server is process 1."""
     write, loose = Path.write_bytes, []
 
     def slowly(path, data):

@@ -37,13 +37,13 @@ def given(programs: Programs, state, processors=None) -> bytes:
 
 @pytest.fixture(scope="module")
 def here() -> runner.Runner:
-    """Of an engine on this CPU, whose drafter is a model."""
+    """Runner of an engine on this CPU, whose drafter is a model."""
     return engine(SELF).engine.runner
 
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory) -> runner.Runner:
-    """Of an engine with a GPU's defaults, whose model has kernels."""
+    """Runner of an engine with a GPU's defaults, whose model has kernels."""
     folder = tmp_path_factory.mktemp("wide")
     (folder / "config.json").write_text(json.dumps(tiny_config("qwen3", **WIDE)))
     options = dict(load_format="dummy", dtype="bfloat16", skip_warmup=True, max_total_tokens=2048)
@@ -92,12 +92,12 @@ def test_a_gpus_program_has_the_kernels_that_it_would_have_here(wide, processes)
     """Their modules are equal, so that XLA compiles each once. The number of multiprocessors is a GPU's elsewhere."""
     kind, size = "round_sampled", 8
     made = processes[1].lower((kind, size))
-    hopper.pretend(FEW)
+    hopper.lower_for(FEW)
     try:
         few = division(60, 128)
         own = Module.made(wide.programs._jits[kind], wide.programs._arguments(kind, size, wide.state), tuple, "cuda")
     finally:
-        hopper.pretend(None)
+        hopper.lower_for(None)
     assert few != division(60, 128)
     texts = [jax.export.deserialize(bytearray(each.exported)).mlir_module() for each in (made, own)]
     assert targets(texts[0]) == targets(texts[1]) and len(targets(texts[0])) > 3
@@ -122,7 +122,7 @@ def helped(here, monkeypatch, processes: Processes) -> tuple[Programs, list]:
 
 
 def test_processes_lower_before_anybody_asks(here, monkeypatch):
-    """What was wanted first is taken first, others than what is wanted aren't lowered, and all end afterwards."""
+    """Compile the requested programs alone, lowered by processes beforehand, all of which end afterwards."""
     wanted = [one for one in ladder_of(here.shapes) if one[0] in ("first_greedy", "admit")]
     processes = Processes(1, given(here.programs, here.state), [("forward", 1), *wanted[::-1], ("nothing", 1)])
     while processes._made.keys() != {("forward", 1), *wanted, ("nothing", 1)}:

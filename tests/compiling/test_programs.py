@@ -21,7 +21,7 @@ FEW, DRAFTED = ("none", 27), ("ngram", 45)  # what drafts, and how many requests
 
 @pytest.fixture
 def programs(monkeypatch, tmp_path):
-    """Those of an engine with random weights of a family, with a GPU's defaults and kernels."""
+    """Make runners with random weights of a family, with a GPU's defaults and kernels."""
     monkeypatch.setattr(defaults, "here", lambda: defaults.GPU)
     monkeypatch.setattr(hopper, "kernels_here", lambda: None)
 
@@ -35,7 +35,7 @@ def programs(monkeypatch, tmp_path):
 
 
 def kernels_of(made: runner.Runner, kind: str, size: int) -> set[str]:
-    """Those of a program, which must come out."""
+    """Kernels of a program, lowered for CUDA."""
     programs = made.programs
     arguments = *programs._arguments(kind, size, made.state), *programs._handed(kind, size, made.state)
     with counting() as chosen:

@@ -14,7 +14,7 @@ from jaxspec import AsyncLLM, EngineConfig, StructuredOutput
 from jaxspec.compiling.ladder import essential, ladder_of, sizes_of, special, stand_in, use
 from jaxspec.compiling.programs import Programs
 from jaxspec.engine.engine import Engine
-from jaxspec.engine.stats import programs_there
+from jaxspec.engine.runner import programs_there
 from jaxspec.rounds.packing import Shapes, admission_size
 from jaxspec.rounds.programs import GREEDY, LOGPROBS, MODES, SAMPLED
 from tests.support.engines import OPTIONS, checkpoint, engine, mixed_load, params

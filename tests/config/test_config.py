@@ -102,7 +102,7 @@ QWEN3_30B_A3B = {
 
 
 def as_transformers_5(hf: dict) -> dict:
-    """The same config as transformers 5 saves it: theta and scaling under `rope_parameters`, `dtype`."""
+    """Convert a config to transformers 5's form: theta and scaling under `rope_parameters`, `dtype`."""
     new = {key: value for key, value in hf.items() if key not in ("rope_theta", "rope_scaling", "torch_dtype")}
     rope = dict(hf["rope_scaling"] or {"rope_type": "default"}, rope_theta=hf["rope_theta"])
     return {**new, "rope_parameters": rope, "dtype": hf["torch_dtype"]}
@@ -206,7 +206,7 @@ def test_rope_scaling_counts_beside_rope_parameters():
 
 
 def test_scaling_that_a_model_page_tells_users_to_add():
-    """As Qwen's: the config's positions stay as they are, and the context grows by the factor."""
+    """Scale as Qwen's pages say: the config's positions stay as they are, and the context grows by the factor."""
     read = lambda **scaling: ModelConfig.from_hf({**QWEN3_8B, "rope_scaling": scaling})  # noqa: E731
     config = read(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768)
     yarn = Yarn(4.0, 32768, attention_factor=0.1 * math.log(4) + 1)
@@ -226,7 +226,7 @@ def test_qwen2_has_biases_on_queries_keys_and_values():
 
 
 def test_glm4_where_its_config_is_silent():
-    """As transformers' Glm4Config: half of each head rotates in neighbouring pairs, q, k and v alone have biases."""
+    """Default as transformers' Glm4Config: half of each head rotates in neighbouring pairs; q, k, v have biases."""
     silent = ("attention_bias", "head_dim", "rms_norm_eps", "rope_theta")
     hf = {key: value for key, value in tiny_config("glm4").items() if key not in silent}
     layer = ModelConfig.from_hf(hf).decoder.layers[0]
@@ -309,7 +309,7 @@ def test_a_senseless_value_in_a_config_is_named(change, named):
 
 
 def test_hybrids():
-    """Of a multimodal config the text model counts, and which layer is which comes from either key."""
+    """Read the text model of a multimodal config; either key says which layer is which."""
     rope = {"rope_theta": 5e6, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
     text = tiny_config("qwen3_5_moe", full_attention_interval=3, num_hidden_layers=6, rope_parameters=rope)
     text |= {"model_type": "qwen3_5_moe_text", "eos_token_id": 3}

@@ -20,7 +20,7 @@ from tests.support.tiny import tiny_checkpoint
 
 @dataclass(frozen=True)
 class Mine(Drafter):
-    """As a user's."""
+    """Drafter as a user writes it."""
 
     num_draft_tokens: int = 2
     depth: int = option(3, "how far it looks", least=1)

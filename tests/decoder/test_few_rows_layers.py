@@ -35,6 +35,7 @@ from jaxspec.rounds.packing import empty_slots
 from tests.pallas.dense.test_few_rows import INTERPRET, PAGE, normal
 from tests.pallas.dense.test_weight_stream import assert_close
 from tests.support import drawn
+from tests.support.operations import anywhere
 from tests.support.sample import rare
 from tests.support.tiny import tiny_config
 
@@ -65,7 +66,7 @@ def rounds(tree: bool) -> Rows:
 
 
 def forward(config, params, rows: Rows):
-    """Of three rows of each request, four each of two, or one of one."""
+    """Run three rows of each request, four each of two, or one of one."""
     kv = 0.5 * drawn.normal(jax.random.key(1), PageLayout(5, PAGE, "bfloat16").kv(config).shape)
     tokens = {3: jnp.arange(9).reshape(3, 3), 2: jnp.arange(8).reshape(2, 4), 1: jnp.ones((1, 1), int)}[len(rows.count)]
     positions = rows.marked_positions(tokens.shape[1])
@@ -73,7 +74,7 @@ def forward(config, params, rows: Rows):
 
 
 def assert_same_forward(got, expected, rows: Rows, tolerance: float):
-    """Of real rows, and of pages but the dummy."""
+    """Compare valid rows, and pages but the dummy."""
     real = np.arange(got.last.shape[1]) < np.asarray(rows.count)[:, None]
     for a, b in zip((got.last, *got.features), (expected.last, *expected.features), strict=True):
         assert_close(np.asarray(a)[real], np.asarray(b)[real], tolerance)
@@ -88,7 +89,7 @@ def take_few_rows(monkeypatch):
         return True
 
     monkeypatch.setattr(forward_module, "hopper", SimpleNamespace(chosen=chosen, multiprocessors=lambda: 132))
-    monkeypatch.setattr(matmul_module, "chosen", lambda reason, *_: reason is None)
+    monkeypatch.setattr(matmul_module, "PRODUCTS", anywhere(matmul_module.PRODUCTS))
     few = [dataclasses.replace(path, processors=0) for path in (FEW_ROWS, FUSED_NORMS)]
     monkeypatch.setattr(forward_module, "PATHS", few)
     monkeypatch.setattr(forward_module, "FEW_ROWS", few[0])
@@ -346,7 +347,7 @@ def small_drafter(method: str):
 
 
 def drafted(drafter, params):
-    """What is drafted for two requests after a commit of a few tokens, and the pages then."""
+    """Draft for two requests after a commit of a few tokens; also the pages then."""
     width, history = drafter.num_draft_tokens + 1, jnp.arange(64).reshape(2, 32)
     slots = empty_slots(2, 32).replace(length=jnp.array([4, 18, 1]), done=jnp.array([False, False, True]))
     slots = jax.tree.map(lambda x: x[:2], slots)
@@ -370,7 +371,7 @@ def assert_same_drafts(got, few, expected, plain):
 
 @pytest.mark.parametrize("method", ["eagle3", rare("dflash"), rare("mtp")])
 def test_drafts_are_those_of_plain_layers(monkeypatch, method):
-    """Of two requests: chains' with one row each and four after a round, DFlash's with blocks of five."""
+    """Draft for two requests: chains with one row each and four after a round, DFlash with blocks of five."""
     drafter, params = small_drafter(method)
     expected, state = jax.jit(partial(drafted, drafter))(params)
     take_few_rows(monkeypatch)

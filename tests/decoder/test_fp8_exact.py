@@ -14,6 +14,7 @@ import pytest
 
 import jaxspec
 from jaxspec import LLM, SamplingParams, load_model
+from jaxspec.scheduling.audit import audit
 from tests.drafters import test_block_drafters as blocks
 from tests.drafters import test_dflash as dflash
 from tests.drafters import test_eagle as eagle
@@ -40,7 +41,7 @@ def cases(drafts, often):
 
 
 def drafter(name, target):
-    """What --draft is given for a name in `DRAFTS`."""
+    """Value of --draft for a name in `DRAFTS`."""
     method, _, which = name.partition(":")
     if method == "standalone":
         return f"standalone:{lossless.draft_folder('qwen3', which)}"
@@ -122,7 +123,7 @@ def test_greedy_text_is_plain_decodings(draft, activations, monkeypatch):
                 assert [out.token_ids for out in outs] == expected[name], name
             if name == "prefixes":
                 assert all(out.metrics.cached_tokens >= len(out.prompt_token_ids) - 1 - PAGE for out in cached)
-        llm.engine.scheduler.audit()
+        audit(llm.engine.scheduler)
     after = llm.engine.stats()
     assert after["preemptions_total"] > before["preemptions_total"]
     if draft == "standalone:self":  # quantised as the target is, but for the copy of its head
@@ -166,7 +167,7 @@ SAMPLED = (*distribution.DRAFTERS, "eagle", "eagle3", "tree", "dflash", "dspark"
 
 @pytest.mark.parametrize("draft,activations", cases(SAMPLED, set()))
 def test_rounds_sample_the_target(draft, activations, monkeypatch, tmp_path):
-    """As for unquantised weights; both the rounds and what they are held against have the FP8 model."""
+    """Run the tests of unquantised weights; both the rounds and their reference have the FP8 model."""
     monkeypatch.setattr(distribution, "model", functools.partial(fp8_model, activations=activations))
     monkeypatch.setattr(distribution, "SAMPLES", 3_000)
     if draft in distribution.DRAFTERS:

@@ -41,7 +41,7 @@ def declared(family: str, **more):
 
 
 def check_layers(monkeypatch, family: str, path: Path, requests: int = 2, rows: int = 3, **sizes) -> None:
-    """What the path makes of some tokens a request is what the plain one does; its kernels are interpreted already."""
+    """Check that a path matches the plain one on some tokens a request; its kernels are interpreted already."""
     config, tensors = declared(family, **sizes)
     params = dummy(tensors, "bfloat16", 0)
     tokens = jnp.arange(rows * requests).reshape(requests, rows) % config.vocab_size

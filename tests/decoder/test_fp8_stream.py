@@ -97,7 +97,7 @@ def test_stages_between_two_sums_lower_for_cuda():
 @pytest.mark.parametrize("widths", [(4096, 4096), (4096, 24576), (12288, 4096), (4096, 6144), (2560, 2560)])
 @pytest.mark.parametrize("rows", [8, 32, 128])
 def test_share_out_keeps_every_block_busy(widths, rows):
-    """Of the time that the busiest block takes, the average block works at least four fifths."""
+    """The average block works at least four fifths of the time that the busiest block takes."""
     share = chain.share_out(*widths, rows, False, BLOCK, item=1)
     busiest = -(-share.items // chain.BLOCKS) * -(-share.steps // share.splits) * share.columns
     assert share.steps * share.outputs / chain.BLOCKS >= 0.8 * busiest
@@ -105,7 +105,7 @@ def test_share_out_keeps_every_block_busy(widths, rows):
 
 
 def held(layout, shape):
-    """Of each warp, lane and register the elements of an array that it holds, by their place in the array."""
+    """Elements of an array that each warp, lane and register holds, by their index in the array."""
     places = np.arange(np.prod(shape)).reshape(shape)
     for tile in layout.tiling.tiles:
         lead, count = places.ndim - len(tile), range(len(tile))

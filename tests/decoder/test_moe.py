@@ -250,7 +250,7 @@ def test_both_layouts_give_the_same_stack(stacked):
 
 
 def test_dummy_stacks_are_made_matrix_by_matrix():
-    """Of 61 GB of weights there is no room for random bits and float32 numbers of a whole stack beside them."""
+    """Use little memory: 61 GB of weights leave no room for random bits and float32 numbers of a whole stack."""
     declared = mixture_tensors(config_of(moe_intermediate_size=64, num_experts=32).decoder.mixture, 128, "")
     layer = dummy(declared, "bfloat16", seed=0)
     for name, param in declared.items():

@@ -111,7 +111,7 @@ def test_greedy_output_equals_plain_and_drafts_are_a_cold_starts(method, watched
 
 @pytest.mark.parametrize("method", [rare("dspark"), "dflash2"])
 def test_sampled_output_has_the_targets_distribution(method, monkeypatch, tmp_path):
-    """Of DSpark: drafts along the chain, from nine of the twelve tokens, and ended by confidence. Of DFlash 2: with a
+    """Draft with DSpark along the chain, from nine of the twelve tokens, ended by confidence; with DFlash 2, from a
     token map."""
     kind, settings, options = KINDS[method]
     more = {"draft_vocab_size": 9} if method == "dspark" else {"selector_top_k": 4}

@@ -39,7 +39,7 @@ def batch_of(requests: int) -> DraftBatch:
 
 @pytest.mark.parametrize("steps,topk,drafts", [(1, 4, 3), (3, 4, 9), (3, 2, 10), (4, 5, 24)])
 def test_a_tree_holds_the_likeliest_branches(steps, topk, drafts):
-    """Those of all branches of the `topk` likeliest tokens, where a step's beam leaves none of them out."""
+    """Compare with all branches of the `topk` likeliest tokens, where a step's beam leaves none of them out."""
     logits = 3 * drawn.normal(jax.random.key(steps), (2, steps, 30))
     proposal = jax.jit(eagle_tree.of_block, static_argnums=(1, 2))(logits, topk, drafts, {}, batch_of(2))
     likely = np.asarray(jax.nn.log_softmax(logits), np.float64)

@@ -68,7 +68,7 @@ def chosen(found, drawn, greedy):
 
 
 def test_drafts_keep_the_probabilities_that_they_were_drawn_with():
-    """Those that were looked up are certain, whatever the other drafter thought."""
+    """Drafts that were looked up are certain, whatever the other drafter thought."""
     found = Proposal(jnp.array([[1, 2, 3], [4, 5, 6]]), jnp.array([3, 2]))
     probs = jax.nn.softmax(jnp.arange(2 * 2 * 8.0).reshape(2, 2, 8))
     drawn = Proposal(jnp.array([[7, 7], [6, 5]]), jnp.array([2, 2]), probs)

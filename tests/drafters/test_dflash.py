@@ -261,7 +261,7 @@ class Watched(Helped):
 
 @functools.cache
 def expected_drafts():
-    """What plain decoding says in each scenario, the drafts at each place of it, and where those aren't near-ties."""
+    """Texts of plain decoding in each scenario, the drafts at each position, and where those aren't near-ties."""
     context = lossless.OPTIONS["context_length"]
     outs = [out for scenario in SCENARIOS for out in lossless.plain("llama", scenario)]
     known = [out.prompt_token_ids + out.token_ids for out in outs]

@@ -188,7 +188,7 @@ def test_the_memory_plan_counts_a_quantised_drafter_as_it_is():
 
 @pytest.mark.exhaustive  # of FP8 draft models, in tests/decoder/test_fp8_exact.py
 def test_an_engine_with_a_quantised_drafter_gives_the_text_of_plain_decoding():
-    """Of several drafts in one batch."""
+    """Draft for two requests in one batch."""
     prompts, params = [PROMPT, [9, 3] * 6], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     drafted = quantised_engine()
     texts = [out.token_ids for out in drafted.generate(prompts, params)]

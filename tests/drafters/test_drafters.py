@@ -1,4 +1,4 @@
-"""What `--draft` takes and refuses, and the n-gram drafter against its definition in plain Python."""
+"""Values that `--draft` takes and refuses, and the n-gram drafter against its definition in plain Python."""
 
 import dataclasses
 import shutil

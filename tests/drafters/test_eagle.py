@@ -148,7 +148,7 @@ def test_without_a_vocabulary_of_its_own_the_head_is_the_targets(tmp_path):
 
 
 def test_norm_output_is_what_is_fed_back(tmp_path):
-    """Of two chains the first drafts agree, since the head's norm is always there, and the second don't."""
+    """Compare two chains: the first drafts agree, since the head's norm is always there, and the second don't."""
     golden = np.load(GOLDEN / "safeailab-eagle3.npz")
     plain = golden["logits"][golden["lengths"].tolist().index(2)]
     folder = variant("safeailab-eagle3", tmp_path, {"norm_output": True})
@@ -268,7 +268,7 @@ KINDS = [  # the rest of `make exhaustive`
 
 @pytest.mark.parametrize("kind,overlap,rounds", KINDS)
 def test_greedy_output_equals_plain(kind, overlap, rounds, monkeypatch):
-    """As tests/engine/test_lossless.py has it for all drafters: chunked prompts, prefix hits, preemption, stops."""
+    """Run the test of tests/engine/test_lossless.py: chunked prompts, prefix hits, preemption, stops."""
     lossless.test_greedy_output_equals_plain("qwen3", f"{heads.folder_for(kind)}", overlap, rounds, monkeypatch)
 
 
@@ -423,7 +423,7 @@ def sampled(kind):
 @pytest.mark.exhaustive  # part of a vocabulary is DFlash 2's with a map (test_block_drafters.py)
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_rounds_sample_the_target(kind, monkeypatch):
-    """As tests/rounds/test_distribution.py has it for all drafters, with fewer samples."""
+    """Run the test of tests/rounds/test_distribution.py, with fewer samples."""
     monkeypatch.setattr(distribution, "SAMPLES", 6_000)
     monkeypatch.setitem(distribution.DRAFTERS, kind, lambda: sampled(kind))
     distribution.test_round_samples_the_target(kind)

@@ -142,7 +142,7 @@ _engine = lossless.engine
 
 @functools.cache
 def engine(family, draft):
-    """That of test_lossless, with trees where it has drafts at all."""
+    """Engine of test_lossless, with trees if it drafts at all."""
     if draft == "none":
         return _engine(family, draft)
     topk, steps, drafts = SHAPES["eagle" if draft == f"{heads.folder_for('eagle')}" else "eagle3"]
@@ -234,7 +234,7 @@ def test_the_log_says_how_trees_sample(caplog):
 
 @pytest.mark.exhaustive
 def test_rounds_sample_the_target(monkeypatch):
-    """Samples follow plain decoding's distribution; fewer than tests/rounds/test_distribution.py takes of others."""
+    """Judge samples as tests/rounds/test_distribution.py does, but fewer; and they are plain decoding's own."""
     monkeypatch.setattr(distribution, "PAGE", 32)
     monkeypatch.setattr(distribution, "LANES", 256)
     folder = heads.random_eagle3(Path(distribution.checkpoint(5)), (0, 2, 3, 5, 7, 9, 11), (0, 0, 0), 1)

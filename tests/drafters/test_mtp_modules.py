@@ -29,7 +29,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 
 @functools.cache
 def checkpoint(family="qwen3_5"):
-    """Of a tiny hybrid, whose module becomes three that differ, and that read the one before them."""
+    """Checkpoint of a tiny hybrid, whose module becomes three that differ, and that read the one before them."""
     source = hybrids.checkpoint(family)
     folder = source.with_name(source.name + f"-{MODULES}")
     shutil.copytree(source, folder, dirs_exist_ok=True)

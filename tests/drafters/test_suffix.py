@@ -221,7 +221,7 @@ def test_a_response_is_kept_up_to_its_limit():
 
 
 def test_a_request_that_returns_to_another_length_starts_a_row_of_its_own(device):
-    """As after a preemption: it's in a slot whose last request ended elsewhere, and has no first token."""
+    """Return like a preempted request: it's in a slot whose last request ended elsewhere, and has no first token."""
     finished(device, [1, 2, 3])
     device.admit(0, [7, 7, 7, 7, 7, 7, 7, 7])
     device.commit([[4, 5, 6], None, None], WIDTH)

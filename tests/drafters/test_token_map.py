@@ -45,7 +45,7 @@ def test_drafts_are_the_likeliest_of_the_tokens_that_the_map_has(kind, tmp_path)
 
 
 def _head(params):
-    """What computes the logits."""
+    """Weight that computes the logits."""
     head = params["head"] if isinstance(params.get("head"), dict) else params
     return head["head"] if "head" in head else head["embed"]
 
@@ -111,7 +111,7 @@ def test_a_file_that_is_no_map_is_refused(text, said, tmp_path):
 
 
 def longs(ids):
-    """As torch saves a tensor of int64: its description, and its storage's bytes."""
+    """Tensor of int64 as torch saves it: its description, and its storage's bytes."""
     stored = storage("torch.LongStorage", elements=len(ids))
     return tensor(0, (len(ids),), (1,), stored), np.asarray(ids, np.int64).tobytes()
 

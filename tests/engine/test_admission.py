@@ -38,7 +38,7 @@ def test_a_bad_request_is_refused_before_anything_runs(prompt, settings, words):
 
 
 def test_text_goes_on_from_the_prompts(tmp_path):
-    """Of a SentencePiece model's completion the first space counts, or prompt and text couldn't be put together."""
+    """Keep the first space of a SentencePiece model's completion, or prompt and text couldn't be put together."""
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"\u2581Hi": 256, "there": 257, "<s>": 258}
     backend = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
     steps = decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)

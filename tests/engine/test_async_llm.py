@@ -193,7 +193,7 @@ def test_a_step_that_fails_after_a_recovery_ends_the_engine(serve, monkeypatch):
 
 @pytest.mark.parametrize("program", ["prefill", "admit", "first", "round"])
 def test_a_program_that_fails_having_consumed_the_state_leaves_the_engine_as_new(monkeypatch, program):
-    """As one does that runs out of memory on the device: its operands are gone, its results never come."""
+    """Fail like a program that runs out of memory on the device: its operands are gone, its results never come."""
     llm = engine("ngram")
     prompts = [tokens(90), tokens(30)]
     expected = [said(out) for out in llm.generate(prompts, params())]

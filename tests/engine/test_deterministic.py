@@ -22,6 +22,7 @@ from jaxspec.models.families import llama, qwen3
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.weights import Weight
 from jaxspec.pallas.sliced_rows import sliced
+from jaxspec.scheduling.audit import audit
 from jaxspec.scheduling.sequence import State
 from tests.support import drawn
 from tests.support.engines import OPTIONS, checkpoint, idle, set_overlap, tokens
@@ -164,7 +165,8 @@ def test_a_draft_model_changes_no_seeded_text():
     """It samples its drafts, and would have a say in what is accepted otherwise."""
     drafted = LLM(checkpoint(), f"standalone:{checkpoint()}", **OPTIONS | {"dtype": "bfloat16", "deterministic": True})
     assert texts(drafted, 4) == texts(engine(), 1)
-    assert drafted.engine.accepted[0] > 0.8 * drafted.engine.drafted[0]  # drafts meet the target's own random numbers
+    counts = drafted.engine.counts
+    assert counts.accepted[0] > 0.8 * counts.drafted[0]  # drafts meet the target's own random numbers
 
 
 def test_a_preempted_request_starts_again_and_says_nothing_twice():
@@ -181,7 +183,7 @@ def test_a_preempted_request_starts_again_and_says_nothing_twice():
                 said[seq] += [token][known:]
                 if len(seq.tokens) == seq.limit:
                     s.finish(seq)
-        s.audit()
+        audit(s)
     assert s.preemptions and younger.preemptions and s.unfinished == 0
     assert said == {older: [*range(9, 21)], younger: [*range(9, 21)]}
     assert s.cached_pages == 4  # two full pages of each prompt, and nothing of what rounds computed

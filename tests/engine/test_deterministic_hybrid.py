@@ -88,7 +88,7 @@ def test_texts_are_the_same_whatever_happens_to_them():
     assert texts(llm, 5) == alone
     assert llm.engine.scheduler.preemptions > before
     assert texts(llm, 3, speculative=False) == alone
-    assert 0 < llm.engine.accepted[0] < llm.engine.drafted[0]
+    assert 0 < llm.engine.counts.accepted[0] < llm.engine.counts.drafted[0]
     set_overlap(llm, False)
     assert texts(llm, 2) == alone
     idle(llm.engine)

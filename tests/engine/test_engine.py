@@ -15,6 +15,7 @@ import jaxspec
 from jaxspec import LLM, StructuredOutput
 from jaxspec.config.request import Delta
 from jaxspec.engine.flight import Flight
+from jaxspec.scheduling.audit import audit
 from tests.support.engines import (
     COUNT_UP,
     DRAFTERS,
@@ -86,9 +87,9 @@ def test_held_rounds_and_short_prompts_change_nothing_but_time(llm, monkeypatch)
     for held, between in ((0, None), (256, None), (0, 16), (256, 100)):
         monkeypatch.setattr(core.scheduler, "held_tokens", held)
         monkeypatch.setattr(core.pace, "tokens", lambda between=between: between)
-        before = core.totals["rounds"]
+        before = core.counts.totals["rounds"]
         outs[held, between] = [said(out) for out in llm.generate(*mixed_load())]
-        rounds[held, between] = core.totals["rounds"] - before
+        rounds[held, between] = core.counts.totals["rounds"] - before
         assert core.flush_cache()
     assert all(out == outs[0, None] for out in outs.values())
     assert rounds[256, None] < rounds[0, None] < rounds[0, 16]
@@ -236,7 +237,7 @@ def test_pages_balance_after_finishes_aborts_and_preemptions(llm, seed):
             deltas = core.abort(rng.choice(list(core.requests)))
             assert deltas and all(delta.finish_reason == "abort" for delta in deltas)
         core.step()
-        core.scheduler.audit()
+        audit(core.scheduler)
     counts = Counter(core.stats()["requests_total"]) - before
     assert counts["abort"] and counts["length"]
     assert sum(counts.values()) == sum(s.n for s in settings)
@@ -251,7 +252,7 @@ def test_pages_balance_when_a_prompt_is_aborted_halfway(llm):
     for name in ("halfway", "waiting"):
         (delta,) = core.abort(name)
         assert delta.finish_reason == "abort" and not delta.token_ids
-        core.scheduler.audit()
+        audit(core.scheduler)
     assert core.abort("nobody") == []
 
 

@@ -43,7 +43,7 @@ class Fixed(Drafter):
 
 
 class Unhashable(Fixed):
-    """As one with an array among its fields."""
+    """Drafter without a hash, like one with an array among its fields."""
 
     __hash__ = None
 

@@ -19,6 +19,7 @@ import pytest
 import jaxspec
 from jaxspec import LLM, ConfigError, EngineConfig, SamplingParams, load_drafter, load_model
 from jaxspec.drafters.base import Drafter, Proposal
+from jaxspec.scheduling.audit import audit
 from jaxspec.scheduling.sequence import Chunk
 from tests.rounds import test_distribution as distribution
 from tests.support import hybrids, widths
@@ -87,7 +88,7 @@ def test_greedy_texts_are_plain_decodings(family, draft):
     check_texts(llm, first)
     again = llm.generate(prompts[::-1], GREEDY)
     assert [out.token_ids for out in again[::-1]] == [out.token_ids for out in first]
-    llm.engine.scheduler.audit()
+    audit(llm.engine.scheduler)
     assert sum(out.metrics.cached_tokens for out in again) >= 64
     accept = np.mean([out.metrics.accept_length for out in first])
     assert 1.3 < accept < 2.9 if draft == "mtp" else accept < 2.9, "drafts are accepted now and then, and refused"
@@ -95,7 +96,7 @@ def test_greedy_texts_are_plain_decodings(family, draft):
 
 @pytest.mark.parametrize("family,draft", cases(("qwen3_5", "mtp")))
 def test_texts_are_the_same_however_many_drafts_a_round_has(family, draft, monkeypatch):
-    """Of a round, fewer rows are then replayed than there is room for."""
+    """Vary a round's drafts, so that fewer rows are replayed than there is room for."""
     widths.switch(engine(family, draft), monkeypatch)
     test_greedy_texts_are_plain_decodings(family, draft)
     assert widths.took_turns(engine(family, draft))
@@ -138,7 +139,7 @@ def talk(llm, seed, cases):
             new = llm.generate(prompts, lengths)
             texts += [[*out.prompt_token_ids, *out.token_ids] for out in new]
             outs += new
-            scheduler.audit()
+            audit(scheduler)
     return outs
 
 
@@ -150,7 +151,7 @@ def break_off(engine, prompts, steps):
         engine.step()
     for i in range(len(prompts)):
         engine.abort(f"broken-off-{i}")
-    engine.scheduler.audit()
+    audit(engine.scheduler)
 
 
 def check_snapshots(llm):
@@ -190,7 +191,7 @@ def test_cached_prefixes_continue_as_cold_ones(family, draft, count):
 
 
 def test_a_stale_snapshot_would_show(monkeypatch):
-    """What the test above proves: where states aren't kept, and slots hold what they held before, texts go wrong."""
+    """Show that the test above can fail: where states aren't kept, so that slots are stale, texts go wrong."""
     llm = engine("qwen3_5", "mtp")
     assert llm.engine.flush_cache()
     blocks = Chunk.blocks
@@ -268,7 +269,7 @@ def test_states_can_be_bfloat16():
 
 
 class Lanes(distribution.Lanes):
-    """As there; each run goes on from the same states too, which rounds don't leave as they were."""
+    """Lanes whose runs all go on from the same states, too, which rounds don't leave as they were."""
 
     def __init__(self, name, **more):
         super().__init__(name, **more)
@@ -283,7 +284,7 @@ class Lanes(distribution.Lanes):
 @pytest.mark.exhaustive  # states go by how many drafts are accepted, as greedy texts show; chains draw as EAGLE-3's do
 @pytest.mark.parametrize("family,draft", cases())
 def test_rounds_sample_the_target(family, draft, monkeypatch):
-    """As tests/rounds/test_distribution.py has it for all drafters, with fewer samples."""
+    """Run the test of tests/rounds/test_distribution.py, with fewer samples."""
     if family == "qwen3_moe":
         folder = tiny_checkpoint(family, distribution.VOCAB, 2)  # one that often says what it said before
     else:

@@ -19,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 import jaxspec
 from jaxspec import LLM, SamplingParams
 from jaxspec.drafters.base import Drafter, Proposal
+from jaxspec.scheduling.audit import audit
 from tests.support import widths
 from tests.support.sample import rare
 from tests.support.tiny import tiny_checkpoint
@@ -65,7 +66,7 @@ class Guess(Drafter):
 
 
 def checkpoint(family):
-    """Of one layer: what is tested is the same with two, which take twice the time to compile."""
+    """Checkpoint of one layer: two would test the same, and take twice the time to compile."""
     return tiny_checkpoint(family, VOCAB, SEEDS[family], tokenizer=True, num_hidden_layers=1)
 
 
@@ -164,7 +165,7 @@ def test_greedy_output_equals_plain(family, draft, overlap, rounds, monkeypatch)
             assert out.token_ids == want.token_ids, where
             assert (out.text, out.finish_reason) == (want.text, want.finish_reason), where
             assert out.completions[0].stop_reason == want.completions[0].stop_reason, where
-        llm.engine.scheduler.audit()
+        audit(llm.engine.scheduler)
         cases += len(outs + again)
         if scenario == "preempted":
             assert sum(out.metrics.preemptions for out in outs) > 0

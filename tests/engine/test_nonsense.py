@@ -371,7 +371,7 @@ def test_a_gguf_file_with_any_bytes_replaced(tmp_path_factory, place, new):
 
 
 def test_a_generation_config_is_used_where_it_makes_sense(folder, caplog):
-    """What can't be used is said and left out, since it is nothing that the model needs."""
+    """Report values that can't be used and leave them out, since the model needs none."""
     file = folder / "generation_config.json"
     for key, value in itertools.product(("temperature", "top_k", "top_p", "min_p", "repetition_penalty"), NONSENSE):
         file.write_text(json.dumps({key: value}))

@@ -1,4 +1,4 @@
-"""What the options left to the machine come to, on a CPU and on a GPU."""
+"""Options left to the machine, as they are resolved on a CPU and on a GPU."""
 
 import jax
 import pytest

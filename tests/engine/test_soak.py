@@ -20,6 +20,7 @@ import pytest
 
 from jaxspec import LLM, AsyncLLM, SamplingParams
 from jaxspec.rounds.programs import MODES
+from jaxspec.scheduling.audit import audit
 from server.app import create_app
 from tests.engine.test_lossless import checkpoint, draft_folder
 from tests.server.live import serving, wait_for
@@ -79,7 +80,7 @@ class Case:
 
 @dataclass
 class Answer:
-    """What a stream said: text and finish reason of each choice, and the tokens billed."""
+    """Answer of a stream: text and finish reason of each choice, and the tokens billed."""
 
     texts: list[str]
     reasons: list[str | None]
@@ -89,7 +90,7 @@ class Answer:
 
 @dataclass
 class Tally:
-    """What the clients saw."""
+    """Answers that the clients got, and their counts."""
 
     answers: dict[int, Answer] = field(default_factory=dict)  # of each case that has completed at least once
     counts: Counter = field(default_factory=Counter)
@@ -185,7 +186,8 @@ async def load(url: str, llm: AsyncLLM, work: list[Case], seconds: float) -> tup
             group.create_task(client(number, http, work, tally, end))
         for _ in range(10):
             await asyncio.sleep(seconds / 10)
-            llm._call(llm.engine.scheduler.audit)  # in the engine's thread: what it raises ends the engine and so all
+            # In the engine's thread: what it raises ends the engine and so all.
+            llm._call(lambda: audit(llm.engine.scheduler))
             memory.append(resident())
     return tally, memory
 
@@ -234,7 +236,7 @@ def check_balance(llm: AsyncLLM) -> None:
     stats = llm.stats()
     assert (stats["num_running"], stats["num_waiting"]) == (0, 0)
     assert not llm._streams
-    llm.engine.scheduler.audit()
+    audit(llm.engine.scheduler)
     assert stats["free_pages"] + stats["cached_pages"] == stats["total_pages"]
     assert llm.engine.flush_cache()
     assert llm.stats()["free_pages"] == stats["total_pages"]

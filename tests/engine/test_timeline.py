@@ -1,4 +1,4 @@
-"""What a recording of an engine holds: its programs in order, its steps, what each request gained."""
+"""Recordings of an engine: its programs in order, its steps, and the gains of each request."""
 
 import json
 import sys

@@ -12,6 +12,7 @@ import pytest
 import jaxspec
 from jaxspec import LLM, SamplingParams, load_model
 from jaxspec.drafters import NoDrafter
+from jaxspec.scheduling.audit import audit
 from tests.support.sample import rare
 from tests.support.tiny import tiny_checkpoint
 from tests.support.trees import Session, Wild, padded
@@ -31,7 +32,7 @@ OPTIONS = {
 
 
 def choices(model, texts):
-    """Of each text the argmax after every token, i32[n, t]."""
+    """Argmax after every token of each text, i32[n, t]."""
     return np.asarray(jnp.argmax(jaxspec.logits(model, padded(texts, 0)), axis=-1))
 
 
@@ -49,7 +50,7 @@ def test_greedy_texts_are_the_models_own_cached_or_cold(family, draft):
     cached = llm.generate(PROMPTS, settings)
     assert [out.token_ids for out in cached] == [out.token_ids for out in cold]
     assert cached[-1].metrics.cached_tokens >= LONGEST - 1 - PAGE
-    llm.engine.scheduler.audit()
+    audit(llm.engine.scheduler)
     stats = llm.engine.stats()
     drafted, accepted = sum(stats["drafted_per_position"]), sum(stats["accepted_per_position"])
     assert 0 < accepted < drafted

@@ -160,7 +160,7 @@ def record_trees(name: str, target: Qwen3ForCausalLM, model: torch.nn.Module, la
 
 
 def safeailab_config(config: dict) -> SimpleNamespace:
-    """What its models read of a config; its own class of configs needs transformers 4."""
+    """Fields of a config that its models read; its own class of configs needs transformers 4."""
     return SimpleNamespace(**config, rope_scaling=None, pretraining_tp=1, pad_token_id=0)
 
 

@@ -44,15 +44,15 @@ class Model:
         self.kv = jax.random.normal(jax.random.key(1), shape).astype("bfloat16")
 
     def logits(self, requests: list[tuple[int, int]], t: int, drafter: bool = False) -> np.ndarray:
-        """Of t rows of each request (number, position of the first row); a request's tokens are its own. `drafter`: in
-        a program that rotates heads of another layer as well."""
+        """Logits of t rows of each request (number, position of the first row); a request's tokens are its own.
+        `drafter`: in a program that rotates heads of another layer as well."""
         hidden, logits, _ = self.program(t, drafter=drafter)(self.params, self.kv, *self.rows(requests, t))
         assert np.isfinite(hidden.last).all()
         return np.asarray(logits)
 
     def layers(self, requests: list[tuple[int, int]], t: int, capture: bool = True, wanted: int | None = None):
         """The residual stream after each layer, and the final hidden state, of the same rows; `capture`: layers' too.
-        `wanted`: of each request that row alone goes through the last layer."""
+        `wanted`: the only row of each request that goes through the last layer."""
         row = None if wanted is None else jnp.full(len(requests), wanted)
         hidden, *_ = self.program(t, capture)(self.params, self.kv, *self.rows(requests, t), row)
         return [np.asarray(x, np.float32) for x in (*hidden.features, hidden.last)]
@@ -104,7 +104,7 @@ def test_a_later_row_of_a_round_is_a_row_by_itself(model):
 
 
 def test_each_layer_of_a_round_has_the_bits_of_rounds_of_one_row(model, capsys):
-    """As tiles of attention have 8, 16 and 32 rows or several; and where no layer's output is captured."""
+    """Take tiles of attention of 8, 16 and 32 rows, and several; also without the capture of layers' outputs."""
     two = (7, 254), (8, 333)
     alone = [model.layers([one], 1) for one in two]
     expected = [np.concatenate(pair)[:, 0] for pair in zip(*alone, strict=True)]

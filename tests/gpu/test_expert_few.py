@@ -94,7 +94,7 @@ def test_fp8_experts_match_the_reference(model, tokens):
 
 @pytest.mark.parametrize("tokens", [1, 4, 8])
 def test_small_fp8_experts(tokens):
-    """As `test_small_experts`."""
+    """Check in FP8 what `test_small_experts` checks."""
     for seed in range(5):
         x, _, ids, weights = bfloat16(random_case(tokens, 16, 3, d=2048, f=1, seed=seed))
         stacks = [test_expert_fp8.stack(16, 2048, 256, seed)]

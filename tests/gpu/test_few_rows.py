@@ -102,7 +102,7 @@ def test_wide_layers(sizes, kernel):
 
 @pytest.mark.parametrize("kernel", ["heads", "normed heads", "keys and values", "router", "add", "scaled add"])
 def test_layers_with_biases(kernel):
-    """Of gpt-oss' sizes: a width of 2,880 is divided by 3 alone. Several times, as above."""
+    """Take gpt-oss' sizes: a width of 2,880 is divided by 3 alone. Several times, as above."""
     given = cpu.operands(8, **cpu.GPT_OSS)
     check = {
         "heads": partial(cpu.check_heads, inputs=0, biased=True),

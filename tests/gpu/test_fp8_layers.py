@@ -30,7 +30,7 @@ ROWS = (1, 8, 9, 16, 32, 33, 64, 128)
 
 
 def compare(monkeypatch, config, tensors, requests: int, rows: int, path=FP8_ROWS, made=("add_norm", "fp8_rows")):
-    """What a path makes of random weights and tokens is what PLAIN does, twice the same, and made by its kernels."""
+    """Check that a path matches PLAIN on random weights and tokens, repeats its bits, and uses its kernels."""
     params = dummy(tensors, "bfloat16", 0)
     tokens = jax.random.randint(jax.random.key(1), (requests, rows), 0, config.vocab_size)
     positions = jnp.broadcast_to(jnp.arange(rows), tokens.shape)

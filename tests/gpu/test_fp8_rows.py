@@ -48,7 +48,7 @@ def test_a_row_gets_the_same_in_any_company():
 @pytest.mark.parametrize("rows", [1, 8, 32])
 @pytest.mark.speed
 def test_reads_weights_fast(rows, shape):
-    """Of so many different weights that none is found in a cache."""
+    """Read so many different weights that none is found in a cache."""
     outputs, inputs = SHAPES[shape]
     x, values, scales = draw(rows, outputs, inputs)
     count = max(8, 2**30 // values.size)

@@ -10,6 +10,7 @@ import pytest
 
 import jaxspec
 from jaxspec import SamplingParams
+from jaxspec.scheduling.audit import audit
 from tests.engine.test_lossless import OPTIONS, SCENARIOS, engine, plain, run, scenarios
 
 pytestmark = pytest.mark.gpu
@@ -42,7 +43,7 @@ def test_greedy_output_equals_plain(family, draft, figures):
                 gap = logit_gap(llm.engine.runner.model, out, want)
                 assert gap < NEAR_TIE, f"{scenario}, prompt of {len(out.prompt_token_ids)}: {gap} apart"
                 excused.append(gap)
-        llm.engine.scheduler.audit()
+        audit(llm.engine.scheduler)
     figures[f"lossless {family} {draft}"] = {"cases": cases, "near ties": excused, "accept len": verified / rounds}
     assert cases >= 50
     assert len(excused) <= EXCUSES

@@ -60,12 +60,13 @@ def test_ranks_as_blocks(ranks, rows, width, centred):
     parts, x, scale = given(ranks, rows, width)
     each = jnp.broadcast_to(x, parts.shape)
     weights = jnp.ones((width, 3 * 64), jnp.bfloat16)
-    for residual, of, ahead in ((None, None, None), (each, None, weights), (each, scale, None), (each, scale, weights)):
+    cases = (None, None, None), (each, None, weights), (each, scale, None), (each, scale, weights)
+    for residual, of, prefetch in cases:
         norm = centred and of is not None
         run = functools.partial(peer_sum.peer_sum, centred=norm)
         wanted = peer_sum.reference(None if residual is None else x, parts, of, norm)
         for _ in range(5):
-            made = run(parts, table, first, residual, of, ahead)
+            made = run(parts, table, first, residual, of, prefetch)
             for rank in range(ranks):
                 one = made[rank] if of is None else (made[0][rank], Scaled(*(m[rank] for m in made[1])))
                 same(jax.tree.map(np.asarray, one), jax.tree.map(np.asarray, wanted))
@@ -122,7 +123,7 @@ except jax.errors.JaxRuntimeError as error:
 
 
 def test_a_peer_that_never_comes_is_an_error():
-    """Of two ranks one alone is started."""
+    """Start one of two ranks alone."""
     began = time.monotonic()
     run = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=120)
     print(run.stdout, run.stderr[-500:])

@@ -58,7 +58,7 @@ def test_a_mixture_equals_the_plain_one(t, shared):
     case = bfloat16(random_case(t, 64, 4, 0.3, d=2048, f=512, seed=t, shared=shared))
     outs = {}
     for kernels in ("portable", "plain"):
-        with hopper.using(kernels), hopper.counting() as chosen:
+        with hopper.use_kernels(kernels), hopper.counting() as chosen:
             outs[kernels] = jax.jit(experts_mlp.experts_mlp)(*case)
             jax.clear_caches()
         assert bool(chosen) == (kernels == "portable")
@@ -89,7 +89,7 @@ def test_greedy_text_is_the_same_with_drafts_and_without(family):
 @pytest.mark.parametrize("t,e,k", [(1, 8, 4), (9, 8, 4), (300, 4, 2)])
 def test_a_mixture_in_mxfp4_matches_numpy(t, e, k):
     (x, stacks, ids, weights), whole = mxfp4_case(t, e, k, d=576, f=704)
-    with hopper.using("portable"), hopper.counting() as chosen:
+    with hopper.use_kernels("portable"), hopper.counting() as chosen:
         got = jax.jit(partial(experts_mlp.experts_mlp, gating=gating(GPT_OSS)))(x, stacks, ids, weights)
     assert chosen["portable_mxfp4"]
     assert_close(got, naive(x, ids, weights, whole, GPT_OSS))

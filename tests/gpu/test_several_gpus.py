@@ -33,7 +33,7 @@ LINEAR = dict(linear_num_key_heads=16, linear_num_value_heads=32, linear_key_hea
 
 @pytest.fixture(autouse=True)
 def _all_kernels(monkeypatch):
-    """Those too that no GPU has timed: these tests come first."""
+    """Enable kernels that no GPU has timed, too: these tests come first."""
     monkeypatch.setattr(hopper, "UNTIMED", True)
 
 

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 import jaxspec
 from jaxspec import LLM, SamplingParams
+from jaxspec.scheduling.audit import audit
 from tests.drafters.test_dflash import drafter_folder
 from tests.support import heads
 from tests.support.tiny import tiny_checkpoint
@@ -58,7 +59,7 @@ def noisy(target):
 
 
 def greedy(model, outs):
-    """Of each text the argmax after every token, i32[n, t]."""
+    """Argmax after every token of each text, i32[n, t]."""
     texts = np.zeros((len(outs), LONGEST + NEW), np.int32)
     for row, out in zip(texts, outs, strict=True):
         text = [*out.prompt_token_ids, *out.token_ids]
@@ -86,7 +87,7 @@ def test_greedy_texts_are_the_models_own_cached_or_cold(family, draft):
     cached = llm.generate(PROMPTS, GREEDY)
     assert [out.token_ids for out in cached] == [out.token_ids for out in cold]
     assert cached[-1].metrics.cached_tokens >= LONGEST - 1 - OPTIONS["page_size"]
-    llm.engine.scheduler.audit()
+    audit(llm.engine.scheduler)
     stats = llm.engine.stats()
     drafted, accepted = sum(stats["drafted_per_position"]), sum(stats["accepted_per_position"])
     assert accepted < drafted, "no draft was refused"

@@ -81,7 +81,7 @@ def test_logits_match_transformers_at_any_length(variant, length):
 
 @pytest.mark.parametrize("variant,draft", each_variant_with(("none", "ngram", "mtp"), often=[]))
 def test_the_engines_greedy_texts_are_transformers(variant, draft):
-    """Of four requests at once: prompts of one token to more than one program's, states in slots, drafts refused."""
+    """Serve four requests: prompts of one token to more than one program's, states in slots, drafts refused."""
     _, expected = golden(variant)
     drafts = {} if draft == "none" else {"num_draft_tokens": 3}
     options = {"context_length": 128, "page_size": 8, "chunked_prefill_size": 32, "max_running_requests": 2}

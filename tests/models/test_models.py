@@ -52,7 +52,7 @@ def golden(variant: str, dtype: str = "float32") -> tuple[jaxspec.Model, dict[st
 
 
 def padded_logits(model, tokens):
-    """What `jaxspec.logits` gives, from one shape for all tests of a variant, so that it is compiled once."""
+    """Logits by `jaxspec.logits`, from one shape for all tests of a variant, so that it is compiled once."""
     rows, width = tokens.shape
     padded = np.pad(tokens, ((0, len(LENGTHS) - rows), (0, max(LENGTHS) + CONTINUED - width)))
     return np.asarray(jaxspec.logits(model, padded))[:rows, :width]
@@ -71,7 +71,7 @@ def _forward(config, capture, params, tokens, positions, wanted):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_match_transformers(variant):
-    """Of texts of all lengths in one batch, each with other tokens behind it, which it must not see."""
+    """Compare texts of all lengths in one batch, each with other tokens behind it, which it must not see."""
     model, expected = golden(variant)
     tokens = np.stack([np.roll(expected["ids_150"], shift) for shift in range(len(LENGTHS))])
     for row, length in zip(tokens, LENGTHS, strict=True):
@@ -211,7 +211,7 @@ LAYOUT = {"num_hidden_layers": 2, "vocab_size": 8, "intermediate_size": 8, "moe_
 
 @pytest.mark.parametrize("entry", ROPES, ids=[f"{e['config']['model_type']}-{i % 6}" for i, e in enumerate(ROPES)])
 def test_rope_tables_are_those_of_transformers(entry):
-    """Of every family with every kind of scaling, attention factor included."""
+    """Compare every family with every kind of scaling, attention factor included."""
     more = EXTRA.get(entry["config"]["model_type"].removesuffix("_text"), {})
     config = ModelConfig.from_hf({**LAYOUT, **more, **entry["config"]})
     frequencies = np.array(entry["frequencies"], np.float32)
@@ -241,7 +241,7 @@ def test_golden_rope_scaling_is_in_play(variant, scaling):
 
 @pytest.mark.parametrize("before,after", [("language_model.", "model."), ("", "model.language_model.")])
 def test_gemma3_is_read_from_a_multimodal_checkpoint(before, after, tmp_path):
-    """As first published, and as transformers saves it today; vision's tensors are left out."""
+    """Read it as first published, and as transformers saves it today; vision's tensors are left out."""
     folder = GOLDEN / "checkpoints" / "gemma3-tied"
     text = json.loads((folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))

@@ -34,6 +34,7 @@ from tests.support.tiny import BYTE_VOCAB, tiny_checkpoint
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = dict(context_length=96, page_size=8, max_running_requests=4, max_total_tokens=112, num_draft_tokens=3)
 OPTIONS |= dict(skip_warmup=True, few_programs=True, dtype="float32")
+SOURCE = "0123456789abcdef"  # a digest
 
 
 def nodes(ours: dict[str, str], theirs: dict[str, str]) -> tuple[Leader, Follower, threading.Thread]:
@@ -64,7 +65,7 @@ def outcome(call, *given):
 
 @pytest.fixture(autouse=True)
 def ends(monkeypatch):
-    """What would end the process is noted."""
+    """Note calls that would end the process, in place of an end."""
     noted = []
     monkeypatch.setattr(module, "end_process", lambda *_: noted.append(True))
     monkeypatch.setattr(module, "END_SECONDS", 0.0)
@@ -83,13 +84,14 @@ def test_a_message_is_what_was_sent():
 
 
 def test_nodes_that_were_started_otherwise_are_refused_by_name(ends):
-    ours = facts(EngineConfig(tp_size=4), 2)
-    assert facts(EngineConfig(tp_size=4, model="elsewhere/on/this/host"), 2) == ours
+    ours = facts(EngineConfig(tp_size=4), 2, SOURCE)
+    assert facts(EngineConfig(tp_size=4, model="elsewhere/on/this/host"), 2, SOURCE) == ours
+    assert facts(EngineConfig(tp_size=4), 2, SOURCE[::-1]) != ours
     leader, _, waiting = nodes(ours, ours)
     leader.welcome(ours, {1: ours})
     waiting.join()
     assert said == [None]
-    theirs = facts(EngineConfig(tp_size=4, page_size=32), 2)
+    theirs = facts(EngineConfig(tp_size=4, page_size=32), 2, SOURCE)
     leader, _, waiting = nodes(ours, theirs)
     words = "node 1 was started with --page-size 32, and node 0 None; start all nodes alike"
     with pytest.raises(ConfigError, match=words):

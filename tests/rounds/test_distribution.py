@@ -117,7 +117,7 @@ def exact(params, prompt=PROMPT, output=OUTPUT, logits=lambda tokens: jaxspec.lo
 
 
 def p_values(pairs, expected):
-    """Of the first token alone, where a small fault shows best, and of both together."""
+    """p-values of the first token alone, where a small fault shows best, and of both together."""
     return fit_p_value(pairs[:, 0], expected.sum(1)), fit_p_value(pairs, expected)
 
 
@@ -169,7 +169,7 @@ class Lanes:
         compile_one = self.programs._compile
 
         def optimised(kind, *program):
-            """Of so many samples, running takes longer than compiling, which is what other tests save (conftest.py)."""
+            """Optimise more than other tests (conftest.py): so many samples take longer to run than to compile."""
             with pytest.MonkeyPatch.context() as patch:
                 if kind != "prefill":  # which runs once
                     patch.setattr(xla_options, "OPTIONS", {"xla_backend_optimization_level": 1})
@@ -275,7 +275,7 @@ def test_settings_can_be_told_apart():
 
 @pytest.mark.parametrize("draft", often(("standalone",), ("ngram", "standalone", f"{__name__}:Noise")))
 def test_llm_samples_the_target(draft):
-    """The same from end to end, requests of all settings in one batch."""
+    """Sample from end to end, requests of all settings in one batch."""
     if draft == "standalone":
         draft = f"standalone:{checkpoint(3)}"
     # Two pages hold all of the prompt but its newest token: later requests find them in the prefix tree.

@@ -1,4 +1,4 @@
-"""What is packed for the device arrives there unchanged, in its slot and nowhere else; and the ladder of sizes."""
+"""Packed arrays arrive on the device unchanged, each in its slot and nowhere else; and the ladder of sizes."""
 
 from functools import partial
 

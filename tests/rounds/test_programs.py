@@ -1,4 +1,4 @@
-"""What the programs show a drafter: every committed token once, with the target's features of the token before it."""
+"""Drafters see every committed token once, with the target's features of the token before it."""
 
 from dataclasses import dataclass
 

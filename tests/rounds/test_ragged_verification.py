@@ -185,7 +185,7 @@ def test_packed_rounds_leave_what_others_do(family, draft, vocab, layers, mode):
     for i, n in enumerate((3, 20, 9)):  # and padding rows
         params = SamplingParams(temperature=float(mode == SAMPLED), max_tokens=30, ignore_eos=True, seed=i)
         core.add(core.prepare(rng.integers(0, vocab, n).tolist(), params))
-    while core.busy and core.totals["generation_tokens"] < 20:
+    while core.busy and core.counts.totals["generation_tokens"] < 20:
         core.step()
     seqs = core.scheduler.running
     core.settle()

@@ -151,7 +151,7 @@ def test_rows_see_what_is_before_the_mask_and_what_it_names(t, w, block_tokens):
 
 @pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn"])
 def test_an_accepted_path_becomes_a_chain(dtype):
-    """Of all layers, over page edges; nothing else moves."""
+    """Compact all layers, over page edges; nothing else moves."""
     rng = np.random.default_rng(0)
     layers, page, table = 3, 4, np.array([[3, 1, 5], [2, 6, 4]], np.int32)
     before = rng.standard_normal((layers, 7, 2, 2, page, H)).astype(np.float32)

@@ -127,7 +127,7 @@ def test_matching_follows_the_target():
 
 
 def test_matching_gives_the_tokens_of_plain_decoding():
-    """The same seeds yield the same text, whatever is drafted."""
+    """Seeds decide the text, whatever is drafted."""
 
     def decode(*drafts):
         drafts = jnp.broadcast_to(jnp.array(drafts), (N, 2))

@@ -38,7 +38,7 @@ def rounds_of(target, drafter, drafts):
 
 
 def reference(p, draft_p, drafts, count):
-    """Of one round, as the paper's algorithm 2 has it: how likely it ends after 0 to `count` drafts, and for each the
+    """The paper's algorithm 2, for one round: how likely it ends after 0 to `count` drafts, and for each the
     distribution of the bonus."""
     weight = [1.0]
     for j in range(count):
@@ -59,7 +59,7 @@ def reference(p, draft_p, drafts, count):
 
 
 def token_by_token(p, draft_p, drafts, count):
-    """The same of rejection sampling draft by draft."""
+    """Counterpart of `reference` for rejection sampling draft by draft."""
     ends, bonus, alive = np.zeros(count + 1), [], 1.0
     for j in range(count):
         stays = min(1.0, p[j, drafts[j]] / draft_p[j, drafts[j]])
@@ -71,7 +71,7 @@ def token_by_token(p, draft_p, drafts, count):
 
 
 def device(p, draft_p, drafts, count):
-    """The same of `acceptance.block`, from the rates that it draws its coins against."""
+    """Counterpart of `reference` for `verify.block`, from the rates that it draws its coins against."""
     as32 = [jnp.asarray(x, jnp.float32)[None] for x in (p, draft_p)]
     weight, rate = _rates(as32[0], jnp.array([drafts]), jnp.array([count]), as32[1])
     weight, rate = np.float64(weight[0]), np.append(1.0, np.float64(rate[0]))

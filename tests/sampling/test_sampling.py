@@ -166,7 +166,7 @@ def test_uniforms_are_uniform_and_independent(which):
 
 @pytest.mark.parametrize("mapped", ["seed", "start", "step"])
 def test_keys_are_the_same_under_vmap(mapped):
-    """Of one argument that is mapped, too: block drafters draw all drafts at once, each with its step."""
+    """Map one argument alone: block drafters draw all drafts at once, each with its step."""
     given = {"seed": jnp.array([[1, 2], [3, 4]], jnp.uint32), "start": jnp.array([5, 6]), "step": jnp.array(7)}
     several = jnp.stack([given[mapped], given[mapped] + 1, given[mapped] + 2])
     key = lambda value: jax.random.key_data(sampling.round_keys(**given | {mapped: value}, purpose=sampling.DRAFT))  # noqa: E731

@@ -38,7 +38,7 @@ def seconds(name, requests):
 
 
 def rates(length, drafts):
-    """The same acceptance at each position, so that a round of so many drafts yields `length` tokens."""
+    """Equal acceptance at each position, so that a round of so many drafts yields `length` tokens."""
     every = np.linspace(0, 1, 10_001)
     lengths = sum(every**j for j in range(drafts + 1))
     return np.full(drafts, every[np.searchsorted(lengths, length)])
@@ -91,7 +91,7 @@ class Load:
         return tokens / time, chosen
 
     def fixed(self, requests, acceptance, more=0.0):
-        """The same of each number of drafts."""
+        """Tokens a second a request, with each number of drafts."""
         return {n: expected(acceptance, n) / (s + more) for n, s in self.times[requests].items()}
 
 
@@ -131,7 +131,7 @@ def test_results_that_are_read_late_mislead_nobody(requests, length):
 
 
 def test_it_learns_in_a_few_rounds():
-    """Of a drafter that is never right, and of one that always is."""
+    """Take a drafter that is never right, and one that always is."""
     for acceptance, best in ((0.0, 0), (1.0, 3)):
         load = Load("EAGLE-3")
         load.run(128, np.full(3, acceptance), 20)
@@ -209,7 +209,7 @@ def test_a_try_without_drafts_costs_what_keeping_the_drafters_state_does():
 
 
 def test_longer_contexts_make_wider_rounds_cheaper():
-    """What they add to each round is seen in those that run, and holds for those that don't."""
+    """Longer contexts add time to all rounds. It is seen in those that run, and holds for those that don't."""
     load, acceptance = Load("EAGLE-3"), rates(2.0, 3)
     load.run(256, acceptance, 300)
     before = load.chooser.chosen
@@ -291,7 +291,7 @@ def test_a_rest_is_taken_to_save_what_it_did_at_start():
 
 @pytest.mark.parametrize("wrong", [{0: 15.0, 3: 11.0}, {0: 7.0, 3: 25.0}, {0: 15.0, 3: 25.0}])
 def test_times_that_were_measured_wrong_are_put_right(wrong):
-    """As beside another process at start. Drafts pay, or don't."""
+    """Start with wrong times, as beside another process. Drafts pay, or don't."""
     for acceptance in (0.1, 0.9):
         load = Load("EAGLE-3")
         load.chooser._times["round", 64] = Times({1: 9e-3} | {n: ms / 1e3 for n, ms in wrong.items()})

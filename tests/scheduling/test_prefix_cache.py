@@ -17,7 +17,7 @@ def make(num_pages=9):
 
 
 def publish(pool, tree, tokens):
-    """As a sequence does that computes all of `tokens` and leaves."""
+    """Publish like a sequence that computes all of `tokens` and leaves."""
     pages = pool.alloc(len(tokens) // SIZE)
     tree.insert(tokens, pages, len(tokens), leaving=True)
     pool.release(pages)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxspec.config.request import RequestError
+from jaxspec.scheduling.audit import audit
 from jaxspec.scheduling.sequence import Chunk, Plan, Sequence, State
 from tests.support.miniature import World, make, sequence
 from tests.support.sample import one_in
@@ -69,7 +70,7 @@ def test_any_mix_of_operations(name, lag, monkeypatch):
             steps += 1
             assert steps < 1000, "stuck"
         world.scheduler.flush()
-        world.scheduler.audit()
+        audit(world.scheduler)
         assert world.scheduler.free_pages == world.scheduler.pool.num_pages - 1
         SEEN.update(world.seen)
         SEEN[f"drained at lag {lag}"] += world.seen["drained"]
@@ -141,7 +142,7 @@ def test_scored_prompts_travel_alone_and_whole():
     assert scored.cached == 0
     assert s.plan().prefill == [Chunk(after, 12, 1)]
     assert after.cached == 12
-    s.audit()
+    audit(s)
 
 
 def test_equal_prompts_share_pages_within_one_plan():
@@ -189,13 +190,13 @@ def test_no_prefix_cache():
 
 @pytest.mark.parametrize(("length", "published"), [(5, 1), (9, 1), (10, 2), (11, 2), (12, 2), (13, 2), (14, 3)])
 def test_finish_publishes_all_but_the_newest_committed_position(length, published):
-    """Of N tokens positions 0..N-2 have KV, and the drafter may lack N-2; beyond the prompt it was never prefilled."""
+    """N tokens have KV at positions 0..N-2, and the drafter may lack N-2; beyond the prompt it was never prefilled."""
     s = make()
     seq = sequence(s, range(5), 20)
     s.append(s.plan().rows[0], list(range(5, length)))
     s.finish(seq)
     assert s.cached_pages == published
-    s.audit()
+    audit(s)
 
 
 def test_finish_twice_and_in_flight():
@@ -210,7 +211,7 @@ def test_finish_twice_and_in_flight():
     assert (seq.epoch, s.unfinished) == (1, 0)
     with pytest.raises(ValueError, match=r"unread rounds of .* aren't in flight"):
         s.append(seq, [1])
-    s.audit()
+    audit(s)
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
@@ -306,7 +307,7 @@ def test_audit_notices(fault):
     s = make()
     first, second = sequence(s, [1] * 6), sequence(s, [2] * 6)
     s.plan()
-    s.audit()
+    audit(s)
     if fault == "leaked page":
         first.pages.pop()
     elif fault == "page held twice":
@@ -318,7 +319,7 @@ def test_audit_notices(fault):
     else:
         first.pages[0], second.pages[1] = second.pages[1], first.pages[1]
     with pytest.raises(RuntimeError, match="don't balance"):
-        s.audit()
+        audit(s)
 
 
 def test_planning_costs_about_a_microsecond_per_sequence():
@@ -354,7 +355,7 @@ def test_snapshots_stand_where_they_will_be_wanted():
     assert [point for point, _ in chunk.keeps] == [20]
     third = sequence(s, [*range(22), 7])
     assert (s.plan().prefill[0].start, third.cached) == (20, 20)
-    s.audit()
+    audit(s)
 
 
 # -- rounds and prompts in turn ----------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 from jaxspec import EngineConfig, SamplingParams, load_drafter, load_model
 from jaxspec.compiling.ladder import ladder_of
 from jaxspec.engine import defaults
+from jaxspec.scheduling.audit import audit
 from jaxspec.scheduling.draft_count import KEEPING, REST, SETTLED, Chooser
 from tests.drafters import test_dflash, test_eagle
 from tests.engine import test_hybrid
@@ -86,18 +87,18 @@ def test_text_is_plain_and_no_drafts_follow_what_the_drafter_missed(kind, renewe
     assert llm.engine.flush_cache()
     plain = [out.token_ids for out in llm.generate(prompts, replace(greedy, speculative=False))]
     assert llm.engine.flush_cache()
-    rested = llm.engine.totals["rested_rounds"]
+    rested = llm.engine.counts.totals["rested_rounds"]
     course = Course(llm.engine.runner.drafts[-1], 1e9 * renewed)
     monkeypatch.setattr(llm.engine, "chooser", course)
     outs = llm.generate(prompts, greedy)
     assert [out.token_ids for out in outs] == plain
-    assert llm.engine.totals["rested_rounds"] == rested + 14
+    assert llm.engine.counts.totals["rested_rounds"] == rested + 14
     assert course.shares[0] == (1, 1) and (0, 1) in course.shares
     assert ((1, 1) in course.shares[21:]) == renewed, "who rested has no drafts until its text was computed anew"
     for out in outs:
         assert out.metrics.preemptions == int(renewed)
         assert (out.metrics.drafted_tokens > 6 * course.chosen) == renewed
-    llm.engine.scheduler.audit()
+    audit(llm.engine.scheduler)
     if kind.startswith("eagle"):
         test_eagle.check_caches(llm)  # pages that are given to those that draft
     assert llm.engine.flush_cache()
@@ -138,7 +139,7 @@ def test_a_next_turn_continues_from_what_the_drafter_missed_only_while_rounds_re
     metrics = turn(text, None)
     assert metrics.cached_tokens == len(text) // 8 * 8, "its own pages lie beside those that the drafter missed"
     test_eagle.check_caches(llm)
-    llm.engine.scheduler.audit()
+    audit(llm.engine.scheduler)
     assert llm.engine.flush_cache()
 
 
@@ -288,7 +289,7 @@ def test_text_is_plain_whenever_rounds_rest_and_requests_draft_again(draft, over
         for _ in range(3):  # the second and the third time from what is in the prefix tree
             outs = lossless.run(llm, batch)
             assert [(out.token_ids, out.text) for out in outs] == [(out.token_ids, out.text) for out in expected_outs]
-            llm.engine.scheduler.audit()
+            audit(llm.engine.scheduler)
         if draft == "eagle3":
             test_eagle.check_caches(llm)
     after = llm.engine.stats()

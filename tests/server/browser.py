@@ -64,7 +64,7 @@ class Browser:
         return base64.b64decode(self.cdp("Page.captureScreenshot", format="png")["data"])
 
     def console(self) -> list[str]:
-        """What the page has logged since the last call, errors and refused resources among it."""
+        """Messages that the page has logged since the last call, errors and refused resources among them."""
         return [entry["message"] for entry in self._ask("/se/log", {"type": "browser"})]
 
     def close(self) -> None:

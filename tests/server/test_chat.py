@@ -180,7 +180,7 @@ def test_template_kwargs_of_the_tokenizer_are_refused(http, name):
 
 
 def test_prompt_logprobs_are_a_field_of_the_chat(client):
-    """As vLLM has them: said once, however many choices there are."""
+    """Report them once, as vLLM does, however many choices there are."""
     asked = {**ASK, "max_tokens": 1, "n": 2, "extra_body": {"prompt_logprobs": 1}}
     reply = client.chat.completions.create(**asked).model_dump()
     first, second, *_ = reply["prompt_logprobs"]

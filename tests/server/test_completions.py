@@ -189,7 +189,7 @@ def test_long_prompt_is_tokenised(client, fake):
 
 
 def test_many_prompts_are_tokenised_beside_the_streams(client, fake, monkeypatch):
-    """As one long prompt is: in a thread, so that nobody's stream waits for it."""
+    """Use a thread, as for one long prompt, so that nobody's stream waits."""
     tokenizer, threads = fake.tokenizer, []
 
     class Noting:

@@ -20,6 +20,7 @@ import jax
 import pytest
 
 from jaxspec import AsyncLLM
+from jaxspec.scheduling.audit import audit
 from server.app import create_app
 from server.http.connections import Connection, allow_open_files
 from tests.server.fake import FakeLLM
@@ -63,7 +64,7 @@ def pages_balance(request):
     if "llm" in request.fixturenames:
         llm = request.getfixturevalue("llm")
         wait_for(lambda: not llm.engine.busy and not llm._held)
-        llm.engine.scheduler.audit()
+        audit(llm.engine.scheduler)
         assert llm.error is None and llm.stats()["ready"]
 
 
@@ -87,7 +88,7 @@ def ask_all(url, bodies):
 
 
 def failure(reply):
-    """What a reply says went wrong, whole or as a stream's event."""
+    """Error that a reply reports, whole or as a stream's event."""
     events = [line for line in reply.text.split("\n\n") if '"error"' in line]
     return json.loads(events[0].removeprefix("data: "))["error"]
 

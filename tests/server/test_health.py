@@ -1,4 +1,4 @@
-"""What probes ask: `/health`, `/ready`, `/ping`, `/health_generate`, `/load`."""
+"""Probes: `/health`, `/ready`, `/ping`, `/health_generate`, `/load`."""
 
 import asyncio
 import threading

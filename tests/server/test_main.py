@@ -1,4 +1,4 @@
-"""What `python -m server` does around serving, without a process of its own."""
+"""Work of `python -m server` around serving, without a process of its own."""
 
 import gc
 import re

@@ -1,4 +1,4 @@
-"""What responses show beside their text when asked: token ids, the names of tokens, and what speculation did."""
+"""Optional parts of a response: token ids, the names of tokens, and speculation's figures."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What sglang-router and vllm-router make of requests is answered, and llm-d's endpoint picker finds its metrics.
+"""Requests as sglang-router and vllm-router make them are answered, and llm-d's endpoint picker finds its metrics.
 
 The bodies are those that sglang-router 0.3.2 and vllm-router 0.1.17 sent for requests of a prompt and a limit.
 """

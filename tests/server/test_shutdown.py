@@ -56,7 +56,7 @@ def told(replies, words):
 
 
 def lines(caplog):
-    """What the server has logged since it was ready."""
+    """Messages that the server has logged since it was ready."""
     messages = [record.getMessage() for record in caplog.records if record.name == "jaxspec.server"]
     return messages[messages.index("ready") + 1 :]
 

@@ -29,7 +29,7 @@ def bits(allowed):
 
 
 class Constrained(Lanes):
-    """The same in three programs a round, with the table's masks."""
+    """Lanes with three programs a round, and the table's masks."""
 
     def decode(self, run):
         n = len(self.table)

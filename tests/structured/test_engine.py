@@ -19,6 +19,7 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 import jaxspec
 from jaxspec import LLM, SamplingParams, StructuredOutput
+from jaxspec.scheduling.audit import audit
 from tests.engine import test_lossless as lossless
 from tests.support import heads, hybrids
 from tests.support.faults import out_of_memory
@@ -93,7 +94,7 @@ def run(llm, batch, overlap=True):
     llm.engine.config = dataclasses.replace(llm.engine.config, disable_overlap=not overlap)
     outs = lossless.run(llm, batch)
     llm.engine.config = dataclasses.replace(llm.engine.config, disable_overlap=False)
-    llm.engine.scheduler.audit()
+    audit(llm.engine.scheduler)
     return outs
 
 
@@ -207,7 +208,7 @@ def test_sampled_text_is_the_same_with_and_without_overlap_preempted_or_not(draf
 
 @pytest.mark.exhaustive  # test_engine.py has it of text that no grammar constrains
 def test_drafts_that_are_drawn_as_plain_decoding_draws_give_its_text():
-    """Of an n-gram drafter, whose drafts a seed's draws are matched with."""
+    """Take an n-gram drafter, whose drafts a seed's draws are matched with."""
     assert said(run(engine("ngram"), load(1.0))) == said(run(engine("none"), load(1.0)))
 
 
@@ -259,7 +260,7 @@ def test_a_grammar_that_fails_ends_its_request_alone():
         ended |= {delta.request_id: delta for delta in core.step() if delta.finish_reason}
     assert ended["heavy"].finish_reason == "error" and "limit 50000" in str(ended["heavy"].error)
     assert ended["other"].finish_reason == "stop" and ended["plain"].finish_reason == "length"
-    core.scheduler.audit()
+    audit(core.scheduler)
 
 
 @pytest.mark.parametrize("program", ["masked_first", "draft", "forward", "conclude"])
@@ -284,7 +285,7 @@ def test_a_program_that_fails_leaves_the_engine_as_new(monkeypatch, program, fau
     with monkeypatch.context() as patch, pytest.raises(jax.errors.JaxRuntimeError, match="Out of memory"):
         patch.setattr(llm.engine.runner.programs, program, exhausted)
         llm.generate(texts, params)
-    llm.engine.scheduler.audit()
+    audit(llm.engine.scheduler)
     assert not llm.engine.busy
     assert said(llm.generate(texts, params)) == expected
 

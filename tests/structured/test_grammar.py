@@ -1,4 +1,4 @@
-"""What a grammar may be: refused by name if it can't compile, bounded if it could cost anything, kept for reuse."""
+"""Grammars are refused by name if they can't compile, bounded if they could cost anything, and kept for reuse."""
 
 import json
 import threading

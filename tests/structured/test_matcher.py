@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from jaxspec import StructuredOutput
-from jaxspec.structured.grammar import Grammars
+from jaxspec.structured.grammar import GrammarFailed, Grammars, round_masks
 from jaxspec.structured.masks import allows
-from jaxspec.structured.matcher import GrammarFailed, round_masks
 from tests.server.fake import byte_tokenizer
 from tests.support.tiny import BYTE_VOCAB
 

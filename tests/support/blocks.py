@@ -1,4 +1,4 @@
-"""What the tests of DSpark and DFlash 2 share: golden tensors, random checkpoints, and drafters that are watched."""
+"""Golden tensors, random checkpoints and watched drafters, shared by the tests of DSpark and DFlash 2."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def install() -> None:
 
 
 def _moved(otherwise: Callable, move: Callable, renamed: dict[str, str], *args: Any, **params: Any) -> Any:
-    """What `move` makes of these arrays; where it gives None, or they aren't plain ones, what jax does."""
+    """Return `move` of these arrays; where it gives None, or they aren't plain ones, do what jax does."""
     weak = "weak_type" in params  # which says what the result is
     plain = all(_plain(x, weak) for x in args)
     if plain and params.get("sharding") is None and get_abstract_mesh().empty:

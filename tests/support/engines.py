@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxspec import LLM, SamplingParams
 from jaxspec.drafters.base import Drafter, Proposal
+from jaxspec.scheduling.audit import audit
 from tests.support.tiny import tiny_checkpoint
 
 VOCAB, PAGE, CONTEXT = 272, 8, 192
@@ -56,7 +57,7 @@ DRAFTERS = ["ngram", SELF]
 
 def idle(core):
     """No request, and every page is free or in the prefix tree."""
-    core.scheduler.audit()
+    audit(core.scheduler)
     stats = core.stats()
     assert not core.busy and not core.requests
     assert stats["num_running"] == stats["num_waiting"] == 0
@@ -119,7 +120,7 @@ def expected_meanings():
 
 
 def said(out):
-    """What a caller can tell two outputs apart by, except times and the last bits of log-probabilities."""
+    """Fields by which a caller can tell two outputs apart, except times and the last bits of log-probabilities."""
     return [(c.token_ids, c.text, c.finish_reason, c.stop_reason) for c in out.completions]
 
 

@@ -1,4 +1,4 @@
-"""What sampling ought to give: numpy in float64, one token at a time, sorting everything; and a chi-square to judge by.
+"""Reference for sampling: numpy in float64, one token at a time, sorting everything; and a chi-square to judge by.
 
 Written from vLLM's definitions and sharing nothing with `jaxspec.sampling`, so that the two can only agree by both
 being right.

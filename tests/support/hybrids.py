@@ -83,7 +83,7 @@ class Rounds:
         self._logits = jax.jit(logits, static_argnums=1)
 
     def begun(self) -> Rounds:
-        """The same before any token, with the programs that are there."""
+        """Copy it as it was before any token, with the programs that are there."""
         return copy.copy(self)
 
     def prompts(self, blocks: list[tuple[int, int]], size: int, source: int | None = None) -> np.ndarray:

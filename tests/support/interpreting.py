@@ -30,7 +30,7 @@ def _call(*args: np.ndarray, callback: Callable, **_: Any) -> Sequence[Any]:
 
 
 def _key(kind: type, array: np.ndarray) -> Any:
-    """What `array` says: one number a field."""
+    """Read a `kind` from `array`: one number a field."""
     return kind(**dict(zip(_names(kind), array.tolist(), strict=True)))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 
+from jaxspec.scheduling.audit import audit
 from jaxspec.scheduling.scheduler import Scheduler
 from jaxspec.scheduling.sequence import Plan, Sequence, State
 
@@ -32,7 +33,7 @@ def chain(tokens, start=0):
 
 
 def continuation(tokens, n):
-    """What the model says next: few words, so that texts collide, and a function of everything before."""
+    """Tokens that the model says next: few words, so that texts collide, and a function of everything before."""
     kv, out = list(chain(tokens))[-1], []
     for _ in range(n):
         out.append(kv % 3)
@@ -79,16 +80,16 @@ class World:
             seq = r.choice(self.live())
             self.seen[f"abort {seq.state.value}"] += 1
             s.finish(seq)
-            s.audit()
+            audit(s)
         if r.random() < 0.01:
             s.flush()
-            s.audit()
+            audit(s)
 
     def step(self):
         s = self.scheduler
         before = s.preemptions
         plan = s.plan()
-        s.audit()
+        audit(s)
         self.seen["preempted"] += s.preemptions - before
         if plan.drain:
             assert self.unread, "asked to read results, and there are none"
@@ -232,6 +233,6 @@ class World:
                 prompt = seq.tokens[: seq.prompt_len]
                 assert seq.tokens == prompt + continuation(prompt, self.stops[seq] - seq.prompt_len)
                 s.finish(seq)
-                s.audit()
+                audit(s)
                 self.check_tree()
                 self.seen["done"] += 1

@@ -43,7 +43,7 @@ VOCAB = 272
 
 
 def outputs(family: str, draft: str, **options: Any) -> tuple[LLM, list[RequestOutput]]:
-    """What a tiny model says to prompts of several lengths, greedily, two of which begin alike."""
+    """Generate greedily with a tiny model from prompts of several lengths, two of which begin alike."""
     llm = LLM(str(tiny_checkpoint(family, VOCAB, 1, tokenizer=True)), draft, **OPTIONS | options)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 256, n).tolist() for n in (1, 16, 33, 100)]

@@ -117,7 +117,7 @@ def save(tensors: dict[str, np.ndarray], file: Path) -> None:
 
 
 def read(file: Path) -> dict[str, np.ndarray]:
-    """What `save` wrote."""
+    """Read a file of `save`."""
     raw = file.read_bytes()
     start = 8 + int.from_bytes(raw[:8], "little")
     header, dtypes = json.loads(raw[8:start]), {name: dtype for dtype, name in NAMES.items()}

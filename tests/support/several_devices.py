@@ -31,6 +31,7 @@ from jaxspec.engine.runner import Runner
 from jaxspec.models.description import Decoder, Recurrence
 from jaxspec.models.families import MODELS
 from jaxspec.parallel import collectives, sharding
+from jaxspec.scheduling.audit import audit
 from tests.support import heads, hybrids, widths
 from tests.support.tiny import BYTE_VOCAB, tiny_checkpoint
 
@@ -92,7 +93,7 @@ def engine(folder: Path, draft: str, size: int, **options) -> LLM:
 def said(llm: LLM, batch: list[SamplingParams], prompts=PROMPTS) -> tuple[list[list[int]], list[float]]:
     """Each prompt's text with the tokens of the prompt that were scored, and all log-probabilities."""
     outs = llm.generate(prompts, batch)
-    llm.engine.scheduler.audit()
+    audit(llm.engine.scheduler)
     scored = [[*(out.prompt_logprobs or ()), *(out.completions[0].logprobs or ())] for out in outs]
     scored = [[each for each in of if each is not None] for of in scored]
     tokens = [
@@ -106,7 +107,7 @@ def held(llm: LLM) -> list[np.ndarray]:
 
 
 def runs(llm: LLM, structured: bool, sample=False) -> Iterator[tuple[str, tuple, list[np.ndarray]]]:
-    """What the engine says of each batch, one after the other, and what its state is then."""
+    """Run one batch after the other: its name, the engine's answers and the state after it."""
     for name, batch in (SAMPLE if sample else BATCHES).items():
         yield name, said(llm, batch), held(llm)
     if structured:
@@ -325,7 +326,7 @@ def takes_turns(llm: LLM, texts: list[list[int]], monkeypatch: pytest.MonkeyPatc
     likeliest = functools.partial(SamplingParams, temperature=1.0, top_k=1, ignore_eos=True)
     for more in modes:
         outs = llm.generate(PROMPTS, [likeliest(max_tokens=len(text), **more) for text in texts])
-        llm.engine.scheduler.audit()
+        audit(llm.engine.scheduler)
         assert [out.completions[0].token_ids for out in outs] == texts, more
     assert widths.took_turns(llm)
 

@@ -48,7 +48,7 @@ def test_fp8_in_blocks_by_channel_and_by_matrix(size, tmp_path):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [2, 4])
 def test_scales_of_keys_and_values_by_head(size, tmp_path):
-    """Of two KV heads, which four devices have twice."""
+    """Take two KV heads, which four devices have twice."""
     source = tiny_checkpoint("qwen3", VOCAB, 2, tokenizer=True, **EIGHT)
     folder, _ = quantised.write(source, tmp_path, "channel", quantised.compressed("channel"), "_scale")
     file = folder / "model.safetensors"

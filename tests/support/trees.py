@@ -1,4 +1,4 @@
-"""What the tests of trees share: the engine's programs over many requests at once, and a drafter that grows wild trees.
+"""Session for the tests of trees: the engine's programs over many requests at once, and a drafter of wild trees.
 
 A session needs no scheduler: every request has its pages from the start, and rounds run until all have reached their
 limit. So one compilation serves prompts that end at every edge of a page.

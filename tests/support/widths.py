@@ -62,9 +62,9 @@ def switch(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the rounds of an engine that `several` made take turns, for the rest of a test."""
     assert len(llm.engine.runner.drafts) > 1
     monkeypatch.setattr(llm.engine, "chooser", Turns(llm.engine.runner.drafts))
-    monkeypatch.setattr(llm.engine, "rounds_by_drafts", dict.fromkeys(llm.engine.runner.drafts, 0))
+    monkeypatch.setattr(llm.engine.counts, "rounds_by_drafts", dict.fromkeys(llm.engine.runner.drafts, 0))
 
 
 def took_turns(llm: LLM) -> bool:
     """Whether rounds of each number of drafts were run, since `switch`."""
-    return min(llm.engine.rounds_by_drafts.values()) > 5
+    return min(llm.engine.counts.rounds_by_drafts.values()) > 5

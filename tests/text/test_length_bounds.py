@@ -1,4 +1,4 @@
-"""What is told of a text before it is encoded, against tokenizers of the kinds that models have."""
+"""Bounds on a text before it is encoded, against tokenizers of the kinds that models have."""
 
 import functools
 import random

@@ -33,7 +33,7 @@ def student(head, frozen, x):
 
 
 def plain(kind, head, target_params, rows):
-    """The same, written down at once."""
+    """Reference of the loss, written down at once."""
     truth = rows.teacher @ target_params["embed"].T
     known = FROZEN["draft_ids"][rows.text if kind == "hard" else truth.argmax(-1)]
     log_q = jax.nn.log_softmax(rows.student @ head)

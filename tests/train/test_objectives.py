@@ -1,4 +1,4 @@
-"""What is trained is what drafts: the objectives' logits are those of `jaxspec.propose`, in a row that others share."""
+"""Training matches drafting: the objectives' logits are those of `jaxspec.propose`, in a row that others share."""
 
 import dataclasses
 from pathlib import Path
@@ -144,7 +144,7 @@ def test_a_layer_with_a_window_is_refused():
 
 
 def test_a_hybrid_reads_each_text_of_a_batch_as_it_would_alone(target):
-    """Of rows with a text each and padding behind it: the state takes in nothing else."""
+    """Take rows with a text each and padding behind it: the state takes in nothing else."""
     hybrid = load_model(str(tiny_checkpoint("qwen3_next", vocab=64)), "float32", progress=False)
     texts = [Text(np.arange(n) * step % 60 + 1, ((1, n),)) for n, step in ((23, 7), (23, 11))]
     batch = pack(texts, 32, 2, 0, alone=True).batch(0)

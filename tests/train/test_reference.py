@@ -1,4 +1,4 @@
-"""What our trainer writes is what SpecForge and dflash read; what it minimises is what SpecForge does.
+"""Files of our trainer are read by SpecForge and dflash; its loss is SpecForge's.
 
 Checkpoints and expectations are those of tests/golden/make_trained.py.
 """

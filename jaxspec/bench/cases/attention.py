@@ -103,7 +103,7 @@ def prompt_heads(count: int, length: int, layers: int, dtype: str, kv: str | Non
 
 
 def round_heads(b: int, context: int, t: int, layers: int, dtype: str, kv: str | None = None) -> Case:
-    """The same of `t` rows for each of `b` requests with `context` tokens, which a projection makes four parts of."""
+    """From a projection in four parts to queries and pages: `t` rows for each of `b` requests at `context` tokens."""
     start = jnp.full((b,), context - t, jnp.int32)
     pages = -(-context // PAGE)
     rows = Rows(start, jnp.full_like(start, t), 1 + jnp.arange(b * pages, dtype=jnp.int32).reshape(b, pages))

@@ -1,4 +1,4 @@
-"""What one of several GPUs computes of a layer: kernels at local sizes, without the sums (`bench sums` has those)."""
+"""One of several GPUs' share of a layer: kernels at local sizes, without the sums (`bench sums` has those)."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def products(name: str, shapes: dict[str, tuple[int, int]], model: Model, size: 
         return [own(each) for each in jax.random.split(key, layers)], (x, scaled, kv)
 
     def carried_on(scaled, made):
-        """What the next layer takes: it depends on all products, so that none is left out."""
+        """Input of the next layer. It depends on all products, so that none is left out."""
         return scaled._replace(squares=scaled.squares + 0 * sum(each[0, 0].astype(jnp.float32) for each in made))
 
     def op(i, own, carried):

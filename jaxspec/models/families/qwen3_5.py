@@ -23,7 +23,7 @@ def read(hf: reading.Config) -> Decoder:
 
 
 def separate_projections(rule: DeltaRule, d: int, prefix: str) -> Tensors:
-    """As `qwen3_next.grouped_projections`, of tensors in no groups."""
+    """Projections of a linear layer's input as in `qwen3_next.grouped_projections`, from tensors without groups."""
     values, heads = rule.value_heads * rule.value_dim, rule.value_heads
     qkvz = {prefix + "in_proj_qkv.weight": rule.channels, prefix + "in_proj_z.weight": values}
     ba = {prefix + "in_proj_b.weight": heads, prefix + "in_proj_a.weight": heads}

@@ -1,4 +1,4 @@
-"""Keys and values of a prompt's rows into their pages, on Hopper; and as what numbers pages keep them (`stored`).
+"""Writes of a prompt's keys and values into their pages, on Hopper; and their conversion to pages' dtype (`stored`).
 
 A Mosaic GPU kernel, in place of XLA's scatter, which reaches a tenth of the memory's speed. A warpgroup takes one row.
 """
@@ -17,18 +17,19 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas.hopper import THREADS
 from jaxspec.pallas.hopper.export import lower_once
+from jaxspec.pallas.operation import ANY, HOPPER, Implementation, choose, nothing
 
-FEWEST = 513  # rows; fewer are written by XLA's scatter, which rotates keys in passing
-MOST_HEADS = 16  # whose keys and values a warpgroup holds in registers at once
-WIDE = 1e6  # a largest number beyond which a dtype isn't expected to overflow
+FEWEST = 513  # rows; fewer are written by XLA's scatter, which is fused with the rotation of keys
+MOST_HEADS = 16  # a warpgroup holds all their keys and values in registers at once
+WIDE = 1e6  # a dtype whose largest number is beyond this isn't expected to overflow
 PAGES = (jnp.bfloat16, jnp.float8_e4m3fn)  # dtypes that kernels of rounds and `write_heads` write
 
 
 def stored(x: Any, dtype: Any, inverse: Any = None) -> Any:
-    """What pages of `dtype` keep of x: in float32 times the inverse of its scale, if it has one, and saturated.
+    """Convert x to pages of `dtype`: multiplied in float32 by the inverse of its scale, if it has one, and saturated.
 
-    An overflow would be infinite or NaN, at weight zero too, to all later owners of the page. So is a NaN, which
-    becomes zero, where numbers could overflow at all.
+    An overflow would make results infinite or NaN, at weight zero too, for all later owners of the page. So would a
+    NaN, which becomes zero if the dtype's numbers could overflow at all.
     """
     largest = min(float(jnp.finfo(each).max) for each in (dtype, x.dtype))
     if inverse is None and largest > WIDE:
@@ -36,6 +37,45 @@ def stored(x: Any, dtype: Any, inverse: Any = None) -> Any:
     x = x.astype(jnp.float32)
     x = x if inverse is None else x * inverse
     return jnp.clip(jnp.where(x == x, x, 0.0), -largest, largest).astype(dtype)
+
+
+def write(
+    kv: Float[Array, "l p 2 m s h"],
+    layer: Int[Array, "*l"],
+    page: Int[Array, "b t"],
+    slot: Int[Array, "b t"],
+    k: Float[Array, "*l b t m h"],
+    v: Float[Array, "*l b t m h"],
+    inverse: Float[Array, "l 2 m"] | None = None,
+) -> Float[Array, "l p 2 m s h"]:
+    """`kv` with the keys and values of rows in `slot` of `page`, as they are `stored`. Of rows in one place, any may
+    stay.
+
+    They are of one `layer` i32[], or of several at once, i32[l, 1, 1]. `inverse`: of the scales of each layer's keys
+    (0) and values (1) by head, float32; None: they have none.
+    """
+    call = kv, layer, page, slot, k, v, inverse
+    return choose("the write of keys and values", KV_WRITE, *call).run(*call)
+
+
+def reference(kv, layer, page, slot, k, v, inverse) -> Array:
+    """`write` in plain jnp."""
+    inverse = None if inverse is None else inverse[layer, ..., None]  # [*l 1 1, 2, m, 1]
+    return kv.at[layer, page, :, :, slot].set(stored(jnp.stack([k, v], axis=-3), kv.dtype, inverse))
+
+
+def _refuses(kv, layer, page, slot, k, v, inverse) -> str | None:
+    if layer.ndim:
+        return "several layers at once"
+    if inverse is not None:
+        return "pages with scales"
+    return supported(page.size, *kv.shape[3::2], kv.dtype, k.dtype, v.dtype)
+
+
+KV_WRITE = (
+    Implementation("kv_write", HOPPER, _refuses, lambda *call: kv_write(*call[:-1])),
+    Implementation("reference", ANY, nothing, reference),
+)
 
 
 def supported(rows: int, heads: int, width: int, *dtypes: Any) -> str | None:
@@ -60,7 +100,7 @@ def kv_write(
     *,
     interpret: Any = False,
 ) -> Float[Array, "l p 2 m s h"]:
-    """`kv` with row i's keys and values in `slot[i]` of `page[i]`. Of rows in one place, any may stay."""
+    """Write row i's keys and values to `slot[i]` of `page[i]`; returns the pages. Of rows with one slot, any stays."""
     heads, width = k.shape[2:]
     ref = jax.new_ref(kv)
     plgpu.kernel(

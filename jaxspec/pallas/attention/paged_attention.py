@@ -2,8 +2,8 @@
 
 `paged_attention` chooses: on Hopper a kernel for few rows a request or one for blocks of a prompt, on other GPUs the
 portable kernel, elsewhere the reference. The reference streams over the pages of the longest request in blocks, keeping
-a running maximum and sum (online softmax, https://arxiv.org/abs/2112.05682), so its cost follows the tokens that are
-there and not the context length.
+a running maximum and sum (online softmax, https://arxiv.org/abs/2112.05682), so its cost follows the cached tokens and
+not the context length.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.pallas import portable
 from jaxspec.pallas.attention.decode_attention import MAX_ROWS, decode_attention
 from jaxspec.pallas.attention.decode_attention import supported as decode_attention_fits
 from jaxspec.pallas.attention.prompt_attention import prompt_attention
 from jaxspec.pallas.attention.prompt_attention import supported as prompt_attention_fits
-from jaxspec.pallas.hopper import chosen, platform, tell
+from jaxspec.pallas.hopper import platform
+from jaxspec.pallas.operation import ANY, HOPPER, PORTABLE, Implementation, choose, nothing
 from jaxspec.pallas.portable import attention as portable_attention
 from jaxspec.pallas.sliced_rows import SLICE, sliced
 
@@ -41,48 +41,56 @@ def paged_attention(
     scales: Float[Array, "l 2 m"] | None = None,
     fixed: int = 0,
 ) -> Float[Array, "b t n h"]:
-    """Causal attention of rows at places `start + 0..t-1`, whose keys and values are already in `kv`.
+    """Causal attention of rows at KV slots `start + 0..t-1`, whose keys and values are already in `kv`.
 
-    With a `mask`, row i sees all places before `start`, and `start + j` if `mask[b, i, j]`: the rows of a tree, or of a
-    block that sees ahead. With a `window`, a row sees no place before `start` that is so many positions or more before
-    its own: that is `start + i`, or with a mask `start + depth[b, i]` where a tree's rows have a `depth`. From `start`
-    on the mask alone says what is seen. `table[b]` lists a request's pages in order; scores are scaled by h**-0.5 and
-    summed in float32. `sinks`: of each head, one more logit of its softmax, which no value belongs to.
-    `scales`: float32, by which the keys (0) and values (1) of each layer and head are multiplied. `fixed`: a row's
-    result has the same bits whatever rows and requests are beside it, as of `decode_attention`; up to `MAX_ROWS` rows
-    and more differ. There is no mask or window then.
+    `table[b]` lists a request's pages in order, and its KV slots are counted along them. With a `mask`, row i sees all
+    KV slots before `start`, and `start + j` if `mask[b, i, j]`: the rows of a tree, or of a block whose rows see later
+    ones. With a `window`, a row sees no KV slot before `start` that is so many positions or more before its own
+    position. That is `start + i`, or with a mask `start + depth[b, i]` where a tree's rows have a `depth`. From `start`
+    on the mask alone decides. Scores are scaled by h**-0.5 and summed in float32. `sinks`: one more logit of each
+    head's softmax, which no value belongs to. `scales`: float32, by which the keys (0) and values (1) of each layer and
+    head are multiplied. `fixed`: a row's result has the same bits whatever rows and requests are beside it, as in
+    `decode_attention`; calls of up to `MAX_ROWS` rows differ from calls of more. There is no mask or window then.
 
-    Returns the mix of values, in q's dtype. Rows that see no place, as those before place 0, return zeros.
+    Returns the mix of values, in q's dtype. Rows that see no KV slot, as those before slot 0, return zeros.
     """
-    named = {} if window is None else {"window": window}
-    named |= {} if sinks is None else {"sinks": sinks}
-    named |= {} if scales is None else {"scales": scales}
+    call = q, kv, layer, table, start, mask, window, depth, sinks, scales, fixed
     if mask is not None or q.shape[1] <= (MAX_ROWS if fixed else DECODE_ROWS):
-        places = 0 if mask is None else mask.shape[2]
-        kernel, fits = decode_attention, decode_attention_fits(q.shape, kv.shape, kv.dtype, places)
-        named |= {} if mask is None else {"mask": mask, "depth": depth}
-        named |= {"fixed": fixed} if fixed else {}
-    else:
-        kernel, fits = prompt_attention, prompt_attention_fits(q.shape, kv.shape, kv.dtype)
+        return choose("paged attention", PAGED_ATTENTION, *call).run(*call)
+    return choose("prompt attention", PROMPT_ATTENTION, *call).run(*call)
+
+
+def _decode_refuses(q, kv, layer, table, start, mask, *_) -> str | None:
     if q.dtype != jnp.bfloat16:
-        fits = f"queries are {q.dtype.name}, not bfloat16"
-    if fits is not None:
-        tell(kernel.__name__, fits)
-    if chosen(fits):
-        return kernel(q, kv, layer, table, start, **named)
-    if fixed:
-        return _row_by_row(fits, q, kv, layer, table, start)
-    fits = portable_attention.supported(q.shape, kv, q.dtype)
-    if fits is not None:
-        portable.tell("attention", fits)
-    run = portable_attention.attention if portable.chosen(fits) else reference
-    return run(q, kv, layer, table, start, mask, window, depth, sinks, scales)
+        return f"queries are {q.dtype.name}, not bfloat16"
+    return decode_attention_fits(q.shape, kv.shape, kv.dtype, 0 if mask is None else mask.shape[2])
 
 
-def _row_by_row(fits: str | None, q, kv, layer, table, start) -> Array:
+def _decode(q, kv, layer, table, start, mask, window, depth, sinks, scales, fixed) -> Array:
+    named = dict(mask=mask, window=window, depth=depth, sinks=sinks, scales=scales, fixed=fixed)
+    return decode_attention(q, kv, layer, table, start, **named)
+
+
+def _prompt_refuses(q, kv, *_) -> str | None:
+    if q.dtype != jnp.bfloat16:
+        return f"queries are {q.dtype.name}, not bfloat16"
+    return prompt_attention_fits(q.shape, kv.shape, kv.dtype)
+
+
+def _prompt(q, kv, layer, table, start, mask, window, depth, sinks, scales, fixed) -> Array:
+    named = {"window": window, "sinks": sinks, "scales": scales}
+    return prompt_attention(q, kv, layer, table, start, **{name: x for name, x in named.items() if x is not None})
+
+
+def _row_by_row_refuses(*call) -> str | None:
+    return None if call[-1] else "rows whose bits may depend on others"
+
+
+def _row_by_row(q, kv, layer, table, start, *rest) -> Array:
     """The reference of each row as a request of its own, a few at a time: what XLA gives may depend on shapes."""
     if platform() != "cpu":
-        raise NotImplementedError(f"--deterministic has no kernel for attention with {fits or 'this device'}")
+        reason = (_decode_refuses if q.shape[1] <= MAX_ROWS else _prompt_refuses)(q, kv, layer, table, start, *rest)
+        raise NotImplementedError(f"--deterministic has no kernel for attention with {reason or 'this device'}")
     b, t, n, h = q.shape
     place = (start[:, None] + jnp.arange(t)).reshape(-1)
     each = jnp.repeat(table, t, axis=0)
@@ -116,6 +124,19 @@ def reference(
     return span_attention(q, kv, layer, table, first, place, block_tokens, sinks, scales)
 
 
+def _portable_refuses(q, kv, *_) -> str | None:
+    return portable_attention.supported(q.shape, kv, q.dtype)
+
+
+_OTHERS = (
+    Implementation("row_by_row", ANY, _row_by_row_refuses, _row_by_row),
+    Implementation("portable", PORTABLE, _portable_refuses, lambda *call: portable_attention.attention(*call[:-1])),
+    Implementation("reference", ANY, nothing, lambda *call: reference(*call[:-1]), slow=True),
+)
+PAGED_ATTENTION = (Implementation("decode_attention", HOPPER, _decode_refuses, _decode), *_OTHERS)
+PROMPT_ATTENTION = (Implementation("prompt_attention", HOPPER, _prompt_refuses, _prompt), *_OTHERS)
+
+
 @partial(jax.jit, static_argnames="block_tokens")
 def span_attention(
     q: Float[Array, "b t n h"],
@@ -128,9 +149,9 @@ def span_attention(
     sinks: Float[Array, " n"] | None = None,
     scales: Float[Array, "l 2 m"] | None = None,
 ) -> Float[Array, "b t n h"]:
-    """Attention of rows that each see places `first` to `last`, in plain jnp; otherwise as `paged_attention`.
+    """Attention of rows that each see KV slots `first` to `last`, in plain jnp; otherwise as `paged_attention`.
 
-    Rows that see no place return zeros.
+    Rows that see no KV slot return zeros.
     """
 
     def seen(place):
@@ -141,7 +162,7 @@ def span_attention(
 
 @partial(jax.jit, static_argnames="block_tokens")
 def _masked_attention(q, kv, layer, table, start, first, mask, sinks, scales, block_tokens):
-    """Attention of rows that see places from `first` up to `start`, and behind it those that the mask names."""
+    """Attention of rows that see the KV slots from `first` up to `start`, and from there on those that the mask has."""
     w = mask.shape[2]
 
     def seen(place):
@@ -165,9 +186,9 @@ def _stream(
     sinks: Array | None,
     scales: Array | None,
 ) -> Array:
-    """Attention of rows to the places that `seen` says, of those from `first` to `last`.
+    """Attention of rows to the KV slots from `first` to `last` for which `seen` is true.
 
-    A sink is where a head's running maximum and sum begin.
+    A sink is the start of a head's running maximum and sum.
     """
     b, t, n, h = q.shape
     m, s = kv.shape[3], kv.shape[4]

@@ -3,7 +3,7 @@
 A Mosaic GPU kernel in place of four of XLA's and `kv_write`. The projection's result is read once, and a round waits
 for one kernel's start. A warpgroup takes one row and loads all of it before it begins. A head lies in some lanes of one
 warp, so its length is a sum over these, and columns that rotate together lie in one thread. Heads that four warps can't
-share out evenly, such as the one or two that several devices leave each, are all in every warp, which write the same.
+share out evenly, such as one or two a device, are all in every warp, and all warps write the same.
 """
 
 from __future__ import annotations
@@ -26,14 +26,17 @@ from jaxspec.pallas.hopper.export import lower_once
 
 WARPS, LANES = 4, 32  # of a warpgroup
 TILE = 16  # heads that a warpgroup takes at once, or the most that divide how many there are
-MOST = 16  # heads that four warps can't share out evenly, which each has all of in registers
+MOST = 16  # heads that four warps can't share out evenly: each warp has all of them in registers
 WIDTH = 128  # of a head
 
 _f32 = jnp.float32
 
 
 def supported(heads: int, kv_heads: int, width: int, rotated: int, pages: Any, *dtypes: Any) -> str | None:
-    """Why the kernel can't take rows of so many heads, or None if it can. `pages`, `dtypes`: theirs, all others'."""
+    """Why the kernel can't take rows of so many heads, or None if it can.
+
+    `pages`: the pages' dtype; `dtypes`: all other operands'.
+    """
     if jnp.dtype(pages) not in PAGES:
         return f"pages in {jnp.dtype(pages).name}; supported: bfloat16 and float8_e4m3fn"
     if wrong := [jnp.dtype(dtype).name for dtype in dtypes if jnp.dtype(dtype) != jnp.bfloat16]:
@@ -63,14 +66,14 @@ def write_heads(
     eps: float,
     interpret: Any = False,
 ) -> tuple[Float[Array, "r n h"], Float[Array, "l p 2 m s h"]]:
-    """Rotated queries, and the pages with rotated keys and values in `layer`, rounded where plain layers round.
+    """Rotate queries, and write rotated keys and values into their pages in `layer`; rounded where plain layers round.
 
-    `qkv` is to be summed over its first axis, in float32, and rounded: what parts of a projection made. It has columns
-    of the query heads, then of as many keys and values as the pages have. `cos` and `sin` are those of each row's
-    angles, float32. `norms`: the scales of the norms that each head's queries and keys go through, if they do. Row i's
-    keys and values go to slot `place[i] % s` of page `place[i] // s`; those of a row at a negative place go nowhere.
-    They are `kv_write.stored` there. `inverse`: of the scales of each layer's keys (0) and values (1) by head, float32;
-    None: they have none.
+    Returns the queries and the pages. `qkv` are the parts of a projection, summed here over the first axis in float32
+    and rounded. It has columns of the query heads, then of as many keys and values as the pages have. `cos` and `sin`:
+    the rope table of the rows, float32. `norms`: the scales of the norms of each head's queries and keys, if there are
+    any. `place`: KV slots, counted over all pages. Row i's keys and values go to slot `place[i] % s` of page
+    `place[i] // s`, converted by `kv_write.stored`; those of padding rows, whose KV slots are negative, go nowhere.
+    `inverse`: the inverse scales of each layer's keys (0) and values (1) by head, float32; None: they have none.
     """
     (parts, rows, columns), (kv_heads, _, width), ref = qkv.shape, kv.shape[3:], jax.new_ref(kv)
     heads, scales = columns // width, [] if inverse is None else [inverse]
@@ -96,7 +99,8 @@ def _row(eps, scaled, qkv_g, cos_g, sin_g, layer_g, place_g, kv_g, *refs):
     load = partial(plgpu.load, optimized=False)
 
     def bring(first, count):
-        """Tiles of some of the row's heads: which of them these are, and the halves of their columns."""
+        """Load `count` of the row's heads from `first` on, in tiles: which heads, counted from `first`, and the two
+        halves of their columns, [heads, width / 2] each."""
         size = math.gcd(count, TILE)
         layout = _layout(size, width // 2)
 
@@ -107,7 +111,7 @@ def _row(eps, scaled, qkv_g, cos_g, sin_g, layer_g, place_g, kv_g, *refs):
         return [(pl.ds(at, size), [half_of(at, half) for half in halves]) for at in range(0, count, size)]
 
     def turned(tiles, norm_g):
-        """The same, normed if there is a norm, and rotated."""
+        """Norm the heads in tiles from `bring`, if `norm_g` has a scale, and rotate them; yields tiles of that form."""
         shape = tiles[0][1][0].shape
         across = _layout(*shape).reduce(0)
         spread = lambda ref: lax.broadcast_in_dim(load(ref, layout=across), shape, [1])  # noqa: E731
@@ -144,8 +148,8 @@ def _row(eps, scaled, qkv_g, cos_g, sin_g, layer_g, place_g, kv_g, *refs):
 
 
 def _layout(heads: int, columns: int) -> Any:
-    """Of so many heads each warp has a quarter, or of a number that has none, all; a head lies in as many of its lanes
-    as there are for it."""
+    """The register layout of [heads, columns]: each warp has a quarter of the heads, or all if they don't divide by
+    four. A head lies in as many lanes of a warp as there are for it."""
     if heads % WARPS:
         tiling, warps = plgpu.Tiling(((1, columns), (columns // LANES,))), plgpu.Replicated(WARPS)
         return plgpu.Layout.TILED(tiling, warp_dims=(warps,), lane_dims=(-2,), vector_dim=-1)

@@ -1,4 +1,4 @@
-"""The sum of what several GPUs of one process computed, added to the residual stream, in one kernel, on Hopper.
+"""The sum of several GPUs' results in one process, added to the residual stream, in one kernel, on Hopper.
 
 A layer whose weights are divided ends in it twice. XLA's `psum` is a kernel of NCCL's, which no graph of kernels takes
 in, and the residual sum and the next norm's scale are kernels of their own. Here they are one, and a device waits once,
@@ -11,10 +11,10 @@ Each thread has eight columns of a row. It stores its device's part into the wor
 bytes: data, a flag, data, a flag. It polls its own workspace until the flags of each rank's packets are those
 of this call, and sums in float32, in the order of ranks: so all devices have the same bits. A flag arrives with its
 data, so nothing is fenced, and no thread waits for another of its device. The flag is a thread's number of calls: it
-only grows, and one that is too old differs from the expected one, when it has wrapped, too. Two buffers take turns: a
+only grows, and one that is too old differs from the expected one, when it has wrapped, too. Two buffers alternate: a
 peer that writes call i + 2 has read this device's call i + 1, which began after call i had been read.
 
-Meanwhile memory is idle. Further blocks prefetch some of the weights that come next into the L2 cache (`ahead`).
+Meanwhile memory is idle. Further blocks prefetch some of the next kernel's weights into the L2 cache (`prefetch`).
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ CHUNK = THREADS * VECTOR  # numbers of a block
 BLOCKS = 512  # the most of a call, for which a workspace has room
 PACKET = 16  # bytes, half of them data
 COUNTS = 4 * THREADS  # bytes of a block's counters of calls, one a thread
-AHEAD_BLOCKS, PIECE = 96, 1024  # blocks that prefetch, and bytes of each of their threads: 12 MiB, 3 us of memory
-REGIONS = 4  # of the weights, that they prefetch from the beginning of: a product's inputs may be divided among blocks
+PREFETCH_BLOCKS, PIECE = 96, 1024  # blocks that prefetch, and bytes of each of their threads: 12 MiB, 3 us of memory
+REGIONS = 4  # of the weights: each is prefetched from its beginning, as a product's inputs may be divided among blocks
 POLLS = 1024  # of a packet, before the clock is looked at
 LIMIT = 10_000_000_000  # nanoseconds that a thread waits for a peer before it ends the program with an error
 _i32, _f32 = jnp.int32, jnp.float32
 
 
 def workspace_bytes(ranks: int) -> int:
-    """Of a device. They are zero before the first call; the last 16 are for the check at start."""
+    """Bytes of a device's workspace. They must be zero before the first call; the last 16 are for the start's check."""
     return BLOCKS * (COUNTS + 2 * ranks * _slot()) + PACKET
 
 
 def _slot() -> int:
-    """Bytes of what one rank sends a block in a call."""
+    """Bytes that one rank sends a block in a call."""
     return THREADS * (VECTOR * 2 // 8) * PACKET
 
 
@@ -72,7 +72,8 @@ def reference(
     x: Float[Array, "r d"] | None, parts: Float[Array, "n r d"], scale: Float[Array, " d"] | None = None,
     centred: bool = False,
 ) -> Float[Array, "r d"] | tuple[Float[Array, "r d"], Scaled]:  # fmt: skip
-    """The same in plain jnp, of all ranks' parts: summed in float32 in the order of ranks, rounded once."""
+    """Reference of `peer_sum` in plain jnp, given all ranks' parts: summed in float32 in the order of ranks, rounded
+    once."""
     total = parts[0].astype(_f32)
     for part in parts[1:]:
         total = total + part.astype(_f32)
@@ -92,7 +93,7 @@ def peer_sum(
     first: Int[Array, "1"],
     x: Float[Array, "*l r d"] | None = None,
     scale: Float[Array, " d"] | None = None,
-    ahead: Float[Array, "k n"] | None = None,
+    prefetch: Float[Array, "k n"] | None = None,
     *,
     centred: bool = False,
     limit: int = LIMIT,
@@ -102,11 +103,11 @@ def peer_sum(
 
     A `part` in float32 comes in parts itself, as `weight_stream` leaves it: they are added up and rounded to bfloat16
     before they are sent. `table`: the address of each rank's workspace, low and high word. `first`: this device's rank.
-    With the `scale` of the norm that the sums go through next they come as `Scaled` rows as well, as of
-    `few_rows.add_product`. `ahead`: weights that the next kernel reads. A leading axis of `part` and `x`: of so many
-    ranks that are on this device, from `first` on, each its own; for tests on one GPU. All ranks must call it in the
-    same order with the same shapes. One that waits longer than `limit` nanoseconds for another traps: the program
-    fails, and so does all that the process does on this GPU afterwards.
+    With the `scale` of the norm that comes next, the sums come as `Scaled` rows as well, as in `few_rows.add_product`.
+    `prefetch`: weights that the next kernel reads. A leading axis of `part` and `x` has an entry for each of several
+    ranks on this device, from `first` on; for tests on one GPU. All ranks must call it in the same order with the same
+    shapes. One that waits longer than `limit` nanoseconds for another traps: the program fails, and so does all that
+    the process does on this GPU afterwards.
 
     **Raises:** `NotImplementedError` for interpret mode, which has no peers.
     """
@@ -119,13 +120,13 @@ def peer_sum(
     here, *splits, rows, width = part.shape
     out = jax.ShapeDtypeStruct((here, rows, width), jnp.bfloat16)
     squares = jax.ShapeDtypeStruct((here, tiles_of_squares(width), rows), _f32)
-    given = [each for each in (x, scale, ahead) if each is not None]
-    fetched = 0 if ahead is None else ahead.size * ahead.dtype.itemsize
+    given = [each for each in (x, scale, prefetch) if each is not None]
+    fetched = 0 if prefetch is None else prefetch.size * prefetch.dtype.itemsize
     made = plgpu.kernel(
         partial(_sum, len(table), (*splits, rows, width), x is not None, scale is not None, centred, limit, fetched),
         kernel_name="peer_sum",
         out_type=[out] if scale is None else [out, out, squares],
-        grid=(rows * width // CHUNK + (AHEAD_BLOCKS if fetched else 0), here),
+        grid=(rows * width // CHUNK + (PREFETCH_BLOCKS if fetched else 0), here),
         grid_names=("block", "rank"),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )(part, table, first, *given)
@@ -137,7 +138,7 @@ def _sum(ranks, shape, added, scaled, centred, limit, fetched, *refs):
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs), return_type=None)
     def run(ctx, *refs):
         addresses, i32 = [_address(ref) for ref in refs], ir.IntegerType.get_signless(32)
-        ahead = addresses.pop(3 + added + scaled) if fetched else None
+        prefetch = addresses.pop(3 + added + scaled) if fetched else None
         here = arith.index_cast(i32, gpu.block_id(gpu.Dimension.x))  # the last axis of a grid is x
         block = arith.index_cast(i32, gpu.block_id(gpu.Dimension.y))
         thread = arith.index_cast(i32, gpu.thread_id(gpu.Dimension.x))
@@ -151,15 +152,15 @@ def _sum(ranks, shape, added, scaled, centred, limit, fetched, *refs):
             summing()
             scf.yield_([])
         with ir.InsertionPoint(either.else_block):
-            _prefetch(ahead, fetched, _add(_mul(arith.subi(block, blocks), THREADS), thread))
+            _prefetch(prefetch, fetched, _add(_mul(arith.subi(block, blocks), THREADS), thread))
             scf.yield_([])
 
     run(*refs)
 
 
 def _prefetch(weights, size, thread):
-    """Begin to bring one thread's piece of the weights into the L2 cache."""
-    pieces = min(AHEAD_BLOCKS * THREADS, size // PIECE // REGIONS * REGIONS)
+    """Begin to prefetch one thread's piece of the weights into the L2 cache."""
+    pieces = min(PREFETCH_BLOCKS * THREADS, size // PIECE // REGIONS * REGIONS)
     region = size // REGIONS // 16 * 16
     at = _add(_mul(arith.remui(thread, _c(REGIONS)), region), _mul(arith.divui(thread, _c(REGIONS)), PIECE))
     within = arith.cmpi(arith.CmpIPredicate.ult, thread, _c(pieces))
@@ -167,7 +168,7 @@ def _prefetch(weights, size, thread):
 
 
 def _emit(ranks, shape, added, scaled, centred, limit, here, block, thread, *addresses):
-    """The sum of one thread, as MLIR."""
+    """Emit one thread's sum, as MLIR."""
     (part, table, first, *given), outs = addresses[: 3 + added + scaled], addresses[3 + added + scaled :]
     *splits, rows, width = shape
     me = arith.addi(here, _load(first))
@@ -180,7 +181,7 @@ def _emit(ranks, shape, added, scaled, centred, limit, here, block, thread, *add
     at = _add(_mul(here, rows * width), number)
     in_bytes = lambda address, i: _offset(address, _mul(i, 2))  # noqa: E731
     words = _added_up(part, *splits, here, rows * width, number) if splits else _load_four(in_bytes(part, at))
-    # Asked for before anything is waited for.
+    # These loads are issued before any wait.
     residual = _load_four(in_bytes(given[0], at)) if added else None
     scale = _load_four(in_bytes(given[-1], arith.remui(number, _c(width)))) if scaled else None
     counter = _offset(own, _add(_mul(block, COUNTS), _mul(thread, 4)))
@@ -220,7 +221,7 @@ def _emit(ranks, shape, added, scaled, centred, limit, here, block, thread, *add
 
 
 def _added_up(parts, splits, here, size, number):
-    """A thread's numbers of a part in parts of `size` float32 numbers: their sums, as words of bfloat16."""
+    """Add up a thread's numbers of a part that comes in `splits` parts of `size` float32 numbers: words of bfloat16."""
     f32, total = ir.F32Type.get(), None
     for split in range(splits):
         at = _add(_mul(_add(_mul(here, splits), _c(split)), size), number)
@@ -231,7 +232,7 @@ def _added_up(parts, splits, here, size, number):
 
 
 def _squares(total, number, here, block, thread, rows, width, out):
-    """The sum of a tile's squares, which eight neighbouring threads have, and zeros after all tiles'."""
+    """Write the sum of a tile's squares, which eight neighbouring threads have, and zeros after all tiles'."""
     lanes, tiles, all_tiles = TILE // VECTOR, width // TILE, tiles_of_squares(width)
     square = arith.mulf(total[0], total[0])
     for each in total[1:]:
@@ -303,7 +304,7 @@ def _address(ref):
 
 
 def _offset(address, offset):
-    """The address so many bytes on, an unsigned 32-bit number of them."""
+    """The address plus `offset` bytes, an unsigned 32-bit number."""
     return arith.addi(address, arith.extui(ir.IntegerType.get_signless(64), offset))
 
 
@@ -328,17 +329,17 @@ def _store_four(address, words):
 
 
 def _send(address, first, second, flag, peer):
-    """Store a packet, if it is for a `peer`. Eight bytes arrive together: data that are there come with their flag."""
+    """Store a packet, if it is for a `peer`. Eight bytes arrive together, so data always come with their flag."""
     packet = address, first, flag, second
     store = "st.volatile.global.v4.b32 [$0], {$1, $2, $3, $2};"
     utils.inline_ptx(store, *packet, predicate=peer, has_side_effects=True)
 
 
 def _receive(address, own, flag, mine, limit):
-    """The data of a packet, when its flags are this one. Until then its address is polled; past the limit, it traps.
+    """Wait for a packet with these flags, and return its data: the address is polled; past the limit, it traps.
 
-    What is `mine` is this rank's `own`, which wasn't sent. Only after a while does it look at the clock, which takes as
-    long as a packet does.
+    If the packet is `mine`, the data are this rank's `own`, which wasn't sent. The clock is read only after some polls,
+    as that takes as long as a packet does.
     """
     two = [ir.IntegerType.get_signless(32)] * 2
     poll = f"""{{

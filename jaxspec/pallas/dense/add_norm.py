@@ -1,7 +1,7 @@
 """A product's parts, added to the residual stream, and the norm that follows, as one kernel, on Hopper.
 
 XLA makes three or four kernels of it: the sum, the sum of squares, the scaling, and the padding that `fp8_rows` needs.
-At a few rows each of them takes as long as it takes to start. Here a block takes a row, which its threads hold.
+At a few rows each of them takes little longer than its launch. Here a block takes a row, which its threads hold.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from jaxspec.pallas.hopper.export import lower_once
 
 GROUP = 8  # rows of the norm are padded to a multiple of these
 VECTOR = 4  # numbers that a thread reads at once
-UNIT = 128 * VECTOR  # that a warpgroup does
-WIDEST = 16 * UNIT  # for which there are registers
+UNIT = 128 * VECTOR  # numbers that a warpgroup reads at once
+WIDEST = 16 * UNIT  # the widest row for which there are registers
 _f32 = jnp.float32
 
 
@@ -45,11 +45,11 @@ def add_norm(
     columns: int | None = None,
     interpret: Any = False,
 ) -> tuple[Float[Array, "r d"], Float[Array, "p d"]]:
-    """x plus the sum of `parts`, rounded before it is added as a product of its own would be, and the norm of that.
+    """Add the sum of `parts`, rounded first as a product of its own would be, to x; returns that and its norm.
 
     Both in bfloat16, rounded where plain layers round (`decoder.functions.normed`). The norm's rows are padded to a
-    multiple of eight, as those of `parts` are; they hold the last row again. Without parts x is normed as it is.
-    `columns`: how many are a row's own, if zeros make it wider.
+    multiple of eight, as those of `parts` are; padding rows repeat the last row. Without parts x is normed as it is.
+    `columns`: a row's own columns, if padding zeros make it wider.
     """
     rows, width = x.shape
     padded = -(-rows // GROUP) * GROUP

@@ -1,4 +1,4 @@
-"""Rows as e4m3 with a scale for each 128 inputs, in one pass over memory: what `fp8_tiles` multiplies, on Hopper.
+"""Rows as e4m3 with a scale for each 128 inputs, for `fp8_tiles`, in one pass over memory, on Hopper.
 
 Sixteen lanes of a warp have a row's 128 inputs, and so find the largest among themselves. A block takes 128 inputs of
 some rows, or, where rows are normed first, one row: 128 inputs are a row of its tile there. XLA would read the rows
@@ -49,7 +49,7 @@ def norm_supported(rows: int, width: int, dtype: Any, block: int | None) -> str 
 
 @lower_once("fp8_quantise")
 def quantise_rows(x: Float[Array, "r k"], *, interpret: Any = False) -> tuple[Float[Array, "r k"], Float[Array, "r b"]]:
-    """`fp8.quantise_rows` in blocks of 128 inputs, but for the last bit of a quotient. `k` is a multiple of 128."""
+    """Run `fp8.quantise_rows` in blocks of 128 inputs; a quotient's last bit may differ. `k` is a multiple of 128."""
     rows, inputs = x.shape
     groups = inputs // fp8.BLOCK
     values, scales = plgpu.kernel(
@@ -73,7 +73,7 @@ def _block(x_g, values_g, scales_g):
 
 
 def _quantised(x):
-    """Rows of 128 inputs as e4m3, and their scales."""
+    """Quantise rows of 128 inputs to e4m3; also returns their scales."""
     scale = jnp.max(jnp.abs(x), axis=1) / fp8.LARGEST
     scale = jnp.where(scale > 0, scale, 1.0)
     quotient = x * lax.broadcast_in_dim(1 / scale, x.shape, [0])
@@ -84,7 +84,7 @@ def _quantised(x):
 def norm_and_quantise(
     x: Float[Array, "r k"], weight: Float[Array, " k"], *, eps: float, centred: bool = False, interpret: Any = False
 ) -> tuple[Float[Array, "r k"], Float[Array, "r b"]]:
-    """`quantise_rows` of the rows' norm, rounded where plain layers round (`decoder.functions.normed`)."""
+    """Run `quantise_rows` on the rows' norm, rounded where plain layers round (`decoder.functions.normed`)."""
     rows, inputs = x.shape
     groups = inputs // fp8.BLOCK
     values, scales = plgpu.kernel(

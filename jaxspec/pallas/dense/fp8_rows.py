@@ -4,11 +4,11 @@ At few rows a product takes as long as reading its weight, which in e4m3 is half
 outputs, or twice as many, from one part of the inputs. It keeps a ring of pieces of the weight in flight, with the
 rows' inputs that belong to them. A piece goes from shared memory to registers and becomes bfloat16 there, which is
 exact (`upcast`). The products of each block of 128 inputs are summed by themselves, in float32, and then multiplied by
-the block's scale. Scales are read a step ahead, as reading takes about as long as a step. Several blocks share a
+the block's scale. Scales are prefetched a step early, as reading takes about as long as a step. Several blocks share a
 multiprocessor, so that one converts while others wait.
 
-XLA adds the parts' sums, in float32, together with what follows. Dense layers of few rows have kernels that norm and
-add too (`few_rows`).
+XLA adds the parts' sums, in float32, together with the next operation. Dense layers of few rows have kernels that norm
+and add too (`few_rows`).
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ TILE = WGMMA_ROWS  # outputs of a group
 GROUP = 8  # rows are padded to a multiple of these
 MAX_ROWS = 128
 MIN_UNIT = 32  # outputs that share a scale: a tile of gate and up has two of these
-ENOUGH = 2 * MULTIPROCESSORS  # blocks, so that each multiprocessor has some bytes on their way while another one ends
+ENOUGH = 2 * MULTIPROCESSORS  # blocks, so that each multiprocessor has bytes in flight while one of its blocks ends
 RING_BYTES = 60 * 1024  # of a block: three have room at once
 WIDE_RING_BYTES = 100 * 1024  # where rows take most of it, and two have
 WIDE_ROWS = 32  # with more, two groups of outputs share the rows that are copied
-AT_ONCE = 4  # pieces whose products are under way
+AT_ONCE = 4  # pieces whose products are in flight
 SUMS = 128  # rows of all of these together, for which there are registers
 _i32, _f32 = jnp.int32, jnp.float32
 
@@ -84,7 +84,7 @@ class Share:
 
     @classmethod
     def of(cls, rows: int, outputs: int, inputs: int, unit: int) -> Share:
-        """As few parts as give every multiprocessor work."""
+        """Divide a product into as few parts as give every multiprocessor work."""
         groups = 2 if WIDE_ROWS < rows <= MAX_ROWS // 2 and outputs % (2 * TILE) == 0 else 1
         tiles, whole = outputs // TILE // groups, inputs // BLOCK
         divisors = [n for n in range(1, whole + 1) if whole % n == 0]
@@ -110,7 +110,7 @@ def product(
 def parts(
     x: Float[Array, "r k"], values: Float[Array, "n k"], scales: Float[Array, "a b"], *, interpret: Any = False
 ) -> Float[Array, "s p n"]:
-    """The same as s parts of the sum, of rows that are padded to a multiple of eight."""
+    """`product` as s parts of the sum, in float32; rows are padded to a multiple of eight."""
     (r, k), n = x.shape, len(values)
     x = jnp.pad(x, ((0, -r % GROUP), (0, 0)))
     share = Share.of(len(x), n, k, n // len(scales))
@@ -134,9 +134,9 @@ def parts(
 
 
 def _tile(share, x_g, values_g, scales_g, out_g, *, values_s, rows_s, ready, staged_s=None):
-    """A block's outputs of all rows, of one part of the inputs."""
+    """Compute a block's outputs of all rows, from one part of the inputs."""
     tile, split, slots = lax.axis_index("tile"), lax.axis_index("split"), share.slots
-    places = [tile * share.groups + g for g in range(share.groups)]  # of the groups among all
+    places = [tile * share.groups + g for g in range(share.groups)]  # the groups' numbers among all
     pieces = list(itertools.product(range(share.groups), range(share.blocks)))
     at_once = max(1, min(AT_ONCE, SUMS // share.rows))
 
@@ -178,7 +178,8 @@ def _tile(share, x_g, values_g, scales_g, out_g, *, values_s, rows_s, ready, sta
 
 
 def _scaling(share, places, pieces, split, scales_g):
-    """What reads a chunk's scales, those of each piece, and what makes of a piece's a scale for each output."""
+    """Return two functions: one loads a chunk's scales, [piece][part of a group]; the other spreads a piece's scales
+    over its outputs."""
     here = min(share.unit, TILE)
     first = [lax.div(place * TILE, _i32(share.unit)) for place in places]
     if here < TILE:

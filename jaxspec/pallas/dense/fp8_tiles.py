@@ -1,9 +1,9 @@
 """A matmul of quantised rows with FP8 weights, both e4m3, on Hopper's FP8 tensor cores.
 
-`tiles` says which block makes which tile, and how results are written. A step is of 128 inputs. FP8 tensor cores keep
-some 14 bits of a sum, so a step's products are a sum of their own: it is multiplied by its scales, if they are for 128
-inputs, and added to the total in float32. Meanwhile the tensor cores have the other warpgroup's products. Scales for
-all inputs, a row's and an output's, multiply the total.
+`tiles` divides the tiles among blocks, and writes results. A step is of 128 inputs. FP8 tensor cores keep some 14 bits
+of a sum, so a step's products are a sum of their own: it is multiplied by its scales, if they are for 128 inputs, and
+added to the total in float32. Meanwhile the tensor cores have the other warpgroup's products. Scales for all inputs, a
+row's and an output's, multiply the total.
 
 A warpgroup has 64 rows of a tile: the sums of 128 need more registers than there are, and ran at two fifths of the
 speed. Tiles of 192 rows have three warpgroups.
@@ -75,10 +75,10 @@ def matmul(
     tiling: Tiling | None = None,
     interpret: Any = False,
 ) -> Float[Array, "r o"]:
-    """`fp8.product` of the first `valid` rows, whose values and scales are given, as bfloat16; of others that or zeros.
+    """`fp8.product` of the first `valid` rows, given by values and scales, as bfloat16; padding holds that or zeros.
 
-    `residual`, which a gated one can't have: what that is added to, rounded before as the plain layers do. `gated`:
-    silu(gate) * up of it, half as wide, rounded once. `tiling` overrides its choice.
+    `residual`, which a gated one can't have: the product is rounded, as in the plain layers, and added to it. `gated`:
+    silu(gate) * up of the product, half as wide, rounded once. `tiling` overrides `tiling_of`.
     """
     r, n = len(x), len(values)
     tiling = tiling or tiling_of(r, n, gated)
@@ -112,7 +112,7 @@ def matmul(
 
 
 class _Operands(NamedTuple):
-    """What is multiplied, in memory: scales are [groups of inputs, rows], and [units, groups] or [outputs]."""
+    """Operands in memory: rows' scales are [groups of inputs, rows], the weight's [units, groups] or [outputs]."""
 
     x: Any
     x_scales: Any
@@ -149,12 +149,12 @@ def _kernel(
     def _():
         plgpu.set_max_registers(registers[0], action="increase")
         multiply = partial(_multiply, block, ring, operands, in_blocks, piece)
-        results = Results(gated, added, out, out_s, late=True)  # sums have the registers until then
+        results = Results(gated, added, out, out_s, late=True)  # sums take all registers until then
         tiles.consume(block, ring.hands, warpgroup, results, multiply)
 
 
 def _copy(block: Block, ring: _Ring, operands: _Operands, in_blocks: Any, slot: Any, k: Any, top: Any, c: Any) -> None:
-    """As `tiles.produce` calls it."""
+    """Begin to copy step k of a tile into a slot, for `tiles.produce`: rows, weight, and rows' scales by step."""
     full, inputs = ring.hands.full.at[slot], pl.ds(k * STEP, STEP)
     rows, outputs = pl.ds(top, block.tiling.rows), pl.ds(c * block.tiling.columns, block.tiling.columns)
     plgpu.copy_gmem_to_smem(operands.x.at[rows, inputs], ring.rows_s.at[slot], full)
@@ -164,13 +164,13 @@ def _copy(block: Block, ring: _Ring, operands: _Operands, in_blocks: Any, slot: 
 
 
 def _multiply(block: Block, ring: _Ring, operands: _Operands, in_blocks: Any, piece: int, tile: Tile, write: Any):
-    """The products of a tile's steps as they arrive. Totals are in pieces of columns that share a scale."""
+    """Multiply a tile's steps as they arrive. Totals are in pieces of columns that share a scale."""
     width, hands = block.tiling.columns, ring.hands
     firsts = range(0, width, piece)
     load = partial(plgpu.load, optimized=False)
 
     def scales_of(k):
-        """Each piece's scale for a step's inputs. They are read a step ahead, as reading takes about as long as one."""
+        """Load each piece's scale for a step's inputs: a step early, as reading takes about as long as a step."""
         if not in_blocks:
             return []
         unit = width * block.across // operands.scales.shape[0]

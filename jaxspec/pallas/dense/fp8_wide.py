@@ -9,7 +9,7 @@ does. For that the scale is a sum of two bfloat16 numbers. So the tensor cores a
 its last without being rescaled. A step has 64 inputs. While one step is multiplied, the next one's weights are
 converted. Scales of whole outputs multiply the total.
 
-`tiles` says which block makes which tile. Here a tile's columns are the left operand, so each warpgroup has 64 of the
+`tiles` divides the tiles among blocks. Here a tile's columns are the left operand, so each warpgroup has 64 of the
 columns, of all of the tile's rows.
 """
 
@@ -33,15 +33,15 @@ from jaxspec.pallas.dense.tiles import STEP, UNIT, Block, Hands, Tiling
 from jaxspec.pallas.dense.weight_stream import MAX_ROWS
 from jaxspec.pallas.hopper.export import lower_once
 
-# Rows and columns of a tile, and its time with 4,096 inputs in us on an H100, from layers' products. Those of 192 rows
-# and of 160 x 128 are from tiles by themselves.
+# Rows and columns of a tile, and its time with 4,096 inputs in us on an H100, measured in layers' products. Times of
+# 192 rows and of 160 x 128 are from single tiles.
 SIZES = {
     (128, 64): 19.5, (160, 64): 22.5, (192, 64): 28.0, (256, 64): 35.5,
     (128, 128): 31.0, (160, 128): 38.0, (192, 128): 40.0, (256, 128): 48.0,
     (128, 192): 44.5, (160, 192): 63.0, (192, 192): 66.0,
 }  # fmt: skip
 MIN_UNIT = 32  # outputs that share a scale: a group of gate and up has two of these
-RING_BYTES = tiles.ROOM - 1024  # less what results take
+RING_BYTES = tiles.ROOM - 1024  # less the results' bytes
 MOST = 2048  # rows: with some 3,900, dequantising first takes no longer
 _i32, _f32 = jnp.int32, jnp.float32
 
@@ -82,11 +82,11 @@ def matmul(
     tiling: Tiling | None = None,
     interpret: Any = False,
 ) -> Float[Array, "r o"]:
-    """x @ (values * scales)' of the first `valid` rows, summed in float32, as bfloat16; of others that or zeros.
+    """x @ (values * scales)' of the first `valid` rows, summed in float32, as bfloat16; padding holds that or zeros.
 
-    The weight is rounded to bfloat16 if its scales are for blocks. `residual`, which a gated one can't have: what that
-    is added to, rounded before as the plain layers do. `gated`: silu(gate) * up of it, half as wide, rounded where the
-    plain layers do. `tiling` overrides its choice.
+    The weight is rounded to bfloat16 if its scales are for blocks. `residual`, which a gated one can't have: the
+    product is rounded, as in the plain layers, and added to it. `gated`: silu(gate) * up of the product, half as wide,
+    rounded where plain layers round. `tiling` overrides `tiling_of`.
     """
     r, n = len(x), len(values)
     tiling = tiling or tiling_of(r, n)
@@ -192,7 +192,7 @@ def _kernel(
 
 
 def _copy(block: Block, ring: _Ring, x: Any, values: Any, slot: Any, k: Any, top: Any, c: Any) -> None:
-    """As `tiles.produce` calls it."""
+    """Begin to copy step k of a tile's rows and of each warpgroup's weights into a slot, for `tiles.produce`."""
     full, inputs = ring.hands.full.at[slot], pl.ds(k * STEP, STEP)
     plgpu.copy_gmem_to_smem(x.at[pl.ds(top, block.tiling.rows), inputs], ring.rows_s.at[slot], full)
     for w in range(ring.groups):
@@ -201,7 +201,7 @@ def _copy(block: Block, ring: _Ring, x: Any, values: Any, slot: Any, k: Any, top
 
 
 class _Weight(NamedTuple):
-    """A warpgroup's part of the ring, as left operands."""
+    """A warpgroup's weights in the ring, as left operands."""
 
     ring: _Ring
     warpgroup: Any
@@ -211,13 +211,13 @@ class _Weight(NamedTuple):
         return self.scales.at(k) if self.scales else []
 
     def at(self, step: Any, scales: list[Any]) -> Any:
-        """[UNIT, STEP] of a step times its scales over `scaled.LEFT`, in bfloat16."""
+        """A step's weights [UNIT, STEP] times their scales over `scaled.LEFT`, in bfloat16."""
         bytes_s, staged_s = self.ring.weight_s.at[self.ring.slot(step), self.warpgroup], self.ring.staged_s
         return scaled.load(bytes_s, scales, None if staged_s is None else staged_s.at[self.warpgroup])
 
 
 def _sums(ring: _Ring, rows: int, weight: _Weight, step: Any, steps: Any) -> Any:
-    """f32[UNIT, rows]: a warpgroup's outputs of a tile, as its steps arrive. Zeros if there are none."""
+    """Multiply a tile's steps as they arrive: a warpgroup's outputs, f32[UNIT, rows]. Zeros if there are no steps."""
     shape, pairs = (UNIT, rows), lax.div(steps, _i32(BLOCK // STEP))
 
     def staged(k, carried):
@@ -264,7 +264,7 @@ def _sums(ring: _Ring, rows: int, weight: _Weight, step: Any, steps: Any) -> Any
 
 
 def _write(total: Any, top: Any, group: Any, added: list[Any], out: Any, products_s: Any, gated_s: Any) -> None:
-    """Send one group of outputs, by way of shared memory, where rows and columns change places.
+    """Send one group of outputs to memory by way of shared memory, where they are transposed.
 
     Gate and up of a row are in different warps, and so meet there too.
     """

@@ -1,4 +1,4 @@
-"""e4m3 numbers times their blocks' scales as bfloat16, in registers, where tensor cores take a left operand.
+"""e4m3 numbers times their blocks' scales as bfloat16, in registers, in the layout of the tensor cores' left operand.
 
 A weight is rounded to bfloat16 once, as `Weight.dequantised` does. For that its scale is a sum of two bfloat16 numbers.
 So the tensor cores accumulate from the first block of inputs to the last one without being rescaled.
@@ -61,13 +61,13 @@ class Scales:
 
 
 def load(bytes_s: Any, scales: list[Any], staged_s: Any = None, paired: bool = False) -> Any:
-    """e4m3 bytes [UNIT, k] in shared memory times their outputs' scales over `LEFT`, as bfloat16.
+    """Load e4m3 bytes [UNIT, k] from shared memory, times their outputs' scales over `LEFT`, as bfloat16.
 
-    A lane loads two neighbours at a time, as it needs them. Their bits are moved to bfloat16's places, which is the
-    number times 2^-120, and multiplied by a scale in two parts, so that the product is rounded once.
+    A lane loads two neighbours at a time, as it needs them. Their bits are moved to bfloat16's positions, which gives
+    the number times 2^-120, and multiplied by a scale in two parts, so that the product is rounded once.
     `paired`: the outputs are `HALF` of gate and `HALF` of up. Eights of both alternate in the result, so that a lane
     has the products of both, which `unpaired` returns.
-    `staged_s`: interpret mode takes a left operand from shared memory alone, and this is where it is put.
+    `staged_s`: shared memory for the left operand, which interpret mode takes from there alone.
     """
     by = _spread(scales, paired)
     if staged_s is not None:
@@ -103,7 +103,7 @@ def store_transposed(sums: Any, target: Any, interpret: bool) -> None:
 
 
 def by_output() -> Any:
-    """The layout of one number for each output."""
+    """The register layout of one number for each output."""
     return plgpu.Layout.WGMMA.reduce(1)
 
 
@@ -128,7 +128,7 @@ def _spread(scales: list[Any], paired: bool) -> Any:
 
 
 def _converted(_, scales, *loaded):
-    """A lane's registers have two outputs, of one array or of both."""
+    """Convert and scale; a lane's registers have two outputs, of one array or of both."""
     i16, i32 = (ir.IntegerType.get_signless(bits) for bits in (16, 32))
     pair, (_, width) = ir.VectorType.get((2,), ir.BF16Type.get()), loaded[0].shape
     words = [mgpu.utils.bitcast(scale, i32) for scale in scales.registers.flat]

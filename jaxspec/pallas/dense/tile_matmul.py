@@ -1,7 +1,7 @@
 """A matmul of many rows, bound by arithmetic: of prompts, and of rounds that verify many rows of many requests.
 
-`tiles` says which block makes which tile, and how results are written. Here the producer copies both operands into a
-ring. The traffic of shared memory is near its limit; larger tiles, and squarer ones, need less of it.
+`tiles` divides the tiles among blocks, and writes results. Here the producer copies both operands into a ring. The
+traffic of shared memory is near its limit; larger tiles, and squarer ones, need less of it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _i32 = jnp.int32
 
 
 def supported(rows: int, dtype: Any, inputs: int, outputs: int) -> str | None:
-    """Why this isn't for the kernel, or None if it is."""
+    """Why the kernel shouldn't multiply so many rows by such a weight, or None if it should."""
     if dtype != jnp.bfloat16:
         return f"weights are {jnp.dtype(dtype).name}, not bfloat16"
     if rows <= MAX_ROWS:
@@ -39,7 +39,7 @@ def supported(rows: int, dtype: Any, inputs: int, outputs: int) -> str | None:
 
 
 def fixed_supported(dtype: Any, inputs: int, outputs: int) -> str | None:
-    """Why such a weight isn't for the kernel where it takes any number of rows, or None if it is.
+    """Why the kernel can't multiply any number of rows by such a weight, or None if it can.
 
     A row's products are added up in one order, whatever the tiles.
     """
@@ -49,8 +49,8 @@ def fixed_supported(dtype: Any, inputs: int, outputs: int) -> str | None:
 
 
 def tiling_of(rows: int, outputs: int, added: bool = False, splits: int = 1) -> Tiling:
-    """The tiles that should take the least time. `added`: to a residual, for which the tallest lack registers, as the
-    widest do for several sums."""
+    """The tiles that should take the least time. `added`: to a residual, for which the tallest tiles lack registers, as
+    the widest do for several sums."""
     sizes = [(128, columns) for columns in (256, 192, 128, 64)]
     sizes = sizes[1:] if splits > 1 else sizes + [(256, 192)] * (rows >= 256 and not added)
     return Tiling.quickest(rows, outputs, {(r, c): r * c + 8 * (r + c) for r, c in sizes})  # products, copies
@@ -69,12 +69,12 @@ def matmul(
     rounded: bool = False,
     interpret: Any = False,
 ) -> Float[Array, "r o"]:
-    """`x @ weight` of the first `valid` rows, summed in float32, rounded to x's dtype; of others that or zeros.
+    """`x @ weight` of the first `valid` rows, summed in float32, rounded to x's dtype; padding rows hold that or zeros.
 
-    `residual`, which a gated one can't have: what that is added to, rounded before as the plain layers do. `gated`:
-    silu(gate) * up of it, half as wide, rounded once. `tiling` overrides its choice.
-    `splits`: the inputs' parts that are summed by themselves and then added up, as `weight_stream` has them. `rounded`:
-    gate and up, and silu(gate), are rounded as well, as there.
+    `residual`, which a gated one can't have: the product is rounded, as in the plain layers, and added to it. `gated`:
+    silu(gate) * up of the product, half as wide, rounded once. `tiling` overrides `tiling_of`. `splits`: the inputs'
+    parts that are summed by themselves and then added up, as in `weight_stream`. `rounded`: gate and up, and
+    silu(gate), are rounded as well, as there.
     """
     outputs = weight.shape[1]
     padded = [tiles.padded(a, LEAST) for a in (x, residual) if a is not None]
@@ -107,7 +107,7 @@ def _kernel(tiling, gated, splits, rounded, x, weight, valid, *results, rows_s, 
     *added, out = results
     index, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
     steps, registers = weight.shape[0] // STEP, tiles.REGISTERS[tiling.warpgroups]
-    # valid is read once: memory is slow, and each tile asks
+    # `valid` is read once, as memory is slow and each tile needs it.
     block = Block.of(tiling, x.shape[0], weight.shape[1], steps, valid[0], index)
     ring = _Ring(rows_s, weight_s, Hands(full, empty, len(rows_s)))
 
@@ -133,7 +133,7 @@ class _Ring(NamedTuple):
 
 
 def _copy(block: Block, ring: _Ring, x: Any, weight: Any, slot: Any, k: Any, top: Any, c: Any) -> None:
-    """As `tiles.produce` calls it."""
+    """Begin to copy step k of a tile's rows and weight into a slot, for `tiles.produce`."""
     full, inputs = ring.hands.full.at[slot], pl.ds(k * STEP, STEP)
     rows, outputs = pl.ds(top, block.tiling.rows), pl.ds(c * block.tiling.columns, block.tiling.columns)
     plgpu.copy_gmem_to_smem(x.at[rows, inputs], ring.rows_s.at[slot], full)
@@ -141,7 +141,7 @@ def _copy(block: Block, ring: _Ring, x: Any, weight: Any, slot: Any, k: Any, top
 
 
 def _multiply(block: Block, ring: _Ring, tile: Tile, write: Any) -> None:
-    """The products of a tile's steps as they arrive."""
+    """Multiply a tile's steps as they arrive."""
     units, hands = tile.units, ring.hands
 
     def accumulate(*totals):
@@ -168,7 +168,7 @@ def _multiply(block: Block, ring: _Ring, tile: Tile, write: Any) -> None:
 
 
 def _multiply_parts(block: Block, ring: _Ring, splits: int, tile: Tile, write: Any) -> None:
-    """The same, with a sum for each of `splits` parts of the inputs, which are added up in order."""
+    """Multiply a tile's steps, with a sum for each of `splits` parts of the inputs; the sums are added up in order."""
     units, hands, step, sums = tile.units, ring.hands, tile.step, None
     for split in range(splits):
         low, high = (end * block.steps // splits for end in (split, split + 1))

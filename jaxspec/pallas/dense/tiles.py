@@ -1,9 +1,9 @@
-"""Matmuls of many rows, tile by tile: which block makes which tile, and how results are written.
+"""Matmuls of many rows, tile by tile: the division of tiles among blocks, and the writing of results.
 
 Each multiprocessor takes one tile of outputs after the other. Tiles of the same weights come next to one another, so
 that these are read from memory once. A producer warpgroup fills a ring in shared memory, and prefetches the next tile's
 operands while this one's results are written. Two or three warpgroups multiply, an equal part of the tile's rows each.
-What they multiply, and how, is the kernel's own: `tile_matmul` and `fp8_tiles`.
+The operands and their products are the kernel's own: `tile_matmul` and `fp8_tiles`.
 
 The number of valid rows is data: programs come in few sizes, and padding takes no time. Where rows don't fill the last
 tile, it begins among the rows of the tile before; a warpgroup whose rows all belong to that one has nothing to do. A
@@ -28,10 +28,10 @@ from jaxspec.models.weights import HALF
 from jaxspec.pallas.hopper import MULTIPROCESSORS, SHARED_BYTES, SWIZZLED, WGMMA_ROWS
 
 UNIT = WGMMA_ROWS
-COPIED = 8  # rows of an array that copies take: a multiple of these
+COPIED = 8  # arrays that are copied have a multiple of these rows
 STEP = SWIZZLED  # bfloat16 numbers of 128 bytes, the widest swizzle
 BLOCKS = MULTIPROCESSORS  # on a card with fewer, some take two blocks' work, one after the other
-# Of a thread, by how many warpgroups multiply: in those, and in the one that copies.
+# Registers of a thread, by the number of warpgroups that multiply: in those, and in the one that copies.
 REGISTERS = {2: (232, 40), 3: (160, 32)}
 ROOM = SHARED_BYTES - 1024  # for ring and results; the rest is for barriers
 _i32 = jnp.int32
@@ -46,12 +46,12 @@ class Tiling:
 
     @property
     def warpgroups(self) -> int:
-        """How many multiply."""
+        """How many warpgroups multiply."""
         return 3 if self.rows == 3 * UNIT else 2
 
     @classmethod
     def quickest(cls, rows: int, outputs: int, times: Mapping[tuple[int, int], float]) -> Tiling:
-        """The tiles that should take the least time: that of a multiprocessor which has most of them.
+        """Choose the tiles whose busiest multiprocessor should take the least time.
 
         `times`: of one tile, by rows and columns.
         """
@@ -62,25 +62,22 @@ class Tiling:
         return cls(*min((size for size in times if outputs % size[1] == 0), key=cost))
 
     def results(self, part: int, ring_bytes: int) -> Any:
-        """Shared memory for `part` columns of results at a time: what the ring leaves, but for no more than a tile's.
-
-        They are bfloat16.
-        """
+        """Shared memory for bfloat16 results, `part` columns at a time: the ring's rest, at most a tile's."""
         stores = self.rows * self.columns // (self.warpgroups * UNIT * STEP)  # of a warpgroup for one tile
         places = min(stores, (ROOM - ring_bytes) // (self.warpgroups * UNIT * part * 2))
         return plgpu.SMEM((self.warpgroups, places, UNIT, part), jnp.bfloat16)
 
 
 class Block(NamedTuple):
-    """One thread block's tiles: which there are, and where they lie."""
+    """One thread block's tiles: how many there are, and where they lie."""
 
     tiling: Tiling
     count: Any  # valid rows
     lowest: int  # where the last tile of rows begins
-    all_high: int  # tiles of rows, and of these those with valid rows
-    high: Any
+    all_high: int  # tiles of rows
+    high: Any  # tiles of rows that have valid rows
     across: int  # tiles of columns
-    tiles: Any  # of all blocks, those with valid rows. The tiles after these have none, and become zeros
+    tiles: Any  # tiles with valid rows, of all blocks. The tiles after these are padding, and become zeros
     steps: int  # of a tile's inputs
     index: Any
 
@@ -96,12 +93,12 @@ class Block(NamedTuple):
         return lax.div(count + BLOCKS - 1 - self.index, _i32(BLOCKS))
 
     def place(self, j: Any) -> tuple[Any, Any, Any]:
-        """Of this block's j-th tile the first row, how many are the tile before's too, and which columns it has."""
+        """This block's j-th tile: its first row, how many of its rows the tile before has too, its tile of columns."""
         tile, high = self.index + j * BLOCKS, jnp.maximum(self.high, 1)
         padding = jnp.maximum(self.all_high - self.high, 1)
         into, c = tile - self.tiles, lax.div(tile, high)
-        # The last rows' tiles may hold few that are valid. Where `high` divides `BLOCKS`, a block would have all of
-        # these or none, so tiles of the same columns are turned from one of a block's tiles to the next.
+        # The last rows' tiles may have few valid rows. Where `high` divides `BLOCKS`, a block would have all of these
+        # or none, so the order of rows is rotated from one of a block's tiles to the next.
         turn = jnp.where(lax.rem(_i32(BLOCKS), high) == 0, lax.div(c * high, _i32(BLOCKS)), 0)
         turned = lax.rem(tile + turn, high)
         i = jnp.where(into < 0, turned, self.high + lax.rem(into, padding))
@@ -111,18 +108,18 @@ class Block(NamedTuple):
 
 
 class Hands(NamedTuple):
-    """The barriers of a ring of `slots`: which are filled, and which both warpgroups are done with."""
+    """The barriers of a ring of `slots`: `full` for slots that are filled, `empty` for slots that consumers freed."""
 
     full: Any
     empty: Any
     slots: int
 
     def slot(self, step: Any) -> Any:
-        """Where a step's operands are."""
+        """The slot of a step's operands."""
         return lax.rem(step, _i32(self.slots))
 
     def observe(self, steps: Any) -> None:
-        """The producer's last act, after so many steps: a barrier must not be left with an arrival that nobody saw."""
+        """End the producer, after so many steps: a barrier must not be left with an arrival that wasn't waited for."""
 
         def wait(step, _):
             plgpu.barrier_wait(self.empty.at[self.slot(step)])
@@ -135,7 +132,7 @@ class Tile(NamedTuple):
     """A warpgroup's part of a tile.
 
     - `units`: the first rows of its units, within the tile.
-    - `top`, `c`: the tile's first row, and which columns it has.
+    - `top`, `c`: the tile's first row, and its tile of columns.
     - `step`: the block's step that the tile begins at.
     - `needed`: steps to multiply. None if all rows are padding.
     """
@@ -149,12 +146,12 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class Results:
-    """Where results go: `out`, by way of `out_s`.
+    """The destination of results: `out`, by way of `out_s`.
 
-    - `gated`: silu(gate) * up.
-    - `added`: the residual stream that plain ones are added to, or nothing.
+    - `gated`: results are silu(gate) * up.
+    - `added`: the residual stream that results are added to, or nothing.
     - `rounded`: gate, up and silu(gate) are rounded too.
-    - `late`: load that stream after the products. Otherwise before, so that their time hides it, which takes registers.
+    - `late`: load that stream after the products. Before them, the products hide the load, but it takes registers.
     """
 
     gated: bool
@@ -165,10 +162,10 @@ class Results:
     rounded: bool = False
 
     def write(self, warpgroup: Any, block: Block, tile: Tile, multiply: Callable) -> None:
-        """Multiply a tile, add what is to be added, and write it.
+        """Multiply a tile, add the residual stream if there is one, and write it.
 
-        `multiply(tile, write)` has all products when it calls `write(columns)`; there `columns(unit, first, count)`
-        are so many of them, in float32.
+        `multiply(tile, write)` has all products when it calls `write(columns)`; `columns(unit, first, count)` gives
+        `count` columns of a unit's products from `first` on, in float32.
         """
         (_, places, _, part), width = self.out_s.shape, block.tiling.columns // (1 + self.gated)
         stores = [
@@ -190,7 +187,7 @@ class Results:
                     value = columns(unit, p * part, part)
                 if before:
                     value = value.astype(self.out.dtype).astype(jnp.float32) + before[i].astype(jnp.float32)
-                plgpu.wait_smem_to_gmem(min(i, places - 1), wait_read_only=True)  # what this place held is sent
+                plgpu.wait_smem_to_gmem(min(i, places - 1), wait_read_only=True)  # this buffer's last results are sent
                 place_s = self.out_s.at[warpgroup, i % places]
                 place_s[...] = value.astype(self.out.dtype)
                 plgpu.commit_smem()
@@ -200,9 +197,9 @@ class Results:
 
 
 def produce(block: Block, hands: Hands, copy: Callable, slot_of: Callable | None = None) -> None:
-    """The warpgroup that copies. `copy(slot, k, top, c)` begins to copy step k of a tile into a free slot.
+    """Run the warpgroup that copies. `copy(slot, k, top, c)` begins to copy step k of a tile into a free slot.
 
-    The tile begins at row `top` and has columns `c`. `slot_of`: another `Hands.slot`.
+    The tile begins at row `top` and has the c-th tile of columns. `slot_of`: replaces `Hands.slot`.
     """
 
     def tile(j, step):
@@ -220,7 +217,7 @@ def produce(block: Block, hands: Hands, copy: Callable, slot_of: Callable | None
 
 
 def consume(block: Block, hands: Hands, warpgroup: Any, results: Results, multiply: Callable) -> None:
-    """A warpgroup that multiplies: its part of each tile's rows. `multiply`: see `Results.write`."""
+    """Run a warpgroup that multiplies its part of each tile's rows. `multiply`: see `Results.write`."""
     height = block.tiling.rows // block.tiling.warpgroups
     units = [warpgroup * height + at for at in range(0, height, UNIT)]  # of a tile's rows, this warpgroup's
 
@@ -248,7 +245,7 @@ def consume(block: Block, hands: Hands, warpgroup: Any, results: Results, multip
 def gate(gate: jax.Array, up: jax.Array) -> jax.Array:
     """silu(gate) * up.
 
-    Of a tile's last unit nothing is multiplied meanwhile, and instructions for special functions and conversions are
+    While a tile's last unit is gated, nothing is multiplied, and instructions for special functions and conversions are
     slow: an exponential and a root are two of them, where a quotient of numbers rounded in between takes three.
     """
     return gate * up * jnp.square(lax.rsqrt(1 + jnp.exp(-gate)))
@@ -261,5 +258,5 @@ def rounded_gate(gate: jax.Array, up: jax.Array, dtype: Any) -> jax.Array:
 
 
 def padded(x: jax.Array, least: int = 0) -> jax.Array:
-    """Rows, and as many more as copies need: a multiple of `COPIED`, `least` at least."""
+    """Pad rows to a multiple of `COPIED`, and to `least` at least."""
     return jnp.pad(x, ((0, max(-len(x) % COPIED, least - len(x))), (0, 0)))

@@ -1,4 +1,4 @@
-"""e4m3 numbers as bfloat16, in registers, in the arrangement in which tensor cores take them as a left operand."""
+"""e4m3 numbers as bfloat16, in registers, in the layout of the tensor cores' left operand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jax.extend.mlir.dialects import arith
 # Two of the four bytes of (own word, neighbour's word), each in the upper half of 16 bits: of a lane with an even
 # number and of one with an odd number, first the pair that goes to a lane's first register, then that of its second.
 PICKED = ((0x1000, 0x7060), (0x5040, 0x3020))
-BIASED = 0x7B807B80  # 2^120 twice: what the exponent's other bias lacks
+BIASED = 0x7B807B80  # 2^120 twice: corrects for the exponent's other bias
 CONVERT = """{
 .reg .b32 pair, rest;
 prmt.b32 pair, $1, $2, $3;
@@ -27,9 +27,9 @@ mul.bf16x2 $0, pair, $4;
 
 
 def load(ref: Any, staged_s: Any = None) -> Any:
-    """A tile of e4m3 bytes [64, k] in shared memory, as bfloat16 in the layout `WGMMA`.
+    """Load a tile of e4m3 bytes [64, k] from shared memory, as bfloat16 in the layout `WGMMA`.
 
-    `staged_s`: interpret mode takes a left operand from shared memory alone, and this is where it is put.
+    `staged_s`: shared memory for the left operand, which interpret mode takes from there alone.
     """
     layout = plgpu.Layout.WGMMA_UPCAST_2X
     if staged_s is not None:
@@ -42,10 +42,10 @@ def load(ref: Any, staged_s: Any = None) -> Any:
 
 
 def _convert(_, x):
-    """A word has four neighbours of a row, of which tensor cores want the second pair, or the first, in the next lane.
+    """Convert words of four neighbours of a row; tensor cores need the second pair, or the first, in the next lane.
 
     e4m3 has bfloat16's order of bits, with four exponent bits in place of eight and three of the mantissa in place of
-    seven. So a number's bits moved to the right place are the number times 2^-120.
+    seven. So a number's bits, moved to bfloat16's positions, are the number times 2^-120.
     """
     i32, pair = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), ir.BF16Type.get())
     even = arith.cmpi(arith.CmpIPredicate.eq, arith.remui(mgpu.utils.thread_idx(), mgpu.c(2, i32)), mgpu.c(0, i32))

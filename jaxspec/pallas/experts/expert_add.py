@@ -1,7 +1,7 @@
 """Few tokens' experts added up, to the residual stream and for the norm after it, on Hopper.
 
 A Mosaic GPU kernel. A block takes `TILE` columns of `GROUP` tokens: it weighs and adds their experts' rows, adds that
-to the residual stream, and makes of the sums what `few_rows.scale_rows` makes.
+to the residual stream, and scales the sums as `few_rows.scale_rows` does.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def supported(rows: int, each: int, width: int, dtype: Any) -> str | None:
 
 
 def _place(number, j, alone):
-    """The row of a token's j-th expert, -1 if there is none, of what its column of `place` says."""
+    """The row of a token's j-th expert, -1 if there is none. `number`: the j-th column of its `place`."""
     return jnp.where(number < alone, ALIGN * j, -1) if alone else number
 
 
@@ -54,11 +54,12 @@ def add_scaled(
     alone: int = 0,
     interpret: Any = False,
 ) -> tuple[Float[Array, "n d"], Scaled]:
-    """`residual` and, in its first t rows, the sum over j of `weights[i, j] * rows[place[i, j]]`; also `Scaled`.
+    """Add to row i of `residual`, of the first t, the sum over j of `weights[i, j] * rows[place[i, j]]`.
 
-    Sums over j are float32 and rounded before they are added. Row -1 counts as zeros. `each`: how many
-    columns of `place` and `weights` count, if not all of `place`. `centred`: as in `few_rows.add_product`. `alone`: of
-    so many experts, `place` names a token's, whose rows are those of `Items.alone`.
+    Returns the sums, and them as `Scaled`. Sums over j are float32 and rounded before they are added. Row -1 counts as
+    zeros. `each`: how many columns of `place` and `weights` count, if not all of `place`. `centred`: as in
+    `few_rows.add_product`. `alone`: the number of experts, if `place` has one token's experts in place of rows, which
+    are then those of `Items.alone`; 0: it has rows.
     """
     (n, width), tiles = residual.shape, residual.shape[1] // TILE
     like = jax.ShapeDtypeStruct(residual.shape, residual.dtype)
@@ -90,7 +91,7 @@ def _tile(tiles, each, centred, alone, *refs, mixed_s):
     for i in range(GROUP):
         total = plgpu.layout_cast(jnp.zeros((TILE,), _f32), one_row(TILE))
         for j in range(each if i < tokens else 0):
-            # Chosen, not multiplied by zero: what nobody wrote may not be a number.
+            # Selected, not multiplied by zero: unwritten rows may be NaN.
             valid = (places[i][j] >= 0) & (first + i < tokens)
             wanted = column < jnp.where(valid, _i32(TILE), _i32(0))
             total = total + jnp.where(wanted, loaded[i][j].astype(_f32) * weights_g[here[i], j], 0.0)

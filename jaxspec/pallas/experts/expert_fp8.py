@@ -1,16 +1,16 @@
 """A mixture's FP8 experts on Hopper, from one token to a prompt: e4m3 weights, bfloat16 rows, float32 sums.
 
 Two stages, `up` (gate and up, and silu(gate) * up of them) and `down`, each over work items (`Items`, made by
-`pallas.experts`). They are one launch, in which blocks of `down` come behind those of `up` and await their item's
-hidden rows, or two for prompts. A thread block takes 128 rows of an expert's weights, in two groups of 64, and all rows
-of an item. An expert's weights are read once for each of its items, and blocks that no item needs end at once.
+`pallas.experts`). They are one launch, in which blocks of `down` follow those of `up` and await their item's hidden
+rows, or two for prompts. A thread block takes 128 rows of an expert's weights, in two groups of 64, and all rows of an
+item. An expert's weights are read once for each of its items, and blocks that no item needs end at once.
 
 The loop is that of `fp8_rows`. A ring holds pieces of the weights, 128 inputs each, and the rows' inputs that belong to
 them. A piece becomes bfloat16 on its way to the tensor cores (`upcast`), and its products are summed by themselves
 before they are multiplied by its scale. Two or three blocks share a multiprocessor, so that one converts while others
-wait. At few rows there may be fewer blocks than multiprocessors, so two warpgroups of a block take turns at its pieces.
-Rows are the narrow side of the products. A block multiplies as many of them as the next power of two, and stores the
-item's own.
+wait. At few rows there may be fewer blocks than multiprocessors, so two warpgroups of a block alternate between its
+pieces. Rows are the narrow side of the products. A block multiplies as many of them as the next power of two, and
+stores the item's own.
 """
 
 from __future__ import annotations
@@ -27,28 +27,26 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from jaxspec.models.fp8 import BLOCK
-from jaxspec.models.weights import Fp8, Weight
+from jaxspec.models.weights import Weight
 from jaxspec.pallas.dense import upcast
 from jaxspec.pallas.experts.expert_stream import SOURCE, TARGET, Items
 from jaxspec.pallas.experts.expert_tile import TILE, Tile, each_stage, one_launch
 from jaxspec.pallas.hopper.export import lower_once
 
 GROUPS = 2  # of a block: gate's and up's, or neighbours of `down`
-MAX_ROWS = 64  # of an item: with more, sums of both groups lack registers
+MAX_ROWS = 64  # of an item: with more, there are no registers for sums of both groups
 HEIGHTS = (8, 16, 32, 64)  # rows that a block multiplies
 TURNS_ROWS = 8  # of items whose blocks have two warpgroups
 FEW_ROWS = 32  # up to these, three blocks of one warpgroup share a multiprocessor; else two do
 SHARED_BYTES = 228 * 1024  # of a multiprocessor
-RESERVED = 2 * 1024  # of a block, for its barriers and what the driver takes
+RESERVED = 2 * 1024  # of a block, for its barriers and the driver
 _i32, _f32 = jnp.int32, jnp.float32
 
 
 def supported(dtype: Any, stacks: list[tuple[Weight, ...]]) -> str | None:
-    """Why these experts, (gate_up, down) each, can't be served to rows of `dtype`; None if they can."""
+    """Why these FP8 experts, (gate_up, down) each, can't be served to rows of `dtype`; None if they can."""
     weights = [weight for stack in stacks for weight in stack[:2]]
     for weight in weights:
-        if not isinstance(weight.format, Fp8):
-            return f"weights in {weight.format}"
         if weight.format.activations:
             return "FP8 weights whose activations are quantised, too"
         if weight.format.block != BLOCK:
@@ -68,10 +66,10 @@ def supported(dtype: Any, stacks: list[tuple[Weight, ...]]) -> str | None:
 def mix(
     rows: Float[Array, "r d"], stacks: list[tuple[Weight, Weight]], items: Items, *, interpret: Any = False
 ) -> Float[Array, "c d"]:
-    """Each item's rows through its expert, `down @ (silu(gate) * up)`: hidden rows and results are rounded to bfloat16,
-    dequantised weights are not.
+    """Run each item's rows through its expert, `down @ (silu(gate) * up)`. Hidden rows and results are rounded to
+    bfloat16, dequantised weights are not.
 
-    Items have up to `MAX_ROWS` rows. Rows that are no item's are arbitrary, NaN included.
+    Items have up to `MAX_ROWS` rows. Rows that no item has are arbitrary, NaN included.
 
     **Raises:** `ValueError` if `supported` has a reason against it, or items have too many rows.
     """
@@ -98,10 +96,10 @@ def _mix(rows, parts, items, *, interpret):
 
 @dataclass(frozen=True)
 class Stage:
-    """One of the two. Column `source` of the items says where their rows are.
+    """One of the two stages. Column `source` of the items has the first of their rows.
 
-    `width`: of its result. `unit`: outputs that share a scale. `stacks`: how many experts each has. `rows`: of an item
-    at most. `alone`: as of `Items`.
+    `width`: columns of its result. `unit`: outputs that share a scale. `stacks`: how many experts each stack has.
+    `rows`: of an item, at most. `alone`: as in `Items`.
     """
 
     name: str
@@ -140,30 +138,31 @@ class Stage:
         return 2 if self.rows <= TURNS_ROWS else 1
 
     @property
-    def blocks(self) -> int:
-        """That share a multiprocessor."""
+    def blocks_per_multiprocessor(self) -> int:
+        """Thread blocks that share a multiprocessor."""
         return 3 if self.warpgroups == 1 and self.rows <= FEW_ROWS else 2
 
     @property
     def slots(self) -> int:
-        """Of the ring, as many for each warpgroup."""
+        """Slots of the ring; each warpgroup has an equal number of them."""
         results = 2 * GROUPS * self.rows * TILE + (self.warpgroups - 1) * 4 * GROUPS * TILE * self.rows
-        room = SHARED_BYTES // self.blocks - RESERVED - results
+        room = SHARED_BYTES // self.blocks_per_multiprocessor - RESERVED - results
         each = room // (BLOCK * (GROUPS * TILE + 2 * self.rows)) // self.warpgroups
         return self.warpgroups * min(-(-self.steps // self.warpgroups), max(2, each))
 
     @property
     def heights(self) -> list[int]:
-        """Of the rows that are multiplied. Each is a loop of its own, and few items have less than a fourth of most."""
+        """Row counts that blocks multiply, each in a loop of its own. Few items have less than a fourth of `rows`."""
         return [height for height in HEIGHTS if self.rows // 4 <= height <= self.rows]
 
     def group(self, tile: Array, group: int) -> Array:
-        """Which group of the expert's weight rows is a block's first or second."""
+        """The group of the expert's weight rows that is a block's first or second."""
         return tile + group * (self.width // TILE) if self.name == "up" else tile * GROUPS + group
 
 
 def _launch(stages, rows, weights, items, interpret):
-    """What each of the stages makes: one of them, or `up` and then `down`, whose blocks take what `up`'s make."""
+    """Launch one stage, or `up` and then `down`, whose blocks read `up`'s results. Returns each stage's result,
+    [capacity, width]."""
     most = max(stages, key=lambda stage: stage.slots)
     slots, height, parts = most.slots, most.rows, max(stage.parts for stage in stages)
     arrays = [(lax.bitcast_convert_type(values, jnp.int8), scales) for part in weights for values, scales in part]
@@ -244,7 +243,7 @@ class _Tile(Tile):
             plgpu.copy_gmem_to_smem(piece, self.scratch["weight_s"].at[slot, g], full)
 
     def scales_of(self, expert, i):
-        """The i-th piece's scale of each group; behind the last piece, the last's."""
+        """The i-th piece's scale of each group; past the last piece, the last one's."""
         i = jnp.minimum(i, self.stage.steps - 1)
 
         def scale(group):

@@ -4,11 +4,11 @@ Two stages, `up` (gate and up, and their activation) and `down`, each over work 
 `pallas.experts`), with the blocks of `expert_tile`. A thread block takes 64 columns of the result and all rows of an
 item. An expert's weights are read once for each of its items.
 
-A piece has 288 inputs, or 96 of items of many rows: rows of 144 bytes, or 48, lie in shared memory so that no two of a
-warp's words share a bank. 96 inputs are multiplied at once, and meanwhile the next ones converted. Numbers
-become bfloat16 in registers, in the arrangement of a left operand: for two of them a shift, a mask and a product with
-the block's scale (`mxfp4` has the order of bits). The scale is in the number then, so the tensor cores add up all
-inputs. Sums are 2^-64 of what they should be: a scale in that range has an exponent of bfloat16.
+A piece has 288 inputs, or 96 for items of many rows: rows of 144 bytes, or 48, lie in shared memory so that no two of a
+warp's words share a bank. 96 inputs are multiplied at once, while the next ones are converted. Numbers become bfloat16
+in registers, in the layout of a left operand: two of them take a shift, a mask and a product with the block's scale
+(`mxfp4` has the order of bits). Since numbers are scaled before the product, the tensor cores add up all inputs. Sums
+are scaled by 2^-64, which keeps scales within bfloat16's exponents.
 
 Prompts are served by the same kernel, 64 rows an item. Conversion takes about as long as the products of 64 rows, and
 the blocks that share a multiprocessor do both at once. Dequantised experts would be written and read again.
@@ -34,7 +34,6 @@ from jaxtyping import Array, Float
 
 from jaxspec.models import mxfp4
 from jaxspec.models.mxfp4 import BLOCK, MASK
-from jaxspec.models.weights import Mxfp4, Weight
 from jaxspec.pallas.dense.few_rows import cluster
 from jaxspec.pallas.experts.expert_stream import SOURCE, TARGET, Items
 from jaxspec.pallas.experts.expert_tile import TILE, Tile, each_stage, one_launch
@@ -43,17 +42,17 @@ from jaxspec.pallas.hopper.export import lower_once
 
 BLOCKS = 3  # of 32 inputs, that are multiplied at once
 UNIT = BLOCKS * BLOCK  # inputs
-TURN = 3 * UNIT  # inputs after which the other sum has its turn
+TURN = 3 * UNIT  # inputs; even turns go to one sum, odd ones to the other
 MAX_ROWS = 64  # of an item
 HEIGHTS = (8, 16, 32, 64)  # rows that a block multiplies
 TURNS = 2  # sums of each group
 TURNS_ROWS = 8  # of items whose blocks have two warpgroups, and the larger pieces
-ONE_LAUNCH = 32  # items of both products in one launch, which took no longer; with more it did on an H200
+ONE_LAUNCH = 32  # items; for so many, one launch of both products took no longer on an H200, for more it did
 FEW_ROWS = 32  # up to these, three blocks of one warpgroup share a multiprocessor; else two do
 SHARED_BYTES = 228 * 1024  # of a multiprocessor
-RESERVED = 2 * 1024  # of a block, for its barriers and what the driver takes
-SPLIT_UNITS = 2 * MULTIPROCESSORS  # columns of items; so few leave some multiprocessors twice what others have
-LESS = 64  # sums are divided by 2 to this
+RESERVED = 2 * 1024  # of a block, for its barriers and the driver
+SPLIT_UNITS = 2 * MULTIPROCESSORS  # tiles of items; with so few, some multiprocessors have twice the work of others
+LESS = 64  # sums are divided by 2 to the power of this
 # Twice: a scale s times the first, plus the second, is 2^(s - 127 - LESS) times 2^126, which E2M1's bits lack.
 SCALE, BIAS = 0x00800080, 0x1F001F00
 # Of a word, the bits of each of its pairs of numbers; see `mxfp4.unpacked`.
@@ -68,12 +67,8 @@ Stack = tuple[Array, ...]  # gate and up's values and scales, down's, and both b
 
 
 def supported(dtype: Any, stacks: list[tuple]) -> str | None:
-    """Why these experts, (gate_up, down) each, perhaps with biases, can't be served to rows of `dtype`; None if they
-    can."""
-    weights: list[Weight] = [weight for stack in stacks for weight in stack[:2]]
-    for weight in weights:
-        if not isinstance(weight.format, Mxfp4):
-            return f"weights in {weight.format}"
+    """Why these MXFP4 experts, (gate_up, down) each, perhaps with biases, can't be served to rows of `dtype`; None if
+    they can."""
     if dtype != jnp.bfloat16:
         return f"rows in {jnp.dtype(dtype).name}; supported: bfloat16"
     if len({len(stack) for stack in stacks}) > 1:
@@ -94,10 +89,10 @@ def mix(
     *,
     interpret: Any = False,
 ) -> Float[Array, "c d"]:
-    """Each item's rows through its expert, `down @ gating(gate, up)`: hidden rows and results are rounded to bfloat16.
-    Biases are added to sums in float32. No `gating`: `silu(gate) * up`.
+    """Run each item's rows through its expert, `down @ gating(gate, up)`. Hidden rows and results are rounded to
+    bfloat16. Biases are added to sums in float32. No `gating`: `silu(gate) * up`.
 
-    Items have up to `MAX_ROWS` rows. Rows that are no item's are arbitrary, NaN included.
+    Items have up to `MAX_ROWS` rows. Rows that no item has are arbitrary, NaN included.
 
     **Raises:** `ValueError` if `supported` has a reason against it, or items have too many rows.
     """
@@ -114,7 +109,7 @@ def mix(
 def _mix(rows, up, down, items, *, gating, interpret):
     widths, stages = (up[0][0].shape[1] // 2, down[0][0].shape[1]), []
     few = items.rows <= TURNS_ROWS and items.most * (max(widths) // TILE) <= SPLIT_UNITS
-    split = few and not interpret  # which can't send anything between blocks
+    split = few and not interpret  # interpret mode can't send data between blocks
     for name, source, width, stacks in zip(("up", "down"), (SOURCE, TARGET), widths, (up, down), strict=True):
         sizes = 2 * stacks[0][0].shape[2], width, tuple(len(stack[0]) for stack in stacks), items.rows
         stages.append(Stage(name, source, *sizes, split, items.alone))
@@ -127,11 +122,11 @@ def _mix(rows, up, down, items, *, gating, interpret):
 
 @dataclass(frozen=True)
 class Stage:
-    """One of the two. Column `source` of the items says where their rows are.
+    """One of the two stages. Column `source` of the items has the first of their rows.
 
-    `width`: of its result. `stacks`: how many experts each has. `rows`: of an item at most. `split`: the two sums of
-    items of few rows are made by two blocks, which are a cluster, rather than by two warpgroups of one. `alone`: as of
-    `Items`.
+    `width`: columns of its result. `stacks`: how many experts each stack has. `rows`: of an item, at most. `split`: the
+    two sums of items of few rows are made by the two blocks of a cluster, rather than by two warpgroups of one block.
+    `alone`: as in `Items`.
     """
 
     name: str
@@ -145,7 +140,7 @@ class Stage:
 
     @property
     def piece(self) -> int:
-        """Inputs that are copied together. Fewer and larger copies: all threads of a warpgroup announce each."""
+        """Inputs that are copied together. Copies are few and large: all threads of a warpgroup announce each."""
         return TURN if self.rows <= TURNS_ROWS else UNIT
 
     @property
@@ -161,7 +156,7 @@ class Stage:
 
     @property
     def sent(self) -> cluster.Sums:
-        """What the second block of a cluster sends to the first."""
+        """Sizes of the sums that the second block of a cluster sends to the first."""
         return cluster.Sums(self.groups, self.rows)
 
     @property
@@ -183,21 +178,21 @@ class Stage:
 
     @property
     def stride(self) -> int:
-        """From a piece of a block to its next one."""
+        """Distance from a piece of a block to its next one."""
         return TURNS if self.split else 1
 
     @property
-    def blocks(self) -> int:
-        """That share a multiprocessor."""
+    def blocks_per_multiprocessor(self) -> int:
+        """Thread blocks that share a multiprocessor."""
         if self.split:
             return 4
         return 3 if self.warpgroups == 1 and self.rows <= FEW_ROWS else 2
 
     @property
     def slots(self) -> int:
-        """Of the ring, as many for each warpgroup."""
+        """Slots of the ring; each warpgroup has an equal number of them."""
         results = 2 * self.rows * TILE + self.shared * 4 * self.groups * TILE * self.rows
-        room = SHARED_BYTES // self.blocks - RESERVED - results
+        room = SHARED_BYTES // self.blocks_per_multiprocessor - RESERVED - results
         slot = self.groups * TILE * (self.piece // 2 + self.scales) + 2 * self.piece * self.rows
         each = room // slot // self.warpgroups
         most = -(-self.steps // (TURNS if self.shared else 1))
@@ -205,15 +200,15 @@ class Stage:
 
     @property
     def heights(self) -> list[int]:
-        """Of the rows that are multiplied. Each is a loop of its own, and few items have less than a fourth of most."""
+        """Row counts that blocks multiply, each in a loop of its own. Few items have less than a fourth of `rows`."""
         return [height for height in HEIGHTS if self.rows // 4 <= height <= self.rows]
 
     def group(self, tile: Array, group: int) -> Array:
-        """Which group of the expert's weight rows is a block's first or second."""
+        """The group of the expert's weight rows that is a block's first or second."""
         return tile + group * self.tiles
 
     def by_group(self, stack: tuple[Array, ...]) -> list[Array]:
-        """A stack's values and scales as bytes, gate's rows apart from up's: one copy brings both. And its biases."""
+        """A stack's values and scales as bytes, gate's rows apart from up's so that one copy loads both; its biases."""
         values, scales, *biases = stack
         values, scales = (lax.bitcast_convert_type(array, jnp.int8) for array in (values, scales))
         values = values.reshape(len(values), self.groups, self.width, -1)
@@ -221,7 +216,8 @@ class Stage:
 
 
 def _launch(stages, rows, parts, items, gating, interpret):
-    """What each of the stages makes: one of them, or `up` and then `down`, whose blocks take what `up`'s make."""
+    """Launch one stage, or `up` and then `down`, whose blocks read `up`'s results. Returns each stage's result,
+    [capacity, width]."""
     first = stages[0]
     arrays = [array for stage, stacks in zip(stages, parts, strict=True) for s in stacks for array in stage.by_group(s)]
     stage_s = [_scratch(stage, rows.dtype) for stage in stages]
@@ -249,7 +245,7 @@ def _launch(stages, rows, parts, items, gating, interpret):
 
 
 def _scratch(stage, dtype):
-    """A stage's ring, and where one of two sums goes to the other."""
+    """Shared memory of a stage: its ring, and room for one of two sums on its way to the other."""
     sums = {"sums_s": plgpu.SMEM((stage.groups, TILE, stage.rows), _f32)} if stage.shared else {}
     if stage.split:
         sums = {"parts_s": cluster.scratch(stage.sent)["parts_s"]}
@@ -283,8 +279,8 @@ class _Tile(Tile):
     gating: Callable[[Array, Array], Array] | None
 
     def sums(self, height):
-        """Even turns and odd ones are summed apart, whether two warpgroups have them or one has both: so a row's result
-        doesn't depend on how many others an item may have."""
+        """Each group's sums, f32[TILE, height]. Even and odd turns are summed apart, in two warpgroups or in one: so a
+        row's result doesn't depend on how many rows an item may have."""
         stage, expert = self.stage, self.expert
         apart, pieces = 1 if stage.shared else TURNS, TURN // stage.piece
         self.fetch_first(height, expert)
@@ -314,7 +310,7 @@ class _Tile(Tile):
             rows = self.scratch["rows_s"].at[slot, pl.ds(0, height), pl.ds(unit * UNIT, UNIT)].transpose((1, 0))
             for g, total in enumerate(sums):
                 plgpu.wgmma(total, self.numbers(slot, g, unit), rows)
-                plgpu.wgmma_wait(1)  # until then its numbers take registers, of which two blocks need half each
+                plgpu.wgmma_wait(1)  # frees the registers of the numbers before, since two blocks share all registers
         plgpu.wgmma_wait(0)
 
     def fetch_first(self, height, expert):
@@ -337,7 +333,7 @@ class _Tile(Tile):
             self._store(height, self.finished([a + b for a, b in zip(totals, others, strict=True)]))
 
     def numbers(self, slot, g, unit):
-        """A unit of a group's piece in bfloat16, [TILE, UNIT], 2^-LESS of what it stands for."""
+        """A unit of a group's piece in bfloat16, [TILE, UNIT], times 2^-LESS."""
         weight_s = self.scratch["weight_s"].at[slot, g, :, pl.ds(unit * UNIT // 2, UNIT // 2)]
         scales_s = self.scratch["scales_s"].at[slot, pl.ds(unit * BLOCKS, BLOCKS), g]
         if "staged_s" in self.scratch:
@@ -365,7 +361,7 @@ class _Tile(Tile):
         return [self.gating(gate, up) if self.gating else gate / (1 + jnp.exp(-gate)) * up]
 
     def biased(self, total, group):
-        """With the expert's bias of each output, if it has one."""
+        """Add the expert's bias of each output, if it has one."""
         found, first = None, 0
         for (_, _, *biases), size in zip(self.weights, self.stage.stacks, strict=True):
             for bias in biases:
@@ -378,7 +374,7 @@ class _Tile(Tile):
 
 
 def _staged(weight_s, scales_s, staged_s):
-    """The same by `mxfp4.dequantise`, through shared memory, in interpret mode."""
+    """Convert a unit by `mxfp4.dequantise`, through shared memory: `_Tile.numbers` of interpret mode."""
     values, scales = (lax.bitcast_convert_type(ref[...], jnp.uint8) for ref in (weight_s, scales_s))
     staged_s[...] = (mxfp4.dequantise(values, scales) * 2.0**-LESS).astype(staged_s.dtype)
     plgpu.commit_smem()
@@ -386,7 +382,7 @@ def _staged(weight_s, scales_s, staged_s):
 
 
 def _convert(_, words, *scales):
-    """A thread has the word of its columns of each block, and makes four of its pairs of it."""
+    """Convert E2M1 to bfloat16 times its scale: a thread makes four pairs of each word that it has."""
     i32, pair = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), ir.BF16Type.get())
     i8 = ir.IntegerType.get_signless(8)
     programs = [f"{{ .reg .b32 a, b; {pair} mul.bf16x2 $0, a, $2; }}" for pair in PAIRS]

@@ -1,4 +1,4 @@
-"""The plan of a mixture of experts, for up to 128 tokens as one kernel on Hopper: from the router's choice to the rows
+"""The plan of a mixture of experts for up to 128 tokens, as one kernel on Hopper: from the router's choice to the rows
 and items that `expert_stream` takes.
 
 A Mosaic GPU kernel in place of nine of XLA's. A warpgroup takes a token, and nothing passes between blocks: each counts
@@ -70,8 +70,8 @@ def plan(
     capacity: int,
     interpret: Any = False,
 ) -> tuple[Float[Array, "c d"], Int[Array, "i 5"], Int[Array, "t k"]]:
-    """Rows to multiply, `capacity` of them; the table of at most `items` items, of up to `rows` rows; and each pair's
-    row, -1 where it has no expert. k is `each`: further columns of `ids` hold nobody.
+    """Make the plan: `capacity` rows to multiply; the table of at most `items` items, of up to `rows` rows each; and
+    each pair's row, -1 where it has no expert. k is `each`: further columns of `ids` hold no experts.
 
     Rows that no pair has are arbitrary, and so are rows of the table beyond its items, and all but the first `COUNT`.
     """
@@ -97,7 +97,7 @@ def plan(
             earlier_s=smem(words, APART),
             before_s=smem(groups * GROUP),
         ),
-        # Safe here: what threads tell one another goes through `commit_smem`, written out below.
+        # Safe here: threads exchange data through `commit_smem`, written out below.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=interpret,
     )(x, ids)
@@ -138,8 +138,8 @@ def _token(each, experts, rows, x_g, ids_g, *outs, ready, ids_s, bits_s, all_s, 
 
 
 def _place(experts, expert, before, all_s, earlier_s):
-    """A pair's expert, that one's first block and item, the pair's rank in it, and how many blocks it has."""
-    some = jnp.minimum(expert, experts - 1)  # nobody has no counts
+    """A pair's expert, the expert's first block and item, the pair's rank in it, and how many blocks it has."""
+    some = jnp.minimum(expert, experts - 1)  # `NOBODY` has no counts
     of = lambda counts_s: _shift(counts_s[_shift(some, 5), some & (APART - 1)], some & 24) & 255  # noqa: E731
     rank, blocks = of(earlier_s), _shift(of(all_s) + (ALIGN - 1), 3)
     return expert, before & (2**HALF - 1), _shift(before, HALF), rank, blocks
@@ -147,11 +147,11 @@ def _place(experts, expert, before, all_s, earlier_s):
 
 def _find_bits(tokens, experts, ids_s, bits_s):
     """Each token's experts, a bit each, in words."""
-    real = plgpu.broadcasted_iota(_i32, (MOST, GROUP), 0, layout=BY_TOKEN) < tokens  # nothing was brought for others
+    valid = plgpu.broadcasted_iota(_i32, (MOST, GROUP), 0, layout=BY_TOKEN) < tokens  # no ids were loaded for others
     pairs = []
     for i in range(ids_s.shape[0]):
         ids = _load(ids_s.at[i], layout=BY_TOKEN)
-        pairs.append((jnp.where(real, _shift(ids, 5), -1), 1 << (ids & (BITS - 1))))
+        pairs.append((jnp.where(valid, _shift(ids, 5), -1), 1 << (ids & (BITS - 1))))
     for i in range(-(-experts // BITS)):
         bits_s[i, pl.ds(0, MOST)] = jnp.sum(sum(jnp.where(word == i, bit, 0) for word, bit in pairs), axis=1)
 
@@ -197,5 +197,5 @@ def _add_up(rows, ids_s, token, all_s, before_s):
 
 
 def _shift(x, by):
-    """To the right. Nothing here is negative."""
+    """Shift to the right. Nothing here is negative."""
     return lax.shift_right_logical(x, jnp.full_like(x, by) if isinstance(by, int) else by)

@@ -1,4 +1,4 @@
-"""Rows of many tokens to their experts and back, on Hopper: gathered, and added up by weight.
+"""Gathers of many tokens' rows for their experts, and weighted sums of the results, on Hopper.
 
 Mosaic GPU kernels. A warpgroup takes a few rows, or the token whose rows it adds up, and loads all of them before it
 uses the first.
@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from jaxspec.pallas.hopper import THREADS
 from jaxspec.pallas.hopper.export import lower_once
 
-FEWEST = 513  # tokens; with fewer XLA's gathers, which fuse with what comes after, take no longer
+FEWEST = 513  # tokens; with fewer XLA's gathers, which fuse with the next operation, take no longer
 MOST = 16  # rows of a token, held in registers at once
 TOGETHER = 8  # rows that a warpgroup gathers
 VECTOR = 8 * THREADS  # numbers that a warpgroup loads at once, 16 bytes a thread
@@ -82,7 +82,7 @@ def _add(rows_g, place_g, weights_g, out_g):
         column = plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=_layout(size))
         total = None
         for j, (place, row) in enumerate(zip(places, rows, strict=True)):
-            # Chosen, not multiplied by zero: what nobody wrote may not be a number.
+            # Selected, not multiplied by zero: unwritten rows may be NaN.
             wanted = column < jnp.where(place >= 0, jnp.int32(size), jnp.int32(0))
             part = jnp.where(wanted, row[p].astype(jnp.float32) * weights_g[token, j], 0.0)
             total = part if total is None else total + part
@@ -93,7 +93,7 @@ def _add(rows_g, place_g, weights_g, out_g):
 def parts(width: int) -> list[tuple[int, int]]:
     """First column and width of each part of a row that a warpgroup loads; none if it can't.
 
-    A row of another width than a multiple of the threads has parts that overlap, whose columns are computed twice.
+    If the width is no multiple of the threads, the last two parts overlap, and their common columns are computed twice.
     """
     if width % THREADS == 0:
         return [(0, width)]
@@ -103,7 +103,7 @@ def parts(width: int) -> list[tuple[int, int]]:
 
 
 def load(x_g: Any, row: Any) -> list[Any]:
-    """A row of `x_g`, in `parts`."""
+    """Load a row of `x_g`, in `parts`."""
     loaded = partial(plgpu.load, optimized=False)
     if len(parts(x_g.shape[1])) == 1:
         return [loaded(x_g.at[row], layout=_layout(x_g.shape[1]))]
@@ -111,7 +111,7 @@ def load(x_g: Any, row: Any) -> list[Any]:
 
 
 def store(out_g: Any, row: Any, values: list[Any], width: int) -> None:
-    """The same the other way round."""
+    """Store a row in `parts`, as `load` gives it."""
     if len(values) == 1:
         out_g[row] = values[0]
         return
@@ -120,5 +120,5 @@ def store(out_g: Any, row: Any, values: list[Any], width: int) -> None:
 
 
 def _layout(width: int):
-    """Of a part in registers: each thread has up to 16 bytes that stand together."""
+    """The register layout of a part [width]: each thread has up to 16 bytes side by side."""
     return plgpu.Layout.WG_STRIDED((width,), next(n for n in (8, 4, 2, 1) if width % (n * THREADS) == 0))

@@ -3,10 +3,10 @@
 Work items (`Items`, made by `pallas.experts`) say which rows go through which expert. Each item's matmul is cut into
 units of a few output columns, and thread blocks, one per multiprocessor, take units in turn: first all of `up` (gate
 and up, and silu(gate) * up of them), then all of `down`. At a few tokens this is bound by reading weights, so reading
-must not pause. A weight producer runs ahead through units, and from up's into down's, as far as its ring of tiles has
+must not pause. A weight producer prefetches through units, and from up's into down's, as far as its ring of tiles has
 room. Another producer loads rows and waits, item by item, until all columns of an item's hidden rows are there. The
-consumers multiply. Valid rows needn't fill the M of a matmul: the other rows of a tile, whatever they hold, make only
-rows that aren't stored.
+consumers multiply. Valid rows needn't fill the M of a matmul: the padding rows of a tile may hold anything, and their
+results aren't stored.
 
 A unit has two tiles of weights side by side, so that the rings' slots are alike: gate's and up's columns of `up`, two
 groups of columns of `down`.
@@ -30,7 +30,7 @@ from jaxspec.pallas.hopper import MULTIPROCESSORS, SHARED_BYTES, WGMMA_ROWS
 from jaxspec.pallas.hopper.export import lower_once
 
 Stack = tuple[jax.Array, jax.Array]  # experts' gate and up, [e, 2f, d], gate's rows first; their down, [e, d, f]
-ALIGN = 8  # rows: what bulk copies begin at a multiple of
+ALIGN = 8  # rows: bulk copies begin at a multiple
 TILE_ROWS = WGMMA_ROWS
 BLOCKS = MULTIPROCESSORS  # all must be resident, since they wait for one another
 ROOM = SHARED_BYTES - 3 * 1024  # for tiles; the rest is for barriers
@@ -42,12 +42,12 @@ _i32 = jnp.int32
 
 @flax.struct.dataclass
 class Items:
-    """Work items. As row i of the table has it, item i multiplies rows `ALIGN * SOURCE` and on, `ALIGN * ROW_BLOCKS` of
-    them, by expert `EXPERT`.
+    """Work items, one a row of the table. Item i multiplies `ALIGN * ROW_BLOCKS` rows, from `ALIGN * SOURCE` on, by
+    expert `EXPERT`; these are columns of row i.
 
-    Results go to rows `ALIGN * TARGET` and on of `capacity` rows. The first `COUNT` items, as the first row has it, are
-    real, and of those some may have no blocks, so nothing to do; other rows of the table may hold anything. From an
-    item's first row on, there are `rows` rows to read.
+    Results go to rows `ALIGN * TARGET` and on of `capacity` rows. The first row's `COUNT` is the number of valid items.
+    Some of these may have no blocks, so nothing to do; other rows of the table may hold anything. From an item's first
+    row on, there are `rows` rows to read.
 
     `alone`: there is one token, and in place of a table the numbers of its experts, so many, which need no plan. All
     items multiply the first `ALIGN` rows, and item i's results go to rows `ALIGN * i` and on.
@@ -60,7 +60,7 @@ class Items:
 
     @property
     def most(self) -> int:
-        """How many there may be."""
+        """The most items that there may be."""
         return self.alone or len(self.table)
 
 
@@ -92,7 +92,7 @@ class Tiling:
 
 
 def tiling(rows: int, d: int, f: int) -> Tiling:
-    """For items of up to `rows` rows. Wide tiles: fewer steps for the bytes, though some blocks may have no work."""
+    """Choose sizes for items of up to `rows` rows. Wide tiles take fewer steps, though some blocks may have no work."""
     widest = COLUMNS[0] if rows >= 32 else COLUMNS[1]
     columns = max(c for c in COLUMNS if c <= widest and f % c == 0 and d % (2 * c) == 0)
     step = max(64, 4096 // columns)
@@ -124,8 +124,8 @@ def stream(
 ) -> Float[Array, "c d"]:
     """Each item's rows through its expert, `down @ (silu(gate) * up)`, as `experts_mlp.reference`; all in bfloat16.
 
-    Rows that are no item's are arbitrary, NaN included. `sizes` overrides `tiling`. `fused=False` makes each of the two
-    matmuls a kernel of its own: what interpret mode, which has no counters between blocks, can run.
+    Rows that no item has are arbitrary, NaN included. `sizes` overrides `tiling`. `fused=False` makes each of the two
+    matmuls a kernel of its own, for interpret mode, which has no counters between blocks.
 
     **Raises:** `ValueError` if `supported` has a reason against it.
     """
@@ -157,7 +157,7 @@ class Stage:
         return cls(name, inputs, units, *((outputs // 2,) * 2 if name == "up" else (columns, outputs)))
 
     def tile(self, unit: Array, half: int, columns: int) -> Array:
-        """The first of the expert's weight rows, each an output, that make a unit's first or second tile."""
+        """The first of the expert's weight rows, each an output, of a unit's first or second tile."""
         return (unit if self.name == "up" else unit * 2) * columns + half * self.half
 
 
@@ -197,7 +197,7 @@ def _kernel(stages, sizes, stacks, rows_g, *refs, **scratch):
 
 
 class _Block:
-    """What the warpgroups of a block share."""
+    """State that the warpgroups of a block share."""
 
     def __init__(self, stages, sizes, stacks, rows_g, refs, scratch):
         self.stages, self.sizes, self.stacks, self.rows_g, self.scratch = stages, sizes, stacks, rows_g, scratch
@@ -205,12 +205,12 @@ class _Block:
         self.items_g, *self.outs = refs
         self.count = self.items_g[0, COUNT]
         self.number, self.warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
-        # by item, how many of its units of `up` are done, counted by each consumer
+        # By item: how many of its units of `up` are done, counted by each consumer.
         items = self.items_g.shape[0]
         self.done = pl.get_global(plgpu.SemaphoreType.REGULAR((items,))) if len(stages) > 1 else None
 
     def each_unit(self, body, carry):
-        """`body(stage index, item, unit, steps, carry)` over this block's units, none of whose steps may be needed."""
+        """Loop `body(stage index, item, unit, steps, carry)` over this block's units; `steps` is 0 for empty items."""
         first = self.number
         for i, stage in enumerate(self.stages):
             total = self.count * stage.units
@@ -223,11 +223,11 @@ class _Block:
                 return body(i, item, u - item * stage.units, steps, carry)
 
             carry = lax.fori_loop(_i32(0), mine, one, carry)
-            first = first + mine * BLOCKS - total  # the next stage's units come behind this one's
+            first = first + mine * BLOCKS - total  # the next stage's units follow this one's
         return carry
 
     def produce(self, begin, empty, slots):
-        """Fetch the tiles of each unit's steps as slots come free; `begin(...)` gives what fetches a step of one."""
+        """Fetch the tiles of each unit's steps as slots come free; `begin(...)` gives the function that fetches one."""
 
         def unit(i, item, unit, steps, step):
             fetch = begin(i, item, unit, steps)
@@ -242,7 +242,7 @@ class _Block:
 
         step = self.each_unit(unit, _i32(0))
 
-        def observe(step, _):  # a barrier must not be left with an arrival that nobody saw
+        def observe(step, _):  # a barrier must not be left with an arrival that wasn't waited for
             plgpu.barrier_wait(empty.at[lax.rem(step, _i32(slots))])
             return _
 
@@ -276,12 +276,12 @@ def _produce_weights(block: _Block):
 
 
 def _produce_rows(block: _Block):
-    """Fetch rows; of `down`, the hidden rows of an item when all consumers have told that they are in memory."""
+    """Fetch rows; for `down`, an item's hidden rows once all consumers have signalled that they are in memory."""
     plgpu.set_max_registers(40, action="decrease")
     stages, sizes, scratch = block.stages, block.sizes, block.scratch
 
     def begin(i, item, unit, steps):
-        source = block.outs[0] if i > 0 else block.rows_g  # what `down` reads is what `up` wrote, where it wrote it
+        source = block.outs[0] if i > 0 else block.rows_g  # `down` reads the hidden rows that `up` wrote
         place = block.items_g[item, SOURCE if stages[i].name == "up" else TARGET]
         if i > 0:
 
@@ -301,12 +301,12 @@ def _produce_rows(block: _Block):
 
 
 def _consume(block: _Block):
-    """Multiply and store each unit, and tell when `up`'s are in memory."""
+    """Multiply and store each unit, and signal when `up`'s are in memory."""
     sizes, done, columns = block.sizes, block.done, block.sizes.columns
     plgpu.set_max_registers(200 if sizes.warpgroups == 1 else 208, action="increase")
 
     def tell(item):
-        """That all of this warpgroup's part in a unit of the item is in memory; -1: of none."""
+        """Signal that this warpgroup's part of a unit of the item is in memory; item -1: nothing to signal."""
 
         @pl.when(item >= 0)
         def _():
@@ -316,7 +316,7 @@ def _consume(block: _Block):
     def unit(i, item, unit, steps, carry):
         step, untold = carry
         is_up = block.stages[i].name == "up"
-        if i > 0:  # before waiting for what others tell, since they may be waiting for this
+        if i > 0:  # before waiting for others' signals, since they may be waiting for this one
             tell(untold)
             untold = _i32(-1)
         tiles, step = _multiply(sizes, block.scratch, block.warpgroup, steps, step)
@@ -327,7 +327,7 @@ def _consume(block: _Block):
             if is_up:
                 parts = [tiles[0] / (1 + jnp.exp(-tiles[0])) * tiles[1]]
                 if done is not None:
-                    tell(untold)  # now that its copies have long been made
+                    tell(untold)  # its copies were begun a unit ago
             place = block.items_g[item, TARGET], block.items_g[item, ROW_BLOCKS]
             store = partial(_store, sizes, block.warpgroup, block.scratch["out_s"], *place)
             for half, part in enumerate(parts):
@@ -370,7 +370,7 @@ def _multiply(sizes, scratch, warpgroup, steps, step):
 
 
 def _store(sizes, warpgroup, out_s, target, blocks, tile, out):
-    """Send a tile's real rows to memory: all at once, or `ALIGN` at a time where the item ends within the tile."""
+    """Send a tile's valid rows to memory: all at once, or `ALIGN` at a time where the item ends within the tile."""
     rows, first = min(sizes.rows, TILE_ROWS), warpgroup * TILE_ROWS
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     out_s[pl.ds(first, TILE_ROWS)] = tile.astype(out.dtype)

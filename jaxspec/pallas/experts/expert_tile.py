@@ -1,8 +1,8 @@
-"""What a thread block of a quantised experts' kernel does around its products: pieces, turns and results.
+"""The common part of quantised experts' kernels: the pieces of a thread block, its warpgroups' turns, its results.
 
 A ring in shared memory holds pieces of the weights and the rows' inputs that belong to them. Where a block has two
-warpgroups, they take turns at its pieces, and the first adds up both sums. `expert_fp8` and `expert_mxfp4` say how
-weights are fetched and multiplied.
+warpgroups, they alternate between its pieces, and the first adds up both sums. `expert_fp8` and `expert_mxfp4` define
+how weights are fetched and multiplied.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def one_launch(stages: list[Any], items: Items, interpret: Any) -> bool:
 
 
 def each_stage(stages: list[Any], items_g: Any, run: Callable[[int, Any, Any], None]) -> None:
-    """`run(n, unit, done)` for the n-th stage, that has this block's unit. Its units come behind the last one's.
+    """Call `run(n, unit, done)` for the n-th stage, which has this block's unit. A stage's units follow the last one's.
 
     A GPU starts blocks in their order, though CUDA doesn't promise it. So a block of `down` that awaits blocks of `up`
-    (`done`) finds them running, and its first weights are on their way before the last of `up` are done.
+    (`done`) finds them running, and its first weights are prefetched before the last of `up` are done.
     """
     alone, first, block = stages[0].alone, _i32(0), lax.axis_index("unit")
     count = _i32(alone) if alone else items_g[0, COUNT]
@@ -47,22 +47,22 @@ def each_stage(stages: list[Any], items_g: Any, run: Callable[[int, Any, Any], N
 
 
 class Tile:
-    """What a block makes: its groups of columns of an item's rows.
+    """A thread block's work: its groups of columns of an item's rows.
 
-    `unit`: which one of the stage's. `stage` has the sizes: `source` (the items' column), `piece` (inputs), `steps`,
+    `unit`: its number in the stage. `stage` has the sizes: `source` (the items' column), `piece` (inputs), `steps`,
     `slots`, `tiles`, `heights`, `warpgroups`, `stacks` (experts of each), the `groups` of a block and the number of
     experts of a token that is `alone`. `weights` are the references of each stack.
     """
 
     done: Any = None  # by item, how many blocks of `up` have made their columns; None where these have their own launch
-    awaited: int = 0  # how many there must be before a block of `down` may read them
+    awaited: int = 0  # how many blocks of `up` a block of `down` waits for
 
     def __init__(
         self, stage: Any, unit: Any, rows_g: Any, items_g: Any, weights: list[Any], out_g: Any, scratch: dict[str, Any]
     ):
         item = lax.div(unit, _i32(stage.tiles))
         self.stage, self.item, self.tile = stage, item, unit - item * stage.tiles
-        # All at once, and not again for each piece: each would take its time.
+        # Loaded at once, and not again for each piece, as each load has its latency.
         if stage.alone:
             self.expert, self.target = items_g[0, item], item
             self.source = _i32(0) if stage.source == SOURCE else item
@@ -80,11 +80,11 @@ class Tile:
         raise NotImplementedError
 
     def fetch_weights(self, i: Any, slot: Any, full: Any, stack: Any, expert: Any) -> None:
-        """The i-th piece of both groups of weights of a stack's expert. `full`: the slot's barrier."""
+        """Begin to copy the i-th piece of all groups of a stack's expert. `full`: the slot's barrier."""
         raise NotImplementedError
 
     def finished(self, totals: list[Any]) -> list[Any]:
-        """Columns of the result, of each group's sums over all inputs."""
+        """Columns of the result, from each group's sums over all inputs."""
         raise NotImplementedError
 
     def run(self) -> None:
@@ -113,12 +113,12 @@ class Tile:
             self._store(height, self.finished([a + b for a, b in zip(totals, others, strict=True)]))
 
     def fetch_first(self, height: int, expert: Any) -> None:
-        """This warpgroup's pieces that fill its slots of the ring."""
+        """Fetch this warpgroup's first pieces, which fill its slots of the ring."""
         mine = [first + self.turn for first in range(0, self.stage.slots, self.stage.warpgroups)]
         self.fetch_all(height, expert, list(zip(mine, mine, strict=True)))
 
     def fetch_all(self, height: int, expert: Any, pieces: list[tuple[Any, Any]]) -> None:
-        """The first pieces, each with its slot. Weights don't wait for the hidden rows that other blocks make."""
+        """Fetch the first pieces, each with its slot. Weights don't wait for the hidden rows that other blocks make."""
         if not self.awaited:
             for i, slot in pieces:
                 pl.when(i < self.stage.steps)(partial(self.fetch, height, expert, i, slot))
@@ -136,22 +136,22 @@ class Tile:
         return lax.div(self.stage.steps - self.turn + (apart - 1), _i32(apart))
 
     def refill(self, *piece: Any) -> None:
-        """Fetch a piece to a slot that had another, where a kernel has no barriers but those written out."""
+        """Fetch a piece to a slot that had another, in a kernel without automatic barriers."""
         plgpu.commit_smem()  # all warps have read what was there
         self.fetch(*piece)
 
     def fetch(self, height: int, expert: Any, i: Any, slot: Any) -> None:
-        """The i-th piece of the item's rows and of the weights."""
+        """Begin to copy the i-th piece of the item's rows and of the weights."""
         self.fetch_rows(height, i, slot)
         self.fetch_from(expert, i, slot)
 
     def fetch_rows(self, height: int, i: Any, slot: Any) -> None:
-        """The item's rows of a piece."""
+        """Begin to copy the item's rows of a piece."""
         rows = self.rows_g.at[pl.ds(self.source * ALIGN, height), pl.ds(i * self.stage.piece, self.stage.piece)]
         plgpu.copy_gmem_to_smem(rows, self.scratch["rows_s"].at[slot, pl.ds(0, height)], self.scratch["ready"].at[slot])
 
     def fetch_from(self, expert: Any, i: Any, slot: Any) -> None:
-        """The weights of a piece, from the stack that has the expert."""
+        """Begin to copy the weights of a piece, from the stack that has the expert."""
         full = self.scratch["ready"].at[slot]
         if len(self.weights) == 1:
             return self.fetch_weights(i, slot, full, self.weights[0], expert)
@@ -162,7 +162,7 @@ class Tile:
             first += size
 
     def _store(self, height, parts):
-        """Columns of all rows into shared memory, and of the item's own rows from there to memory."""
+        """Write columns of all rows to shared memory, and those of the item's own rows from there to memory."""
         out_s = self.scratch["out_s"]
         for p, part in enumerate(parts):
             place = out_s.at[p, pl.ds(0, height)].transpose((1, 0))

@@ -5,7 +5,7 @@ bulk copy can start), and are cut into items of at most n rows, which go through
 proportional to the pairs, never to tokens times experts, and only chosen experts' weights are read.
 
 Up to 128 tokens, a kernel makes that plan and gathers the rows (`expert_plan`); few tokens' sums are added up for the
-norm after them (`expert_add`), and one token alone needs no plan there. Up to eight tokens, unquantised and FP8 weights
+norm after them (`expert_add`), and there one token alone needs no plan. Up to eight tokens, unquantised and FP8 weights
 are multiplied by `expert_few`, which needs no items. Otherwise `expert_stream` multiplies unquantised weights,
 `expert_fp8` FP8 ones, and `expert_mxfp4` MXFP4 ones, and XLA all others, item by item.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxspec.models.weights import Mxfp4, Unquantised, Weight, expert_matmul, formats
-from jaxspec.pallas import portable
+from jaxspec.models.weights import Format, Fp8, Mxfp4, Unquantised, Weight, expert_matmul, formats
 from jaxspec.pallas.dense.few_rows import Fp8Weight, Scaled
 from jaxspec.pallas.experts import (
     expert_add,
@@ -35,18 +34,19 @@ from jaxspec.pallas.experts import (
     expert_stream,
 )
 from jaxspec.pallas.experts.expert_stream import ALIGN, COUNT, Items
-from jaxspec.pallas.hopper import chosen, tell
+from jaxspec.pallas.hopper import kernels_here, too_few_processors
+from jaxspec.pallas.operation import ANY, HOPPER, PORTABLE, Implementation, choose, nothing
 from jaxspec.pallas.portable import experts as portable_experts
 from jaxspec.pallas.portable import mxfp4 as portable_mxfp4
 
 # Experts' gate and up, [e, 2f, d], gate's rows first; their down, [e, d, f]; and both their biases, if they have some.
 Stack = tuple[Weight, Weight] | tuple[Weight, Weight, Float[Array, "e n"], Float[Array, "e d"]]
-Gating = Callable[[Array, Array], Array]  # of gate and up
+Gating = Callable[[Array, Array], Array]  # from gate and up to hidden columns
 
 ITEM_ROWS = (8, 16, 32, 64, 128)
-SPARE = 2.5  # rows of an item, of the mean of an expert's
-QUANTISED_SPARE = 2  # weights are converted for each item, so its rows shall be few, even if more experts need two
-NOBODY = 2**30  # the id of an expert that doesn't exist
+SPARE = 2.5  # rows of an item, as a multiple of an expert's mean
+QUANTISED_SPARE = 2  # weights are converted for each item, so its rows are fewer, even if more experts need two
+NOBODY = 2**30  # the id of no expert
 CHUNK = 256  # pairs that are ranked against one another at once
 
 
@@ -68,116 +68,194 @@ def experts_mlp(
     Experts are numbered through all `stacks`, (gate_up [e, 2f, d], down [e, d, f]) each, or with their biases [e, 2f]
     and [e, d] after them, which are added to the products. A token's must be distinct, or `NOBODY`. Each expert's
     result is rounded to x's dtype before it is weighted, and the sum, in float32, at last. Columns from `each` on, if
-    it is given, hold nobody.
+    it is given, hold no experts.
 
     With the `scale` of the norm after it the sums come as `Scaled` rows, too (`centred`: as in `few_rows.add_product`).
-    That is for rows where `scaled` is true. `tokens`: how many rows of `x`, `ids` and `weights` are tokens, if not all.
+    That is for rows where `scaled` is true. `tokens`: the number of valid rows of `x`, `ids` and `weights`, which come
+    first; None: all are valid.
     """
     each, whole = each or ids.shape[1], x
     x, ids, weights = (array[:tokens] for array in (x, ids, weights))
-    few = _few_refused(len(x if residual is None else residual), each, x.dtype, stacks, gating)
-    if chosen(few, x.shape[1] // expert_few.COLUMNS):
-        return expert_few.mix(x, _few_stacks(stacks), ids, weights, residual, scale, each=each, centred=centred)
-    if len(x) <= portable_experts.FEW and portable.chosen(portable_experts.supported(x.dtype, stacks)):
-        return _added(residual, portable_experts.few(x, _unquantised(stacks), ids, weights, each, gating))
-    way, experts = _way(x.dtype, stacks, gating), sum(len(stack[1].values) for stack in stacks)
-    alone = way.unplanned and len(x) == 1 and len(whole) >= ALIGN and scale is not None
-    if alone:
-        rows, items, place = whole, Items(ids, ALIGN, each * ALIGN, each), ids
-    else:
-        rows, items, place = plan(x, ids, experts, each, way.highest, way.spare)
-    out = way.run(rows, items)
-    if scale is None:
-        return _added(residual, combine(out, place, weights[:, :each]))
-    named = {"each": each, "centred": centred, "alone": experts if alone else 0}
-    return expert_add.add_scaled(out, place, weights, residual, scale, **named)
+    call = Call(x, whole, stacks, ids, weights, each, residual, gating, scale, centred)
+    return choose("a mixture of experts", EXPERTS, call).run(call)
 
 
-class _Way(NamedTuple):
-    """How items are multiplied: `run(rows, items)` as `reference`, of items as `plan` has them with these sizes."""
+class Call(NamedTuple):
+    """What `experts_mlp` is given: `x`, `ids` and `weights` of the tokens alone, and the `whole` of x's rows."""
 
-    run: Callable[[Array, Items], Array]
+    x: Float[Array, "t d"]
+    whole: Float[Array, "r d"]
+    stacks: list[Stack]
+    ids: Int[Array, "t w"]
+    weights: Float[Array, "t w"]
+    each: int
+    residual: Float[Array, "n d"] | None
+    gating: Gating | None
+    scale: Float[Array, " d"] | None
+    centred: bool
+
+    @property
+    def arrays(self) -> list[tuple[Array, Array]]:
+        """Gate and up, and down, of each stack. **Raises:** as `Weight.unquantised`."""
+        return [(stack[0].unquantised, stack[1].unquantised) for stack in self.stacks]
+
+    @property
+    def fp8(self) -> list[expert_few.Stack]:
+        """The same of FP8 experts, with their scales."""
+        return [tuple(Fp8Weight(weight.values, weight.scales) for weight in stack) for stack in self.stacks]
+
+    def added(self, mixed: Float[Array, "t d"]) -> Float[Array, "n d"]:
+        """The mixture, added to the residual stream if there is one."""
+        if self.residual is None:
+            return mixed
+        return self.residual + jnp.pad(mixed, ((0, len(self.residual) - len(mixed)), (0, 0)))
+
+
+class ExpertKernel(NamedTuple):
+    """What multiplies items: `run(call, rows, items)` as `reference`, of items as `plan` has them with these sizes."""
+
+    run: Callable[[Call, Array, Items], Array]
     highest: int = ITEM_ROWS[-1]
     spare: float = SPARE
-    unplanned: bool = False  # one token's experts can be items without a plan
+    unplanned: bool = False  # takes one token's experts as items without a plan
+
+    def mix(self, call: Call) -> Float[Array, "n d"] | tuple[Float[Array, "n d"], Scaled]:
+        """The mixture: its items planned, multiplied and combined."""
+        x, whole, stacks, ids, weights, each, residual, _, scale, centred = call
+        experts = sum(len(stack[1].values) for stack in stacks)
+        alone = self.unplanned and len(x) == 1 and len(whole) >= ALIGN and scale is not None
+        if alone:
+            rows, items, place = whole, Items(ids, ALIGN, each * ALIGN, each), ids
+        else:
+            rows, items, place = plan(x, ids, experts, each, self.highest, self.spare)
+        out = self.run(call, rows, items)
+        if scale is None:
+            return call.added(combine(out, place, weights[:, :each]))
+        named = {"each": each, "centred": centred, "alone": experts if alone else 0}
+        return expert_add.add_scaled(out, place, weights, residual, scale, **named)
 
 
-def _way(dtype: Any, stacks: list[Stack], gating: Gating | None) -> _Way:
-    """The first that takes such experts: kernels of quantised weights, of others, portable ones, plain jnp."""
-    packed = Mxfp4() in formats(stacks)
-    if packed:
-        quantised = expert_mxfp4.supported(dtype, stacks)
-        mix, highest = partial(expert_mxfp4.mix, gating=gating), expert_mxfp4.MAX_ROWS
-    else:
-        quantised = _beyond_kernels(stacks, gating) or expert_fp8.supported(dtype, stacks)
-        mix, highest = expert_fp8.mix, expert_fp8.MAX_ROWS
-    if chosen(quantised):
-        return _Way(lambda rows, items: mix(rows, stacks, items), highest, QUANTISED_SPARE, unplanned=True)
-    unread = _unread(stacks, gating)
-    fits = unread or expert_stream.supported(dtype, _unquantised(stacks))
-    if chosen(fits, expert_stream.BLOCKS):
-        return _Way(lambda rows, items: expert_stream.stream(rows, _unquantised(stacks), items))
-    if fits is not None and quantised is not None:
-        tell("a mixture of experts", fits if unread is None else quantised)
-    ported = (portable_mxfp4 if packed else portable_experts).supported(dtype, stacks)
-    if ported is not None:
-        portable.tell("a mixture of experts", ported)
-    if portable.chosen(ported):
-        if packed:
-            run = lambda rows, items: portable_mxfp4.items(rows, stacks[0], items, gating)  # noqa: E731
-            return _Way(run, portable_mxfp4.MAX_ROWS, QUANTISED_SPARE)
-        return _Way(lambda rows, items: portable_experts.items(rows, _unquantised(stacks), items, gating))
-    return _Way(lambda rows, items: reference(rows, stacks, items, gating))
+def _not_in(kind: type[Format], call: Call) -> str | None:
+    others = [each for each in formats(call.stacks) if not isinstance(each, kind)]
+    return f"weights in {others[0]}" if others else None
 
 
-def _unquantised(stacks: list[Stack]) -> list[tuple[Array, Array]]:
-    """Gate and up, and down, of each stack as arrays. **Raises:** as `Weight.unquantised`."""
-    return [(stack[0].unquantised, stack[1].unquantised) for stack in stacks]
+def _beyond_kernels(call: Call) -> str | None:
+    """What of these experts the kernels of FP8 and of unquantised weights can't compute."""
+    if any(len(stack) > 2 for stack in call.stacks):
+        return "experts with biases"
+    return "an activation that isn't SiLU" if call.gating else None
 
 
-def _added(residual: Float[Array, "n d"] | None, mixed: Float[Array, "t d"]) -> Float[Array, "n d"]:
-    return mixed if residual is None else residual + jnp.pad(mixed, ((0, len(residual) - len(mixed)), (0, 0)))
+def _unquantised_refused(call: Call) -> str | None:
+    reason = _not_in(Unquantised, call) or _beyond_kernels(call)
+    return reason or expert_stream.supported(call.x.dtype, call.arrays)
+
+
+def _fp8_refused(call: Call) -> str | None:
+    reason = _not_in(Fp8, call) or _beyond_kernels(call)
+    return reason or expert_fp8.supported(call.x.dtype, call.stacks)
+
+
+def _mxfp4_refused(call: Call) -> str | None:
+    return _not_in(Mxfp4, call) or expert_mxfp4.supported(call.x.dtype, call.stacks)
+
+
+def _stream_refused(call: Call) -> str | None:
+    return _unquantised_refused(call) or too_few_processors(expert_stream.BLOCKS)
+
+
+def _few_refused(call: Call) -> str | None:
+    return _unquantised_refused(call) or _rows_refused(call, call.arrays)
+
+
+def _few_fp8_refused(call: Call) -> str | None:
+    return _fp8_refused(call) or _rows_refused(call, call.fp8)
+
+
+def _rows_refused(call: Call, stacks: list[expert_few.Stack]) -> str | None:
+    rows, width = len(call.x if call.residual is None else call.residual), call.x.shape[1]
+    reason = expert_few.supported(rows, call.each, call.x.dtype, stacks)
+    return reason or too_few_processors(width // expert_few.COLUMNS)
+
+
+def _few(call: Call, stacks: list[expert_few.Stack]) -> Float[Array, "n d"] | tuple[Float[Array, "n d"], Scaled]:
+    x, _, _, ids, weights, each, residual, _, scale, centred = call
+    return expert_few.mix(x, stacks, ids, weights, residual, scale, each=each, centred=centred)
+
+
+def _portable_refused(call: Call) -> str | None:
+    return _not_in(Unquantised, call) or portable_experts.supported(call.x.dtype, call.stacks)
+
+
+def _portable_few_refused(call: Call) -> str | None:
+    most = portable_experts.FEW
+    return _portable_refused(call) or (f"{len(call.x)} tokens, more than {most}" if len(call.x) > most else None)
+
+
+def _portable_few(call: Call) -> Float[Array, "n d"]:
+    mixed = portable_experts.few(call.x, call.arrays, call.ids, call.weights, call.each, call.gating)
+    return call.added(mixed)
+
+
+def _portable_mxfp4_refused(call: Call) -> str | None:
+    return _not_in(Mxfp4, call) or portable_mxfp4.supported(call.x.dtype, call.stacks)
+
+
+_QUANTISED = {"spare": QUANTISED_SPARE, "unplanned": True}
+_MXFP4 = ExpertKernel(
+    lambda call, rows, items: expert_mxfp4.mix(rows, call.stacks, items, gating=call.gating),
+    expert_mxfp4.MAX_ROWS,
+    **_QUANTISED,
+)
+_FP8 = ExpertKernel(
+    lambda call, rows, items: expert_fp8.mix(rows, call.stacks, items), expert_fp8.MAX_ROWS, **_QUANTISED
+)
+_STREAM = ExpertKernel(lambda call, rows, items: expert_stream.stream(rows, call.arrays, items))
+_PORTABLE_MXFP4 = ExpertKernel(
+    lambda call, rows, items: portable_mxfp4.items(rows, call.stacks[0], items, call.gating),
+    portable_mxfp4.MAX_ROWS,
+    QUANTISED_SPARE,
+)
+_PORTABLE = ExpertKernel(lambda call, rows, items: portable_experts.items(rows, call.arrays, items, call.gating))
+_REFERENCE = ExpertKernel(lambda call, rows, items: reference(rows, call.stacks, items, call.gating))
+
+EXPERTS = (
+    Implementation("expert_few", HOPPER, _few_refused, lambda call: _few(call, call.arrays)),
+    Implementation("expert_few_fp8", HOPPER, _few_fp8_refused, lambda call: _few(call, call.fp8)),
+    Implementation("expert_mxfp4", HOPPER, _mxfp4_refused, _MXFP4.mix),
+    Implementation("expert_fp8", HOPPER, _fp8_refused, _FP8.mix),
+    Implementation("expert_stream", HOPPER, _stream_refused, _STREAM.mix),
+    Implementation("portable_few", PORTABLE, _portable_few_refused, _portable_few),
+    Implementation("portable_mxfp4", PORTABLE, _portable_mxfp4_refused, _PORTABLE_MXFP4.mix),
+    Implementation("portable", PORTABLE, _portable_refused, _PORTABLE.mix),
+    Implementation("reference", ANY, nothing, _REFERENCE.mix, slow=True),
+)
 
 
 def scaled(residual: Float[Array, "n d"], each: int) -> bool:
     """Whether `experts_mlp` can give sums of rows like these, of so many experts each, as `Scaled` rows as well."""
-    return chosen(expert_add.supported(len(residual), each, residual.shape[1], residual.dtype))
-
-
-def _few_refused(rows: int, each: int, dtype: Any, stacks: list[Stack], gating: Gating | None) -> str | None:
-    """Why `expert_few` can't serve so many rows of `each` of these experts, or None if it can."""
-    if reason := _unread(stacks, gating):
-        reason = _beyond_kernels(stacks, gating) or expert_fp8.supported(dtype, stacks)
-    return reason or expert_few.supported(rows, each, dtype, _few_stacks(stacks))
-
-
-def _few_stacks(stacks: list[Stack]) -> list[expert_few.Stack]:
-    """As that kernel takes them."""
-    if isinstance(stacks[0][0].format, Unquantised):
-        return _unquantised(stacks)
-    return [tuple(Fp8Weight(weight.values, weight.scales) for weight in stack) for stack in stacks]
-
-
-def _unread(stacks: list[Stack], gating: Gating | None) -> str | None:
-    """What of these experts the kernels of unquantised weights can't compute, or None if they can all of it."""
-    if others := [str(each) for each in formats(stacks) if not isinstance(each, Unquantised)]:
-        return f"weights in {others[0]}"
-    return _beyond_kernels(stacks, gating)
-
-
-def _beyond_kernels(stacks: list[Stack], gating: Gating | None) -> str | None:
-    """What of these experts the kernels of FP8 and of unquantised weights can't compute."""
-    if any(len(stack) > 2 for stack in stacks):
-        return "experts with biases"
-    return "an activation that isn't SiLU" if gating else None
+    return kernels_here() is None and not expert_add.supported(len(residual), each, residual.shape[1], residual.dtype)
 
 
 def combine(out: Float[Array, "r d"], place: Int[Array, "t k"], weights: Float[Array, "t k"]) -> Float[Array, "t d"]:
     """Each token's weighted sum of the rows that hold its experts' results; row -1 is no expert's."""
-    if chosen(expert_rows.supported(*place.shape, out.shape[1], out.dtype)):
-        return expert_rows.weighted_rows(out, place, weights)
+    return choose("the sum of experts", COMBINE, out, place, weights).run(out, place, weights)
+
+
+def _reference_combine(out, place, weights) -> Array:
     rows = jnp.where(place[..., None] >= 0, out[jnp.maximum(place, 0)], 0)  # what nobody wrote may be NaN
     return jnp.sum(rows.astype(jnp.float32) * weights[..., None], axis=1).astype(out.dtype)
+
+
+def _combine_refused(out, place, weights) -> str | None:
+    return expert_rows.supported(*place.shape, out.shape[1], out.dtype)
+
+
+COMBINE = (
+    Implementation("weighted_rows", HOPPER, _combine_refused, lambda *call: expert_rows.weighted_rows(*call)),
+    Implementation("reference", ANY, nothing, _reference_combine),
+)
 
 
 def expected_experts(tokens: float, each: int, num_experts: int) -> float:
@@ -195,24 +273,45 @@ def plan(
 ) -> tuple[Float[Array, "r d"], Items, Int[Array, "t k"]]:
     """Rows to multiply, the items over them, and each pair's row of the result, -1 where it has no expert.
 
-    A token has k = `each` pairs, by default as many as `ids` has columns; further columns hold nobody. Items have up to
-    `highest` rows, and no more than `spare` times an expert's mean ask for.
+    A token has k = `each` pairs, by default as many as `ids` has columns; further columns hold no experts. Items have
+    the fewest of `ITEM_ROWS` rows that reach `spare` times an expert's mean, but no more than `highest`.
     """
     t, k = len(x), each or ids.shape[1]
     rows = min(rows_per_item(t * k / num_experts, spare), highest)
-    if chosen(expert_plan.supported(t, k, num_experts, x.shape[1], x.dtype)):
-        most, capacity = _most(t * k, num_experts, rows)
-        sizes = {"each": k, "experts": num_experts, "rows": rows, "items": most, "capacity": capacity}
-        gathered, table, place = expert_plan.plan(x, ids, **sizes)
-        return gathered, Items(table, rows, capacity), place
+    call = x, ids, num_experts, k, rows
+    return choose("the plan of a mixture", PLAN, *call).run(*call)
+
+
+def _plan(x, ids, num_experts, k, rows) -> tuple[Array, Items, Array]:
+    most, capacity = _most(len(x) * k, num_experts, rows)
+    sizes = {"each": k, "experts": num_experts, "rows": rows, "items": most, "capacity": capacity}
+    gathered, table, place = expert_plan.plan(x, ids, **sizes)
+    return gathered, Items(table, rows, capacity), place
+
+
+def _plan_by_xla(take: Callable[[Array, Array], Array], x, ids, num_experts, k, rows) -> tuple[Array, Items, Array]:
+    """Rows and items in plain jnp. `take(x, token)`: `x[token]`."""
     items, place = _by_expert(ids[:, :k], num_experts, rows)
-    flat, pair = place.reshape(-1), jnp.arange(t * k, dtype=jnp.int32)
+    flat, pair = place.reshape(-1), jnp.arange(len(x) * k, dtype=jnp.int32)
     token = jnp.zeros(items.capacity, jnp.int32)
     into = jnp.where(flat < 0, items.capacity + pair, flat)
     token = token.at[into].set(lax.div(pair, jnp.int32(k)), unique_indices=True, mode="drop")
-    if chosen(expert_rows.supported(t, k, x.shape[1], x.dtype)):
-        return expert_rows.take_rows(x, token), items, place
-    return x[token], items, place
+    return take(x, token), items, place
+
+
+def _plan_refused(x, ids, num_experts, k, rows) -> str | None:
+    return expert_plan.supported(len(x), k, num_experts, x.shape[1], x.dtype)
+
+
+def _take_refused(x, ids, num_experts, k, rows) -> str | None:
+    return expert_rows.supported(len(x), k, x.shape[1], x.dtype)
+
+
+PLAN = (
+    Implementation("expert_plan", HOPPER, _plan_refused, _plan),
+    Implementation("take_rows", HOPPER, _take_refused, partial(_plan_by_xla, lambda *of: expert_rows.take_rows(*of))),
+    Implementation("reference", ANY, nothing, partial(_plan_by_xla, lambda x, token: x[token])),
+)
 
 
 def rows_per_item(mean: float, spare: float = SPARE) -> int:
@@ -221,13 +320,13 @@ def rows_per_item(mean: float, spare: float = SPARE) -> int:
 
 
 def _most(pairs: int, num_experts: int, rows: int) -> tuple[int, int]:
-    """Items of up to `rows` rows that so many pairs may need, and their rows, with those that the last one may read."""
+    """The most items of up to `rows` rows that so many pairs need, and rows for them and for the last one's reads."""
     most = min(num_experts, pairs)
     return (pairs + most * (rows - 1)) // rows, -(-(pairs + most * (ALIGN - 1)) // ALIGN) * ALIGN + rows - ALIGN
 
 
 def _by_expert(ids: Int[Array, "t k"], num_experts: int, rows: int) -> tuple[Items, Int[Array, "t k"]]:
-    """Items, the pairs of each expert, `rows` at a time, and each pair's place."""
+    """Cut each expert's pairs into items of up to `rows` rows. Returns them, and each pair's row of the result."""
     flat = ids.reshape(-1)
     per_item = rows // ALIGN
     most, capacity = _most(flat.size, num_experts, rows)
@@ -247,7 +346,7 @@ def _by_expert(ids: Int[Array, "t k"], num_experts: int, rows: int) -> tuple[Ite
 
 
 def _ranks(flat: Int[Array, " p"], num_experts: int) -> tuple[Int[Array, " e"], Int[Array, " p"]]:
-    """How many pairs each expert has, and how many of its expert's come before a pair, if it has one.
+    """How many pairs each expert has, and how many of its expert's pairs come before a pair, if it has an expert.
 
     A counting sort by comparing: on a GPU, a few small fused kernels, where sorting would be many.
     """
@@ -270,12 +369,12 @@ def _before(counts: Int[Array, "n *m"]) -> Int[Array, "n *m"]:
 
 
 def _covering(counts: Int[Array, " n"], size: int) -> Int[Array, " n"]:
-    """How many of `size` hold so many. `//` would take care of signs, in seven operations of each layer."""
+    """Counts over `size`, rounded up. `//` would take care of signs, in seven operations of each layer."""
     return lax.div(counts + (size - 1), jnp.int32(size))
 
 
 def _of(values: Int[Array, " n"], which: Int[Array, " m"]) -> Int[Array, " m"]:
-    """`values[which]` of places that there are. Plain indexing would allow for negative ones, in three operations."""
+    """`values[which]`, indices in bounds. Plain indexing would allow for negative ones, in three operations."""
     return values.at[which].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
@@ -283,9 +382,9 @@ def _of(values: Int[Array, " n"], which: Int[Array, " m"]) -> Int[Array, " m"]:
 def reference(
     rows: Float[Array, "r d"], stacks: list[Stack], items: Items, gating: Gating | None = None
 ) -> Float[Array, "c d"]:
-    """Each item's rows through its expert, in plain jnp, item by item. Rows that are no item's are zero.
+    """Run each item's rows through its expert, in plain jnp, item by item. Rows that no item has are zero.
 
-    It has gradients, for rows and weights. They take a loop over all items that there could be.
+    It has gradients, for rows and weights. They take a loop over all rows of the table.
     """
     return _reference(gating, rows, stacks, items)
 
@@ -311,7 +410,7 @@ _reference.defvjp(_reference_forward, _reference_backward)
 
 
 def _each_item(gating: Gating | None, rows: Array, stacks: list[Stack], items: Items, count: Array | int) -> Array:
-    """As `reference`, of the first `count` items; those that aren't there change nothing."""
+    """Run `reference` for the first `count` rows of the table; those that aren't items change nothing."""
 
     def mlp(stack, part, expert):
         gate_up, down, *biases = stack

@@ -1,8 +1,8 @@
 """A mixture's router at few rows, from the residual stream to the chosen experts, as one kernel on Hopper.
 
 The blocks of one cluster divide the router's inputs. Each multiplies its own and sends the sums to the first block's
-shared memory. That one norms the logits, and chooses as `top_experts` does. All of them write their inputs of the
-normed rows, which the experts take.
+shared memory. That one norms the logits, and chooses as `top_experts` does. All blocks write their inputs of the normed
+rows, which the experts read.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _share(rows: int, width: int, columns: int) -> Share:
     return Share(rows, (width,), columns, columns // TILE, splits, normed=False)
 
 
-@lower_once("router", "k", "renormalised", "eps", "real", "splits")
+@lower_once("router", "k", "renormalised", "eps", "num_experts", "splits")
 def router(
     x: Scaled,
     weight: Float[Array, "d e"],
@@ -56,25 +56,26 @@ def router(
     k: int,
     renormalised: bool,
     eps: float,
-    real: int | None = None,
+    num_experts: int | None = None,
     splits: int | None = None,
     interpret: Any = False,
 ) -> tuple[Int[Array, "r w"], Float[Array, "r w"], Float[Array, "r d"]]:
-    """`top_experts` of the normed rows' logits, in w = `LANES` columns, and the normed rows in bfloat16.
+    """Choose experts by the normed rows' logits as `top_experts` does, in w = `LANES` columns; also returns the normed
+    rows in bfloat16.
 
     The norm, of this `eps`, is rounded in the result alone: logits are sums of the scaled rows, multiplied by the
-    norm's factor in float32. `bias` is added to logits. `real`: how many columns are experts', if not all. `splits`:
-    among how many blocks to divide the inputs; interpret mode takes 1 alone.
+    norm's factor in float32. `bias` is added to logits. `num_experts`: columns from there on are padding; None: all are
+    experts. `splits`: among how many blocks to divide the inputs; interpret mode takes 1 alone.
     """
-    (rows, width), experts = x.rows.shape, weight.shape[1]
-    share = with_splits(_share(rows, width, experts), splits, interpret)
+    (rows, width), columns = x.rows.shape, weight.shape[1]
+    share = with_splits(_share(rows, width, columns), splits, interpret)
     biases = [] if bias is None else [bias]
-    chosen = partial(jax.ShapeDtypeStruct, (rows, LANES))
-    scratch = {"logits_s": plgpu.SMEM((rows, -(-experts // LANES) * LANES), _f32)}
+    choices = partial(jax.ShapeDtypeStruct, (rows, LANES))
+    scratch = {"logits_s": plgpu.SMEM((rows, -(-columns // LANES) * LANES), _f32)}
     made = plgpu.kernel(
-        partial(_block, share, eps, real or experts, k, renormalised),
+        partial(_block, share, eps, num_experts or columns, k, renormalised),
         kernel_name="router",
-        out_type=[chosen(_i32), chosen(_f32), jax.ShapeDtypeStruct((rows, width), x.rows.dtype)],
+        out_type=[choices(_i32), choices(_f32), jax.ShapeDtypeStruct((rows, width), x.rows.dtype)],
         **grid_of(share),
         scratch_types=scratch_of(share) | scratch,
         compiler_params=params(),
@@ -87,7 +88,7 @@ def _block(share, eps, experts, k, renormalised, x_g, squares_g, weight_g, posit
     *biases_g, ids_g, weights_g, rows_g = refs
     load = partial(plgpu.load, optimized=False)
     fetch = begin(share, [weight_g], [x_g], **scratch)
-    # Asked for before anything is waited for, as each would take its time later.
+    # These loads are issued before any wait, or each would add its latency later.
     position = load(positions_g, layout=LAYOUT.reduce(1))
     groups = [bias_g.at[pl.ds(g * TILE, TILE)] for bias_g in biases_g for g in range(share.groups)]
     biases = [load(group, layout=plgpu.Layout.WGMMA.reduce(1)).astype(_f32) for group in groups]

@@ -17,16 +17,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from jaxspec.pallas import portable
+from jaxspec.pallas import operation
 from jaxspec.pallas.experts.experts_mlp import NOBODY
-from jaxspec.pallas.hopper import WARPS, chosen, tell
+from jaxspec.pallas.hopper import WARPS
 from jaxspec.pallas.hopper.export import lower_once
+from jaxspec.pallas.operation import ANY, HOPPER, PORTABLE, Implementation, nothing
 from jaxspec.pallas.portable import router
 
 LANES = 128  # numbers that a warp loads at once, four a thread
 MOST_EXPERTS = 512  # sixteen logits a thread
 LAYOUT = plgpu.Layout.TILED(plgpu.Tiling(((WARPS, LANES), (4,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
-LEAST = -3e38  # in place of what isn't a number, and above what has been chosen already
+LEAST = -3e38  # replaces NaN; above the -inf of experts that are chosen already
 _i32 = jnp.int32
 
 Shared = tuple[Float[Array, "t d"], Float[Array, "d 1"]]  # tokens' rows, and the gate of an expert that all share
@@ -40,19 +41,10 @@ def top_experts(
     among all experts or, if `renormalised`, among those chosen.
 
     After them comes an expert that is `shared`, numbered e, with its gate's sigmoid for a weight. Columns beyond these,
-    if there are any, hold nobody, and tokens at negative positions choose `NOBODY`.
+    if there are any, hold `NOBODY`, as do those of padding rows, at negative positions.
     """
-    fits = supported(logits.shape[1], k, shared)
-    if fits is not None:
-        tell("a mixture's router", fits)
-    if chosen(fits):
-        return select(logits, positions, shared, k=k, renormalised=renormalised)
-    fits = router.supported(logits.shape[1], k, shared)
-    if fits is not None:
-        portable.tell("a mixture's router", fits)
-    if portable.chosen(fits):
-        return router.select(logits, positions, shared, k=k, renormalised=renormalised)
-    return reference(logits, positions, shared, k, renormalised)
+    call = logits, positions, shared, k, renormalised
+    return operation.choose("a mixture's router", ROUTER, *call).run(*call)
 
 
 def _forward(logits, positions, shared, k, renormalised):
@@ -86,6 +78,29 @@ def reference(
     return jnp.where(positions[:, None] >= 0, ids, NOBODY), weights
 
 
+def _refuses(logits, positions, shared, k, renormalised) -> str | None:
+    return supported(logits.shape[1], k, shared)
+
+
+def _portable_refuses(logits, positions, shared, k, renormalised) -> str | None:
+    return router.supported(logits.shape[1], k, shared)
+
+
+def _select(logits, positions, shared, k, renormalised) -> tuple[Array, Array]:
+    return select(logits, positions, shared, k=k, renormalised=renormalised)
+
+
+def _portable_select(logits, positions, shared, k, renormalised) -> tuple[Array, Array]:
+    return router.select(logits, positions, shared, k=k, renormalised=renormalised)
+
+
+ROUTER = (
+    Implementation("top_experts", HOPPER, _refuses, _select),
+    Implementation("portable", PORTABLE, _portable_refuses, _portable_select),
+    Implementation("reference", ANY, nothing, reference, slow=True),
+)
+
+
 def supported(experts: int, k: int, shared: Shared | None = None) -> str | None:
     """Why the kernel can't choose k of so many experts, or None if it can."""
     if experts > MOST_EXPERTS:
@@ -111,8 +126,7 @@ def select(
     renormalised: bool,
     interpret: Any = False,
 ) -> tuple[Int[Array, "t w"], Float[Array, "t w"]]:
-    """`top_experts` by the kernel, in w = `LANES` columns. A token whose logits aren't numbers gets k experts all the
-    same."""
+    """Run `top_experts` by the kernel, in w = `LANES` columns. A token whose logits are NaN gets k experts as well."""
     t, e = logits.shape
     rows, width = -(-t // WARPS) * WARPS, -(-e // LANES) * LANES
     fill = lambda x: jnp.pad(x, ((0, rows - t), *[(0, 0)] * (x.ndim - 1)))  # noqa: E731
@@ -147,12 +161,12 @@ def _tokens(experts, k, renormalised, logits_g, positions_g, *refs):
 
 
 def across(x, shape):
-    """A number for each token, in all columns."""
+    """Broadcast each token's number over all columns."""
     return lax.broadcast_in_dim(x, shape, [0])
 
 
 def choose(logits, experts, k, renormalised):
-    """The k likeliest of so many experts and their probabilities, of logits in `LAYOUT`, in `LANES` columns."""
+    """The k likeliest of `experts` experts and their probabilities, in `LANES` columns, from logits in `LAYOUT`."""
     (tokens, width), wide = logits.shape, (logits.shape[0], LANES)
     expert = plgpu.broadcasted_iota(_i32, (tokens, width), 1, layout=LAYOUT)
     lane = plgpu.broadcasted_iota(_i32, wide, 1, layout=LAYOUT)

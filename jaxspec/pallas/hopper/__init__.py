@@ -24,16 +24,16 @@ LANES = 32  # of a warp
 THREADS = 128  # of a warpgroup
 WGMMA_ROWS = 64  # the M of a warpgroup's matmul
 SWIZZLED = 64  # bfloat16 numbers in 128 bytes, the widest swizzle
-BULK_COPY = 256  # numbers along one axis that a bulk copy can bring
+BULK_COPY = 256  # numbers along one axis that a bulk copy can load
 # Take kernels where they are right, and no GPU has timed them there: over several devices few rows of a drafter's layer
 # of one input, nine to 32 rows in FP8 of mixtures, hybrids and models wider than 4,096, and 33 to 128 of dense ones
-# (`fp8_stream`); and heads that four warps can't share out (`write_heads`). Tests set it, and whoever times them does.
+# (`fp8_stream`); and heads that four warps can't share out (`write_heads`). Tests set it, and so do timings of these.
 UNTIMED = False
 
-_pretended: int | None = None
+_lowered_for: int | None = None
 KERNELS: Counter = Counter()  # by a kernel's own name: how many times a trace has called it
 _traced: contextvars.ContextVar[Counter | None] = contextvars.ContextVar("traced", default=None)
-_asked: contextvars.ContextVar[str] = contextvars.ContextVar("asked", default="auto")
+_requested: contextvars.ContextVar[str] = contextvars.ContextVar("requested", default="auto")
 
 
 @contextlib.contextmanager
@@ -46,28 +46,28 @@ def counting() -> Iterator[Counter]:
         _traced.reset(token)
 
 
-def asked() -> str:
+def requested_kernels() -> str:
     """Which kernels may run: "auto", "portable" or "plain", as `--kernels` says. A new thread begins with "auto"."""
-    return _asked.get()
+    return _requested.get()
 
 
 @contextlib.contextmanager
-def using(kernels: str) -> Iterator[None]:
-    """Let `asked` say this while programs are traced."""
-    token = _asked.set(kernels)
+def use_kernels(kernels: str) -> Iterator[None]:
+    """Make `requested_kernels` return this while programs are traced."""
+    token = _requested.set(kernels)
     try:
         yield
     finally:
-        _asked.reset(token)
+        _requested.reset(token)
 
 
-def as_asked(function: Callable) -> Callable:
-    """Decorate a function of which an argument has `kernels`: it runs under these."""
+def with_requested_kernels(function: Callable) -> Callable:
+    """Decorate a function one of whose arguments has a field `kernels`: it runs with these requested."""
 
     @functools.wraps(function)
     def run(*args, **named):
         options = next(each for each in (*args, *named.values()) if hasattr(each, "kernels"))
-        with using(options.kernels):
+        with use_kernels(options.kernels):
             return function(*args, **named)
 
     return run
@@ -75,18 +75,18 @@ def as_asked(function: Callable) -> Callable:
 
 def kernels_here() -> str | None:
     """Why this process's default device doesn't run the kernels, or None if it does."""
-    return not_hopper() if asked() == "auto" else f"--kernels {asked()}"
+    return not_hopper() if requested_kernels() == "auto" else f"--kernels {requested_kernels()}"
 
 
-def runs(kernels: str) -> bool:
-    """Whether programs with these kernels, a value of `--kernels`, have Hopper's here."""
-    with using(kernels):
+def kernels_run_here(kernels: str) -> bool:
+    """Whether programs with this value of `--kernels` have Hopper's kernels here."""
+    with use_kernels(kernels):
         return kernels_here() is None
 
 
 def not_hopper() -> str | None:
     """Why this process's default device can't run the kernels. None: it can, or the one that it lowers for can."""
-    if _pretended:
+    if _lowered_for:
         return None
     device = jax.devices()[0]
     if device.platform != "gpu":
@@ -105,24 +105,29 @@ def count(kernel: str) -> None:
 
 
 def multiprocessors() -> int:
-    """How many of this process's default device can run the kernels: 0 if it is no Hopper GPU."""
+    """Multiprocessors of this process's default device that can run the kernels: 0 if it is no Hopper GPU."""
     return processors() if kernels_here() is None else 0
 
 
 def processors() -> int:
-    """How many this process's default device has, or the one that it lowers for (`pretend`). Of a CPU, an H100's."""
-    return _pretended or getattr(jax.devices()[0], "core_count", None) or MULTIPROCESSORS
+    """How many this process's default device has, or the one that it lowers for (`lower_for`). Of a CPU, an H100's."""
+    return _lowered_for or getattr(jax.devices()[0], "core_count", None) or MULTIPROCESSORS
+
+
+def too_few_processors(needed: int) -> str | None:
+    """Why this device can't run so many blocks at once that wait for one another, or None if it can."""
+    return f"{processors()} multiprocessors; {needed} are needed" if processors() < needed else None
 
 
 def platform() -> str:
     """This process's, "cpu" or "gpu", or that of the device that it lowers for."""
-    return "gpu" if _pretended else jax.default_backend()
+    return "gpu" if _lowered_for else jax.default_backend()
 
 
-def pretend(count: int | None) -> None:
-    """Lower for a Hopper GPU of so many multiprocessors, which another process has; None: for this process's device."""
-    global _pretended
-    _pretended = count
+def lower_for(multiprocessors: int | None) -> None:
+    """Lower for another process's Hopper GPU, which has so many multiprocessors; None: for this process's device."""
+    global _lowered_for
+    _lowered_for = multiprocessors
 
 
 def chosen(reason: str | None, processors: int = 1) -> bool:

@@ -5,8 +5,8 @@ end with the program. But a ladder has each round three times (greedy, sampled, 
 So a kernel is exported by itself, and each call gets its module.
 
 It is also compiled at once, beside the next lowering. A process compiles a kernel once, so programs find it done.
-Otherwise each would compile its own one after the other, up to half of the time that XLA takes for it. A process that
-lowers for another hands its kernels over in place of that (`handing_over`).
+Otherwise each program would compile its kernels one after the other, up to half of the time that XLA takes for it. A
+process that lowers for another hands its kernels over instead (`handing_over`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,14 +22,26 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import export
+from jax._src.config import persistent_cache_min_compile_time_secs  # jax's public option is the whole process's
 
-from jaxspec.compiling.xla_options import cores, not_in_jax_cache
 from jaxspec.config.progress import took
 from jaxspec.pallas import hopper
 from jaxspec.pallas.hopper import jax_patches, modules
 
-# Exporting vouches for custom calls that stay the same over versions. This one needn't: it is used by this start.
+# Exporting checks for custom calls that stay the same over versions. This one needn't: only this start uses it.
 MOSAIC = export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
+
+
+def cores() -> int:
+    """How many processors this process may use: fewer than there are in a container that has some to itself."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def not_in_jax_cache() -> contextlib.AbstractContextManager:
+    """Have this thread read jax's own cache and write nothing to it. Serialising a program stops all of Python, and jax
+    would do it a second time, in the midst of lowering."""
+    return persistent_cache_min_compile_time_secs(float("inf"))
+
 
 _compiling = ThreadPoolExecutor(cores(), "kernels")
 _begun: set[str] = set()  # calls of kernels
@@ -37,10 +50,10 @@ _handed: contextvars.ContextVar[list[Kernel] | None] = contextvars.ContextVar("h
 
 
 class Kernel(NamedTuple):
-    """One that is lowered."""
+    """A lowered kernel."""
 
     name: str
-    call: str  # that it is for; modules of equal calls differ in the lines that they come from alone
+    call: str  # the call that it is for; modules of equal calls differ in source lines alone
     exported: export.Exported | bytes  # bytes: by another process
 
 
@@ -57,8 +70,8 @@ def handing_over() -> Iterator[list[Kernel]]:
 def lower_once(kernel: str, *static: str) -> Callable[[Callable], Callable]:
     """Decorate a function that calls a kernel, as `jax.jit` does; `static` names those arguments, given by keyword.
 
-    Each call in a trace counts as one of `kernel` (`hopper.KERNELS`). With `interpret`, a keyword argument that all of
-    them take, it is `jax.jit`.
+    Each call in a trace counts as one of `kernel` (`hopper.KERNELS`). With `interpret`, a keyword argument of all such
+    functions, it is `jax.jit`.
     """
 
     def decorate(function: Callable) -> Callable:
@@ -93,12 +106,12 @@ class Call(NamedTuple):
     shapes: tuple[jax.ShapeDtypeStruct, ...]
 
     def run(self, *leaves: Any) -> Any:
-        """The function's result, of arguments with these leaves."""
+        """Call the function with arguments that have these leaves."""
         args, named = jax.tree.unflatten(self.tree, leaves)
         return self.function.jitted(*args, **named, **self.static, interpret=False)
 
     def lower(self) -> tuple[export.Exported, Any]:
-        """What takes the arguments' leaves and gives the result's, and the result's tree."""
+        """Export a function from the arguments' leaves to the result's leaves; also returns the result's tree."""
         trees = []
 
         def flat(*leaves):
@@ -113,14 +126,14 @@ class Call(NamedTuple):
 
 
 class _Lowered:
-    """A kernel for arguments of certain shapes, once somebody has asked for it. Others wait meanwhile."""
+    """A kernel for arguments of certain shapes, lowered at its first use. Other threads wait meanwhile."""
 
     def __init__(self):
         self._lock = threading.Lock()
         self._function: Callable | None = None
 
     def function(self, name: str, call: Call) -> Callable:
-        """What takes the leaves of the call's arguments and gives its result. `name`: the kernel's, for the log."""
+        """The lowered kernel, from the leaves of the call's arguments to its result. `name`: for the log."""
         if self._function is None:
             with self._lock:
                 if self._function is None:
@@ -156,14 +169,14 @@ def compile_beside(kernel: Kernel) -> None:
 
 
 def _compile(name: str, program: jax.stages.Lowered) -> None:
-    """For what it leaves behind: programs tell of any error."""
+    """Compile a kernel for this process's programs, which report any error."""
     with took(f"compiled kernel {name}"), not_in_jax_cache():
         program.compile()
 
 
 def _in_place(given: Sequence[jax.ShapeDtypeStruct], made: Sequence[jax.ShapeDtypeStruct]) -> list[int]:
-    """Which arguments a result may take the place of. XLA would count a cache twice, and say on every start that what
-    goes in and comes out is larger than the device."""
+    """The indices of arguments that a result may overwrite. Otherwise XLA would count a cache twice, and warn on every
+    start that arguments and results are larger than the device."""
     rest = [(x.shape, x.dtype) for x in made]
     places = []
     for i, x in enumerate(given):

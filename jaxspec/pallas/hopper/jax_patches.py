@@ -21,7 +21,8 @@ KNOWN_JAX = "0.11.2"
 
 @functools.cache
 def install() -> Callable | None:
-    """Replace jax's functions, once. Gives the most important one as it was, None with another version of jax."""
+    """Replace jax's functions, once. Returns the original of the most important one, None with another version of
+    jax."""
     if jax.__version__ != KNOWN_JAX:
         log.info("jax %s lowers kernels with its own search for layouts; ours is for %s", jax.__version__, KNOWN_JAX)
         return None
@@ -38,18 +39,18 @@ def install() -> Callable | None:
 
 
 def _remembered(method: Callable) -> Callable:
-    """A method of frozen objects, of which a kernel has few kinds, computed once for each."""
+    """Cache a method of frozen objects; a kernel has few different ones."""
     made = functools.lru_cache(maxsize=65536)(method)
     return functools.wraps(method)(lambda *given: made(*given))  # a function, which binds as methods do
 
 
 def _looked_up(find: Callable) -> Callable:
-    """jax's search, which asks of each variable whether it is in the list of the unknown ones: here a dict's keys."""
+    """Give jax's search its unknown variables as a dict's keys, since it looks each variable up in them."""
     return functools.wraps(find)(lambda unknowns, *given, **named: find(dict.fromkeys(unknowns), *given, **named))
 
 
 def _hash(variable) -> int:
-    """A variable's, computed once: its key is an operation, which jax asks MLIR for."""
+    """A variable's hash, computed once: its key is an operation, which jax hashes through MLIR."""
     try:
         return variable._hash
     except AttributeError:
@@ -63,9 +64,9 @@ def _name(site) -> str:
 
 
 def _reduce_once(cs, system):
-    """One pass over a system's constraints: jax's, but for those none of whose variables has a layout yet.
+    """Make one pass over a system's constraints as jax does, but skip those without a variable that has a layout.
 
-    Gives a new system, None if nothing changed, or Unsatisfiable.
+    Returns a new system, None if nothing changed, or Unsatisfiable.
     """
     known, left, changed = system.assignments, [], False
     hashes = set(map(hash, known))  # ints are compared without a call of Python's
@@ -108,7 +109,7 @@ def _reduce_once(cs, system):
 
 
 def _assignment(cs, constraint):
-    """The variable that a constraint equates with a layout, and that; or None."""
+    """The variable that a constraint equates with a layout, and the layout; or None."""
     if isinstance(constraint, cs.Equals):
         for variable, layout in ((constraint.lhs, constraint.rhs), (constraint.rhs, constraint.lhs)):
             if isinstance(variable, cs.Variable) and isinstance(layout, cs.Constant):

@@ -1,7 +1,7 @@
-"""A kernel's module without its number among those that a process lowers, which jax gives it for names of dumped files.
+"""Kernels' modules without their number in the process, which jax adds for the names of dumped files.
 
-XLA compiles kernels of equal modules once. So whichever process lowers a kernel, it is the same to XLA, which numbers
-those that it dumps itself. The function replaced is a private one of the jax that `layouts` names.
+XLA compiles kernels of equal modules once. So a kernel is the same to XLA whichever process lowers it; XLA numbers its
+own dumps itself. The function replaced is a private one of `layouts.KNOWN_JAX`.
 """
 
 from __future__ import annotations

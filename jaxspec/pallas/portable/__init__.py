@@ -1,10 +1,10 @@
 """Kernels for any NVIDIA GPU of compute capability 8.0 or later: Pallas through Triton.
 
-Each has the meaning and the reference of an operation whose Hopper kernel is beside this folder. They serve on GPUs
+Each has the semantics and the reference of an operation whose Hopper kernel is beside this folder. They serve on GPUs
 that aren't Hopper, and on any with `--kernels portable`. XLA does the rest there: products with weights, norms,
 rotations, writes to pages.
 
-jax 0.11 warns that its Triton backend is to go. `missing` says so where it is gone, and the plain path serves.
+jax 0.11 warns that its Triton backend is to go. Where it is gone, `missing` says so, and the plain path serves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LEAST = 8.0  # compute capability: asynchronous copies and bfloat16 on the tenso
 
 
 def triton() -> types.ModuleType:
-    """jax's Triton primitives, which a later jax may lack: so nothing imports them at its start."""
+    """jax's Triton primitives. A later jax may lack them, so no module imports them at its start."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         from jax.experimental.pallas import triton
@@ -40,9 +40,9 @@ def missing() -> str | None:
 
 def kernels_here() -> str | None:
     """Why this process's default device doesn't run these kernels, or None if it does."""
-    if (asked := hopper.asked()) == "plain":
+    if (requested := hopper.requested_kernels()) == "plain":
         return "--kernels plain"
-    if asked == "auto" and hopper.not_hopper() is None:
+    if requested == "auto" and hopper.not_hopper() is None:
         return "Hopper's kernels serve"
     device = jax.devices()[0]
     if device.platform != "gpu":
@@ -69,9 +69,9 @@ def operands_stay() -> bool:
 def chosen(reason: str | None, seen: bool = True) -> bool:
     """Whether a portable kernel runs, given `reason` why it can't take these shapes (None: it can).
 
-    `seen`: a GPU has run it, and what it computed was compared. Others are for those who ask for them.
+    `seen`: a GPU has run it, and its results were compared. Other kernels run only with `--kernels portable`.
     """
-    return reason is None and kernels_here() is None and (seen or hopper.asked() == "portable")
+    return reason is None and kernels_here() is None and (seen or hopper.requested_kernels() == "portable")
 
 
 @functools.cache
@@ -91,5 +91,5 @@ def told() -> str:
 
 
 def multiprocessors() -> int:
-    """How many this process's default device has; where it doesn't say, as many as an H200."""
+    """The multiprocessors of this process's default device; where it doesn't say, as many as an H200's."""
     return getattr(jax.devices()[0], "core_count", None) or hopper.MULTIPROCESSORS

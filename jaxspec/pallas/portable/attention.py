@@ -2,7 +2,7 @@
 
 A program has a tile of a request's rows that share a KV head: new tokens by query heads, so that products go to tensor
 cores. It walks over the pages that these rows see, a step of tokens at a time, with a running maximum and sum. With few
-requests, several programs divide a request's steps (`Plan.parts`), and a second kernel combines what they leave.
+requests, several programs divide a request's steps (`Plan.parts`), and a second kernel combines their results.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NARROW_INDEX = range(2**31 + 1, 2**32 + 1)  # bytes: jax indexes such arrays by 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is static about a call."""
+    """Static sizes of a call."""
 
     b: int
     t: int
@@ -41,7 +41,7 @@ class Plan:
     pages: int
     page: int
     entries: int
-    places: int  # that a mask is about; 0: there is none
+    places: int  # KV slots that a mask covers; 0: there is none
     window: int | None
     itemsize: int  # bytes of a query's number
     parts: int = 1  # programs that divide a request's steps
@@ -52,7 +52,7 @@ class Plan:
 
     @property
     def rows(self) -> int:
-        """Of a tile, some of which may be padding."""
+        """Rows of a tile, some of which may be padding."""
         return max(LEAST_ROWS, min(1 << (self.t * self.group - 1).bit_length(), most_rows(self.h)))
 
     @property
@@ -65,15 +65,15 @@ class Plan:
 
     @property
     def step(self) -> int:
-        """Cached tokens that are worked on at a time."""
+        """Cached tokens that one step takes."""
         return min(self.page, step_tokens(self.h, self.itemsize))
 
     @property
     def launch(self) -> tuple[int, int]:
-        """Warps of a program, and steps whose keys and values are under way.
+        """Warps of a program, and its pipeline stages.
 
-        Four are faster where products leave their operands in shared memory. Elsewhere a thread would have too many
-        numbers of 128 rows.
+        Four warps are faster where products leave their operands in shared memory. Elsewhere a thread would have too
+        many numbers of 128 rows.
         """
         return 8 if self.rows == 128 and not portable.operands_stay() else 4, 2
 
@@ -123,7 +123,7 @@ def attention(
     parts: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "b t n h"]:
-    """`paged_attention.paged_attention`. `parts`: see `Plan`; None: by `division`."""
+    """Run `paged_attention.paged_attention`. `parts`: see `Plan`; None: by `division`."""
     hopper.count("portable_attention")
     (b, t, n, h), (p, _, m, s) = q.shape, kv.shape[1:5]
     places = 0 if mask is None else mask.shape[2]
@@ -145,7 +145,7 @@ def attention(
 
 
 def division(plan: Plan) -> int:
-    """Into how many parts a request's steps are divided: so many that two programs a multiprocessor run at once."""
+    """The number of parts of a request's steps: so many that two programs a multiprocessor run at once."""
     tiles = plan.b * plan.m * plan.tiles
     seen = plan.last_step
     if plan.window is not None:
@@ -192,7 +192,7 @@ class _Rows:
     valid: Array  # bool[rows]
     token: Array  # i32[rows] over all requests
     place: Array  # i32[rows]
-    first: Array | None  # i32[rows], of the places that a row sees; None: all so far
+    first: Array | None  # i32[rows], the first KV slot that a row sees; None: all so far
     steps: tuple[Array, Array]
 
 
@@ -218,7 +218,7 @@ def _rows_of(plan: Plan, ref: dict[str, Any], b: Array, tile: Array, head: Array
 
 
 def _steps(place: Array, step: int) -> Array:
-    """place // step, of places before the first, too."""
+    """place // step, rounded down for negative KV slots too."""
     return lax.shift_right_arithmetic(place, jnp.int32(step.bit_length() - 1))
 
 
@@ -231,7 +231,7 @@ def _store(ref: Any, value: Array, mask: Array) -> None:
 
 
 def _tile(plan: Plan, names: tuple[str, ...], *refs: Any) -> None:
-    """One part of the steps that a tile's rows see."""
+    """Attend a tile's rows to one part of the steps that they see."""
     ref = dict(zip(names, refs, strict=False))
     outs = refs[len(names) :]
     tile, head = lax.div(pl.program_id(0), jnp.int32(plan.m)), lax.rem(pl.program_id(0), jnp.int32(plan.m))
@@ -250,7 +250,7 @@ def _tile(plan: Plan, names: tuple[str, ...], *refs: Any) -> None:
         jnp.zeros((plan.rows,), jnp.float32),
     )
     step = partial(_step, plan, ref, rows, q, b, head)
-    if plan.window is None:  # all rows see all of these places
+    if plan.window is None:  # all rows see all of these KV slots
         seen = ref["start"][b] if plan.places else ref["start"][b] + tile * plan.tile_tokens + 1
         whole = jnp.clip(_steps(seen, plan.step), begin, end)
         carry = lax.fori_loop(begin, whole, partial(step, False), carry)
@@ -272,7 +272,7 @@ def _tile(plan: Plan, names: tuple[str, ...], *refs: Any) -> None:
 
 
 def _step(plan, ref, rows, q, b, head, masked, i, carry):
-    """The i-th step of tokens: scores, weights and their mix. `masked`: some row may not see all of its tokens."""
+    """Add the i-th step's scores, weights and values. `masked`: some row may not see all of its tokens."""
     acc, top, total = carry
     per_page, layer = plan.page // plan.step, ref["layer"][0]
     page = ref["table"][b, lax.div(i, jnp.int32(per_page))]
@@ -297,7 +297,7 @@ def _step(plan, ref, rows, q, b, head, masked, i, carry):
 
 
 def _seen(plan: Plan, ref: dict[str, Any], rows: _Rows, b: Array, i: Array) -> Bool[Array, "r s"]:
-    """Which of a step's tokens each row sees."""
+    """Whether each row sees each of a step's tokens."""
     place = i * plan.step + jnp.arange(plan.step, dtype=jnp.int32)
     old = rows.place[:, None] >= place[None] if not plan.places else (place < ref["start"][b])[None]
     if rows.first is not None:
@@ -312,7 +312,7 @@ def _seen(plan: Plan, ref: dict[str, Any], rows: _Rows, b: Array, i: Array) -> B
 
 
 def _combine(plan: Plan, parts_ref: Any, sums_ref: Any, *refs: Any) -> None:
-    """One row of what the parts have left."""
+    """Combine the parts' results of one row."""
     row, out_ref = pl.program_id(0), refs[-1]
     rows, column = plan.b * plan.t * plan.n, jnp.arange(plan.h, dtype=jnp.int32)
     at = jnp.arange(plan.parts, dtype=jnp.int32) * rows + row

@@ -1,7 +1,7 @@
-"""Rounds of gated delta-rule attention on any NVIDIA GPU: `gated_delta.step`'s meaning; and the states of prompts.
+"""Rounds of gated delta-rule attention on any NVIDIA GPU, as `gated_delta.step` has them; and the states of prompts.
 
-A program has some rows of a head's state, which depend on no others. It takes the accepted records into them, writes
-them, and runs the new rows on.
+A program has some rows of a head's state, which depend on no others. It replays the accepted records into them, writes
+them, and runs the new rows.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def supported(q_shape: tuple[int, ...], v_shape: tuple[int, ...], *dtypes: Any) 
 def scan_supported(states: Any, dtype: Any) -> str | None:
     """Why the kernel can't run states [l, r, n, v, k] through a prompt's blocks of keys in `dtype`, or None if it can.
 
-    Models in float32 want products that are more exact.
+    Models in float32 need products that are more exact.
     """
     if states.dtype not in STATES or jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return f"states in {states.dtype.name} and keys in {jnp.dtype(dtype).name}"
@@ -58,7 +58,10 @@ def step(
     beta: Float[Array, "b t n"],
     interpret: bool = False,
 ) -> tuple[Float[Array, "b t n v"], tuple[Array, Array, Array, Array]]:
-    """What the new rows read, in v's dtype, and the pool's four arrays after them."""
+    """Run t new rows of each slot as `gated_delta.step` does.
+
+    Returns what they read, in v's dtype, and the pool's four arrays after them.
+    """
     hopper.count("portable_delta_step")
     t = q.shape[1]
     decay, beta = decay.astype(jnp.float32), beta.astype(jnp.float32)
@@ -90,7 +93,7 @@ def _step(state, *rest, interpret):
 
 
 def _rows(_, keys, updates, decays, layer, slots, replay, q, k, v, decay, beta, state, out, new):
-    """Some rows of a head's state of one request."""
+    """Run `ROWS` rows of one request's state of one head."""
     first, n, b = pl.program_id(0) * ROWS, pl.program_id(1), pl.program_id(2)
     m = lax.div(n, jnp.int32(state.shape[2] // keys.shape[3]))
     at, rows = (layer[0], slots[b]), pl.ds(first, ROWS)
@@ -126,7 +129,10 @@ def scan(
     write: Float[Array, "b n v k"],
     interpret: bool = False,
 ) -> tuple[Float[Array, "l r n v k"], Float[Array, "b n v k"]]:
-    """`gated_delta.scan_blocks`: the part of a prompt's blocks that follow one another."""
+    """Run `gated_delta.reference_scan`: the states of a prompt's blocks, in order, S <- S carry + write.
+
+    Returns the states after all blocks, and the state before each, float32.
+    """
     hopper.count("portable_delta_scan")
     return _scan(states, layer.reshape(1), slots, source, keep, carry, write, interpret=interpret)
 
@@ -146,7 +152,7 @@ def _scan(states, layer, slots, source, keep, carry, write, *, interpret):
 
 
 def _blocks(count, interpret, _, layer, slots, source, keep, carry, write, states, before):
-    """Some rows of a head's state through all blocks, S <- S carry + write. A block reads what earlier ones wrote."""
+    """Run `ROWS` rows of a head's state through all blocks. A block reads what earlier ones wrote."""
     n, rows = pl.program_id(1), pl.ds(pl.program_id(0) * ROWS, ROWS)
     every = pl.ds(0, states.shape[4])
     precision = lax.Precision.HIGHEST if interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3  # float32's, nearly

@@ -1,6 +1,6 @@
 """Gated MLPs of many experts on any NVIDIA GPU; see `pallas.experts`.
 
-Up to `FEW` tokens, each (token, expert) pair is worked on by itself (`few`): a program takes a few hidden columns of a
+Up to `FEW` tokens, each (token, expert) pair is computed by itself (`few`): a program takes a few hidden columns of a
 pair, and in a second launch a few outputs of a token, whose experts it adds up. So nothing is planned, gathered or
 combined. With more tokens, a program takes a tile of an item's products (`items`), rows of one expert.
 """
@@ -17,20 +17,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from jaxspec.models.weights import Unquantised, formats
 from jaxspec.pallas import hopper, portable
 from jaxspec.pallas.experts.expert_stream import ALIGN, COUNT, EXPERT, ROW_BLOCKS, SOURCE, TARGET, Items
 
 FEW = 8  # tokens
 LEAST_ROWS = 16  # of a product
-NARROW = 64  # what model and expert widths are multiples of
+NARROW = 64  # model and expert widths are multiples of this
 Arrays = list[tuple[Array, Array]]  # of each stack: gate and up [e, 2f, d], down [e, d, f]
 
 
 def supported(dtype: Any, stacks: list) -> str | None:
-    """Why the kernels can't compute these `experts_mlp.Stack`s of rows of `dtype`, or None if they can."""
-    if others := [str(each) for each in formats(stacks) if not isinstance(each, Unquantised)]:
-        return f"experts in {others[0]}; unquantised ones are supported"
+    """Why the kernels can't compute these unquantised `experts_mlp.Stack`s of rows of `dtype`, or None if they can."""
     if any(len(stack) > 2 for stack in stacks):
         return "experts with biases"
     if dtypes := {w.values.dtype.name for stack in stacks for w in stack} - {jnp.dtype(dtype).name}:
@@ -50,7 +47,7 @@ def _divisor(n: int, most: int) -> int:
 
 
 def gated(gate: Array, up: Array, gating: Callable | None) -> Array:
-    """The hidden columns of gate's and up's; no `gating`: silu(gate) * up."""
+    """The hidden columns from gate's and up's; no `gating`: silu(gate) * up."""
     return gating(gate, up) if gating else gate * jax.nn.sigmoid(gate) * up
 
 
@@ -89,7 +86,7 @@ def _few(x, stacks, ids, weights, *, gating, interpret):
 
 
 def _of(expert: Array, counts: tuple[int, ...], refs: tuple[Any, ...], rows: Any, columns: Any) -> Array:
-    """A part of an expert's weight, float32, from whichever stack has it; zeros of nobody's."""
+    """Load a part of an expert's weight, float32, from the stack that has it; zeros if none has."""
     total, first = 0.0, 0
     for count, ref in zip(counts, refs, strict=True):
         own = (expert >= first) & (expert < first + count)
@@ -101,7 +98,7 @@ def _of(expert: Array, counts: tuple[int, ...], refs: tuple[Any, ...], rows: Any
 
 
 def _few_up(counts, k, columns, step, gating, ids_ref, x_ref, *refs):
-    """Some hidden columns of a pair."""
+    """Compute some hidden columns of a pair."""
     *refs, out_ref = refs
     pair = pl.program_id(1)
     token, expert, first = lax.div(pair, jnp.int32(k)), ids_ref[pair], pl.program_id(0) * columns
@@ -119,7 +116,7 @@ def _few_up(counts, k, columns, step, gating, ids_ref, x_ref, *refs):
 
 
 def _few_down(counts, k, outputs, step, ids_ref, weights_ref, hidden_ref, *refs):
-    """Some outputs of a token: its experts', each rounded, then weighted and added."""
+    """Compute some outputs of a token: its experts', each rounded, then weighted and added."""
     *refs, out_ref = refs
     token, first, f = pl.program_id(1), pl.program_id(0) * outputs, hidden_ref.shape[1]
     total = jnp.zeros((outputs,), jnp.float32)
@@ -182,13 +179,13 @@ def _each_stack(counts: tuple[int, ...], table_ref: Any, item: Array, refs: Any,
 
 
 def tile_rows(table_ref: Any, item: Array, column: int, tile: int) -> tuple[Array, Array]:
-    """Which rows an item's tile has, and whether they are the item's."""
+    """The rows of an item's tile, and whether each is the item's."""
     row = jnp.arange(tile, dtype=jnp.int32)
     return table_ref[item, column] * ALIGN + row, row < table_ref[item, ROW_BLOCKS] * ALIGN
 
 
 def rows_of(ref: Any, index: Array, mask: Array, first: Array, step: int) -> Array:
-    """Some columns of rows."""
+    """Load some columns of rows; zeros where `mask` is false."""
     column = first + jnp.arange(step, dtype=jnp.int32)
     at = ref.at[jnp.broadcast_to(index[:, None], (len(index), step)), jnp.broadcast_to(column, (len(index), step))]
     return portable.triton().load(at, mask=jnp.broadcast_to(mask[:, None], (len(index), step)), other=0.0)
@@ -206,7 +203,7 @@ def times(rows: Float[Array, "r k"], weight: Float[Array, "n k"]) -> Float[Array
 
 
 def _item_up(counts, tile, width, step, gating, table_ref, rows_ref, *refs):
-    """Some hidden columns of an item."""
+    """Compute some hidden columns of an item."""
     *refs, out_ref = refs
     item, first, f = pl.program_id(1), pl.program_id(0) * width, out_ref.shape[1]
 
@@ -229,7 +226,7 @@ def _item_up(counts, tile, width, step, gating, table_ref, rows_ref, *refs):
 
 
 def _item_down(counts, tile, width, step, table_ref, hidden_ref, *refs):
-    """Some outputs of an item."""
+    """Compute some outputs of an item."""
     *refs, out_ref = refs
     item, first = pl.program_id(1), pl.program_id(0) * width
 

@@ -1,4 +1,4 @@
-"""Products of up to 128 rows with FP8 weights on any NVIDIA GPU: `fp8_rows.product`'s meaning; and e4m3's numbers.
+"""Products of up to 128 rows with FP8 weights on any NVIDIA GPU, as `fp8_rows.product` has them; and e4m3's numbers.
 
 A program makes some outputs from a part of the inputs, a block of them at a time. XLA adds the parts.
 """
@@ -17,19 +17,18 @@ from jaxtyping import Array, Float
 from jaxspec.models.fp8 import BLOCK, E4M3
 from jaxspec.pallas import hopper, portable
 
-SEEN = False  # by a GPU: see `portable.chosen`
 MAX_ROWS, LEAST_ROWS = 128, 16
 OUTPUTS = 64  # of a program
 CONVERTED = 8.9  # compute capability from which there are instructions that convert e4m3
 
 
 def bits(values: Float[Array, "*s"]) -> Array:
-    """e4m3 numbers as a kernel is given them: their bits where the device can't convert them."""
+    """e4m3 numbers as a kernel's operand: their bits if the device can't convert them."""
     return values if portable.capability() >= CONVERTED else lax.bitcast_convert_type(values, jnp.int8)
 
 
 def numbers(values: Array, dtype: Any) -> Array:
-    """Within a kernel, the numbers that `bits` stand for, exactly. Shifted, they are float16's of 2^-8 as much."""
+    """Convert `bits` to their numbers within a kernel, exactly. Shifted, they are float16's times 2^-8."""
     if values.dtype == E4M3:
         return values.astype(jnp.float16).astype(dtype)
     wide = values.astype(jnp.int32)
@@ -80,7 +79,7 @@ def _product(x, values, scales, *, parts, interpret):
 
 
 def _part(tile, blocks, unit, x_ref, values_ref, scales_ref, out_ref):
-    """Some outputs of a part of the inputs."""
+    """Compute some outputs from a part of the inputs."""
     first, part = pl.program_id(0) * OUTPUTS, pl.program_id(1)
     row, output = jnp.arange(tile, dtype=jnp.int32), first + jnp.arange(OUTPUTS, dtype=jnp.int32)
     valid = jnp.broadcast_to((row < x_ref.shape[0])[:, None], (tile, BLOCK))

@@ -18,7 +18,6 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from jaxspec.models.mxfp4 import BLOCK, MASK
-from jaxspec.models.weights import Mxfp4
 from jaxspec.pallas import hopper, portable
 from jaxspec.pallas.experts.expert_stream import COUNT, EXPERT, ROW_BLOCKS, SOURCE, TARGET, Items
 from jaxspec.pallas.portable.experts import LEAST_ROWS, NARROW, gated, put, rows_of, tile_rows, times
@@ -30,9 +29,7 @@ _MASK = MASK - 2**32  # as a signed number
 
 
 def supported(dtype: Any, stacks: list) -> str | None:
-    """Why the kernels can't compute these `experts_mlp.Stack`s of rows of `dtype`, or None if they can."""
-    if not all(isinstance(weight.format, Mxfp4) for stack in stacks for weight in stack[:2]):
-        return "experts that aren't in MXFP4"
+    """Why the kernels can't compute these `experts_mlp.Stack`s in MXFP4 of rows of `dtype`, or None if they can."""
     if len(stacks) > 1:
         return "several stacks of experts in MXFP4"
     if jnp.dtype(dtype) != jnp.bfloat16:
@@ -58,7 +55,7 @@ def items(
 
 
 def _words(values: Array) -> Array:
-    """Four neighbouring bytes each. Kernels see no bytes, whose tiles Triton can't transpose on every card."""
+    """Pack four neighbouring bytes into a word. Triton can't transpose tiles of bytes on every card."""
     return lax.bitcast_convert_type(values.reshape(*values.shape[:-1], -1, 4), jnp.int32)
 
 
@@ -80,13 +77,16 @@ def _items(rows, up, down, work, *, gating, interpret):
 
 
 def _arranged(rows: Float[Array, "r k"]) -> Float[Array, "r k"]:
-    """The first inputs of all words, then their second ones, ...: word c of a block has inputs 8i + 2c and the next."""
+    """Order inputs by their place in a word: all first ones, then all second ones, ...
+
+    Word c of a block has inputs 8i + 2c and the next.
+    """
     r, k = rows.shape
     return rows.reshape(r, k // BLOCK, 4, 4, 2).transpose(0, 2, 4, 1, 3).reshape(r, k)
 
 
 def _item(tile, source, gates, gating, biased, table_ref, rows_ref, words_ref, scales_ref, *refs):
-    """`NARROW` outputs of an item: of one product, or of gate and up, which it combines."""
+    """Compute `NARROW` outputs of an item: of one product, or of gate and up, which it combines."""
     item, first = pl.program_id(1), pl.program_id(0) * NARROW
     expert, words = table_ref[item, EXPERT], words_ref.shape[2]
     outputs = words_ref.shape[1] // gates
@@ -113,13 +113,13 @@ def _item(tile, source, gates, gating, biased, table_ref, rows_ref, words_ref, s
 
 
 def _part(rows_ref, index, mask, first, begin, words):
-    """The n-th inputs of some words; zeros of those that aren't there."""
+    """Load the rows' n-th inputs of some words; zeros past the last word."""
     there = begin + jnp.arange(WORDS, dtype=jnp.int32) < words
     return jnp.where(there[None], rows_of(rows_ref, index, mask, first, WORDS), 0)
 
 
 def _added(total, parts, words_ref, scales_ref, expert, first, begin):
-    """A sum with the products of some words' inputs."""
+    """Add the products of some words' inputs to a sum."""
     shape = NARROW, WORDS
     output, word = (lax.broadcasted_iota(jnp.int32, shape, axis) + start for axis, start in enumerate((first, begin)))
     there = word < words_ref.shape[2]
@@ -137,13 +137,13 @@ def _added(total, parts, words_ref, scales_ref, expert, first, begin):
 
 
 def _unpacked(word: Array) -> list[Array]:
-    """`mxfp4.unpacked`, of signed words."""
+    """Unpack signed words as `mxfp4.unpacked` does."""
     right = lambda by: lax.shift_right_logical(word, jnp.int32(by))  # noqa: E731
     each = word, word << 10 | right(22), right(4) ^ word << 4, word << 6
     return [bits & jnp.int32(_MASK) for bits in each]
 
 
 def _number(half: Array) -> Array:
-    """E2M1 in bfloat16's place, as float32 times 2**-14."""
+    """Convert E2M1 in bfloat16's bit positions to float32 times 2**-14."""
     bits = (half & 0x8000) | ((half & 0x1C0) << 3)
     return lax.bitcast_convert_type(bits.astype(jnp.int16), jnp.float16).astype(jnp.float32)

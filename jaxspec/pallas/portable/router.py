@@ -1,4 +1,4 @@
-"""A mixture's router on any NVIDIA GPU: `top_experts`' meaning. A program has a token."""
+"""A mixture's router on any NVIDIA GPU, as `top_experts` has it. A program has a token."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def select(
     renormalised: bool,
     interpret: bool = False,
 ) -> tuple[Int[Array, "t w"], Float[Array, "t w"]]:
-    """`top_experts.reference`, whose columns are as many as a token has experts."""
+    """Run `top_experts.reference`; there are as many columns as a token has experts."""
     hopper.count("portable_top_experts")
     return _select(logits, positions, shared, k=k, renormalised=renormalised, interpret=interpret)
 
@@ -78,7 +78,7 @@ def _token(k: int, renormalised: bool, logits_ref: Any, positions_ref: Any, *ref
         ids_ref[token, j] = jnp.where(valid, ids[j], NOBODY)
         weights_ref[token, j] = jnp.exp(best[j] - best[0]) / among
     if shared:
-        # Of two Python numbers, jax 0.11.2 would make booleans.
+        # jax 0.11.2 would make booleans of two Python numbers.
         ids_ref[token, k] = jnp.where(valid, jnp.int32(experts), jnp.int32(NOBODY))
         weights_ref[token, k] = jax.nn.sigmoid(_product(token, *shared))
 

@@ -1,32 +1,29 @@
 """The short causal convolution in front of gated delta-rule attention, whose latest inputs are kept by slot.
 
-Each channel by itself: out_t = silu(sum_j weight[j] x_(t - w + 1 + j)), as `conv1d` of Qwen3-Next and Qwen3.5, with no
-bias and w = 4.
+Each channel is convolved by itself: out_t = silu(sum_j weight[j] x_(t - w + 1 + j)), as `conv1d` of Qwen3-Next and
+Qwen3.5 does, with no bias and w = 4.
 
 Invariant, the same as for the attention's state (`pallas.gated_delta`): a slot's window holds the last w - 1 committed
-inputs from before its last round, and behind them that round's inputs. The next round is told how many of those were
-accepted. Nothing is undone.
+inputs from before its last round, then that round's inputs. The next round gets the number of those that were accepted.
+Nothing is undone.
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.pallas.hopper import chosen, tell
+from jaxspec.models.description import DeltaRule
+from jaxspec.pallas.operation import ANY, HOPPER, Implementation, choose, nothing
 from jaxspec.pallas.recurrence import conv_chunk as chunk_kernel
 from jaxspec.pallas.recurrence import conv_step as step_kernel
 from jaxspec.pallas.sliced_rows import SLICE, sliced
 
-if TYPE_CHECKING:
-    from jaxspec.models.description import DeltaRule
-
-L2_EPS = 1e-6  # keeps the length of a query or key of zeros from being divided by
+L2_EPS = 1e-6  # avoids a division by zero, the length of a query or key of zeros
 
 Windows = Float[Array, "l r s c"]  # s = w - 1 + q: what came before the last round, then its q rows
+Heads = tuple[Array, Array, Array]  # queries, keys and values
 
 
 def empty_windows(num_layers: int, num_slots: int, rows: int, channels: int, width: int, dtype) -> Windows:
@@ -56,20 +53,35 @@ def step(
     weight: Float[Array, "w c"],
     mix: DeltaRule,
     fixed: bool = False,
-) -> tuple[tuple[Array, Array, Array], Windows]:
+) -> tuple[Heads, Windows]:
     """`conv_step` of the first c columns of x, and `split_heads` of what comes of it. **Raises:** as that.
 
     `fixed`: a row's bits don't depend on how many rows there are.
     """
-    t, (taps, channels) = x.shape[1], weight.shape
-    _check_room(windows, t, taps - 1)
-    fits = step_kernel.supported(t, mix.key_dim, mix.value_dim, windows.dtype, x.dtype, weight.dtype)
-    if fits is not None:
-        tell("conv_step", fits)
-    if chosen(fits):
-        return step_kernel.conv_step(windows, layer, slots, replay, x, weight, key_heads=mix.key_heads, eps=L2_EPS)
-    out, windows = conv_step(windows, layer, slots, replay, x[..., :channels], weight.T, fixed)
+    _check_room(windows, x.shape[1], len(weight) - 1)
+    call = windows, layer, slots, replay, x, weight, mix, fixed
+    return choose("a round's convolution", CONVOLUTION_STEP, *call).run(*call)
+
+
+def _step_refuses(windows, layer, slots, replay, x, weight, mix, fixed) -> str | None:
+    dtypes = windows.dtype, x.dtype, weight.dtype
+    return step_kernel.supported(x.shape[1], mix.key_dim, mix.value_dim, *dtypes)
+
+
+def _step(windows, layer, slots, replay, x, weight, mix, fixed) -> tuple[Heads, Windows]:
+    return step_kernel.conv_step(windows, layer, slots, replay, x, weight, key_heads=mix.key_heads, eps=L2_EPS)
+
+
+def reference_step(windows, layer, slots, replay, x, weight, mix, fixed) -> tuple[Heads, Windows]:
+    """`step` in plain jnp."""
+    out, windows = conv_step(windows, layer, slots, replay, x[..., : weight.shape[1]], weight.T, fixed)
     return (_split_in_slices if fixed else split_heads)(out, mix), windows
+
+
+CONVOLUTION_STEP = (
+    Implementation("conv_step", HOPPER, _step_refuses, _step),
+    Implementation("reference", ANY, nothing, reference_step, slow=True),
+)
 
 
 def conv_step(
@@ -81,9 +93,10 @@ def conv_step(
     weight: Float[Array, "c w"],
     fixed: bool = False,
 ) -> tuple[Float[Array, "b t c"], Windows]:
-    """Convolve t new rows of each slot, of whose last round the first `replay[r]` rows were accepted.
+    """Convolve t new rows of each slot; the first `replay[r]` rows of its last round were accepted.
 
-    Returns the rows in x's dtype. **Raises:** `ValueError` for more rows than a window has room for.
+    Returns the rows in x's dtype, and the windows after them. **Raises:** `ValueError` for more rows than a window has
+    room for.
     """
     t, back = x.shape[1], weight.shape[1] - 1
     _check_room(windows, t, back)
@@ -112,21 +125,38 @@ def chunk(
     weight: Float[Array, "w c"],
     mix: DeltaRule,
     fixed: bool = False,
-) -> tuple[tuple[Array, Array, Array], Windows]:
+) -> tuple[Heads, Windows]:
     """`conv_chunk` of the first c columns of x, and `split_heads` of what comes of it. `fixed`: as in `step`."""
-    (b, t, _), (taps, channels) = x.shape, weight.shape
+    call = windows, layer, slots, source, keep, count, x, weight, mix, fixed
+    return choose("a prompt's convolution", CONVOLUTION_CHUNK, *call).run(*call)
+
+
+def _chunk_refuses(windows, layer, slots, source, keep, count, x, weight, mix, fixed) -> str | None:
+    (b, t, _), taps = x.shape, len(weight)
     counted = max(b, chunk_kernel.FEWEST) if fixed else b  # then few rows go the way of many
-    fits = chunk_kernel.supported(counted, t, taps, mix.key_dim, mix.value_dim, windows.dtype, x.dtype, weight.dtype)
-    inputs = x[..., :channels]
-    if chosen(fits):
-        blocks = slots, source, keep
-        before = _before(windows, layer, *blocks, count, inputs, taps - 1)
-        targets = _targets(slots, keep, windows.shape[1]).reshape(2, b).T
-        return chunk_kernel.conv_chunk(
-            windows, layer, targets, count, before, x, weight, key_heads=mix.key_heads, eps=L2_EPS
-        )
+    dtypes = windows.dtype, x.dtype, weight.dtype
+    return chunk_kernel.supported(counted, t, taps, mix.key_dim, mix.value_dim, *dtypes)
+
+
+def _chunk(windows, layer, slots, source, keep, count, x, weight, mix, fixed) -> tuple[Heads, Windows]:
+    taps, channels = weight.shape
+    before = _before(windows, layer, slots, source, keep, count, x[..., :channels], taps - 1)
+    targets = _targets(slots, keep, windows.shape[1]).reshape(2, len(slots)).T
+    given = windows, layer, targets, count, before, x, weight
+    return chunk_kernel.conv_chunk(*given, key_heads=mix.key_heads, eps=L2_EPS)
+
+
+def reference_chunk(windows, layer, slots, source, keep, count, x, weight, mix, fixed) -> tuple[Heads, Windows]:
+    """`chunk` in plain jnp."""
+    inputs = x[..., : weight.shape[1]]
     out, windows = conv_chunk(windows, layer, slots, source, keep, count, inputs, weight.T, fixed)
     return (_split_in_slices if fixed else split_heads)(out, mix), windows
+
+
+CONVOLUTION_CHUNK = (
+    Implementation("conv_chunk", HOPPER, _chunk_refuses, _chunk),
+    Implementation("reference", ANY, nothing, reference_chunk),
+)
 
 
 def conv_chunk(
@@ -140,9 +170,9 @@ def conv_chunk(
     weight: Float[Array, "c w"],
     fixed: bool = False,
 ) -> tuple[Float[Array, "b t c"], Windows]:
-    """Convolve blocks of t prompt tokens, in order; which slots they read and write is as in `gated_delta.chunk`.
+    """Convolve blocks of t prompt tokens, in order; they read and write slots as `gated_delta.chunk` does.
 
-    A block that another of this call starts from must have a real token. Nothing is left to replay.
+    A block that another of this call starts from must have a valid token. Nothing is left to replay.
     """
     back = weight.shape[1] - 1
     x = x.astype(windows.dtype)
@@ -161,22 +191,22 @@ def _before(windows, layer, slots, source, keep, count, x, back: int) -> Float[A
     earlier = jnp.where(wrote, blocks, -1).max(axis=1)  # the block of this call that each one starts from, or -1
     stored = jnp.where((source < 0)[:, None, None], 0, windows[layer, jnp.maximum(source, 0), :back])
     before = stored
-    # Each turn looks one block further back, which reaches another token at least.
+    # Each iteration looks one block further back, so it reaches at least one more token.
     for _ in range(min(back, len(slots))):
         before = jnp.where((earlier < 0)[:, None, None], stored, _tail(before, x, count)[earlier])
     return before
 
 
 def _targets(slots: Int[Array, " b"], keep: Int[Array, " b"], num_slots: int) -> Int[Array, " 2*b"]:
-    """The slot that each block's last inputs go to, then the slot for a copy of them: -1 if there is none, or if a
-    later block of this call writes it."""
+    """The slot for each block's last inputs, then the slot for a copy of them; -1 if there is none, or if a later block
+    of this call writes it."""
     targets, order = jnp.concatenate([slots, keep]), jnp.tile(jnp.arange(len(slots)), 2)
     stays = _last_to_write(targets, order) & (targets < num_slots)
     return jnp.where(stays, targets, -1).astype(jnp.int32)
 
 
 def _tail(before: Float[Array, "b k c"], x: Float[Array, "b t c"], count: Int[Array, " b"]) -> Float[Array, "b k c"]:
-    """The last inputs after each block's real rows."""
+    """The last k inputs up to the end of each block's `count` valid rows."""
     back = before.shape[1]
     at = count[:, None] + jnp.arange(back)
 
@@ -188,7 +218,7 @@ def _tail(before: Float[Array, "b k c"], x: Float[Array, "b t c"], count: Int[Ar
 
 
 def _last_to_write(targets: Int[Array, " b"], order: Int[Array, " b"]) -> Bool[Array, " b"]:
-    """Which of several writes stay: those whose target no write of a later order has, and that have one at all."""
+    """Whether each write stays: it has a target (>= 0), and no write of a later order has the same."""
     over = (targets == targets[:, None]) & (order > order[:, None])
     return ~over.any(axis=1) & (targets >= 0)
 
@@ -196,13 +226,13 @@ def _last_to_write(targets: Int[Array, " b"], order: Int[Array, " b"]) -> Bool[A
 def _convolve(before: Float[Array, "b k c"], x: Float[Array, "b t c"], weight: Float[Array, "c w"]) -> Array:
     """The convolution of x's rows, which follow k = w - 1 others, in float32.
 
-    What a tap looks at is added up from padded arrays, of which one is zero: all of it fuses into whoever wants the
-    result, where rows put together first would be written out.
+    A tap's inputs are the sum of two padded arrays, one of which is zero in each row. All of it fuses into the
+    operation that reads the result; concatenated rows would be written to memory.
     """
     (back, t), weight = (before.shape[1], x.shape[1]), weight.astype(jnp.float32)
 
     def tap(j):
-        late = min(back - j, t)  # rows for which this tap looks at what was before
+        late = min(back - j, t)  # rows for which this tap reads the inputs before x
         earlier = jnp.pad(before[:, j : j + late], ((0, 0), (0, t - late), (0, 0)))
         return (earlier + jnp.pad(x[:, : t - late], ((0, 0), (late, 0), (0, 0)))).astype(jnp.float32)
 
@@ -210,7 +240,10 @@ def _convolve(before: Float[Array, "b k c"], x: Float[Array, "b t c"], weight: F
 
 
 def _convolve_in_slices(before: Float[Array, "b k c"], x: Float[Array, "b t c"], weight: Float[Array, "c w"]) -> Array:
-    """The same of so many rows at a time, with the inputs that each one's taps look at beside one another."""
+    """Convolve `SLICE` rows at a time, in float32, so that a row's bits don't depend on how many rows there are.
+
+    The w inputs of each row's taps are gathered first, [b, t, w, c].
+    """
     t, taps = x.shape[1], weight.shape[1]
     inputs, weight = jnp.concatenate([before, x], axis=1), weight.astype(jnp.float32)
     seen = jnp.stack([inputs[:, j : j + t] for j in range(taps)], axis=2)

@@ -27,8 +27,8 @@ from jaxspec.pallas.recurrence.conv_step import WIDTH, heads_supported
 BLOCK = 64  # rows
 GROUP = 2  # heads of a warpgroup, if there is an even number of them
 STEP = 16  # rows that a warpgroup convolves at once
-HALO = 8  # rows of shared memory before a block's own, of which the last hold what came before
-FEWEST = 513  # rows of a call; fewer have less to gain than a start takes longer with a kernel more for each size
+HALO = 8  # rows of shared memory before a block's own; the last ones hold the inputs before the block
+FEWEST = 513  # rows of a call; fewer gain less than one more kernel for each size costs at start
 # Rows of a step: of each eighth of them, sixteen threads have eight channels each.
 TILING = plgpu.Tiling(((STEP, WIDTH), (STEP // 4, WIDTH), (STEP // 8, 8)))
 LAYOUT = plgpu.Layout.TILED(TILING, warp_dims=(-6,), lane_dims=(-4, -3), vector_dim=-1)
@@ -59,10 +59,11 @@ def conv_chunk(
     eps: float,
     interpret: Any = False,
 ) -> tuple[tuple[Float[Array, "b t m k"], Float[Array, "b t m k"], Float[Array, "b t n v"]], Float[Array, "l r s c"]]:
-    """What `causal_conv.chunk` makes of the first c columns of x, which follow `before`; and the windows anew.
+    """Convolve the first c columns of x, which follow `before`, as `causal_conv.chunk` does.
 
-    The last inputs of block i's `count[i]` real rows are left in the slots `targets[i]` that aren't negative; no two
-    blocks name the same.
+    Returns queries, keys and values, and the updated windows. The last w - 1 inputs up to the end of block i's
+    `count[i]` valid rows go to the slots `targets[i]`; negative ones are none. No two blocks name the same slot.
+    `key_heads`: heads of queries, and as many of keys.
     """
     (b, t, _), taps, heads = x.shape, weight.shape[0], windows.shape[3] // WIDTH
     group = math.gcd(heads, GROUP)
@@ -79,7 +80,7 @@ def conv_chunk(
             weight_s=plgpu.SMEM((group, taps, WIDTH), x.dtype),
             ready=plgpu.Barrier(num_arrivals=3, num_barriers=group),
         ),
-        # Safe here: nobody but bulk copies writes to shared memory.
+        # Safe here: only bulk copies write to shared memory.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
     )(layer.reshape(1), targets, count, before, x, weight, ref)
@@ -113,7 +114,7 @@ def _heads(key_heads, eps, layer_g, targets_g, count_g, before_g, x_g, weight_g,
                 seen = plgpu.load(x_s.at[i, pl.ds(at + HALO - back + j, STEP)], layout=LAYOUT, optimized=False)
                 part = seen.astype(jnp.float32) * lax.broadcast_in_dim(tap, seen.shape, [1])
                 total = part if total is None else total + part
-            root = lax.rsqrt(1 + jnp.exp(-total))  # whose square is quicker to have than a quotient
+            root = lax.rsqrt(1 + jnp.exp(-total))  # its square is faster than a quotient
             rows = (total * root * root).astype(jnp.bfloat16)
 
             def put(out_g, before, rows):

@@ -53,8 +53,10 @@ def conv_step(
     eps: float,
     interpret: Any = False,
 ) -> tuple[tuple[Float[Array, "b t m k"], Float[Array, "b t m k"], Float[Array, "b t n v"]], Float[Array, "l r s c"]]:
-    """What `causal_conv.step` makes of the first c columns of x, for `key_heads` heads of queries and as many of keys;
-    and the windows anew."""
+    """Convolve the first c columns of x as `causal_conv.step` does.
+
+    Returns queries, keys and values, and the updated windows. `key_heads`: heads of queries, and as many of keys.
+    """
     (b, t, _), heads = x.shape, windows.shape[3] // WIDTH
     shape = lambda heads: jax.ShapeDtypeStruct((b, t, heads, WIDTH), x.dtype)  # noqa: E731
     ref = jax.new_ref(windows)

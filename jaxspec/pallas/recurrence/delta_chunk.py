@@ -32,9 +32,9 @@ from jaxspec.pallas.recurrence.float32_products import product
 from jaxspec.pallas.recurrence.intra_chunk import BLOCK, PIECES, WIDTH, delta_within
 
 TILE = WGMMA_ROWS  # value rows of a warpgroup
-STAGES = 2  # blocks whose operands there is room for
+STAGES = 2  # pipeline stages: blocks whose operands are in shared memory
 SLOT, SOURCE, KEEP = range(3)  # columns of the orders
-NONE, CARRY = -1, -2  # nothing, zero; what the block before left
+NONE, CARRY = -1, -2  # no slot, or a state of zeros; the state that the block before left
 _i32 = jnp.int32
 
 
@@ -82,10 +82,11 @@ def delta_chunk(
     *,
     interpret: Any = False,
 ) -> tuple[Float[Array, "b t n v"], Float[Array, "l r n v k"]]:
-    """What the tokens read, bfloat16, and the states after all blocks.
+    """Run blocks of prompt tokens through the states, in order, as `gated_delta.chunk` does.
 
-    `q`, `k` and `v` are bfloat16; `logs` are running sums of the decays' logarithms, 0 for rows that aren't real, as is
-    their `beta`; both float32. Slots are as in `gated_delta.chunk`, `interpret` as in `plgpu.kernel`.
+    Returns what the tokens read, bfloat16, and the states after all blocks. `q`, `k` and `v` are bfloat16; `logs` are
+    running sums of the decays' logarithms, without padding rows' decays, and padding rows' `beta` is 0; both float32.
+    Slots are as in `gated_delta.chunk`, `interpret` as in `plgpu.kernel`.
     **Raises:** `ValueError` if `supported` has a reason against it.
     """
     if reason := supported(q.shape, v.shape, state.dtype, q.dtype, k.dtype, v.dtype):
@@ -114,7 +115,7 @@ def delta_chunk(
             ready=plgpu.Barrier(num_arrivals=8, num_barriers=STAGES),
             loaded=plgpu.Barrier(),
         ),
-        # Safe here: what one thread writes and another reads is committed in between, written out below.
+        # Safe here: a thread's writes are committed before another thread reads them, written out below.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
         interpret=interpret,
     )(
@@ -132,9 +133,9 @@ def delta_chunk(
 
 
 def _orders(slots, source, keep, num_slots):
-    """For each block the slot that it writes at last, where it starts from, and the slot that gets a copy."""
+    """Each block's slot to write at its end, the slot that it starts from, and the slot for a copy: i32[b, 3]."""
     follows = jnp.concatenate([jnp.zeros(1, bool), (source[1:] == slots[:-1]) & (source[1:] >= 0)])
-    again = jnp.concatenate([slots[1:] == slots[:-1], jnp.zeros(1, bool)])  # the next block writes it anew
+    again = jnp.concatenate([slots[1:] == slots[:-1], jnp.zeros(1, bool)])  # the next block overwrites it
     outside = (keep < 0) | (keep >= num_slots)
     columns = [jnp.where(again, NONE, slots), jnp.where(follows, CARRY, jnp.maximum(source, NONE))]
     return jnp.stack([*columns, jnp.where(outside, NONE, keep)], axis=1).astype(jnp.int32)
@@ -142,7 +143,7 @@ def _orders(slots, source, keep, num_slots):
 
 def _warpgroup(plan: _Plan, layer_g, orders_g, q_g, k_g, taken_g, written_g, mixed_g, gates_g, state_g, out_g, *, q_s,
                k_s, taken_s, written_s, mixed_s, gates_s, orders_s, state_s, out_s, ready, loaded):  # fmt: skip
-    """One head's half through all blocks."""
+    """Run half of one head's state through all blocks."""
     head, half, layer = lax.axis_index("n"), lax.axis_index("half"), layer_g[0]
     m = lax.div(head, _i32(plan.n // plan.m))
     cut = pl.ds(half * TILE, TILE)
@@ -168,7 +169,7 @@ def _warpgroup(plan: _Plan, layer_g, orders_g, q_g, k_g, taken_g, written_g, mix
 
         @pl.when(source >= 0)
         def _():
-            plgpu.wait_smem_to_gmem(0)  # a state that is on its way out may be the one
+            plgpu.wait_smem_to_gmem(0)  # this slot's state may still be on its way to memory
             plgpu.copy_gmem_to_smem(state_g.at[layer, source, head, cut], state_s, loaded)
             plgpu.barrier_wait(loaded)
 

@@ -19,15 +19,15 @@ MAX_GROUP = 4  # value heads of a key head: 8 tiles, as many as a cluster has bl
 GATES = 2 * MAX_ROWS  # decays and betas of a head's rows: 128 bytes, what a bulk copy's target is aligned to
 PIECES = 2  # errors of 2^-18 of an element, so some 1e-6 of a product
 ENOUGH = 250  # blocks: about two for each multiprocessor
-ROOM = 112 * 1024  # bytes of shared memory for a block, of which a multiprocessor has two or three
+ROOM = 112 * 1024  # bytes of shared memory for a block; a multiprocessor runs two or three
 
 
 @dataclass(frozen=True)
 class Division:
-    """How a round is shared out between blocks, and how much of it a block has on its way."""
+    """How a round is shared out between blocks, and how many parts of the state a block has in flight."""
 
     splits: int  # blocks that share a request's key head; one has one tile or whole heads
-    stages: int  # parts of the state that a block has room for
+    stages: int  # parts of the state that a block's shared memory holds
     columns: int = 64  # of a part, which has the rows of a tile: 64, or all 128
 
 
@@ -44,8 +44,8 @@ class Plan:
     division: Division
     pieces: int
     interpreted: bool
-    eps: float | None = None  # of the norm around it, if it is part of this
-    fixed: bool = False  # tokens enter the state one after the other, whichever round they are of
+    eps: float | None = None  # of the norm after it, if that is part of the kernel
+    fixed: bool = False  # tokens enter the state one after the other, whichever round they belong to
 
     @property
     def share(self) -> int:
@@ -54,7 +54,7 @@ class Plan:
 
     @property
     def heads(self) -> int:
-        """Value heads that these are of."""
+        """Value heads that these tiles belong to."""
         return max(self.share // HALVES, 1)
 
     @property
@@ -64,7 +64,7 @@ class Plan:
 
     @property
     def parts(self) -> int:
-        """Of a tile."""
+        """Parts of a tile, each with all its rows and `division.columns` of its columns."""
         return WIDTH // self.division.columns
 
     @property
@@ -74,11 +74,11 @@ class Plan:
 
 
 def division_of(key_heads: int, group: int, t: int, rows: int, dtype, whole: bool = False) -> Division:
-    """For so many key heads of all requests: few blocks with many tiles each, if that is enough, and so many parts on
-    their way that two or three blocks share a multiprocessor.
+    """Choose the division for so many key heads of all requests: few blocks with many tiles each, if those are enough,
+    and as many parts in flight as let two or three blocks share a multiprocessor.
 
-    Then what a key head's blocks have in common is done once, and none waits for the others of its cluster. `whole`: no
-    block has half a value head.
+    With one block a key head, the work that its tiles share is done once, and no block waits for others of a cluster.
+    `whole`: no block has half a value head.
     """
     tiles = group * HALVES
     splits = next((splits for splits in (1, group) if key_heads * splits >= ENOUGH), group if whole else tiles)
@@ -92,17 +92,17 @@ def division_of(key_heads: int, group: int, t: int, rows: int, dtype, whole: boo
 
 
 def _beside(plan: Plan) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """Shapes and dtypes of what is in shared memory beside the state."""
+    """Shapes and dtypes of the arrays in shared memory beside the state."""
     mine = plan.heads, plan.width
     return dict(
         rows_s=((plan.both, WIDTH), jnp.bfloat16),  # new keys, then queries
-        kq_s=((plan.both, WIDTH), jnp.bfloat16),  # the same, as the tensor cores want it
+        kq_s=((plan.both, WIDTH), jnp.bfloat16),  # a copy of them in the tensor cores' layout
         keys_s=((plan.rows, WIDTH), jnp.bfloat16),
         among_s=((plan.t, plan.both), jnp.float32),
-        updates_s=((plan.rows, *mine), jnp.float32),  # then the new ones
+        updates_s=((plan.rows, *mine), jnp.float32),  # then the new rows' updates
         decays_s=((plan.heads, GATES), jnp.float32),
         gates_s=((plan.heads, GATES), jnp.float32),
-        values_s=((plan.t, *mine), jnp.bfloat16),  # then what the rows read
+        values_s=((plan.t, *mine), jnp.bfloat16),  # then the rows' results
     )
 
 

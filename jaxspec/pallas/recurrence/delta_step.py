@@ -91,14 +91,14 @@ def delta_step(
     filled: int | None = None,
     fixed: bool = False,
 ) -> tuple[Float[Array, "b r n v"], tuple[Array, Array, Array, Array]]:
-    """`gated_delta.step` on the arrays of a pool; returns what the rows read, in bfloat16, and those arrays anew.
+    """Run `gated_delta.step` on the arrays of a pool; returns what the rows read, in bfloat16, and the updated arrays.
 
     `q`, `k`, `v` and `keys` are bfloat16, the rest float32, but for `state`, which may be bfloat16. `interpret`: as in
-    `plgpu.kernel`. `division`: by default, what keeps all multiprocessors busy. `filled`: as in `gated_delta.step`;
-    nothing is written to the rows from t on. `gates` are decay and beta; or none, if there is `around`, with the `eps`
-    of its norm: then the results are normed and gated (`delta_around`). `fixed`: the bits of a row's results, and of
-    its update of the state, depend on the rows before it alone, not on what round they were of. A state in bfloat16 is
-    then rounded after each of them.
+    `plgpu.kernel`. `division`: by default, the one that keeps all multiprocessors busy. `filled`: as in
+    `gated_delta.step`; nothing is written to the padding rows from t on. `gates` are decay and beta; or none, if there
+    is `around`, with the `eps` of its norm: then the results are normed and gated (`delta_around`). `fixed`: the bits
+    of a row's results, and of its update of the state, depend on the rows before it alone, not on how they were divided
+    into rounds. A state in bfloat16 is then rounded after each of them.
 
     **Raises:** `ValueError` if `supported` has a reason against it.
     """
@@ -143,7 +143,7 @@ def _step(pool, layer, slots, replay, q, k, v, gates, *, eps, interpret, divisio
         cluster=(division.splits,),
         cluster_names=("split",),
         scratch_types=scratch_of(plan),
-        # Safe here: what one thread writes and another reads is committed in between, written out below.
+        # Safe here: a thread's writes are committed before another thread reads them, written out below.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
         interpret=interpret,
     )(layer.reshape(1), slots, replay, q, k, v, *gates, *refs)
@@ -165,10 +165,10 @@ class _Shared(NamedTuple):
 
 @dataclass(frozen=True)
 class _Ring:
-    """The parts of a block's state, which come, are changed in place and go back through the stages of `state_s`."""
+    """A block's parts of the state: loaded into the stages of `state_s`, changed in place there, and written back."""
 
     plan: Plan
-    place: Callable  # of a part, in the pool
+    place: Callable  # gives a part's reference in the pool
     state_s: Any
     ready: Any
 
@@ -190,7 +190,7 @@ class _Ring:
         plgpu.copy_smem_to_gmem(self.state_s.at[self.stage(part)], self.place(part))
         parts = self.plan.share * self.plan.parts
         if self.stages < parts:
-            behind = min(1, self.stages - 1)  # parts whose write may still be under way when a place is filled anew
+            behind = min(1, self.stages - 1)  # parts whose write may still be under way when a stage is refilled
             plgpu.wait_smem_to_gmem(behind, wait_read_only=True)
             coming = part + self.stages - behind
             pl.when((part >= behind) & (coming < parts))(partial(self.fetch, coming))
@@ -198,14 +198,14 @@ class _Ring:
 
 def _block(plan: Plan, layer_g, slots_g, replay_g, q_g, k_g, v_g, *refs, state_s, brought, shared, ready, read=None,
            **arrays):  # fmt: skip
-    """What one block, of one warpgroup, does."""
+    """Run one block, of one warpgroup: its tiles of one request and key head."""
     *gates_g, state_g, keys_g, updates_g, decays_g, out_g = refs
     b, m, split = (lax.axis_index(name) for name in ("b", "m", "split"))
     layer, slot, replay, own = layer_g[0], slots_g[b], replay_g[b], _Shared(**arrays)
     t = plan.t
     first = split * plan.share  # of the key head's tiles
     head = m * plan.group + lax.div(first, _i32(HALVES))
-    # The value heads that the block has something of, and which of their rows.
+    # The block's value heads, and which of their rows it has.
     heads, width = pl.ds(head, plan.heads), decays_g.shape[3]
     rows = pl.ds(lax.rem(first, _i32(HALVES)) * TILE if plan.share == 1 else 0, plan.width)
     ring = _Ring(plan, partial(_part_of, plan, state_g, layer, slot, m, first), state_s, ready)
@@ -277,22 +277,22 @@ def _tile(plan: Plan, ring: _Ring, replay: Any, own: _Shared, i: Any, carry: Non
 
 
 def _write_records(plan: Plan, split, first, made, records):
-    """The new rows' keys, updates and decays, which no other block of the cluster reads any more, into the records."""
+    """Write the new rows' keys, updates and decays to the records, which no other block of the cluster still reads."""
     (keys_s, updates_s, gates_s), (keys_g, updates_g, decays_g) = made, records
     plgpu.copy_smem_to_gmem(updates_s, updates_g)
-    # Of two blocks with half a head, one.
+    # One of the two blocks that have half a head each.
     pl.when(lax.rem(first, _i32(HALVES)) == 0)(lambda: _write_decays(plan, gates_s, decays_g))
     pl.when(split == 0)(lambda: plgpu.copy_smem_to_gmem(keys_s, keys_g))
 
 
 def _write_decays(plan: Plan, gates_s, decays_g):
-    """The decays of each head of the block into its records."""
+    """Write the decays of each of the block's heads to its records."""
     for h in range(plan.heads):
         plgpu.copy_smem_to_gmem(gates_s.at[h, pl.ds(0, decays_g[h].shape[0])], decays_g[h])
 
 
 def _part_of(plan: Plan, state_g, layer, slot, m, first, part):
-    """Where a part of the state is, of the block whose tiles of the key head begin at `first`."""
+    """The reference to a part of the state, of the block whose tiles of the key head begin at `first`."""
     tile, across = first + lax.div(part, _i32(plan.parts)), lax.rem(part, _i32(plan.parts))
     head, half = m * plan.group + lax.div(tile, _i32(HALVES)), lax.rem(tile, _i32(HALVES))
     columns = plan.division.columns
@@ -307,9 +307,9 @@ def _lanes():
 
 
 def _load_gates(plan: Plan, gates_g, b, head):
-    """The decay and the beta of each row of each of the block's value heads, by head and row.
+    """Load the decay and the beta of each row of each of the block's value heads, by head and row.
 
-    All are asked for before the first is needed. No copy could bring them: a head's are apart by a row of heads.
+    All loads are issued before the first is needed. A bulk copy can't do it: a head's numbers lie a row of heads apart.
     """
     each = [(h, t) for h in range(plan.heads) for t in range(plan.t)]
     if plan.eps is not None:
@@ -325,14 +325,14 @@ def _write_gates(plan: Plan, gates, gates_s, width):
         gates_s[h, t] = decay
         gates_s[h, MAX_ROWS + t] = beta
     for h in range(plan.heads):
-        for t in range(plan.t, width):  # what the pool keeps beside them
+        for t in range(plan.t, width):  # the pool's columns after the last row's
             gates_s[h, t] = jnp.float32(1)
 
 
 def _write_products(plan: Plan, rows_s, kq_s, among_s):
     """Put each new key's products with all new keys and queries into a row of `among_s`, and all of these into `kq_s`.
 
-    Their rows make up eights with some that nobody has written; what comes of those isn't looked at.
+    Their rows are rounded up to a multiple of eight. The padding is uninitialised, and its products are never read.
     """
     layout, shape = _lanes(), (plan.both, WIDTH)
     rows = plgpu.load(rows_s, layout=layout, optimized=False)
@@ -346,7 +346,7 @@ def _write_products(plan: Plan, rows_s, kq_s, among_s):
 
 
 def _replayed(columns: int, replay, state_s, keys_s, updates_s, decays_s):
-    """A part of the state with the accepted records in it, float32, in registers."""
+    """Replay the accepted records into a part of the state; float32, in registers."""
     layout, shape = plgpu.Layout.WGMMA, (TILE, columns)
     total = lax.fori_loop(_i32(0), replay, lambda i, total: total * decays_s[i], jnp.float32(1))
 
@@ -363,13 +363,13 @@ def _replayed(columns: int, replay, state_s, keys_s, updates_s, decays_s):
 
 
 def _values(plan: Plan, values_s):
-    """Each row's values of a tile's rows, in registers before what the rows read takes their place."""
+    """Load each row's values of a tile into registers, before the rows' results overwrite them."""
     rows_only = plgpu.Layout.WGMMA.reduce(1)
     return [plgpu.load(values_s.at[t], layout=rows_only, optimized=False).astype(jnp.float32) for t in range(plan.t)]
 
 
 def _run_rows(plan: Plan, products, values, among_s, gates_s):
-    """From the products of the state before the rows to the rows' updates and what they read."""
+    """Compute the rows' updates and what they read, from the products of the state before them."""
     column = plgpu.broadcasted_iota(jnp.int32, products.shape, 1, layout=plgpu.Layout.WGMMA)
     take = lambda j: jnp.where(column == j, products, 0.0).sum(axis=1)  # noqa: E731
     decay = [gates_s[t] for t in range(plan.t)]

@@ -5,8 +5,8 @@ replayed:
 
     u = beta (v - alpha (S k));  S <- alpha S + u k^T;  out = S q
 
-So the state behind a token, and what the token reads, follow from the tokens before it alone. `delta_step` sums rows of
-a round together, on tensor cores; here a warpgroup has 64 rows of a state in its registers, and multiplies there.
+So the state after a token, and what the token reads, depend on the tokens before it alone. `delta_step` sums rows of a
+round together, on tensor cores; here a warpgroup has 64 rows of a state in its registers, and multiplies there.
 
 Invariant: `one` is the only place where a token enters a state.
 """
@@ -24,13 +24,13 @@ _i32 = jnp.int32
 
 
 def one(state: Any, decay: Any, update: Any, key: Any, dtype: Any) -> Any:
-    """The state behind a token, float32, rounded as `dtype` if that is narrower."""
+    """The state after a token, float32, rounded as `dtype` if that is narrower."""
     state = state * decay + _down(update, state.shape) * _across(key, state.shape)
     return state if dtype == jnp.float32 else state.astype(dtype).astype(jnp.float32)
 
 
 def replayed(columns: int, replay: Any, state_s: Any, keys_s: Any, updates_s: Any, decays_s: Any) -> Any:
-    """A part of the state, which has all columns, with the accepted records in it, float32, in registers."""
+    """Replay the accepted records into a part of the state with all columns; float32, in registers."""
 
     def record(i, state):
         update = plgpu.load(updates_s.at[i], layout=LAYOUT.reduce(1), optimized=False)
@@ -41,8 +41,8 @@ def replayed(columns: int, replay: Any, state_s: Any, keys_s: Any, updates_s: An
 
 
 def run_rows(state: Any, values: list[Any], rows_s: Any, gates: list[tuple[Any, Any]], dtype: Any) -> tuple[list, list]:
-    """The updates of each row and what it reads, by the state before all of them. `rows_s`: their keys, then queries;
-    `gates`: the decay and the beta of each."""
+    """Each row's update and what it reads, from the state before all of them. `rows_s`: their keys, then queries;
+    `gates`: the decay and the beta of each row."""
     updates, outs = [], []
     for t, (value, (decay, beta)) in enumerate(zip(values, gates, strict=True)):
         key, query = _row(rows_s.at[t]), _row(rows_s.at[len(values) + t])

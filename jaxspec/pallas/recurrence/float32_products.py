@@ -12,8 +12,9 @@ def product(x, operands, *, pieces: int, interpreted: bool):
     """x @ sum(operands) for x f32[64, k] in registers, laid out as `WGMMA`, and operands bf16[k, n] in shared memory.
 
     x is cut into `pieces`. The operands are pieces of one matrix, largest first; products of pieces that are as small
-    as what has been cut off are left out. `interpreted`: the interpreter's matmul takes no left operand in registers,
-    so there it is done by `lax.dot_general`. No element of x may be known when compiling: see `delta_within`.
+    as the rest of x after its pieces are left out. `interpreted`: the interpreter's matmul takes no left operand in
+    registers, so there it is done by `lax.dot_general`. No element of x may be known when compiling: see
+    `delta_within`.
     """
     terms = []
 
@@ -35,7 +36,7 @@ def product(x, operands, *, pieces: int, interpreted: bool):
     def run(acc):
         def multiply(piece, operand):
             plgpu.wgmma(acc, piece, operand)
-            plgpu.wgmma_wait(0)  # for the piece's registers: with fewer of them, more blocks share a processor
+            plgpu.wgmma_wait(0)  # frees the piece's registers: with fewer, more blocks share a multiprocessor
 
         cut(multiply, x)
         return acc[...]

@@ -17,6 +17,7 @@ round or a block of a prompt, so the division of a prompt into programs doesn't 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,8 +26,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.pallas import portable
-from jaxspec.pallas.hopper import chosen, tell
+from jaxspec.pallas.operation import ANY, HOPPER, PORTABLE, Implementation, choose, nothing
 from jaxspec.pallas.portable import delta as portable_delta
 from jaxspec.pallas.recurrence.delta_chunk import delta_chunk
 from jaxspec.pallas.recurrence.delta_chunk import supported as delta_chunk_fits
@@ -34,7 +34,7 @@ from jaxspec.pallas.recurrence.delta_step import delta_step
 from jaxspec.pallas.recurrence.delta_step import supported as delta_step_fits
 from jaxspec.pallas.recurrence.gates_and_norm import Around
 
-NORMED_REQUESTS = 8  # whose gates and norm are part of the kernel
+NORMED_REQUESTS = 8  # at most, for gates and norm to be part of the kernel
 
 _einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
@@ -44,7 +44,7 @@ class DeltaPool:
     """The states of all layers and slots, and each slot's records of its last round.
 
     Axes: l layers, r slots, q rows that a round verifies at most, m key heads, n value heads, k and v their widths; key
-    head i serves the value heads i n/m to (i + 1) n/m - 1. w is q, rounded up to what a bulk copy can take.
+    head i serves the value heads i n/m to (i + 1) n/m - 1. w is q rounded up to a multiple of 4, for bulk copies.
     """
 
     state: Float[Array, "l r n v k"]
@@ -105,35 +105,61 @@ def step(
     beta: Float[Array, "b t n"],
     filled: int | None = None,
 ) -> tuple[Float[Array, "b r n v"], DeltaPool]:
-    """Run t new rows of each slot: those of a round, of which some will be accepted.
+    """Run t new rows of each slot: a round's rows, some of which will be accepted.
 
     The first `replay[r]` records of slot `slots[r]` enter its state, which is written; the new rows go on from there,
-    and their records take the place of the old ones. `q` and `k` are L2-normalised, q scaled too; both are taken in the
-    dtype of the pool's keys. `decay` is alpha, in (0, 1]. A slot may be named twice only if nobody reads it.
+    and their records replace the old ones. `q` and `k` are L2-normalised, q scaled too; both are taken in the dtype of
+    the pool's keys. `decay` is alpha, in (0, 1]. A slot may be named twice only if nothing reads it.
 
-    Returns what the rows read, in v's dtype, r = `filled` rows a request if that is given: those from t on hold
-    anything. **Raises:** `ValueError` for more rows than there are records.
+    Returns what the rows read, in v's dtype: r = t rows a request, or `filled` of them; rows from t on are padding and
+    may hold anything. **Raises:** `ValueError` for more rows than there are records.
     """
     t, rows = q.shape[1], pool.keys.shape[2]
     if t > rows:
         raise ValueError(f"a step of {t} rows in a pool with records of {rows}; make the pool with rows={t} or more")
     q, k = q.astype(pool.keys.dtype), k.astype(pool.keys.dtype)
-    fits = delta_step_fits(q.shape, v.shape, rows, pool.state.dtype, q.dtype, v.dtype)
-    if fits is not None:
-        tell("delta_step", fits)
-    arrays = pool.state, pool.keys, pool.updates, pool.decay
-    if not chosen(fits):
-        fits = portable_delta.supported(q.shape, v.shape, pool.state.dtype, q.dtype, v.dtype)
-        if fits is not None:
-            portable.tell("delta_step", fits)
-        if portable.chosen(fits):
-            out, arrays = portable_delta.step(*arrays, layer, slots, replay, q, k, v, decay, beta)
-            pool = DeltaPool(*arrays)
-        else:
-            out, pool = reference_step(pool, layer, slots, replay, q, k, v, decay, beta)
-        return jnp.pad(out, ((0, 0), (0, (filled or t) - t), (0, 0), (0, 0))), pool
-    out, arrays = delta_step(*arrays, layer, slots, replay, q, k, v, decay, beta, filled=filled)
+    call = pool, layer, slots, replay, q, k, v, decay, beta, filled
+    return choose("delta_step", RECURRENCE_STEP, *call).run(*call)
+
+
+def _step_refuses(pool, layer, slots, replay, q, k, v, *_) -> str | None:
+    return delta_step_fits(q.shape, v.shape, pool.keys.shape[2], pool.state.dtype, q.dtype, v.dtype)
+
+
+def _step(pool, layer, slots, replay, q, k, v, decay, beta, filled) -> tuple[Array, DeltaPool]:
+    out, arrays = delta_step(*_arrays(pool), layer, slots, replay, q, k, v, decay, beta, filled=filled)
     return out, DeltaPool(*arrays)
+
+
+def _portable_step_refuses(pool, layer, slots, replay, q, k, v, *_) -> str | None:
+    return portable_delta.supported(q.shape, v.shape, pool.state.dtype, q.dtype, v.dtype)
+
+
+def _portable_step(pool, layer, slots, replay, q, k, v, decay, beta, filled) -> tuple[Array, DeltaPool]:
+    out, arrays = portable_delta.step(*_arrays(pool), layer, slots, replay, q, k, v, decay, beta)
+    return _with_padding(out, filled), DeltaPool(*arrays)
+
+
+def _reference_step(*call) -> tuple[Array, DeltaPool]:
+    *operands, filled = call
+    out, pool = reference_step(*operands)
+    return _with_padding(out, filled), pool
+
+
+def _with_padding(out: Array, filled: int | None) -> Array:
+    t = out.shape[1]
+    return jnp.pad(out, ((0, 0), (0, (filled or t) - t), (0, 0), (0, 0)))
+
+
+def _arrays(pool: DeltaPool) -> tuple[Array, Array, Array, Array]:
+    return pool.state, pool.keys, pool.updates, pool.decay
+
+
+RECURRENCE_STEP = (
+    Implementation("delta_step", HOPPER, _step_refuses, _step),
+    Implementation("portable", PORTABLE, _portable_step_refuses, _portable_step),
+    Implementation("reference", ANY, nothing, _reference_step, slow=True),
+)
 
 
 def normed_step(
@@ -148,17 +174,16 @@ def normed_step(
     eps: float,
     fixed: bool = False,
 ) -> tuple[Float[Array, "b r n v"], DeltaPool]:
-    """`step` by the kernel, with what a layer does around it (`delta_around`): gates before, and a norm of this `eps`
-    after it. The result has as many rows a request as `around` has. `fixed`: as in `delta_step`, for any number of
-    requests.
+    """Run `step` by the kernel, with the gates before it and a norm of this `eps` after it (`delta_around`).
+
+    The result has as many rows a request as `around` has. `fixed`: as in `delta_step`, for any number of requests.
 
     **Raises:** `ValueError` if `unnormed` has a reason.
     """
     if reason := unnormed(pool, (1, *q.shape[1:]) if fixed else q.shape, v.shape, q.dtype, v.dtype):
         raise ValueError(f"delta_step doesn't support {reason}")
-    arrays, filled = (pool.state, pool.keys, pool.updates, pool.decay), around.rows.shape[1]
-    named = dict(around=around, eps=eps, filled=filled, fixed=fixed)
-    out, arrays = delta_step(*arrays, layer, slots, replay, q, k, v, **named)
+    named = dict(around=around, eps=eps, filled=around.rows.shape[1], fixed=fixed)
+    out, arrays = delta_step(*_arrays(pool), layer, slots, replay, q, k, v, **named)
     return out, DeltaPool(*arrays)
 
 
@@ -199,23 +224,20 @@ def chunk(
     decay: Float[Array, "b t n"],
     beta: Float[Array, "b t n"],
 ) -> tuple[Float[Array, "b t n v"], DeltaPool]:
-    """Run blocks of t prompt tokens, one after the other, of which the first `count[r]` of block r are valid.
+    """Run blocks of t prompt tokens, one after the other; the first `count[r]` tokens of block r are valid.
 
     Block r starts from the state of slot `source[r]`, or from zero if that is negative, as earlier blocks left it; a
     later block of the same request names its own slot. It writes slot `slots[r]`, and slot `keep[r]` the same, unless
-    that is out of range. Sources must have no records to replay, and no slot has any afterwards: the next `step` of
-    what was written must be called with `replay` 0. Operands and result are as in `step`, though what rows that aren't
-    valid read has no meaning.
+    that is out of range. Sources must have no records to replay, and no slot has any afterwards: the next `step` of a
+    written slot must be called with `replay` 0. Operands and result are as in `step`; results of padding rows have no
+    meaning.
     """
     q, k = q.astype(pool.keys.dtype), k.astype(pool.keys.dtype)
     valid = (jnp.arange(q.shape[1]) < count[:, None])[..., None]
     logs, beta = jnp.where(valid, _logs(decay), 0), jnp.where(valid, beta, 0).astype(jnp.float32)
     operands = q, k, v, jnp.cumsum(logs, axis=1).swapaxes(1, 2), beta.swapaxes(1, 2)
-    fits = delta_chunk_fits(q.shape, v.shape, pool.state.dtype, q.dtype, v.dtype)
-    if fits is not None:
-        tell("delta_chunk", fits)
-    run = delta_chunk if chosen(fits) else reference_chunk
-    out, state = run(pool.state, layer, slots, source, keep, *operands)
+    call = pool.state, layer, slots, source, keep, *operands
+    out, state = choose("delta_chunk", RECURRENCE_CHUNK, *call).run(*call)
     return out.astype(v.dtype), pool.replace(state=state)
 
 
@@ -230,23 +252,23 @@ def reference_chunk(
     v: Float[Array, "b t n v"],
     logs: Float[Array, "b n t"],
     beta: Float[Array, "b n t"],
+    scan: Callable[..., tuple[Array, Array]] | None = None,
 ) -> tuple[Float[Array, "b t n v"], Float[Array, "l r n v k"]]:
-    """`delta_chunk` in plain jnp, for any shapes and dtypes. `logs` are running sums of the decays' logarithms."""
+    """`delta_chunk` in plain jnp, for any shapes and dtypes. `logs` are running sums of the decays' logarithms. `scan`:
+    in place of `reference_scan`."""
     # Within a block, u is what the tokens write less what the state before the block makes of their keys, and both are
     # known for all blocks at once (the WY form of https://arxiv.org/abs/2412.06464, section 3.3).
     corrected, mixed, total, left = _within(q, k, logs, beta)
-    dtype, group = q.dtype, states.shape[2] // q.shape[2]
+    group = states.shape[2] // q.shape[2]
     q, k = (jnp.repeat(jnp.moveaxis(x.astype(jnp.float32), 1, 2), group, axis=1) for x in (q, k))
     taken = _einsum("bnti,bnik->bntk", corrected * total[:, :, None], k)
     written = _einsum("bnti,binv->bntv", corrected, v.astype(jnp.float32))
-    # Of what is left to do in order, S <- S carry + write, only one product a head and block depends on S.
+    # Blocks that follow one another need S <- S carry + write: one product a head and block that depends on S.
     kept = left[..., None] * k
     carry = total[..., -1, None, None] * jnp.eye(k.shape[3]) - _einsum("bntj,bntk->bnjk", taken, kept)
     write = _einsum("bntv,bntk->bnvk", written, kept)
 
-    fits = portable_delta.scan_supported(states, dtype)
-    run = portable_delta.scan if portable.chosen(fits) else reference_scan
-    states, before = run(states, layer, slots, source, keep, carry, write)
+    states, before = (scan or reference_scan)(states, layer, slots, source, keep, carry, write)
     updates = written - _einsum("bnvk,bntk->bntv", before, taken)
     out = _einsum("bnvk,bntk->bntv", before, q) * total[..., None] + _einsum("bnti,bniv->bntv", mixed, updates)
     return out.swapaxes(1, 2), states
@@ -265,6 +287,26 @@ def reference_scan(states, layer, slots, source, keep, carry, write) -> tuple[Ar
     return jax.lax.scan(block, states, (slots, source, keep, carry, write))
 
 
+def _chunk_refuses(states, layer, slots, source, keep, q, k, v, *_) -> str | None:
+    return delta_chunk_fits(q.shape, v.shape, states.dtype, q.dtype, v.dtype)
+
+
+def _portable_chunk_refuses(states, layer, slots, source, keep, q, *_) -> str | None:
+    return portable_delta.scan_supported(states, q.dtype)
+
+
+RECURRENCE_CHUNK = (
+    Implementation("delta_chunk", HOPPER, _chunk_refuses, lambda *call: delta_chunk(*call)),
+    Implementation(
+        "portable_scan",
+        PORTABLE,
+        _portable_chunk_refuses,
+        lambda *call: reference_chunk(*call, scan=portable_delta.scan),
+    ),
+    Implementation("reference", ANY, nothing, reference_chunk, slow=True),
+)
+
+
 def _replayed(pool: DeltaPool, layer, slots, replay) -> Float[Array, "b n v k"]:
     """The states of `slots` with the accepted records in them."""
     state, keys = pool.state[layer, slots].astype(jnp.float32), pool.keys[layer, slots].astype(jnp.float32)
@@ -273,7 +315,7 @@ def _replayed(pool: DeltaPool, layer, slots, replay) -> Float[Array, "b n v k"]:
     logs = jnp.where(accepted[:, None], _logs(pool.decay[layer, slots, :, :rows]), 0)
     later = jnp.exp(logs.sum(-1, keepdims=True) - jnp.cumsum(logs, -1))
     updates = jnp.where(accepted[..., None, None], pool.updates[layer, slots], 0) * later.swapaxes(1, 2)[..., None]
-    keys = jnp.where(accepted[..., None, None], keys, 0)  # in float16, another's may have overflowed, and be NaN
+    keys = jnp.where(accepted[..., None, None], keys, 0)  # others' may have overflowed in float16, and be NaN
     added = _einsum("btnv,btnk->bnvk", updates, jnp.repeat(keys, group, axis=2))
     return state * jnp.exp(logs.sum(-1))[..., None, None] + added
 
@@ -283,10 +325,10 @@ def _within(
 ) -> tuple[Array, Array, Array, Array]:
     """How t rows that follow one another act on one another, whatever the state before them.
 
-    With S the state before and V the rows' values: their updates are U = corrected (V - total S k), and what they read
-    is total S q + mixed U. `total[t]` is what is left at row t of the state before, `left[i]` at the end of row i's
-    update. `corrected` and `mixed` are [b, n, t, t], `total` and `left` [b, n, t]. `logs` are running sums of the
-    decays' logarithms.
+    With S the state before and V the rows' values: their updates are U = corrected (V - total S k), and they read
+    total S q + mixed U. `total[t]` is the factor by which the state before has decayed at row t, `left[i]` the one of
+    row i's update at the end. `corrected` and `mixed` are [b, n, t, t], `total` and `left` [b, n, t]. `logs` are
+    running sums of the decays' logarithms.
     """
     t, group = logs.shape[-1], logs.shape[1] // k.shape[2]
     past = jnp.tril(jnp.ones((t, t), bool))

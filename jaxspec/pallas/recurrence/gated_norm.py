@@ -1,7 +1,7 @@
 """The norm and the gate behind gated delta-rule attention of prompts, on Hopper: norm(read) silu(z), a head at a time.
 
-What `delta_step` does behind its rule (`delta_around`), as a kernel of its own: a row's bits don't depend on how many
-rows there are. A warpgroup takes `ROWS` rows of a head, each in the lanes of one warp.
+The norm that `delta_step` has after its rule (`delta_around`), as a kernel of its own: a row's bits don't depend on how
+many rows there are. A warpgroup takes `ROWS` rows of a head, each in the lanes of one warp.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ def gated_norm(
     eps: float,
     interpret: Any = False,
 ) -> Float[Array, "b t n v"]:
-    """Both in bfloat16. `rows` end in z, a head after the other. `t` is a multiple of `ROWS`, heads are 128 wide."""
+    """Compute norm(read) silu(z) of each head, all in bfloat16.
+
+    `rows` end in z, one head after the other. `t` is a multiple of `ROWS`, heads are 128 wide.
+    """
     shape = read.shape
     read, rows = read.reshape(-1, ROWS, *shape[2:]), rows.reshape(-1, ROWS, rows.shape[2])
     out = plgpu.kernel(

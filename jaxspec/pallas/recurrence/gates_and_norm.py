@@ -1,8 +1,8 @@
-"""What a layer of gated delta-rule attention does around its rule, inside `delta_step`: gates before, norm after.
+"""Gates before the gated delta rule and the norm after it, computed inside `delta_step`.
 
     beta = sigmoid(b);  alpha = exp(-exp(decay_log) softplus(a + decay_bias));  out = norm(read) silu(z)
 
-XLA makes three or four kernels of this, each of which takes as long as it takes to start.
+XLA makes three or four kernels of this, each of which takes little longer than its launch.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ _f32 = jnp.float32
 
 
 class Around(NamedTuple):
-    """For t rows of n heads: each head's b, then each one's a, float32, and maybe columns of zeros; the weights of its
-    decay, float32; rows that end in z, a head after the other; and the scale of the norm."""
+    """Operands of the gates and of the norm, for rows of n heads.
+
+    `ba`: each head's b, then each head's a, float32, and maybe columns of zeros. `decay_log` and `decay_bias`: float32.
+    `rows` end in z, one head after the other. `scale`: of the norm.
+    """
 
     ba: Float[Array, "b r w2"]
     decay_log: Float[Array, " n"]
@@ -34,7 +37,7 @@ class Around(NamedTuple):
 
 
 def plain(around: Around, t: int) -> tuple[Float[Array, "b t n"], Float[Array, "b t n"], Float[Array, "b r nv"]]:
-    """Decays, betas and silu(z) in plain jnp, all float32: what the kernel is held to."""
+    """Decays, betas and silu(z) in plain jnp, all float32: the kernel's reference."""
     heads = len(around.decay_log)
     beta, a, _ = jnp.split(around.ba[:, :t], (heads, 2 * heads), axis=-1)
     softplus = jnp.logaddexp(a + around.decay_bias, 0.0)
@@ -52,7 +55,7 @@ def gates(ba_g: Any, log_g: Any, bias_g: Any, t: Any, head: Any) -> tuple[Any, A
 
 
 def _layout(rows: int) -> Any:
-    """Of so many rows, one in each warp, or the same in all."""
+    """Registers of [rows, WIDTH]: each warp has one of every four rows, or all rows if they are no multiple of four."""
     if rows % WARPS == 0:
         return plgpu.Layout.TILED(plgpu.Tiling(((WARPS, WIDTH), (4,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
     return plgpu.Layout.TILED(
@@ -61,7 +64,7 @@ def _layout(rows: int) -> Any:
 
 
 def load_z(around_g: Any, b: Any, t: int, heads: int, head: Any, of: int) -> tuple[list[Any], Any]:
-    """z of t rows of request b for each of so many heads from `head` on, `of` all; and the norm's scale."""
+    """Load z [t, WIDTH] of request b for `heads` heads from `head` on, `of` in all; and the norm's scale, float32."""
     *_, rows_g, scale_g = around_g
     layout, load, rows_g = _layout(t), partial(plgpu.load, optimized=False), rows_g.at[b]
     begin = rows_g.shape[1] - of * WIDTH
@@ -70,7 +73,7 @@ def load_z(around_g: Any, b: Any, t: int, heads: int, head: Any, of: int) -> tup
 
 
 def write_normed(values_s: Any, out_g: Any, z: list[Any], scale: Any, head: Any, eps: float) -> None:
-    """norm(read) silu(z) of each head, from shared memory to memory."""
+    """Write norm(read) silu(z) of each head to `out_g`, from `head` on; `values_s` [t, heads, WIDTH] was read."""
     t = values_s.shape[0]
     for h, gate in enumerate(z):
         read = plgpu.load(values_s.at[:, h], layout=_layout(t), optimized=False).astype(_f32)

@@ -40,7 +40,7 @@ def delta_within(
     *,
     interpret: Any = False,
 ) -> tuple[Float[Array, "b n p t k"], Float[Array, "b n v t"], Float[Array, "b n i t"]]:
-    """`taken` as two pieces of bfloat16, `written` transposed, float32, and `mixed` transposed, bfloat16.
+    """Compute `taken` as two pieces of bfloat16, `written` transposed, float32, and `mixed` transposed, bfloat16.
 
     `q`, `k` and `v` are bfloat16, of shapes that `delta_chunk` supports; `logs` are running sums of the decays'
     logarithms, float32 as `beta`.
@@ -70,7 +70,7 @@ def delta_within(
             mixed_s=plgpu.SMEM(tile, jnp.bfloat16),
             ready=plgpu.Barrier(num_arrivals=5),
         ),
-        # Safe here: what one thread writes and another reads is committed in between, written out below.
+        # Safe here: a thread's writes are committed before another thread reads them, written out below.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
         interpret=interpret,
     )(q, k, v, jnp.stack([logs, beta], axis=2))
@@ -78,7 +78,7 @@ def delta_within(
 
 def _warpgroup(group: int, interpreted: bool, q_g, k_g, v_g, gates_g, taken_g, written_g, mixed_g, *, q_s, k_s, v_s,
                row_gates_s, column_gates_s, right_s, written_s, mixed_s, ready):  # fmt: skip
-    """One block and value head."""
+    """Run one block of tokens and one value head."""
     b, head = lax.axis_index("b"), lax.axis_index("n")
     m = lax.div(head, _i32(group))
     plgpu.copy_gmem_to_smem(k_g.at[b, :, m], k_s, ready)
@@ -99,7 +99,7 @@ def _warpgroup(group: int, interpreted: bool, q_g, k_g, v_g, gates_g, taken_g, w
     row, column = (plgpu.broadcasted_iota(jnp.int32, tile, axis, layout=layout) for axis in (0, 1))
     difference = along(0, 0) - along(1, 0)
 
-    # Transposed, as it is wanted: [i, t].
+    # Transposed, as `delta_chunk` reads it: [i, t].
     spans = jnp.exp(jnp.where(row <= column, -difference, -jnp.inf))
     mixed_s[...] = (_from_shared(k_s, q_s.transpose((1, 0))) * spans).astype(jnp.bfloat16)
 
@@ -109,7 +109,7 @@ def _warpgroup(group: int, interpreted: bool, q_g, k_g, v_g, gates_g, taken_g, w
 
     corrected = inverse * along(1, 1)
     taken = product(corrected * jnp.exp(along(1, 0)), [k_s], pieces=PIECES, interpreted=interpreted)
-    _write_pieces(taken, (q_s, k_s))  # in place of what nobody needs any more, so that two blocks share a processor
+    _write_pieces(taken, (q_s, k_s))  # over operands that are done with, so that two blocks share a multiprocessor
     _write_pieces(corrected, (right_s.at[0], right_s.at[1]))
     for half in range(2):
         values = v_s.at[:, pl.ds(half * BLOCK, BLOCK)].transpose((1, 0))
@@ -129,7 +129,7 @@ def _unit_lower_inverse(lower, row, column, right_s, interpreted: bool):
     half = lambda x, size: lax.div(x, _i32(size))  # noqa: E731
 
     def between(size):
-        """What of `lower` is between the halves of its diagonal blocks of 2 `size`.
+        """The part of `lower` between the halves of its diagonal blocks of 2 `size`; zero elsewhere.
 
         Multiplied, not selected: some registers would be zero whatever the thread, and ptxas (seen in 13.5) sets a left
         operand's constant registers after the matmul that reads them.
@@ -149,7 +149,7 @@ def _unit_lower_inverse(lower, row, column, right_s, interpreted: bool):
 
 
 def _write_pieces(x, targets):
-    """Put the pieces of x into shared memory, once all warps are done with what was there, for all to see."""
+    """Write the pieces of x to shared memory once all warps have read what was there, and make them visible to all."""
     plgpu.commit_smem()
     for target in targets:
         piece = x.astype(jnp.bfloat16)

@@ -1,7 +1,7 @@
-"""Gated delta-rule attention one token after the other, in plain jnp: that of `--deterministic` on a CPU.
+"""Gated delta-rule attention one token after the other, in plain jnp: `--deterministic` runs it on a CPU.
 
-Records that are replayed, the rows of a round and the tokens of a prompt go through one loop, whose body is the same
-whatever their number: so the state behind a token has the same bits however the tokens before it came.
+Replayed records, the rows of a round and the tokens of a prompt go through one loop, whose body is the same for any
+number of them. So the state after a token has the same bits however the tokens before it were divided.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxspec.pallas.sliced_rows import sliced
 
 
 class Tokens(NamedTuple):
-    """Tokens in order. Of a `known` one the update is given, of others made. Those that aren't `valid` are skipped."""
+    """Tokens in order. A `known` token's update is given, others' are computed. Only `valid` tokens enter the state."""
 
     valid: Bool[Array, " t"]
     known: Bool[Array, " t"]
@@ -40,7 +40,7 @@ def step(
     decay: Float[Array, "b t n"],
     beta: Float[Array, "b t n"],
 ) -> tuple[Float[Array, "b t n v"], DeltaPool]:
-    """As `gated_delta.step`."""
+    """Run t new rows of each slot, after its accepted records, as `gated_delta.step` does."""
     t, rows = q.shape[1], pool.keys.shape[2]
     q, k = q.astype(pool.keys.dtype), k.astype(pool.keys.dtype)
 
@@ -80,7 +80,7 @@ def chunk(
     decay: Float[Array, "b t n"],
     beta: Float[Array, "b t n"],
 ) -> tuple[Float[Array, "b t n v"], DeltaPool]:
-    """As `gated_delta.chunk`."""
+    """Run blocks of t prompt tokens, one after the other, as `gated_delta.chunk` does."""
     q, k = q.astype(pool.keys.dtype), k.astype(pool.keys.dtype)
 
     def block(states, one):
@@ -98,7 +98,8 @@ def chunk(
 
 
 def _run(state: Float[Array, "n v k"], tokens: Tokens, first: int) -> tuple[Array, Array, Array, Array]:
-    """The state behind all tokens, that behind the first so many, and each token's update and what it reads.
+    """Run tokens in order. Returns the state after all, the state after the first `first`, each token's update
+    [t, n, v], and what it reads [t, n, v].
 
     A state that is narrower than float32 is rounded after every token.
     """

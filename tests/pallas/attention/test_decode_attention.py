@@ -98,7 +98,7 @@ class Case:
 
 
 def dense(q, kv, layer, table, start, scales, mask, window=None, depth=None, sinks=None):
-    """What `decode_attention` means: each row by itself, f64[b, t, n, h]."""
+    """Reference of `decode_attention`: each row by itself, f64[b, t, n, h]."""
     q, kv = np.asarray(q, np.float64), np.asarray(kv[layer].astype(jnp.float32), np.float64)
     b, t, n, h = q.shape
     m, out = kv.shape[2], np.zeros(q.shape)

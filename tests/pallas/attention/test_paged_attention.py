@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxspec.cache.paged import Rows
-from jaxspec.pallas import hopper
+from jaxspec.pallas import hopper, operation
 from jaxspec.pallas.attention.paged_attention import paged_attention, reference, span_attention
 from tests.support.sample import one_in, rare
 
@@ -250,7 +250,7 @@ def test_rows_see_their_span_and_nothing_else(block_tokens):
 def test_masks_are_the_decode_kernels_up_to_a_word(t, w, kernel, window, monkeypatch, caplog):
     monkeypatch.setattr(hopper, "kernels_here", lambda: None)
     monkeypatch.setattr(hopper, "KERNELS", hopper.Counter())
-    hopper.tell.cache_clear()
+    operation.warn.cache_clear()
     q, kv = jnp.zeros((1, t, 4, 64), jnp.bfloat16), jnp.zeros((1, 3, 2, 2, 64, 64), jnp.bfloat16)
     mask = jnp.ones((1, t, w), bool) if w else None
     where = jnp.int32(0), jnp.array([[1, 2]]), jnp.array([9])
@@ -262,4 +262,3 @@ def test_masks_are_the_decode_kernels_up_to_a_word(t, w, kernel, window, monkeyp
         assert len(told) == 1 and kernel in told[0]
     else:
         assert dict(hopper.KERNELS) == {kernel: 1} and "mosaic_gpu" in text and not told
-    hopper.tell.cache_clear()

@@ -129,7 +129,7 @@ class Ranks:
         with ThreadPoolExecutor(self.count) as pool:
             return list(pool.map(one, range(self.count)))
 
-    def summed(self, part, x=None, scale=None, ahead=None, *, centred=False):
+    def summed(self, part, x=None, scale=None, prefetch=None, *, centred=False):
         here = self.rank.here
         part = part.sum(0).astype(bf16) if part.ndim == 3 else part
         self._parts[here] = jax.block_until_ready(part)
@@ -165,7 +165,7 @@ def take_ranks(monkeypatch, count: int) -> Ranks:
 
 
 def in_float32(params):
-    """What sums are held to: a reference in bfloat16 is further from it than the kernels are."""
+    """Cast to float32 as the sums' reference: one in bfloat16 is further from it than the kernels are."""
     wide = lambda x: x.astype("float32") if x.dtype == bf16 else x  # noqa: E731
     return jax.tree.map(wide, params)
 

@@ -42,7 +42,7 @@ def rotating(width: int) -> Attention:
 def operands(
     rows: int, d: int = 192, heads: int = 2, kv_heads: int = 1, f: int = 128, width: int = 64
 ) -> dict[str, jax.Array]:
-    """Of all operations; rows stand in scattered slots of pages, but for the third, which is padding."""
+    """Operands of all operations. Rows have scattered KV slots, but for the third, which is padding."""
     keys = iter(jax.random.split(jax.random.key(rows), 10))
     position = jax.random.randint(next(keys), (rows,), 0, 500)
     cos, sin = cos_sin(position, rotating(width))
@@ -65,7 +65,7 @@ def operands(
 
 
 def head_operands(given: dict[str, jax.Array], inputs: int, normed: bool) -> tuple:
-    """Of `heads`: one or two inputs side by side, or none but what is `Scaled`; norms of queries and keys, or none."""
+    """Operands of `heads`: one or two inputs side by side, or only `Scaled` rows; queries and keys normed or not."""
     rows, scales = [given["x"], given["x"][::-1]][:inputs], [given["scale"], given["scale"][::-1]][:inputs]
     if not inputs:
         (rows, scales), inputs = ([each] for each in op.scale_rows(given["x"], given["scale"])), 1
@@ -118,7 +118,7 @@ def check_keys_values(given: dict[str, jax.Array], biased: bool = False, **optio
 
 
 def assert_written(given, kv, layers, new, tolerance=1e-2):
-    """That the pages have these keys and values, [rows, layers, 2, heads, 64], and what they had before."""
+    """Check that the pages have these keys and values, [rows, layers, 2, heads, 64], and else what they had before."""
     real = given["place"] >= 0
     page = jnp.where(real, given["place"] // PAGE, len(given["kv"][0]))
     expected = given["kv"]
@@ -322,7 +322,7 @@ def lowered_kernels():
 
 @pytest.mark.parametrize("kernel,rows", list(lowered_kernels()))
 def test_lowers_for_cuda(rows, kernel):
-    """Of SmolLM2's sizes."""
+    """Lower at SmolLM2's sizes."""
     given = jax.eval_shape(lambda: operands(rows, **SMOLLM2))
     text = jax.jit(KERNELS_OF[kernel]).trace(given).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 1

@@ -52,7 +52,7 @@ def quantised(weight: jax.Array, unit: int = fp8.BLOCK) -> tuple[Fp8Weight, jax.
 
 
 def operands(rows: int = 8, by_output: bool = False, **sizes) -> dict:
-    """Those of unquantised layers, and each weight quantised."""
+    """Operands of unquantised layers, with each weight quantised."""
     given = unquantised(rows, **SIZES | sizes)
     units = {"qkv": fp8.BLOCK, "gate_up": HALF, "down": fp8.BLOCK}
     units = dict.fromkeys(units, 1) if by_output else units
@@ -152,7 +152,7 @@ def test_normed(centred, scaled, sizes):
 
 
 def test_interpreted_products_are_not_divided_among_blocks():
-    """Of 1,152 inputs three blocks would each have a part, and send its sums to one."""
+    """Take 1,152 inputs, of which three blocks would each have a part, and send its sums to one."""
     given = operands(**WIDE)
     share = share_out(8, [WIDE["d"]], 256, normed=False, fp8=True)
     assert share.splits == 3 and share_module.with_splits(share, None, interpret=True).splits == 1
@@ -194,14 +194,14 @@ def test_up_to_32_rows(kernel, rows):
 
 
 def test_blocks_of_a_cluster_finish_rows_of_their_own():
-    """As far as each has eight of them."""
+    """Use as many blocks as have eight rows each."""
     shares = [share_out(rows, [1024], 1024, 1, normed=False, fp8=True) for rows in (8, 16, 24, 32)]
     assert [share.splits for share in shares] == [4] * 4
     assert [(share.finishers, share.finished) for share in shares] == [(1, 8), (2, 8), (3, 8), (4, 8)]
 
 
 def test_clusters_of_four_have_few_blocks():
-    """Of 128 some would wait for others to end."""
+    """Keep clusters of four below 128 blocks, of which some would wait for others to end."""
     shares = [share_out(8, [4096], columns, 1, normed=False, fp8=True) for columns in (1024, 2048, 4096, 5120)]
     assert [(share.tiles, share.splits) for share in shares] == [(16, 4), (32, 2), (64, 2), (80, 1)]
 

@@ -98,7 +98,7 @@ def test_lowers_for_cuda(rows, outputs, block, unit, kind):
 
 
 def test_tiles_are_those_that_were_fastest():
-    """Of Qwen3-8B's q, k and v, its gate and up, and its others."""
+    """Take Qwen3-8B's q, k and v, its gate and up, and its others."""
     tiles_of = lambda rows: [fp8_wide.tiling_of(rows, outputs) for outputs in (6144, 24576, 4096)]  # noqa: E731
     assert tiles_of(160) == [Tiling(160, 64), Tiling(160, 192), Tiling(128, 64)]
     assert tiles_of(256) == [Tiling(128, 128), Tiling(128, 192), Tiling(128, 64)]

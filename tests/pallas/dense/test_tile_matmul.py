@@ -75,7 +75,7 @@ def test_the_ring_comes_round(monkeypatch):
 
 @pytest.mark.parametrize("rows,real,gated,added,splits", [(300, 140, False, True, 3), (20, 17, True, False, 1)])
 def test_sums_of_parts_and_few_rows_match_plain_jnp(monkeypatch, rows, real, gated, added, splits):
-    """As deterministic layers have it: parts of unequal length, more steps than slots, and rows below a tile's."""
+    """Multiply as deterministic layers do: parts of unequal length, more steps than slots, and rows below a tile's."""
     monkeypatch.setattr(tiles, "BLOCKS", 1)
     options = dict(splits=splits, rounded=gated, interpret=plgpu.InterpretGPUParams())
     check(rows, real, 64 * 10, 128, gated, added, **options)

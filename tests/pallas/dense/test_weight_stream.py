@@ -35,7 +35,7 @@ def inputs(rows: int, d: int, f: int, n: int, seed: int = 0):
 
 
 def reference(x, mixed, weights, scales):
-    """The same in plain jnp, rounding to bfloat16 where the model's layers do."""
+    """Reference in plain jnp, rounding to bfloat16 where the model's layers do."""
     out, gate_up, down, following = weights
     x = x + mixed @ out
     runs = (rms_norm(x, scales[0], EPS) @ gate_up).reshape(len(x), -1, 2, HALF)
@@ -108,7 +108,7 @@ def test_whole_chain_lowers_for_cuda(rows):
     "widths", [(4096, 4096), (4096, 24576), (12288, 4096), (4096, 6144), (4096, 28672), (2048, 3072)]
 )
 def test_share_out_keeps_every_block_busy(widths):
-    """Of the time that the busiest block takes, the average block works at least nine tenths, at few rows."""
+    """The average block works at least nine tenths of the time that the busiest block takes, at few rows."""
     share = chain.share_out(*widths, 8, False, TILE, item=2)
     assert share.columns * share.tiles == share.outputs and share.columns % TILE == 0
     busiest = -(-share.items // BLOCKS) * -(-share.inputs // TILE // share.splits) * share.columns

@@ -105,7 +105,7 @@ def residual_and_scale(width: int):
 
 
 def assert_scaled(scaled, rows, scale, centred=False):
-    """What `few_rows.scale_rows` makes of the rows, its squares summed over fewer columns."""
+    """Compare with `few_rows.scale_rows` of the rows, its squares summed over fewer columns."""
     expected = few_rows.scale_rows(rows, scale, centred)
     wide = lambda x: np.asarray(x, np.float32)  # noqa: E731
     # Interpreted, XLA may leave out a rounding before it.
@@ -123,7 +123,7 @@ def test_sums_come_scaled_for_the_norm_after_them(few_blocks, centred):
 
 @pytest.mark.parametrize("t,nobody,rows", [rare(1, 0, 1), rare(3, 0, 3), (3, 2, 8)])
 def test_tokens_without_experts_get_nothing(few_blocks, t, nobody, rows):
-    """Of theirs, and of rows that are no token's, the residual stream stays as it is."""
+    """Leave the residual stream of their rows, and of padding rows, as it is."""
     x, stacks, ids, weights = bfloat16(random_case(t, 4, 2, d=256, f=256, seed=t))
     ids = ids.at[nobody].set(NOBODY)
     residual = drawn.normal(jax.random.key(t), (rows, 256), jnp.bfloat16)

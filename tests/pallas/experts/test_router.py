@@ -19,7 +19,7 @@ EPS = 1e-6
 
 
 def operands(width: int, experts: int, bias: bool):
-    """Of eight rows, of which the last two are padding."""
+    """Operands of eight rows, of which the last two are padding."""
     keys = jax.random.split(jax.random.key(experts), 6)
     x, scale = (drawn.normal(k, n) for k, n in zip(keys[:2], ((8, width), (width,)), strict=True))
     weight = drawn.normal(keys[3], (width, experts)) * width**-0.5
@@ -29,21 +29,21 @@ def operands(width: int, experts: int, bias: bool):
     return few_rows.scale_rows(x, scale), weight, positions, bias
 
 
-def reference(x, weight, positions, bias, *, k, renormalised, real):
-    """From the definition; only the first `real` experts can be chosen."""
+def reference(x, weight, positions, bias, *, k, renormalised, num_experts):
+    """From the definition; only the first `num_experts` experts can be chosen."""
     factor = jax.lax.rsqrt(x.squares.sum(0) / weight.shape[0] + EPS)[:, None]
     wide = x.rows.astype(jnp.float32)
     logits = (wide @ weight.astype(jnp.float32)) * factor
-    logits = (logits if bias is None else logits + bias)[:, :real]
+    logits = (logits if bias is None else logits + bias)[:, :num_experts]
     rows = (wide * factor).astype(jnp.bfloat16)
     return *top_experts.reference(logits, positions, None, k, renormalised), rows
 
 
-def check(width, experts, k, bias=False, renormalised=True, real=None, **options):
+def check(width, experts, k, bias=False, renormalised=True, num_experts=None, **options):
     given = operands(width, experts, bias)
-    named = dict(k=k, renormalised=renormalised, eps=EPS, real=real or experts)
+    named = dict(k=k, renormalised=renormalised, eps=EPS, num_experts=num_experts or experts)
     ids, weights, rows = jax.jit(partial(router, **named, **options))(*given)
-    expected, likely, normed = reference(*given, k=k, renormalised=renormalised, real=real or experts)
+    expected, likely, normed = reference(*given, k=k, renormalised=renormalised, num_experts=num_experts or experts)
     chosen = expected.shape[1]
     np.testing.assert_array_equal(ids[:, :chosen], expected)
     assert (ids[:, chosen:] == top_experts.NOBODY).all()
@@ -55,7 +55,7 @@ CASES = {
     "qwen3": dict(experts=128, k=8),
     "many": dict(experts=256, k=8),
     "gpt-oss": dict(experts=128, k=4, bias=True),
-    "few experts": dict(experts=64, k=4, bias=True, renormalised=False, real=32),
+    "few experts": dict(experts=64, k=4, bias=True, renormalised=False, num_experts=32),
 }
 
 
@@ -69,7 +69,7 @@ def test_lowers_for_cuda(width, case):
     sizes = dict(CASES[case])
     experts, k = sizes["experts"], sizes["k"]
     given = jax.eval_shape(lambda: operands(width, experts, "bias" in sizes))
-    run = partial(router, k=k, renormalised=True, eps=EPS, real=sizes.get("real", experts))
+    run = partial(router, k=k, renormalised=True, eps=EPS, num_experts=sizes.get("num_experts", experts))
     text = jax.jit(run).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 1
 

@@ -28,14 +28,14 @@ A100, H200 = (dict(platform="gpu", compute_capability=each, core_count=108) for 
 ])  # fmt: skip
 def test_a_device_gets_the_kernels_that_it_runs_and_that_were_asked_for(asked, device, hoppers, portables, monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind="a card", **device)])
-    with hopper.using(asked):
+    with hopper.use_kernels(asked):
         for lacks, expected in ((hopper.kernels_here(), hoppers), (portable.kernels_here(), portables)):
             assert lacks is None if expected is None else expected in lacks
         assert hopper.chosen(None) == (hoppers is None) and portable.chosen(None) == (portables is None)
         assert not portable.chosen("its shapes")
         told = portable.told()
     assert told.startswith("hopper" if hoppers is None else "portable" if portables is None else "none")
-    assert hopper.asked() == "auto"
+    assert hopper.requested_kernels() == "auto"
 
 
 def test_a_jax_without_triton_has_no_portable_kernels(monkeypatch):
@@ -54,7 +54,8 @@ def test_other_names_are_refused():
 @pytest.mark.parametrize("draft", [pytest.param("none", marks=pytest.mark.exhaustive), "ngram"])
 def test_an_engine_says_with_portable_kernels_what_it_says_without(draft, monkeypatch):
     """Its programs are traced in threads, at any time: they have the kernels that it was asked for."""
-    monkeypatch.setattr(portable, "kernels_here", lambda: None if hopper.asked() == "portable" else "not asked")
+    requested = hopper.requested_kernels
+    monkeypatch.setattr(portable, "kernels_here", lambda: None if requested() == "portable" else "not requested")
     monkeypatch.setattr(attention, "attention", partial(attention.attention, interpret=True))
     (_, expected), (llm, got) = (outputs("qwen3", draft, kernels=kernels) for kernels in ("plain", "portable"))
     assert [out.token_ids for out in got] == [out.token_ids for out in expected]

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.pallas import operation
 from jaxspec.pallas.attention.paged_attention import paged_attention
 from jaxspec.pallas.hopper import counting
 from jaxspec.pallas.portable import attention as op
@@ -118,7 +119,7 @@ def test_few_requests_are_divided_so_that_processors_are_busy(b, t, window, proc
 def test_the_operation_takes_it_on_a_gpu_that_is_not_hopper(monkeypatch, caplog):
     """And tells of shapes that it can't take."""
     monkeypatch.setattr(op.portable, "kernels_here", lambda: None)
-    op.portable.tell.cache_clear()
+    operation.warn.cache_clear()
     args, _ = Case("", lengths=(90,)).inputs()
     run = jax.jit(lambda q, kv, *rest: paged_attention(q, kv, *rest))
     with counting() as kernels:
@@ -128,6 +129,6 @@ def test_the_operation_takes_it_on_a_gpu_that_is_not_hopper(monkeypatch, caplog)
         assert "gpu.triton" not in lowered(run, *odd.values(), capability="8.0")
     told = [record.getMessage() for record in caplog.records]
     assert told == [
-        "attention runs in plain jax.numpy, which is slow: pages of 8 tokens; powers of two from 16 on are supported"
+        "paged attention runs in plain jax.numpy, which is slow "
+        "(portable: pages of 8 tokens; powers of two from 16 on are supported)"
     ]
-    op.portable.tell.cache_clear()

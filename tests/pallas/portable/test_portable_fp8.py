@@ -42,7 +42,7 @@ def test_projections_take_it_where_it_is_asked_for(block, monkeypatch):
     x, values, scales, _ = operands(8, 128, 256, 128)
     scales = scales if block else jnp.linspace(0.5, 2, 128)[:, None]
     weight = Weight(values, Fp8(block), scales=scales)
-    with counting() as kernels, hopper.using("portable"):
+    with counting() as kernels, hopper.use_kernels("portable"):
         got = project(x, weight, jnp.array([8]))
     assert kernels == {"portable_fp8": 1}
     with counting() as kernels:

@@ -16,13 +16,14 @@ from jaxspec.pallas.hopper import KERNELS
 from jaxspec.pallas.recurrence import causal_conv, conv_chunk
 from jaxspec.pallas.recurrence.conv_chunk import BLOCK, supported
 from tests.support import drawn
+from tests.support.operations import only
 
 MIX = DeltaRule(key_heads=1, value_heads=2, key_dim=128, value_dim=128, taps=4)
 LAYERS, SLOTS = 2, 6
 
 
 def operands(b: int, mix: DeltaRule = MIX, seed: int = 0):
-    """Of `causal_conv.chunk`: blocks that go on from slots of any kind, with columns of x that aren't its own."""
+    """Operands of `causal_conv.chunk`: blocks that go on from slots of any kind, and foreign columns in x."""
     rng, keys = np.random.default_rng(seed), jax.random.split(jax.random.key(seed), 3)
     normal = lambda key, *shape: drawn.normal(key, shape, jnp.bfloat16)  # noqa: E731
     windows = normal(keys[0], LAYERS, SLOTS, mix.taps, mix.channels)
@@ -39,7 +40,7 @@ def check(monkeypatch, b: int, mix: DeltaRule = MIX, **options):
     expected, expected_windows = jax.jit(lambda *given: causal_conv.chunk(*given, mix))(*given)
     kernel = conv_chunk.conv_chunk
     with monkeypatch.context() as patch:
-        patch.setattr(causal_conv, "chosen", lambda *_: True)
+        patch.setattr(causal_conv, "CONVOLUTION_CHUNK", only(causal_conv.CONVOLUTION_CHUNK, "conv_chunk"))
         patch.setattr(conv_chunk, "conv_chunk", lambda *args, **named: kernel(*args, **named, **options))
         got, windows = jax.jit(lambda *given: causal_conv.chunk(*given, mix))(*given)
     np.testing.assert_array_equal(windows, expected_windows)

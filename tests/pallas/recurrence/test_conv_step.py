@@ -23,7 +23,7 @@ LAYERS, SLOTS = 2, 5
 
 
 def operands(rows: int, replay: tuple[int, ...], mix: DeltaRule = MIX):
-    """Of `causal_conv.step`, with windows for rounds of `rows` rows and columns of x that aren't the convolution's."""
+    """Operands of `causal_conv.step`, with windows for rounds of `rows` rows and foreign columns in x."""
     keys = jax.random.split(jax.random.key(rows), 3)
     b, normal = len(replay), lambda key, *shape: drawn.normal(key, shape, jnp.bfloat16)
     windows = normal(keys[0], LAYERS, max(SLOTS, b), mix.taps - 1 + rows, mix.channels)

@@ -149,7 +149,7 @@ def test_equals_the_plain_step(case):
 
 
 def rounds(case: Case, lengths: tuple[int, ...], interpret=False):
-    """What rows read that come in rounds of these lengths, all accepted, and the state behind them."""
+    """Run rows in rounds of these lengths, all accepted: their outputs, and the state behind them."""
     pool, slots, (replay, *rows) = case.inputs()
     arrays = pool.state, pool.keys, pool.updates, pool.decay
     outs, at = [], 0

@@ -146,7 +146,7 @@ def test_the_formats_follow_from_the_template():
 
 
 def test_a_reply_ends_at_return_and_call_whatever_the_files_say(tmp_path):
-    """Of a checkpoint whose config and tokenizer name neither."""
+    """Load a checkpoint whose config and tokenizer name neither."""
     source = tiny_checkpoint("gpt_oss", vocab=BYTE_VOCAB + 3, tokenizer=True, num_hidden_layers=1)
     for file in source.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())

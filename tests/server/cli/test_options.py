@@ -220,7 +220,7 @@ def test_what_does_not_end_is_left(monkeypatch, caplog, loaded, status, level):
 
 @pytest.mark.parametrize("source", ["none", "flag", "environment"])
 def test_the_command_to_try_passes_the_key_without_telling_it(monkeypatch, source):
-    """What the greeting shows is run by a shell, with a `curl` that prints its arguments."""
+    """Run the greeting's command in a shell, with a `curl` that prints its arguments."""
     greetings = []
     monkeypatch.delenv("JAXSPEC_API_KEY", raising=False)
     if source == "environment":

@@ -12,7 +12,7 @@ from server.cli.options import UsageError, parse
 
 
 def answer(line):
-    """What is said of a command line: the translation's words, and what it leaves out."""
+    """Read the error about a command line: the translation's words, and what it leaves out."""
     with pytest.raises(UsageError) as error:
         parse(shlex.split(line))
     before, _, after = str(error.value).partition("In jaxspec's flags:\n  ")
@@ -177,7 +177,7 @@ def test_what_is_missing_for_several_hosts_is_told():
 
 @pytest.mark.parametrize("flag", sorted({*ELSEWHERE, *SEVERAL_GPUS, *NEEDLESS, *UNSUPPORTED}))
 def test_whatever_a_flag_of_theirs_has_for_a_value(flag):
-    """What is printed parses, as `answer` sees to; and nothing is left out in silence but what is so here anyway."""
+    """Check, with `answer`, that printed commands parse, and drop nothing silently but what is so here anyway."""
     for value in ("", "=", " -1", " auto", " 4k", " none a/c", " 1", "=true"):
         command, left = answer(f"{VLLM} --{flag.replace('_', '-')}{value}")
         here = ELSEWHERE.get(flag, "nothing").replace("_", "-")

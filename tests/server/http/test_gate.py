@@ -1,4 +1,4 @@
-"""What stands before the routes: sizes refused unread, request ids, and a line in the log for each refusal."""
+"""Gate before the routes: sizes refused unread, request ids, and a line in the log for each refusal."""
 
 import asyncio
 import gzip

@@ -5,8 +5,8 @@ tokens (`kernel`). It streams keys and values through a ring in shared memory, o
 maximum and sum (online softmax, in base 2). The query heads that share a KV head are in one tile, so every key is read
 from memory once. Few rows are the N side of the matmuls: M is 64 or more, and would be mostly padding. With few
 requests, several blocks and their warpgroups divide a request's tokens into parts (split-KV), count in memory how many
-are done, and combine their results (`results`). The steps of a request are dealt to its parts in turn, so that without
-a window a part's first reads are known before the request's length is.
+are done, and combine their results (`results`). A request's parts take its steps in turn. So without a window a part
+can prefetch its first steps before the request's length is known.
 
 Invariant: work follows the tokens that rows see, never the page table's width. A part has a share of a request's actual
 steps, with a window only of those that hold a token within it, and may be empty.
@@ -59,24 +59,24 @@ def decode_attention(
     fixed: int = 0,
     interpret=False,
 ) -> Float[Array, "b t n h"]:
-    """Attention of rows at places `start + 0..t-1`, whose keys and values are already in `kv`.
+    """Attention of rows at KV slots `start + 0..t-1`, whose keys and values are already in `kv`.
 
     **Arguments:**
 
     - `q` in bfloat16, unscaled: scores are scaled by h**-0.5.
     - `kv` in bfloat16 or float8_e4m3fn, and for the latter `scales`, float32, which the keys (0) and values (1) of each
       head are multiplied with. `table[b]` lists a request's pages in order.
-    - `mask`: without one, row i sees places up to its own; with one, all before `start` and those `start + j` where
-      `mask[b, i, j]`, wherever its own keys are.
-    - `window`: how many positions a row sees, its own included; None: all. Places before `start` are their positions,
-      and what a row sees from there on is the mask's to say. Row i's own position is `start + i`, or with a mask
-      `start + depth[b, i]` if `depth`, nowhere negative, is given. Pages before the window aren't read.
-    - `sinks`: of each head, one more logit of its softmax, which no value belongs to.
+    - `mask`: without one, row i sees the KV slots up to its own; with one, all before `start` and those `start + j`
+      where `mask[b, i, j]`, wherever its own keys are.
+    - `window`: how many positions a row sees, its own included; None: all. KV slots before `start` are their positions;
+      from there on the mask decides. Row i's own position is `start + i`, or with a mask `start + depth[b, i]` if
+      `depth`, nowhere negative, is given. Pages before the window aren't read.
+    - `sinks`: one more logit of each head's softmax, which no value belongs to.
     - `fixed`: a row's result has the same bits however many requests and rows there are: so many tokens, a multiple of
       `step_tokens`, are summed by themselves, whichever block does it. 0: no. Without a mask, a window or sinks.
     - `interpret`: as in `plgpu.kernel`.
 
-    Returns the mix of values in bfloat16. Rows that see nothing, as those at negative places, are zero.
+    Returns the mix of values in bfloat16. Rows that see nothing, as those at negative KV slots, are zero.
     **Raises:** `ValueError` if `supported` has a reason against it.
     """
     if reason := supported(q.shape, kv.shape, kv.dtype, 0 if mask is None else mask.shape[2]):
@@ -103,8 +103,11 @@ def _attend(
     q, kv, layer, table, start, scales, mask, depth=None, sinks=None, *, interpret, parts=None, window=None,
     tallest=ROWS, segment=0,
 ):  # fmt: skip
-    """`parts`: blocks of a request's tokens, and warpgroups of a block, that divide them; None: by `division`.
-    `tallest`: rows of a tile, at most. `segment`: of a plan."""
+    """Launch the kernel.
+
+    `parts`: blocks that divide a request's tokens, and warpgroups of a block; None: by `division`. `tallest`: rows of a
+    tile, at most. `segment`: as in `Plan`.
+    """
     b, t, n, h = q.shape
     m, s = kv.shape[3], kv.shape[4]
     tile_tokens = min(t, tallest // (n // m))
@@ -138,7 +141,7 @@ def _attend(
         num_threads=plan.warpgroups,
         thread_name="warpgroup",
         scratch_types=_scratch(plan),
-        # Safe here: what warps hand to one another goes through a barrier or `commit_smem`, written out in `kernel`.
+        # Safe here: warps exchange data through a barrier or `commit_smem`, written out in `kernel`.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
         interpret=interpret,
     )
@@ -154,7 +157,7 @@ def _attend(
 
 
 def _by_tile(plan: Plan, x):
-    """What each token has, [b, t, ...], for each row of each tile: [b, tiles, rows, ...]."""
+    """Repeat each token's numbers, [b, t, ...], for its rows in each tile: [b, tiles, rows, ...]."""
     rest = [(0, 0)] * (x.ndim - 2)
     x = jnp.pad(x, ((0, 0), (0, plan.tiles * plan.tile_tokens - plan.t), *rest))
     x = jnp.repeat(x.reshape(plan.b, plan.tiles, plan.tile_tokens, *x.shape[2:]), plan.group, axis=2)
@@ -162,13 +165,13 @@ def _by_tile(plan: Plan, x):
 
 
 def _by_row(plan: Plan, sinks):
-    """The logit of each row of a tile, in base 2: [m, rows]. Rows that are padding repeat those of others."""
+    """The sink of each row of a tile, in base 2: f32[m, rows]. Padding rows repeat those of others."""
     sinks = (sinks.astype(jnp.float32) * math.log2(math.e)).reshape(plan.m, plan.group)
     return jnp.take(sinks, jnp.arange(plan.rows) % plan.group, axis=1)
 
 
 def _row_bits(plan: Plan, mask):
-    """The mask of each row of each tile, a bit for each place: i32[b, tiles, rows]."""
+    """The mask of each row of each tile, a bit for each KV slot: i32[b, tiles, rows]."""
     mask = _by_tile(plan, mask)
     # Summed last, so that it is one kernel with all of the above.
     bits = (mask.astype(jnp.uint32) << jnp.arange(plan.places, dtype=jnp.uint32)).sum(3, dtype=jnp.uint32)
@@ -176,14 +179,14 @@ def _row_bits(plan: Plan, mask):
 
 
 def _scratch(plan: Plan) -> dict:
-    """Shared memory and barriers. An axis of `w` has an entry for each warpgroup; what lacks it, they share."""
+    """Shared memory and barriers. An axis of `w` has an entry for each warpgroup; arrays without it are shared."""
     w, rows = plan.warpgroups, (plan.rows, plan.h)
     ring = plgpu.SMEM((w, plan.stages, 2, plan.step, plan.h), FP8 if plan.fp8 else jnp.bfloat16)
     scratch = dict(
         ring=ring,
         q_s=plgpu.SMEM(rows, plan.dtype),
-        # Rows as they are in memory, before and after, all of them or packs; in between the weights of a step, and what
-        # warps exchange.
+        # Rows as they are in memory, before and after, all of them or packs; in between the weights of a step, and the
+        # numbers that warps exchange.
         staging=plgpu.RefUnion(
             plgpu.SMEM(rows, jnp.bfloat16),
             (
@@ -203,7 +206,7 @@ def _scratch(plan: Plan) -> dict:
         scratch["part_s"] = plgpu.SMEM((w, *rows), jnp.float32)
         scratch["sums_s"] = plgpu.SMEM((w, 2, plan.rows), jnp.float32)
     elif plan.parts > 1:
-        # A part's result takes the place of its ring, so its first axes must stride over as many bytes.
+        # A part's result overwrites its ring, so its first axes must stride over as many bytes.
         tiles = plan.stages * plan.stage_bytes // (plan.rows * plan.h * 4)
         scratch["ring"] = plgpu.RefUnion(ring, plgpu.SMEM((w, tiles, *rows), jnp.float32))
         scratch["sums_s"] = plgpu.SMEM((w, 2, plan.rows), jnp.float32)

@@ -1,15 +1,15 @@
 """e4m3 keys and values as float16 in registers, where tensor cores take them as the left operand of a product.
 
-Float16 holds every e4m3 number, and one instruction converts two. By way of shared memory a step would move six times
-its bytes there, which is more than it can; this way it is twice.
+Float16 holds every e4m3 number, and one instruction converts two. Converted by way of shared memory, a step would move
+six times its bytes there, more than the bandwidth; in registers it moves twice its bytes.
 
-A register of a left operand has two neighbours of a row. Words of four bytes are what shared memory gives:
+A register of a left operand has two neighbours of a row. But shared memory gives words of four bytes:
 
-- four neighbours of a key. So columns have an order of their own, in which `permuted` puts those of the queries;
+- four neighbours of a key. So columns have an order of their own, and `permuted` gives queries the same;
 - two neighbours of a value, of two tokens, as `ldmatrix` transposes pairs of bytes. So the rows of a product with
   values are in an order of their own, which `restored` undoes.
 
-Both orders are within 16 columns of a head. Interpret mode knows neither: there all goes through shared memory.
+Both orders are within 16 columns of a head. Interpret mode has neither: there all goes through shared memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jaxlib.mlir.dialects import llvm, nvvm
 
 LARGEST = 65504.0  # of float16
 SWIZZLE = 128  # bytes, the widest; narrower rows have their own width
-MATRIX = 8  # rows of 16 bytes, of which `ldmatrix` takes four at a time
+MATRIX = 8  # rows of 16 bytes: `ldmatrix` takes four such matrices at a time
 CONVERT = """{
 .reg .b16 low, high;
 mov.b32 {low, high}, $2;
@@ -37,7 +37,7 @@ SPLIT = "prmt.b32 $0, $1, 0, 0x3120;"  # the even bytes, then the odd ones
 
 
 def transforms(width: int) -> tuple[Any, ...]:
-    """How tokens of so many bytes lie in shared memory."""
+    """The transforms of an array in shared memory whose tokens have so many bytes."""
     swizzle = min(width, SWIZZLE)
     return plgpu.TilingTransform((MATRIX, swizzle)), plgpu.SwizzleTransform(swizzle)
 
@@ -66,7 +66,7 @@ def permuted(rows: Any, layout: Any) -> Any:
 
 
 def restored(sums: Any) -> Any:
-    """Sums [h, r] in float32 in order, of those whose rows are, in each 16, the even and then the odd ones."""
+    """Put the rows of sums [h, r], float32, in order: in each 16 they are the even and then the odd ones."""
     layout = plgpu.Layout.WGMMA
     result = plgpu.ShapeDtypeStruct(sums.shape, jnp.float32, layout=layout)
     return plgpu.inline_mgpu(arg_types=(layout,), return_type=result)(_restored)(sums)
@@ -86,7 +86,7 @@ def _transposed(_, ref):
     tokens, at_once = eights * MATRIX, 4 * MATRIX
     i8, lane = ir.IntegerType.get_signless(8), _rem(mgpu.utils.thread_idx(), 32)
     warp, row = _rem(_div(mgpu.utils.thread_idx(), 32), 4), _rem(lane, MATRIX)
-    # Each lane names 16 bytes of a token, those of the 16 columns that its warp has of 64.
+    # Each lane addresses 16 bytes of a token: the 16 columns that its warp has of 64.
     within = arith.addi(arith.muli(row, _int(swizzle)), arith.muli(warp, _int(16)))
     mixed = arith.muli(_rem(_div(within, 128), swizzle // 16), _int(16))
     first = arith.addi(arith.muli(_div(lane, MATRIX), _int(MATRIX * h)), arith.xori(within, mixed))
@@ -143,7 +143,7 @@ def _restored(_, x):
 
 
 def _converted(word):
-    """The two pairs of float16 that four bytes are."""
+    """Convert four bytes of e4m3 to two pairs of float16."""
     pair = ir.VectorType.get((2,), ir.F16Type.get())
     return [mgpu.utils.bitcast(half, pair) for half in mgpu.utils.inline_ptx(CONVERT, word, result_types=[_i32()] * 2)]
 
@@ -162,7 +162,7 @@ def _single(word):
 
 
 def _from(word, lane):
-    """Another lane's word."""
+    """Read another lane's word."""
     return nvvm.shfl_sync(mgpu.c(0xFFFFFFFF, _i32()), word, lane, _int(31), nvvm.ShflKind.idx)
 
 

@@ -1,8 +1,8 @@
-"""What one warpgroup of the decode kernel does: it streams its part's keys and values in, and keeps a running softmax.
+"""One warpgroup of the decode kernel: it streams its part's keys and values in, and keeps a running softmax.
 
 `_Stream` is its producer's half: which steps are the part's, and the ring of shared memory that they pass through.
-`_Rows` is its consumer's: scores, weights and sums of the tile's rows. Both halves run in turn in the same warps, and
-the copies of later steps are under way meanwhile.
+`_Rows` is its consumer's: scores, weights and sums of the tile's rows. Both halves run in turn in the same warps, while
+later steps are prefetched.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ FLOOR = -1e30  # a running maximum that nothing has raised; finite, so that diff
 
 
 class _Refs(NamedTuple):
-    """What is in the GPU's memory."""
+    """References to operands and results in the GPU's memory."""
 
     q: Any
     kv: Any
     table: Any
     start: Any
     layer: Any
-    scales: Any  # None if there are none, and so the next three
+    scales: Any  # None if there are none, as are the next three
     bits: Any
     depths: Any
     sinks: Any
@@ -59,7 +59,10 @@ def warpgroup(
     plan: Plan, scaled: bool, *refs, ring, q_s, staging, ready, q_ready, wide_s=None, staged=None, sums_s=None,
     part_s=None,
 ):  # fmt: skip
-    """What one warpgroup of one block does."""
+    """Run one warpgroup of one block: attend a tile of query rows to its part of a request's tokens.
+
+    If there are several parts, wait for the others, then combine a share of the rows.
+    """
     refs = _Refs.of(plan, scaled, refs)
     b, head, tile, split, w = (lax.axis_index(name) for name in ("b", "m", "tile", "split", "warpgroup"))
     part = split * plan.warpgroups + w
@@ -69,7 +72,7 @@ def warpgroup(
         ring, part_s = ring[0], ring[1].at[w, 0]
     rows_s = staging[0]
 
-    # All that comes from memory is asked for together, or each would wait in its turn.
+    # Loads from memory are issued together, or each would wait for the one before.
     layer, start = refs.layer[0], refs.start[b]
     wide_s = None if wide_s is None else wide_s.at[w]
     skipped = _skipped(plan, start, tile)
@@ -93,7 +96,7 @@ def warpgroup(
     q_s[...] = _queries(plan, plgpu.load(rows_s, layout=row_a_warp(plan.h), optimized=False))
     plgpu.commit_smem()
     if plan.warpgroups > 1:
-        # All put the same rows into the same places. Nobody may write weights there before all have read them.
+        # All warpgroups write the same rows to the same memory. None may write weights there before all have read them.
         plgpu.barrier_arrive(staged)
         plgpu.barrier_wait(staged)
 
@@ -151,7 +154,7 @@ def _segments(plan: Plan, rows: _Rows, ids, part, part_s, sums_s, parts_g, sums_
 
 
 def _fetch_queries(plan: Plan, q_g, b, tile, head, rows_s, ready) -> None:
-    """Begin to copy a tile's rows; past the last token it is repeated."""
+    """Begin to copy a tile's rows; padding rows repeat the last token's."""
     for i in range(plan.tile_tokens):
         token = jnp.minimum(tile * plan.tile_tokens + i, plan.t - 1)
         source = q_g.at[b, token, pl.ds(head * plan.group, plan.group)]
@@ -159,7 +162,7 @@ def _fetch_queries(plan: Plan, q_g, b, tile, head, rows_s, ready) -> None:
 
 
 def _queries(plan: Plan, rows):
-    """Rows as the tensor cores take them."""
+    """Convert rows to the tensor cores' dtype and order of columns."""
     if not plan.fp8:
         return rows
     rows = jnp.clip(rows.astype(jnp.float32), -e4m3.LARGEST, e4m3.LARGEST).astype(plan.dtype)
@@ -167,7 +170,7 @@ def _queries(plan: Plan, rows):
 
 
 def _sight(plan: Plan, start, tile):
-    """The first places that the tile's rows see: of the row that sees furthest back, and of the one that sees least."""
+    """The first KV slots that a tile's rows see: the row that sees furthest back, and the row that sees least."""
     first, rows = (start, plan.places) if plan.places else (start + tile * plan.tile_tokens, plan.tile_tokens)
     return first - (plan.window - 1), first + (rows - 1) - (plan.window - 1)
 
@@ -181,7 +184,7 @@ def _skipped(plan: Plan, start, tile):
 
 @dataclass(frozen=True)
 class _Stream:
-    """A part's keys and values, on their way through its ring."""
+    """A part's keys and values, as they pass through its ring."""
 
     plan: Plan
     refs: _Refs
@@ -192,11 +195,11 @@ class _Stream:
     skipped: Any
     w: Any
     ring: Any
-    ready: Any  # barriers, which all warpgroups' stand in
-    wide_s: Any  # where an fp8 cache's keys or values are made wider
+    ready: Any  # barriers of all warpgroups' rings
+    wide_s: Any  # shared memory for an fp8 cache's keys or values in a wider dtype
 
     def step(self, i):
-        """Which of the request's steps is the i-th of this part."""
+        """The request's step that is the i-th of this part."""
         if size := self.plan.segment:
             return (self.part + lax.div(i, jnp.int32(size)) * self.plan.parts) * size + lax.rem(i, jnp.int32(size))
         step = self.part + i * self.plan.parts
@@ -230,7 +233,7 @@ class _Stream:
             plgpu.copy_gmem_to_smem(source, target, self.ready.at[self.w, stage, kind])
 
     def operand(self, stage, kind):
-        """What has arrived in a slot, as the tensor cores take it."""
+        """Wait for the keys (kind 0) or values (1) of a stage: [step, h] in shared memory, in the products' dtype."""
         plgpu.barrier_wait(self.ready.at[self.w, stage, kind])
         if not self.plan.fp8:
             return self.ring.at[stage, kind]
@@ -239,7 +242,7 @@ class _Stream:
         return self.wide_s
 
     def left(self, stage, kind):
-        """The same where rows are narrow: keys, or transposed values, as the left operand of a product."""
+        """Wait for a stage's keys [step, h], or values transposed [h, step]: the left operand where rows are narrow."""
         if not self.plan.in_registers:
             operand = self.operand(stage, kind)
             return transposed(operand) if kind else operand
@@ -254,7 +257,7 @@ class _Rows:
     plan: Plan
     stream: _Stream
     start: Any
-    first: Any  # the place of the tile's first row
+    first: Any  # the KV slot of the tile's first row
     bits: Any
     depths: Any
     factor: Any
@@ -265,9 +268,9 @@ class _Rows:
 
     def attend(self, ids, begin=0, count=None):
         """Each row's sum of weighted values, largest score and sum of weights, over the part's steps from `begin` up to
-        `count`. `ids`: of the first step not fetched, and what they are then."""
+        `count`. `ids`: the pages of the first step that isn't fetched yet; those at the end are returned."""
         plan, stream, count = self.plan, self.stream, self.count if count is None else count
-        # Steps that hold what some row doesn't see need a mask. The others, which may be none, go without.
+        # Steps with tokens that some row doesn't see need a mask. The others, if any, do without.
         whole = jnp.maximum(self.start if plan.places else self.first + 1, 0)
         whole = jnp.minimum(stream.share(lax.div(whole, jnp.int32(plan.step))), count)
         entered, carry = jnp.int32(begin), (*self._nothing(), ids)
@@ -296,12 +299,12 @@ class _Rows:
         )
 
     def _step(self, masked, i, carry):
-        """The i-th step's scores, weights and values, after which its slots are filled again."""
+        """Add the i-th step's scores, weights and values, and refill its stage once they are read."""
         acc, top, total, ids = carry
         plan, stream, narrow = self.plan, self.stream, self.plan.narrow
         stage = lax.rem(i, jnp.int32(plan.stages))
-        ahead = i + plan.stages
-        next_ids = stream.pages(ahead + 1)  # a step before they are needed, since they come from memory
+        prefetch = i + plan.stages
+        next_ids = stream.pages(prefetch + 1)  # a step before they are needed, since they come from memory
         if narrow:
             scores = product(stream.left(stage, 0), transposed(self.q_s))
         else:
@@ -317,18 +320,18 @@ class _Rows:
             total = total * shrink + over_tokens(plan, "add", weights)
         put(plan, self.p_s, weights)
         plgpu.commit_smem()  # all warps are done with the keys, too
-        pl.when(ahead < self.count)(lambda: stream.fetch(ahead, ids, 0, stage))
+        pl.when(prefetch < self.count)(lambda: stream.fetch(prefetch, ids, 0, stage))
         acc = acc * spread(plan, shrink, acc)
         if narrow:
             acc = add_product(plan, acc, stream.left(stage, 1), transposed(self.p_s))
         else:
             acc = add_product(plan, acc, self.p_s, stream.operand(stage, 1))
         plgpu.commit_smem()  # all warps are done with the values and the weights
-        pl.when(ahead < self.count)(lambda: stream.fetch(ahead, ids, 1, stage))
+        pl.when(prefetch < self.count)(lambda: stream.fetch(prefetch, ids, 1, stage))
         return acc, new_top, total, next_ids
 
     def _seen(self, place):
-        """Which tokens of the step at `place` each row sees, a bool for each score."""
+        """Whether each row sees each token of the step that begins at KV slot `place`, a bool for each score."""
         plan, layout = self.plan, plgpu.Layout.WGMMA
         shape = (plan.step, plan.rows) if plan.narrow else (plan.rows, plan.step)
         tokens, rows = (0, 1) if plan.narrow else (1, 0)

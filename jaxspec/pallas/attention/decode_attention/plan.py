@@ -1,4 +1,4 @@
-"""What is static about a call of the decode kernel: its shapes, its tiling, and how its tokens are divided."""
+"""Static sizes of a call of the decode kernel: its shapes, its tiling, and how its tokens are divided."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ ROWS = 64  # of a tile, at most: the M of a Hopper warpgroup's matmul, whose N m
 FEW_ROWS = 8
 NARROW_ROWS = 32  # up to which rows are the narrow side: more wouldn't leave a thread registers enough
 MAX_ROWS = 32  # new rows a request
-MAX_PLACES = 32  # that a mask is about: bits of a word
+MAX_PLACES = 32  # KV slots that a mask covers: bits of a word
 MAX_GROUP = 16
 PACK = 4  # rows that parts are combined in at a time, one a warp
 HEAD_WIDTHS = (64, 128, 256)
 PAGE_SIZES = (16, 32, 64, 128)
-MAX_SPLITS = 16  # blocks that share a request's tokens: each combines what all have left
+MAX_SPLITS = 16  # blocks that share a request's tokens: each combines the results of all
 FP8 = jnp.float8_e4m3fn
 
 
@@ -34,15 +34,15 @@ class Plan:
     page: int
     entries: int
     fp8: bool
-    places: int  # that a mask is about; 0: there is none, rows are causal
+    places: int  # KV slots that a mask covers; 0: there is none, rows are causal
     window: int | None  # positions that a row sees, its own included; None: all so far
-    depths: bool  # whether rows' positions are given, and aren't their places
+    depths: bool  # whether rows' positions are given, and aren't their KV slots
     sinks: bool  # whether heads have one
     splits: int  # blocks that share a request's tokens; all of a call's run at once, since they wait for one another
     warpgroups: int  # of a block, that share those of the block
     tallest: int  # rows of a tile, at most
-    segment: int  # steps that are summed by themselves, whoever takes them; 0: all of a part's are
-    interpret: bool  # sums can't start from a value then, and blocks can't count: a second call combines parts
+    segment: int  # steps that are summed by themselves, in any part; 0: all of a part's are
+    interpret: bool  # then sums can't start from a value, and blocks can't count: a second call combines parts
 
     @property
     def parts(self) -> int:
@@ -51,7 +51,7 @@ class Plan:
 
     @property
     def kept(self) -> int:
-        """How many results of a tile are kept and then combined: those of parts, or of segments, all that may be."""
+        """How many results of a tile are kept and then combined: one a part, or one a segment that there may be."""
         return -(-self.entries * self.page // (self.segment * self.step)) if self.segment else self.parts
 
     @property
@@ -74,25 +74,25 @@ class Plan:
 
     @property
     def step(self) -> int:
-        """Cached tokens that are worked on at a time."""
+        """Cached tokens that one step takes."""
         return step_tokens(self.h)
 
     @property
     def copies(self) -> int:
-        """Bulk copies that bring the keys of one step."""
+        """Bulk copies that load the keys of one step."""
         return max(1, self.step // self.page)
 
     @property
     def dtype(self) -> jnp.dtype:
-        """What the tensor cores multiply. Float16 holds every e4m3 number, and there is an instruction for it."""
+        """The dtype of both operands of the products. Float16 holds every e4m3 number, by one instruction."""
         return jnp.dtype(jnp.float16 if self.fp8 else jnp.bfloat16)
 
     @property
     def stages(self) -> int:
-        """Steps whose keys and values each warpgroup has room for: 64 KiB of them, so that two share a processor.
+        """Pipeline stages: steps whose keys and values a warpgroup's ring holds.
 
-        More room was measured to be slower: blocks with much shared memory start later. Half
-        as much holds as many tokens in e4m3, and more blocks share a processor.
+        They are 64 KiB, so that two blocks share a multiprocessor. More was measured to be slower: blocks with much
+        shared memory start later. Half as much holds as many tokens in e4m3, and more blocks share a multiprocessor.
         """
         return 4 if self.fp8 and not self.narrow else 2
 
@@ -133,7 +133,7 @@ def step_tokens(h: int) -> int:
 
 def supported(q_shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype, places: int = 0) -> str | None:
     """Why the kernel can't serve queries [b, t, n, h] over a cache [l, p, 2, m, s, h] of this dtype, with a mask over
-    so many `places`; None if it can. Windows of any size are served."""
+    `places` KV slots; None if it can. Windows of any size are served."""
     _, t, n, h = q_shape
     m, s = kv_shape[3], kv_shape[4]
     if jnp.dtype(dtype) not in (jnp.bfloat16, FP8):
@@ -156,11 +156,11 @@ def _listed(values: tuple[int, ...]) -> str:
 
 
 def division(tiles: int, h: int, span: int | None = None) -> tuple[int, int]:
-    """Into how many blocks, and warpgroups of a block, to divide the tokens that each of `tiles` attends to.
+    """The number of blocks, and of warpgroups of a block, that divide the tokens that each of `tiles` attends to.
 
-    As many blocks as there are processors, so that all run at once. If those are few all the same, two warpgroups of
-    each divide its tokens once more. `span`: the most tokens that rows within a window see; no more parts than they
-    have steps are made, since each is combined with all others.
+    No more blocks than multiprocessors, so that all run at once. If these leave half of them idle, two warpgroups of a
+    block divide its tokens once more. `span`: the most tokens that rows within a window see. No more parts are made
+    than these have steps, since each is combined with all others.
     """
     processors = hopper.processors()
     most = 2 * MAX_SPLITS if span is None else -(-span // step_tokens(h)) + 1

@@ -1,4 +1,4 @@
-"""Results of the decode kernel on their way to memory: whole rows, parts of them, and parts combined to rows."""
+"""Writes of the decode kernel's results to memory: whole rows, parts of them, and parts combined to rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def write_rows(plan: Plan, acc, total, rows_s, out_g, tile, head):
 
 
 def write_part(plan: Plan, acc, top, total, part_s, sums_s, part_g, sums_g):
-    """Write one part's sums, and see them arrive."""
+    """Write one part's sums, and wait until they are in memory."""
     if plan.segment:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     put(plan, part_s, acc)

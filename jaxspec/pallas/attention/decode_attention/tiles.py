@@ -1,4 +1,4 @@
-"""Tiles in registers and shared memory: layouts, products and reductions of a warpgroup, whichever side rows are."""
+"""Tiles in registers and shared memory: layouts, products and reductions of a warpgroup, with rows on either side."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from jaxspec.pallas.attention.decode_attention.plan import PACK, Plan
 
 
 def by_row(plan: Plan):
-    """The layout of a number for each row."""
+    """The register layout of one number for each row."""
     return plgpu.Layout.WGMMA.reduce(0 if plan.narrow else 1)
 
 
 def row_a_warp(h: int) -> Any:
-    """Of a pack's rows one in each warp, whose lanes hold neighbours."""
+    """The register layout of packs [PACK, h]: one row in each warp, whose lanes hold neighbouring columns."""
     vector = min(h // 32, 4)
     tiling = plgpu.Tiling(((PACK, 32 * vector), (vector,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
@@ -29,12 +29,12 @@ def transposed(ref):
 
 
 def spread(plan: Plan, x, like):
-    """Each row's number for all that `like` has of the row."""
+    """Broadcast each row's number to the shape of `like`."""
     return lax.broadcast_in_dim(x, like.shape, [1 if plan.narrow else 0])
 
 
 def put(plan: Plan, ref, x):
-    """Write to `ref`, which has rows first, what is narrow if the plan is."""
+    """Write x to `ref`, which has rows first; if the plan is narrow, x has them last."""
     if plan.narrow:
         ref, x = transposed(ref), plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
     ref[...] = x.astype(ref.dtype)
@@ -43,14 +43,14 @@ def put(plan: Plan, ref, x):
 def over_tokens(plan: Plan, kind, x, exchange_s=None):
     """Each row's largest score ("max") or sum ("add"), f32[rows]. If rows are narrow, all warps have some of a row.
 
-    A thread adds up its tokens one after the other. By default it would keep as many partial sums as leave eight in
-    all: of 8 and 32 rows the same order, of 16 another one.
+    A thread adds up its tokens one after the other. By default its number of partial sums would depend on that of rows,
+    with one order of sums for 8 and 32 rows, and another for 16.
     """
     if not plan.narrow or plan.interpret:
         axis = 0 if plan.narrow else 1
         return x.max(axis=axis) if kind == "max" else x.sum(axis=axis)
     result = plgpu.ShapeDtypeStruct((plan.rows,), jnp.float32, layout=by_row(plan))
-    # Pallas itself would have all warpgroups exchange in one and the same place.
+    # Pallas itself would have all warpgroups exchange through the same shared memory.
     return plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()), return_type=result)(
         lambda _, x, exchange_s: x.reduce(kind, 0, exchange_s, acc_ilp=1 if kind == "add" else None)
     )(x, exchange_s)
@@ -67,7 +67,7 @@ def product(a_s, b_s):
 
 
 def add_product(plan: Plan, value, a_s, b_s):
-    """`value` and the product of two tiles in shared memory, in the same registers."""
+    """Add the product of two tiles in shared memory to `value`, in the same registers."""
     if plan.interpret:
         return value + product(a_s, b_s)
 

@@ -25,7 +25,7 @@ __all__ = ["UNIT", "prompt_attention", "supported"]
 
 
 def supported(q_shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype: Any) -> str | None:
-    """None if `prompt_attention` takes queries and a cache of these shapes and this cache dtype, else why not."""
+    """Why `prompt_attention` can't take queries and a cache of these shapes and this cache dtype, or None if it can."""
     (_, t, n, h), (_, _, _, m, page_size, kv_h) = q_shape, kv_shape
     if h not in HEAD_DIMS or kv_h != h:
         return f"heads of queries and cache are {h} and {kv_h} wide; they must be equal, and one of {HEAD_DIMS}"
@@ -60,8 +60,8 @@ def prompt_attention(
     lists; several blocks may belong to one request. `q` is bfloat16 and unscaled: scores are scaled by h**-0.5. Keys
     and values are multiplied by `scales[layer, 0]` and `scales[layer, 1]`, positive, for each kv head (None: 1).
     A row sees `window` positions up to its own (None: all), and pages before those of a block's rows aren't read.
-    `sinks`: of each head, one more logit of its softmax, which no value belongs to.
-    Returns the mix of values in bfloat16. Rows past the last page return something finite.
+    `sinks`: one more logit of each head's softmax, which no value belongs to.
+    Returns the mix of values in bfloat16. Rows past the last page are padding; their results are finite.
 
     `interpret` is `plgpu.InterpretGPUParams()` to run on a CPU; `sms` is the number of CTAs that share the work.
 
@@ -76,7 +76,7 @@ def prompt_attention(
     if scales is None:
         scales = jnp.ones((kv.shape[0], 2, plan.m), jnp.float32)
     start = jnp.maximum(start, 0)
-    longest_first = jnp.argsort(start, descending=True)  # one sort a program: XLA sees that all layers want the same
+    longest_first = jnp.argsort(start, descending=True)  # XLA merges the sorts of all layers into one
     queue = jnp.stack([longest_first.astype(jnp.int32), start[longest_first]])
     call = plgpu.kernel(
         partial(kernel, plan),

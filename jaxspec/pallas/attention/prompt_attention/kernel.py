@@ -1,15 +1,15 @@
-"""What the warpgroups of one CTA of the prompt kernel do: one fills rings of shared memory, the others compute.
+"""The warpgroups of one CTA of the prompt kernel: one fills rings of shared memory, the others compute.
 
 The invariant of the rings: a slot is filled only after every consumer has released it. Consumers begin by releasing
-what is empty, and the producer ends by seeing all slots released.
+the empty slots, and the producer ends by waiting until all slots are released.
 
 A consumer walks the keys backwards from the end of its block, so that only its first steps need a mask, and with a
-window its last. A row that has seen nothing but masked scores carries a meaningless sum, which the shrinking at its
-first real score wipes out; each row sees its own key. The scores of a step and the mix of the step before it are in
+window its last. A row that has seen nothing but masked scores carries a meaningless sum. The shrinking at its first
+unmasked score wipes that out; each row sees its own key. The scores of a step and the mix of the step before it are in
 flight together: the softmax hides behind the mix, and behind the products of the other consumer.
 
-Interpret mode knows neither weights in registers as an operand of the mix nor an accumulator that starts from a value.
-There alone, weights pass through shared memory and the mix is added afterwards.
+Interpret mode supports neither weights in registers as an operand of the mix nor an accumulator that starts from a
+value. There alone, weights pass through shared memory and the mix is added afterwards.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MASKED = -(2.0**100)  # finite, or rows without a visible score turn NaN; a powe
 
 
 def kernel(plan: Plan, *operands) -> None:
-    """What one block does: consumer warpgroups multiply, the last one copies. `operands`: those of `Refs`, scratch."""
+    """Run one CTA: consumer warpgroups multiply, the last one copies. `operands`: those of `Refs`, then the scratch."""
     *refs, scratch = operands
     refs = Refs.of(plan, refs)
     me = lax.axis_index("warpgroup")
@@ -64,7 +64,7 @@ def _produce(plan: Plan, refs: Refs, scratch: Scratch) -> None:
         last_entry = jnp.minimum(div(tile.last, plan.page_size), plan.entries - 1)
 
         def sources(i):
-            """Where step i's keys (0) and values (1) are, in pieces."""
+            """References to step i's keys (0) and values (1) in memory, in pieces."""
             token = tile.key(i)
             part = rem(div(token, plan.keys), plan.page_size // plan.copy_rows)  # of a page larger than a step
             rows = pl.ds(part * plan.copy_rows, plan.copy_rows)
@@ -96,7 +96,7 @@ def _copy(plan: Plan, pieces: list, to, filled) -> None:
 
 
 def _convert_steps(plan: Plan, scratch: Scratch, sources: Callable, steps, step):
-    """Fill the rings from an fp8 cache, by way of registers. While a copy is converted, the next one is on its way."""
+    """Fill the rings from an fp8 cache, by way of registers. While a copy is converted, the next one is prefetched."""
     raw, arrived = scratch.raw
     at_once, layout = plan.converted()
 
@@ -113,7 +113,7 @@ def _convert_steps(plan: Plan, scratch: Scratch, sources: Callable, steps, step)
             for c in range(plan.keys // at_once):
                 rows = pl.ds(c * at_once, at_once)
                 ring.slots[slot, rows] = plgpu.load(raw.at[which, rows], layout=layout).astype(plan.dtype)
-            plgpu.commit_smem()  # and nobody reads the copy anymore
+            plgpu.commit_smem()  # and all warps have read the copy
             plgpu.barrier_arrive(ring.filled.at[slot])
             pl.when(i + 1 < steps)(partial(_copy, plan, following[which], raw.at[which], arrived.at[which]))
         return step + 1
@@ -136,7 +136,7 @@ def _consume(plan: Plan, refs: Refs, scratch: Scratch, me) -> None:
         k_scale, v_scale = (refs.scales[layer, which, tile.kv_head] for which in (0, 1))
         unit = _Unit(plan, scratch, tile, me, q_s, step, k_scale * (plan.h**-0.5 * math.log2(math.e)))
         plgpu.barrier_wait(scratch.q.filled.at[slot])
-        if plan.fp8:  # where they stand
+        if plan.fp8:  # in place
             rows = plgpu.load(out_s, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
             q_s[...] = jnp.clip(rows, -LARGEST, LARGEST).astype(plan.dtype)
             plgpu.commit_smem()
@@ -220,11 +220,11 @@ class _Unit:
         plgpu.barrier_arrive(self.scratch.k.released.at[k_slot])
         weights, top, total, shrink = self._weigh(i, masked, value, top, total)
         acc = self._mixed(mix, v_slot, acc)
-        # Rounded any earlier, while the old weights are still an operand, a step takes half as long again.
+        # Rounding earlier, while the old weights are still an operand, makes a step take half as long again.
         return acc * lax.broadcast_in_dim(shrink, acc.shape, [0]), weights.astype(self.plan.dtype), top, total
 
     def _weigh(self, i, masked: bool, scores, top, total):
-        """Weights of step i, the new maximum and sum, and what older sums shrink by."""
+        """Weights of step i, the new maximum and sum, and the factor by which older sums shrink."""
         if masked:
             layout = plgpu.Layout.WGMMA
             row = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=layout) & (self.plan.rows - 1)

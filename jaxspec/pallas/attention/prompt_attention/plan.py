@@ -1,4 +1,4 @@
-"""What is static about a call of the prompt kernel, the tiles that follow from it, and who takes which."""
+"""Static sizes of a call of the prompt kernel, the tiles that follow from them, and which CTA takes which."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAGE_SIZES = (16, 32, 64, 128)
 
 
 class Plan:
-    """What is static about one call: its shapes, and the tiling that follows from them."""
+    """Static sizes of one call: its shapes, and the tiling that follows from them."""
 
     def __init__(
         self, q_shape, kv_shape, entries: int, fp8: bool, window: int | None, sinks: bool, sms: int, interpret: bool
@@ -46,12 +46,12 @@ class Plan:
         self.keys = 64 if self.h == 256 else 128  # of a step: as many as registers and shared memory hold
         self.copy_rows = min(self.keys, self.page_size)
         self.copies = self.keys // self.copy_rows  # that fill a slot of the key or value ring
-        # What the tensor cores multiply. Float16 holds every e4m3 number, and one instruction makes two of them.
+        # Of both operands of the products. Float16 holds every e4m3 number, and one instruction converts two of them.
         self.dtype = jnp.dtype(jnp.float16 if fp8 else jnp.bfloat16)
-        self.q_slots = 1 if self.h == 256 else 2  # two let the next queries come early, if shared memory holds them
+        self.q_slots = 1 if self.h == 256 else 2  # with two the next queries are prefetched, if shared memory has room
 
     def by_unit(self, sinks: Array) -> Array:
-        """The logit of each row of each unit of heads, in base 2: f32[m, head_units, UNIT]."""
+        """The sink of each row of each unit of heads, in base 2: f32[m, head_units, UNIT]."""
         sinks = (sinks.astype(jnp.float32) * math.log2(math.e)).reshape(self.m, self.group)
         head = jnp.arange(self.head_units)[:, None] * self.heads + jnp.arange(UNIT) // self.rows
         return jnp.take(sinks, jnp.minimum(head, self.group - 1), axis=1)
@@ -79,9 +79,9 @@ class Plan:
         )
 
     def converted(self) -> tuple[int, Any]:
-        """Tokens of an fp8 cache that are made `dtype` at a time, and in which arrangement.
+        """Tokens of an fp8 cache that are converted to `dtype` at a time, and their register layout.
 
-        A thread has eight neighbours, of which one instruction reads all and another writes all.
+        A thread has eight neighbours; one instruction reads all of them, and another writes all.
         """
         warp = LANES * 8 // self.h  # its tokens
         if warp == 1:
@@ -92,7 +92,7 @@ class Plan:
 
 
 class Ring(NamedTuple):
-    """Slots of shared memory, and for each slot the barriers that say who may have it."""
+    """Slots of shared memory, and each slot's barriers: one for consumers, one for the producer."""
 
     slots: Any
     filled: Any
@@ -100,10 +100,10 @@ class Ring(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    q: Ring  # consumers' units side by side; a unit's output leaves from where its queries were
+    q: Ring  # consumers' units side by side; a unit's output overwrites its queries
     k: Ring
     v: Ring
-    raw: tuple[Any, Any] | None  # an fp8 cache's keys and values on their way, and their barriers
+    raw: tuple[Any, Any] | None  # an fp8 cache's keys and values before they are converted, and their barriers
     weights: Any  # in interpret mode
 
 
@@ -133,7 +133,7 @@ def rem(x, y: int):
 
 @dataclass(frozen=True)
 class Tile:
-    """Where a tile lies: its block and that block's start, its kv head, its pair of units; and what keys it sees."""
+    """A tile's block and that block's start, its kv head, its pair of units; and the keys that it sees."""
 
     plan: Plan
     block: Any
@@ -158,13 +158,13 @@ class Tile:
 
     @property
     def masked_steps(self):
-        """The first steps, with keys that lie ahead of some row: at least one."""
+        """How many first steps have keys after some row's own position: at least one."""
         steps, whole = self.steps, div(self.first(0) + 1, self.plan.keys)
         return steps - (whole if self.plan.window is None else jnp.maximum(whole - self.skipped, 0))
 
     @property
     def whole_steps(self):
-        """How many steps come before the last ones, with keys that lie before the window of some row."""
+        """How many steps come before the last ones, whose keys lie before some row's window."""
         before = jnp.maximum(self.last - (self.plan.window - 1), 0) + (self.plan.keys - 1)
         return jnp.maximum(self.steps - (div(before, self.plan.keys) - self.skipped), self.masked_steps)
 
@@ -196,7 +196,7 @@ class Tile:
 def walk(plan: Plan, refs: Refs, visit: Callable) -> Any:
     """Visit this CTA's tiles: `visit(tile, round, step) -> next step`, steps counted over all tiles. Returns rounds.
 
-    Odd rounds hand out tiles in mirrored order, so that nobody always gets the longest.
+    Odd rounds hand out tiles in mirrored order, so that no CTA always gets the longest.
     """
     cta = lax.axis_index("cta")
     full, rest = divmod(plan.tiles, plan.ctas)

@@ -1,4 +1,4 @@
-"""A block of these kernels: it prefetches weights, norms rows or loads them too, multiplies, adds up."""
+"""A thread block of these kernels: it prefetches weights, norms rows or loads them too, multiplies, adds up."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _i32, _f32 = jnp.int32, jnp.float32
 
 
 def by_row(vector: int) -> Any:  # layouts: of a class that jax keeps to itself
-    """Eight rows at a time, each in 16 lanes of a warp, which hold `vector` neighbours: so a row's sum stays there."""
+    """Eight rows at a time, each in 16 lanes of a warp, which hold `vector` neighbours: a row's sum stays in a warp."""
     tiling = plgpu.Tiling(((GROUP, 16 * vector), (2, 16 * vector), (vector,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
@@ -46,14 +46,14 @@ def one_row(width: int) -> Any:
 
 
 def by_tile() -> Any:
-    """Sums of squares, [tiles, rows]: every warp has them all, so that each row's sum is where its products are."""
+    """Sums of squares, [tiles, rows]: every warp has them all, so that each row's sum is beside its products."""
     return plgpu.Layout.TILED(
         plgpu.Tiling(((8, GROUP), (2,))), warp_dims=(plgpu.Replicated(4),), lane_dims=(-3, -2), vector_dim=-1
     )
 
 
 def params(across_warps: bool = False) -> plgpu.CompilerParams:
-    """`across_warps`: it sums over columns that several warps have; otherwise rows lie within one."""
+    """Compiler parameters. `across_warps`: sums go over columns of several warps; otherwise a row lies within one."""
     return plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=128 * 4 if across_warps else 0)
 
 
@@ -71,7 +71,7 @@ def scratch_of(share: Share, interpret: Any = False) -> dict[str, Any]:
         weight_s = plgpu.SMEM((share.slots, groups * TILE, share.chunk), jnp.int8)
     else:
         weight_s = plgpu.SMEM((share.slots, groups, share.chunk, TILE), jnp.bfloat16)
-    if share.warpgroups > 1:  # a slot of each is where its sums are put
+    if share.warpgroups > 1:  # in the end, a slot of each warpgroup holds its sums
         size = groups * share.chunk // (4 * GROUP)
         weight_s = plgpu.RefUnion(weight_s, plgpu.SMEM((share.warpgroups, size, TILE, GROUP), _f32))
     scratch = dict(
@@ -91,7 +91,7 @@ def scratch_of(share: Share, interpret: Any = False) -> dict[str, Any]:
 
 
 def out_of(share: Share) -> dict[str, Any]:
-    """Shared memory for what `to_rows` makes."""
+    """Shared memory for the results of `to_rows`."""
     return {"out_s": plgpu.SMEM((share.finished, share.groups * TILE), jnp.bfloat16)}
 
 
@@ -104,10 +104,10 @@ def ranges(share, weights_g):
 
 
 def begin(share, weights_g, rows_g, *, weight_s, rows_s, ready, **others):
-    """Begin to copy a block's weights, and the rows' inputs unless it makes them.
+    """Begin to copy a block's weights, and the rows' inputs unless the block norms rows itself.
 
-    Returns what copies chunk i to a slot, and an FP8 weight's scales. Of several weights, the tiles of the first come
-    first.
+    Returns the function that copies chunk i to a slot, and an FP8 weight's scales. With several weights, the tiles of
+    the first come first.
     """
     if share.splits > 1:
         cluster.expect(share, others["sent_s"])
@@ -148,7 +148,7 @@ def begin(share, weights_g, rows_g, *, weight_s, rows_s, ready, **others):
 def multiply(
     share,
     begun,
-    ahead,
+    prefetch,
     end,
     factor=None,
     *,
@@ -160,12 +160,12 @@ def multiply(
 ):
     """Call `end` with the products of a tile's columns, f32[TILE, rows] of each group.
 
-    These are of all rows, or of a cluster's several blocks that finish some, of `finished` rows from `first_row` on.
-    `ahead`: weights to prefetch into the L2 cache meanwhile. `factor`: what each row's products are still to be
-    multiplied by.
+    These are products of all rows, or, if several blocks of a cluster finish some rows each, of `finished` rows from
+    `first_row` on. `prefetch`: weights to prefetch into the L2 cache meanwhile. `factor`: multiplies each row's
+    products, if it is given.
     """
     split = split_of(share)
-    _prefetch(ahead, lax.axis_index("tile") * share.splits + split, share.tiles * share.splits)
+    _prefetch(prefetch, lax.axis_index("tile") * share.splits + split, share.tiles * share.splits)
 
     def finish(totals):
         if factor is not None:
@@ -185,7 +185,7 @@ def multiply(
 
     @pl.when(turn > 0)
     def _():
-        plgpu.commit_smem()  # all warps have read what the sums take the place of
+        plgpu.commit_smem()  # all warps have read the weights that the sums overwrite
         for i, eight in enumerate(_eights(totals)):
             sums_s[turn, i] = eight
         plgpu.commit_smem()  # all threads have written when one of them signals
@@ -203,12 +203,12 @@ def ring_of(share, weight_s):
 
 
 def _eights(totals):
-    """Sums of each group and `GROUP` rows. In memory these don't share banks."""
+    """Cut the sums of each group into parts of `GROUP` rows, which don't share banks in memory."""
     return [total[:, at : at + GROUP] for total in totals for at in range(0, total.shape[1], GROUP)]
 
 
 def _added(share, refs, totals):
-    """The sums of each group, and in order those of which `refs` have parts as `_eights` gives them."""
+    """Add to the sums of each group those in `refs`, in order; these hold parts from `_eights`."""
     load = partial(plgpu.load, layout=plgpu.Layout.WGMMA, optimized=False)
     made = [sum((load(ref.at[i]) for ref in refs), eight) for i, eight in enumerate(_eights(totals))]
     count = len(made) // share.groups
@@ -252,9 +252,9 @@ def _sums(share, fetch, *, weight_s, rows_s, ready):
     return pl.run_scoped(run, *[plgpu.ACC((TILE, share.rows), _f32)] * share.groups)
 
 
-def _prefetch(ahead, block, blocks):
-    """Begin to prefetch this block's share of the weights `ahead` into the L2 cache."""
-    for weight_g in ahead:
+def _prefetch(prefetch, block, blocks):
+    """Begin to prefetch this block's share of later kernels' weights into the L2 cache."""
+    for weight_g in prefetch:
         height, width = (largest(size) for size in weight_g.shape)
         across = weight_g.shape[1] // width
         pieces = weight_g.shape[0] // height * across
@@ -266,9 +266,10 @@ def _prefetch(ahead, block, blocks):
 
 
 def prepare(share, rows_g, scales_g, eps, rows_s, centred=False, *kept_g):
-    """Make the rows as `norm_rows` does, if a block makes its own; or give what products of `Scaled` ones still lack.
+    """Norm the rows into shared memory, if a block does that for itself, or return the factors of `Scaled` rows.
 
-    That is each row's factor, by which its norm would have multiplied it. `scales_g` are then the sums of squares.
+    A factor is what each row's products are still to be multiplied by: f32[finished]. For `Scaled` rows `scales_g` are
+    the sums of squares.
     """
     if share.normed:
         return norm_rows(share, rows_g, scales_g, eps, rows_s, centred, *kept_g)
@@ -283,7 +284,7 @@ def prepare(share, rows_g, scales_g, eps, rows_s, centred=False, *kept_g):
 
     if share.warpgroups == 1:
         return factor()
-    # The others multiply nothing by it, and would read as much.
+    # Other warpgroups don't use it, and would read as much.
     nothing = lambda: plgpu.layout_cast(jnp.ones((share.finished,), _f32), by_tile().reduce(0))  # noqa: E731
     return lax.cond(turn_of(share) == 0, factor, nothing)
 
@@ -302,10 +303,10 @@ def _keep(share, rows_g, squares_g, eps, out_g):
 
 
 def norm_rows(share, rows_g, scales_g, eps, rows_s, centred=False, *kept_g):
-    """The rows' root-mean-square norms into shared memory, side by side, as `decoder.functions.rms_norm` has them.
+    """Write the rows' root-mean-square norms to shared memory, side by side, computed as `decoder.functions.rms_norm`.
 
-    Of a split product those of this block's inputs. Rows too wide for registers are read twice. The first tile's blocks
-    write the norm of the one input to `kept_g` as well.
+    In a split product, only this block's inputs. Rows too wide for registers are read twice. The first tile's blocks
+    write the norm to `kept_g` as well, if there is one input.
     """
     layout, chunk = by_row(4), share.chunk
     whole = math.gcd(share.part, *share.widths)
@@ -360,14 +361,14 @@ def norm_rows(share, rows_g, scales_g, eps, rows_s, centred=False, *kept_g):
 
 
 def scaled(x, factor, scale, centred=False):
-    """Rows times their factors, rounded, and then times their columns' scales; or times one more than these."""
+    """Multiply rows by their factors, round, and multiply by their columns' scales, or by one more if `centred`."""
     x, scale = x * lax.broadcast_in_dim(factor, x.shape, [0]), scale.astype(_f32)
     x, scale = (x, 1 + scale) if centred else (x.astype(jnp.bfloat16).astype(_f32), scale)
     return (x * lax.broadcast_in_dim(scale, x.shape, [1])).astype(jnp.bfloat16)
 
 
 def to_rows(totals, out_s):
-    """Sums by column into shared memory by row, rounded as a product of its own would be.
+    """Write sums by column to shared memory by row, rounded as a product of its own would be.
 
     A column lies in one warp: through shared memory all of a row comes to the same warp.
     """
@@ -378,5 +379,5 @@ def to_rows(totals, out_s):
 
 
 def from_rows(out_s, at, width):
-    """So many columns of all rows."""
+    """Load `width` columns of all rows, from column `at` on, as float32."""
     return plgpu.load(out_s.at[:, pl.ds(at, width)], layout=by_row(width // 16), optimized=False).astype(_f32)

@@ -1,9 +1,9 @@
 """Sums that blocks of a cluster send into each other's shared memory.
 
-`plgpu.async_store_smem` tells the other block's barrier how many bytes will come, in a way that also waits until all
-that the thread has written is in memory. At the end of a kernel of 10 us each call took 1.5. Here a block that will
-receive tells its own barrier at the start, once, and what is sent is bytes alone. The blocks meet in between, so that
-none sends to one that hasn't begun. A thread's numbers go where the thread of the same number will read them.
+`plgpu.async_store_smem` tells the other block's barrier how many bytes will come, in a way that also waits until all of
+the thread's writes are in memory. At the end of a kernel of 10 us each call took 1.5. Here a receiving block tells its
+own barrier once, at the start, so sends are bytes alone. The blocks meet in between, so that none sends to one that
+hasn't begun. A thread's numbers go to the thread of the same number.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _f32 = jnp.float32
 
 
 class Sums(NamedTuple):
-    """What is sent where no `Share` says it: by `splits` blocks, of `groups` times `TILE` outputs. The first
+    """Sizes of sums that are sent without a `Share`: by `splits` blocks, of `groups` times `TILE` outputs. The first
     `finishers` blocks of a cluster receive the sums of `finished` rows each."""
 
     groups: int
@@ -60,7 +60,7 @@ def scratch(share: Share | Sums) -> dict[str, Any]:
 
 
 def expect(share: Share | Sums, sent_s: Any) -> None:
-    """Say at a block's start what it will receive. All of its threads do, and `meet` later."""
+    """Tell the barrier at a block's start how many bytes it will receive. All of its threads do, and `meet` later."""
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=None)(partial(_expect, share))(sent_s)
 
 

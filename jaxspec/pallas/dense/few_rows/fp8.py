@@ -1,8 +1,8 @@
-"""Products of few rows with FP8 weights: what a block adds up, with its warpgroups, its ring and its scales.
+"""Products of few rows with FP8 weights: a block's sums, with its warpgroups, its ring and its scales.
 
-The warpgroups of a block take turns at its chunks. Each has slots of the ring to itself, so that none waits for another
-before the end, when the first one adds up. The numbers become bfloat16 in registers (`registers`). Each `BLOCK` of
-inputs has scales, which multiply its sums; or each output has one, for all inputs.
+The warpgroups of a block alternate between its chunks. Each has slots of the ring to itself, so that none waits for
+another before the end, when the first one adds up. The numbers become bfloat16 in registers (`registers`). Each `BLOCK`
+of inputs has scales, which multiply its sums; or each output has one, for all inputs.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ def operands(weight: Any) -> list[Any]:
 
 
 def taken(share: Share, refs: list[Any]) -> Any:
-    """The references to a weight, which are the first of `refs` and are taken out."""
+    """Pop the references to a weight from the front of `refs`."""
     return Fp8Weight(refs.pop(0), refs.pop(0)) if share.fp8 else refs.pop(0)
 
 
 def outputs(weight: Any) -> int:
-    """Of a weight or the references to one."""
+    """The number of outputs of a weight, or of the references to one."""
     return weight.values.shape[0] if isinstance(weight, Fp8Weight) else weight.shape[1]
 
 
@@ -99,8 +99,8 @@ def _by_output(sums, scale):
 
 
 def scales_of(share: Share, weight: Fp8Weight, interpret: bool) -> Any:
-    """The scales of a block's outputs. They are loaded here, before the weights, so that no load waits behind all
-    weights that are on their way."""
+    """The scales of a block's outputs, loaded here, before the weights: so no load waits behind all weights in
+    flight."""
     return OutputScales(share, weight) if len(weight.scales.shape) == 1 else Scales(share, weight, interpret)
 
 
@@ -141,7 +141,7 @@ class Scales:
         self._interpret = interpret
 
     def put(self, scales_s: Any) -> None:
-        """Into shared memory."""
+        """Write this warpgroup's scales to shared memory."""
         self._scales_s = scales_s.at[self._turn]
         for g, each in enumerate(self._loaded):
             if self._interpret:
@@ -155,7 +155,7 @@ class Scales:
         return None
 
     def at(self, group: int, block: Any) -> Any:
-        """What a group's sums at a block of inputs are multiplied by: a number, or one for each output."""
+        """The scale of a group's sums at a block of inputs: a number, or f32[TILE], one for each output."""
         whole = self._scales_s[group, block]
         if self._parts == 1:
             return whole

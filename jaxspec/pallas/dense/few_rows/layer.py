@@ -1,27 +1,28 @@
 """The matmuls of a layer at few rows, each with the operations before and after it, on Hopper.
 
-At few rows a layer takes little longer than reading its weights. What costs time is the number of kernels, and how long
-each waits for memory. Here a layer is four of them and attention:
+At few rows a layer takes little longer than reading its weights. The rest of its time goes to the number of kernels,
+and to each one's wait for memory. Here a layer is four of them and attention:
 
 - `heads`: norm, q, k and v, the norms of q and k if there are any, their rotation, keys and values into their pages;
 - `add_product`: the output projection and `down`, each added to the residual stream (`product`: without);
 - `gated`: norm, gate and up, silu(gate) * up;
 - `normed`: norm and any products, such as of the router of a mixture of experts, for which it keeps the rows.
 
-Beside the layers, `keys_values` makes those of all of a drafter's layers, and `top_tokens` is norm, head and argmax.
+Beside the layers, `keys_values` makes keys and values of all of a drafter's layers, and `top_tokens` is norm, head and
+argmax.
 
 A block of one warpgroup takes some columns of a product in groups of `TILE`: those of a head, or half a group each of
 gate and up. It prefetches its weights, all at once or as many as a ring in shared memory holds. Meanwhile it makes the
 other operand: every block norms all rows for itself, since they are few. On the tensor cores the weights' columns are
 the side that is 64 wide, and rows the narrow one, so eight rows cost an eighth of 64. Inputs can be divided among the
 blocks of a cluster, which send their sums into the shared memory of the first one. In a small model memory is idle for
-most of a layer; there a waiting block prefetches later kernels' weights into the L2 cache (`ahead`). In wide layers
+most of a layer; there a waiting block prefetches later kernels' weights into the L2 cache (`prefetch`). In wide layers
 that took longer than it saved.
 
-Norming wide rows takes longer than the first weights do, and takes shared memory from the weights. But a norm's factor
-is one number a row, and can as well multiply the products. So `add_product` also returns its sums times the scale of
-the norm that comes next, and their squares (`Scaled`). Such rows come in chunks with the weights, and the products are
-multiplied by the factor, in float32. Narrow rows are normed before their weights are there.
+Norming wide rows takes longer than loading the first weights, and takes shared memory from the weights. But a norm's
+factor is one number a row, and can as well multiply the products. So `add_product` also returns its sums times the
+scale of the norm that comes next, and their squares (`Scaled`). Such rows come in chunks with the weights, and the
+products are multiplied by the factor, in float32. Narrow rows are normed before their weights arrive.
 """
 
 from __future__ import annotations
@@ -73,14 +74,14 @@ _i32, _f32 = jnp.int32, jnp.float32
 
 
 class Scaled(NamedTuple):
-    """Rows for a product that takes their root-mean-square norm, and what the norm's factor is made of."""
+    """Rows for a product that takes their root-mean-square norm, and the squares that give the norm's factor."""
 
     rows: Float[Array, "r d"]  # times the norm's scale, rounded to bfloat16
-    squares: Float[Array, "t r"]  # of the rows themselves, summed over `TILE` columns, in float32; after them zeros
+    squares: Float[Array, "t r"]  # of the unscaled rows, summed over `TILE` columns, in float32; after them zeros
 
 
 def scale_rows(x: Float[Array, "r d"], scale: Float[Array, " d"], centred: bool = False) -> Scaled:
-    """What `add_product` gives with its sums, of other rows."""
+    """Scale rows for the norm that comes next, as `add_product` scales its sums."""
     wide, scale = x.astype(_f32), scale.astype(_f32) + centred
     squares = jnp.sum(jnp.square(wide).reshape(len(x), -1, TILE), axis=2).T
     more = tiles_of_squares(x.shape[1]) - len(squares)
@@ -92,7 +93,7 @@ def gated(
     x: Float[Array, "r d"],
     scale: Float[Array, " d"] | Float[Array, "t r"],
     weight: Float[Array, "d n"] | Fp8Weight,
-    ahead: Sequence[Float[Array, "_ _"]] = (),
+    prefetch: Sequence[Float[Array, "_ _"]] = (),
     *,
     eps: float,
     splits: int | None = None,
@@ -101,26 +102,26 @@ def gated(
     """silu(gate) * up of the normed rows, f = n / 2; all in bfloat16, rounded where plain layers round.
 
     `x` and `scale` are rows and the scale of their norm, or `Scaled` rows and their squares: then the norm is rounded
-    once less. `ahead`: weights that the kernels after it will read. `splits`: among how many blocks of a cluster to
-    divide the inputs; interpret mode, which can't send anything between them, takes 1 alone.
+    once less. `prefetch`: weights that later kernels will read. `splits`: among how many blocks of a cluster to divide
+    the inputs; interpret mode, which can't send data between them, takes 1 alone.
     """
     rows, columns = len(x), outputs(weight)
     share = share_out(rows, [x.shape[1]], columns, normed=scale.ndim == 1, fp8=isinstance(weight, Fp8Weight))
     share = with_splits(share, splits, interpret)
     return plgpu.kernel(
-        partial(_gated_tile, share, eps, len(ahead)),
+        partial(_gated_tile, share, eps, len(prefetch)),
         kernel_name="few_rows_gated",
         out_type=jax.ShapeDtypeStruct((rows, columns // 2), x.dtype),
         **grid_of(share),
         scratch_types=scratch_of(share, interpret) | out_of(share),
         compiler_params=params(),
         interpret=interpret,
-    )(x, scale, *operands(weight), *ahead)
+    )(x, scale, *operands(weight), *prefetch)
 
 
-def _gated_tile(share, eps, ahead, x_g, scale_g, *refs, out_s, **scratch):
+def _gated_tile(share, eps, num_prefetched, x_g, scale_g, *refs, out_s, **scratch):
     tile, refs = lax.axis_index("tile"), list(refs)
-    weights_g, out_g = [taken(share, refs)], refs[ahead]
+    weights_g, out_g = [taken(share, refs)], refs[num_prefetched]
     begun = begin(share, weights_g, [x_g], **scratch)
     factor, rows = prepare(share, [x_g], [scale_g], eps, scratch["rows_s"]), pl.ds(first_row(share), share.finished)
 
@@ -132,7 +133,7 @@ def _gated_tile(share, eps, ahead, x_g, scale_g, *refs, out_s, **scratch):
             column = lax.div(column_of(share, share.columns, tile, g), _i32(2))
             out_g[rows, pl.ds(column, HALF)] = value.astype(jnp.bfloat16)
 
-    multiply(share, begun, refs[:ahead], finish, factor, **scratch)
+    multiply(share, begun, refs[:num_prefetched], finish, factor, **scratch)
 
 
 @lower_once("few_rows_heads", "eps", "splits")
@@ -146,7 +147,7 @@ def heads(
     layer: Int[Array, ""],
     place: Int[Array, " r"],
     norms: Sequence[Float[Array, " h"]] = (),
-    ahead: Sequence[Float[Array, "_ _"]] = (),
+    prefetch: Sequence[Float[Array, "_ _"]] = (),
     bias: Float[Array, " n"] | None = None,
     inverse: Float[Array, "l 2 m"] | None = None,
     *,
@@ -156,16 +157,17 @@ def heads(
 ) -> tuple[Float[Array, "r q"], Float[Array, "l p 2 m s h"]]:
     """Rotated queries of the normed rows, and the pages with their rotated keys and values in `layer`.
 
-    What several `rows` have stands side by side, each normed with its own of `scales`; or there are only `Scaled` rows,
-    and for a scale their squares. `weight` has columns of the query heads, then of as many keys and values as the pages
-    have. `norms`: the scales of the norms that each head's queries and keys go through, if they do. `cos` and `sin` are
-    those of each row's position, float32. Row i's keys and values go to slot `place[i] % s` of page `place[i] // s`;
-    those of a row at a negative place go nowhere. They are `kv_write.stored` there, with the `inverse` of their scales.
-    `bias` is added to the rounded products. `ahead` and `splits` as in `gated`.
+    Several `rows` stand side by side, each normed with its own of `scales`; or there are only `Scaled` rows, and for a
+    scale their squares. `weight` has columns of the query heads, then of as many keys and values as the pages have.
+    `norms`: the scales of the norms of each head's queries and keys, if there are any. `cos` and `sin`: the rope table
+    of the rows, float32. `place`: KV slots, counted over all pages. Row i's keys and values go to slot `place[i] % s`
+    of page `place[i] // s`, converted by `kv_write.stored` with the `inverse` of their scales; those of padding rows,
+    whose KV slots are negative, go nowhere. `bias` is added to the rounded products. `prefetch` and `splits` as in
+    `gated`.
     """
     queries = outputs(weight) // kv.shape[5] - 2 * kv.shape[3]
     norms, of = [norm[None] for norm in norms], (rows, scales, weight, cos, sin, kv, layer, place)
-    return _heads(queries, *of, norms, ahead, bias, inverse, eps, splits, interpret)
+    return _heads(queries, *of, norms, prefetch, bias, inverse, eps, splits, interpret)
 
 
 @lower_once("few_rows_keys_values", "eps")
@@ -183,7 +185,7 @@ def keys_values(
     eps: float,
     interpret: Any = False,
 ) -> Float[Array, "l p 2 m s h"]:
-    """The pages with keys and values of the normed rows in all layers, as `heads` puts them there.
+    """Write keys and values of the normed rows in all layers into their pages, as `heads` does; returns the pages.
 
     `weight` has columns of the first layer's keys, then of its values, then of the next layer's. `norm`: the scales of
     the norms of each layer's keys. `bias`: of the products, as in `heads`.
@@ -193,7 +195,7 @@ def keys_values(
 
 
 def _heads(
-    queries, rows, scales, weight, cos, sin, kv, layer, place, norms, ahead, bias, inverse, eps, splits, interpret
+    queries, rows, scales, weight, cos, sin, kv, layer, place, norms, prefetch, bias, inverse, eps, splits, interpret
 ):
     """The queries, if there are any, and the pages."""
     count, width, ref = len(place), kv.shape[5], jax.new_ref(kv)
@@ -213,7 +215,7 @@ def _heads(
         | {"head_s": plgpu.SMEM((share.finished, width), rows[0].dtype)},
         compiler_params=params(),
         interpret=interpret,
-    )(*operands(weight), cos, sin, layer.reshape(1), place, ref, *rows, *scales, *norms, *biases, *inverse, *ahead)
+    )(*operands(weight), cos, sin, layer.reshape(1), place, ref, *rows, *scales, *norms, *biases, *inverse, *prefetch)
     return *q, jax.freeze(ref)
 
 
@@ -229,7 +231,7 @@ def _head(share, eps, queries, counts, *refs, out_s, head_s, **scratch):
     turns = (head < queries + kv_heads).astype(_f32)  # values are neither rotated nor normed
     asks = (head < queries).astype(_f32)
     begun = begin(share, weights_g, rows_g, **scratch)
-    # Asked for before anything is waited for, as each would take its time later.
+    # These loads are issued before any wait, or each would add its latency later.
     first, rows = first_row(share), pl.ds(first_row(share), share.finished)
     cos, sin = (plgpu.load(ref.at[rows], layout=by_row(half // 16), optimized=False) for ref in (cos_g, sin_g))
     cos, sin = cos * turns + (1 - turns), sin * turns
@@ -277,13 +279,13 @@ def _head(share, eps, queries, counts, *refs, out_s, head_s, **scratch):
 
 
 def _half_row(row_g, at, half):
-    """Half of a head's scales, as `_from_rows` has rows."""
+    """Load half of a head's scales, in the layout of `from_rows`."""
     part = row_g.at[pl.ds(at, half)]
     return plgpu.load(part, layout=by_row(half // 16).reduce(0), optimized=False).astype(_f32)
 
 
 def _biased(product, bias, axis):
-    """A rounded product with the bias of its columns, which lie along `axis`, rounded again; in float32."""
+    """Add the bias of its columns, which lie along `axis`, to a rounded product, and round again; in float32."""
     return (product + lax.broadcast_in_dim(bias, product.shape, [axis])).astype(jnp.bfloat16).astype(_f32)
 
 
@@ -301,8 +303,8 @@ def add_product(
 ) -> Float[Array, "r d"] | tuple[Float[Array, "r d"], Scaled]:
     """x + (rows @ weight + bias), in bfloat16, rounded where plain layers round. `splits` as in `gated`.
 
-    With the `scale` of the norm that these sums go through next they come as `Scaled` rows as well; `centred`, if that
-    is as in `decoder.functions.centred_rms_norm`.
+    With the `scale` of the norm that comes next, the sums come as `Scaled` rows as well; `centred`: that norm is
+    `decoder.functions.centred_rms_norm`.
     """
     scales, biases = ([] if each is None else [each] for each in (scale, bias))
     out, *scaled = _products([x], [rows], weight, scales, splits, interpret, centred, biases)
@@ -322,7 +324,7 @@ def product(
 
 
 def _products(x, rows, weight, scale, splits, interpret, centred=False, bias=()):
-    """The products, or sums, and what else `Scaled` has if there is a scale."""
+    """The products, or their sums with `x`; with a scale also the arrays of `Scaled`."""
     count, columns, fp8 = len(rows[0]), outputs(weight), isinstance(weight, Fp8Weight)
     share = share_out(count, [each.shape[1] for each in rows], columns, 1, normed=False, fp8=fp8)
     share = with_splits(share, splits, interpret)
@@ -365,7 +367,7 @@ def _product_tile(share, centred, counts, *refs, **scratch):
 
 
 def _write_scaled(share, here, x, scale, rows_g, squares_g):
-    """A tile of `Scaled` rows and its sums of squares, and its share of the zeros after all tiles'."""
+    """Write a tile of `Scaled` rows and its sums of squares, and its share of the zeros after all tiles'."""
     tile, rows = lax.axis_index("tile"), here[0]
     part = rows_g.at[here].transpose((1, 0))
     part[...] = (x * lax.broadcast_in_dim(scale, x.shape, [0])).astype(jnp.bfloat16)
@@ -394,9 +396,9 @@ def normed(
 ) -> list[Float[Array, "r _"]]:
     """The products of the normed rows with each of `weights`, in bfloat16 or float32 as `dtypes` say.
 
-    `x`, `scale` and `splits` as in `gated`. `centred`: as in `functions.centred_rms_norm`, which `Scaled` rows are
-    already. `bias`: of the first weight's columns, in float32, if that is the dtype of its product. With `keep` the
-    normed rows come after the products. An `Fp8Weight` comes alone. Sizes: `normed_supported`.
+    `x`, `scale` and `splits` as in `gated`. `centred`: the norm is `functions.centred_rms_norm`; `Scaled` rows have
+    that in them already. `bias`: of the first weight's columns, in float32, if that is the dtype of its product. With
+    `keep` the normed rows come after the products. An `Fp8Weight` comes alone. Sizes: `normed_supported`.
     """
     biases, fp8 = [] if bias is None else [bias.astype(_f32)], isinstance(weights[0], Fp8Weight)
     if biases and dtypes[0] != "float32":

@@ -2,10 +2,10 @@
 
 The weights' outputs are the left operand of `mma`, of which a warp has 16 and a group `TILE`; rows are the narrow side.
 Both operands come from shared memory in words of 16 bytes, so a lane has 16 neighbouring inputs of an output, and the
-same ones of a row. Which of a product's inputs a register holds is free as long as both operands agree, so no lane
-needs another's words. A word of four e4m3 numbers makes two registers, as its neighbours of a row already are.
+same ones of a row. A register may hold any of a product's inputs as long as both operands agree, so no lane needs
+another's words. A word of four e4m3 numbers makes two registers; the rows' neighbours are in two registers already.
 
-In rows of 128 bytes, as `SwizzleTransform` arranges them, the four lanes of an output read the 16 bytes `PIECES` names,
+In rows of 128 bytes, in `SwizzleTransform`'s order, the four lanes of an output read the 16 bytes given by `PIECES`,
 then their neighbours: so neither operand's loads share a bank.
 """
 
@@ -29,10 +29,10 @@ from jaxspec.pallas.dense.few_rows.share import GROUP, TILE
 from jaxspec.pallas.hopper import THREADS
 
 PIECES = (0, 3, 5, 6)  # by lane: the first of two of a row's eight parts of 16 bytes; the other is its neighbour
-BIASED = 0x7B807B80  # 2^120 twice: what the exponent's other bias lacks
+BIASED = 0x7B807B80  # 2^120 twice: corrects for the exponent's other bias
 BYTES, ATOM = 16, 1024  # of a load; of eight rows of 128 bytes, which are swizzled together
 # A word's four bytes as two pairs of bfloat16: each with its sign spread over the upper half of 16 bits, moved to
-# bfloat16's places and multiplied by what its bias lacks.
+# bfloat16's positions and multiplied by 2^120.
 CONVERT = """{
 .reg .b32 pair;
 prmt.b32 pair, $2, 0, 0x9180;
@@ -58,11 +58,12 @@ def rows_transforms() -> tuple[Any, ...]:
 
 
 def products(share: Any, weight_s: Any, rows_s: Any, staged_s: Any = None, apart: int = 0) -> list[list[Any]]:
-    """Of bytes [groups * TILE, chunk] and rows [n, chunk], f32[TILE, r] of each group and each `BLOCK` of the chunk.
+    """Multiply weight bytes [groups * TILE, chunk] by rows [n, chunk]: f32[TILE, r] for each group and each `BLOCK` of
+    the chunk.
 
-    `share`: how many `rows` are multiplied, r, and its `groups` and `chunk`. `apart`: from the first row that a warp
-    multiplies to the next warp's; then r is `GROUP`, and rows past the last stand for it. `staged_s`: interpret mode
-    takes a product's left operand from shared memory alone, and this is where it is put; with nothing `apart`.
+    `share`: how many `rows` are multiplied, r, and its `groups` and `chunk`. `apart`: distance from the first row that
+    a warp multiplies to the next warp's; then r is `GROUP`, and past the last row that row is repeated. `staged_s`:
+    shared memory for the left operand, which interpret mode takes from there alone; `apart` is 0 then.
     """
     groups, blocks = share.groups, share.chunk // BLOCK
     if staged_s is not None:
@@ -75,7 +76,7 @@ def products(share: Any, weight_s: Any, rows_s: Any, staged_s: Any = None, apart
 
 
 def flat_scales(ref: Any, stride: int, size: int) -> Any:
-    """Scales [parts, blocks] of an array with `stride` columns, as f32[size] that goes on with the last of them."""
+    """Load scales [parts, blocks] of an array with `stride` columns as f32[size], padded with the last of them."""
     layout = plgpu.Layout.WG_STRIDED((size,), 1)
     result, shape = plgpu.ShapeDtypeStruct((size,), _f32, layout=layout), ref.shape
     load = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
@@ -116,10 +117,10 @@ def _products(share, apart, last, _, weight_s, rows_s):
     piece = _int(PIECES[0])
     for i, each in enumerate(PIECES[1:], 1):
         piece = arith.select(arith.cmpi(arith.CmpIPredicate.eq, column, _int(i)), _int(each), piece)
-    # Of the weight: an output's place among the warp's 16, of which eights are `blocks` atoms apart.
+    # The weight: an output's address among the warp's 16; eights of them are `blocks` atoms apart.
     own = arith.addi(_mul(warp, 2 * blocks * ATOM), arith.addi(_mul(row, 128), _mul(arith.xori(piece, row), BYTES)))
     weights = [_at(weight, arith.xori(own, _int(BYTES * i))) for i in range(2)]
-    # Of the rows: the same inputs are twice as many bytes, in one of two atoms.
+    # The rows: the same inputs are twice as many bytes, in one of two atoms.
     first = _int(0)
     if apart:
         row = arith.minui(arith.addi(_mul(warp, apart), row), _int(last))
@@ -154,7 +155,7 @@ def _total(chains):
 
 
 def as_sums(totals):
-    """f32[TILE, rows] of each eight rows' four sums of a thread."""
+    """Make f32[TILE, rows] from a thread's four sums of each eight rows."""
     pair = ir.VectorType.get((2,), ir.F32Type.get())
     registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((TILE, GROUP * len(totals))), dtype=object)
     for n, four in enumerate(totals):
@@ -174,12 +175,12 @@ def _mma(totals, left, right):
 
 
 def _converted(word):
-    """The first two of a word's four numbers, then the others, as bfloat16."""
+    """Convert a word's four numbers to bfloat16: the first two, then the others."""
     return mgpu.utils.inline_ptx(CONVERT, word, mgpu.c(BIASED, _i32_type()), result_types=[_i32_type()] * 2)
 
 
 def _load(pointer, offset: int):
-    """Four words of 32 bits."""
+    """Load four words of 32 bits."""
     whole = llvm.load(ir.VectorType.get((4,), _i32_type()), _at(pointer, offset), alignment=BYTES)
     return [llvm.extractelement(whole, _int(i)) for i in range(4)]
 

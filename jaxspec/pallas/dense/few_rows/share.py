@@ -16,23 +16,23 @@ from jaxspec.pallas.attention.kv_write import PAGES
 from jaxspec.pallas.hopper import BULK_COPY, MULTIPROCESSORS, SHARED_BYTES, THREADS, WGMMA_ROWS
 
 TILE = WGMMA_ROWS  # columns of a group
-COLUMNS = 32  # what those of a weight in `normed` are a multiple of, if rows are `Scaled`
-GROUP = 8  # rows that are normed together, and what the number of rows must be a multiple of
-SQUARES = 16  # tiles of columns, a multiple of which have sums of squares: a warp reads so many of a row at once
+COLUMNS = 32  # a weight's columns in `normed` are a multiple of this, if rows are `Scaled`
+GROUP = 8  # rows that are normed together; the number of rows is a multiple of this
+SQUARES = 16  # tiles of columns; sums of squares are padded to a multiple: a warp reads so many of a row at once
 MAX_ROWS = 64  # more would need another tile of rows, and registers for it
 BLOCKS = MULTIPROCESSORS  # as many as run at once
-NARROW = 1024  # inputs of a product whose rows each block norms for itself, however many they are
-WIDE_ROWS = 8  # rows of wider products: with more, `weight_stream` has less to make in every block
+NARROW = 1024  # inputs of a product whose rows each block norms for itself, however many rows there are
+WIDE_ROWS = 8  # rows of wider products: with more, `weight_stream` repeats less work in every block
 FP8_ROWS = 32  # rows of products with FP8 weights: for more there are no registers
 WARPGROUPS = {4: 56, 3: 112}  # of a block with FP8 weights, and how many sums and inputs a thread may keep then
-RING_BYTES = 128 * 1024  # of FP8 weights on their way, with more than one warpgroup
+RING_BYTES = 128 * 1024  # of FP8 weights in flight, with more than one warpgroup
 FP8_SLOT_BYTES = 16 * 1024  # of FP8 weights that are waited for together
-COPY_GROUPS = BULK_COPY // TILE  # of columns of an FP8 weight that one copy can bring
-MAX_CHUNK = BULK_COPY  # inputs of one copy of weights: what a bulk copy can bring
+COPY_GROUPS = BULK_COPY // TILE  # of columns of an FP8 weight that one copy can load
+MAX_CHUNK = BULK_COPY  # inputs of one copy of weights: the most that a bulk copy can load
 MAX_CLUSTER = 4  # blocks that share a tile's inputs
-SPREAD = 64  # blocks in clusters of more than two: of 120 and 128 some waited until others had ended
+SPREAD = 64  # blocks in clusters of more than two: with 120 and 128, some waited until others had ended
 MAX_GROUPS = 8  # groups of columns of a block
-HEAD_STAGES = 2  # tiles of a head that a block has room for
+HEAD_STAGES = 2  # pipeline stages: tiles of a head in a block's shared memory
 SLOT_BYTES = 32 * 1024  # of weights that are waited for together
 MIN_SLOTS = 3  # of a ring
 ROOM = SHARED_BYTES - 1024  # for weights, rows and sums; the rest is for barriers
@@ -42,12 +42,12 @@ ROOM = SHARED_BYTES - 1024  # for weights, rows and sums; the rest is for barrie
 class Share:
     """How a product is shared out: `groups` groups of columns a block, inputs in `splits` parts, a part in `chunks`.
 
-    `normed`: a block makes all of its rows' inputs itself, otherwise they come in chunks as the weights do. `fp8`: the
+    `normed`: a block norms its inputs of all rows itself; otherwise they come in chunks with the weights. `fp8`: the
     weights are, with scales for `BLOCK` inputs each.
     """
 
     rows: int
-    widths: tuple[int, ...]  # of what stands side by side as inputs
+    widths: tuple[int, ...]  # of the arrays that stand side by side as inputs
     columns: int
     groups: int
     splits: int
@@ -61,17 +61,17 @@ class Share:
 
     @property
     def step(self) -> int:
-        """What the inputs of a chunk are a multiple of."""
+        """Unit of a chunk's inputs, whose number is a multiple of it."""
         return BLOCK if self.fp8 else TILE
 
     @property
     def tiles(self) -> int:
-        """Of columns; the last may have fewer (`column_of`)."""
+        """Tiles of columns; the last may have fewer columns (`column_of`)."""
         return -(-self.columns // TILE // self.groups)
 
     @property
     def chunk(self) -> int:
-        """Inputs that come together: as many as one copy can bring and a slot hold, all chunks alike."""
+        """Inputs that come together: as many as one copy can load and a slot can hold, the same for all chunks."""
         slot = FP8_SLOT_BYTES if self.fp8 else SLOT_BYTES
         most = min(MAX_CHUNK, max(slot // (self.item * TILE * self.groups), self.step))
         return largest(math.gcd(self.part, *self.widths), most, self.step)
@@ -87,17 +87,17 @@ class Share:
 
     @property
     def finishers(self) -> int:
-        """Blocks of a cluster that finish products, each those of as many rows, a multiple of `GROUP`."""
+        """Blocks of a cluster that finish products, each for the same number of rows, a multiple of `GROUP`."""
         return next(n for n in range(self.splits, 0, -1) if self.rows // GROUP % n == 0)
 
     @property
     def finished(self) -> int:
-        """Rows that a block finishes, if it does."""
+        """Rows that a finishing block finishes."""
         return self.rows // self.finishers
 
     @property
     def warpgroups(self) -> int:
-        """Of a block. With FP8 weights they take turns at the chunks, each with slots of the ring to itself.
+        """Warpgroups of a block. With FP8 weights they alternate between chunks, each with slots of the ring to itself.
 
         As many as have registers enough and leave a ring of `RING_BYTES`, since its slots are a multiple of them.
         """
@@ -107,17 +107,17 @@ class Share:
 
     @property
     def _most_warpgroups(self) -> int:
-        """For which there are registers: a thread keeps sums of all groups and rows, and inputs of rows."""
+        """The most warpgroups that have registers: a thread keeps sums of all groups and rows, and inputs of rows."""
         return next((n for n, most in WARPGROUPS.items() if self.rows * (self.groups + 5) // 2 <= most), 2)
 
     @property
     def copies(self) -> int:
-        """That bring a chunk of weights."""
+        """Bulk copies that load a chunk of weights."""
         return -(-self.groups // COPY_GROUPS) if self.fp8 else self.groups
 
     @property
     def slots(self) -> int:
-        """Of the ring of weights, as far as shared memory reaches."""
+        """Slots of the ring of weights, as many as shared memory holds."""
         return min(self.chunks, self._room(self.warpgroups) // self.warpgroups * self.warpgroups)
 
     @property
@@ -126,7 +126,7 @@ class Share:
         return self.chunk * (self.item * TILE * self.groups + (0 if self.normed else 2 * self.rows))
 
     def _room(self, warpgroups: int) -> int:
-        """Chunks that shared memory has room for. Warpgroups' sums take the ring's place in the end."""
+        """Chunks that shared memory has room for. Warpgroups' sums overwrite the ring in the end."""
         out = 2 * self.finished * TILE * (self.groups + (min(self.groups, 2) if self.fp8 else self.groups))
         parts = 4 * self.finished * TILE * self.groups * self.splits if self.splits > 1 else 0
         parts += 4 * self.scales * self.groups * warpgroups if self.fp8 else 0
@@ -152,9 +152,9 @@ def share_out(
     normed: bool = True,
     fp8: bool = False,
 ) -> Share:
-    """A share for each block of what is to be done, so that all blocks run at once and most multiprocessors have one.
+    """Divide a product so that all blocks run at once and most multiprocessors have one.
 
-    `groups`: of a block's columns, if it matters.
+    `groups`: of a block's columns; None: any number.
     """
     whole = columns // TILE
     if groups is None:
@@ -170,24 +170,24 @@ def share_out(
 
 
 def split_of(share: Share) -> Any:
-    """Which part of a tile's inputs is this block's."""
+    """This block's part of a tile's inputs."""
     return lax.axis_index("split") if share.splits > 1 else jnp.int32(0)
 
 
 def first_row(share: Share) -> Any:
-    """The first of the rows that this block finishes, if it does."""
+    """The first of the rows that this block finishes, if it finishes any."""
     if share.finishers == 1:
         return 0
     return lax.rem(split_of(share), jnp.int32(share.finishers)) * share.finished
 
 
 def turn_of(share: Share) -> Any:
-    """Which of a block's warpgroups this is."""
+    """The number of this warpgroup in its block."""
     return lax.axis_index("warpgroup") if share.warpgroups > 1 else jnp.int32(0)
 
 
 def with_splits(share: Share, splits: int | None, interpret: Any = False) -> Share:
-    """The share with its inputs in so many parts; by default in its own, but in one if a kernel is interpreted.
+    """The share with its inputs in `splits` parts; None: in its own number, but in one if a kernel is interpreted.
 
     **Raises:** `ValueError` for an interpreted kernel with more: jax's interpreter sends nothing from block to block.
     """
@@ -205,7 +205,7 @@ def largest(whole: int, most: int = MAX_CHUNK, step: int = TILE) -> int:
 def column_of(share: Share, columns: int, tile: Any, group: Any) -> Any:
     """The first column of a group of a tile of a weight with so many columns.
 
-    A last tile that would go beyond them begins before, and makes again what others make, too.
+    A last tile that would go past the last column begins earlier, and computes some of the columns of others again.
     """
     first, whole = tile * (share.groups * TILE), share.groups * TILE
     if columns % whole:
@@ -219,7 +219,7 @@ def tiles_of(weight: Any, groups: int) -> int:
 
 
 def tiles_of_squares(width: int) -> int:
-    """For how many tiles of columns there are sums of squares; those past the width are zero."""
+    """The number of tiles of columns that have sums of squares; those past the width are padding, and zero."""
     return -(-width // TILE // SQUARES) * SQUARES
 
 
@@ -236,8 +236,8 @@ def supported(
     """Why so many rows can't go through layers with heads of width `head`, or None if they can.
 
     `inputs` are those of the layer's products: the model's width, that of all query heads, and of a dense layer the
-    MLP's; `weights` and `pages` are dtypes. `beside`: the width of what q, k and v are made of beside rows of the
-    model's width. `fp8`: the weights are, and `weights` is the dtype of what they stand for.
+    MLP's; `weights` and `pages` are dtypes. `beside`: the width of a second input of q, k and v, beside the rows of the
+    model's width. `fp8`: the weights are, and `weights` is their dtype once dequantised.
     """
     width, queries, *mlp = inputs
     if jnp.dtype(weights) != jnp.bfloat16:
@@ -260,7 +260,7 @@ def supported(
     scaled = fp8 and width > NARROW and bool(mlp)  # a mixture's rows aren't
     shares = [with_splits(share(rows, side_by_side, queries, head // TILE, normed=not scaled), 1)]
     shares += [share(rows, [each], width, 1, normed=False) for each in (queries, *mlp)]
-    # Of unquantised weights as if rows were normed here, though `Scaled` ones need less.
+    # For unquantised weights as if rows were normed here, though `Scaled` ones need less.
     shares += [share(rows, [width], 2 * each, normed=not scaled) for each in mlp]
     return None if all(share.fits for share in shares) else f"{rows} rows of {inputs} for shared memory"
 
@@ -270,7 +270,7 @@ def product_supported(
 ) -> str | None:
     """Why `product` can't serve so many rows of these widths and a weight like this, or None if it can.
 
-    `fp8`: the weight is, and `dtype` is that of what it stands for.
+    `fp8`: the weight is, and `dtype` is its dtype once dequantised.
     """
     if jnp.dtype(dtype) != jnp.bfloat16:
         return f"weights in {jnp.dtype(dtype).name}; supported: bfloat16"

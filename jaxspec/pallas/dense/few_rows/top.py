@@ -28,9 +28,9 @@ def top_tokens(
     eps: float,
     interpret: Any = False,
 ) -> Int[Array, " r"]:
-    """Which row of `weight` has the largest product with each normed row; of equals, the first.
+    """The row of `weight` that has the largest product with each normed row; among equals, the first.
 
-    The blocks take tiles of `weight` in turn, and bring the next ones while they multiply.
+    The blocks take tiles of `weight` in turn, and prefetch the next ones while they multiply.
     """
     (rows, width), tiles = x.shape, weight.shape[0] // TILE
     share, blocks = Share(rows, (width,), TILE, 1, 1, True), min(BLOCKS, tiles)
@@ -55,7 +55,7 @@ def top_tokens(
 
 
 def _higher(one, other):
-    """Of two pairs of a number and a token, that with the larger number; of equals, that with the smaller token."""
+    """Select from two pairs (number, token) the one with the larger number; among equals, the smaller token."""
     first = (one[0] > other[0]) | ((one[0] == other[0]) & (one[1] < other[1]))
     return tuple(jnp.where(first, a, b) for a, b in zip(one, other, strict=True))
 
@@ -94,7 +94,7 @@ def _top_of_tiles(share, eps, blocks, x_g, scale_g, weight_g, top_g, token_g, *,
     empty = (jnp.full((TILE, rows), start, _f32) for start in (-jnp.inf, 0))
     found = tuple(plgpu.layout_cast(x, plgpu.Layout.WGMMA) for x in empty)
     found = lax.fori_loop(_i32(0), _i32(turns), take, found)
-    plgpu.commit_smem()  # all have read the weights, whose place this takes
+    plgpu.commit_smem()  # all warps have read the weights, which this overwrites
     for i, x in enumerate(found):
         found_s.at[i].transpose((1, 0))[...] = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
     plgpu.commit_smem()

@@ -2,7 +2,7 @@
 
 At a few rows a decoder layer is bound by reading its weights, and every kernel of its own costs some microseconds in
 which nothing is read: launch, filling the pipeline, draining it. Here one thread block per multiprocessor runs a chain
-of stages. Its weight producer knows all addresses in advance and keeps a ring of tiles full, across stages. The
+of stages. Its weight producer knows all addresses in advance and prefetches tiles into a ring, across stages. The
 consumers multiply, and hand their results to the next stage through memory (they stay in L2) and a counter that all
 blocks watch. As long as the ring has room, it hides the time that a stage waits for others.
 
@@ -15,8 +15,8 @@ Stages, over `rows` (the left operand of the next matmul) and the residual strea
 Between stages rows travel as `[width / step, row, step]`, a tile of one step's inputs contiguous, and partials, in
 float32, as `[split, row, width / step, step]`.
 
-This file has all but the products: which block makes what, the rings, the counters and the norm. How weights of a
-format come and are multiplied is a `Geometry` of its own, in `unquantised` and `fp8_sums`.
+This file has all but the products: the division among blocks, the rings, the counters and the norm. How weights of a
+format are loaded and multiplied is a `Geometry` of its own, in `unquantised` and `fp8_sums`.
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ class Share:
 
 
 def share_out(inputs: int, outputs: int, rows: int, gated: bool, step: int, item: int) -> Share:
-    """The share-out whose busiest block has least to do; ties go to fewer splits and wider tiles.
+    """Choose the share whose busiest block has least to do; ties go to fewer splits and wider tiles.
 
     A tile of the left operand is read again for every tile of columns, and split matmuls write and read partials: both
-    from L2, counted at a fraction of the weights' bytes. A weight has `item` of these. A gated matmul needs whole sums,
-    so it has no splits. Of weights with more than a byte, tiles of columns are even.
+    from L2, counted at a fraction of the weights' bytes. `item`: bytes of a weight's number. A gated matmul needs whole
+    sums, so it has no splits. If a number has more than a byte, tiles of columns are even.
     """
     steps = inputs // step
 
@@ -105,13 +105,13 @@ def share_out(inputs: int, outputs: int, rows: int, gated: bool, step: int, item
 
 @dataclass(frozen=True)
 class Geometry:
-    """The kernel's static sizes and what depends on the weights' format, which subclasses define.
+    """The kernel's static sizes, and the operations that depend on the weights' format, which subclasses define.
 
     `rows` of `padded` are valid. `widest`: groups of outputs of the widest tile. `width`: of the residual stream.
 
-    - `step`: inputs of one step; rows come in `row_pieces` for it.
+    - `step`: inputs of one step; its rows come in `row_pieces`.
     - `warpgroups`: how many multiply; `registers` of each of their threads, `other_registers` of those that copy. A
-      block has what 65,536 divided by its threads leaves each, in eights, and waits for ever for more.
+      block has 65,536 divided by its threads for each, in multiples of eight, and waits for ever for more.
     - `weight_slots`, `row_slots`: of each ring.
     - `norming`: warpgroups that norm a row together; `sums_bytes`: of shared memory, for sums over a warpgroup's warps.
     """
@@ -176,9 +176,10 @@ def run(
     chain: tuple[str, ...] = STAGES,
     centred: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """The stages of `chain` from attention's output `rows` and the residual stream `x`: that stream and the partials.
+    """Run the stages of `chain` on attention's output `rows` and the residual stream `x`.
 
-    `fused=False` makes each stage a kernel of its own: what interpret mode, which has no counters between blocks, runs.
+    Returns that stream, and the partials. `fused=False` makes each stage a kernel of its own, for interpret mode, which
+    has no counters between blocks.
     """
     b, padded = len(x), -(-len(x) // 8) * 8
     pad = lambda a: jnp.pad(a, ((0, padded - b), (0, 0)))  # noqa: E731
@@ -199,10 +200,11 @@ def run_stages(
     interpret: Any,
     centred: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Some stages that end in a matmul, over a multiple of eight rows, `valid` of them valid; results have all.
+    """Run some stages that end in a matmul, over a multiple of eight rows, the first `valid` of them valid; results
+    have all rows.
 
-    `rows` is the left operand of the first; None if that is a norm, which then adds nothing to `x`. `centred`: as a
-    norm may be, see `decoder.spec.Norm`.
+    `rows` is the left operand of the first stage; None if that is a norm, which then adds nothing to `x`. `centred`:
+    whether norms are, see `decoder.spec.Norm`.
     """
     padded, d = x.shape
     held = {"x": x.reshape(padded, d // kind.step, kind.step)} | ({} if rows is None else {"rows": rows})
@@ -214,7 +216,7 @@ def run_stages(
 
 
 def _launch(kind, stages, b, held, taken, norm, interpret):
-    """One kernel for `stages`. `held` has x, and rows or partial, as the kernel before left them; so has the result."""
+    """Launch one kernel for `stages`. `held` has x, and rows or partial, from the kernel before; so has the result."""
     x = held["x"]
     padded, groups, step = x.shape
     shares = [
@@ -265,7 +267,7 @@ def _launch(kind, stages, b, held, taken, norm, interpret):
 
 
 class Stage(NamedTuple):
-    """A stage's name, its share if it is a matmul, its weights or scales, and what it reads and writes by name."""
+    """A stage's name, its share if it is a matmul, its weights or scales, and the arrays that it reads and writes."""
 
     name: str
     share: Share | None
@@ -284,7 +286,7 @@ class Block(NamedTuple):
     scratch: dict[str, Any]
 
     def items(self, i: int) -> int:
-        """Of stage i, of all blocks."""
+        """Items of stage i in all blocks: those of its share, or rows if it is a norm."""
         share = self.work[i].share
         return share.items if share else self.geometry.rows
 
@@ -293,7 +295,7 @@ class Block(NamedTuple):
         return lax.div(_i32(count + BLOCKS - 1) - self.index, _i32(BLOCKS))
 
     def wait_for(self, i: int) -> None:
-        """Until all blocks that have work in stage i have done it."""
+        """Wait until all blocks that have work in stage i have done it."""
         if i >= 0:
             each = self.geometry.warpgroups if self.work[i].share else self.geometry.norming
             signals = min(self.items(i), BLOCKS) * each
@@ -319,7 +321,7 @@ def _kernel(stages, shares, geometry, held, counts, outs, norm, *refs, **scratch
 
 
 def _bring_weights(block: Block) -> None:
-    """The warpgroup that keeps the ring of weights full, across stages."""
+    """Prefetch weights into their ring, across stages: one warpgroup does only this."""
     geometry = block.geometry
     plgpu.set_max_registers(geometry.other_registers, action="decrease")
     fetch = partial(geometry.fetch_weights, block)
@@ -327,7 +329,7 @@ def _bring_weights(block: Block) -> None:
 
 
 def _bring_rows(block: Block) -> None:
-    """The warpgroup that keeps the ring of rows full, as stages hand them over."""
+    """Load rows into their ring, as stages hand them over: one warpgroup does only this."""
     geometry = block.geometry
     plgpu.set_max_registers(geometry.other_registers, action="decrease")
 
@@ -341,7 +343,7 @@ def _bring_rows(block: Block) -> None:
 def _produce(block, fetch, empty, slots, pieces=1, before=lambda i: None):
     """Run `fetch(stage index, piece of the inputs, column tile, slot)` over this block's items, as slots come free.
 
-    `pieces`: of a step.
+    `pieces`: how many a step has.
     """
     step = _i32(0)
     for i, (_, share, *_) in enumerate(block.work):
@@ -362,7 +364,7 @@ def _produce(block, fetch, empty, slots, pieces=1, before=lambda i: None):
         before(i)
         step = lax.fori_loop(_i32(0), block.mine(share.items), item, step)
 
-    def observe(step, _):  # a barrier must not be left with an arrival that nobody saw
+    def observe(step, _):  # a barrier must not be left with an arrival that wasn't waited for
         plgpu.barrier_wait(empty.at[lax.rem(step, _i32(slots))])
         return _
 
@@ -370,7 +372,7 @@ def _produce(block, fetch, empty, slots, pieces=1, before=lambda i: None):
 
 
 def _consume(block: Block, warpgroup: Any, norm: tuple[float, bool]) -> None:
-    """A warpgroup that multiplies, norms, and hands stages over."""
+    """Multiply and norm, and signal each stage's end: the other warpgroups do this."""
     geometry = block.geometry
     plgpu.set_max_registers(geometry.registers, action="increase")
     step = _i32(0)
@@ -390,7 +392,7 @@ def _consume(block: Block, warpgroup: Any, norm: tuple[float, bool]) -> None:
 
 
 def _norm(row, scale, norm, reads, writes, norm_s):
-    """One row: add the partials to the residual stream, normalise, scale. Rounds where the plain layers do."""
+    """Norm one row: add the partials to the residual stream, normalise, scale. Rounds where the plain layers do."""
     x = reads["x"][row]
     if "partial" in reads:
         partials = reads["partial"]

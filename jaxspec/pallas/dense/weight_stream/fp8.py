@@ -20,7 +20,7 @@ MIN_UNIT = 32  # outputs that share a scale: a group of gate and up has two of t
 def supported(rows: int, dtype: Any, weights: list[tuple[int | None, int, int, int]]) -> str | None:
     """Why a chain can't run with rows of `dtype`, or None if it can.
 
-    Of each weight: inputs that share a scale, None if all do; outputs; inputs; and how many outputs share a scale.
+    `weights` has for each: inputs that share a scale, None if all do; outputs; inputs; outputs that share a scale.
     """
     if dtype != jnp.bfloat16:
         return f"rows in {jnp.dtype(dtype).name}; supported: bfloat16"
@@ -47,7 +47,7 @@ def stream_fp8(
     fused: bool = True,
     interpret: Any = False,
 ) -> tuple[Float[Array, "b d"], Float[Array, "s b n"]]:
-    """`stream` with FP8 weights: of each its values [outputs, inputs] and its scales, for blocks of 128 inputs.
+    """Run `stream` with FP8 weights: each has values [outputs, inputs], and scales for blocks of 128 inputs.
 
     Products are those of the weight times its scales, rounded to bfloat16 once, as `Weight.dequantised` does.
     """
@@ -66,7 +66,7 @@ def stream_part_fp8(
     fused: bool = True,
     interpret: Any = False,
 ) -> Float[Array, "s p n"]:
-    """`stream_part` with FP8 weights, each as in `stream_fp8`."""
+    """Run `stream_part` with FP8 weights, each as in `stream_fp8`."""
     return run_stages(Fp8, stages, len(x), x, rows, _operands(weights), scales, eps, fused, interpret)[1]
 
 

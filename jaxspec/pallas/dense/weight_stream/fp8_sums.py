@@ -29,7 +29,7 @@ from jaxspec.pallas.dense.weight_stream.norm import norm_rows, norm_scratch
 
 RING = 48 * 1024  # of the rows, about
 PIECE = BLOCK // 2  # inputs that are multiplied at once
-LEAST_SLOTS = 4  # of weights; rows have one fewer for it
+LEAST_SLOTS = 4  # of weights; if there would be fewer, rows have one slot less
 NORM_UNIT = 4 * BLOCK  # columns that a warpgroup norms at once
 _i32, _f32 = jnp.int32, jnp.float32
 
@@ -108,7 +108,7 @@ class Fp8(Geometry):
         plgpu.copy_gmem_to_smem(tile_of, ring.at[slot], full.at[slot])
 
     def _has(self, share: Share, tile: Any, c: Any) -> Any:
-        """Whether a tile has a group number c: the last one may have fewer, and so may those of a narrow share."""
+        """Whether a tile has a group number c: the last tile may have fewer, and so may those of a narrow share."""
         if isinstance(c, int) and c < share.groups and share.outputs % share.columns == 0:
             return True
         return (c < share.groups) & ((tile * share.groups + c) * GROUP < share.outputs)
@@ -143,7 +143,7 @@ class Fp8(Geometry):
         return step + 1
 
     def _ring(self, block: chain.Block, name: str, at: Any) -> tuple[Any, Any, Any]:
-        """A step's place in the ring of weights, or a piece's in that of rows, and its barriers: full, empty."""
+        """A step's slot in the ring of weights, or a piece's in that of rows, and its barriers: full, empty."""
         scratch = block.scratch
         slot = lax.rem(at, _i32(self.weight_slots if name == "weight" else self.row_slots))
         return scratch[f"{name}_s"].at[slot], scratch[f"{name}_full"].at[slot], scratch[f"{name}_empty"].at[slot]
@@ -209,7 +209,7 @@ class Fp8(Geometry):
                 self._free(block, "rows", 2 * step)
                 return weight(jnp.where(more, step + 1, step), 0, following), following, step + 1
 
-            by = scales.at(low)  # before the rows are waited for: they are far away
+            by = scales.at(low)  # before waiting for the rows, as this load takes long
             arrived(step)
             *_, after = lax.fori_loop(low, high, one, (weight(step, 0, by), by, step))
             total = acc[...]
@@ -230,7 +230,7 @@ class Fp8(Geometry):
         plgpu.commit_smem()  # for its barrier: all threads have written when one of them signals
 
     def _write_gated(self, block, i, warpgroup, group, split, total):
-        """silu(gate) * up of one group, a quarter of a tile of the next rows. Rounds where plain layers do."""
+        """Write silu(gate) * up of one group, a quarter of a tile of the next rows. Rounds where plain layers do."""
         rows, gated_s = block.work[i].writes["rows"], block.scratch["gated_s"].at[warpgroup]
         each = BLOCK // HALF
         columns = pl.ds(lax.rem(group, _i32(each)) * HALF, HALF)

@@ -1,6 +1,6 @@
-"""A row's norm by several warpgroups: reading its partials is most of what stands between two products.
+"""A row's norm by several warpgroups: reading its partials takes most of the time between two products.
 
-A warpgroup has only so many bytes on their way. Two of them have a row's partials of up to eight splits.
+A warpgroup can have only so many bytes in flight. Two of them hold a row's partials of up to eight splits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _i32, _f32 = jnp.int32, jnp.float32
 
 
 def norm_scratch(groups: int, warpgroups: int) -> dict[str, Any]:
-    """For rows of so many groups of columns."""
+    """Shared memory and a barrier to norm rows of `groups` groups of columns."""
     return dict(
         squares_s=plgpu.SMEM((2, groups), _f32),
         squares_full=plgpu.Barrier(num_arrivals=warpgroups),
@@ -28,18 +28,18 @@ def norm_scratch(groups: int, warpgroups: int) -> dict[str, Any]:
 
 
 def norm_rows(block: chain.Block, i: int, warpgroup: Any, norm: tuple[float, bool]) -> None:
-    """A warpgroup's part of this block's rows: the residual stream with the partials added, and its norm.
+    """Add the partials to the residual stream and norm it: a warpgroup's columns of this block's rows.
 
     Rounds where the plain layers do. No sum goes over the warps of a warpgroup: jax has memory for one such sum at a
-    time. Squares of even and odd rows have places of their own, so that a warpgroup can't overwrite what the others
-    still read.
+    time. Squares of even and odd rows are stored apart, so that a warpgroup can't overwrite those that others still
+    read.
     """
     (eps, centred), scratch, (_, _, (scale,), reads, writes) = norm, block.scratch, block.work[i]
     x, norm_s, squares_s = reads["x"], scratch["norm_s"], scratch["squares_s"]
     (groups, step), warpgroups = norm_s.shape, block.geometry.norming
     here = pl.ds(warpgroup * (groups // warpgroups), groups // warpgroups)
     load = partial(plgpu.load, layout=_by_group(step), optimized=False)
-    by = load(scale.at[here]).astype(_f32)  # before the partials are waited for: it is far away
+    by = load(scale.at[here]).astype(_f32)  # before waiting for the partials, as this load takes long
     block.wait_for(i - 1)
 
     def one(j, none):
@@ -75,7 +75,7 @@ def _by_group(step: int) -> Any:  # layouts: of a class that jax keeps to itself
 
 
 def _by_lane() -> Any:
-    """Every fourth number in a lane, of all warps alike."""
+    """Every fourth number in a lane, the same in all warps."""
     return plgpu.Layout.TILED(
         plgpu.Tiling(((WARPS,), (1,))),
         warp_dims=(plgpu.Replicated(4),), lane_dims=(plgpu.Replicated(LANES // WARPS), -2), vector_dim=-1,

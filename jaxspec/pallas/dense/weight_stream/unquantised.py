@@ -30,7 +30,7 @@ from jaxspec.pallas.hopper import SWIZZLED
 from jaxspec.pallas.hopper.export import lower_once
 
 TILE = SWIZZLED  # inputs of one step, and the unit of outputs: 128 bytes of bf16, the widest swizzle
-FIXED_ROWS = 64  # for which sums are divided where they may not depend on the number of rows
+FIXED_ROWS = 64  # sums are divided as for so many rows where they may not depend on the number of rows
 MIN_ROWS = 9  # up to 8 handing over costs more than XLA's launches do; 9 to 15 are padded to 16
 _i32 = jnp.int32
 
@@ -61,8 +61,8 @@ def stream(
 
     `weights` are those of the output projection, gate and up, down, and the next layer's q, k, v; `scales` those of the
     two norms; all bfloat16. Returns the residual stream, and the projections as partials, float32, to be summed over
-    axis 0. `fused=False` makes each stage a kernel of its own: what interpret mode, which has no counters between
-    blocks, can run.
+    axis 0. `fused=False` makes each stage a kernel of its own, for interpret mode, which has no counters between
+    blocks.
     """
     return run(Unquantised, x, rows, [(weight,) for weight in weights], scales, eps, fused, interpret)
 
@@ -79,10 +79,10 @@ def stream_part(
     fused: bool = True,
     interpret: Any = False,
 ) -> Float[Array, "s p n"]:
-    """The partials of some stages that end in a matmul, over a multiple of eight rows, padding included.
+    """Run some stages that end in a matmul, over a multiple of eight rows, padding included; returns the partials.
 
-    So a layer that is divided among devices is cut at its sums. Stages begin with a `norm` of x, which nothing is added
-    to, or with a matmul of `rows`.
+    A layer that is divided among devices is cut at its sums into such parts. Stages begin with a `norm` of x, which
+    nothing is added to, or with a matmul of `rows`.
     """
     of = [(weight,) for weight in weights]
     return run_stages(Unquantised, stages, len(x), x, rows, of, scales, eps, fused, interpret)[1]
@@ -100,7 +100,7 @@ def stream_fixed(
     fused: bool = True,
     interpret: Any = False,
 ) -> tuple[Float[Array, "b d"], Float[Array, "s b n"]]:
-    """As `stream`, for 1 to `MAX_ROWS` rows, with the same bits of a row whatever rows are beside it.
+    """Run `stream` for 1 to `MAX_ROWS` rows, with the same bits of a row whatever rows are beside it.
 
     Without weights of the next layer's q, k, v, and the scale before them, the partials are those of `down`.
     """
@@ -141,7 +141,7 @@ def _norm_row(eps, centred, x_g, scale_g, out_g):
 
 
 def splits_fixed(inputs: int, outputs: int, gated: bool) -> int:
-    """In how many parts the chain sums such a product, whatever the number of rows."""
+    """The number of parts in which the chain sums such a product, for any number of rows."""
     return share_out(inputs, outputs, FIXED_ROWS, gated, TILE, item=2).splits
 
 
@@ -156,8 +156,8 @@ def fixed_supported(dtype: Any, inputs: int, outputs: int) -> str | None:
 class Unquantised(Geometry):
     """Consumer warpgroups of 64 rows.
 
-    Tiles in shared memory have 64 rows (what the tensor cores take), of which `padded` count: slots lie `stride` rows
-    apart, and where they overlap it is with rows that are nobody's.
+    Tiles in shared memory have 64 rows, which the tensor cores take, and `padded` of them are used. Slots lie `stride`
+    rows apart and overlap only in unused rows.
     """
 
     name = "weight_stream"
@@ -251,7 +251,7 @@ def _write_partial(share, geometry, writes, scratch, warpgroup, part, c, tile, s
 
 
 def _write_gated(share, geometry, writes, scratch, warpgroup, part, c, tile, split):
-    """silu(gate) * up of one group of columns, half a tile of the next left operand. Rounds where plain layers do."""
+    """Write silu(gate) * up of one group of columns, half a tile of the next rows. Rounds where plain layers do."""
     rows, group = writes["rows"], tile * share.groups + c
     value = rounded_gate(part[:, :HALF], part[:, HALF:], rows.dtype)
     target = rows.at[lax.div(group, _i32(2)), :, pl.ds(lax.rem(group, _i32(2)) * HALF, HALF)]
@@ -259,7 +259,7 @@ def _write_gated(share, geometry, writes, scratch, warpgroup, part, c, tile, spl
 
 
 def _store(geometry, warpgroup, value, buffer, slot, target):
-    """Send a tile's real rows to memory through a slot of `buffer`; slots are filled in order, from 0 on."""
+    """Send a tile's `padded` rows to memory through a slot of `buffer`; slots are filled in order, from 0 on."""
     if slot == 0:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     buffer[pl.ds(slot * geometry.stride + warpgroup * 64, 64)] = value
@@ -275,7 +275,7 @@ def _store(geometry, warpgroup, value, buffer, slot, target):
 
 @dataclass(frozen=True)
 class Fixed(Unquantised):
-    """The same with products shared out as for `FIXED_ROWS` rows, so that a row's sums have one order."""
+    """`Unquantised` with products shared out as for `FIXED_ROWS` rows, so that a row's sums have one order."""
 
     @classmethod
     def share(cls, operands: tuple, padded: int, gated: bool) -> Share:

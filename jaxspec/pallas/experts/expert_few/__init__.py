@@ -6,10 +6,10 @@ adds results up after, and no block has more to read than another.
 - `up`: all blocks share the chosen experts' hidden columns in waves. In each wave a block makes a tile of 64 weight
   rows for the tensor cores, half of them gate; the tokens are the narrow side, eight. The rest that doesn't fill a wave
   is divided `PART` columns at a time. Parts of several experts make up a tile, since all of them multiply the same
-  rows. So the first experts' hidden rows are done long before the last's, and a block ahead of the others has work. The
+  rows. So the first experts' hidden rows are done long before the last's, and a block that is done early has work. The
   first waves are of the first token's experts: meanwhile a block finds out which other experts there are.
 - `down`: a block has `COLUMNS` outputs of all experts. Four experts' make up a tile, which is multiplied by the hidden
-  rows of all four; of the product, each expert's own rows are taken. The block adds its results by weight, adds that to
+  rows of all four; each expert's own rows of the product are used. The block adds its results by weight, adds that to
   the residual stream, and writes its columns.
 
 Weights go through a ring in shared memory. Its producer prefetches: while a block waits for other blocks' hidden rows,
@@ -77,8 +77,8 @@ def mix(
     With the `scale` of the norm that comes next, the sums come as `Scaled` rows as well, whose squares are summed over
     `COLUMNS`; there must be a residual stream of `ROWS` rows then. `centred`: as in `few_rows.add_product`.
 
-    `fused=False` makes each of the two matmuls a kernel of its own: what interpret mode, which has no counters between
-    blocks, can run.
+    `fused=False` makes each of the two matmuls a kernel of its own, for interpret mode, which has no counters between
+    blocks.
 
     **Raises:** `ValueError` if `supported` has a reason against it.
     """
@@ -99,8 +99,11 @@ def mix(
 
 @lower_once("expert_few", "shape", "centred")
 def _launch(ids, weights, *, up, down, shape, centred, interpret):
-    """Hidden rows, which `up`, (tokens' rows, weights), makes; what `down`, (hidden rows, weights, the residual stream
-    or None, the scale of a norm or None), makes of them, of up's if it has none."""
+    """Launch `up`, `down`, or both as one kernel, and return their results.
+
+    `up`: (tokens' rows, weights); it makes hidden rows. `down`: (hidden rows, or None for `up`'s; weights; the residual
+    stream or None; the scale of a norm or None).
+    """
     stacks = [values_of(weight) for weight in (down if up is None else up)[1]]
     d, f = stacks[0].shape[1:] if up is None else (stacks[0].shape[2], stacks[0].shape[1] // 2)
     quantised, dtype = isinstance((up or down)[1][0], Fp8Weight), (up or down)[0].dtype
@@ -154,15 +157,15 @@ def _launch(ids, weights, *, up, down, shape, centred, interpret):
             hidden_empty=plgpu.Barrier(num_barriers=plan.hidden_slots),
             **(two if plan.multipliers > 1 else {}),
         ),
-        # Safe here: every hand-over within a block goes through a barrier or `commit_smem`, written out below. What is
-        # reduced lies within a warp.
+        # Safe here: every hand-over within a block goes through a barrier or `commit_smem`, written out below.
+        # Reductions stay within a warp.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
         interpret=interpret,
     )(*held.values())
 
 
 def _operands(name, weights):
-    """By their names, the arrays that the kernel takes for each stack's weight."""
+    """The arrays that the kernel takes for each stack's weight, by name."""
     held = {}
     for i, weight in enumerate(weights):
         if isinstance(weight, Fp8Weight):

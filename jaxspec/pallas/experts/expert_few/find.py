@@ -12,7 +12,7 @@ _i32 = jnp.int32
 
 
 def each_pair(plan, tokens, body, carry):
-    """`body(token, j, pair, carry)` for the j-th expert of each of so many tokens, a token's experts at once."""
+    """Loop `body(token, j, pair, carry)` over the j-th expert of each of so many tokens; j is unrolled."""
 
     def one(token, carry):
         for j in range(plan.k):
@@ -23,10 +23,10 @@ def each_pair(plan, tokens, body, carry):
 
 
 def find(plan, ids_g, scratch):
-    """The different experts that the tokens chose, in the order in which they come, and how many they are: first all
-    that the first token has, even if they are nobody.
+    """Write the different experts that the tokens chose to shared memory, in order, and their number. The first are
+    all of the first token's, even those that are no experts.
 
-    A thread for each pair of a token and its expert compares it with all of those before it.
+    One thread for each (token, expert) pair compares it with all pairs before it.
     """
     first_s, rank_s = (scratch["rank_s"].at[i] for i in range(2))
     experts_s, count_s = (scratch["experts_s"].at[i] for i in range(2))

@@ -5,7 +5,7 @@ blocks are added in float32.
 
 A warp has 16 of a tile's 64 weight rows: of `up` half of gate's or of up's, of `down` an expert's `COLUMNS` outputs,
 which it multiplies by that expert's hidden rows. So all of a warp's products have one scale for each `BLOCK` of inputs.
-A lane keeps the scale of one block, loaded a tile ahead.
+A lane keeps the scale of one block, prefetched a tile early.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jaxspec.pallas.dense.few_rows.block import by_row
 from jaxspec.pallas.experts.expert_few.plan import COLUMNS, LANES, PART, PARTS, ROWS, STEP, TILE, TOGETHER, expert_of
 from jaxspec.pallas.hopper import THREADS, WARPS
 
-TOP, LOWER = 7, 4  # exponents: of a block's largest number as e4m3, and of what a second piece is multiplied by
+TOP, LOWER = 7, 4  # exponents: of a block's largest number as e4m3, and of a second piece's factor
 BIAS, MANTISSA, EXPONENT = 127, 23, 0x7F800000  # of float32
 LEAST = BIAS - 64  # exponent of a block's largest number; smaller ones lose digits
 UPPER = -1 << MANTISSA - 3  # all but the digits of float32 that e4m3 lacks
@@ -41,7 +41,7 @@ _i32, _f32 = jnp.int32, jnp.float32
 
 
 class Sizes(NamedTuple):
-    """Of the products of a step, as `registers.products` reads them."""
+    """Sizes of the products of a step, as `registers.products` reads them."""
 
     rows: int = ROWS
     groups: int = 1
@@ -85,7 +85,7 @@ def _scales(plan, scales_g, outputs, rows, interpret):
 
 
 def _gathered(ref, place, interpret):
-    """Numbers of a whole array in memory, each thread's own."""
+    """Load f32[THREADS] from a whole array in memory: each thread's number is at its own flat index `place`."""
     if interpret:
         return ref[...].reshape(-1)[place]
     result = plgpu.ShapeDtypeStruct((THREADS,), _f32, layout=BY_THREAD)
@@ -103,7 +103,7 @@ def _gather(_, ref, place):
 
 
 def _alone(value):
-    """A register that holds one number."""
+    """Make a register that holds one number."""
     first = mgpu.c(0, ir.IntegerType.get_signless(32))
     return llvm.insertelement(llvm.mlir_undef(ir.VectorType.get((1,), value.type)), value, position=first)
 
@@ -129,8 +129,8 @@ def _shuffle(_, scales, block):
 
 
 def multiply(plan, scratch, turn, scales, inputs, step, hidden_step=None, interpret=False) -> Any:
-    """A tile of weights times the tokens' rows, or from `hidden_step` on hidden ones, f32[TILE, ROWS], over the steps
-    that are this warpgroup's. `step` is how many the block has used."""
+    """Multiply a tile of weights by the tokens' rows, or by hidden ones from `hidden_step` on, over this warpgroup's
+    steps: f32[TILE, ROWS]. `step` is how many steps the block has used."""
     steps, slot_of = inputs // STEP, lambda step: lax.rem(step, _i32(plan.slots))
     hidden_slot_of = lambda k: lax.rem(hidden_step + k, _i32(plan.hidden_slots))  # noqa: E731
     first = lax.rem(step + turn, _i32(plan.multipliers))
@@ -166,16 +166,16 @@ def multiply(plan, scratch, turn, scales, inputs, step, hidden_step=None, interp
 
 
 def load_rows(plan, turn, x_g) -> list[Any]:
-    """The tokens' rows, of each step of `up` that is this warpgroup's, by its `BLOCK`s of inputs.
+    """Load the tokens' rows for each of this warpgroup's steps of `up`, by the step's `BLOCK`s of inputs.
 
-    There are as many steps of one warpgroup as of the other, so they are the same ones in each tile.
+    Both warpgroups have as many steps, so they have the same ones in each tile.
     """
     steps = range(turn, plan.d // STEP, plan.multipliers)
     return [[_rows(plan, x_g, step * STEP + b * BLOCK) for b in range(STEP // BLOCK)] for step in steps]
 
 
 def _rows(plan, x_g, first):
-    """The tokens' rows of a block of inputs, and zeros for what there are no tokens for."""
+    """Load the tokens' rows of a block of inputs, [ROWS, BLOCK]; padding rows are zeros."""
     layout, inputs = by_row(8), pl.ds(first, BLOCK)
     load = partial(plgpu.load, optimized=False)
     if plan.t == ROWS:
@@ -190,7 +190,7 @@ def _rows(plan, x_g, first):
 
 
 def place_pieces(plan, turn, rows, pieces_s, factors_s) -> None:
-    """Where `multiply` takes them from, `pieces` of what `load_rows` gave this warpgroup."""
+    """Put `pieces` of the rows from `load_rows` into shared memory, where `multiply` reads them."""
     for i, blocks in enumerate(rows):
         step = i * plan.multipliers + turn
         for b, block in enumerate(blocks):
@@ -200,8 +200,8 @@ def place_pieces(plan, turn, rows, pieces_s, factors_s) -> None:
 
 
 def pieces(rows):
-    """A power of two for each row, f32[r], and two e4m3 rows. A row is their sum, the second one's times 2^-`LOWER`,
-    times that power.
+    """Split rows into two e4m3 rows each, with a power of two for each row, f32[r]. A row is the sum of its two, the
+    second times 2^-`LOWER`, times that power.
 
     Its largest number becomes one between 128 and 256. e4m3 has four digits of bfloat16's eight: the first of the two
     has each number's first four, and the second has the others. Numbers below 2^-13 of the largest lose digits.
@@ -224,7 +224,7 @@ def _number(bits):
 
 
 def _products_of_pieces(weight_s, pieces_s):
-    """Of each block of inputs of a step, f32[TILE, ROWS]."""
+    """The products of weights with rows in two pieces, f32[TILE, ROWS] for each block of inputs of a step."""
 
     def run(*sums):
         for b, each in enumerate(sums):
@@ -236,7 +236,7 @@ def _products_of_pieces(weight_s, pieces_s):
 
 
 def _interpreted(sizes, weight_s, rows_s, apart):
-    """What `registers.products` makes, in plain jnp."""
+    """Compute `registers.products` in plain jnp, for interpret mode."""
     values = weight_s[...].astype(_f32)
     rows = rows_s[...].astype(_f32)
     made = []
@@ -251,7 +251,7 @@ def _interpreted(sizes, weight_s, rows_s, apart):
 
 
 def send(scratch, total, before) -> None:
-    """The second warpgroup's sums to the first one. `before`: how many it has sent."""
+    """Send the second warpgroup's sums to the first one. `before`: how many it has sent."""
     pl.when(before > 0)(lambda: plgpu.barrier_wait(scratch["taken"]))
     scratch["sums_s"][...] = total
     plgpu.commit_smem()
@@ -259,7 +259,7 @@ def send(scratch, total, before) -> None:
 
 
 def receive(scratch, total) -> Any:
-    """The sums of both warpgroups, in the first one."""
+    """Add the second warpgroup's sums to the first one's `total`."""
     plgpu.barrier_wait(scratch["sent"])
     other = plgpu.load(scratch["sums_s"], layout=plgpu.Layout.WGMMA, optimized=False)
     plgpu.barrier_arrive(scratch["taken"])

@@ -32,7 +32,7 @@ _i32, _f32 = jnp.int32, jnp.float32
 
 
 def kernel(plan, centred, interpret, held, outs, *refs, **scratch):
-    """`held` and `outs` name the references, operands and results."""
+    """Run one block. `held` and `outs` name the references: operands, then results."""
     block = _Block(plan, dict(zip((*held, *outs), refs, strict=True)), scratch)
     block.centred, block.interpret = centred, interpret
     pl.when(block.warpgroup == 1)(lambda: _Weights(block).produce())
@@ -42,7 +42,7 @@ def kernel(plan, centred, interpret, held, outs, *refs, **scratch):
 
 
 class _Block:
-    """What the warpgroups of a block share. `centred`: of the norm that follows."""
+    """State that the warpgroups of a block share. `centred`: whether the norm that follows is."""
 
     centred: bool
     interpret: bool
@@ -54,15 +54,15 @@ class _Block:
         self.ups, self.downs = of_all("up"), of_all("down")
         self.up_scales, self.down_scales = of_all("up_scales"), of_all("down_scales")
         self.number, self.warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
-        self.columns = pl.ds(self.number * COLUMNS, COLUMNS)  # of the result, and of what it is added to
+        self.columns = pl.ds(self.number * COLUMNS, COLUMNS)  # of the result and of the residual stream
         self.first_experts = refs["ids"].at[0]  # known without a search: their weights are prefetched
         self.experts = self.first_experts if plan.t == 1 else scratch["experts_s"].at[0]
-        # by group of experts, how many of their parts of `up` are done
+        # By group of experts: how many of their parts of `up` are done.
         both = self.ups and self.downs
         self.done = pl.get_global(plgpu.SemaphoreType.REGULAR((plan.groups,))) if both else None
 
     def await_work(self) -> Work:
-        """What there is to do, when all experts are known."""
+        """Wait until all experts are known, and return the block's work."""
         if self.plan.t == 1:
             return Work(self.plan, self.number, _i32(self.plan.k))
         plgpu.barrier_wait(self.scratch["known"])
@@ -70,7 +70,7 @@ class _Block:
 
 
 class _Weights:
-    """The warpgroup that fetches weights: waves of the first token's experts, of all others, what is left, `down`."""
+    """The warpgroup that fetches weights: waves of the first token's experts, of all others, the rest, then `down`."""
 
     def __init__(self, block: _Block):
         self.block, self.plan, scratch = block, block.plan, block.scratch
@@ -101,7 +101,7 @@ class _Weights:
         return lax.fori_loop(_i32(first), end, wave, step)
 
     def _up(self, size, first, high, experts, step):
-        """A tile's parts, `size` rows of gate and of up each, from `first` on."""
+        """Fetch a tile's parts, `size` rows of gate and of up each, from `first` on."""
         plan, parts = self.plan, []
         for part in (first + j for j in range(HALF // size)):
             item = expert_of(part, high, plan.f // size)
@@ -120,7 +120,7 @@ class _Weights:
         return fill(plan.d // STEP, fetch, self.empty, plan.slots, step, self.full, plan.flight)
 
     def _down(self, work, i, step):
-        """The block's outputs of a group of experts."""
+        """Fetch the weights of the block's outputs of a group of experts."""
         plan, items = self.plan, []
         for item in (i * TOGETHER + j for j in range(TOGETHER)):
             expert = self.block.experts[jnp.minimum(item, work.count - 1)]
@@ -137,7 +137,7 @@ class _Weights:
         return fill(plan.f // STEP, fetch, self.empty, plan.slots, step, self.full, plan.flight)
 
     def _fetch(self, stacks, valid, expert, rows, inputs, slot, place):
-        """Copy weight rows of an expert to a place in a slot, or if it isn't `valid`, only say so."""
+        """Copy weight rows of an expert to rows `place` of a slot; if it isn't `valid`, only arrive at the barrier."""
         first, left = 0, valid
         for i, (stack, size) in enumerate(zip(stacks, self.plan.stacks, strict=True)):
             mine = left & (expert < first + size) if i + 1 < len(stacks) else left
@@ -153,7 +153,7 @@ class _Weights:
 
 
 def _produce_rows(block: _Block):
-    """Fetch the tokens' rows, find the experts, then fetch hidden rows as the blocks that make them tell."""
+    """Fetch the tokens' rows, find the experts, then fetch hidden rows as the blocks that make them signal."""
     plan, refs, scratch = block.plan, block.refs, block.scratch
     if block.ups and plan.t == ROWS and not plan.pairs:
         for k in range(plan.d // STEP):
@@ -184,13 +184,13 @@ def _produce_rows(block: _Block):
 
 
 def _consume(block: _Block, turn: int):
-    """Multiply: the block's tiles of `up`, then its columns of `down`. The first warpgroup of those that do adds up."""
+    """Multiply the block's tiles of `up`, then its columns of `down`. The first multiplying warpgroup adds up."""
     plan, refs, scratch = block.plan, block.refs, block.scratch
     plgpu.set_max_registers(plan.registers[1], action="increase")
     rows = fp8.load_rows(plan, turn, refs["x"]) if block.ups and plan.pairs else None  # long before they are needed
     work, step = block.await_work(), _i32(0)
     scales = partial(_scales, block, work)
-    up, down = scales("up", _i32(0)), scales("down", _i32(0))  # before anything is waited for
+    up, down = scales("up", _i32(0)), scales("down", _i32(0))  # before any wait
     if rows is not None:
         fp8.place_pieces(plan, turn, rows, scratch["pieces_s"], scratch["factors_s"])
     elif block.ups:
@@ -214,7 +214,7 @@ def _consume(block: _Block, turn: int):
 
         step, _ = lax.fori_loop(_i32(0), work.tiles, tile, (step, up))
     if block.downs:
-        scale = _load_scale(block) if turn == 0 else None  # before anything is waited for
+        scale = _load_scale(block) if turn == 0 else None  # before any wait
         total = _sum_up(block, work, turn, step, down)
         if turn == 0:
             _write_out(block, total, scale)
@@ -226,7 +226,7 @@ def _consume(block: _Block, turn: int):
 
 
 def _scales(block: _Block, work: Work, name: str, i):
-    """Those of a tile of `up`, or of a group of experts of `down`; None of unquantised weights."""
+    """Load the scales of a tile of `up`, or of a group of experts of `down`; None if weights are unquantised."""
     plan, interpret = block.plan, block.interpret
     if name == "up" and block.up_scales:
         first, high = work.parts(jnp.minimum(i, jnp.maximum(work.tiles - 1, 0)))
@@ -238,7 +238,7 @@ def _scales(block: _Block, work: Work, name: str, i):
 
 
 def _multiplied(block: _Block, turn: int, before, scales, inputs, rows, step, hidden_step=None):
-    """A tile of weights times `rows` rows, in the first warpgroup; `before`: how many tiles came before."""
+    """Multiply a tile of weights by `rows` rows; the first warpgroup gets all sums. `before`: tiles done so far."""
     plan, scratch = block.plan, block.scratch
     if not plan.fp8:
         return multiply(plan, scratch, inputs, rows, step, hidden_step)
@@ -250,7 +250,7 @@ def _multiplied(block: _Block, turn: int, before, scales, inputs, rows, step, hi
 
 
 def _sum_up(block: _Block, work: Work, turn: int, step, scales):
-    """The block's columns of what the experts make for each token, f32[ROWS, COLUMNS]."""
+    """Sum the experts' results for each token in the block's columns, f32[ROWS, COLUMNS]."""
     plan, refs, scratch = block.plan, block.refs, block.scratch
     share = share_of(plan, refs["ids"], refs["weights"]) if turn == 0 else None
     tiles = work.tiles if block.ups else _i32(0)
@@ -270,7 +270,7 @@ def _sum_up(block: _Block, work: Work, turn: int, step, scales):
 
 
 def _load_scale(block: _Block):
-    """Of the block's columns, that of the norm that comes next, or None."""
+    """Load the next norm's scale of the block's columns, f32[COLUMNS], or None if there is none."""
     if "scale" not in block.refs:
         return None
     of_columns = block.refs["scale"].at[block.columns]
@@ -288,7 +288,7 @@ def _write_out(block: _Block, total, scale):
         before = plgpu.load(out_s, layout=everywhere(COLUMNS), optimized=False)
         is_token = plgpu.broadcasted_iota(_i32, (ROWS, COLUMNS), 0, layout=everywhere(COLUMNS)) < plan.t
         out = before + jnp.where(is_token, out, jnp.zeros_like(out))
-        plgpu.commit_smem()  # all have read what was there before
+        plgpu.commit_smem()  # all warps have read what was there before
     if scale is not None:
         wide = out.astype(_f32)
         scaled = wide * lax.broadcast_in_dim(scale, wide.shape, [1])

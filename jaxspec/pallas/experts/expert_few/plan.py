@@ -1,4 +1,4 @@
-"""Sizes of a launch, which of them fit, and what each block does.
+"""Sizes of a launch, the limits of its shapes, and each block's work.
 
 Every part of an expert's hidden columns is one block's, and no block has two parts more than another.
 """
@@ -20,24 +20,24 @@ from jaxspec.pallas.hopper import BULK_COPY, WGMMA_ROWS
 # An expert's gate and up, [e, 2f, d], gate's rows first, and down, [e, d, f]; both in bfloat16 or both in FP8.
 Stack = tuple[jax.Array, jax.Array] | tuple[Fp8Weight, Fp8Weight]
 
-ROWS = 8  # of tokens in a product, whether they are tokens or not
+ROWS = 8  # of tokens in a product, padding included
 MOST = 16  # experts of a token
-PAIRS = ROWS * MOST  # threads of a warpgroup: each has one where the different experts are sought
+PAIRS = ROWS * MOST  # threads of a warpgroup: each has one pair in `find`
 TILE = WGMMA_ROWS  # rows of weights in a product
 HALF = TILE // 2  # of gate, then of up
 COLUMNS = 16  # outputs of a block
 TOGETHER = TILE // COLUMNS  # experts in a tile of `down`
-BLOCKS = (128,)  # a grid of which most multiprocessors have a block, all are resident, and an H200 has run it
+BLOCKS = (128,)  # grids that an H200 has run: most multiprocessors have a block, and all blocks are resident
 # Sizes as they were run on an H200. There others (STEP 128, PART 32) gave wrong results for some shapes, presumably as
 # Mosaic swizzles parts of arrays otherwise than the whole.
-STEP = BULK_COPY  # inputs that one copy brings
-PART = 16  # rows of gate, and of up, that one copy brings where a tile isn't one expert's
+STEP = BULK_COPY  # inputs that one copy loads
+PART = 16  # rows of gate, and of up, that one copy loads where a tile isn't one expert's
 PARTS = HALF // PART  # of a tile of `up`
 ARRIVALS = max(2 * PARTS, TOGETHER)  # of copies into a slot: as many as any tile has
-ALIGNED = 1024  # bytes: what each array in shared memory begins at a multiple of
-AHEAD, FP8_AHEAD = 768, 1024  # inputs of `down` whose hidden rows there is room for, at most
+ALIGNED = 1024  # bytes: each array in shared memory begins at a multiple
+AHEAD, FP8_AHEAD = 768, 1024  # inputs of `down` whose hidden rows are prefetched, at most
 HIDDEN_BYTES = 32 * 1024  # of FP8 experts' hidden rows, if those of a group of experts need no more
-FLIGHT = 64 * 1024  # bytes of weights that are under way at once
+FLIGHT = 64 * 1024  # bytes of weights in flight at once
 LANES = 32  # of a warp: each has the scale of a block of inputs
 ODD = 2  # rows before the results, so that slices begin at no multiple of four: Mosaic swizzles such slices wrongly
 _i32 = jnp.int32
@@ -47,7 +47,7 @@ _i32 = jnp.int32
 class Plan:
     """Sizes of one launch: t tokens, model width d, k experts of width f each, and how many each stack has.
 
-    `fp8`: weights are. Two warpgroups multiply then, which take turns at steps.
+    `fp8`: weights are. Two warpgroups multiply then, and alternate between steps.
     """
 
     t: int
@@ -63,7 +63,7 @@ class Plan:
 
     @property
     def groups(self) -> int:
-        """Of `TOGETHER` experts, if all that are chosen differ."""
+        """Groups of `TOGETHER` experts, if all chosen experts differ."""
         return -(-self.t * self.k // TOGETHER)
 
     @property
@@ -82,7 +82,7 @@ class Plan:
 
     @property
     def parts(self) -> int:
-        """Of an expert."""
+        """Parts of an expert's hidden columns."""
         return self.f // PART
 
     @property
@@ -92,7 +92,7 @@ class Plan:
 
     @property
     def ahead(self) -> int:
-        """Waves of the first token's experts only."""
+        """Waves of the first token's experts only: their weights are prefetched before the others are known."""
         return self.k * self.parts // self.wave
 
     @property
@@ -101,7 +101,7 @@ class Plan:
 
     @property
     def hidden_ahead(self) -> int:
-        """Inputs of `down` whose hidden rows there is room for."""
+        """Inputs of `down` whose hidden rows the ring holds."""
         if not self.fp8:
             return AHEAD
         inputs, turns = max(HIDDEN_BYTES // (2 * self.beside), self.f), self.multipliers * STEP
@@ -119,7 +119,7 @@ class Plan:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a thread that fetches, and of one that multiplies."""
+        """Registers of a thread that fetches, and of one that multiplies."""
         return (72, 184) if self.fp8 else (96, 200)
 
     @property
@@ -128,22 +128,22 @@ class Plan:
 
     @property
     def flight(self) -> int:
-        """Slots of weights that are under way at once."""
+        """Slots of weights in flight at once."""
         return FLIGHT // self.slot_bytes
 
     @property
     def made(self) -> int:
-        """Rows of what a group of experts makes: FP8 ones multiply their own hidden rows alone."""
+        """Rows of the products of a group of experts: FP8 ones multiply their own hidden rows alone."""
         return ROWS if self.fp8 else self.beside
 
     @property
     def apart(self) -> int:
-        """From the rows that an expert makes to the next one's."""
+        """Distance from an expert's rows of the products to the next one's."""
         return 0 if self.fp8 else self.pitch
 
     @property
     def slots(self) -> int:
-        """Of the ring. A slot, of either ring, is always the same warpgroup's: a barrier is waited for each time."""
+        """Slots of the weight ring. Each slot of either ring has one warpgroup, which waits for every arrival."""
         rows, hidden = 2 * ROWS * self.d, 2 * self.hidden_ahead * self.beside
         results = 4 * ROWS * TILE, 2 * ROWS * HALF, 2 * (ODD + self.made + ROWS) * TILE, 2 * ROWS * COLUMNS
         parts = [4 * ROWS * TILE] * self.fp8 + [4 * ROWS * self.d // BLOCK] * self.pairs  # sums, and factors of rows
@@ -184,8 +184,7 @@ def values_of(weight: jax.Array | Fp8Weight) -> jax.Array:
 
 
 class Work:
-    """What a block does: `waves` that are whole, then the parts from `low` to `high` if there are any, and all groups
-    of experts."""
+    """A block's work: whole `waves`, then the parts from `low` to `high`, if any, and all groups of experts."""
 
     def __init__(self, plan: Plan, block, count):
         self.plan, self.block, self.count = plan, block, count
@@ -197,11 +196,11 @@ class Work:
         self.tiles = self.waves + (self.low < self.high).astype(_i32)
 
     def parts(self, tile):
-        """The first of a tile, and the one behind its last."""
+        """A tile's first part, and the one after its last."""
         first, whole = tile * self.plan.wave + self.block * PARTS, tile < self.waves
         return jnp.where(whole, first, self.low), jnp.where(whole, first + PARTS, self.high)
 
 
 def expert_of(part, high, parts):
-    """Which of the chosen experts has a part, of so many that each has; of those behind the last, the last's."""
+    """The index among the chosen experts of the one that has a part, of `parts` each; past the last part, the last."""
     return lax.div(jnp.minimum(part, high - 1), _i32(parts))

@@ -1,4 +1,4 @@
-"""From tiles of weights to hidden rows: the tokens' rows in place, a product, and what becomes of `up`'s."""
+"""From tiles of weights to hidden rows: the tokens' rows in shared memory, the products, and `up`'s activation."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _i32, _f32 = jnp.int32, jnp.float32
 
 
 def everywhere(width: int) -> Any:
-    """Eight rows in the lanes of each warp: four lanes have a row, and all four warps the same."""
+    """The register layout of [ROWS, width]: four lanes have a row, and all four warps have the same."""
     tiling = plgpu.Tiling(((ROWS, width), (width // 4,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(plgpu.Replicated(4),), lane_dims=(-3, -2), vector_dim=-1)
 
 
 def place_rows(plan, x_g, x_s, x_full):
-    """The tokens' rows where the tensor cores take them from; below them the first one's, which nobody looks at."""
+    """Put the tokens' rows into shared memory for the tensor cores. Padding rows repeat the first and aren't used."""
     if plan.t == ROWS:
         plgpu.barrier_wait(x_full)
         return
@@ -45,8 +45,8 @@ def place_rows(plan, x_g, x_s, x_full):
 
 
 def multiply(plan, scratch, inputs, rows, step, hidden_step=None):
-    """A tile of weights times the tokens' rows, or from `hidden_step` on hidden ones, f32[TILE, rows], as its steps
-    arrive. `step` is how many the block has used."""
+    """Multiply a tile of weights by the tokens' rows, or by hidden ones from `hidden_step` on, as its steps arrive:
+    f32[TILE, rows]. `step` is how many steps the block has used."""
     slot_of = lambda step: lax.rem(step, _i32(plan.slots))  # noqa: E731
     hidden_slot_of = lambda k: lax.rem(hidden_step + k, _i32(plan.hidden_slots))  # noqa: E731
 
@@ -78,7 +78,7 @@ def multiply(plan, scratch, inputs, rows, step, hidden_step=None):
 
 
 def write_hidden(plan, scratch, both, hidden_g, first, high):
-    """silu(gate) * up of a tile's parts, each to its expert's hidden rows."""
+    """Write silu(gate) * up of a tile's parts, each to its expert's hidden rows."""
     size, both_s, part_s = PART, scratch["both_s"], scratch["part_s"]
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     both_s.transpose((1, 0))[...] = plgpu.layout_cast(both, plgpu.Layout.WGMMA_TRANSPOSED)
@@ -99,7 +99,7 @@ def write_hidden(plan, scratch, both, hidden_g, first, high):
 
 
 def tell(plan, done, first, high):
-    """That a tile's parts, from `first` on, are in memory."""
+    """Signal that a tile's parts, from `first` on, are in memory."""
     plgpu.wait_smem_to_gmem(0)
     parts, group_of = PARTS, lambda part: lax.div(part, _i32(plan.parts * TOGETHER))
     signal = partial(plgpu.semaphore_signal, memory_scope="gpu")

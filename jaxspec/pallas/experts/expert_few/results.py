@@ -1,4 +1,4 @@
-"""What `down` makes, added by each token's share of each expert."""
+"""Sums of `down`'s results, weighted by each token's share of each expert."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _i32, _f32 = jnp.int32, jnp.float32
 
 
 def share_of(plan, ids_g, weights_g):
-    """What gives each token's share of an expert's result, of the i-th of those chosen: a number for one token."""
+    """Return a function of (i, expert), the i-th of the chosen experts, that gives each token's share of its result:
+    f32[ROWS], or a number if there is one token."""
     if plan.t == 1:
         return lambda i, expert: weights_g[0, i]
     token_of, which = (plgpu.broadcasted_iota(_i32, (ROWS, MOST), i, layout=everywhere(MOST)) for i in range(2))
@@ -31,7 +32,7 @@ def share_of(plan, ids_g, weights_g):
 
 
 def shares(plan, experts, share_of, group, count):
-    """Of the group's experts: each token's share, zero of those there aren't."""
+    """Each token's share of each of the group's experts, zero past the last expert and for ids that are none."""
     shares = []
     for item in (group * TOGETHER + j for j in range(TOGETHER)):
         valid, item = item < count, jnp.minimum(item, count - 1)
@@ -42,8 +43,8 @@ def shares(plan, experts, share_of, group, count):
 
 
 def add(plan, each_s, each, shares, total):
-    """The sums and what the group's experts add to them, each expert's result rounded before it is weighted."""
-    plgpu.commit_smem()  # all have read what was there before
+    """Add the group's experts to the sums, f32[ROWS, COLUMNS]; each result is rounded before it is weighted."""
+    plgpu.commit_smem()  # all warps have read what was there before
     rounded = plgpu.layout_cast(each.astype(each_s.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
     each_s.at[pl.ds(ODD, plan.made)].transpose((1, 0))[...] = rounded
     plgpu.commit_smem()
@@ -51,6 +52,6 @@ def add(plan, each_s, each, shares, total):
         own = each_s.at[pl.ds(ODD + j * plan.apart, ROWS), pl.ds(j * COLUMNS, COLUMNS)]
         own = plgpu.load(own, layout=everywhere(COLUMNS), optimized=False).astype(_f32)
         share = lax.broadcast_in_dim(share, (ROWS, COLUMNS), [0] if plan.t > 1 else [])
-        # Chosen, not multiplied by zero: what nobody made may not be a number.
+        # Selected, not multiplied by zero: results of no expert may be NaN.
         total = total + jnp.where(share != 0, own * share, 0.0)
     return total

@@ -1,4 +1,4 @@
-"""Rings in shared memory: filled ahead of the products as slots come free, and seen empty at the end."""
+"""Rings in shared memory: prefetched as slots come free, and drained at the end."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _i32 = jnp.int32
 
 
 def fill(steps, fetch, empty, slots, step, full=None, flight=0):
-    """Run `fetch(k, slot)` over so many steps as slots come free; `step` is how many there were before.
+    """Run `fetch(k, slot)` over `steps` steps as slots come free; `step` is how many there were before.
 
-    Given `full`, no more than `flight` are under way.
+    Given `full`, no more than `flight` are in flight.
     """
 
     def one(k, step):
@@ -28,7 +28,7 @@ def fill(steps, fetch, empty, slots, step, full=None, flight=0):
 
 
 def drain(barriers, slots, step, left):
-    """See the last `left` steps: who waits for a barrier must not leave it before it has seen all arrivals."""
+    """Wait for the last `left` steps: a barrier must not be left with an arrival that wasn't waited for."""
 
     def observe(step, _):
         plgpu.barrier_wait(barriers.at[lax.rem(step, _i32(slots))])
