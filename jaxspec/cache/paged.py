@@ -39,7 +39,7 @@ class PageLayout:
         return tuple(jnp.zeros(shape(rows, layers), self.dtype) for rows, layers in groups)
 
     def kv(self, config: ModelConfig) -> KV:
-        """The same for a model whose layers are all in one group."""
+        """Empty pages for a model whose layers are all in one group."""
         (pages,) = self.groups(config)
         return pages
 
