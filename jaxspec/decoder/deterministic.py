@@ -52,7 +52,7 @@ IMPLEMENTS = implementing({Decoder: {"deterministic"}, Norm: {"centred"}, Rope: 
 
 
 def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
-    """As `Path.fits`. On a CPU all do."""
+    """Refuse a call, as `Path.fits`. A CPU takes all."""
     if not call.processors and hopper.platform() == "cpu":
         return None
     if call.processors < weight_stream.BLOCKS:
@@ -92,7 +92,7 @@ def _narrow(decoder: Decoder) -> bool:
 
 
 def ops_of(decoder: Decoder, layers: Sequence[Weights], positions: Int[Array, "b t"], mixer: Mixer) -> Ops:
-    """Those of prompts and a CPU's rows, of a narrow model's round, or of a wide one's."""
+    """Steps of prompts and a CPU's rows, of a narrow model's round, or of a wide one's."""
     if _by_xla() or positions.shape[1] >= PROMPT_ROWS:
         return LayerByLayer(positions, mixer, cos_sin_apart(positions, decoder.attention))
     if _narrow(decoder):
@@ -127,8 +127,8 @@ class Fixed(Ops):
 
 
 class WideRound(Fixed):
-    """As `weight_stream.Streamed`, with a last layer of the same kernels; more rows in tiles, with sums of the same
-    parts. Rows are flat; given to a layer is its first product in parts, after the rows."""
+    """A wide model's round: `weight_stream.Streamed` with a last layer of the same kernels; more rows in tiles, with
+    sums of the same parts. Rows are flat; given to a layer is its first product in parts, after the rows."""
 
     def first(self, layer, weights, x, inputs):
         x, weight = x.reshape(-1, x.shape[2]), weights[mixing_of(layer).projections[0]]
@@ -188,7 +188,7 @@ def _in_parts(x: Array, weight: Weight, valid: Array, residual: Array | None = N
 
 
 class NarrowRound(Fixed):
-    """As `few_rows.FewRows`, each kernel in slices of as many rows as it takes."""
+    """A narrow model's round: `few_rows.FewRows`, each kernel in slices of as many rows as it takes."""
 
     def first(self, layer, weights, x, inputs):
         return flat(x), None
@@ -224,7 +224,7 @@ class NarrowRound(Fixed):
 
 
 class LayerByLayer(Fixed):
-    """As `plain.Plain`, with products and norms of their own order: prompts, and all rows on a CPU."""
+    """Prompts, and all rows on a CPU: `plain.Plain` with products and norms of their own order."""
 
     compacts = True
 
@@ -246,7 +246,7 @@ class LayerByLayer(Fixed):
 
 
 def _product(x: Array, weight: Weight, valid: Array, residual: Array | None = None, gated: bool = False) -> Array:
-    """As `matmul.project`."""
+    """Multiply as `matmul.project`."""
     rows = [a.reshape(-1, a.shape[-1]) for a in (x, residual) if a is not None]
     if _by_xla():
         out = sliced(lambda x, *before: reference(x, weight, *before or [None], gated), SLICE, *rows)

@@ -36,7 +36,7 @@ IMPLEMENTS = implementing({
 
 
 def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
-    """As `Path.fits`."""
+    """Refuse a call, as `Path.fits`."""
     if call.rows >= UNIT:
         return f"{call.rows} rows of a request, which are a prompt's"  # not measured
     if call.devices > 1 and decoder.width <= few_rows.NARROW:

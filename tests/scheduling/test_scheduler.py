@@ -165,7 +165,7 @@ def test_pages_are_shared_where_all_that_they_depend_on_is_the_same():
             read(s, s.plan())
             s.finish(seq)
             assert seq.cached == cached, kind
-    s.audit()
+    audit(s)
 
 
 def test_the_last_token_of_a_cached_prompt_is_computed_again():

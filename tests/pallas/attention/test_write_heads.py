@@ -26,8 +26,10 @@ from jaxspec.pallas.attention import write_heads as op
 from jaxspec.pallas.attention.kv_write import stored
 from jaxspec.pallas.dense import weight_stream
 from jaxspec.pallas.hopper import KERNELS, counting
+from jaxspec.pallas.operation import ANY
 from tests.decoder.test_few_rows_layers import with_biases
 from tests.support import drawn
+from tests.support.operations import anywhere
 from tests.support.sample import rare
 from tests.support.tiny import tiny_config
 
@@ -151,13 +153,12 @@ def mixed(family: str, pages: str = "bfloat16", blocks: int = 3, t: int = 16, **
 
 def check_mix(monkeypatch, family: str, **sizes):
     """With the kernel and without, of real rows."""
-    took = []
-    monkeypatch.setattr(attention, "chosen", lambda *_: False)
+    written, plain = attention.HEADS
+    monkeypatch.setattr(attention, "HEADS", (plain,))
     mix, given = mixed(family, **sizes)
     want, want_cache = jax.jit(mix)(*given)
-    monkeypatch.setattr(attention, "chosen", lambda reason: reason is None and not took.append("write_heads"))
+    monkeypatch.setattr(attention, "HEADS", (dataclasses.replace(written, device=ANY),))
     got, cache = jax.jit(lambda *given: mix(*given))(*given)
-    assert took == ["write_heads"]
     np.testing.assert_allclose(got.astype(jnp.float32)[:, :-1], want.astype(jnp.float32)[:, :-1], rtol=2**-6, atol=2e-2)
     assert_rounded_alike(cache.kv[0][:, 1:], want_cache.kv[0][:, 1:])
 
@@ -212,7 +213,7 @@ def test_a_rounds_layers_are_three_kernels(monkeypatch, family, width):
     monkeypatch.setattr(weight_stream.chain, "BLOCKS", 3)
     monkeypatch.setattr(weight_stream, "stream", partial(weight_stream.stream, fused=False, **INTERPRET))
     monkeypatch.setattr(op, "write_heads", partial(op.write_heads, **INTERPRET))
-    monkeypatch.setattr(attention, "chosen", lambda reason, *_: reason is None)
+    monkeypatch.setattr(attention, "HEADS", anywhere(attention.HEADS))
     monkeypatch.setattr(paths, "PATHS", (dataclasses.replace(WEIGHT_STREAM, processors=0),))
     jax.clear_caches()
     with counting() as took:
