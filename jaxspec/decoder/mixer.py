@@ -82,7 +82,7 @@ class PagedMixer(Mixer, Protocol):
     """One that keeps keys and values in pages, and lets a kernel of the layer's own write them there."""
 
     def attend_written(self, cache, layer, t, write, window, sinks=None) -> tuple[Array, Any]:
-        """Attend by t rows a request whose keys and values `write(pages, kv_slots, inverse_scales)` puts where they belong.
+        """Attend by t rows a request, whose keys and values `write(pages, kv_slots, inverse_scales)` puts into pages.
 
         It gives their queries and the pages. `kv_slots` i32[b t] count over all pages, and are -1 for padding.
         `inverse_scales` f32[l, 2, m]: of pages in FP8, by layer, for keys and values, by head; None if they have none.
