@@ -124,18 +124,3 @@ def lower_for(multiprocessors: int | None) -> None:
     """Lower for another process's Hopper GPU, which has so many multiprocessors; None: for this process's device."""
     global _lowered_for
     _lowered_for = multiprocessors
-
-
-def chosen(reason: str | None, processors: int = 1) -> bool:
-    """Whether a kernel runs, given `reason` why it can't take these shapes (None: it can).
-
-    `processors` is how many multiprocessors it needs.
-    """
-    return reason is None and multiprocessors() >= processors
-
-
-@functools.cache
-def tell(operation: str, reason: str) -> None:
-    """Log, once, that a device with kernels runs the slow plain path of an operation, and why."""
-    if kernels_here() is None:
-        log.warning("%s runs in plain jax.numpy, which is slow: %s", operation, reason)
