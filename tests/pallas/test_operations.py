@@ -38,7 +38,7 @@ def on(monkeypatch):
 ])  # fmt: skip
 def test_the_first_that_runs_here_and_takes_the_call(device, asked, call, name, on):
     on(device)
-    with hopper.using(asked):
+    with hopper.use_kernels(asked):
         assert choose("counting", TABLE, call).name == name
         assert next(each for each in TABLE if each.takes(call)).name == name
 

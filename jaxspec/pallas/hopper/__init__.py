@@ -126,16 +126,6 @@ def lower_for(multiprocessors: int | None) -> None:
     _lowered_for = multiprocessors
 
 
-def chosen(reason: str | None, processors: int = 1) -> bool:
-    """Whether a kernel runs, given `reason` why it can't take these shapes (None: it can).
-
-    `processors` is how many multiprocessors it needs.
-    """
-    return reason is None and multiprocessors() >= processors
-
-
-@functools.cache
-def tell(operation: str, reason: str) -> None:
-    """Log, once, that a device with kernels runs the slow plain path of an operation, and why."""
-    if kernels_here() is None:
-        log.warning("%s runs in plain jax.numpy, which is slow: %s", operation, reason)
+def chosen(reason: str | None) -> bool:
+    """Whether a kernel runs, given `reason` why it can't take these shapes (None: it can)."""
+    return reason is None and kernels_here() is None

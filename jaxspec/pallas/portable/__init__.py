@@ -66,21 +66,6 @@ def operands_stay() -> bool:
     return 9 <= capability() < 12
 
 
-def chosen(reason: str | None, seen: bool = True) -> bool:
-    """Whether a portable kernel runs, given `reason` why it can't take these shapes (None: it can).
-
-    `seen`: a GPU has run it, and its results were compared. Other kernels run only with `--kernels portable`.
-    """
-    return reason is None and kernels_here() is None and (seen or hopper.requested_kernels() == "portable")
-
-
-@functools.cache
-def tell(operation: str, reason: str) -> None:
-    """Log, once, that a device with these kernels runs the slow plain path of an operation, and why."""
-    if kernels_here() is None:
-        hopper.log.warning("%s runs in plain jax.numpy, which is slow: %s", operation, reason)
-
-
 def told() -> str:
     """Which kernels this process's programs have, and why no faster ones, for the log."""
     if (hopper_lacks := hopper.kernels_here()) is None:
