@@ -84,10 +84,10 @@ def shared_memory() -> int:
     return largest
 
 
-def attends(b=1, t=1, n=32, m=8, h=128, page=64, kv="bfloat16", window=None, places=0, sinks=False) -> tuple:
+def attends(b=1, t=1, n=32, m=8, h=128, page=64, kv="bfloat16", window=None, masked_slots=0, sinks=False) -> tuple:
     entries = 1024 // page
     args = shape((b, t, n, h), jnp.bfloat16), shape((2, b * entries + 1, 2, m, page, h), kv), shape((), jnp.int32)
-    named = {"mask": shape((b, t, places), bool)} if places else {}
+    named = {"mask": shape((b, t, masked_slots), bool)} if masked_slots else {}
     named |= {"sinks": shape((n,), jnp.float32)} if sinks else {}
     named |= {"scales": shape((2, 2, m), jnp.float32)} if kv != "bfloat16" else {}
     run = lambda q, kv, layer, table, start, named: attention.attention(  # noqa: E731
@@ -135,7 +135,7 @@ def cases() -> Iterator[tuple[str, tuple]]:
     yield "attention, a request", attends()
     yield "attention, 128 requests", attends(b=128)
     yield "attention, 8 requests of 4 rows", attends(b=8, t=4)
-    yield "attention, a tree", attends(t=8, places=8, window=100)
+    yield "attention, a tree", attends(t=8, masked_slots=8, window=100)
     yield "attention, a prompt", attends(b=32, t=64)
     yield "attention, heads 256 wide", attends(b=8, n=16, m=2, h=256)
     yield "attention, a prompt, heads 256 wide", attends(b=32, t=64, n=16, m=2, h=256)

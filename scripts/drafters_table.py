@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jaxspec.drafters.known import table
+from jaxspec.drafters.registry import table
 
 DOCS = Path(__file__).parent.parent / "docs" / "known-drafters.md"
 FIRST, NEXT = "| target |", "## When"  # the table's first row, and what comes after it

@@ -52,7 +52,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxspec.checkpoint import Model, load, params
 from jaxspec.compiling.ladder import ladder_of
 from jaxspec.config.engine_config import EngineConfig
-from jaxspec.drafters import LoadedDrafter, load_drafter, own_weights
+from jaxspec.drafters import own_weights
+from jaxspec.drafters.loading import LoadedDrafter, load_drafter
 from jaxspec.engine import defaults, runner
 from jaxspec.models.weights import Weight
 from jaxspec.pallas import hopper

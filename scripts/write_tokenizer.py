@@ -8,7 +8,7 @@ import sys
 
 from jaxspec import CheckpointError
 from jaxspec.checkpoint import locate
-from jaxspec.text.tokenizer import TokenizerError
+from jaxspec.text.errors import TokenizerError
 
 if len(sys.argv) != 3:
     sys.exit("usage: python scripts/write_tokenizer.py MODEL FOLDER")

@@ -35,7 +35,8 @@ from jaxspec.engine.async_llm import EngineDead
 from jaxspec.parallel.hosts import join
 from jaxspec.replicas.data_parallel import DataParallelLLM
 from jaxspec.replicas.follower import follow
-from jaxspec.text.tokenizer import Tokenizer, TokenizerError
+from jaxspec.text.errors import TokenizerError
+from jaxspec.text.tokenizer import Tokenizer
 from server import logs
 from server.app import create_app
 from server.chat.speech import why_no_chat

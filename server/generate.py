@@ -18,7 +18,8 @@ from starlette.types import Receive, Scope, Send
 from jaxspec import AsyncLLM
 from jaxspec.config.request import CONTEXT_EXCEEDED, Delta, RequestError
 from jaxspec.engine.async_llm import LONG_PROMPT
-from jaxspec.text.tokenizer import Tokenizer, TokenizerError, TooLong
+from jaxspec.text.errors import TokenizerError, TooLong
+from jaxspec.text.tokenizer import Tokenizer
 from server.chat.speech import Formats
 from server.http.errors import describe
 from server.metrics import Metrics

@@ -20,8 +20,8 @@ from jaxspec import LLM, SamplingParams, load_model
 from jaxspec.cache.paged import Rows
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import flag
-from jaxspec.drafters import DRAFTERS
 from jaxspec.drafters.base import DraftBatch, PrefillBatch, Verified
+from jaxspec.drafters.registry import DRAFTERS
 from jaxspec.train import loop
 from server.cli.options import SERVER_DEFAULTS, make_parser
 from tests.support.tiny import tiny_checkpoint

@@ -5,7 +5,7 @@ from collections import deque
 import pytest
 
 from jaxspec.scheduling.audit import audit
-from jaxspec.scheduling.sequence import Plan, State
+from jaxspec.scheduling.sequence import Plan, Status
 from tests.scheduling.test_scheduler import read
 from tests.support.miniature import make, sequence
 
@@ -38,7 +38,7 @@ def test_youngest_gives_way_and_nothing_is_lost():
         plan = s.plan()
         audit(s)
     assert plan.rows == [first, second]
-    assert (third.state, third.epoch, third.slot, third.computed) == (State.WAITING, 1, -1, 0)
+    assert (third.status, third.epoch, third.slot, third.computed) == (Status.WAITING, 1, -1, 0)
     tokens = list(third.tokens)
     assert tokens == [2] * 8 + [5] + [5, 6] * ((len(tokens) - 9) // 2)
     assert s.preemptions == 1
@@ -92,7 +92,7 @@ def test_unfinished_prompt_is_preempted_first():
         plan = s.plan()
         assert plan.rows == [first]
         read(s, plan, [1, 1])
-    assert (second.state, second.preemptions) == (State.WAITING, 1)
+    assert (second.status, second.preemptions) == (Status.WAITING, 1)
 
 
 def test_growth_takes_pages_for_the_round_in_flight_too():

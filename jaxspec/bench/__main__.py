@@ -36,7 +36,7 @@ from jaxspec.cli import called
 from jaxspec.config.lazy_transformers import spare_torch
 from jaxspec.config.options import ConfigError
 from jaxspec.config.request import RequestError
-from jaxspec.text.tokenizer import TokenizerError
+from jaxspec.text.errors import TokenizerError
 
 SUBCOMMANDS = {
     "decode": decode,

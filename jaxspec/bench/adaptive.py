@@ -46,12 +46,12 @@ from jaxspec.compiling.round_timing import time_rounds
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.flags import engine_options, positive
 from jaxspec.config.request import SamplingParams
-from jaxspec.drafters import load_drafter
-from jaxspec.drafters.base import Resting
+from jaxspec.drafters.base import SkippedDrafter
+from jaxspec.drafters.loading import load_drafter
 from jaxspec.engine.engine import Engine
 from jaxspec.rounds.packing import fit
 from jaxspec.rounds.programs import GREEDY
-from jaxspec.scheduling.draft_count import REST, Chooser
+from jaxspec.scheduling.draft_count import SKIP_DRAFTER, Chooser
 
 AUTO = "auto"
 AGAIN = "plain again"
@@ -162,7 +162,7 @@ class Setting(Chooser):
 
 
 def _start(args: argparse.Namespace, result: Result) -> Engine:
-    """An engine with the programs for these loads alone, and those of plain decoding as rounds of `REST` drafts."""
+    """An engine with the programs for these loads alone, and those of plain decoding as rounds of `SKIP_DRAFTER`."""
     if args.draft == "none":
         raise BenchError("--draft none: adaptive drafting needs a drafter. Name one, for example --draft ngram")
     args.skip_warmup, args.few_programs = True, False
@@ -193,9 +193,9 @@ def _prepare(engine: Engine, requests: Sequence[int]) -> None:
     sizes |= {"batches": fewer(runner.shapes.batches), "seldom": fewer(runner.shapes.seldom)}
     shapes = dataclasses.replace(runner.shapes, narrower=narrower, **sizes)
     with_plain = narrower
-    if REST not in dict(narrower):
-        with_plain = (REST, narrower[0][1]), *narrower
-        programs.add_rounds(REST, Resting())
+    if SKIP_DRAFTER not in dict(narrower):
+        with_plain = (SKIP_DRAFTER, narrower[0][1]), *narrower
+        programs.add_rounds(SKIP_DRAFTER, SkippedDrafter())
     runner.shapes = programs.shapes = dataclasses.replace(shapes, narrower=with_plain)
     runner.narrower = dict(with_plain)
     programs.warm_up(runner.state, lambda one: GREEDY in one[0] or one[0] in ("admit", "prefill"))
@@ -224,12 +224,12 @@ def _settings(engine: Engine, mixed: list[list[float]]) -> dict[str, tuple[Choos
     runner = engine.runner
     longest = {n: runner.yields_of(n) - 1 for n in runner.drafts}
     of = lambda always=None: Setting(longest, runner.round_times, always, dict(runner.shapes.ragged))  # noqa: E731
-    how = {_name(n): of(n) for n in (REST, *runner.drafts)} | {AGAIN: of(REST), AUTO: of()}
+    how = {_name(n): of(n) for n in (SKIP_DRAFTER, *runner.drafts)} | {AGAIN: of(SKIP_DRAFTER), AUTO: of()}
     return {name: (each, Meter(engine, _lengths(engine, mixed))) for name, each in how.items()}
 
 
 def _name(drafts: int) -> str:
-    return "plain" if drafts == REST else str(drafts)
+    return "plain" if drafts == SKIP_DRAFTER else str(drafts)
 
 
 def _queue(engine: Engine, rng: np.random.Generator, count: int, prompt_len: int) -> list[str]:
@@ -303,8 +303,8 @@ def _by_choice(settings: dict[str, tuple[Chooser, Meter]]) -> Row:
     each = {n: median(seconds) for n, seconds in took.items()}
     speed = {}
     for name, meter in meters.items():
-        rested = Counter({REST: meter.rested, 0: -meter.rested})
-        rounds = {n: meter.rounds[n] + rested[n] for n in (REST, *meter.rounds)}
+        rested = Counter({SKIP_DRAFTER: meter.rested, 0: -meter.rested})
+        rounds = {n: meter.rounds[n] + rested[n] for n in (SKIP_DRAFTER, *meter.rounds)}
         speed[name] = meter.tokens / (sum(each[n] * count for n, count in rounds.items() if count) + meter.other)
     best = max(rate for name, rate in speed.items() if name != AUTO)
     return {"choice_plain": speed[AUTO] / speed["plain"] - 1, "choice_best": speed[AUTO] / best - 1}

@@ -14,7 +14,7 @@ from jaxspec.cache.paged import page_dtype
 from jaxspec.checkpoint import Model, load_target
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.flags import add_engine_flags, engine_options
-from jaxspec.drafters import check_drafter, load_drafter
+from jaxspec.drafters.loading import check_drafter, load_drafter
 from jaxspec.engine.engine import Engine
 from jaxspec.models.description import PagedRows, Recurrence
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from jaxspec.bench.results import BenchError
-from jaxspec.drafters import LoadedDrafter
+from jaxspec.drafters.loading import LoadedDrafter
 from jaxspec.engine.engine import Engine
 from jaxspec.sampling import sampling
 

@@ -9,7 +9,7 @@ from statistics import median
 
 from jaxspec.bench.results import Row
 from jaxspec.engine.engine import Engine
-from jaxspec.scheduling.draft_count import REST
+from jaxspec.scheduling.draft_count import SKIP_DRAFTER
 
 
 class Meter:
@@ -21,7 +21,8 @@ class Meter:
         self.tokens, self.seconds, self.rested, self.other = 0.0, 0.0, 0, 0.0
         self.rounds: Counter[int] = Counter()
         self.turns: list[float] = []  # tokens a second of each
-        self.took: dict[int, list[float]] = defaultdict(list)  # seconds a round of each step, by its drafts or `REST`
+        # Seconds a round of each step, by its drafts or `SKIP_DRAFTER`.
+        self.took: dict[int, list[float]] = defaultdict(list)
 
     def turn(self, length: int) -> None:
         """Step until requests have so many more tokens each, on average."""
@@ -50,7 +51,7 @@ class Meter:
             tokens = tokens or gained("verified_tokens")
             self.tokens += tokens
             self.rounds[n] += count
-            self.took[REST if gained("rested_rounds") else n].append(seconds / count)
+            self.took[SKIP_DRAFTER if gained("rested_rounds") else n].append(seconds / count)
             if seen is not None:
                 seen(tokens, n)
         self.other += 0.0 if moved else seconds
@@ -60,7 +61,7 @@ class Meter:
     def _share(self) -> float:
         """Share of the running requests that may have drafts, since none of their rounds rested."""
         running = self._engine.scheduler.running
-        return sum(seq.seen is None for seq in running) / max(len(running), 1)
+        return sum(seq.drafter_seen is None for seq in running) / max(len(running), 1)
 
     def figures(self) -> Row:
         rounds = max(self.rounds.total(), 1)

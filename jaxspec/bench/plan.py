@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec import drafters
 from jaxspec.bench import engines, plots
 from jaxspec.bench.floors import Ceilings, ModelCost
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table
@@ -34,7 +33,9 @@ from jaxspec.compiling.abstract_model import drafter_of
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.flags import engine_options, positive
 from jaxspec.config.options import ConfigError
-from jaxspec.drafters import LoadedDrafter, combined
+from jaxspec.drafters import combined
+from jaxspec.drafters.loading import LoadedDrafter, parse_draft
+from jaxspec.drafters.registry import DRAFTERS
 from jaxspec.engine.defaults import GPU, Defaults, resolve, shapes_of, small_model
 from jaxspec.engine.runner import Runner
 from jaxspec.models.description import Mixture, Recurrence
@@ -301,12 +302,12 @@ def _shared(options: EngineConfig, n: int, where: Path) -> EngineConfig:
 def _draft_share(draft: str, options: EngineConfig, n: int, folder: Path) -> str:
     if draft in ("none", "auto"):
         return draft
-    cls, source, _ = drafters._find(draft, options.model, "dummy")
+    cls, source, _ = parse_draft(draft, options.model, "dummy")
     if source is None:
         return draft
     files = locate(source, load_format="dummy")
     written, query = _written(files, source, n, folder, options.draft_quantization), re.search(r"\?.*", draft)
-    method = next(method for method, each in drafters.DRAFTERS.items() if each is cls)
+    method = next(method for method, each in DRAFTERS.items() if each is cls)
     return f"{method}:{written}{query[0] if query else ''}"
 
 

@@ -49,7 +49,7 @@ def check_room(plan: MemoryPlan, config: EngineConfig) -> None:
 
 
 @contextmanager
-def told_if_full(plan: MemoryPlan, config: EngineConfig) -> Iterator[None]:
+def explain_out_of_memory(plan: MemoryPlan, config: EngineConfig) -> Iterator[None]:
     """Start an engine in here. **Raises:** `ConfigError` in place of an allocation's error."""
     try:
         yield

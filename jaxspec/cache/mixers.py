@@ -80,7 +80,7 @@ class WholeTexts:
 
 
 def _in_blocks(chunk: Callable[..., tuple[Array, Any]], q: Array, k: Array, v: Array, *gates: Array) -> Array:
-    """What the rows of whole texts read, by a `chunk` of `pallas.recurrence`. In blocks, since the interactions within
+    """Reads of whole texts' rows, by a `chunk` of `pallas.recurrence`. In blocks, since the interactions within
     a block grow with the square of its length."""
     b, t = q.shape[:2]
     count = -(-t // BLOCK)

@@ -39,7 +39,7 @@ class PageLayout:
         return tuple(jnp.zeros(shape(rows, layers), self.dtype) for rows, layers in groups)
 
     def kv(self, config: ModelConfig) -> KV:
-        """The same for a model whose layers are all in one group."""
+        """Empty pages for a model whose layers are all in one group."""
         (pages,) = self.groups(config)
         return pages
 
@@ -106,10 +106,6 @@ class Rows:
     def only(self, asked: Bool[Array, " b"]) -> Rows:
         """Request the attention of these requests' rows alone, as `decoder.mixer.Mixer.only` says."""
         return self.replace(asked=asked)
-
-    def group(self, number: int) -> Rows:
-        """As in `decoder.mixer.Mixer`. A drafter's layers are all in one."""
-        return self
 
     def pages(self, kv: KV) -> KV:
         return kv

@@ -16,7 +16,8 @@ from tokenizers.models import BPE
 
 from jaxspec.checkpoint.shards import unreadable_tokenizer
 from jaxspec.config.json_values import shown
-from jaxspec.text.tokenizer import Tokenizer, TokenizerError
+from jaxspec.text.errors import TokenizerError
+from jaxspec.text.tokenizer import Tokenizer
 
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # tokenizer.ggml.token_type
 

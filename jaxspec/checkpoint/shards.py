@@ -24,7 +24,8 @@ from jaxspec.checkpoint.check import CheckpointError, TensorInfo, refuse_stand_i
 from jaxspec.config.json_values import shown
 from jaxspec.config.options import ConfigError
 from jaxspec.models.model_config import ModelConfig, end_tokens, is_token
-from jaxspec.text.tokenizer import Tokenizer, TokenizerError
+from jaxspec.text.errors import TokenizerError
+from jaxspec.text.tokenizer import Tokenizer
 
 _BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes of an element, for the dtypes that weights may have
 _INDICES = {"I64": 8, "BOOL": 1}  # and those of maps between vocabularies, which drafters come with

@@ -14,28 +14,28 @@ from typing import Any
 
 import jax
 
-from jaxspec import drafters
 from jaxspec.checkpoint import GgufFile, Model, load_target, locate, outlined
 from jaxspec.config.engine_config import EngineConfig
-from jaxspec.drafters import LoadedDrafter, check_drafter, load_drafter
+from jaxspec.drafters import loading
+from jaxspec.drafters.loading import LoadedDrafter, check_drafter, load_drafter
 
 
 def drafter_of(options: EngineConfig, model: Model) -> LoadedDrafter:
     """The drafter's shapes, with dummy weights. What it borrows of the target is the target's very shape, so that it
     counts once."""
     options = dataclasses.replace(options, load_format="dummy")
-    kept, places = [], []
+    kept, borrowed = [], []
 
     def loaded(params):
         found = load_drafter(options.draft, dataclasses.replace(model, params=params), options)
         lender = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(params))}
         kept.append(found)
-        places.extend(lender.get(id(leaf)) for leaf in jax.tree.leaves(found.params))
+        borrowed.extend(lender.get(id(leaf)) for leaf in jax.tree.leaves(found.params))
         return found.params
 
     leaves, structure = jax.tree.flatten(jax.eval_shape(loaded, model.params))
     theirs = jax.tree.leaves(model.params)
-    own = [leaf if i is None else theirs[i] for leaf, i in zip(leaves, places, strict=True)]
+    own = [leaf if i is None else theirs[i] for leaf, i in zip(leaves, borrowed, strict=True)]
     return dataclasses.replace(kept[0], params=jax.tree.unflatten(structure, own))
 
 
@@ -56,7 +56,7 @@ class Loading:
         if isinstance(locate(options.model, options.revision, load_format=options.load_format), GgufFile):
             return None
         model = outlined(options)
-        if (draft := drafters.outlined(options.draft, model, options)) is None:
+        if (draft := loading.outlined(options.draft, model, options)) is None:
             return None
         return cls(options, model, drafter_of(dataclasses.replace(options, draft=draft), model))
 
@@ -83,5 +83,5 @@ class Loading:
 
 def alike(one: Any, other: Any) -> bool:
     """Whether a program compiled for one pytree takes the other: its structure, shapes and dtypes."""
-    told = lambda tree: (jax.tree.structure(tree), [(x.shape, x.dtype) for x in jax.tree.leaves(tree)])  # noqa: E731
-    return told(one) == told(other)
+    shapes = lambda tree: (jax.tree.structure(tree), [(x.shape, x.dtype) for x in jax.tree.leaves(tree)])  # noqa: E731
+    return shapes(one) == shapes(other)

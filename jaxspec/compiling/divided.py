@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 from jaxspec.drafters.base import Proposal
 from jaxspec.parallel import peers
-from jaxspec.parallel.sharding import EVERYWHERE, LOGITS, OWNED, Division, specs_of, spread
+from jaxspec.parallel.sharding import BY_REQUEST, EVERYWHERE, LOGITS, Division, specs_of, spread
 from jaxspec.structured import programs as structured
 
 
 def divided(f: Callable, run: Callable, division: Division) -> Callable:
     """The program `run`, which is `f` of some statics, over several devices."""
     all_same, state = EVERYWHERE, division.state
-    proposal = Proposal(**{field.name: all_same for field in dataclasses.fields(Proposal)} | {"probs": OWNED})
+    proposal = Proposal(**{field.name: all_same for field in dataclasses.fields(Proposal)} | {"probs": BY_REQUEST})
     handed, result = (), (all_same,)
     if f is structured.draft:
         result = proposal, all_same

@@ -53,9 +53,9 @@ class Executables:
 
     def __init__(self, folder: Path, made_by: Any, devices: list[jax.Device] | None = None):
         device = jax.devices()[0]
-        told = made_by, jax.__version__, jaxlib.__version__, device.device_kind, device.client.platform_version
+        versions = made_by, jax.__version__, jaxlib.__version__, device.device_kind, device.client.platform_version
         flags = {name: value for name, value in os.environ.items() if name.startswith(("XLA_", "JAX_"))}
-        self._told = *told, sorted(flags.items()), jax.config.jax_default_matmul_precision, source_digest()
+        self._key = *versions, sorted(flags.items()), jax.config.jax_default_matmul_precision, source_digest()
         self._folder, self._devices = folder, devices
         self._warned = False
 
@@ -86,9 +86,9 @@ class Executables:
         """Keep a program and notes about it. One that can't be kept is compiled again at the next start."""
         self._write(self._path(key, arguments), lambda: pickle.dumps((serialize_executable.serialize(program), notes)))
 
-    def _write(self, path: Path, made: Callable[[], bytes]) -> None:
+    def _write(self, path: Path, serialise: Callable[[], bytes]) -> None:
         try:
-            data = made()
+            data = serialise()
             self._folder.mkdir(parents=True, exist_ok=True)
             # So that no other process ever sees half a file; containers that share the folder may share numbers, too.
             loose = path.with_suffix(f".{os.getpid()}-{secrets.token_hex(4)}")
@@ -107,8 +107,8 @@ class Executables:
     def _path(self, key: Any, arguments: Any) -> Path:
         leaves, tree = jax.tree.flatten(arguments)
         shapes = [(x.shape, str(x.dtype), str(getattr(getattr(x, "sharding", None), "spec", ""))) for x in leaves]
-        told = repr((self._told, key, shapes, str(tree)))
-        return self._folder / hashlib.sha256(told.encode()).hexdigest()[:32]
+        whole = repr((self._key, key, shapes, str(tree)))
+        return self._folder / hashlib.sha256(whole.encode()).hexdigest()[:32]
 
 
 @functools.cache

@@ -92,14 +92,14 @@ class Module(NamedTuple):
     warnings: list[str]
 
     @classmethod
-    def made(cls, jitted: Callable, arguments: tuple, handed: Callable[[], tuple], platform: str) -> Module:
+    def of(cls, jitted: Callable, arguments: tuple, handed: Callable[[], tuple], platform: str) -> Module:
         """Export a jitted function. `handed` gives the last of its arguments, and may trace what has kernels."""
         trees = []
 
         def flat(*leaves):
-            made, tree = jax.tree.flatten(jitted(*jax.tree.unflatten(given, leaves)))
+            results, tree = jax.tree.flatten(jitted(*jax.tree.unflatten(given, leaves)))
             trees.append(tree)
-            return made
+            return results
 
         flat.__name__ = getattr(jitted, "__name__", "program")
         with hopper.counting() as kernels, once.handing_over() as alone, _warnings() as warnings:
@@ -130,11 +130,11 @@ class Module(NamedTuple):
 @contextlib.contextmanager
 def _warnings() -> Iterator[list[str]]:
     """Collect what is logged, for the log of another process."""
-    handler, told = logging.Handler(logging.WARNING), []
-    handler.emit = lambda record: told.append(record.getMessage())
+    handler, messages = logging.Handler(logging.WARNING), []
+    handler.emit = lambda record: messages.append(record.getMessage())
     log.addHandler(handler)
     try:
-        yield told
+        yield messages
     finally:
         log.removeHandler(handler)
 
@@ -183,9 +183,9 @@ class Processes:
     They don't wait for anybody to take one."""
 
     def __init__(self, count: int, given: bytes, programs: Sequence[One]):
-        self._place, self._order = {one: i for i, one in enumerate(programs)}, Order(programs)
-        self._wanted: Set[One] = self._place.keys()
-        self._made: dict[One, Module | None] = {}  # that nobody has taken
+        self._rank, self._order = {one: i for i, one in enumerate(programs)}, Order(programs)
+        self._wanted: Set[One] = self._rank.keys()
+        self._lowered: dict[One, Module | None] = {}  # that nobody has taken
         self._changed = threading.Condition()
         self._late = time.monotonic() + PATIENCE
         self._warned = self._stopped = False
@@ -207,7 +207,7 @@ class Processes:
         self._order.keep(programs)
         with self._changed:
             self._wanted = programs
-            self._made = {one: made for one, made in self._made.items() if one in programs}
+            self._lowered = {one: module for one, module in self._lowered.items() if one in programs}
 
     def take(self, go_on: Callable[[], None] = lambda: None) -> tuple[One, Module | None]:
         """A program, once it is lowered; of those that are, the first in order. No module if it is to be lowered here:
@@ -220,9 +220,9 @@ class Processes:
                 go_on()
                 if self._stopped:
                     raise CancelledError
-                if self._made:
-                    one = min(self._made, key=self._place.__getitem__)
-                    return one, self._made.pop(one)
+                if self._lowered:
+                    one = min(self._lowered, key=self._rank.__getitem__)
+                    return one, self._lowered.pop(one)
                 if (reason := self._idle()) and (one := self._order.take(None)) is not None:
                     self._warn(reason)
                     return one, None
@@ -245,13 +245,13 @@ class Processes:
         try:
             process.come_up()
             while process.alive and (one := self._order.take(process)) is not None:
-                made = None
+                module = None
                 try:
-                    made = process.lower(one)
+                    module = process.lower(one)
                 finally:  # whatever went wrong, somebody waits for it
                     with self._changed:
                         if one in self._wanted:
-                            self._made[one] = made
+                            self._lowered[one] = module
                         self._changed.notify_all()
         except CancelledError:
             pass
@@ -270,13 +270,13 @@ class Process:
     def __init__(self, given: bytes):
         self._given = given
         self._pipe, theirs = Pipe()
-        told = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        environment = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         command = [
             sys.executable,
             "-c",
             f"from jaxspec.compiling.lowering_process import answer; answer({theirs.fileno()})",
         ]
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=os.environ | told)
+        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=os.environ | environment)
         theirs.close()
         self.alive, self.up, self._stopped = True, False, False
         self.died = "it died"  # or why it couldn't begin

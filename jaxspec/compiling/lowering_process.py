@@ -26,7 +26,7 @@ def answer(descriptor: int) -> None:
     logging.getLogger("jaxspec").addHandler(logging.NullHandler())
     with contextlib.suppress(OSError, EOFError):
         pipe = Connection(descriptor)
-        send = lambda told: pipe.send_bytes(pickle.dumps(told))  # noqa: E731
+        send = lambda answer: pipe.send_bytes(pickle.dumps(answer))  # noqa: E731
         send(ASKS)
         data = pipe.recv_bytes()
         try:
@@ -38,10 +38,10 @@ def answer(descriptor: int) -> None:
         while True:
             one = pickle.loads(pipe.recv_bytes())
             try:
-                told = lower(one)
+                result = lower(one)
             except Exception as error:  # whoever asked lowers it, and learns more
-                told = f"{type(error).__name__}: {error}"
-            send(told)
+                result = f"{type(error).__name__}: {error}"
+            send(result)
 
 
 def lowering_of(given: Given) -> Callable[[One], Module]:

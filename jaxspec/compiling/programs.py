@@ -28,7 +28,7 @@ from jaxspec.compiling.ladder import One, drafting, kind_of
 from jaxspec.compiling.lowering import Module, Processes, shape_of
 from jaxspec.compiling.xla_options import no_garbage_collection
 from jaxspec.config.progress import progress_bar, took
-from jaxspec.drafters.base import Drafter, Proposal, Resting
+from jaxspec.drafters.base import Drafter, Proposal, SkippedDrafter
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas import hopper
 from jaxspec.pallas.hopper import KERNELS, counting
@@ -49,7 +49,7 @@ from jaxspec.rounds.programs import (
     prefill,
 )
 from jaxspec.rounds.ragged_verification import Ragged, sharing
-from jaxspec.scheduling.draft_count import REST
+from jaxspec.scheduling.draft_count import SKIP_DRAFTER
 from jaxspec.structured import programs as structured
 
 log = logging.getLogger("jaxspec")
@@ -81,7 +81,7 @@ class Programs:
         self.found: list[One] = []  # of the store's, those that were used
         self._store, self.division, self._kernels = store, division, hopper.requested_kernels()
         self.dispatches: Counter = Counter()
-        self.tell: Callable[..., None] | None = None  # on several hosts: called with each program before it runs
+        self.broadcast: Callable[..., None] | None = None  # on several hosts: called with each program before it runs
         self._params = params, draft_params if division is None else (draft_params, division.peers)
         self.vocab, self.width = config.vocab_size, drafter.num_draft_tokens + 1  # rows that a round verifies at most
 
@@ -109,7 +109,7 @@ class Programs:
         self._jit = jit
         for drafts, _ in shapes.narrower:
             fewer = sharing if drafts in dict(shapes.ragged) else type(drafter).narrowed
-            self.add_rounds(drafts, Resting() if drafts == REST else fewer(drafter, drafts))
+            self.add_rounds(drafts, SkippedDrafter() if drafts == SKIP_DRAFTER else fewer(drafter, drafts))
         self._compiled: dict[One, Any] = {}
         self.behind: threading.Thread | None = None  # compiles what a start in stages left
         self._stopped = False
@@ -133,8 +133,8 @@ class Programs:
 
     def admit(self, state: State, packed: np.ndarray) -> State:
         self.dispatches["admit"] += 1
-        if self.tell is not None:
-            self.tell("admit", packed)
+        if self.broadcast is not None:
+            self.broadcast("admit", packed)
         return self._program("admit", len(packed), state)(state, packed)
 
     def prefill(self, state: State, packed: np.ndarray) -> State:
@@ -296,11 +296,11 @@ class Programs:
                     time.sleep(seconds)
                 go_on()
                 one, module = (one, None) if others is None else others.take(go_on)
-                made = one, *(self._lower(*one, state) if module is None else self._take_in(module, one, state))
+                lowered = self._lower(*one, state) if module is None else self._take_in(module, one, state)
                 left.remove(one)
                 if not left:
                     all_lowered.set()
-                return made
+                return one, *lowered
 
             def finish() -> None:
                 *_, done = lowered.get()
@@ -365,8 +365,8 @@ class Programs:
         """Call a program by its kind; `handed` comes behind the packed array. Returns the state, and its results."""
         self.dispatches[kind] += 1
         called = time.monotonic()
-        if self.tell is not None:  # first, so that all nodes compile at once
-            self.tell(kind, packed, *(each for each in handed if isinstance(each, np.ndarray)))
+        if self.broadcast is not None:  # first, so that all nodes compile at once
+            self.broadcast(kind, packed, *(each for each in handed if isinstance(each, np.ndarray)))
         program = self._program(kind, len(packed), state)
         results = program(*self._weights(kind), state, packed, *handed)
         if self.watch is not None:
@@ -437,7 +437,7 @@ class Programs:
         """A program for another process, which has the device."""
         with hopper.use_kernels(self._kernels):
             handed = partial(self._handed, *one, state)
-            return Module.made(self._jits[one[0]], self._arguments(*one, state), handed, platform)
+            return Module.of(self._jits[one[0]], self._arguments(*one, state), handed, platform)
 
     def _lower(self, kind: str, size: int, state: State) -> tuple[jax.stages.Lowered, Counter]:
         """A program before XLA sees it, and the kernels that it chose."""

@@ -24,34 +24,36 @@ def add_engine_flags(
     Those that most people set go to the group `common`, if there is one. Options in `without` get no flag.
     """
     groups: dict[str, argparse._ArgumentGroup] = {}
-    for name, (kind, default, said) in options_of(EngineConfig).items():
+    for name, (kind, default, spec) in options_of(EngineConfig).items():
         if name in without:
             continue
-        if said.group not in groups:
-            groups[said.group] = parser.add_argument_group(said.group)
-        group = common if common is not None and said.common else groups[said.group]
+        if spec.group not in groups:
+            groups[spec.group] = parser.add_argument_group(spec.group)
+        group = common if common is not None and spec.common else groups[spec.group]
         default = (defaults or {}).get(name, default)
-        help_text = f"{said.help} (default: {shown_default(default, said)})".replace("%", "%%")
+        help_text = f"{spec.help} (default: {shown_default(default, spec)})".replace("%", "%%")
         if kind is bool:
             group.add_argument(flag(name), action="store_true", default=default, help=help_text)
         else:
-            group.add_argument(flag(name), type=kind, default=default, metavar=said.metavar, help=help_text)
+            group.add_argument(flag(name), type=kind, default=default, metavar=spec.metavar, help=help_text)
 
 
-def shown_default(default: Any, said: Option) -> str:
+def shown_default(default: Any, spec: Option) -> str:
     """A default in words."""
     if isinstance(default, bool):
         return "on" if default else "off"
-    return said.shown or str(default)
+    return spec.shown or str(default)
 
 
 def table(defaults: Mapping[str, Any]) -> str:
     """The engine's flags as rows of a Markdown table, for docs/flags.md. `defaults` as in `add_engine_flags`."""
     code = lambda default: f"`{default}`" if isinstance(default, str) else None  # noqa: E731
-    told = {name: (defaults.get(name, default), said) for name, (_, default, said) in options_of(EngineConfig).items()}
+    options = {
+        name: (defaults.get(name, default), spec) for name, (_, default, spec) in options_of(EngineConfig).items()
+    }
     rows = [
-        f"| `{flag(name)}` | {code(default) or shown_default(default, said)} | {said.help} |"
-        for name, (default, said) in told.items()
+        f"| `{flag(name)}` | {code(default) or shown_default(default, spec)} | {spec.help} |"
+        for name, (default, spec) in options.items()
     ]
     return "\n".join(rows)
 

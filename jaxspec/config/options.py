@@ -30,7 +30,7 @@ class Option:
 
     `metavar` names its value in --help; None: it is on or off. `shown` is the default in words. `choices` are all
     allowed values, `aliases` other names for some; numbers are `least` or more, or strictly `between` two. `common`:
-    most people set it. `hint` is said of a value that isn't allowed.
+    most people set it. `hint` follows the error about a value that isn't allowed.
     """
 
     help: str
@@ -45,10 +45,12 @@ class Option:
     hint: str = ""
 
 
-def option(default: Any, help: str, metavar: str | None = None, *, aliases: Mapping[str, Any] = {}, **said: Any) -> Any:
+def option(
+    default: Any, help: str, metavar: str | None = None, *, aliases: Mapping[str, Any] = {}, **fields: Any
+) -> Any:
     """A dataclass field that is an option. The arguments are `Option`'s."""
-    told = Option(help, metavar, aliases=tuple(aliases.items()), **said)
-    return dataclasses.field(default=default, metadata={_KEY: told})
+    described = Option(help, metavar, aliases=tuple(aliases.items()), **fields)
+    return dataclasses.field(default=default, metadata={_KEY: described})
 
 
 @cache
@@ -69,31 +71,31 @@ def check(config: Any, spell: Any = lambda name: flag(name)) -> None:
 
     **Raises:** `ConfigError` with the option as `spell` writes its name, what was given, and what is allowed.
     """
-    for name, (kind, default, said) in options_of(type(config)).items():
+    for name, (kind, default, spec) in options_of(type(config)).items():
         given = getattr(config, name)
-        value = dict(said.aliases).get(given, given) if isinstance(given, str) else given
+        value = dict(spec.aliases).get(given, given) if isinstance(given, str) else given
         if value is not given:
             object.__setattr__(config, name, value)  # the dataclass is frozen
         if value is None and default is None:
             continue
-        if (allowed := _refused(value, kind, said)) is not None:
-            raise ConfigError(f"{spell(name)} {allowed}, got {given!r}" + (said.hint and f"; {said.hint}"))
+        if (allowed := _refused(value, kind, spec)) is not None:
+            raise ConfigError(f"{spell(name)} {allowed}, got {given!r}" + (spec.hint and f"; {spec.hint}"))
 
 
-def _refused(value: Any, kind: type, said: Option) -> str | None:
+def _refused(value: Any, kind: type, spec: Option) -> str | None:
     """Describe the allowed values if this isn't one; None if it is."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if said.choices is not None:
-        others = [name for name, meant in said.aliases if meant not in said.choices]  # of the default, which is None
-        return None if value in said.choices else f"must be one of {', '.join(map(str, (*others, *said.choices)))}"
+    if spec.choices is not None:
+        others = [name for name, meant in spec.aliases if meant not in spec.choices]  # of the default, which is None
+        return None if value in spec.choices else f"must be one of {', '.join(map(str, (*others, *spec.choices)))}"
     if kind is bool:
         return None if isinstance(value, bool) else "must be true or false"
     if kind is int:
-        low = -math.inf if said.least is None else said.least
-        bound = "" if said.least is None else f" of at least {said.least}"
+        low = -math.inf if spec.least is None else spec.least
+        bound = "" if spec.least is None else f" of at least {spec.least}"
         return None if number and isinstance(value, int) and value >= low else f"must be an integer{bound}"
     if kind is float:
-        low, high = said.between or (-math.inf, math.inf)
+        low, high = spec.between or (-math.inf, math.inf)
         return None if number and low < value < high else f"must be between {low:g} and {high:g}"
     return None if isinstance(value, str) and value else "must be a name or a path"
 
@@ -109,7 +111,7 @@ def from_query(cls: type, query: str, of: str) -> dict[str, Any]:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
-            have = "; ".join(f"{each}: {said.help}" for each, (_, _, said) in known.items()) or "none"
+            have = "; ".join(f"{each}: {spec.help}" for each, (_, _, spec) in known.items()) or "none"
             raise ConfigError(f"--draft {of} has no option {name!r}; {hint}it has {have}")
         kind = known[name][0]
         try:

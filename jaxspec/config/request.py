@@ -197,9 +197,9 @@ def _choices(value: Any) -> str:
         raise ValueError(
             "takes a list of non-empty strings to choose from, and this list is empty; add one or leave it out"
         )
-    for place, each in enumerate(value):
+    for index, each in enumerate(value):
         if not isinstance(each, str) or not each:
-            raise ValueError(f"takes a list of non-empty strings, got {shown(each)} at place {place}")
+            raise ValueError(f"takes a list of non-empty strings, got {shown(each)} at place {index}")
     return json.dumps(list(value))
 
 

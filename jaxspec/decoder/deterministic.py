@@ -52,7 +52,7 @@ IMPLEMENTS = implementing({Decoder: {"deterministic"}, Norm: {"centred"}, Rope: 
 
 
 def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
-    """As `Path.fits`. On a CPU all do."""
+    """Refuse a call, as `Path.fits`. A CPU takes all."""
     if not call.processors and hopper.platform() == "cpu":
         return None
     if call.processors < weight_stream.BLOCKS:
@@ -92,7 +92,7 @@ def _narrow(decoder: Decoder) -> bool:
 
 
 def ops_of(decoder: Decoder, layers: Sequence[Weights], positions: Int[Array, "b t"], mixer: Mixer) -> Ops:
-    """Those of prompts and a CPU's rows, of a narrow model's round, or of a wide one's."""
+    """Steps of prompts and a CPU's rows, of a narrow model's round, or of a wide one's."""
     if _by_xla() or positions.shape[1] >= PROMPT_ROWS:
         return LayerByLayer(positions, mixer, cos_sin_apart(positions, decoder.attention))
     if _narrow(decoder):
@@ -127,8 +127,8 @@ class Fixed(Ops):
 
 
 class WideRound(Fixed):
-    """As `weight_stream.Streamed`, with a last layer of the same kernels; more rows in tiles, with sums of the same
-    parts. Rows are flat; given to a layer is its first product in parts, after the rows."""
+    """A wide model's round: `weight_stream.Streamed` with a last layer of the same kernels; more rows in tiles, with
+    sums of the same parts. Rows are flat; given to a layer is its first product in parts, after the rows."""
 
     def first(self, layer, weights, x, inputs):
         x, weight = x.reshape(-1, x.shape[2]), weights[mixing_of(layer).projections[0]]
@@ -188,7 +188,7 @@ def _in_parts(x: Array, weight: Weight, valid: Array, residual: Array | None = N
 
 
 class NarrowRound(Fixed):
-    """As `few_rows.FewRows`, each kernel in slices of as many rows as it takes."""
+    """A narrow model's round: `few_rows.FewRows`, each kernel in slices of as many rows as it takes."""
 
     def first(self, layer, weights, x, inputs):
         return flat(x), None
@@ -200,14 +200,14 @@ class NarrowRound(Fixed):
         a, b, eps = layer.mixing, len(self.positions), layer.norm.eps
         norms = [weights["q_norm"], weights["k_norm"]] if a.qk_norm else []
 
-        def write(kv, kv_slots, inverse):
+        def write(pages, kv_slots, inverse_scales):
             made, kv_slots = [], kv_slots.reshape(-1)
             for at in range(0, len(x), NARROW_SLICE):
                 rows, cos, sin, here = (y[at : at + NARROW_SLICE] for y in (x, *self.table, kv_slots))
-                of = [rows], [weights["attn_norm"]], weights["qkv"].unquantised, cos, sin, kv, i, here
-                q, kv = few_rows.heads(*of, norms, (), weights.get("qkv_bias"), inverse, eps=eps)
+                of = [rows], [weights["attn_norm"]], weights["qkv"].unquantised, cos, sin, pages, i, here
+                q, pages = few_rows.heads(*of, norms, (), weights.get("qkv_bias"), inverse_scales, eps=eps)
                 made.append(q)
-            return jnp.concatenate(made).reshape(b, -1, a.heads, a.head_dim), kv
+            return jnp.concatenate(made).reshape(b, -1, a.heads, a.head_dim), pages
 
         mixed, cache = self.mixer.attend_written(cache, i, len(x) // b, write, None)
         return mixed.reshape(len(x), -1), cache
@@ -224,7 +224,7 @@ class NarrowRound(Fixed):
 
 
 class LayerByLayer(Fixed):
-    """As `plain.Plain`, with products and norms of their own order: prompts, and all rows on a CPU."""
+    """Prompts, and all rows on a CPU: `plain.Plain` with products and norms of their own order."""
 
     compacts = True
 
@@ -246,7 +246,7 @@ class LayerByLayer(Fixed):
 
 
 def _product(x: Array, weight: Weight, valid: Array, residual: Array | None = None, gated: bool = False) -> Array:
-    """As `matmul.project`."""
+    """Multiply as `matmul.project`."""
     rows = [a.reshape(-1, a.shape[-1]) for a in (x, residual) if a is not None]
     if _by_xla():
         out = sliced(lambda x, *before: reference(x, weight, *before or [None], gated), SLICE, *rows)

@@ -76,7 +76,7 @@ def mix_experts(
     residual: Float[Array, "r d"] | None,
     **further: Any,
 ) -> Float[Array, "r d"] | tuple[Float[Array, "r d"], Any]:
-    """The same of flat rows from the router's logits; all else as in `mix_chosen`."""
+    """Mix flat rows' experts by the router's logits; all else as in `mix_chosen`."""
     shared = (rows, weights["shared_gate"].dequantised(rows.dtype)) if m.shared else None
     with jax.named_scope("experts"):
         ids, scores = top_experts(logits, positions.reshape(-1), shared, m.per_token, m.renormalised)
@@ -94,7 +94,7 @@ def mix_chosen(
     valid: int | None = None,
     **norm: Any,
 ) -> Float[Array, "n d"] | tuple[Float[Array, "n d"], Any]:
-    """The same of flat rows whose experts are chosen; of the first `valid` rows alone, if that is given. `norm`: the
+    """Mix flat rows' chosen experts; those of the first `valid` rows alone, if that is given. `norm`: the
     norm after it (`scale`, `centred`), as in `experts_mlp`."""
     biases = (weights["experts_gate_up_bias"], weights["experts_down_bias"]) if m.bias else ()
     stacks, each = [(weights["experts_gate_up"], weights["experts_down"], *biases)], m.per_token

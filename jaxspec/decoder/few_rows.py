@@ -36,7 +36,7 @@ IMPLEMENTS = implementing({
 
 
 def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
-    """As `Path.fits`."""
+    """Refuse a call, as `Path.fits`."""
     if call.rows >= UNIT:
         return f"{call.rows} rows of a request, which are a prompt's"  # not measured
     if call.devices > 1 and decoder.width <= few_rows.NARROW:
@@ -119,10 +119,12 @@ class FewRows(Ops):
         later = [name for name in ("out", "gate_up", "down") if name in weights and _idle(weights, x)]
         prefetch = [weights[name].unquantised for name in later]
 
-        def write(kv, kv_slots, inverse):
-            operands = *zip(*given, strict=True), operand(weights["qkv"]), *self.table, kv, i, kv_slots.reshape(-1)
-            q, kv = few_rows.heads(*operands, norms, prefetch, weights.get("qkv_bias"), inverse, eps=layer.norm.eps)
-            return q.reshape(len(self.positions), -1, a.heads, a.head_dim), kv
+        def write(pages, kv_slots, inverse_scales):
+            operands = *zip(*given, strict=True), operand(weights["qkv"]), *self.table, pages, i, kv_slots.reshape(-1)
+            q, pages = few_rows.heads(
+                *operands, norms, prefetch, weights.get("qkv_bias"), inverse_scales, eps=layer.norm.eps
+            )
+            return q.reshape(len(self.positions), -1, a.heads, a.head_dim), pages
 
         t = len(x) // len(self.positions)
         mixed, cache = self.mixer.attend_written(cache, i, t, write, a.window, **sinks(a, weights))

@@ -29,8 +29,9 @@ from jaxspec.decoder.plain import PLAIN
 from jaxspec.decoder.weight_stream import FP8_STREAM, WEIGHT_STREAM
 from jaxspec.models.description import Decoder, Norm, beyond
 from jaxspec.models.weights import Weight, matmul
-from jaxspec.pallas import hopper, portable
+from jaxspec.pallas import hopper, operation, portable
 from jaxspec.pallas.dense import few_rows
+from jaxspec.pallas.operation import ANY, HOPPER, Implementation, nothing
 from jaxspec.parallel.sharding import devices, embed
 
 PATHS = FEW_ROWS, FUSED_NORMS, WEIGHT_STREAM, FP8_STREAM, FP8_ROWS, PLAIN  # the fastest first
@@ -108,6 +109,7 @@ def forward(
     cache: Any = None,
     capture: tuple[int, ...] = (),
     requested: Int[Array, " b"] | None = None,
+    overrides: tuple[Float[Array, "n d"], Int[Array, "b t"]] | None = None,
 ) -> Hidden:
     """Run the decoder over `tokens` at absolute `positions`; negative ones are padding, whose results nobody reads.
 
@@ -118,10 +120,16 @@ def forward(
     `requested`: i32[b], the one row of each sequence whose final state is needed, -1 for none; None: all rows. The last
     layer then computes keys and values of all rows, which later ones will see, but attention of the named sequences
     alone, and what follows of the named rows alone.
+
+    `overrides`: rows that stand in for embeddings, an image's for example, and for each token the number of its row,
+    negative where it has its own embedding.
     """
     x, layers = embed(params["embed"], tokens), params["layers"]
     if decoder.embed_scale != 1:
         x = x * jnp.asarray(decoder.embed_scale, x.dtype)
+    if overrides is not None:
+        rows, at = overrides
+        x = jnp.where(at[..., None] < 0, x, rows[jnp.maximum(at, 0)].astype(x.dtype))
     path, _ = choose(decoder, layers, Call.of(positions, mixer, cache))
     outputs, cache = stack.run(path.ops(decoder, layers, positions, mixer), decoder, layers, x, cache, requested)
     if decoder.deterministic:
@@ -171,14 +179,25 @@ def write_keys_values(
     `params["context"]` has the columns of the first layer's keys, then of its values, then of the next layer's;
     `context_norm` [l, h] the scales of their norms. `rows`: where they stand, as `paged.Rows`.
     """
+    call = decoder, params, context, rows, cache
+    return operation.choose("keys and values of a context", CONTEXT, *call).run(*call)
+
+
+def _few_refused(decoder, params, context, rows, cache) -> str | None:
+    call = Call(*context.shape[:2], _dtype(rows.pages(cache)), hopper.multiprocessors())
+    return FEW_ROWS.lacks(decoder, params["context"]) or sizes_fit(decoder, params["layers"], call, fp8=False)
+
+
+def _few_keys_values(decoder, params, context, rows, cache):
+    (b, t, _), eps = context.shape, decoder.layers[0].norm.eps
+    table = rope_table(decoder.attention, rows.marked_positions(t))
+    kv_slots = rows.written(cache, padded(b, t)).reshape(-1)
+    of = flat(context), params["hidden_norm"], params["context"].unquantised, *table
+    return few_rows.keys_values(*of, cache, kv_slots, params["context_norm"], params.get("context_bias"), eps=eps)
+
+
+def _keys_values(decoder, params, context, rows, cache):
     (b, t, _), a, norm = context.shape, decoder.attention, decoder.layers[0].norm
-    call = Call(b, t, _dtype(rows.pages(cache)), hopper.multiprocessors())
-    reason = FEW_ROWS.lacks(decoder, params["context"]) or sizes_fit(decoder, params["layers"], call, fp8=False)
-    if hopper.chosen(reason):
-        table = rope_table(a, rows.marked_positions(t))
-        place = rows.written(cache, padded(b, t)).reshape(-1)
-        of = flat(context), params["hidden_norm"], params["context"].unquantised, *table
-        return few_rows.keys_values(*of, cache, place, params["context_norm"], params.get("context_bias"), eps=norm.eps)
     kv = matmul(normed(context, params["hidden_norm"], norm), params["context"])
     if a.bias:
         kv = kv + params["context_bias"]
@@ -187,6 +206,12 @@ def write_keys_values(
     k = normed(k, params["context_norm"][:, None, None, None], norm)
     k = rope(k, rows.positions(t), a)
     return rows.write(cache, jnp.arange(len(decoder.layers))[:, None, None], k, v)
+
+
+CONTEXT = (
+    Implementation("few_rows", HOPPER, _few_refused, _few_keys_values),
+    Implementation("plain", ANY, nothing, _keys_values),
+)
 
 
 def _dtype(pages: Array | None) -> str | None:
@@ -209,7 +234,7 @@ COPY_ROWS = 32  # for more `fp8_rows` reads at half of an unquantised head's spe
 
 
 def _head(params: dict[str, Any], hidden: Float[Array, "*b d"]) -> Weight | None:
-    """What these rows are multiplied by: a drafter's copy of the head for few rows, if it has one, or the head; None if
+    """The head of these rows: a drafter's copy of it for few rows, if it has one, or the head itself; None if
     that is the embedding."""
     few = math.prod(hidden.shape[:-1]) <= COPY_ROWS
     return params["head_copy"] if few and "head_copy" in params else params.get("head")
@@ -222,11 +247,20 @@ def top_tokens(
     params: dict[str, Any], norm: Norm, scale: Float[Array, " d"], x: Float[Array, "b t d"] | None
 ) -> Int[Array, "b t"] | None:
     """The tokens with the highest logits of rows before their final norm; None where no kernel serves."""
-    if devices() > 1 or x is None or _head(params, x) is not None:  # tied weights have a token's side by side
-        return None
+    return BEST.run(params, norm, scale, x) if BEST.takes(params, norm, scale, x) else None
+
+
+def _best_refused(params, norm, scale, x) -> str | None:
+    if devices() > 1 or x is None or _head(params, x) is not None:
+        return "a head that isn't the embedding of one device"  # tied weights have a token's side by side
     b, t, _ = x.shape
     embed = params["embed"]
-    reason = beyond(norm, TOP_TOKENS) or few_rows.top_supported(b * padded(b, t), embed.shape, embed.dtype)
-    if not hopper.chosen(reason):
-        return None
-    return few_rows.top_tokens(flat(x), scale, embed, eps=norm.eps).reshape(b, -1)[:, :t]
+    return beyond(norm, TOP_TOKENS) or few_rows.top_supported(b * padded(b, t), embed.shape, embed.dtype)
+
+
+def _best(params, norm, scale, x):
+    b, t, _ = x.shape
+    return few_rows.top_tokens(flat(x), scale, params["embed"], eps=norm.eps).reshape(b, -1)[:, :t]
+
+
+BEST = Implementation("top_tokens", HOPPER, _best_refused, _best)

@@ -27,7 +27,7 @@ IMPLEMENTS = implementing({Mixture: MIXTURE, Norm: {"centred"}, Rope: {"columns"
 
 
 def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
-    """As `Path.fits`."""
+    """Refuse a call, as `Path.fits`."""
     if len({layer.norm for layer in decoder.layers}) > 1:
         return "layers whose norms differ"  # a layer ends in the norm of the next one
     rows, dtype = call.requests * call.rows, layers[0]["attn_norm"].dtype

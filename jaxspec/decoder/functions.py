@@ -29,7 +29,7 @@ def rms_norm(x: Float[Array, "*b d"], weight: Float[Array, "... d"], eps: float)
 
 
 def centred_rms_norm(x: Float[Array, "*b d"], weight: Float[Array, "... d"], eps: float) -> Float[Array, "*b d"]:
-    """As `rms_norm`, but the weight is an offset from one, and is applied in float32 (Gemma's, and Qwen3-Next's)."""
+    """Norm as `rms_norm`, by a weight that is an offset from one, applied in float32 (Gemma's, and Qwen3-Next's)."""
     x32 = x.astype(jnp.float32)
     x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     return (x32 * (1 + weight.astype(jnp.float32))).astype(x.dtype)
@@ -84,8 +84,8 @@ def cos_sin(positions: Int[Array, "*b"], attention: Attention) -> Table:
 
 
 def cos_sin_apart(positions: Int[Array, "*b"], attention: Attention) -> Table:
-    """The same bits in any program. Otherwise XLA puts angles into one kernel with their cosines, and with those of a
-    drafter's layer if there is one, and what it makes of them may depend on that."""
+    """Make `cos_sin` with the same bits in any program. Otherwise XLA puts angles into one kernel with their cosines,
+    and with those of a drafter's layer if there is one, and what it makes of them may depend on that."""
     apart = jax.lax.optimization_barrier
     angle = positions[..., None].astype(jnp.float32) * apart(rope_frequencies(attention))
     return apart(_cos_sin(apart(angle), attention))
@@ -143,5 +143,5 @@ def causal_attention(
 
 
 def row_of(x: Shaped[Array, "b t ..."], row: Int[Array, " b"] | None) -> Shaped[Array, "b _ ..."]:
-    """Of each sequence the one row named, `[b, 1, ...]`; all of them if none is."""
+    """Take of each sequence the one row named, `[b, 1, ...]`; all of them if none is."""
     return x if row is None else jnp.take_along_axis(x, row.reshape(-1, *[1] * (x.ndim - 1)), axis=1)

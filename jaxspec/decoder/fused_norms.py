@@ -35,7 +35,7 @@ IMPLEMENTS = implementing({
 
 
 def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
-    """As `Path.fits`."""
+    """Refuse a call, as `Path.fits`."""
     if not all(layer.norm.centred for layer in decoder.layers):
         return "norms that aren't zero-centred"  # not measured
     if call.inputs is not None and len(call.inputs) != 1:

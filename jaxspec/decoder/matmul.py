@@ -62,7 +62,7 @@ def reference(
     residual: Float[Array, "*b n"] | None = None,
     gated: bool = False,
 ) -> Float[Array, "*b o"]:
-    """The same in plain jnp, of all rows."""
+    """Multiply as `project` in plain jnp, all rows."""
     return _plain(Product(x, weight, residual=residual, gated=gated))
 
 
@@ -143,13 +143,13 @@ class Product(NamedTuple):
 
     @property
     def tiles(self) -> tuple[Array, Array | None]:
-        """What kernels of many rows take last: how many are valid, and the residual stream's."""
+        """Last operands of kernels of many rows: how many are valid, and the residual stream's."""
         valid = jnp.array([len(self.rows)], jnp.int32) if self.valid is None else self.valid
         return valid, None if self.residual is None else self.residual.reshape(-1, self.residual.shape[-1])
 
     @property
     def scaled(self) -> tuple[int | None, int, int, int]:
-        """What kernels ask of an FP8 weight: inputs that share a scale, outputs, inputs, and outputs that do."""
+        """Sizes of an FP8 weight for kernels: inputs that share a scale, outputs, inputs, and outputs that do."""
         weight = self.weight
         return weight.format.block, weight.outputs, weight.inputs, weight.outputs // len(weight.scales)
 
@@ -157,7 +157,7 @@ class Product(NamedTuple):
         return rows.reshape(*self.x.shape[:-1], -1)
 
     def finished(self, product: Float[Array, "*b n"]) -> Float[Array, "*b o"]:
-        """What is made of the product."""
+        """Finish the product."""
         if self.gated:
             product = gate(product, self.weight.layout.interleave)
         return product if self.residual is None else self.residual + product
@@ -199,7 +199,7 @@ def _tiled(call: Product) -> Float[Array, "*b o"]:
 
 
 def _fp8_rows_refused(by: ModuleType, call: Product) -> str | None:
-    """Of `fp8_rows` or the portable one. Scales for all inputs come last."""
+    """Multiply by `fp8_rows` or the portable one. Scales for all inputs come last."""
     if reason := _not_in(Fp8, call):
         return reason
     block, outputs, inputs, unit = call.scaled
@@ -223,7 +223,7 @@ def _fp8_rows(by: ModuleType, call: Product) -> Float[Array, "*b o"]:
 
 
 def _fp8_many_refused(call: Product, activations: bool) -> str | None:
-    """What no kernel of many rows and FP8 weights does."""
+    """Reason why no kernel of many rows and FP8 weights serves."""
     if reason := _not_in(Fp8, call):
         return reason
     if call.weight.format.activations != activations:

@@ -1,4 +1,4 @@
-"""What mixes tokens with those before them: the interface between a layer's equations and whoever keeps a cache.
+"""Mixers of tokens with those before them: the interface between a layer's equations and whoever keeps a cache.
 
 Axis letters: b requests, t tokens, n query or value heads, m KV or key heads, h, k and v their widths.
 """
@@ -17,15 +17,12 @@ class Mixer(Protocol):
     """A forward hands it each layer's rows, and it owns what came before.
 
     The `cache` is whatever it keeps that in, passed through the forward. `layer` i32[] counts among the layers of a
-    group, whose memory has one shape.
+    group, whose memory has one shape. As it stands a mixer is for the first group of either sort; one for models with
+    several has `group(number)`, the same for another (`Decoder.groups`).
     """
 
-    def group(self, number: int) -> Mixer:
-        """The same, for the layers of this group (`Decoder.groups`)."""
-        ...
-
     def only(self, asked: Bool[Array, " b"]) -> Mixer:
-        """The same, where nobody reads the attention of other sequences: it may be anything finite."""
+        """Drop what nobody reads, the attention of other sequences: it may be anything finite."""
         ...
 
     def attend(self, cache, layer, q, k, v, window, sinks=None) -> tuple[Array, Any]:
@@ -76,7 +73,7 @@ class NormingMixer(RecurrentMixer, Protocol):
         ...
 
     def recur_normed(self, cache, layer, q, k, v, around, eps) -> tuple[Array, Any]:
-        """As `recur`, with gates made of `around`, and what is read normed, with this `eps`, and gated."""
+        """Recur with gates made of `around`, and what is read normed, with this `eps`, and gated."""
         ...
 
 
@@ -85,11 +82,10 @@ class PagedMixer(Mixer, Protocol):
     """One that keeps keys and values in pages, and lets a kernel of the layer's own write them there."""
 
     def attend_written(self, cache, layer, t, write, window, sinks=None) -> tuple[Array, Any]:
-        """As `attend`, of t rows a request whose rows `write(pages, kv_slots, inverse)` puts where they belong.
+        """Attend by t rows a request, whose keys and values `write(pages, kv_slots, inverse_scales)` puts into pages.
 
         It gives their queries and the pages. `kv_slots` i32[b t] count over all pages, and are -1 for padding.
-        `inverse` f32[l, 2, m]: of the scales of pages in FP8, by layer, for keys and values, by head; None if they have
-        none.
+        `inverse_scales` f32[l, 2, m]: of pages in FP8, by layer, for keys and values, by head; None if they have none.
         """
         ...
 
@@ -99,9 +95,6 @@ class OnlyAttention:
     """A `Mixer` made of a function that attends. It has no pages."""
 
     attend: Callable[..., tuple[Array, Any]]  # as `Mixer.attend`
-
-    def group(self, number: int) -> OnlyAttention:
-        return self
 
     def only(self, asked: Bool[Array, " b"]) -> OnlyAttention:
         return self

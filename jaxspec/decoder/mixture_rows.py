@@ -1,4 +1,4 @@
-"""What the paths of few rows share: sums that the next norm takes as they come, and a mixture of experts after them."""
+"""Steps that the paths of few rows share: sums as the next norm takes them, and a mixture of experts after them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxspec.pallas.dense import few_rows
 from jaxspec.pallas.experts import expert_few
 from jaxspec.pallas.experts import router as one_router
 from jaxspec.pallas.experts.experts_mlp import scaled as experts_scaled
-from jaxspec.pallas.hopper import chosen
+from jaxspec.pallas.operation import ANY, HOPPER, Implementation, choose, nothing
 from jaxspec.parallel.peers import summed
 from jaxspec.parallel.sharding import devices
 
@@ -96,23 +96,43 @@ def mixture(
         return _summed(made, x, after, norm.centred, prefetch) if several else (made, (made, after))
     own = after is not None and _experts_scale(layer, x)  # of several devices too, which leave what it scales
     further = dict(residual=residual, valid=valid, scale=after if own else None, centred=norm.centred)
-    one_kernel = one_router.supported(*x.shape, width, m.per_token, router.dtype)
-    one_kernel = "a shared expert, with which two kernels are faster" if m.shared else one_kernel
-    if scaled and chosen(one_kernel):
-        options = dict(k=m.per_token, renormalised=m.renormalised, eps=norm.eps, num_experts=experts)
-        ids, scores, rows = one_router.router(given, router, positions.reshape(-1), bias, **options)
-        made = feed.mix_chosen(m, weights, rows, ids, scores, **further)
-    else:
-        options = dict(eps=norm.eps, dtypes=("float32",), centred=norm.centred, keep=True)
-        logits, rows = few_rows.normed(*given, [router], bias, **options)
-        made = feed.mix_experts(m, weights, rows, logits[:, :experts], positions, **further)
+    call = layer, weights, given, router, bias, positions, experts, further
+    made = choose("a mixture's router", ROUTER, *call).run(*call)
     if several:
         return _summed(made[0] if own else made, x, after, norm.centred, prefetch)
     return made if own else (made, (made, after))
 
 
+def _routed_refuses(layer, weights, given, router, *_) -> str | None:
+    """Why norm, router and choice can't be one kernel, or None if they can."""
+    if not isinstance(given, few_rows.Scaled):
+        return "rows that aren't scaled"
+    if layer.feed.shared:
+        return "a shared expert, with which two kernels are faster"
+    return one_router.supported(*given.rows.shape, router.shape[1], layer.feed.per_token, router.dtype)
+
+
+def _routed(layer, weights, given, router, bias, positions, experts, further):
+    m = layer.feed
+    options = dict(k=m.per_token, renormalised=m.renormalised, eps=layer.norm.eps, num_experts=experts)
+    ids, scores, rows = one_router.router(given, router, positions.reshape(-1), bias, **options)
+    return feed.mix_chosen(m, weights, rows, ids, scores, **further)
+
+
+def _normed_and_routed(layer, weights, given, router, bias, positions, experts, further):
+    options = dict(eps=layer.norm.eps, dtypes=("float32",), centred=layer.norm.centred, keep=True)
+    logits, rows = few_rows.normed(*given, [router], bias, **options)
+    return feed.mix_experts(layer.feed, weights, rows, logits[:, :experts], positions, **further)
+
+
+ROUTER = (
+    Implementation("router", HOPPER, _routed_refuses, _routed),
+    Implementation("normed", ANY, nothing, _normed_and_routed),
+)
+
+
 def given_first(layer: Layer, weights: Weights, x: Float[Array, "r d"], scale: Float[Array, " d"]) -> Given:
-    """What is given to the first layer's first norm: as layers like it give it to the next, so that all are traced
+    """Give the first layer's first norm its rows: as layers like it give it to the next, so that all are traced
     once."""
     if not scaled_sums(layer, x):
         return x, scale

@@ -44,7 +44,7 @@ def flat(x: Array, value: int = 0) -> Array:
 
 
 def unflat(x: Float[Array, "r d"], b: int, t: int) -> Float[Array, "b t d"]:
-    """The same rows as they were before `flat`."""
+    """Undo `flat`."""
     return x.reshape(b, -1, x.shape[1])[:, :t]
 
 

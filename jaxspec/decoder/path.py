@@ -1,4 +1,4 @@
-"""What a way to run layers is, and when it may."""
+"""A way to run layers, and when it may."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MIXTURE = frozenset({"experts", "per_token", "width", "renormalised", "shared"})
 
 
 def implementing(more: Mapping[type, Set[str]]) -> Table:
-    """What a path computes that has `more` fields, or kinds, than the plainest."""
+    """Fields that a path computes which has `more` of them, or of kinds, than the plainest."""
     return {kind: PLAINEST.get(kind, frozenset()) | more.get(kind, set()) for kind in {**PLAINEST, **more}}
 
 
@@ -105,7 +105,7 @@ class Path:
         return self.lacks(decoder, layers) or self.fits(decoder, layers, call)
 
     def lacks(self, decoder: Decoder, weights: Any) -> str | None:
-        """What of a decoder, or of the formats of a pytree's weights, this path doesn't implement; None if nothing."""
+        """Name what this path lacks for a decoder, or for the formats of a pytree's weights; None if nothing."""
         if reason := beyond(decoder, self.implements):
             return reason
         found = formats(weights)

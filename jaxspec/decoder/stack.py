@@ -78,7 +78,7 @@ class Ops:
 
 
 class Stack(NamedTuple):
-    """What a stack of layers yields: the residual stream after each, without padding rows, and the cache.
+    """Results of a stack of layers: the residual stream after each, without padding rows, and the cache.
 
     Where one row of each sequence was requested, the last output may have that row alone.
     """
@@ -138,11 +138,11 @@ def run_one(
 def mixed_of(
     ops: Ops, layer: Layer, group: int, weights: Weights, i: Int[Array, ""], x: Any, given: Any, cache: Any, row: Any
 ) -> tuple[Any, Any]:
-    """As `Ops.mix`, of the i-th layer of this group.
+    """Mix in the i-th layer of this group, as `Ops.mix`.
 
     `row`: i32[b], of each sequence the one row that goes on after the mixing, -1 where nobody reads any; None: all.
     """
-    mixer = ops.mixer.group(group)
+    mixer = ops.mixer.group(group) if group else ops.mixer
     ops = dataclasses.replace(ops, mixer=mixer if row is None else mixer.only(row >= 0))
     return ops.mix(layer, weights, i, x, given, cache)
 
@@ -150,7 +150,7 @@ def mixed_of(
 def finished(
     ops: Ops, layer: Layer, weights: Weights, after: Any, x: Any, mixed: Any, row: Int[Array, " b"] | None
 ) -> tuple[Any, Any]:
-    """As `Ops.finish`, of these rows."""
+    """Finish these rows, as `Ops.finish`."""
     if row is not None:
         x, mixed = row_of(x, row), row_of(mixed, row)
         ops = dataclasses.replace(ops, positions=row_of(ops.positions, row))

@@ -61,17 +61,17 @@ class DraftBatch:
         target samples with the same random numbers, and accepts a draft if it samples the same token. `top` are the
         tokens with the highest logits, if they are known already.
 
-        With several devices, `vocab` says that `logits` are this one's part of so many (`sharding.owned`), and the
-        probabilities are of the requests that it decides for.
+        With several devices, `vocab` says that `logits` are this one's part of so many
+        (`sharding.logits_of_my_requests`), and the probabilities are of the requests that it decides for.
         """
         if self.greedy:
             return (sharding.top_tokens(logits, vocab) if top is None else top), None
-        settings, length = sharding.mine((self.sampling, self.length))
-        p = sampling.probabilities(sharding.owned(logits, vocab)[:, None], settings)[:, 0]
+        settings, length = sharding.my_requests((self.sampling, self.length))
+        p = sampling.probabilities(sharding.logits_of_my_requests(logits, vocab)[:, None], settings)[:, 0]
         key = sampling.round_keys(settings.seed, length, jnp.asarray(step), sampling.DRAFT)
         if self.coupled:
             key = sampling.keys(settings.seed, length + step, sampling.SAMPLE)
-        return sharding.told(sampling.draw(p, key), len(logits)), p
+        return sharding.all_gather_requests(sampling.draw(p, key), len(logits)), p
 
 
 @flax.struct.dataclass
@@ -155,7 +155,7 @@ class Drafter:
     reach: int = 0
     topk: int = 1
     steps: ClassVar[bool] = False  # each further draft takes it a step of its own
-    rests: ClassVar[bool] = False  # rounds of plain decoding save what `idle` and `commit` take: see `draft_count.REST`
+    rests: ClassVar[bool] = False  # rounds of plain decoding save `idle` and `commit`: see `draft_count.SKIP_DRAFTER`
 
     @property
     def longest(self) -> int:
@@ -243,7 +243,20 @@ class Drafter:
 
 
 @dataclass(frozen=True)
-class Resting(Drafter):
+class NoDrafter(Drafter):
+    """Drafts nothing: the round is plain decoding."""
+
+    num_draft_tokens: int = 0
+
+    def on_one_of(self, size):
+        return self
+
+    def propose(self, params, state, batch):
+        return Proposal.none(len(batch.length)), state
+
+
+@dataclass(frozen=True)
+class SkippedDrafter(Drafter):
     """Rounds of plain decoding that skip another drafter: no drafts, and its state isn't updated."""
 
     num_draft_tokens: int = 0
@@ -280,10 +293,10 @@ def proposed(drafter: Drafter, params: Any, state: Any, batch: DraftBatch) -> tu
 
     **Raises:** `ConfigError` naming what isn't as `Proposal` says, while a program is traced: a round pays nothing.
     """
-    made, name = drafter.propose(params, state, batch), f"{type(drafter).__name__}.propose"
-    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], Proposal)):
-        raise ConfigError(f"{name} must return a Proposal and the drafter's state, got {type(made).__name__}")
-    proposal, b = made[0], len(batch.length)
+    result, name = drafter.propose(params, state, batch), f"{type(drafter).__name__}.propose"
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Proposal)):
+        raise ConfigError(f"{name} must return a Proposal and the drafter's state, got {type(result).__name__}")
+    proposal, b = result[0], len(batch.length)
     drafts = (b, proposal.tokens.shape[-1])
     for field, shape in {"tokens": drafts, "count": (b,), "parents": drafts, "confidence": drafts}.items():
         value = getattr(proposal, field)
@@ -295,4 +308,4 @@ def proposed(drafter: Drafter, params: Any, state: Any, batch: DraftBatch) -> tu
         value = getattr(proposal, field)
         if value is not None and (value.ndim != 3 or value.shape[1] != drafts[1]):
             raise ConfigError(f"{name}: {field} must be {[*drafts, 'vocabulary']}, got {list(value.shape)}")
-    return made
+    return result

@@ -16,9 +16,10 @@ from jaxspec.config.request import MAX_STOP_IDS, RequestError, RequestMetrics, S
 from jaxspec.engine.runner import Runner
 from jaxspec.rounds.programs import GREEDY, LOGPROBS, SAMPLED
 from jaxspec.scheduling.scheduler import Scheduler
-from jaxspec.scheduling.sequence import Sequence
+from jaxspec.scheduling.sequence import SequenceState
 from jaxspec.structured.grammar import Matcher
-from jaxspec.text.tokenizer import Detokenizer, TokenizerError
+from jaxspec.text.detokenizer import Detokenizer
+from jaxspec.text.errors import TokenizerError
 
 
 @dataclass(eq=False, slots=True)
@@ -27,11 +28,11 @@ class Choice:
 
     request: Request
     index: int
-    seq: Sequence
+    seq: SequenceState
     detokenizer: Detokenizer | None
     metrics: RequestMetrics
     matcher: Matcher | None = None  # where it is in its grammar
-    told: bool = False  # a delta has been sent
+    answered: bool = False  # a delta has been sent
 
 
 @dataclass(eq=False, slots=True)
@@ -93,8 +94,10 @@ class Intake:
         vocab = self.model.config.vocab_size
         if tokens and not (set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < vocab):
             bad = next(t for t in tokens if type(t) is not int or not 0 <= t < vocab)
-            said = f"token id {bad} is outside the vocabulary" if type(bad) is int else f"{shown(bad)} is no token id"
-            raise RequestError(f"{said}, ints from 0 to {vocab - 1}", "prompt")
+            problem = (
+                f"token id {bad} is outside the vocabulary" if type(bad) is int else f"{shown(bad)} is no token id"
+            )
+            raise RequestError(f"{problem}, ints from 0 to {vocab - 1}", "prompt")
         for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
             if (bad := next((t for t in ids if t >= vocab), None)) is not None:
                 raise RequestError(f"{name}: token id {bad} is outside the vocabulary, 0 to {vocab - 1}", name)

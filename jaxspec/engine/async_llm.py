@@ -15,6 +15,7 @@ import secrets
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -25,7 +26,6 @@ from jaxspec.config.options import ConfigError
 from jaxspec.config.request import Delta, RequestError, SamplingParams
 from jaxspec.engine.admission import Request
 from jaxspec.engine.engine import Engine
-from jaxspec.engine.streams import Stream, wake
 from jaxspec.parallel.hosts import Leader
 
 log = logging.getLogger("jaxspec")
@@ -51,6 +51,34 @@ class RequestTimeout(RequestFailed):
 
 class Overloaded(RuntimeError):
     """Refusal of a request while `max_queued_requests` others wait. Nothing of it is kept, so send it again later."""
+
+
+@dataclass(eq=False, slots=True)
+class Stream:
+    """A caller that waits for the engine. `begun`: the engine has taken the request; earlier deltas were another
+    request's with the same id. `sent` is counted by the engine's thread, `taken` by the caller's. `member`: of several
+    engines, the one that serves it, `name` the request's id."""
+
+    loop: asyncio.AbstractEventLoop
+    arrived: asyncio.Queue
+    begun: bool = False
+    sent: int = 0
+    taken: int = 0
+    member: Any = None
+    name: str = ""
+
+
+def wake(loop: asyncio.AbstractEventLoop, batch: list[tuple[asyncio.Queue, Any]]) -> None:
+    """Put an item into each of these queues of a loop, from any thread, with one wake-up. A closed loop gets none."""
+
+    def put():
+        for deltas, item in batch:
+            deltas.put_nowait(item)
+
+    try:
+        loop.call_soon_threadsafe(put)
+    except RuntimeError:  # the loop was closed with its callers; nobody is listening
+        log.debug("dropped %d deltas of a closed event loop", len(batch))
 
 
 def check_params(params: Any) -> None:
@@ -102,7 +130,7 @@ class AsyncLLM:
         self.error: BaseException | None = None
         self.request_timeout, self.watchdog_timeout = request_timeout, watchdog_timeout
         queued = math.inf if max_queued_requests is None else max_queued_requests
-        self._places = self.config.max_running_requests + queued  # completions taken in, or waiting to be
+        self._most_held = self.config.max_running_requests + queued  # completions taken in, or waiting to be
         self._held = self._refused = self._failures = 0
         self._counting = threading.Lock()  # of the line above, which several event loops change
         self._shaken = False  # a step has failed, and no request has finished since
@@ -250,10 +278,10 @@ class AsyncLLM:
     def _reserve(self, n: int) -> None:
         """Count `n` completions as admitted. **Raises:** `Overloaded`, unless they would be the only ones."""
         with self._counting:
-            if self._held and self._held + n > self._places:
+            if self._held and self._held + n > self._most_held:
                 self._refused += 1
                 raise Overloaded(
-                    f"{self._held} completions run or wait, and the server takes in {self._places} at once "
+                    f"{self._held} completions run or wait, and the server takes in {self._most_held} at once "
                     "(--max-running-requests and --max-queued-requests); send the request again later"
                 )
             self._held += n

@@ -9,12 +9,12 @@ import jax
 from jaxspec.checkpoint import Model, check_context
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
-from jaxspec.drafters import LoadedDrafter
 from jaxspec.drafters.base import Drafter
+from jaxspec.drafters.loading import LoadedDrafter
 from jaxspec.parallel import sharding
 from jaxspec.rounds import ragged_verification
 from jaxspec.rounds.packing import Shapes, ladder
-from jaxspec.scheduling.draft_count import REST, rungs
+from jaxspec.scheduling.draft_count import SKIP_DRAFTER, rungs
 
 SCORE_TOKENS = 128  # prompt tokens scored at once, since each needs logits over the vocabulary
 SMALL_MODEL = 2**30  # bytes of weights below which that is worth it
@@ -179,7 +179,7 @@ def shapes_of(
     if config.draft_policy != "fixed" and not config.few_programs and most:
         narrower = rungs(most) if drafter.topk == 1 and defaults.some_drafts else (0,)
         if drafter.rests and defaults.some_drafts and not config.deterministic:
-            narrower = REST, *narrower
+            narrower = SKIP_DRAFTER, *narrower
     shared = [each for each in narrower if each > 0] if config.draft_policy == "ragged" else ()
     firsts = tuple(sorted({1, min(slots, blocks)}))  # one alone, or as many prompts as a prefill can hold
     return Shapes(

@@ -16,7 +16,7 @@ from jaxspec.config.options import ConfigError
 from jaxspec.decoder.forward import choose
 from jaxspec.decoder.mixings import mixing_of
 from jaxspec.decoder.path import Call
-from jaxspec.drafters import LoadedDrafter
+from jaxspec.drafters.loading import LoadedDrafter
 from jaxspec.models.description import Decoder
 from jaxspec.models.weights import Weight
 from jaxspec.pallas import hopper

@@ -11,6 +11,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -21,25 +22,38 @@ from jaxspec.compiling.ladder import of_rounds, sizes_of
 from jaxspec.compiling.round_timing import group
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.request import Delta, RequestError, RequestMetrics, sources_of
-from jaxspec.drafters.watch import Watch
+from jaxspec.engine.acceptance_watch import Watch
 from jaxspec.engine.admission import Choice, Intake, Request
 from jaxspec.engine.defaults import here
-from jaxspec.engine.flight import Flight
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.stats import Counts, DecodeLog, figures
 from jaxspec.rounds.packing import fit, unpack_logprobs
 from jaxspec.rounds.programs import ACCEPTED, DONE, DRAFTED, EMITTED, GREEDY, LOGPROB_WIDTH, LOGPROBS, MODES, TOKENS
 from jaxspec.scheduling import skipped_drafts
 from jaxspec.scheduling.audit import audit
-from jaxspec.scheduling.draft_count import REST, Chooser, Group
-from jaxspec.scheduling.prefill_budget import Pace
+from jaxspec.scheduling.draft_count import SKIP_DRAFTER, Chooser, Group
+from jaxspec.scheduling.prefill_budget import Dispatched, PrefillBudget
 from jaxspec.scheduling.scheduler import Scheduler
-from jaxspec.scheduling.sequence import Sequence
-from jaxspec.scheduling.sequence import State as SequenceState
+from jaxspec.scheduling.sequence import Chunk, SequenceState, Status
 from jaxspec.structured.grammar import first_masks, round_masks
-from jaxspec.text.tokenizer import Detokenizer
+from jaxspec.text.detokenizer import Detokenizer
 
 log = logging.getLogger("jaxspec")
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A dispatched program whose result hasn't been read, and how to read it: `read(program, result, deltas)`."""
+
+    read: Callable[[InFlight, np.ndarray, list[Delta]], None]
+    result: jax.Array
+    rows: list[tuple[SequenceState, int]]  # with the epoch at dispatch: a later one means the row is nobody's
+    mode: str = GREEDY
+    chunk: Chunk | None = None  # the part of a prompt that was scored
+    drafts: int = 0  # of a round
+    group: Group | None = None  # of a round whose drafts were chosen, and may tell how to choose
+    dispatched: Dispatched | None = None  # of a round: what was dispatched since the one before it
+    started: float = field(default_factory=time.monotonic)  # seconds
 
 
 class Engine:
@@ -79,10 +93,11 @@ class Engine:
         self.requests: dict[str, Request] = {}
         self.counts = Counts(self.runner.yields, self.runner.drafts)
         self.chooser = self._chooser()
-        self.pace = Pace(self.config.max_itl_ms and self.config.max_itl_ms / 1e3, shapes.block, shapes.prefills)
+        most = self.config.max_itl_ms and self.config.max_itl_ms / 1e3
+        self.prefill_budget = PrefillBudget(most, shapes.block, shapes.prefills)
         self.timeline = None  # the `timeline.Timeline` that records, if one does
         self._read_at = 0.0  # when the last result was read
-        self._flights: deque[Flight] = deque()
+        self._in_flight: deque[InFlight] = deque()
         self._due = 0  # of them, those to read before anything else is dispatched
         draft = self.runner.draft
         self._watch = Watch(draft.name, self.runner.model.name, draft.card)
@@ -102,7 +117,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        return bool(self.requests or self._flights)
+        return bool(self.requests or self._in_flight)
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -120,7 +135,7 @@ class Engine:
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None] * len(request.tokens)
         for index in range(params.n):  # all of them are made before the scheduler sees one
-            seq = Sequence(list(request.tokens), len(request.tokens), request.limit)
+            seq = SequenceState(list(request.tokens), len(request.tokens), request.limit)
             seq.score = request.prompt_logprobs is not None and index == 0
             seq.stepwise, seq.seeded = request.matchers is not None, request.seeded
             how = {"min_tokens": params.min_tokens, "prompt_ids": request.tokens, "kept": params.kept_special_tokens}
@@ -151,9 +166,9 @@ class Engine:
         deltas, began = [], time.monotonic()
         prompts = 0 if self._due else self._dispatch(deltas, began)
         waited = False
-        while self._due and not (waited and not self._flights[0].result.is_ready()):
+        while self._due and not (waited and not self._in_flight[0].result.is_ready()):
             self._due, waited = self._due - 1, True
-            self._read(deltas, keep=len(self._flights) - 1)
+            self._read(deltas, keep=len(self._in_flight) - 1)
         if moved := prompts + sum(len(delta.token_ids) for delta in deltas):
             self.counts.step_tokens.observe(moved)
         if self.timeline is not None:
@@ -162,18 +177,19 @@ class Engine:
 
     def _dispatch(self, deltas: list[Delta], began: float) -> int:
         """Plan and dispatch one step: how many prompt tokens it has. All but its last result is due, or that too."""
-        self.scheduler.between = self.pace.tokens()
-        skipped_drafts.renew(self.chooser, self.scheduler, self.pace.token, lambda: self._read(deltas, keep=0))
+        self.scheduler.between = self.prefill_budget.tokens()
+        read_all = lambda: self._read(deltas, keep=0)  # noqa: E731
+        skipped_drafts.renew(self.chooser, self.scheduler, self.prefill_budget.token, read_all)
         while (plan := self.scheduler.plan()).drain:
             self._read(deltas, keep=0)
         table = self.scheduler.table
         prompts = sum(chunk.count for chunk in plan.prefill)
         if plan.prefill:  # first, so that the device is at work while slots are set up
-            self.pace.prompts(sum(len(chunk.blocks(self.scheduler.block)) for chunk in plan.prefill), began)
+            self.prefill_budget.prompts(sum(len(chunk.blocks(self.scheduler.block)) for chunk in plan.prefill), began)
             scored = self.runner.prefill(plan.prefill, table)
             if scored is not None:
                 (chunk,) = plan.prefill
-                self._fly(self._read_score, scored, [chunk.seq], chunk=chunk)
+                self._put_in_flight(self._read_score, scored, [chunk.seq], chunk=chunk)
         for seq in plan.admit:
             self._admit(seq)
         if plan.first:
@@ -181,31 +197,33 @@ class Engine:
         if plan.rows:
             self._round(plan.rows, plan.rounds, table, deltas)
         overlap = bool(plan.rows or plan.first) and not self.config.disable_overlap
-        self._due = max(len(self._flights) - overlap, 0)
+        self._due = max(len(self._in_flight) - overlap, 0)
         return prompts
 
-    def _first(self, seqs: list[Sequence], table: np.ndarray) -> None:
+    def _first(self, seqs: list[SequenceState], table: np.ndarray) -> None:
         mode, slots = _mode(seqs), [seq.slot for seq in seqs]
         if not _constrained(seqs):
             mode = self.runner.mode_of_first(mode, len(seqs))
-            self._fly(self._read_first, self.runner.first(slots, table, mode), seqs, mode)
+            self._put_in_flight(self._read_first, self.runner.first(slots, table, mode), seqs, mode)
             return
         masks = first_masks([seq.owner.matcher for seq in seqs], self.runner.width, self.model_config.vocab_size)
         for seq in seqs:
             if seq.owner.matcher is not None:
                 seq.owner.matcher.epoch = seq.epoch
-        self._fly(self._read_first, self.runner.masked_first(slots, table, *masks), seqs, LOGPROBS)
+        self._put_in_flight(self._read_first, self.runner.masked_first(slots, table, *masks), seqs, LOGPROBS)
 
-    def _round(self, seqs: list[Sequence], rounds: int, table: np.ndarray, deltas: list[Delta]) -> None:
+    def _round(self, seqs: list[SequenceState], rounds: int, table: np.ndarray, deltas: list[Delta]) -> None:
         """Dispatch a round. With grammars it takes three programs, and the masks are made behind the second."""
         mode, slots = _mode(seqs), [seq.slot for seq in seqs]
-        behind = self.pace.round(time.monotonic(), rounds)
+        dispatched = self.prefill_budget.round(time.monotonic(), rounds)
         if not _constrained(seqs):
             mode = self.runner.mode_of_round(mode, len(seqs), rounds)
             started, (drafts, chosen) = time.monotonic(), self._choose(seqs, mode, rounds)
             result = self.runner.round(slots, table, mode, rounds, drafts)
-            flown = self._read_rounds, result, _rows(seqs), mode, None, drafts, chosen, behind, started
-            self._flights.append(Flight(*flown))
+            rows = _rows(seqs)
+            self._in_flight.append(
+                InFlight(self._read_rounds, result, rows, mode, None, drafts, chosen, dispatched, started)
+            )
             return
         mode = self.runner.mode_of_open_round(mode, len(seqs))
         opened = self.runner.open_round(slots, table, mode, [self._forced(seq) for seq in seqs])
@@ -214,9 +232,11 @@ class Engine:
         matchers = [seq.owner.matcher if seq.epoch == epoch else None for seq, epoch in rows]
         masks = round_masks(matchers, np.asarray(opened.drafts), self.runner.width, self.model_config.vocab_size)
         result = self.runner.close_round(opened, *masks)
-        self._flights.append(Flight(self._read_rounds, result, rows, mode, None, self.runner.drafts[-1], None, behind))
+        self._in_flight.append(
+            InFlight(self._read_rounds, result, rows, mode, None, self.runner.drafts[-1], None, dispatched)
+        )
 
-    def _choose(self, seqs: list[Sequence], mode: str, rounds: int) -> tuple[int, Group | None]:
+    def _choose(self, seqs: list[SequenceState], mode: str, rounds: int) -> tuple[int, Group | None]:
         """How many drafts a round has, and the group of programs it was chosen from; None if there was no choice.
 
         Where a drafter gives probabilities, sampled text depends on how many drafts there are, though its distribution
@@ -228,7 +248,7 @@ class Engine:
         chosen = group(name, mode, fit(len(seqs), sizes_of(self.runner.shapes, name, mode)))
         return skipped_drafts.choose(self.chooser, chosen, seqs, self.scheduler.tree.reach), chosen
 
-    def _forced(self, seq: Sequence) -> list[int] | None:
+    def _forced(self, seq: SequenceState) -> list[int] | None:
         """The drafts that a grammar forces next, if the device doesn't know them. It knows them from a slot's first
         round or token on, until the slot is lost."""
         matcher = seq.owner.matcher
@@ -239,10 +259,12 @@ class Engine:
         matcher.epoch = seq.epoch
         return matcher.forced_next(self.runner.width - 1)
 
-    def _fly(self, read: Callable, result: jax.Array, seqs: list[Sequence], mode=GREEDY, chunk=None) -> None:
-        self._flights.append(Flight(read, result, _rows(seqs), mode, chunk))
+    def _put_in_flight(
+        self, read: Callable, result: jax.Array, seqs: list[SequenceState], mode=GREEDY, chunk=None
+    ) -> None:
+        self._in_flight.append(InFlight(read, result, _rows(seqs), mode, chunk))
 
-    def _admit(self, seq: Sequence) -> None:
+    def _admit(self, seq: SequenceState) -> None:
         choice: Choice = seq.owner
         request = choice.request
         self.runner.admit(seq, request.params, request.seed + choice.index, list(request.stop_ids))
@@ -252,57 +274,57 @@ class Engine:
             self.counts.totals["cached_tokens"] += seq.cached
 
     def _read(self, deltas: list[Delta], keep: int) -> None:
-        while len(self._flights) > keep:
-            flight = self._flights.popleft()
-            result, now = np.asarray(flight.result), time.monotonic()
-            if flight.behind is not None:
-                self.pace.read(flight.behind, now)
-            if flight.group is not None and not flight.behind.prompts:
-                self.chooser.took(flight.group, flight.drafts, now - max(self._read_at, flight.started))
+        while len(self._in_flight) > keep:
+            program = self._in_flight.popleft()
+            result, now = np.asarray(program.result), time.monotonic()
+            if program.dispatched is not None:
+                self.prefill_budget.read(program.dispatched, now)
+            if program.group is not None and not program.dispatched.prompts:
+                self.chooser.took(program.group, program.drafts, now - max(self._read_at, program.started))
             self._read_at = now
-            flight.read(flight, result, deltas)
+            program.read(program, result, deltas)
         if self._decode_log.due(idle=not self.scheduler.unfinished):
             self._decode_log.write(self.counts.totals, self.scheduler)
 
-    def _read_first(self, flight: Flight, result: np.ndarray, deltas: list[Delta]) -> None:
-        for choice, rows, logprobs in self._live(flight, result[None], 1):
+    def _read_first(self, program: InFlight, result: np.ndarray, deltas: list[Delta]) -> None:
+        for choice, rows, logprobs in self._live(program, result[None], 1):
             deltas.append(self._take(choice, rows, logprobs))
 
-    def _read_rounds(self, flight: Flight, result: np.ndarray, deltas: list[Delta]) -> None:
+    def _read_rounds(self, program: InFlight, result: np.ndarray, deltas: list[Delta]) -> None:
         rounds = result.reshape(-1, *result.shape[-2:])
         live = Counter()  # by round of the program, requests that hadn't ended before it
         yielded = Counter()  # by how many tokens, rows that may have had drafts
-        for choice, rows, logprobs in self._live(flight, rounds, self.runner.yields_of(flight.drafts)):
+        for choice, rows, logprobs in self._live(program, rounds, self.runner.yields_of(program.drafts)):
             ended = next((i for i, row in enumerate(rows) if row[DONE]), len(rows) - 1)
             rows = rows[: ended + 1]  # the program's later rounds ran for nobody
             for i, row in enumerate(rows):
                 self._count(choice.metrics, row[ACCEPTED], row[DRAFTED])
                 live[i] += 1
-                yielded[row[ACCEPTED]] += choice.request.params.speculative and choice.seq.seen is None
+                yielded[row[ACCEPTED]] += choice.request.params.speculative and choice.seq.drafter_seen is None
             deltas.append(self._take(choice, rows, logprobs, len(rounds)))
         self.counts.totals["rounds"] += len(rounds)
-        self.counts.rounds_by_drafts[max(flight.drafts, 0)] += len(rounds)
-        self.counts.totals["rested_rounds"] += len(rounds) * (flight.drafts == REST)
-        if flight.group is not None:
-            self.chooser.accepted(flight.drafts, yielded)
+        self.counts.rounds_by_drafts[max(program.drafts, 0)] += len(rounds)
+        self.counts.totals["rested_rounds"] += len(rounds) * (program.drafts == SKIP_DRAFTER)
+        if program.group is not None:
+            self.chooser.accepted(program.drafts, yielded)
         for i in range(len(rounds)):
-            self._decode_log.count(live[i], flight.started)
+            self._decode_log.count(live[i], program.started)
 
-    def _live(self, flight: Flight, rounds: np.ndarray, width: int) -> list[tuple[Choice, list[list[int]], Any]]:
+    def _live(self, program: InFlight, rounds: np.ndarray, width: int) -> list[tuple[Choice, list[list[int]], Any]]:
         """The rows of a program that still belong to a request: the request, its row of each round, its packed
         logprobs."""
-        logprobs = [None] * len(flight.rows)
-        if flight.mode == LOGPROBS:
+        logprobs = [None] * len(program.rows)
+        if program.mode == LOGPROBS:
             logprobs = rounds[..., TOKENS + width :].reshape(*rounds.shape[:2], width, LOGPROB_WIDTH).swapaxes(0, 1)
-        requests = rounds[:, : len(flight.rows), : TOKENS + width].swapaxes(0, 1).tolist()
+        requests = rounds[:, : len(program.rows), : TOKENS + width].swapaxes(0, 1).tolist()
         return [
             (seq.owner, rows, logprobs[i])
-            for i, ((seq, epoch), rows) in enumerate(zip(flight.rows, requests, strict=True))
+            for i, ((seq, epoch), rows) in enumerate(zip(program.rows, requests, strict=True))
             if seq.epoch == epoch  # otherwise it finished, or was preempted, after this program was dispatched
         ]
 
     def _take(self, choice: Choice, rows: list[list[int]], logprobs: np.ndarray | None, rounds: int = 1) -> Delta:
-        """Give a request the tokens of its rows, those of `rounds` rounds in flight."""
+        """Give a request the tokens of its rows, those of `rounds` rounds in program."""
         tokens = [token for row in rows for token in row[TOKENS : TOKENS + row[EMITTED]]]
         known = self.scheduler.append(choice.seq, tokens, rounds)
         choice.seq.score = False
@@ -334,12 +356,12 @@ class Engine:
         self._watch.count(accepted, drafted, first=metrics.verify_rounds == 1)
         self.counts.verified(accepted, drafted)
 
-    def _read_score(self, flight: Flight, result: np.ndarray, deltas: list[Delta]) -> None:
-        ((seq, epoch),) = flight.rows
+    def _read_score(self, program: InFlight, result: np.ndarray, deltas: list[Delta]) -> None:
+        ((seq, epoch),) = program.rows
         if seq.epoch != epoch:
             return
-        request, after = seq.owner.request, flight.chunk.start + 1
-        tokens = request.tokens[after : after + flight.chunk.count]  # the token after the prompt isn't the prompt's
+        request, after = seq.owner.request, program.chunk.start + 1
+        tokens = request.tokens[after : after + program.chunk.count]  # the token after the prompt isn't the prompt's
         rows = result.reshape(-1, LOGPROB_WIDTH)[: len(tokens)]
         request.prompt_logprobs[after : after + len(tokens)] = unpack_logprobs(
             rows, tokens, request.params.prompt_logprobs
@@ -365,9 +387,9 @@ class Engine:
             ended = stop is not None or stop_token is not None
             reason = stop if stop is not None else stop_token if stop_token not in self.eos_ids else None
             delta = self._finish(choice, "stop" if ended else "length", reason, text, tokens, entries)
-        if not choice.told and choice.index == 0:
+        if not choice.answered and choice.index == 0:
             delta.prompt_logprobs = request.prompt_logprobs
-        choice.told = True
+        choice.answered = True
         return delta
 
     def _finish(self, choice: Choice, why: str, reason=None, text: str = "", tokens=(), entries=None) -> Delta:
@@ -398,7 +420,7 @@ class Engine:
 
         **Raises:** whatever the device raises if it can't be used any more; `RuntimeError` if pages don't balance.
         """
-        self._flights.clear()
+        self._in_flight.clear()
         self._due = 0
         self.scheduler.flush()  # first, so that no sequence publishes pages whose prefill may not have run
         for request in self.requests.values():
@@ -421,19 +443,19 @@ class Engine:
         return figures(self.counts, self.scheduler, self.runner, self.chooser)
 
 
-def _mode(seqs: list[Sequence]) -> str:
+def _mode(seqs: list[SequenceState]) -> str:
     """The cheapest mode that serves them all."""
     return max((seq.owner.request.mode for seq in seqs), key=MODES.index)
 
 
-def _constrained(seqs: list[Sequence]) -> bool:
+def _constrained(seqs: list[SequenceState]) -> bool:
     return any(seq.owner.matcher is not None for seq in seqs)
 
 
-def _rows(seqs: list[Sequence]) -> list[tuple[Sequence, int]]:
+def _rows(seqs: list[SequenceState]) -> list[tuple[SequenceState, int]]:
     """Sequences with their epochs now."""
     return [(seq, seq.epoch) for seq in seqs]
 
 
 def _open(choice: Choice) -> bool:
-    return choice.seq.state is not SequenceState.FINISHED
+    return choice.seq.status is not Status.FINISHED

@@ -21,8 +21,8 @@ from jaxspec.config.json_values import shown
 from jaxspec.config.options import ConfigError
 from jaxspec.config.request import RequestError
 from jaxspec.decoder.forward import forward, unembed
-from jaxspec.drafters import LoadedDrafter
 from jaxspec.drafters.base import DraftBatch, proposed
+from jaxspec.drafters.loading import LoadedDrafter
 from jaxspec.rounds import programs as rounds
 from jaxspec.rounds.packing import empty_slots, pack_blocks
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from typing import Any
 
@@ -9,11 +10,10 @@ import numpy as np
 
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.json_values import shown
-from jaxspec.config.request import Delta, RequestError, RequestOutput, SamplingParams
-from jaxspec.engine.completion_builder import Gathered, output
+from jaxspec.config.request import Completion, Delta, RequestError, RequestMetrics, RequestOutput, SamplingParams
+from jaxspec.engine.admission import Request
 from jaxspec.engine.engine import Engine
-from jaxspec.engine.interrupts import Interrupts
-from jaxspec.text.tokenizer import TokenizerError
+from jaxspec.text.errors import TokenizerError
 
 
 class LLM:
@@ -72,7 +72,7 @@ class LLM:
                 "params",
             )
         requests = [self.engine.prepare(p, s) for p, s in zip(prompts, settings, strict=True)]
-        gathered = {request.id: [Gathered(i) for i in range(request.params.n)] for request in requests}
+        builders = {request.id: [CompletionBuilder(i) for i in range(request.params.n)] for request in requests}
         with self._turn, Interrupts() as interrupts:
             try:
                 for request in requests:
@@ -81,14 +81,14 @@ class LLM:
                     for delta in self._step():
                         if delta.error is not None:
                             raise delta.error
-                        gathered[delta.request_id][delta.index].take(delta)
+                        builders[delta.request_id][delta.index].take(delta)
                     interrupts.deliver()
             finally:  # an interrupt in mid-flight leaves the engine clean
                 aborted = [request for request in requests if self.engine.abort(request.id)]
                 if aborted:  # the prefix tree may name pages whose prefill was planned and not dispatched
                     self.engine.flush_cache()
                 self.engine.settle()
-        return [output(request, gathered[request.id]) for request in requests]
+        return [_output(request, builders[request.id]) for request in requests]
 
     def chat(
         self,
@@ -122,3 +122,77 @@ class LLM:
         except Exception:
             self.engine.recover()
             raise
+
+
+class CompletionBuilder:
+    """Puts one completion together from its deltas."""
+
+    def __init__(self, index: int):
+        self.completion = Completion(index)
+        self.metrics: RequestMetrics | None = None
+        self._text: list[str] = []
+
+    def take(self, delta: Delta) -> None:
+        done = self.completion
+        self._text.append(delta.text)
+        done.token_ids += delta.token_ids
+        if delta.logprobs is not None:
+            done.logprobs = (done.logprobs or []) + delta.logprobs
+        if delta.token_sources is not None:
+            done.token_sources = (done.token_sources or []) + delta.token_sources
+        if delta.finish_reason is not None:
+            done.text = "".join(self._text)
+            done.finish_reason, done.stop_reason, self.metrics = delta.finish_reason, delta.stop_reason, delta.metrics
+
+
+def _output(request: Request, builders: list[CompletionBuilder]) -> RequestOutput:
+    """A request's completions with figures of all of them: the first token's time, the sum of rounds."""
+    metrics = RequestMetrics(prompt_tokens=len(request.tokens))
+    each = [builder.metrics for builder in builders]
+    metrics.queue = min(m.queue for m in each)
+    metrics.ttft = min(m.ttft for m in each)
+    metrics.latency = max(m.latency for m in each)
+    metrics.cached_tokens = each[0].cached_tokens
+    for name in ("output_tokens", "verify_rounds", "verified_tokens", "preemptions", "drafted_tokens"):
+        setattr(metrics, name, sum(getattr(m, name) for m in each))
+    metrics.acceptance_histogram = [sum(counts) for counts in zip(*(m.acceptance_histogram for m in each), strict=True)]
+    return RequestOutput(
+        request_id=request.id,
+        prompt=request.prompt,
+        prompt_token_ids=request.tokens,
+        completions=[builder.completion for builder in builders],
+        metrics=metrics,
+        prompt_logprobs=request.prompt_logprobs,
+    )
+
+
+class Interrupts:
+    """Delays the effect of a Ctrl-C (SIGINT's handler) until `deliver`: in the midst of a step it could lose the state
+    that a program has just been given. A second Ctrl-C isn't delayed.
+
+    Python interrupts the main thread alone, so in others there is nothing to delay.
+    """
+
+    def __enter__(self) -> Interrupts:
+        self._held: tuple[Any, ...] | None = None
+        self._handler = signal.getsignal(signal.SIGINT)
+        self._holds = threading.current_thread() is threading.main_thread() and callable(self._handler)
+        if self._holds:
+            signal.signal(signal.SIGINT, self._hold)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._holds:
+            signal.signal(signal.SIGINT, self._handler)
+        self.deliver()
+
+    def _hold(self, *received: Any) -> None:
+        if self._held is not None:
+            self.deliver()
+        self._held = received
+
+    def deliver(self) -> None:
+        """Deliver the delayed interrupt, if there is one."""
+        received, self._held = self._held, None
+        if received is not None:
+            self._handler(*received)

@@ -29,7 +29,7 @@ from jaxspec.config.flags import add_engine_flags, engine_options
 from jaxspec.config.lazy_transformers import spare_torch
 from jaxspec.config.options import ConfigError
 from jaxspec.engine.runner import Runner
-from jaxspec.text.tokenizer import TokenizerError
+from jaxspec.text.errors import TokenizerError
 
 SERVED = {"draft": "auto"}  # where the server's defaults differ from the library's
 

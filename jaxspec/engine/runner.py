@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxspec.cache.memory_check import check_room, told_if_full
+from jaxspec.cache.memory_check import check_room, explain_out_of_memory
 from jaxspec.cache.memory_plan import (
     MemoryPlan,
     StateSlots,
@@ -42,8 +42,8 @@ from jaxspec.compiling.round_timing import time_rounds
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
 from jaxspec.decoder.forward import describe, path_table
-from jaxspec.drafters import LoadedDrafter, check_drafter, load_drafter
 from jaxspec.drafters.base import Drafter
+from jaxspec.drafters.loading import LoadedDrafter, check_drafter, load_drafter
 from jaxspec.engine.defaults import resolve, rounds_for, shapes_of, small_model
 from jaxspec.engine.deterministic import prepared
 from jaxspec.models.description import PagedRows
@@ -54,8 +54,8 @@ from jaxspec.parallel.hosts import Follower, Leader
 from jaxspec.parallel.sharding import Division
 from jaxspec.rounds.packing import fit, pack_admission, pack_blocks
 from jaxspec.rounds.programs import MODES, State, empty_state
-from jaxspec.scheduling.draft_count import REST, Group
-from jaxspec.scheduling.sequence import NO_STATE, Chunk, Sequence
+from jaxspec.scheduling.draft_count import SKIP_DRAFTER, Group
+from jaxspec.scheduling.sequence import NO_STATE, Chunk, SequenceState
 from jaxspec.structured.grammar import grammars_of
 from jaxspec.structured.masks import ALL
 from jaxspec.structured.programs import OpenRound, columns, put_forced
@@ -103,7 +103,7 @@ class Runner:
         if loading is not None:
             loading.begin()
         grammars = lambda: grammars_of(self.model, self.config.skip_warmup) if self.shapes.structured else None  # noqa: E731
-        with told_if_full(self.plan, self.config):
+        with explain_out_of_memory(self.plan, self.config):
             self.state = self._shaped_state() if loading else self._empty_state()
             self.grammars = None if loading else grammars()
             self._compile(options, staged_start, loading)
@@ -172,7 +172,7 @@ class Runner:
             self._compile(options, staged, None)
             return
         if hosts is not None:
-            self.programs.tell = hosts.meet(self._digests())
+            self.programs.broadcast = hosts.meet(self._digests())
         if warm and not (self.starting or (hosts is not None and hosts.follows)):
             self._complete(lambda: None)
         self.plan = dataclasses.replace(self.plan, host_bytes=resident_memory())
@@ -302,7 +302,7 @@ class Runner:
     @property
     def drafts(self) -> tuple[int, ...]:
         """The numbers of drafts that a round may have, ascending; the last is the drafter's own."""
-        return *(drafts for drafts in self.narrower if drafts != REST), self.width - 1
+        return *(drafts for drafts in self.narrower if drafts != SKIP_DRAFTER), self.width - 1
 
     def yields_of(self, drafts: int) -> int:
         """Most tokens that a round of so many drafts yields a request."""
@@ -338,8 +338,8 @@ class Runner:
 
     def reset(self) -> None:
         """Replace the state by an empty one. The old one is freed first: there is no room for two."""
-        if self.programs.tell is not None:
-            self.programs.tell("reset")
+        if self.programs.broadcast is not None:
+            self.programs.broadcast("reset")
         for array in jax.tree.leaves(self.state):
             if not array.is_deleted():
                 array.delete()
@@ -351,14 +351,14 @@ class Runner:
         first = self.shapes.num_slots + 1
         return tuple(range(first, first + self.plan.states.snapshots)) if self.model.config.recurrent else None
 
-    def admit(self, seq: Sequence, params: Any, seed: int, stop_ids: list[int]) -> None:
+    def admit(self, seq: SequenceState, params: Any, seed: int, stop_ids: list[int]) -> None:
         """Write a sequence's slot: its tokens so far, its limit, how it samples (`params`: SamplingParams)."""
         packed = pack_admission(
             seq.slot,
             seq.tokens,
             seq.prompt_len,
             seq.limit,
-            self.width - 1 if params.speculative and seq.seen is None else 0,
+            self.width - 1 if params.speculative and seq.drafter_seen is None else 0,
             seed,
             stop_ids,
             params,
@@ -400,7 +400,7 @@ class Runner:
     ) -> jax.Array:
         """Dispatch a round for these slots, or `Shapes.rounds` of them; packed output (see `programs.decode_round`).
 
-        `drafts`: one of `Runner.drafts`, or `REST`; None: the drafter's own number.
+        `drafts`: one of `Runner.drafts`, or `SKIP_DRAFTER`; None: the drafter's own number.
         """
         run = getattr(self.programs, of_rounds(rounds))
         narrow = drafts if drafts in self.narrower else None

@@ -140,8 +140,8 @@ class Recording:
 
 
 def _names(pid: int, process: str, tracks: dict[int, str]) -> list[dict[str, Any]]:
-    said = [("process_name", 0, process), *(("thread_name", tid, name) for tid, name in tracks.items())]
-    return [{"ph": "M", "pid": pid, "tid": tid, "name": what, "args": {"name": name}} for what, tid, name in said]
+    names = [("process_name", 0, process), *(("thread_name", tid, name) for tid, name in tracks.items())]
+    return [{"ph": "M", "pid": pid, "tid": tid, "name": what, "args": {"name": name}} for what, tid, name in names]
 
 
 class Timeline:

@@ -1,4 +1,4 @@
-"""What a decoder computes, in frozen descriptions without arrays: static under jit, made by `jaxspec.models`.
+"""Descriptions of what a decoder computes, frozen and without arrays: static under jit, made by `jaxspec.models`.
 
 A field that has a default is at it in the plainest transformer (Llama's). That makes `beyond` an allow-list: a path
 names the fields that it implements, and whatever else differs from the plainest it refuses, fields that are added later
@@ -111,16 +111,16 @@ class Kind(Protocol):
 
     @property
     def memory(self) -> Memory:
-        """What is kept of the past. Layers whose memory is equal share an array."""
+        """Memory of the past. Layers whose memory is equal share an array."""
         ...
 
     @property
     def columns(self) -> int:
-        """Of its matrices, each with the model's width on the other side: the weights that a token is multiplied by."""
+        """Columns of its matrices, each as long as the model is wide: the weights that a token is multiplied by."""
         ...
 
     def divided(self, share: Share) -> Kind:
-        """What one of several devices computes. **Raises:** as `share`, for a number that can't be divided."""
+        """Describe the part of one of several devices. **Raises:** as `share`, for a number that can't be divided."""
         ...
 
 
@@ -174,7 +174,7 @@ class DeltaRule:
 
     @property
     def channels(self) -> int:
-        """Of the convolution: queries, keys and values of all heads."""
+        """Channels of the convolution: queries, keys and values of all heads."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     @property
@@ -271,12 +271,12 @@ class Decoder:
         return bool(self.groups(Recurrence))
 
     def groups(self, sort: type) -> dict[Memory, int]:
-        """Of the layers whose memory is of this sort: how many share each, in order of the first."""
+        """Memories of this sort, in order of their first layers, and how many layers have each."""
         return dict(Counter(memory for layer in self.layers if isinstance(memory := layer.mixing.memory, sort)))
 
     @property
     def memory_index(self) -> tuple[tuple[int, int], ...]:
-        """Of each layer, the number of its memory's group among those of its sort, and its own number in the group."""
+        """Number each layer's memory among the groups of its sort, and the layer in its group."""
         counts, out = Counter(), []
         for memory in (layer.mixing.memory for layer in self.layers):
             out.append((list(self.groups(type(memory))).index(memory), counts[memory]))
@@ -285,7 +285,7 @@ class Decoder:
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
-        """Of the layers that have one, each once."""
+        """Ropes of the layers that have one, each once."""
         return tuple(dict.fromkeys(rope for layer in self.layers if (rope := getattr(layer.mixing, "rope", None))))
 
     @property
@@ -302,7 +302,7 @@ ROPE_SCALINGS: Table = {
 
 
 def beyond(description: Any, implements: Table) -> str | None:
-    """What of a description a path that `implements` only so much would compute wrongly; None if nothing.
+    """Name what of a description a path that `implements` only so much would compute wrongly; None if nothing.
 
     That is a kind of description which isn't in the table, or a field which isn't named there and isn't at its default.
     """

@@ -55,9 +55,9 @@ def encode(kind: str, value: Any = None, arrays: tuple[np.ndarray, ...] = ()) ->
 def decode(message: bytes) -> tuple[str, Any, list[np.ndarray]]:
     """Decode a message of `encode`. **Raises:** `ValueError` for anything else."""
     head, _, rest = message.partition(b"\n")
-    kind, value, told = json.loads(head)
+    kind, value, shapes = json.loads(head)
     arrays, start = [], 0
-    for dtype, shape in told:
+    for dtype, shape in shapes:
         array = np.frombuffer(rest, np.dtype(dtype), int(np.prod(shape)), start).reshape(shape)
         start += array.nbytes
         arrays.append(array)
@@ -94,11 +94,11 @@ class Node:
         message = self.messages.get()
         if message is None:
             raise HostLost(f"node {self.rank} is gone: {self.error}")
-        said, value, _ = message
-        if said == "refused":
+        got, value, _ = message
+        if got == "refused":
             raise ConfigError(value)
-        if said != kind:
-            raise HostLost(f"node {self.rank} said {said!r} where {kind!r} was due")
+        if got != kind:
+            raise HostLost(f"node {self.rank} said {got!r} where {kind!r} was due")
         return value
 
     def close(self) -> None:
@@ -164,9 +164,9 @@ class Leader:
             refuse_unless_alike(node, shapes, node.receive("shapes"), "has", "; its checkpoint or its devices differ")
         for node in self._nodes:
             node.send("go")
-        return self.tell
+        return self.broadcast
 
-    def tell(self, kind: str, *arrays: np.ndarray) -> None:
+    def broadcast(self, kind: str, *arrays: np.ndarray) -> None:
         """Have all nodes run a program with these arrays. **Raises:** `HostLost`."""
         message = encode("run", kind, arrays)
         for node in self._nodes:
@@ -239,8 +239,8 @@ def join(nodes: int, rank: int, address: str, options: Any, source: str) -> Lead
     """
     host, _, port = address.rpartition(":")
     host, own = host.strip("[]"), int(port) + 1
-    told = facts(options, nodes, source)
-    met = _gather(host, own, nodes, told) if rank == 0 else _come(host, own, rank, told)
+    ours = facts(options, nodes, source)
+    met = _gather(host, own, nodes, ours) if rank == 0 else _come(host, own, rank, ours)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, which starts the drain
     # XLA would have nodes tune a program's kernels together, so each would wait for all others to compile it. But one
@@ -269,20 +269,20 @@ def refuse_unless_alike(node: Node, ours: dict[str, str], theirs: dict[str, str]
             raise ConfigError(text)
 
 
-def _gather(host: str, port: int, nodes: int, told: dict[str, str]) -> Leader:
+def _gather(host: str, port: int, nodes: int, ours: dict[str, str]) -> Leader:
     try:
         listener = socket.create_server((host, port))
     except OSError as error:
         raise ConfigError(f"--dist-init-addr: node 0 can't listen on {host} port {port}: {error.strerror}") from error
-    leader, said = Leader(), {}
+    leader, theirs = Leader(), {}
     end = time.monotonic() + START_SECONDS
     with listener:
-        while len(said) < nodes - 1:
+        while len(theirs) < nodes - 1:
             listener.settimeout(max(end - time.monotonic(), 0.01))
             try:
                 came, where = listener.accept()
             except TimeoutError as error:
-                missing = ", ".join(str(rank) for rank in range(1, nodes) if rank not in said)
+                missing = ", ".join(str(rank) for rank in range(1, nodes) if rank not in theirs)
                 raise ConfigError(
                     f"--nnodes {nodes}: node {missing} didn't come in {START_SECONDS:g} seconds"
                 ) from error
@@ -290,19 +290,19 @@ def _gather(host: str, port: int, nodes: int, told: dict[str, str]) -> Leader:
             try:
                 kind, value, _ = decode(channel.receive())
                 rank = int(value["rank"])
-                if kind != "hello" or not 0 < rank < nodes or rank in said:
+                if kind != "hello" or not 0 < rank < nodes or rank in theirs:
                     raise ValueError(f"no node {rank} is due")
             except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
                 log.warning("a connection from %s isn't one of the nodes: %s", where[0], error)
                 channel.close()
                 continue
-            said[rank] = value["facts"]
+            theirs[rank] = value["facts"]
             leader.add(rank, channel)
-    leader.welcome(told, said)
+    leader.welcome(ours, theirs)
     return leader
 
 
-def _come(host: str, port: int, rank: int, told: dict[str, str]) -> Follower:
+def _come(host: str, port: int, rank: int, ours: dict[str, str]) -> Follower:
     end = time.monotonic() + START_SECONDS
     while True:
         try:
@@ -313,7 +313,7 @@ def _come(host: str, port: int, rank: int, told: dict[str, str]) -> Follower:
                 raise ConfigError(f"--dist-init-addr: node 0 isn't at {host} port {port}: {error}") from error
             time.sleep(NEXT_TRY)
     channel = Channel(end_here)
-    channel.send(encode("hello", {"rank": rank, "facts": told}))
+    channel.send(encode("hello", {"rank": rank, "facts": ours}))
     follower = Follower(rank, channel)
     follower.welcomed()
     return follower

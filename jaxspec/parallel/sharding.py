@@ -6,8 +6,8 @@ rows. What isn't divided is computed by all devices alike. The parameters' decla
 (`weights.Split`), and every exchange between devices is a function here, which on one device does nothing.
 
 Invariant: the residual stream, and each decision about a request, are the same bits on all devices. A layer's partial
-results are summed before anything else reads them (`total`), and one device decides for a request and tells the others
-(`owned`, `mine`, `told`).
+results are summed before anything else reads them (`total`). One device decides for a request, and the others get the
+decision (`logits_of_my_requests`, `my_requests`, `all_gather_requests`).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from jaxtyping import Array, Float, Int
 from jaxspec.config.options import ConfigError
 from jaxspec.models import fp8, mxfp4
 from jaxspec.models.weights import Fp8, Layout, Mxfp4, Param, Parts, Unquantised, Weight, run_length
-from jaxspec.parallel.collectives import AXIS, devices, gathered, total
+from jaxspec.parallel.collectives import AXIS, all_gather, devices, total
 
 # How arguments and results of programs are divided: the same on all devices; requests by who decides for them;
 # logits [b, q, v] by parts of the vocabulary.
-EVERYWHERE, OWNED, LOGITS = PartitionSpec(), PartitionSpec(AXIS), PartitionSpec(None, None, AXIS)
+EVERYWHERE, BY_REQUEST, LOGITS = PartitionSpec(), PartitionSpec(AXIS), PartitionSpec(None, None, AXIS)
 
 
 def mesh_of(size: int) -> Mesh | None:
@@ -93,7 +93,7 @@ def local_param(param: Param, size: int, rank: int = 0) -> Param:
     if split.groups > 1:
         shape[0] //= split.groups
         own = own_sources(param, rank, size)
-        of = lambda told: tuple(told[i] for i in own) if told else ()  # noqa: E731
+        of = lambda names: tuple(names[i] for i in own) if names else ()  # noqa: E731
         param = dataclasses.replace(param, sources=of(param.sources), scales=of(param.scales))
     if split.along in ("whole", "once"):
         return dataclasses.replace(param, shape=tuple(shape))
@@ -202,22 +202,22 @@ def _grain(param: Param, scale: bool) -> tuple[int, int]:
     return 1, 1
 
 
-def joined(param: Param, made: Sequence[Any], mesh: Mesh) -> Any:
-    """One array or `Weight` of what each device has, `made` in order of rank. On several hosts: of those here."""
+def joined(param: Param, parts: Sequence[Any], mesh: Mesh) -> Any:
+    """One array or `Weight` of what each device has, `parts` in order of rank. On several hosts: of those here."""
     axis = {"whole": None, "once": 0}.get(param.split.along, _axis(param))
     quantised = param.of_matmul and not isinstance(param.format, Unquantised)
     if quantised and not param.stacked and axis is not None:
         axis = 1 - axis  # values are [outputs, inputs]
     if param.split.groups > 1:
         axis = 0  # one device's experts after the other's, whatever it has of them
-    if not isinstance(made[0], Weight):
-        return _global(axis, made, mesh)
+    if not isinstance(parts[0], Weight):
+        return _global(axis, parts, mesh)
     scales = None
     if made[0].scales is not None:
         by_output = isinstance(param.format, Fp8) and param.format.block is None and param.split.along == "inputs"
         of_scales = 3 - axis if axis and isinstance(param.format, Mxfp4) else axis  # these are [inputs, outputs]
-        scales = _global(None if by_output else of_scales, [weight.scales for weight in made], mesh)
-    return made[0].replace(values=_global(axis, [weight.values for weight in made], mesh), scales=scales)
+        scales = _global(None if by_output else of_scales, [weight.scales for weight in parts], mesh)
+    return parts[0].replace(values=_global(axis, [weight.values for weight in parts], mesh), scales=scales)
 
 
 def _global(axis: int | None, parts: Sequence[Array], mesh: Mesh) -> Array:
@@ -234,14 +234,14 @@ def everywhere(tree: Any, mesh: Mesh) -> Any:
     """The pytree with each array that isn't on the mesh copied to all of its devices."""
     there = NamedSharding(mesh, EVERYWHERE)
 
-    def place(x: Array) -> Array:
+    def copy(x: Array) -> Array:
         if isinstance(x.sharding, NamedSharding):
             return x
         if jax.process_count() == 1:
             return jax.device_put(x, there)
         return jax.make_array_from_callback(x.shape, there, np.asarray(x).__getitem__)  # each host has it
 
-    return jax.tree.map(place, tree)
+    return jax.tree.map(copy, tree)
 
 
 def specs_of(tree: Any) -> Any:
@@ -318,7 +318,7 @@ def top_tokens(logits: Float[Array, "*b v"], vocab: int | None = None) -> Int[Ar
     logits = jnp.where(rank * width + jnp.arange(width) < vocab, logits, -jnp.inf)  # what pads the vocabulary
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     bits = jax.lax.bitcast_convert_type(logits.max(-1).astype(jnp.float32), jnp.int32)
-    both = gathered(jnp.stack([bits, best + rank * width]))
+    both = all_gather(jnp.stack([bits, best + rank * width]))
     values, ids = jax.lax.bitcast_convert_type(both[:, 0], jnp.float32), both[:, 1]
     return jnp.take_along_axis(ids, jnp.argmax(values, axis=0)[None], axis=0)[0]
 
@@ -328,7 +328,7 @@ def _each(b: int) -> int:
     return -(-b // devices())
 
 
-def owned(logits: Float[Array, "b *q v"], vocab: int | None = None) -> Float[Array, "r *q w"]:
+def logits_of_my_requests(logits: Float[Array, "b *q v"], vocab: int | None = None) -> Float[Array, "r *q w"]:
     """The whole logits of the requests that this device decides for. `vocab`: as of `top_tokens`.
 
     Each of n devices has ceil(b / n) of the requests, in order. If there are fewer, some decide for padding.
@@ -336,13 +336,13 @@ def owned(logits: Float[Array, "b *q v"], vocab: int | None = None) -> Float[Arr
     if devices() == 1:
         return logits
     if vocab is None:
-        return mine(logits)
+        return my_requests(logits)
     padding = _each(len(logits)) * devices() - len(logits)
     logits = jnp.pad(logits, [(0, padding), *[(0, 0)] * (logits.ndim - 1)])
     return jax.lax.all_to_all(logits, AXIS, 0, logits.ndim - 1, tiled=True)[..., :vocab]
 
 
-def mine(tree: Any) -> Any:
+def my_requests(tree: Any) -> Any:
     """Rows of the requests that this device decides for, from arrays [b, ...] that all devices have."""
     if devices() == 1:
         return tree
@@ -355,7 +355,7 @@ def mine(tree: Any) -> Any:
     return jax.tree.map(rows, tree)
 
 
-def told(tree: Any, b: int) -> Any:
+def all_gather_requests(tree: Any, b: int) -> Any:
     """Gather each device's decisions, [b / n, ...], on all of them: [b, ...]."""
     if devices() == 1:
         return tree

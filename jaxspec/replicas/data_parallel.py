@@ -34,13 +34,14 @@ from jaxspec.engine.async_llm import (
     Overloaded,
     RequestFailed,
     RequestTimeout,
+    Stream,
     check_params,
+    wake,
 )
 from jaxspec.engine.stats import together
-from jaxspec.engine.streams import Stream, wake
 from jaxspec.replicas.engine_process import EngineProcess, check_devices, devices_of_each
 from jaxspec.replicas.prefix_affinity import Prefixes, pages
-from jaxspec.text.tokenizer import TokenizerError
+from jaxspec.text.errors import TokenizerError
 
 log = logging.getLogger("jaxspec")
 
@@ -109,9 +110,9 @@ class DataParallelLLM:
             member.send("start", one)
         source = resolve(options.model, options.revision, load_format=options.load_format)
         self.tokenizer = source.files.tokenizer()  # read here too, while the engines start
-        told = [member.started("ready") for member in self._members]
-        self.config: EngineConfig = dataclasses.replace(told[0]["config"], dp_size=options.dp_size)
-        self.model_config, self.sampling = told[0]["model_config"], told[0]["sampling"]
+        ready = [member.started("ready") for member in self._members]
+        self.config: EngineConfig = dataclasses.replace(ready[0]["config"], dp_size=options.dp_size)
+        self.model_config, self.sampling = ready[0]["model_config"], ready[0]["sampling"]
         for member in self._members:
             member.prefixes = Prefixes(0 if self.config.disable_prefix_cache else member.stats["total_pages"])
 
@@ -139,18 +140,18 @@ class DataParallelLLM:
                     f"the request took longer than the {limit:g} seconds that the server allows (--request-timeout)"
                 )
                 timer = loop.call_later(limit, stream.arrived.put_nowait, late)
-            said: list[int] = []
+            generated: list[int] = []
             while unfinished:
                 delta = await stream.arrived.get()
                 stream.taken += 1
                 if isinstance(delta, BaseException):
-                    raise self._told(delta, member)
+                    raise self._as_ours(delta, member)
                 unfinished -= delta.finish_reason is not None
                 if params.n == 1:
-                    said += delta.token_ids
+                    generated += delta.token_ids
                 yield delta
-            if said:
-                member.prefixes.note(pages([*tokens, *said], self.config.page_size))
+            if generated:
+                member.prefixes.note(pages([*tokens, *generated], self.config.page_size))
         finally:
             if timer is not None:
                 timer.cancel()
@@ -163,8 +164,8 @@ class DataParallelLLM:
     def abort(self, request_id: str | None = None) -> None:
         """Abort as `AsyncLLM.abort` does. **Raises:** `EngineDead`."""
         self._living()
-        told = self._members if request_id is None else filter(None, [self._ids.get(request_id)])
-        for member in told:
+        members = self._members if request_id is None else filter(None, [self._ids.get(request_id)])
+        for member in members:
             member.send("abort", request_id)
 
     async def check(self, requests: Sequence[tuple[str | list[int], SamplingParams]]) -> None:
@@ -172,7 +173,7 @@ class DataParallelLLM:
         member = min(self._living(), key=lambda member: member.held)
         for error in await self._ask([member], "check", lambda key: (key, list(requests))):
             if error is not None:
-                raise self._told(error, member)
+                raise self._as_ours(error, member)
 
     async def flush_cache(self) -> bool:
         """Flush all engines' caches as `AsyncLLM.flush_cache` does. **Raises:** `EngineDead`."""
@@ -272,13 +273,13 @@ class DataParallelLLM:
         return living
 
     def _reserve(self, n: int) -> None:
-        """Count completions as admitted, as `AsyncLLM` does. **Raises:** `Overloaded`, `EngineDead`."""
-        places = self._slots * len(self._living()) + self._queued
+        """Count completions as admitted, like `AsyncLLM`. **Raises:** `Overloaded`, `EngineDead`."""
+        most = self._slots * len(self._living()) + self._queued
         with self._counting:
-            if self._held and self._held + n > places:
+            if self._held and self._held + n > most:
                 self._refused += 1
                 raise Overloaded(
-                    f"{self._held} completions run or wait, and the server takes in {places} at once "
+                    f"{self._held} completions run or wait, and the server takes in {most} at once "
                     "(--max-running-requests of each engine and --max-queued-requests); send the request again later"
                 )
             self._held += n
@@ -325,7 +326,7 @@ class DataParallelLLM:
     def _gone(self, member: EngineProcess) -> Exception:
         return RequestFailed(f"engine {member.index} stopped during this request; send it again")
 
-    def _told(self, error: BaseException, member: EngineProcess) -> BaseException:
+    def _as_ours(self, error: BaseException, member: EngineProcess) -> BaseException:
         """An error as this object's caller has it: that of one engine isn't the end of all."""
         if isinstance(error, EngineDead) and not self._closed and self.error is None:
             error = self._gone(member)

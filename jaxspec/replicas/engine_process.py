@@ -56,9 +56,9 @@ class EngineProcess:
         threading.Thread(target=self._read, name=f"jaxspec-engine-{index}", daemon=True).start()
 
     def started(self, kind: str) -> Any:
-        """Receive the next message about its start, of this kind. **Raises:** the error that kept it from starting."""
-        said, value = self._started.get()
-        if said == kind:
+        """Read the next message of its start, of this kind. **Raises:** the error that kept it from starting."""
+        got, value = self._started.get()
+        if got == kind:
             return value
         if kind == "devices" and not isinstance(value, ConfigError | EngineDead):
             value = ConfigError(f"engine {self.index} of --dp-size found no device to run on: {value}")

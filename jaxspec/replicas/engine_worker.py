@@ -33,7 +33,7 @@ from jaxspec.config.options import ConfigError
 from jaxspec.config.request import Delta, RequestError
 from jaxspec.engine.async_llm import AsyncLLM, EngineDead, RequestFailed, described_devices
 from jaxspec.parallel.channel import Channel
-from jaxspec.text.tokenizer import TokenizerError
+from jaxspec.text.errors import TokenizerError
 
 log = logging.getLogger("jaxspec")
 
@@ -81,7 +81,7 @@ class Worker:
 
     async def _serve(self, llm: AsyncLLM) -> int:
         while llm.error is None and not self._ending.done():
-            self._tell()
+            self._send_stats()
             await asyncio.wait((self._ending,), timeout=STATS_SECONDS)
         ended = await asyncio.to_thread(llm.close, self._ending.result() if self._ending.done() else 1.0)
         while self._tasks:
@@ -162,10 +162,10 @@ class Worker:
             return
         out, self._out = self._out, []
         if any(type(item) is not tuple for _, item in out):
-            self._tell()  # first: who has read the last delta finds it counted
+            self._send_stats()  # first: who has read the last delta finds it counted
         self._send("deltas", out)
 
-    def _tell(self) -> None:
+    def _send_stats(self) -> None:
         self._send("stats", self._llm.stats())
 
     def _send(self, kind: str, value: Any) -> None:

@@ -22,11 +22,11 @@ from jaxspec.config.options import ConfigError
 from jaxspec.config.request import MAX_LOGPROBS
 from jaxspec.decoder.forward import Hidden, forward, top_tokens, unembed
 from jaxspec.decoder.functions import row_of
-from jaxspec.drafters.base import DraftBatch, Drafter, PrefillBatch, Proposal, Resting, Verified, proposed
+from jaxspec.drafters.base import DraftBatch, Drafter, PrefillBatch, Proposal, SkippedDrafter, Verified, proposed
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas.sliced_rows import sliced
 from jaxspec.parallel import sharding
-from jaxspec.parallel.sharding import mine, owned, told
+from jaxspec.parallel.sharding import all_gather_requests, logits_of_my_requests, my_requests
 from jaxspec.rounds import packing, ragged_verification
 from jaxspec.rounds.packing import Slots
 from jaxspec.rounds.ragged_verification import Ragged
@@ -123,7 +123,7 @@ def prefill(
     if not score:
         return state, jnp.sum(count)
     scores = _score(config, params, hidden, LOGPROBS)
-    return state, told(_pack_logprobs(scores, mine(next_tokens)), len(tokens))
+    return state, all_gather_requests(_pack_logprobs(scores, my_requests(next_tokens)), len(tokens))
 
 
 def first(
@@ -178,7 +178,7 @@ def _round(config, drafter, mode, params, draft_params, state, ids, table):
     state, out = conclude(drafter, mode, draft_params, state, slots, batch, proposal, scores, features, fixed=fixed)
     if isinstance(drafter, Ragged):
         state = state.replace(slots=ragged_verification.observe(state.slots, ids, out[:, DRAFTED], out[:, ACCEPTED]))
-    if isinstance(drafter, Resting):  # from here on the drafter's state is too old for these requests
+    if isinstance(drafter, SkippedDrafter):  # from here on the drafter's state is too old for these requests
         state = state.replace(slots=state.slots.replace(drafts=state.slots.drafts.at[ids].set(0)))
     return keep_replay(config, state, ids, out), out
 
@@ -270,7 +270,9 @@ def _score(config: ModelConfig, params: Any, hidden: Hidden, mode: str) -> Array
         if top is not None:
             return top
     logits = unembed(params, hidden.last, config.decoder)
-    return sharding.top_tokens(logits, config.vocab_size) if mode == GREEDY else owned(logits, config.vocab_size)
+    if mode == GREEDY:
+        return sharding.top_tokens(logits, config.vocab_size)
+    return logits_of_my_requests(logits, config.vocab_size)
 
 
 @flax.struct.dataclass
@@ -301,13 +303,15 @@ def conclude(
     bits whatever rows are beside it.
     """
     b = len(batch.slots)
-    decide, tell = (lambda x: x, lambda x: x) if mode == GREEDY else (mine, partial(told, b=b))
+    mine, all_of = my_requests, partial(all_gather_requests, b=b)
+    if mode == GREEDY:  # scores are of all requests on each device
+        mine = all_of = lambda x: x
     tokens = jnp.concatenate([batch.tokens(-1, 1), proposal.tokens], axis=1)
     drafted, tree = proposal.count, _tree(drafter, proposal)
     forced = None if masks is None else masks.forced
     if tree is None:
-        own = decide(proposal.replace(probs=None, logits=None)).replace(probs=proposal.probs)
-        outputs, accepted = tell(_accept(scores, decide(slots), own, mode, masks, fixed))
+        own = mine(proposal.replace(probs=None, logits=None)).replace(probs=proposal.probs)
+        outputs, accepted = all_of(_accept(scores, mine(slots), own, mode, masks, fixed))
     else:
         outputs, path, accepted = _accept_path(scores, slots, proposal, tree, mode, masks)
         # From here on the accepted path is a chain.
@@ -329,7 +333,7 @@ def conclude(
 
     columns = [jnp.stack([emitted, accepted, drafted, done.astype(jnp.int32)], axis=1), outputs]
     if mode == LOGPROBS:
-        columns.append(tell(_pack_logprobs(scores, decide(outputs))).reshape(b, -1))
+        columns.append(all_of(_pack_logprobs(scores, mine(outputs))).reshape(b, -1))
     return state, jnp.concatenate(columns, axis=1)
 
 
@@ -371,8 +375,8 @@ def _choose(
     if mode == GREEDY:
         return scores
     p = _probabilities(scores, slots, proposal, tree, masks)
-    ahead = jnp.arange(scores.shape[1]) if tree is None else tree.depth
-    return sampling.draw(p, sampling.keys(slots.sampling.seed, slots.length[:, None] + ahead, sampling.SAMPLE))
+    depth = jnp.arange(scores.shape[1]) if tree is None else tree.depth
+    return sampling.draw(p, sampling.keys(slots.sampling.seed, slots.length[:, None] + depth, sampling.SAMPLE))
 
 
 def _drawn(logits: Float[Array, "b q v"], slots: Slots, proposal: Proposal) -> Int[Array, "b q"]:

@@ -96,8 +96,8 @@ def share(rates: Float[Array, "b d"], count: Int[Array, " b"], rows: Int[Array, 
     worth = jax.lax.cummin(jnp.cumprod(rates.astype(jnp.float32), axis=1), axis=1)  # sums in a tree may round upwards
     worth = jnp.where(jnp.arange(d) < count[:, None], worth, -1.0).reshape(-1)
     order = jnp.arange(b * d)
-    ahead = (worth > worth[:, None]) | ((worth == worth[:, None]) & (order < order[:, None]))
-    chosen = (ahead.sum(axis=1) < rows) & (worth >= 0)
+    better = (worth > worth[:, None]) | ((worth == worth[:, None]) & (order < order[:, None]))
+    chosen = (better.sum(axis=1) < rows) & (worth >= 0)
     return chosen.reshape(b, d).sum(axis=1).astype(jnp.int32)
 
 

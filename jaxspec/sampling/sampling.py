@@ -71,8 +71,8 @@ def adjust(
 
     def branch(row: Array, follows: Array) -> Array:
         token = _or_drop(drafts, follows, v)
-        said = seen.at[each, token].set(True, mode="drop"), counts.at[each, token].add(1.0, mode="drop")
-        return one(row, *said, length + follows.sum(axis=1))
+        marked = seen.at[each, token].set(True, mode="drop"), counts.at[each, token].add(1.0, mode="drop")
+        return one(row, *marked, length + follows.sum(axis=1))
 
     if follows is not None:
         return jax.vmap(branch, in_axes=1, out_axes=1)(logits, follows)
@@ -161,11 +161,10 @@ def _keys(seed: UInt32[Array, "b 2"], position: Int[Array, "b ..."], purpose: UI
     shape = jnp.broadcast_shapes(position.shape, purpose.shape)
     words = (jnp.expand_dims(word, tuple(range(1, len(shape)))) for word in seed.T)
     operands = *words, position.astype(jnp.uint32), purpose
-    zero = sum(
-        x & 0 for x in operands
-    )  # if `vmap` maps one of them, it must map all: the primitive doesn't see to that
-    made = threefry2x32_p.bind(*(jnp.broadcast_to(x, shape) + zero for x in operands))
-    return jax.random.wrap_key_data(jnp.stack(made, axis=-1), impl="threefry2x32")
+    # If `vmap` maps one of them, it must map all: the primitive doesn't see to that.
+    zero = sum(x & 0 for x in operands)
+    bits = threefry2x32_p.bind(*(jnp.broadcast_to(x, shape) + zero for x in operands))
+    return jax.random.wrap_key_data(jnp.stack(bits, axis=-1), impl="threefry2x32")
 
 
 def draw(p: Float[Array, "*b v"], key: Array) -> Int[Array, "*b"]:

@@ -36,7 +36,7 @@ TRIES = 9  # of a number, whose median delay is its own
 USUAL = 16  # rounds of another number in a row, after which it is the usual one: those after a change may be slow
 SURPRISE = 0.1  # share of a number's time by which a try may be off before another one follows at once
 OUTLIER = 2  # times the expected time: a round that took longer counts as that, since the host was held up
-REST = -1  # as a number of drafts: none, and the drafter's state isn't kept up
+SKIP_DRAFTER = -1  # as a number of drafts: none, and the drafter's state isn't kept up
 SETTLED = 0.5  # seconds without drafts, of a whole batch that might have some, after which rounds rest
 KEEPING = 0.005  # share of the time that keeping up a drafter's state between rests, and trying drafts then, may cost
 LEAST = 1 / 4  # of a time from the start: no round is expected to be faster
@@ -70,12 +70,12 @@ class Times:
         self._seen = {drafts: deque([0.0] * TRIES, TRIES) for drafts in table}
         self._delays, self._more = deque([0.0, 0.0], DELAYS), 0.0
         self._usual: int | None = None
-        self._last, self._row = REST, 0  # the number before, and how often it came in a row
+        self._last, self._row = SKIP_DRAFTER, 0  # the number before, and how often it came in a row
         self._rounds: Counter[int] = Counter()
         self.rested = False  # often enough to know what a rest takes
 
     def of(self, drafts: int) -> float:
-        own = self._own[0 if drafts == REST and not self.rested else drafts]
+        own = self._own[0 if drafts == SKIP_DRAFTER and not self.rested else drafts]
         return max(self._table[drafts] + own + self._more, LEAST * self._table[drafts])
 
     def all(self) -> dict[int, float]:
@@ -102,7 +102,7 @@ class Times:
         self._own[drafts] = median(self._seen[drafts])
         if self._row == USUAL:
             self._usual = drafts
-            self.rested |= drafts == REST
+            self.rested |= drafts == SKIP_DRAFTER
         return abs(late) > SURPRISE * expected
 
 
@@ -110,8 +110,8 @@ class Chooser:
     """Chooses the number of drafts of each round, among those that its group of programs has.
 
     `longest[n]` is how many of n drafts can be accepted, n for a chain. `times`: for each group what its numbers of
-    drafts take, in seconds. Each group has 0 and another number at least, and may have `REST`. `shared`: those numbers
-    that a request has on average, some more and some fewer (`ragged`).
+    drafts take, in seconds. Each group has 0 and another number at least, and may have `SKIP_DRAFTER`. `shared`: those
+    numbers that a request has on average, some more and some fewer (`ragged`).
 
     A number's expected tokens follow from conditional acceptance by position: of the rows whose drafts before position
     j were accepted, those whose draft j was, too. A row without a draft there counts as one whose draft wasn't. A
@@ -146,14 +146,14 @@ class Chooser:
         if not able:
             return 0
         times = self.times(group)
-        kept, plain = times[0], times.pop(REST, None)
+        kept, plain = times[0], times.pop(SKIP_DRAFTER, None)
         untried = None
         if plain is not None:
             times[0] = plain  # as it is in the long run
             untried = self._untried(group, times, share)
             if self._resting(group, times, kept, share, able, untried is None):
                 self.chosen = 0
-                return REST
+                return SKIP_DRAFTER
         if not share:
             return 0
         tokens = self.expected(share)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-AGAIN = 1 / 8  # share of a difference by which what is expected falls, or a round's time moves
+MOVE_RATE = 1 / 8  # share of a difference by which what is expected falls, or a round's time moves
 OUTLIER = 2  # times what is expected: what took longer counts as that, since the host was held up
-FADE = 1 / 256  # share of what it takes more than others suggest that is forgotten of a program at each other's
+DECAY = 1 / 256  # share of what it takes more than others suggest that is forgotten of a program at each other's
 
 
-class Behind(NamedTuple):
-    """Programs dispatched since the round before: the size of each program of prompts, and when the first began, in
+class Dispatched(NamedTuple):
+    """Dispatches since the round before: the size of each program of prompts, and when the first was, in
     seconds. `rounds`: of the program that is behind them."""
 
     prompts: tuple[int, ...]
@@ -21,7 +21,7 @@ class Behind(NamedTuple):
     rounds: int = 1
 
 
-class Pace:
+class PrefillBudget:
     """`most`: seconds between two rounds at most, None for no limit; times of rounds and of programs of prompts are
     learned then, too. `sizes`: the blocks of `block` tokens that these programs are made for, ascending; their padding
     takes as long as tokens do.
@@ -38,30 +38,30 @@ class Pace:
         self._most, self._block, self._sizes = most, block, sizes
         self._rounds: dict[int, float] = {}  # what a program of so many rounds takes
         self._took: dict[int, float] = {}  # by size
-        self._behind = Behind((), 0.0)
+        self._dispatched = Dispatched((), 0.0)
         self._read_at = 0.0
 
     def prompts(self, blocks: int, now: float) -> None:
         """Note a program of so many blocks of prompts that is about to be dispatched."""
         size = next(size for size in self._sizes if size >= blocks)
-        programs = self._behind.prompts
-        self._behind = Behind((*programs, size), self._behind.began if programs else now)
+        programs = self._dispatched.prompts
+        self._dispatched = Dispatched((*programs, size), self._dispatched.began if programs else now)
 
-    def round(self, now: float, rounds: int = 1) -> Behind:
+    def round(self, now: float, rounds: int = 1) -> Dispatched:
         """Note that a program of so many rounds is about to be dispatched; what it is behind of."""
-        behind, self._behind = self._behind, Behind((), 0.0)
-        return Behind(behind.prompts, behind.began if behind.prompts else now, rounds)
+        dispatched, self._dispatched = self._dispatched, Dispatched((), 0.0)
+        return Dispatched(dispatched.prompts, dispatched.began if dispatched.prompts else now, rounds)
 
-    def read(self, behind: Behind, now: float) -> None:
+    def read(self, dispatched: Dispatched, now: float) -> None:
         """Note that a round's result is there."""
-        took, self._read_at = now - max(self._read_at, behind.began), now
-        if not behind.prompts:
+        took, self._read_at = now - max(self._read_at, dispatched.began), now
+        if not dispatched.prompts:
             if not self._rounds:
                 self._took.clear()  # what was learned has a round in it
-            expected = self._rounds.get(behind.rounds, took)
-            self._rounds[behind.rounds] = expected + AGAIN * (min(took, OUTLIER * expected) - expected)
+            expected = self._rounds.get(dispatched.rounds, took)
+            self._rounds[dispatched.rounds] = expected + MOVE_RATE * (min(took, OUTLIER * expected) - expected)
             return
-        self._learn(behind.prompts, max(took - self._takes(behind.rounds), 0.0))
+        self._learn(dispatched.prompts, max(took - self._takes(dispatched.rounds), 0.0))
 
     @property
     def token(self) -> float:
@@ -97,9 +97,9 @@ class Pace:
         ratio = min(took / whole, OUTLIER)
         for size, time in expected.items():
             falls = size in self._took and ratio < 1
-            self._took[size] = time * (1 + AGAIN * (ratio - 1) if falls else ratio)
+            self._took[size] = time * (1 + MOVE_RATE * (ratio - 1) if falls else ratio)
         for size in self._took.keys() - expected.keys():
-            self._took[size] += FADE * min(self._guess(size) - self._took[size], 0.0)
+            self._took[size] += DECAY * min(self._guess(size) - self._took[size], 0.0)
 
     def _expected(self, size: int) -> float:
         """Seconds that a program takes, if any has run."""

@@ -111,7 +111,7 @@ class Node:
         self.snapshot: int | None = None
 
     @property
-    def seen(self) -> int:
+    def drafter_seen(self) -> int:
         """Pages from the root to here that a drafter has seen, too."""
         node = self
         while node.parent and node.key[-1] == MISSED:
@@ -233,7 +233,7 @@ class PrefixTree:
         start: Node | None = None,
         *,
         leaving: bool = False,
-        seen: int | None = None,
+        drafter_seen: int | None = None,
     ) -> Node:
         """Publish the full pages of `keys[:limit]`, where `pages[i]` holds the i-th page of tokens.
 
@@ -245,7 +245,7 @@ class PrefixTree:
 
         - `start`: the node an earlier `match` or `insert` of the same keys returned, so that a growing prefix isn't
           walked again. Its page must still be held by the caller; `clear` ends its use.
-        - `seen`: positions that the drafter has seen, None for all.
+        - `drafter_seen`: positions that the drafter has seen, None for all.
 
         Returns the node reached.
         """
@@ -253,7 +253,7 @@ class PrefixTree:
         node, size = start or self.root, self.page_size
         for depth in range(node.depth, max(min(limit, len(keys) - self.reach), 0) // size):
             end = (depth + 1) * size
-            missed = () if seen is None or end <= seen else (MISSED,)
+            missed = () if drafter_seen is None or end <= drafter_seen else (MISSED,)
             edge = *keys[end - size : end + self.reach], *missed
             child = node.children.get(edge)
             if child is None:

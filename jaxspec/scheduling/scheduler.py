@@ -30,7 +30,7 @@ import numpy as np
 
 from jaxspec.config.request import CONTEXT_EXCEEDED, RequestError
 from jaxspec.scheduling.prefix_cache import Node, PagePool, PrefixTree, Snapshots
-from jaxspec.scheduling.sequence import Chunk, Plan, Sequence, State
+from jaxspec.scheduling.sequence import Chunk, Plan, SequenceState, Status
 
 CROWD, CROWD_SHARE = 12, 1 / 8  # requests that could come now and for whom rounds are held, and of those that run
 
@@ -102,9 +102,9 @@ class Scheduler:
         self.tree = PrefixTree(self.pool, page_size, reach, self.snapshots)
         self.pages_per_seq = self._pages_for(context_length + lookahead)
         self.table = np.zeros((num_slots + 1, self.pages_per_seq), np.int32)
-        self.waiting: deque[Sequence] = deque()
-        self.prefilling: Sequence | None = None
-        self.running: list[Sequence] = []
+        self.waiting: deque[SequenceState] = deque()
+        self.prefilling: SequenceState | None = None
+        self.running: list[SequenceState] = []
         self.preemptions = 0
         self.resting = False  # prompts may continue from pages that the drafter missed; set by the engine
         self._free_slots = list(range(num_slots - 1, -1, -1))
@@ -162,7 +162,7 @@ class Scheduler:
             )
         return prompt_len + completion
 
-    def add(self, seq: Sequence) -> None:
+    def add(self, seq: SequenceState) -> None:
         """Queue a new sequence. **Raises:** `ValueError` if `check` wouldn't allow its tokens or limit."""
         fits = self._pages_for(seq.limit + self.lookahead) < self.pool.num_pages
         if not (1 <= len(seq.tokens) < seq.limit <= self.context_length and fits):
@@ -170,8 +170,8 @@ class Scheduler:
                 f"a sequence of {len(seq.tokens)} tokens with limit {seq.limit} can't be served within a context of "
                 f"{self.context_length} and {self.pool.num_pages - 1} pages; take the limit from check()"
             )
-        if seq.state is not State.WAITING:
-            raise ValueError(f"only a new sequence can be added; this one is {seq.state.value}")
+        if seq.status is not Status.WAITING:
+            raise ValueError(f"only a new sequence can be added; this one is {seq.status.value}")
         self.waiting.append(seq)
 
     def plan(self) -> Plan:
@@ -197,7 +197,7 @@ class Scheduler:
             seq.in_flight += rounds
         return Plan(admit, prefill, first, rows, rounds)
 
-    def append(self, seq: Sequence, tokens: list[int], rounds: int = 1) -> int:
+    def append(self, seq: SequenceState, tokens: list[int], rounds: int = 1) -> int:
         """Read the oldest rounds in flight of `seq`, all those of a program: these are its next tokens.
 
         Returns how many of them were read before a preemption, too.
@@ -218,16 +218,16 @@ class Scheduler:
         seq.replayed -= known
         return known
 
-    def finish(self, seq: Sequence) -> None:
+    def finish(self, seq: SequenceState) -> None:
         """Done or aborted, in whatever state: its slot and pages are free at once. A second call does nothing."""
-        if seq.state is State.FINISHED:
+        if seq.status is Status.FINISHED:
             return
-        if seq.state is State.WAITING:
+        if seq.status is Status.WAITING:
             self.waiting.remove(seq)
             self._refused = False
         else:
             self._vacate(seq)
-        seq.state = State.FINISHED
+        seq.status = Status.FINISHED
 
     def flush(self) -> int:
         """Empty the prefix tree; sequences keep their pages, but no longer publish them. Returns pages dropped."""
@@ -235,7 +235,7 @@ class Scheduler:
             seq.node = None
         return self.tree.clear()
 
-    def _admitted(self) -> list[Sequence]:
+    def _admitted(self) -> list[SequenceState]:
         return self.running + ([self.prefilling] if self.prefilling else [])
 
     def _pages_for(self, positions: int) -> int:
@@ -249,16 +249,16 @@ class Scheduler:
             self.tree.evict(n - self.pool.free)
         return self.pool.alloc(n)
 
-    def _goes_on(self, seq: Sequence) -> bool:
+    def _goes_on(self, seq: SequenceState) -> bool:
         """Whether `seq` may still run once its rounds in flight are read. Each of them yields at least one token."""
         return len(seq.tokens) + seq.in_flight < seq.limit
 
-    def _missing(self, seq: Sequence, rounds: int) -> int:
+    def _missing(self, seq: SequenceState, rounds: int) -> int:
         """Pages that `seq` lacks for that many more rounds. The last of all rounds starts below the limit."""
         end = len(seq.tokens) + seq.replayed - 1 + (seq.in_flight + rounds - 1) * self.width + self.lookahead
         return max(self._pages_for(min(end, seq.limit + self.lookahead)) - len(seq.pages), 0)
 
-    def _give(self, seq: Sequence, pages: int) -> None:
+    def _give(self, seq: SequenceState, pages: int) -> None:
         held = len(seq.pages)
         seq.pages += self._take(pages)
         self.table[seq.slot, held : held + pages] = seq.pages[held:]
@@ -271,7 +271,7 @@ class Scheduler:
                 return False
         return True
 
-    def _extend(self, seq: Sequence, missing: int) -> bool:
+    def _extend(self, seq: SequenceState, missing: int) -> bool:
         """Give `seq` that many pages, preempting the youngest, at worst itself. False: as `_grow`."""
         while missing > self._available():
             if any(other.in_flight for other in self.running):
@@ -283,7 +283,7 @@ class Scheduler:
         self._give(seq, missing)
         return True
 
-    def _lookahead(self, rows: list[Sequence]) -> int:
+    def _lookahead(self, rows: list[SequenceState]) -> int:
         """How many rounds to run in one program: several only if no request can be admitted, and there are pages for
         them. If requests wait for a slot, one that ends is replaced after the program instead of after the round.
         """
@@ -312,7 +312,7 @@ class Scheduler:
         blocks = (self.between - self._since) // self.block if limited else self.prefills[-1]
         return max((size for size in self.prefills if size <= blocks), default=self.prefills[0])
 
-    def _fill(self) -> tuple[list[Sequence], list[Chunk]]:
+    def _fill(self) -> tuple[list[SequenceState], list[Chunk]]:
         """Admissions and chunks within one program's budget: the unfinished prompt first, then new ones in order."""
         admit, chunks, blocks = [], [], self._room()
         while blocks:
@@ -325,11 +325,11 @@ class Scheduler:
             blocks = 0 if seq.score else blocks - len(chunks[-1].blocks(self.block))
         return admit, chunks
 
-    def _due(self, seq: Sequence) -> int:
+    def _due(self, seq: SequenceState) -> int:
         """How many positions its prefill computes: the prompt's, or those that were committed before a preemption."""
         return max(seq.prompt_len, len(seq.tokens) - 1)
 
-    def _next_chunk(self, seq: Sequence, blocks: int) -> Chunk:
+    def _next_chunk(self, seq: SequenceState, blocks: int) -> Chunk:
         """The next tokens of a prompt, as many as fit in so many blocks, which end where a snapshot is due."""
         due, start, source = self._due(seq), seq.computed, seq.source
         end = start + self.score_tokens if seq.score else due
@@ -344,10 +344,10 @@ class Scheduler:
         if seq.computed == due:
             self.prefilling = None
             self.running.append(seq)
-            seq.state = State.RUNNING
+            seq.status = Status.RUNNING
         return chunk
 
-    def _admit_next(self, alone: bool) -> Sequence | None:
+    def _admit_next(self, alone: bool) -> SequenceState | None:
         """Give the head of the queue its slot and pages, if there are any. `alone`: no other's chunk is planned yet."""
         if not self.waiting or not self._free_slots or self._refused or (self.waiting[0].score and not alone):
             return None
@@ -368,17 +368,17 @@ class Scheduler:
             seq.source, seq.points = node.snapshot, self._points(seq, node)
         seq.node = node if self.prefix_cache else None
         seq.computed = len(pages) * self.page_size
-        seq.seen = node.seen * self.page_size if node.seen < node.depth else None
+        seq.drafter_seen = node.drafter_seen * self.page_size if node.drafter_seen < node.depth else None
         if not seq.preemptions:
             seq.cached = seq.computed
         seq.pages = pages + self._take(missing)
         seq.slot = self._free_slots.pop()
         self.table[seq.slot, : len(seq.pages)] = seq.pages
-        seq.state = State.PREFILL
+        seq.status = Status.PREFILL
         self.prefilling = seq
         return seq
 
-    def _points(self, seq: Sequence, start: Node) -> list[int]:
+    def _points(self, seq: SequenceState, start: Node) -> list[int]:
         """Positions at which snapshots of a prompt's state are due, beyond the node that it starts from: at every
         interval, at the last page that is published, and where the prompt leaves the tree, as another may again.
 
@@ -395,7 +395,7 @@ class Scheduler:
         points = {*range(0, last, interval), parting, last}
         return sorted(point for point in points if first < point <= last)
 
-    def _keep(self, seq: Sequence, start: int) -> tuple[tuple[int, int], ...]:
+    def _keep(self, seq: SequenceState, start: int) -> tuple[tuple[int, int], ...]:
         """Give slots for the snapshots due from `start` to where `seq` is computed, at positions that the tree has."""
         keeps = []
         for point in seq.points:
@@ -410,25 +410,27 @@ class Scheduler:
                 keeps.append((point, slot))
         return tuple(keeps)
 
-    def _publish(self, seq: Sequence, end: int, leaving: bool = False) -> None:
+    def _publish(self, seq: SequenceState, end: int, leaving: bool = False) -> None:
         end = min(end, seq.prompt_len) if self.replays else end
         if seq.node:
-            seq.node = self.tree.insert(seq.keys, seq.pages, end, seq.node, leaving=leaving, seen=seq.seen)
+            seq.node = self.tree.insert(
+                seq.keys, seq.pages, end, seq.node, leaving=leaving, drafter_seen=seq.drafter_seen
+            )
 
-    def preempt(self, seq: Sequence) -> None:
+    def preempt(self, seq: SequenceState) -> None:
         """Back to the head of the queue. All its results have been read, so only its KV is lost."""
         self._vacate(seq)
         if self.replays:
             seq.replayed += len(seq.tokens) - seq.prompt_len
             del seq.tokens[seq.prompt_len :]
-        seq.state = State.WAITING
+        seq.status = Status.WAITING
         seq.preemptions += 1
         self.preemptions += 1
         self.waiting.appendleft(seq)
 
-    def _vacate(self, seq: Sequence) -> None:
+    def _vacate(self, seq: SequenceState) -> None:
         """Publish the committed pages, then give back slot and pages."""
-        if seq.state is State.RUNNING:
+        if seq.status is Status.RUNNING:
             # The drafter may not have caught up with the newest committed position, so that one is kept out.
             self._publish(seq, len(seq.tokens) - 2, leaving=True)
             self.running.remove(seq)
@@ -438,7 +440,7 @@ class Scheduler:
         self.pool.release(seq.pages)
         self.table[seq.slot] = 0
         self._free_slots.append(seq.slot)
-        seq.pages, seq.slot, seq.node, seq.seen = [], -1, None, None
+        seq.pages, seq.slot, seq.node, seq.drafter_seen = [], -1, None, None
         seq.computed = seq.in_flight = 0
         seq.epoch += 1
         self._refused = False

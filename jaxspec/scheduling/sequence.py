@@ -15,7 +15,7 @@ from jaxspec.scheduling.prefix_cache import Node
 NO_STATE = -1  # as a state slot: none
 
 
-class State(enum.Enum):
+class Status(enum.Enum):
     WAITING = "waiting"
     PREFILL = "prefill"
     RUNNING = "running"
@@ -23,7 +23,7 @@ class State(enum.Enum):
 
 
 @dataclass(eq=False, slots=True)
-class Sequence:
+class SequenceState:
     """One completion in the making.
 
     **Arguments:**
@@ -37,8 +37,8 @@ class Sequence:
     - `seeded`: it samples under a seed, so its text depends on its drafts, and it never goes without.
     - `overridden`: for prompt positions whose embedding isn't their token's, a key of what it is instead, 64 bits.
     - `salt`: a key of what else its keys and values depend on, 64 bits; 0: of nothing else.
-    - `seen`: positions that the drafter has seen, if it missed what came then; None: it misses nothing. Set by the
-      engine, and at admission.
+    - `drafter_seen`: positions that the drafter has seen, if it missed what came then; None: it misses nothing. Set by
+      the engine, and at admission.
 
     The rest is the scheduler's: `slot` and `pages` while admitted; `computed`, positions whose KV was cached or has
     been dispatched as prefill; `cached`, tokens found in the prefix tree when first admitted; `in_flight`, rounds not
@@ -56,7 +56,7 @@ class Sequence:
     seeded: bool = False
     overridden: Mapping[int, int] = field(default_factory=dict, repr=False)
     salt: int = 0
-    seen: int | None = None
+    drafter_seen: int | None = None
     slot: int = -1
     pages: list[int] = field(default_factory=list, repr=False)
     computed: int = 0
@@ -64,7 +64,7 @@ class Sequence:
     in_flight: int = 0
     epoch: int = 0
     replayed: int = 0
-    state: State = State.WAITING
+    status: Status = Status.WAITING
     preemptions: int = 0
     node: Node | None = field(default=None, repr=False)  # how far its pages are published; None: they must not be
     source: int | None = field(default=None, repr=False)
@@ -87,7 +87,7 @@ class Chunk(NamedTuple):
     nothing. `keeps` are the positions, in order, at which the state is kept, and the state slots for that.
     """
 
-    seq: Sequence
+    seq: SequenceState
     start: int
     count: int
     source: int | None = None
@@ -113,9 +113,9 @@ class Plan(NamedTuple):
     `drain`: pages ran out while results are unread. Nothing else is in the plan: read them all, then plan again.
     """
 
-    admit: list[Sequence]
+    admit: list[SequenceState]
     prefill: list[Chunk]
-    first: list[Sequence]
-    rows: list[Sequence]
+    first: list[SequenceState]
+    rows: list[SequenceState]
     rounds: int = 1
     drain: bool = False

@@ -1,29 +1,28 @@
-"""Requests whose rounds rested: the drafter missed some of their text, so they have no drafts (`draft_count.REST`).
+"""Requests whose rounds skipped the drafter (`SKIP_DRAFTER`): it missed some of their text, so they have no drafts.
 
 They have drafts again after a preemption, which computes their text anew, for the drafter too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as Several
+from collections.abc import Callable, Sequence
 
-from jaxspec.scheduling.draft_count import REST, Chooser, Group
+from jaxspec.scheduling.draft_count import SKIP_DRAFTER, Chooser, Group
 from jaxspec.scheduling.scheduler import Scheduler
-from jaxspec.scheduling.sequence import Sequence
+from jaxspec.scheduling.sequence import SequenceState
 
 EACH = 1e-3  # seconds that a preemption takes besides: the host's, and of programs that aren't full
 
 
-def choose(chooser: Chooser, group: Group, seqs: Several[Sequence], reach: int) -> int:
+def choose(chooser: Chooser, group: Group, seqs: Sequence[SequenceState], reach: int) -> int:
     """The number of drafts of these requests' next round, noted in them if it rests. `reach`: the drafter's."""
     able = [seq for seq in seqs if seq.owner.request.params.speculative]
-    share = sum(seq.seen is None for seq in able) / len(seqs)
+    share = sum(seq.drafter_seen is None for seq in able) / len(seqs)
     drafts = chooser.choose(group, share, len(able) / len(seqs))
-    for seq in seqs if drafts == REST else ():
-        if seq.seen is None:
+    for seq in seqs if drafts == SKIP_DRAFTER else ():
+        if seq.drafter_seen is None:
             # As of a request that leaves. What the host hasn't read doesn't count.
-            seq.seen = len(seq.tokens) - max(reach, 2)
+            seq.drafter_seen = len(seq.tokens) - max(reach, 2)
     return drafts
 
 
@@ -36,7 +35,7 @@ def renew(chooser: Chooser | None, scheduler: Scheduler, token: float, read: Cal
     if chooser is None or not chooser.missed or not (due := _due(scheduler)):
         return
     block = scheduler.block
-    anew = sum(-(-(len(seq.tokens) - seq.seen) // block) * block for seq in due)
+    anew = sum(-(-(len(seq.tokens) - seq.drafter_seen) // block) * block for seq in due)
     if chooser.missed < token * anew + EACH * len(due):
         return
     read()
@@ -44,8 +43,8 @@ def renew(chooser: Chooser | None, scheduler: Scheduler, token: float, read: Cal
         scheduler.preempt(seq)
 
 
-def _due(scheduler: Scheduler) -> list[Sequence]:
+def _due(scheduler: Scheduler) -> list[SequenceState]:
     """Requests, youngest first, that can still become longer by as many tokens as would have to be computed anew."""
-    rested = (seq for seq in reversed(scheduler.running) if seq.seen is not None)
+    rested = (seq for seq in reversed(scheduler.running) if seq.drafter_seen is not None)
     able = (seq for seq in rested if seq.owner.request.params.speculative)
-    return [seq for seq in able if seq.limit - len(seq.tokens) >= len(seq.tokens) - seq.seen]
+    return [seq for seq in able if seq.limit - len(seq.tokens) >= len(seq.tokens) - seq.drafter_seen]

@@ -175,7 +175,7 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer, vocab: int, end_ids: Sequence[int]):
         self._tokenizer, self._vocab, self._end_ids = tokenizer, vocab, tuple(end_ids)
         self._compiled: OrderedDict[StructuredOutput, Grammar] = OrderedDict()
-        self._made: LLTokenizer | None = None
+        self._vocabulary: LLTokenizer | None = None
         self._unreadable: str | None = None
         self._watch = Watch()
         self._making, self._turn = threading.Lock(), threading.Lock()
@@ -183,10 +183,10 @@ class Grammars:
     def warm_up(self) -> None:
         """Read the vocabulary. A tokenizer that the library can't read is reported by `compile`."""
         with self._making:
-            if self._made is None and self._unreadable is None:
+            if self._vocabulary is None and self._unreadable is None:
                 try:
                     text = self._tokenizer.to_json()
-                    self._made = LLTokenizer(text, n_vocab=self._vocab, eos_token=list(self._end_ids))
+                    self._vocabulary = LLTokenizer(text, n_vocab=self._vocab, eos_token=list(self._end_ids))
                 except Exception as error:
                     self._unreadable = _reason(str(error))
 
@@ -201,10 +201,10 @@ class Grammars:
                 return found
         check(wanted)
         self.warm_up()
-        if (made := self._made) is None:
+        if (vocabulary := self._vocabulary) is None:
             why = f"the grammar library can't read this model's tokenizer: {self._unreadable}"
             raise RequestError(f"structured output can't be served: {why}", wanted.field)
-        make = lambda: LLMatcher(made, self._source(wanted), log_level=0, limits=LIMITS)  # noqa: E731
+        make = lambda: LLMatcher(vocabulary, self._source(wanted), log_level=0, limits=LIMITS)  # noqa: E731
         try:
             matcher = self._watch.run(wanted, make)
         except RequestError:
@@ -276,8 +276,8 @@ def _refused(wanted: StructuredOutput, text: str) -> RequestError:
 def _reason(text: str) -> str:
     """The library's message as one line: its first one, and what a regular expression's parser says at the end."""
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("<")]
-    said = [line[:200] for line in (*lines[:1], *lines[1:]) if line is lines[0] or line.startswith("error:")]
-    return " ".join(said[:2]) or "the grammar library gives no reason"
+    reasons = [line[:200] for line in (*lines[:1], *lines[1:]) if line is lines[0] or line.startswith("error:")]
+    return " ".join(reasons[:2]) or "the grammar library gives no reason"
 
 
 def grammars_of(model: Model, lazily: bool) -> Grammars | None:
@@ -311,8 +311,8 @@ def round_masks(
     walks = {}
     for i, matcher in enumerate(matchers):
         if matcher is not None:
-            count, *told = drafts[i].tolist()
-            tokens, parents = told[: width - 1], told[width - 1 :] or chain
+            count, *ids = drafts[i].tolist()
+            tokens, parents = ids[: width - 1], ids[width - 1 :] or chain
             walks[i] = matcher.rows(tokens[:count], parents[:count], bits[i], forced[i])
     while walks:
         wanted = []

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from jaxspec.decoder.forward import unembed
 from jaxspec.drafters.base import Drafter, Proposal
 from jaxspec.models.model_config import ModelConfig
-from jaxspec.parallel.sharding import mine, owned, told
+from jaxspec.parallel.sharding import all_gather_requests, logits_of_my_requests, my_requests
 from jaxspec.rounds.programs import GREEDY, Masks, State, batch_of, keep_replay, of_prompts, propose, run_rows
 from jaxspec.rounds.programs import conclude as end
 from jaxspec.sampling import sampling
@@ -73,10 +73,10 @@ def draft(
     forced = jnp.where(given[:, :1] == ON_DEVICE, kept, given)
     change = lambda proposal: force(proposal, forced[:, 0], forced[:, 1:], drafter.longest)  # noqa: E731
     proposal, state = propose(drafter, draft_params, state, slots, batch, change)
-    told = [proposal.count[:, None], proposal.tokens]
+    for_host = [proposal.count[:, None], proposal.tokens]
     if proposal.parents is not None:
-        told.append(proposal.parents)
-    return state, proposal.replace(logits=None), jnp.concatenate(told, axis=1)
+        for_host.append(proposal.parents)
+    return state, proposal.replace(logits=None), jnp.concatenate(for_host, axis=1)
 
 
 def force(proposal: Proposal, count: Int[Array, " b"], tokens: Int[Array, "b d"], longest: int) -> Proposal:
@@ -93,7 +93,7 @@ def force(proposal: Proposal, count: Int[Array, " b"], tokens: Int[Array, "b d"]
         same = jnp.zeros_like(same)
         parents = jnp.where(count[:, None] > 0, draft, parents)
     if probs is not None:
-        own_over, own_tokens = mine((over, tokens))  # probabilities are of the requests that this device decides for
+        own_over, own_tokens = my_requests((over, tokens))  # of which the probabilities are
         certain = jnp.arange(probs.shape[-1]) == own_tokens[..., None]
         probs = jnp.where(own_over[..., None], certain.astype(probs.dtype), probs)
     stays = (count == 0) | same & (proposal.count > count)
@@ -150,12 +150,12 @@ def _score(
     logits: Float[Array, "b q v"], bits: UInt32[Array, "b q w"], forced: Int[Array, "b q k"], mode: str, vocab: int
 ) -> tuple[Array, Masks]:
     """Scores as `conclude` takes them, and the masks."""
-    b, logits = len(bits), owned(logits, vocab)
-    masks = Masks(unpack(mine(bits), vocab), forced)
+    b, logits = len(bits), logits_of_my_requests(logits, vocab)
+    masks = Masks(unpack(my_requests(bits), vocab), forced)
     if mode != GREEDY:
         return logits, masks
     best = jnp.argmax(sampling.allow(logits, logits, masks.allowed), axis=-1).astype(jnp.int32)
-    return told(best, b), masks
+    return all_gather_requests(best, b), masks
 
 
 def unpack(bits: UInt32[Array, "b q w"], vocab: int) -> Bool[Array, "b q v"]:

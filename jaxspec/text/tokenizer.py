@@ -1,36 +1,22 @@
-"""Text to token ids and back: the tokenizer, chat templates, and incremental detokenisation.
+"""Text to token ids and back.
 
-Both directions of decoding rest on one table, token id -> the bytes it stands for. So streamed text is the decoded text
-by construction: bytes joined, read as UTF-8, invalid ones replaced by U+FFFD. That costs under a microsecond a token,
-and unlike decoding a sliding window of tokens again and again it has no bad case when bytes never form a character.
+Decoding and streaming (`detokenizer`) rest on one table, token id -> the bytes it stands for. So streamed text is the
+decoded text by construction: bytes joined, read as UTF-8, invalid ones replaced by U+FFFD. That costs under a
+microsecond a token, and unlike decoding a sliding window of tokens again and again it has no bad case when bytes never
+form a character.
 """
 
 from __future__ import annotations
 
-import codecs
-import inspect
 import json
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache, lru_cache
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateSyntaxError
-
 from jaxspec.config.lazy_transformers import imported
+from jaxspec.text.chat_template import write_chat
+from jaxspec.text.errors import TokenizerError, TooLong
 from jaxspec.text.length_bounds import PIECE, UNCUT, Measure
-
-
-class TokenizerError(ValueError):
-    """A tokenizer that can't be read, text it can't encode, or a chat template that refuses the messages."""
-
-
-class TooLong(TokenizerError):
-    """A text with more tokens than are allowed. `least`: a number of tokens that it surely has."""
-
-    def __init__(self, least: int, limit: int):
-        super().__init__(f"the text has at least {least} tokens, at most {limit} are allowed")
-        self.least = least
 
 
 class Tokenizer:
@@ -43,6 +29,7 @@ class Tokenizer:
     - `added_tokens`: by their text, the ids of tokens that text is cut at before anything else, such as `<think>`; some
       are special.
     - `chat_template`: the Jinja source of the default template, or None.
+    - `drops_space`: whether a text's first space is dropped, as SentencePiece does.
     """
 
     def __init__(self, fast: Any):
@@ -61,7 +48,7 @@ class Tokenizer:
         backend.encode_special_tokens = fast.split_special_tokens
         self._fast, self._backend = fast, backend
         self._around: tuple[list[int], list[int]] | None = None
-        self._bytes, specials, self._drops_space = _byte_table(backend)
+        self._bytes, specials, self.drops_space = _byte_table(backend)
         self._plain_bytes = {token: raw for token, raw in self._bytes.items() if token not in specials}
         self._specials = {token: self._bytes[token] for token in specials}
         self.added_tokens = {token.content: index for index, token in backend.get_added_tokens_decoder().items()}
@@ -164,66 +151,29 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`. Ids outside the vocabulary are skipped; bytes that aren't UTF-8 become U+FFFD."""
         text = self._join(ids, skip_special_tokens).decode("utf-8", "replace")
-        return text[1:] if self._drops_space and text.startswith(" ") else text
+        return text[1:] if self.drops_space and text.startswith(" ") else text
 
     def _join(self, ids: Iterable[int], skip_special_tokens: bool) -> bytes:
-        get = (self._plain_bytes if skip_special_tokens else self._bytes).get
+        get = self.shown_bytes(skip_special_tokens).get
         return b"".join([get(token, b"") for token in ids])
 
-    def apply_chat_template(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        tools: list[dict[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        **kwargs: Any,
-    ) -> list[int]:
+    def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         """Token ids of a chat: `encode` of what `write_chat` returns, which takes the same arguments."""
-        options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
-        return self.encode(self.write_chat(messages, tools=tools, **options, **kwargs), add_special_tokens=False)
+        return self.encode(self.write_chat(messages, **options), add_special_tokens=False)
 
-    def write_chat(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        tools: list[dict[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        **kwargs: Any,
-    ) -> str:
-        """A chat's text, special tokens included, as the model's own template writes it. `kwargs` are the template's
-        variables. transformers renders templates in Jinja's sandbox.
-
-        **Raises:** `TokenizerError` with the template's own complaint when it refuses, or when there is no template.
-        """
-        if (template := self._fast.chat_template) is None:
-            raise TokenizerError("this model's tokenizer has no chat template; use the completions endpoint instead")
-        if isinstance(template, dict) and not {"default", "default" if tools is None else "tool_use"} & template.keys():
-            raise TokenizerError(
-                f"this model's tokenizer has chat templates named {', '.join(template) or 'nothing'}, and no default"
-            )
-        options = {
-            "tools": tools,
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-            "tokenize": False,
-        }
-        if clash := sorted(reserved_template_variables() & kwargs.keys()):
-            raise TokenizerError(f"{', '.join(clash)} can't be set as a variable of the chat template")
-        try:
-            return self._fast.apply_chat_template(messages, **options, **kwargs)
-        except TemplateSyntaxError as error:
-            raise TokenizerError(f"the chat template has a mistake in line {error.lineno}: {error.message}") from error
-        except Exception as error:  # a template is a program from the checkpoint: it may raise anything
-            raise TokenizerError(f"the chat template refused the messages: {error}") from error
+    def write_chat(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        """A chat's text, special tokens included. Arguments and errors are those of `chat_template.write_chat`."""
+        return write_chat(self._fast, messages, **options)
 
     def to_json(self) -> str:
         """The tokenizer as a tokenizer.json, added tokens included, for libraries that read one."""
         return self._backend.to_str()
 
-    def shown_bytes(self, kept: tuple[str, ...]) -> dict[int, bytes]:
-        """The bytes of the tokens that are shown when special tokens are skipped but for those in `kept`."""
+    def shown_bytes(self, skip_special_tokens: bool, kept: tuple[str, ...] = ()) -> dict[int, bytes]:
+        """The bytes of the tokens that a text shows: all, or if special ones are skipped the others and those in
+        `kept`."""
+        if not skip_special_tokens:
+            return self._bytes
         if kept not in self._shown:
             added = {token: raw for token, raw in self._specials.items() if raw.decode() in kept}
             self._shown[kept] = self._plain_bytes | added if added else self._plain_bytes
@@ -252,132 +202,6 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """The token alone, as logprobs report it; a part of a character shows as U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
-
-
-class Detokenizer:
-    """Turns one completion's tokens into text as they arrive.
-
-    The pushes' texts and `finish()`'s joined are `tokenizer.decode` of all the tokens, cut before the stop string that
-    completes first (the longest, if several do at the same character), however the tokens were grouped into pushes.
-    No push shows part of a character, and text waits only while it could be the beginning of a stop string.
-
-    **Arguments:**
-
-    - `stop`: strings that end the text. `keep_stop`: cut the text after the stop string, not before it.
-    - `min_tokens`: a stop string counts only if a later token than this many completes it.
-    - `prompt_ids`: tokens that the text goes on from. If they have any text, a leading space is kept that SentencePiece
-      would drop.
-    - `kept`: special tokens, by their text, that are shown where others are skipped.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        stop: Sequence[str] = (),
-        skip_special_tokens: bool = True,
-        min_tokens: int = 0,
-        prompt_ids: Sequence[int] = (),
-        keep_stop: bool = False,
-        kept: Sequence[str] = (),
-    ):
-        self._bytes = tokenizer.shown_bytes(tuple(kept)) if skip_special_tokens else tokenizer._bytes
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace").decode
-        self._drop_space = tokenizer._drops_space and not any(map(self._bytes.get, prompt_ids))
-        self._stops = tuple(stop)
-        self._keep_stop = keep_stop
-        self._prefixes, self._longest, self._ends = _beginnings(self._stops)
-        self._min_tokens = min_tokens
-        self._seen = 0
-        self._held = ""  # text that may begin a stop string
-        self._hit: str | None = None
-        self._shown: list[str] = []
-
-    @property
-    def text(self) -> str:
-        """Everything shown so far."""
-        return "".join(self._shown)
-
-    def push(self, token_ids: Sequence[int]) -> tuple[str, str | None, int]:
-        """Add tokens. Returns the text now safe to show, the stop string that ended it (or None), and how many of these
-        tokens were used: all of them, or up to and including the one that completed the stop string."""
-        if self._hit is not None:
-            return "", self._hit, 0
-        if not self._stops:
-            return self._show(self._characters(token_ids)), None, len(token_ids)
-        ready = ""
-        for used, token in enumerate(token_ids, 1):
-            self._seen += 1
-            if not (new := self._characters((token,))):
-                continue
-            self._held += new
-            if self._seen > self._min_tokens and (cut := self._match(len(new))) is not None:
-                ready, self._held = ready + self._held[:cut], ""
-                return self._show(ready), self._hit, used
-            safe = len(self._held) - self._waiting()
-            ready, self._held = ready + self._held[:safe], self._held[safe:]
-        return self._show(ready), None, len(token_ids)
-
-    def finish(self) -> str:
-        """No more tokens come: the text still held back. A character left incomplete shows as U+FFFD."""
-        if self._hit is not None:
-            return ""
-        rest, self._held = self._held + self._utf8(b"", True), ""
-        return self._show(rest)
-
-    def _characters(self, token_ids: Sequence[int]) -> str:
-        """The characters that these tokens complete."""
-        get = self._bytes.get
-        text = self._utf8(b"".join([get(token, b"") for token in token_ids]))
-        if self._drop_space and text:
-            self._drop_space = False
-            return text.removeprefix(" ")
-        return text
-
-    def _match(self, new: int) -> int | None:
-        """Where to cut the held text for the stop string that completes first among its last `new` characters."""
-        before = len(self._held) - new
-        found = []
-        for stop in self._stops:
-            start = self._held.find(stop, max(0, before - len(stop) + 1))
-            if start >= 0:
-                found.append((start + len(stop), start, stop))
-        if not found:
-            return None
-        end, start, self._hit = min(found)
-        return end if self._keep_stop else start
-
-    def _waiting(self) -> int:
-        """Length of the longest end of the held text that a stop string begins with."""
-        if self._held[-1] not in self._ends:
-            return 0
-        longest = min(self._longest, len(self._held))
-        return next((n for n in range(longest, 0, -1) if self._held[-n:] in self._prefixes), 0)
-
-    def _show(self, text: str) -> str:
-        if text:
-            self._shown.append(text)
-        return text
-
-
-@lru_cache(maxsize=16)  # a request's completions, of which there may be thousands, all have the same stop strings
-def _beginnings(stops: tuple[str, ...]) -> tuple[frozenset[str], int, frozenset[str]]:
-    """The proper beginnings of stop strings, the longest one's length, and the characters that any of them end with."""
-    prefixes = frozenset(s[:n] for s in stops for n in range(1, len(s)))
-    return prefixes, max(map(len, prefixes), default=0), frozenset(prefix[-1] for prefix in prefixes)
-
-
-@cache
-def reserved_template_variables() -> frozenset[str]:
-    """Names that no variable of a chat template may have: the arguments of transformers' methods, which would change
-    how the prompt is made instead of what the template sees."""
-    with imported() as transformers:
-        methods = (
-            transformers.PreTrainedTokenizerBase.apply_chat_template,
-            transformers.utils.chat_template_utils.render_jinja_template,
-            Tokenizer.write_chat,
-        )
-    named = (p for method in methods for p in inspect.signature(method).parameters.values())
-    return frozenset(p.name for p in named if p.kind is not p.VAR_KEYWORD)
 
 
 def _byte_table(backend: Any) -> tuple[dict[int, bytes], set[int], bool]:

@@ -28,7 +28,7 @@ from jaxspec.config.options import ConfigError
 from jaxspec.config.request import RequestError
 from jaxspec.engine.llm import LLM
 from jaxspec.models.model_config import ModelConfig
-from jaxspec.text.tokenizer import TokenizerError
+from jaxspec.text.errors import TokenizerError
 from jaxspec.train import evaluate, export, flags, loop, plots, synthesise
 from jaxspec.train.continued import continued, heads_alone
 from jaxspec.train.data import Text, TrainError, count, holds_texts, read_prompts, read_texts, split

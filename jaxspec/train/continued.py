@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.checkpoint import Model, ModelFolder, locate
-from jaxspec.drafters import load_drafter
 from jaxspec.drafters.dflash import DFlash
 from jaxspec.drafters.dflash_checkpoint import canonical as dflash_name
 from jaxspec.drafters.eagle import Eagle3
 from jaxspec.drafters.eagle_checkpoint import canonical as eagle_name
 from jaxspec.drafters.eagle_checkpoint import find_eagle3
+from jaxspec.drafters.loading import load_drafter
 from jaxspec.models.weights import Unquantised, Weight, formats
 from jaxspec.train.data import TrainError
 from jaxspec.train.export import Fresh, checkpoint_tensors, write_tensors

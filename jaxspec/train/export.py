@@ -21,10 +21,10 @@ from safetensors.numpy import save
 
 from jaxspec.checkpoint import Model
 from jaxspec.config.engine_config import EngineConfig
-from jaxspec.drafters import DRAFTERS
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.dflash_checkpoint import feature_layers
 from jaxspec.drafters.eagle_checkpoint import find_eagle3
+from jaxspec.drafters.registry import DRAFTERS
 from jaxspec.drafters.vocabulary import id_maps
 from jaxspec.models.description import LinearScaling, Mlp, RopeScaling, Yarn
 from jaxspec.models.model_config import ModelConfig

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxspec.config.request import Delta, RequestError, SamplingParams, StructuredOutput
-from jaxspec.text.tokenizer import Tokenizer, TokenizerError
+from jaxspec.text.errors import TokenizerError
+from jaxspec.text.tokenizer import Tokenizer
 from server.chat.harmony import as_template_takes
 from server.chat.tool_grammar import tool_call_grammar
 from server.chat.tool_prompt import write_tools

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, FailFast, Field, PlainValidator, model_validator
 
 from jaxspec.config.request import MAX_LOGPROBS, RequestError, SamplingParams
-from jaxspec.text.tokenizer import reserved_template_variables
+from jaxspec.text.chat_template import reserved_template_variables
 from server.protocol.base import Body, Integer, Object, Open, Text, at_most, check_text, describe_ranges, shown
 from server.protocol.described import NULL, add_rules, any_of, fields, is_true
 from server.protocol.generation import Generation, describe_generation

@@ -10,7 +10,8 @@ from functools import lru_cache
 from typing import Any
 
 from jaxspec.config.request import TokenLogprobs
-from jaxspec.text.tokenizer import Detokenizer, Tokenizer
+from jaxspec.text.detokenizer import Detokenizer
+from jaxspec.text.tokenizer import Tokenizer
 
 FLOOR = -9999.0
 

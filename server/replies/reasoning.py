@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxspec.config.request import SamplingParams
-from jaxspec.text.tokenizer import Detokenizer, Tokenizer
+from jaxspec.text.detokenizer import Detokenizer
+from jaxspec.text.tokenizer import Tokenizer
 from server.chat.speech import Speech
 from server.parsers import REASONING, Parser, Piece
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
 from jaxspec.config.request import Delta, SamplingParams, TokenLogprobs
-from jaxspec.text.tokenizer import Detokenizer
+from jaxspec.text.detokenizer import Detokenizer
 from server.replies.logprobs import TokenNames, prompt_logprobs
 from server.replies.speculation import Speculation
 

@@ -57,9 +57,9 @@ def test_a_drafter_must_be_named(tiny, capsys):
 
 def test_a_fixed_number_is_kept_whatever_is_faster():
     group, times = ("round", 8), {("round", 8): {0: 1.0, 3: 9.0}}
-    free, always = (adaptive.Setting({adaptive.REST: 0, 0: 0, 3: 3}, times, n) for n in (None, 3))
+    free, always = (adaptive.Setting({adaptive.SKIP_DRAFTER: 0, 0: 0, 3: 3}, times, n) for n in (None, 3))
     for chooser in (free, always):
-        chooser.took(group, adaptive.REST, 1.0)  # of the setting before
+        chooser.took(group, adaptive.SKIP_DRAFTER, 1.0)  # of the setting before
     for _ in range(9):
         assert always.choose(group, 1.0) == 3
         always.accepted(3, Counter({1: 8}))

@@ -10,8 +10,8 @@ import pytest
 from jaxspec import load_model
 from jaxspec.bench import forced
 from jaxspec.bench.results import BenchError
-from jaxspec.drafters import LoadedDrafter
 from jaxspec.drafters.base import DraftBatch, Drafter, Proposal
+from jaxspec.drafters.loading import LoadedDrafter
 from jaxspec.drafters.ngram import Ngram
 from jaxspec.rounds.packing import empty_slots
 from tests.support.sample import rare

@@ -89,14 +89,14 @@ def test_memory_that_runs_out_at_start_is_told(monkeypatch):
 def test_only_a_lack_of_memory_is_told_as_one(error):
     with (
         pytest.raises(ConfigError, match=r"needs 8\.00 GiB") as told,
-        memory_check.told_if_full(plan(), EngineConfig()),
+        memory_check.explain_out_of_memory(plan(), EngineConfig()),
     ):
         raise error
     assert told.value.__cause__ is error
     other = jax.errors.JaxRuntimeError("INTERNAL: something else")
     with (
         pytest.raises(jax.errors.JaxRuntimeError, match="something else"),
-        memory_check.told_if_full(plan(), EngineConfig()),
+        memory_check.explain_out_of_memory(plan(), EngineConfig()),
     ):
         raise other
 

@@ -95,7 +95,7 @@ def test_a_gpus_program_has_the_kernels_that_it_would_have_here(wide, processes)
     hopper.lower_for(FEW)
     try:
         few = division(60, 128)
-        own = Module.made(wide.programs._jits[kind], wide.programs._arguments(kind, size, wide.state), tuple, "cuda")
+        own = Module.of(wide.programs._jits[kind], wide.programs._arguments(kind, size, wide.state), tuple, "cuda")
     finally:
         hopper.lower_for(None)
     assert few != division(60, 128)
@@ -125,18 +125,18 @@ def test_processes_lower_before_anybody_asks(here, monkeypatch):
     """Compile the requested programs alone, lowered by processes beforehand, all of which end afterwards."""
     wanted = [one for one in ladder_of(here.shapes) if one[0] in ("first_greedy", "admit")]
     processes = Processes(1, given(here.programs, here.state), [("forward", 1), *wanted[::-1], ("nothing", 1)])
-    while processes._made.keys() != {("forward", 1), *wanted, ("nothing", 1)}:
+    while processes._lowered.keys() != {("forward", 1), *wanted, ("nothing", 1)}:
         time.sleep(0.01)
     programs, compiled = helped(here, monkeypatch, processes)
     monkeypatch.setattr(Programs, "_lower", lambda *_: pytest.fail("it is lowered already"))
     programs.warm_up(here.state, lambda one: one[0] in ("first_greedy", "admit"))
     assert sorted(compiled) == sorted(wanted) and len(wanted) > 1
-    assert not processes._made and not any(each.alive for each in processes.all) and programs._others is None
+    assert not processes._lowered and not any(each.alive for each in processes.all) and programs._others is None
 
 
 def test_the_first_in_order_is_taken_first(here):
     processes = Processes(1, given(here.programs, here.state), order := [("nothing", n) for n in range(4)])
-    while len(processes._made) < 4:
+    while len(processes._lowered) < 4:
         time.sleep(0.01)
     processes.keep(set(order[1:]))
     assert [processes.take() for _ in order[1:]] == [(one, None) for one in order[1:]]

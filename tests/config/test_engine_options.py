@@ -7,7 +7,7 @@ import pytest
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.foreign_flags import ELSEWHERE, METHODS, NEEDLESS, SEVERAL_GPUS, SWITCHES, UNSUPPORTED
 from jaxspec.config.options import ConfigError, flag
-from jaxspec.drafters import DRAFTERS
+from jaxspec.drafters.registry import DRAFTERS
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from jaxspec.checkpoint import load_model
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.flags import table
 from jaxspec.config.options import ConfigError, option
-from jaxspec.drafters import load_drafter
 from jaxspec.drafters.base import Drafter
+from jaxspec.drafters.loading import load_drafter
 from jaxspec.drafters.ngram import Ngram
 from server.cli.options import SERVER_DEFAULTS
 from tests.support.tiny import tiny_checkpoint

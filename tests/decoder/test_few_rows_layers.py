@@ -31,6 +31,7 @@ from jaxspec.pallas import hopper
 from jaxspec.pallas.dense import few_rows as op
 from jaxspec.pallas.experts import expert_add, router
 from jaxspec.pallas.hopper import KERNELS
+from jaxspec.pallas.operation import ANY
 from jaxspec.rounds.packing import empty_slots
 from tests.pallas.dense.test_few_rows import INTERPRET, PAGE, normal
 from tests.pallas.dense.test_weight_stream import assert_close
@@ -83,12 +84,9 @@ def assert_same_forward(got, expected, rows: Rows, tolerance: float):
 
 def take_few_rows(monkeypatch):
     """The kernels serve from here on, interpreted."""
-
-    def chosen(reason, *_):
-        assert reason is None, reason
-        return True
-
-    monkeypatch.setattr(forward_module, "hopper", SimpleNamespace(chosen=chosen, multiprocessors=lambda: 132))
+    monkeypatch.setattr(forward_module, "hopper", SimpleNamespace(multiprocessors=lambda: 132))
+    monkeypatch.setattr(forward_module, "CONTEXT", anywhere(forward_module.CONTEXT)[:1])
+    monkeypatch.setattr(forward_module, "BEST", dataclasses.replace(forward_module.BEST, device=ANY))
     monkeypatch.setattr(matmul_module, "PRODUCTS", anywhere(matmul_module.PRODUCTS))
     few = [dataclasses.replace(path, processors=0) for path in (FEW_ROWS, FUSED_NORMS)]
     monkeypatch.setattr(forward_module, "PATHS", few)
@@ -133,7 +131,7 @@ def take_mixtures(monkeypatch) -> list[str]:
     def note(name, function):
         return lambda *given, **named: calls.append(name) or function(*given, **named, **INTERPRET)
 
-    monkeypatch.setattr(mixture_rows, "chosen", lambda reason: reason is None)
+    monkeypatch.setattr(mixture_rows, "ROUTER", anywhere(mixture_rows.ROUTER))
     monkeypatch.setattr(mixture_rows, "experts_scaled", lambda x, each: True)
     monkeypatch.setattr(expert_add, "add_scaled", note("add", expert_add.add_scaled))
     monkeypatch.setattr(router, "router", note("router", partial(router.router, splits=1)))
@@ -383,7 +381,7 @@ def test_a_round_takes_them_where_there_are_kernels(monkeypatch):
     monkeypatch.setattr(hopper, "kernels_here", lambda: None)
     config, params = small_model()
     rows, layout = Rows(jnp.zeros(8, int), jnp.ones(8, int), jnp.zeros((8, 1), int)), PageLayout(2, 64, "bfloat16")
-    cache, mixer = Cache(layout.kv(config)), RoundRows(rows, jnp.arange(8), jnp.zeros(8, int))
+    cache, mixer = Cache(layout.groups(config)), RoundRows(rows, jnp.arange(8), jnp.zeros(8, int))
 
     def run(cache):
         return forward_module.forward(

@@ -10,8 +10,8 @@ import pytest
 
 import jaxspec
 from jaxspec import ConfigError, EngineConfig, load_drafter, load_model
-from jaxspec.drafters import NoDrafter, eagle_tree
-from jaxspec.drafters.base import DraftBatch
+from jaxspec.drafters import eagle_tree
+from jaxspec.drafters.base import DraftBatch, NoDrafter
 from jaxspec.rounds.packing import empty_slots
 from jaxspec.sampling.acceptance import Tree
 from tests.drafters.test_dflash import GOLDEN

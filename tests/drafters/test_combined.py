@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from jaxspec import LLM, ConfigError, EngineConfig, SamplingParams, load_drafter
-from jaxspec.drafters import check_drafter, combined
+from jaxspec.drafters import combined
 from jaxspec.drafters.base import DraftBatch, Proposal
 from jaxspec.drafters.combined import Combined
+from jaxspec.drafters.loading import check_drafter
 from jaxspec.drafters.ngram import Ngram
 from jaxspec.drafters.suffix import Suffix
 from tests.drafters.test_drafter_weights import drafting

@@ -12,8 +12,9 @@ from safetensors.numpy import load_file, save_file
 import jaxspec
 from jaxspec import ConfigError, EngineConfig, load_drafter, load_model
 from jaxspec.checkpoint import CheckpointError
-from jaxspec.drafters import KNOWN, Known, dflash_checkpoint
+from jaxspec.drafters import dflash_checkpoint
 from jaxspec.drafters.dflash import DFlash
+from jaxspec.drafters.registry import KNOWN, Known
 from tests.drafters.test_dflash import drafter_folder
 from tests.support.tiny import tiny_checkpoint
 

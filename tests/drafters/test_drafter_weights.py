@@ -12,7 +12,7 @@ import pytest
 import jaxspec
 from jaxspec import LLM, ConfigError, EngineConfig, SamplingParams, load_drafter, load_model
 from jaxspec.decoder import forward
-from jaxspec.drafters import check_drafter
+from jaxspec.drafters.loading import check_drafter
 from jaxspec.drafters.own_weights import with_head_copy
 from jaxspec.models import fp8
 from jaxspec.models.weights import Fp8, Unquantised, Weight, formats

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from jaxspec import ConfigError, EngineConfig, load_drafter, load_model
 from jaxspec.checkpoint import ModelFolder
-from jaxspec.drafters import KNOWN, Known
 from jaxspec.drafters.base import DraftBatch, Drafter, Proposal
 from jaxspec.drafters.ngram import Ngram
+from jaxspec.drafters.registry import KNOWN, Known
 from jaxspec.drafters.standalone import Standalone
 from jaxspec.engine.llm import LLM
 from jaxspec.rounds.packing import empty_slots

@@ -15,8 +15,8 @@ from safetensors.numpy import load_file, save_file
 import jaxspec
 from jaxspec import ConfigError, EngineConfig, load_drafter
 from jaxspec.checkpoint import CheckpointError
-from jaxspec.drafters import DRAFTERS, KNOWN
 from jaxspec.drafters.dspark import DSpark
+from jaxspec.drafters.registry import DRAFTERS, KNOWN
 from tests.support.blocks import GOLDEN, golden, proposals
 from tests.support.sample import rare
 

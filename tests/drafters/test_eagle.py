@@ -16,9 +16,9 @@ import jaxspec
 from jaxspec import ConfigError, EngineConfig, SamplingParams, load_drafter, load_model
 from jaxspec.cache.paged import PageLayout, Rows
 from jaxspec.checkpoint import CheckpointError
-from jaxspec.drafters import KNOWN, Known
 from jaxspec.drafters.base import PrefillBatch
 from jaxspec.drafters.eagle import Eagle, Eagle3
+from jaxspec.drafters.registry import KNOWN, Known
 from jaxspec.scheduling.prefix_cache import PagePool, PrefixTree
 from tests.engine import test_lossless as lossless
 from tests.rounds import test_distribution as distribution
@@ -331,7 +331,7 @@ def check_caches(llm):
     """Every page that the prefix tree holds is what a cold prefill of its tokens, and the next one, makes of it."""
     tree, runner = llm.engine.scheduler.tree, llm.engine.runner
     kv = np.moveaxis(np.asarray(runner.state.draft["kv"][0]), 3, 1)  # [page, slot, 2, m, h]
-    seen = [node for node in tree.nodes() if node.seen == node.depth]
+    seen = [node for node in tree.nodes() if node.drafter_seen == node.depth]
     leaves = [node for node in seen if not any(child in seen for child in node.children.values())]
     assert leaves
     for node in leaves:

@@ -10,7 +10,7 @@ import pytest
 
 import jaxspec
 from jaxspec import LLM, ConfigError, EngineConfig, SamplingParams, load_drafter, load_model
-from jaxspec.drafters import NoDrafter
+from jaxspec.drafters.base import NoDrafter
 from jaxspec.sampling.acceptance import Tree
 from tests.drafters import test_eagle as eagle
 from tests.engine import test_lossless as lossless

@@ -8,7 +8,7 @@ import pytest
 from jaxspec import load_drafter, load_model
 from jaxspec.checkpoint import CheckpointError, ModelFolder, demo
 from jaxspec.config.engine_config import EngineConfig
-from jaxspec.drafters import SHIPPED
+from jaxspec.drafters.registry import SHIPPED
 
 
 @pytest.fixture(scope="module")

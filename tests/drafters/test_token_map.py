@@ -12,7 +12,7 @@ import pytest
 
 import jaxspec
 from jaxspec import ConfigError, EngineConfig, load_drafter
-from jaxspec.drafters import check_drafter
+from jaxspec.drafters.loading import check_drafter
 from jaxspec.drafters.vocabulary import read_token_map
 from jaxspec.train.__main__ import main
 from tests.checkpoint.test_bin_file import Named, save, storage, tensor

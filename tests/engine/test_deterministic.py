@@ -23,7 +23,7 @@ from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.weights import Weight
 from jaxspec.pallas.sliced_rows import sliced
 from jaxspec.scheduling.audit import audit
-from jaxspec.scheduling.sequence import State
+from jaxspec.scheduling.sequence import Status
 from tests.support import drawn
 from tests.support.engines import OPTIONS, checkpoint, idle, set_overlap, tokens
 from tests.support.miniature import make, sequence
@@ -177,7 +177,7 @@ def test_a_preempted_request_starts_again_and_says_nothing_twice():
         plan = s.plan()
         assert all(chunk.start + chunk.count <= chunk.seq.prompt_len for chunk in plan.prefill)
         for seq in [*plan.first, *plan.rows]:
-            if seq.state is State.RUNNING and seq.in_flight:
+            if seq.status is Status.RUNNING and seq.in_flight:
                 token = len(seq.tokens)
                 known = s.append(seq, [token])
                 said[seq] += [token][known:]

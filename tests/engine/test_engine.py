@@ -14,7 +14,7 @@ import pytest
 import jaxspec
 from jaxspec import LLM, StructuredOutput
 from jaxspec.config.request import Delta
-from jaxspec.engine.flight import Flight
+from jaxspec.engine.engine import InFlight
 from jaxspec.scheduling.audit import audit
 from tests.support.engines import (
     COUNT_UP,
@@ -86,7 +86,7 @@ def test_held_rounds_and_short_prompts_change_nothing_but_time(llm, monkeypatch)
     monkeypatch.setattr("jaxspec.scheduling.scheduler.CROWD", 1)
     for held, between in ((0, None), (256, None), (0, 16), (256, 100)):
         monkeypatch.setattr(core.scheduler, "held_tokens", held)
-        monkeypatch.setattr(core.pace, "tokens", lambda between=between: between)
+        monkeypatch.setattr(core.prefill_budget, "tokens", lambda between=between: between)
         before = core.counts.totals["rounds"]
         outs[held, between] = [said(out) for out in llm.generate(*mixed_load())]
         rounds[held, between] = core.counts.totals["rounds"] - before
@@ -274,8 +274,8 @@ def test_a_step_returns_what_is_there_before_it_waits_again(llm, monkeypatch):
     """A round's tokens don't wait for the prompts behind it, and nothing is dispatched before they are read, too."""
     core, waited = llm.engine, []
     results = [Slow(waited), Slow(waited, ready=True), Slow(waited), Slow(waited)]
-    read = lambda flight, result, deltas: deltas.append(Delta(flight.result, 0, "", []))  # noqa: E731
-    core._flights.extend(Flight(read, result, []) for result in results)
+    read = lambda program, result, deltas: deltas.append(Delta(program.result, 0, "", []))  # noqa: E731
+    core._in_flight.extend(InFlight(read, result, []) for result in results)
     core._due = 3
     monkeypatch.setattr(core.scheduler, "plan", None)  # not called
     assert [delta.request_id for delta in core.step()] == results[:2] == waited

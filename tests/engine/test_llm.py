@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxspec import RequestError, SamplingParams
-from jaxspec.text.tokenizer import TokenizerError
+from jaxspec.text.errors import TokenizerError
 from tests.support.engines import engine, idle, params, said, tokens
 from tests.support.sample import rare
 from tests.support.tiny import tiny_checkpoint

@@ -23,7 +23,7 @@ from jaxspec import CheckpointError, ConfigError, ModelConfig
 from jaxspec.checkpoint import load
 from jaxspec.config.request import RequestError
 from jaxspec.models.families import MODELS
-from jaxspec.text.tokenizer import TokenizerError
+from jaxspec.text.errors import TokenizerError
 from tests.support.sample import rare
 from tests.support.tiny import ARCHITECTURES, BYTE_VOCAB, tiny_checkpoint, tiny_config
 

@@ -1,4 +1,4 @@
-"""The scheduler and its pace on a made-up device with a clock: what bursts take, and how long streams stall.
+"""The scheduler and its budget on a made-up device with a clock: what bursts take, and how long streams stall.
 
 The device's times are roughly an H200's with Qwen3-8B: reading the weights takes as long as 200 prompt tokens. Padding
 of prompts takes as long as tokens do.
@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from jaxspec.rounds.packing import fit
-from jaxspec.scheduling.prefill_budget import Pace
+from jaxspec.scheduling.prefill_budget import PrefillBudget
 from jaxspec.scheduling.scheduler import Scheduler
-from jaxspec.scheduling.sequence import Sequence
+from jaxspec.scheduling.sequence import SequenceState
 
 WEIGHTS, TOKEN, ROW = 4.5e-3, 21e-6, 45e-6  # seconds: to read all weights, for a prompt's token, for a request's round
 SLOTS, CHUNK, OUTPUT = 64, 2048, 48
@@ -44,31 +44,31 @@ def serve(arrivals: list[tuple[float, int]], held: int = 0, most: float | None =
         prefix_cache=False,
         held_tokens=held,
     )
-    pace, told, now = Pace(most, 64, PREFILLS), Told(), 0.0
+    budget, told, now = PrefillBudget(most, 64, PREFILLS), Told(), 0.0
     left, last = sorted(arrivals), {}
     while left or s.unfinished:
         if not s.unfinished:
             now = max(now, left[0][0])
         while left and left[0][0] <= now:
             at, length = left.pop(0)
-            seq = Sequence([0] * length, length, length + OUTPUT)
+            seq = SequenceState([0] * length, length, length + OUTPUT)
             last[seq] = at
             s.add(seq)
-        s.between = pace.tokens()
+        s.between = budget.tokens()
         plan = s.plan()
         began = now
         if plan.prefill:
             blocks = sum(len(chunk.blocks(64)) for chunk in plan.prefill)
-            pace.prompts(blocks, began)
+            budget.prompts(blocks, began)
             now += max(WEIGHTS, fit(blocks, PREFILLS) * 64 * TOKEN)
         for seq in plan.first:
             s.append(seq, [1])
             told.first.append(now - last[seq])
             last[seq] = now
         if plan.rows:
-            behind = pace.round(began)
+            dispatched = budget.round(began)
             now += WEIGHTS + len(plan.rows) * ROW
-            pace.read(behind, now)
+            budget.read(dispatched, now)
         for seq in plan.rows:
             s.append(seq, [1])
             told.gaps.append(now - last[seq])

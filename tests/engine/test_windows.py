@@ -11,7 +11,7 @@ import pytest
 
 import jaxspec
 from jaxspec import LLM, SamplingParams, load_model
-from jaxspec.drafters import NoDrafter
+from jaxspec.drafters.base import NoDrafter
 from jaxspec.scheduling.audit import audit
 from tests.support.sample import rare
 from tests.support.tiny import tiny_checkpoint

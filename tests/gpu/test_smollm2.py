@@ -12,7 +12,7 @@ import pytest
 
 from jaxspec import LLM, SamplingParams
 from jaxspec.checkpoint import demo
-from jaxspec.drafters.known import find
+from jaxspec.drafters.registry import find
 
 pytestmark = pytest.mark.gpu
 

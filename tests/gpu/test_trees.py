@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxspec import load_model
-from jaxspec.drafters import NoDrafter
+from jaxspec.drafters.base import NoDrafter
 from jaxspec.pallas.hopper import KERNELS
 from tests.rounds.test_trees import NEW, PROMPTS
 from tests.support.tiny import tiny_checkpoint

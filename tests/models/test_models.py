@@ -152,6 +152,17 @@ def test_captured_layers_come_in_the_order_asked():
     np.testing.assert_allclose(np.stack(features)[::-1, 0], expected["hidden_17"], **CLOSE)
 
 
+def test_rows_stand_in_for_embeddings():
+    """Four tokens' embeddings, given as an image's rows would be, in place of another token's."""
+    model, expected = golden("qwen3-tied")
+    tokens = expected["ids_17"][None]
+    at = np.where((np.arange(17) >= 5) & (np.arange(17) < 9), np.arange(17) - 5, -1)[None]
+    rows, positions = model.params["embed"][tokens[0, 5:9]], np.arange(17)[None]
+    of = np.where(at < 0, tokens, 0), positions, WholeTexts()
+    run = jax.jit(lambda params: decoder_forward(model.config.decoder, params, *of, overrides=(rows, at)).last)
+    np.testing.assert_allclose(unembed(model.params, run(model.params))[0], expected["logits_17"], **CLOSE)
+
+
 def test_golden_llama3_scaling_is_in_play():
     """Each of its three regimes holds a frequency, and without it the logits are far off."""
     model, expected = golden("llama-tied-llama3")

@@ -124,7 +124,7 @@ def test_orders_come_in_order_until_the_end(ends):
     leader.welcome({}, {1: {}})
     waiting.join()
     for i in range(3):
-        leader.tell("round_greedy", np.full((1, 4), i, np.int32))
+        leader.broadcast("round_greedy", np.full((1, 4), i, np.int32))
     assert [follower.order()[1][0].tolist() for _ in range(3)] == [[[i] * 4] for i in range(3)]
     leader.close(0.1)
     assert follower.order() is None
@@ -139,7 +139,7 @@ def test_a_lost_node_is_noticed_on_both_sides(ends, monkeypatch, caplog):
     wait_for(lambda: lost and ends, 5)
     assert "node 1 is gone" in str(lost[0])
     with pytest.raises(HostLost):
-        leader.tell("round_greedy")
+        leader.broadcast("round_greedy")
     monkeypatch.setattr(module, "SILENT_SECONDS", 0.3)
     monkeypatch.setattr(module, "BEAT_SECONDS", 60.0)
     nodes({}, {})
@@ -159,9 +159,9 @@ class Tape:
 
     def meet(self, shapes: dict[str, str]):
         self.shapes = shapes
-        return None if self.follows else self.tell
+        return None if self.follows else self.broadcast
 
-    def tell(self, kind: str, *arrays: np.ndarray) -> None:
+    def broadcast(self, kind: str, *arrays: np.ndarray) -> None:
         self.orders.append(decode(encode("run", kind, arrays))[1:])
 
     def order(self):
@@ -193,7 +193,7 @@ def test_a_node_that_repeats_the_programs_has_the_same_state(monkeypatch):
     assert untold == []
 
     follower = Runner(options, hosts=Tape(follows=True))
-    assert follower.programs.tell is None and follower.hosts.shapes == tape.shapes
+    assert follower.programs.broadcast is None and follower.hosts.shapes == tape.shapes
     follower.hosts.orders = list(tape.orders)
     replay(follower, follower.hosts)
     for ours, theirs in zip(jax.tree.leaves(llm.engine.runner.state), jax.tree.leaves(follower.state), strict=True):

@@ -22,6 +22,7 @@ from jaxspec import LLM, SamplingParams
 from jaxspec.decoder.forward import PATHS
 from jaxspec.models.families import MODELS
 from jaxspec.models.weights import formats
+from jaxspec.scheduling.audit import audit
 from tests.proof import family
 from tests.proof.fixed_point import FixedPoint
 from tests.support import widths
@@ -87,7 +88,7 @@ def test_texts_are_plain_decodings_cold_and_from_prefixes_and_snapshots():
     assert [out.token_ids for out in again[::-1]] == [out.token_ids for out in first]
     assert sum(out.metrics.cached_tokens for out in again) >= 64
     assert llm.engine.scheduler.snapshots.owners
-    llm.engine.scheduler.audit()
+    audit(llm.engine.scheduler)
     assert np.mean([out.metrics.accept_length for out in first]) > 1.2, "drafts are accepted"
 
 

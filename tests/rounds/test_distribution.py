@@ -22,8 +22,7 @@ from jaxspec.compiling.programs import Programs
 from jaxspec.decoder.forward import forward, unembed
 from jaxspec.decoder.functions import causal_attention
 from jaxspec.decoder.mixer import OnlyAttention
-from jaxspec.drafters import NoDrafter
-from jaxspec.drafters.base import Drafter, Proposal
+from jaxspec.drafters.base import Drafter, NoDrafter, Proposal
 from jaxspec.drafters.ngram import Ngram
 from jaxspec.drafters.standalone import Standalone
 from jaxspec.pallas.attention.kv_write import stored

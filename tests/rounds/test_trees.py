@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import jaxspec
 from jaxspec import SamplingParams, load_model
 from jaxspec.cache.paged import Rows
-from jaxspec.drafters import NoDrafter
+from jaxspec.drafters.base import NoDrafter
 from jaxspec.pallas.attention.paged_attention import reference
 from jaxspec.rounds.programs import GREEDY, LOGPROBS
 from jaxspec.sampling import acceptance, sampling

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxspec.scheduling import draft_count
-from jaxspec.scheduling.draft_count import LEAST, REST, Chooser, Times, rungs
+from jaxspec.scheduling.draft_count import LEAST, SKIP_DRAFTER, Chooser, Times, rungs
 from tests.support.sample import one_in, rare
 
 # ms of a round by requests and drafts, from docs/measurements/decoding.md; others lie on the lines between
@@ -198,7 +198,7 @@ def test_trying_costs_no_more_than_its_budget():
 
 def test_a_try_without_drafts_costs_what_keeping_the_drafters_state_does():
     """Plain decoding seems nearly as fast as the draft that is made, but a try isn't a rest."""
-    took = {REST: 1.0, 0: 1.3, 1: 1.59}
+    took = {SKIP_DRAFTER: 1.0, 0: 1.3, 1: 1.59}
     chooser, chosen, each = Chooser({0: 0, 1: 1}, {("round", 1): took}), Counter(), took[1] / (1 + draft_count.FIRST)
     for _ in range(4000):
         drafts = chooser.choose(("round", 1), 1.0)
@@ -263,10 +263,10 @@ def test_a_tree_is_chosen_whole_or_not_at_all():
 
 
 def test_a_rest_takes_time_however_fast_rounds_are():
-    times = Times({REST: 0.5, 0: 1.0, 1: 1.1})
+    times = Times({SKIP_DRAFTER: 0.5, 0: 1.0, 1: 1.1})
     for _ in range(60):
         times.see(0, 0.01)
-    assert times.of(REST) == 0.5 * LEAST
+    assert times.of(SKIP_DRAFTER) == 0.5 * LEAST
 
 
 def test_a_round_that_was_held_up_counts_little():
@@ -280,13 +280,14 @@ def test_a_round_that_was_held_up_counts_little():
 
 def test_a_rest_is_taken_to_save_what_it_did_at_start():
     """It isn't timed while drafts are made, though what delays them is added to it. As seen of the demo, in ms."""
-    times = Times({REST: 12.0, 0: 9.0, 1: 10.0})  # the rest was held up at start: it takes no longer than no drafts
-    assert times.of(REST) == times.of(0) == 9.0
-    times = Times({REST: 6.6, 0: 15.0, 1: 8.2})  # and here the round without drafts was
+    # The rest was held up at start: it takes no longer than no drafts.
+    times = Times({SKIP_DRAFTER: 12.0, 0: 9.0, 1: 10.0})
+    assert times.of(SKIP_DRAFTER) == times.of(0) == 9.0
+    times = Times({SKIP_DRAFTER: 6.6, 0: 15.0, 1: 8.2})  # and here the round without drafts was
     assert times.of(0) == 8.2
     for i in range(400):
         times.see(0 if i % 20 == 0 else 1, 9.3 if i % 20 == 0 else 11.9)
-    assert times.of(0) == pytest.approx(9.3, rel=0.02) and times.of(REST) == pytest.approx(9.3 - 1.6, rel=0.02)
+    assert times.of(0) == pytest.approx(9.3, rel=0.02) and times.of(SKIP_DRAFTER) == pytest.approx(9.3 - 1.6, rel=0.02)
 
 
 @pytest.mark.parametrize("wrong", [{0: 15.0, 3: 11.0}, {0: 7.0, 3: 25.0}, {0: 15.0, 3: 25.0}])

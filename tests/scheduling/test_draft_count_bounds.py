@@ -9,17 +9,17 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from jaxspec.scheduling.draft_count import REST, Chooser
+from jaxspec.scheduling.draft_count import SKIP_DRAFTER, Chooser
 from tests.scheduling.test_draft_count import TIMES, expected, rates, seconds
 from tests.scheduling.test_skipped_drafts import KEPT, TOKEN
 from tests.support.sample import one_in, rare
 
 # ms of a round of the demo with EAGLE-3, one H100, `bench adaptive`
 DEMO = {
-    1: {REST: 0.546, 0: 0.574, 1: 0.603, 3: 0.703},
-    8: {REST: 0.567, 0: 0.594, 1: 0.661, 3: 0.883},
-    32: {REST: 0.732, 0: 0.767, 1: 1.051, 3: 1.342},
-    128: {REST: 1.507, 0: 1.570, 1: 1.727, 3: 2.171},
+    1: {SKIP_DRAFTER: 0.546, 0: 0.574, 1: 0.603, 3: 0.703},
+    8: {SKIP_DRAFTER: 0.567, 0: 0.594, 1: 0.661, 3: 0.883},
+    32: {SKIP_DRAFTER: 0.732, 0: 0.767, 1: 1.051, 3: 1.342},
+    128: {SKIP_DRAFTER: 1.507, 0: 1.570, 1: 1.727, 3: 2.171},
 }
 ROUNDS = 8  # of a program
 LATE = 0.3  # of a program's time, at most
@@ -37,7 +37,7 @@ def times_of(name, requests):
     if name == "demo":
         return {n: ms / 1e3 for n, ms in DEMO[requests].items()}
     table = seconds(name, requests)
-    return {REST: table[0], **table, 0: table[0] * KEPT[requests]}
+    return {SKIP_DRAFTER: table[0], **table, 0: table[0] * KEPT[requests]}
 
 
 class Busy:
@@ -77,7 +77,7 @@ class Busy:
                 self.chooser.accepted(drafts, self.yielded(acceptance, drafts))
             gained = self.share * (expected(acceptance, max(drafts, 0)) - 1)
             spent, tokens, chosen[drafts] = spent + took, tokens + ROUNDS * (1 + gained), chosen[drafts] + 1
-            self.share *= drafts != REST
+            self.share *= drafts != SKIP_DRAFTER
             self.behind += ROUNDS * (1 - self.share)
             self.share += ROUNDS * self.news * (1 - self.share)
         return tokens / spent, chosen
@@ -86,7 +86,7 @@ class Busy:
         self.run(acceptance, 2.0)
         speed, chosen = self.run(acceptance, 12.0)
         of = {n: expected(acceptance, max(n, 0)) / s for n, s in self.times.items()}
-        assert speed >= (1 - plain) * of[REST], (speed / of[REST], chosen)
+        assert speed >= (1 - plain) * of[SKIP_DRAFTER], (speed / of[SKIP_DRAFTER], chosen)
         assert speed >= (1 - best) * max(of.values()), (speed / max(of.values()), chosen)
 
 

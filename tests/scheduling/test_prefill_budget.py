@@ -3,7 +3,7 @@ prompts and 20 us a token."""
 
 import pytest
 
-from jaxspec.scheduling.prefill_budget import Pace
+from jaxspec.scheduling.prefill_budget import PrefillBudget
 
 ROUND, PROGRAM, TOKEN = 0.010, 0.002, 20e-6
 BLOCK, SIZES = 125, (1, 2, 4, 8)
@@ -13,27 +13,27 @@ class Device:
     """Runs what is dispatched at once; the engine reads each round when it is done."""
 
     def __init__(self, most):
-        self.pace, self.now = Pace(most, BLOCK, SIZES), 100.0
+        self.budget, self.now = PrefillBudget(most, BLOCK, SIZES), 100.0
 
     def step(self, *prompts, slower=1.0, late=0.0):
         for tokens in prompts:
-            self.pace.prompts(tokens // BLOCK, self.now)
-        behind = self.pace.round(self.now)
+            self.budget.prompts(tokens // BLOCK, self.now)
+        dispatched = self.budget.round(self.now)
         self.now += ROUND + sum(PROGRAM + tokens * TOKEN * slower for tokens in prompts) + late
-        self.pace.read(behind, self.now)
+        self.budget.read(dispatched, self.now)
 
     def serve(self, steps=60, **how):
         """Prompts always wait: each program is as large as the limit allows. How large they were."""
         ran = []
         for _ in range(steps):
-            ran.append(self.pace.tokens() or BLOCK * SIZES[-1])
+            ran.append(self.budget.tokens() or BLOCK * SIZES[-1])
             self.step(ran[-1], **how)
         return ran
 
 
 def test_the_largest_program_that_fits_beside_a_round():
     device = Device(0.030)  # 1000 tokens take 22 ms, 500 12
-    assert device.pace.tokens() is None  # nothing is known
+    assert device.budget.tokens() is None  # nothing is known
     device.step()
     assert device.serve()[2:] == [500] * 58
     device = Device(0.033)
@@ -44,10 +44,10 @@ def test_the_largest_program_that_fits_beside_a_round():
 def test_a_high_limit_leaves_room_for_several_programs():
     device = Device(0.080)
     device.step()
-    assert device.pace.token == 0
+    assert device.budget.token == 0
     device.step(1000)
-    assert device.pace.tokens() == 3000
-    assert device.pace.token == pytest.approx(22e-6), "its share of the program is counted"
+    assert device.budget.tokens() == 3000
+    assert device.budget.token == pytest.approx(22e-6), "its share of the program is counted"
 
 
 def test_small_programs_say_little_of_larger_ones():
@@ -62,14 +62,14 @@ def test_without_a_limit_there_is_none():
     device = Device(None)
     device.step()
     device.step(500)
-    assert device.pace.tokens() is None
+    assert device.budget.tokens() is None
 
 
 def test_a_limit_below_a_round_leaves_nothing():
     device = Device(0.005)
     device.step()
     device.step(500)
-    assert device.pace.tokens() == 0
+    assert device.budget.tokens() == 0
 
 
 def test_a_size_that_is_too_slow_now_is_tried_again():
@@ -92,7 +92,7 @@ def test_a_busy_host_is_forgotten():
     device.step()
     device.step(1000)
     device.step(1000, late=1.0)
-    assert device.pace.tokens() < 1000  # for now: it counts as twice what was expected
+    assert device.budget.tokens() < 1000  # for now: it counts as twice what was expected
     assert device.serve(steps=800)[-1] == 1000
 
 
@@ -102,18 +102,18 @@ def test_time_before_the_dispatch_is_nobodys():
     device.now += 60.0  # no request
     device.step()
     device.step(1000)
-    assert device.pace.tokens() == 1000
+    assert device.budget.tokens() == 1000
 
 
 def test_prompts_of_several_programs_are_one_wait():
-    pace = Pace(0.033, BLOCK, SIZES)
-    pace.read(pace.round(100.0), 100.0 + ROUND)
-    pace.prompts(4, 100.0 + ROUND)
-    pace.prompts(3, 100.015)  # and a block of padding
-    behind = pace.round(100.02)
-    assert behind == ((4, 4), 100.0 + ROUND, 1)
-    pace.read(behind, 100.0 + 2 * ROUND + 2 * (PROGRAM + 500 * TOKEN))
-    assert pace.tokens() == 500 + 500  # of the size that is known, each takes half of the wait
+    budget = PrefillBudget(0.033, BLOCK, SIZES)
+    budget.read(budget.round(100.0), 100.0 + ROUND)
+    budget.prompts(4, 100.0 + ROUND)
+    budget.prompts(3, 100.015)  # and a block of padding
+    dispatched = budget.round(100.02)
+    assert dispatched == ((4, 4), 100.0 + ROUND, 1)
+    budget.read(dispatched, 100.0 + 2 * ROUND + 2 * (PROGRAM + 500 * TOKEN))
+    assert budget.tokens() == 500 + 500  # of the size that is known, each takes half of the wait
 
 
 def test_a_round_that_took_all_of_the_time_is_no_measure():
@@ -127,21 +127,21 @@ def test_a_round_that_took_all_of_the_time_is_no_measure():
 
 def test_a_round_behind_prompts_is_not_taken_for_several():
     """While no prompt waits, programs have several rounds, which take longer than most prompts do."""
-    pace, now = Pace(0.033, BLOCK, SIZES), 100.0
+    budget, now = PrefillBudget(0.033, BLOCK, SIZES), 100.0
     for rounds, prompts in [(8, ()), (8, ()), *[(1, (8,))] * 3, (8, ())]:
         for blocks in prompts:
-            pace.prompts(blocks, now)
-        behind = pace.round(now, rounds)
+            budget.prompts(blocks, now)
+        dispatched = budget.round(now, rounds)
         now += (PROGRAM + 1000 * TOKEN if prompts else 0.0) + rounds * ROUND
-        pace.read(behind, now)
-    assert pace.token == pytest.approx(22e-6, rel=0.01)
-    assert pace.tokens() == 1000, "beside one round"
+        budget.read(dispatched, now)
+    assert budget.token == pytest.approx(22e-6, rel=0.01)
+    assert budget.tokens() == 1000, "beside one round"
 
 
 def test_a_round_that_was_seen_long_ago_takes_its_share_of_several():
-    pace, now = Pace(1.0, BLOCK, SIZES), 100.0
+    budget, now = PrefillBudget(1.0, BLOCK, SIZES), 100.0
     for rounds, took in ((1, 0.002), (8, 0.080)):
-        behind = pace.round(now, rounds)
+        dispatched = budget.round(now, rounds)
         now += took
-        pace.read(behind, now)
-    assert pace._takes(1) == pytest.approx(0.010) and pace._takes(8) == pytest.approx(0.080)
+        budget.read(dispatched, now)
+    assert budget._takes(1) == pytest.approx(0.010) and budget._takes(8) == pytest.approx(0.080)

@@ -284,18 +284,18 @@ def test_pages_that_the_drafter_missed_are_for_those_that_do_without():
     pool, tree = make(20)
     text = [1, 2, 3, 4, 5, 6]
     pages = pool.alloc(3)
-    tree.insert(text, pages, 6, leaving=True, seen=3)
+    tree.insert(text, pages, 6, leaving=True, drafter_seen=3)
     pool.release(pages)
     matched, node = tree.match(text, 6)
-    assert (matched, node.depth, node.seen) == (pages[:1], 1, 1)
+    assert (matched, node.depth, node.drafter_seen) == (pages[:1], 1, 1)
     pool.release(matched)
     matched, node = tree.match(text, 6, missed=True)
-    assert (matched, node.depth, node.seen) == (pages, 3, 1)
+    assert (matched, node.depth, node.drafter_seen) == (pages, 3, 1)
     pool.release(matched)
     full = publish(pool, tree, text)
     assert tree.num_pages == 5 and pool.idle == 5
     for missed in (False, True):
         matched, node = tree.match(text, 6, missed=missed)
-        assert (matched, node.seen) == ([pages[0], *full[1:]], 3), "pages that serve all come first"
+        assert (matched, node.drafter_seen) == ([pages[0], *full[1:]], 3), "pages that serve all come first"
         pool.release(matched)
     assert tree.evict(9) == 5 and pool.free == 19

@@ -8,7 +8,7 @@ import pytest
 
 from jaxspec.config.request import RequestError
 from jaxspec.scheduling.audit import audit
-from jaxspec.scheduling.sequence import Chunk, Plan, Sequence, State
+from jaxspec.scheduling.sequence import Chunk, Plan, SequenceState, Status
 from tests.support.miniature import World, make, sequence
 from tests.support.sample import one_in
 
@@ -92,7 +92,7 @@ def test_first_token_and_first_round_come_with_the_last_chunk():
     seq = sequence(s, range(22))
     assert s.plan() == Plan([seq], [Chunk(seq, 0, 16)], [], [])
     assert s.plan() == Plan([], [Chunk(seq, 16, 6)], [seq], [seq])
-    assert (seq.state, seq.in_flight, seq.computed) == (State.RUNNING, 2, 22)
+    assert (seq.status, seq.in_flight, seq.computed) == (Status.RUNNING, 2, 22)
     assert s.plan() == Plan([], [], [], [seq])
     assert s.table[seq.slot, : len(seq.pages)].tolist() == seq.pages
 
@@ -165,7 +165,7 @@ def test_pages_are_shared_where_all_that_they_depend_on_is_the_same():
             read(s, s.plan())
             s.finish(seq)
             assert seq.cached == cached, kind
-    s.audit()
+    audit(s)
 
 
 def test_the_last_token_of_a_cached_prompt_is_computed_again():
@@ -205,7 +205,7 @@ def test_finish_twice_and_in_flight():
     s.plan()
     s.plan()
     s.finish(seq)
-    assert (seq.state, seq.epoch, seq.in_flight, seq.slot, seq.pages) == (State.FINISHED, 1, 0, -1, [])
+    assert (seq.status, seq.epoch, seq.in_flight, seq.slot, seq.pages) == (Status.FINISHED, 1, 0, -1, [])
     assert not s.table.any()
     s.finish(seq)
     assert (seq.epoch, s.unfinished) == (1, 0)
@@ -280,7 +280,7 @@ def test_add_takes_only_what_check_lets_pass():
     s = make(num_pages=13)
     for tokens, limit in (([], 5), ([1] * 5, 5), ([1], 65), ([1], 46)):
         with pytest.raises(ValueError, match=r"take the limit from check\(\)"):
-            s.add(Sequence(tokens, len(tokens), limit))
+            s.add(SequenceState(tokens, len(tokens), limit))
     seq = sequence(s, [1])
     s.plan()
     with pytest.raises(ValueError, match="this one is running"):

@@ -10,7 +10,7 @@ from jaxspec import EngineConfig, SamplingParams, load_drafter, load_model
 from jaxspec.compiling.ladder import ladder_of
 from jaxspec.engine import defaults
 from jaxspec.scheduling.audit import audit
-from jaxspec.scheduling.draft_count import KEEPING, REST, SETTLED, Chooser
+from jaxspec.scheduling.draft_count import KEEPING, SETTLED, SKIP_DRAFTER, Chooser
 from tests.drafters import test_dflash, test_eagle
 from tests.engine import test_hybrid
 from tests.engine import test_lossless as lossless
@@ -41,10 +41,10 @@ class Course:
     def choose(self, group, share, able):
         self.rounds += 1
         self.shares.append((share, able))
-        return REST if 6 < self.rounds <= 20 else self.chosen
+        return SKIP_DRAFTER if 6 < self.rounds <= 20 else self.chosen
 
     def accepted(self, drafts, rows):
-        assert drafts != REST or not rows.total(), "rows that have no drafts say nothing of acceptance"
+        assert drafts != SKIP_DRAFTER or not rows.total(), "rows that have no drafts say nothing of acceptance"
 
     def took(self, group, drafts, seconds):
         pass
@@ -56,7 +56,7 @@ class Always(Course):
     missed, resting = 0.0, True
 
     def choose(self, group, share, able):
-        return REST
+        return SKIP_DRAFTER
 
 
 KINDS = [
@@ -153,12 +153,12 @@ def test_rests_have_programs_of_the_sizes_that_rounds_without_drafts_have(monkey
         draft.drafter,
     )
     sizes = dict(shapes().narrower)
-    assert sizes[REST] == sizes[0] == (1, 8, 16, 32, 64, 100)
-    kinds = {one for one in ladder_of(shapes()) if one[0].endswith(f"_{REST}")}
-    assert kinds == {(f"{name}_{mode}_{REST}", n) for name in ("round", "rounds") for mode in ("greedy", "sampled")
-                     for n in sizes[REST]}  # fmt: skip
+    assert sizes[SKIP_DRAFTER] == sizes[0] == (1, 8, 16, 32, 64, 100)
+    kinds = {one for one in ladder_of(shapes()) if one[0].endswith(f"_{SKIP_DRAFTER}")}
+    names = [f"{name}_{mode}_{SKIP_DRAFTER}" for name in ("round", "rounds") for mode in ("greedy", "sampled")]
+    assert kinds == {(name, n) for name in names for n in sizes[SKIP_DRAFTER]}
     for options in ({"draft_policy": "fixed"}, {"few_programs": True}, {"deterministic": True}):
-        assert REST not in dict(shapes(**options).narrower)
+        assert SKIP_DRAFTER not in dict(shapes(**options).narrower)
 
 
 class Resting(Load):
@@ -171,7 +171,7 @@ class Resting(Load):
         for requests, each in self.times.items():
             each[0] *= KEPT[requests]
         self.news, self.share, self.behind, self.renewals = news, 1.0, 0.0, 0
-        table = {("round", n): {**each, REST: self.plain[n]} for n, each in self.times.items()}
+        table = {("round", n): {**each, SKIP_DRAFTER: self.plain[n]} for n, each in self.times.items()}
         self.chooser = Chooser({n: n for n in self.times[1]}, table)
 
     def run(self, requests, acceptance, rounds):
@@ -181,7 +181,7 @@ class Resting(Load):
             if self.chooser.missed and self.chooser.missed >= anew:
                 self.share, self.behind, time, self.renewals = 1.0, 0.0, time + anew, self.renewals + 1
             drafts = self.chooser.choose(("round", requests), self.share, 1.0)
-            took = self.plain[requests] if drafts == REST else self.times[requests][drafts]
+            took = self.plain[requests] if drafts == SKIP_DRAFTER else self.times[requests][drafts]
             self.chooser.took(("round", requests), drafts, took)
             if drafts > 0:
                 left, yielded = int(requests * self.share), loads.Counter()
@@ -193,7 +193,7 @@ class Resting(Load):
                 self.chooser.accepted(drafts, yielded)
             some = expected(acceptance, max(drafts, 0))
             time, tokens = time + took, tokens + 1 + self.share * (some - 1)
-            self.share = 0.0 if drafts == REST else self.share
+            self.share = 0.0 if drafts == SKIP_DRAFTER else self.share
             self.behind += 1 - self.share
             self.share += self.news * (1 - self.share)
             chosen[drafts] += 1
@@ -212,7 +212,7 @@ def test_where_drafts_never_pay_rounds_take_what_plain_decoding_does(requests, n
 def test_it_drafts_again_when_the_load_falls_and_when_drafts_get_better():
     load, acceptance = Resting(), rates(1.3, 3)
     _, chosen = load.run(256, acceptance, 400)
-    assert chosen[REST] > 200
+    assert chosen[SKIP_DRAFTER] > 200
     _, chosen = load.run(8, acceptance, 300)
     assert load.renewals == 1 and chosen[3] + chosen[1] > 60, "the old requests get drafts again"
     load.news = 1 / 256
@@ -237,7 +237,7 @@ def test_where_drafts_hardly_pay_texts_are_not_computed_anew_all_the_time(reques
 def test_nothing_rests_where_drafts_pay():
     load = Resting()
     _, chosen = load.run(8, rates(3.0, 3), 2000)
-    assert not chosen[REST] and chosen[3] > 1900
+    assert not chosen[SKIP_DRAFTER] and chosen[3] > 1900
 
 
 def test_requests_that_asked_for_no_drafts_keep_the_state_that_others_may_continue_from():
@@ -279,7 +279,7 @@ class Random:
 def test_text_is_plain_whenever_rounds_rest_and_requests_draft_again(draft, overlap, rounds, monkeypatch):
     """Preemption for want of pages, shared prefixes and stops among them."""
     llm = engine(draft)
-    monkeypatch.setattr(llm.engine, "chooser", Random((REST, *llm.engine.runner.drafts), seed=rounds))
+    monkeypatch.setattr(llm.engine, "chooser", Random((SKIP_DRAFTER, *llm.engine.runner.drafts), seed=rounds))
     before = llm.engine.stats()
     for scenario in lossless.SCENARIOS:
         assert llm.engine.flush_cache()

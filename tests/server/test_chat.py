@@ -6,7 +6,7 @@ import threading
 import pytest
 from openai import AsyncOpenAI
 
-from jaxspec.text.tokenizer import reserved_template_variables
+from jaxspec.text.chat_template import reserved_template_variables
 from tests.server.fake import TEXT, byte_tokenizer
 
 HELLO = [{"role": "user", "content": "hello"}]

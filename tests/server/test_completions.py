@@ -8,7 +8,7 @@ import pytest
 from jaxspec.config.request import TokenLogprobs
 from server.replies.logprobs import FLOOR, Offsets, TokenNames, completion_logprobs
 from tests.server.fake import TEXT
-from tests.text.test_tokenizer import SENTENCEPIECE
+from tests.support.tokenizers import SENTENCEPIECE
 
 MODEL = {"model": "fake/model"}
 

@@ -139,7 +139,7 @@ def test_tokenising_that_fails_is_one_requests_failure(url, llm, expected, monke
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_detokenising_that_fails_is_one_requests_failure(url, llm, expected, monkeypatch, stream):
-    from jaxspec.text.tokenizer import Detokenizer
+    from jaxspec.text.detokenizer import Detokenizer
 
     push = Detokenizer.push
 

@@ -8,7 +8,8 @@ import time
 import httpx
 import pytest
 
-from jaxspec.text.tokenizer import Tokenizer, TokenizerError
+from jaxspec.text.errors import TokenizerError
+from jaxspec.text.tokenizer import Tokenizer
 from tests.server.fake import byte_tokenizer
 from tests.server.live import wait_for
 from tests.support.tiny import CHAT_TEMPLATE

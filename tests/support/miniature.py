@@ -7,7 +7,7 @@ from collections import Counter, deque
 
 from jaxspec.scheduling.audit import audit
 from jaxspec.scheduling.scheduler import Scheduler
-from jaxspec.scheduling.sequence import Plan, Sequence, State
+from jaxspec.scheduling.sequence import Plan, SequenceState, Status
 
 JUNK = None  # KV of a token that was drafted and not accepted
 
@@ -20,7 +20,7 @@ def make(**sizes):
 
 def sequence(scheduler, tokens, new=8, **fields):
     tokens = list(tokens)
-    seq = Sequence(tokens, len(tokens), scheduler.check(len(tokens), new), **fields)
+    seq = SequenceState(tokens, len(tokens), scheduler.check(len(tokens), new), **fields)
     scheduler.add(seq)
     return seq
 
@@ -72,13 +72,13 @@ class World:
         self.stops[seq] = r.randint(seq.prompt_len + 1, seq.limit) if r.random() < 0.5 else seq.limit
 
     def live(self):
-        return [seq for seq in self.arrival if seq.state is not State.FINISHED]
+        return [seq for seq in self.arrival if seq.status is not Status.FINISHED]
 
     def disturb(self):
         s, r = self.scheduler, self.random
         if r.random() < 0.1 and self.live():
             seq = r.choice(self.live())
-            self.seen[f"abort {seq.state.value}"] += 1
+            self.seen[f"abort {seq.status.value}"] += 1
             s.finish(seq)
             audit(s)
         if r.random() < 0.01:
@@ -109,7 +109,7 @@ class World:
         if any(chunk.seq.score for chunk in plan.prefill):
             assert len(plan.prefill) == 1 and plan.prefill[0].count <= s.score_tokens
             self.seen["scored"] += 1
-        running = [seq for seq in self.arrival if seq.state is State.RUNNING]
+        running = [seq for seq in self.arrival if seq.status is Status.RUNNING]
         unread = Counter(seq for flight in self.unread for results in flight for seq, *_ in results)
         unread.update(plan.first)
         rows = [seq for seq in running if len(seq.tokens) + unread[seq] < seq.limit]

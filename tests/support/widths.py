@@ -12,7 +12,7 @@ from jaxspec import LLM
 from jaxspec.engine import runner
 from jaxspec.rounds import ragged_verification as sharing
 from jaxspec.rounds.programs import LOGPROBS
-from jaxspec.scheduling.draft_count import REST, rungs
+from jaxspec.scheduling.draft_count import SKIP_DRAFTER, rungs
 
 
 class Turns:
@@ -50,7 +50,7 @@ def several(make: Callable[[], LLM], ragged: bool = False) -> LLM:
         most = drafter.num_draft_tokens
         fewer = () if not most else rungs(most) if drafter.topk == 1 else (0,)
         shared = tuple((n, sharing.most(drafter, n)) for n in fewer if n > 0) if ragged else ()
-        fewer = (REST, *fewer) if most and drafter.rests else fewer
+        fewer = (SKIP_DRAFTER, *fewer) if most and drafter.rests else fewer
         return dataclasses.replace(found, narrower=tuple((n, found.batches) for n in fewer), ragged=shared)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from jaxspec.text import length_bounds, tokenizer
-from jaxspec.text.tokenizer import TokenizerError, TooLong
-from tests.text.test_tokenizer import SENTENCEPIECE
+from jaxspec.text.errors import TokenizerError, TooLong
+from tests.support.tokenizers import SENTENCEPIECE
 
 GPT4 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxspec.checkpoint import ModelFolder, load_model
-from jaxspec.drafters import load_drafter
+from jaxspec.drafters.loading import load_drafter
 from jaxspec.engine.functional import propose
 from jaxspec.train.__main__ import main
 from jaxspec.train.continued import continued

@@ -19,7 +19,7 @@ import pytest
 
 import jaxspec
 from jaxspec.checkpoint import load_model
-from jaxspec.drafters import load_drafter
+from jaxspec.drafters.loading import load_drafter
 from jaxspec.models.weights import HALF
 from jaxspec.train import __main__ as command
 from jaxspec.train import loop

@@ -11,8 +11,8 @@ import pytest
 import jaxspec
 from jaxspec.checkpoint import load_model
 from jaxspec.decoder.forward import unembed
-from jaxspec.drafters import load_drafter
 from jaxspec.drafters.dspark import DSpark
+from jaxspec.drafters.loading import load_drafter
 from jaxspec.train import eagle3, objective
 from jaxspec.train.data import Text, TrainError
 from jaxspec.train.dflash import DFlashObjective

@@ -12,7 +12,7 @@ import pytest
 
 import jaxspec
 from jaxspec.checkpoint import load_model
-from jaxspec.drafters import load_drafter
+from jaxspec.drafters.loading import load_drafter
 from jaxspec.train.eagle3 import Eagle3Objective
 from jaxspec.train.objective import Batch
 from tests.support.sample import rare

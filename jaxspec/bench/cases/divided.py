@@ -79,8 +79,8 @@ def products(name: str, shapes: dict[str, tuple[int, int]], model: Model, size: 
     layers = max(4, min(64, 2**27 // weights))  # more than a cache holds
     kv_heads = max(model.heads[1] // size, 1) if model.heads else 1
     width = model.heads[2] if model.heads else 128
-    place = PAGE + jnp.arange(ROWS, dtype=jnp.int32)
-    cos, sin = (of(place[:, None] * jnp.geomspace(1, 1e-4, width // 2)) for of in (jnp.cos, jnp.sin))
+    kv_slots = PAGE + jnp.arange(ROWS, dtype=jnp.int32)
+    cos, sin = (of(kv_slots[:, None] * jnp.geomspace(1, 1e-4, width // 2)) for of in (jnp.cos, jnp.sin))
 
     def build(key):
         def own(key):
@@ -102,7 +102,7 @@ def products(name: str, shapes: dict[str, tuple[int, int]], model: Model, size: 
         (x, scaled, kv), layer, made = carried, own[i], []
         if model.heads:
             q, kv = few_rows.heads(
-                *([each] for each in scaled), layer["qkv"], cos, sin, kv, jnp.int32(i), place, eps=EPS
+                *([each] for each in scaled), layer["qkv"], cos, sin, kv, jnp.int32(i), kv_slots, eps=EPS
             )
             made.append(q)
         else:

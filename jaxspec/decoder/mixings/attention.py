@@ -9,16 +9,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxspec.decoder.fixed_order import in_order, row_norm
 from jaxspec.decoder.functions import cos_sin, normed, rope
-from jaxspec.decoder.mixer import Mixer
 from jaxspec.decoder.mixings.kind import Mixing, Weights
 from jaxspec.models.description import ROPE_SCALINGS, Attention, Layer, Norm, Rope, beyond
 from jaxspec.pallas.attention import write_heads
 from jaxspec.pallas.attention.decode_attention.plan import HEAD_WIDTHS, MAX_GROUP
-from jaxspec.pallas.hopper import chosen
+from jaxspec.pallas.operation import ANY, HOPPER, Implementation, choose, nothing
 
 # What the kernel implements that norms and rotates heads, and writes keys and values into pages.
 HEADS_WRITTEN = {
@@ -31,13 +30,16 @@ HEADS_WRITTEN = {
 
 @jax.named_scope("attention")
 def mix(layer, weights, i, made, positions, mixer, cache, dtype=None, table=None):
-    """As `Mixing.mix`, of queries, keys and values side by side. `table`: the rope table, if it is made already."""
+    """Mix queries, keys and values that stand side by side. `table`: the rope table, if it is made already."""
     (qkv,) = made
-    a, dtype = layer.mixing, dtype or qkv.dtype
-    if a.bias:
+    if layer.mixing.bias:
         qkv = qkv + weights["qkv_bias"] if qkv.ndim == 3 else qkv.at[0].add(weights["qkv_bias"])
-    if chosen(_not_written(layer, weights, mixer, cache, dtype)):
-        return _mix_written(layer, weights, i, qkv, positions, mixer, cache, table)
+    call = layer, weights, i, qkv, positions, mixer, cache, dtype or qkv.dtype, table
+    return choose("attention of a layer", HEADS, *call).run(*call)
+
+
+def _mix_in_steps(layer, weights, i, qkv, positions, mixer, cache, dtype, table):
+    a = layer.mixing
     if qkv.ndim > 3:
         qkv = qkv.sum(0).astype(dtype)
     q, k, v, gates = _split(a, qkv)
@@ -75,7 +77,7 @@ def sinks(a: Attention, weights: Weights) -> dict[str, Array]:
     return {"sinks": weights["sinks"].astype(jnp.float32)} if a.sinks else {}
 
 
-def _not_written(layer: Layer, weights: Weights, mixer: Mixer, cache: Any, dtype: Any) -> str | None:
+def _not_written(layer, weights, i, qkv, positions, mixer, cache, dtype, table) -> str | None:
     """Why `write_heads` can't take a projection's rows to what `mixer` keeps, or None if it can."""
     a = layer.mixing
     if reason := beyond(a, HEADS_WRITTEN):
@@ -88,23 +90,30 @@ def _not_written(layer: Layer, weights: Weights, mixer: Mixer, cache: Any, dtype
     return write_heads.supported(a.heads, a.kv_heads, a.head_dim, a.head_dim, pages.dtype, dtype, *norms)
 
 
-def _mix_written(layer, weights, i, qkv, positions, mixer, cache, table):
-    """The same, with one kernel from the projection's parts to queries, and keys and values in their pages."""
+def _mix_written(layer, weights, i, qkv, positions, mixer, cache, dtype, table):
+    """Mix with one kernel from the projection's parts to queries, and keys and values in their pages."""
     a, (b, t) = layer.mixing, positions.shape
     cos, sin = (x.reshape(b * t, -1) for x in table or cos_sin(positions, a))
     norms = [weights["q_norm"], weights["k_norm"]] if a.qk_norm else []
 
-    def write(kv: Array, kv_slots: Int[Array, "b t"], inverse: Array | None) -> tuple[Float[Array, "b t n h"], Array]:
+    def write(pages, kv_slots, inverse_scales):
         rows, kv_slots = qkv.reshape(-1, b * t, qkv.shape[-1]), kv_slots.reshape(-1)
-        q, kv = write_heads.write_heads(rows, cos, sin, kv, i, kv_slots, norms, inverse, eps=layer.norm.eps)
-        return q.reshape(b, t, a.heads, a.head_dim), kv
+        of = rows, cos, sin, pages, i, kv_slots, norms, inverse_scales
+        q, pages = write_heads.write_heads(*of, eps=layer.norm.eps)
+        return q.reshape(b, t, a.heads, a.head_dim), pages
 
     out, cache = mixer.attend_written(cache, i, t, write, a.window, **sinks(a, weights))
     return out.reshape(b, t, a.heads * a.head_dim), cache
 
 
+HEADS = (
+    Implementation("write_heads", HOPPER, _not_written, _mix_written),
+    Implementation("plain", ANY, nothing, _mix_in_steps),
+)
+
+
 def fixed(layer, weights, i, made, positions, mixer, cache, dtype, table, in_parts):
-    """As `Mixing.fixed`. `write_heads` has no gates and not all norms: then each row is normed by itself."""
+    """Mix with one order of sums. `write_heads` has no gates and not all norms: then each row is normed by itself."""
     a, (qkv,), (b, t) = layer.mixing, made, positions.shape
     if not beyond(a, HEADS_WRITTEN):
         if in_parts and write_heads.supported(a.heads, a.kv_heads, a.head_dim, a.head_dim, "bfloat16"):

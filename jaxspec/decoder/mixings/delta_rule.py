@@ -15,7 +15,7 @@ from jaxspec.decoder.mixer import NormingMixer
 from jaxspec.decoder.mixings.kind import Mixing, Weights
 from jaxspec.models.description import DeltaRule, Layer
 from jaxspec.pallas import hopper
-from jaxspec.pallas.hopper import chosen
+from jaxspec.pallas.operation import ANY, HOPPER, Implementation, choose, nothing
 from jaxspec.pallas.recurrence import conv_chunk, conv_step, delta_chunk, delta_step
 from jaxspec.pallas.recurrence.gated_norm import gated_norm
 from jaxspec.pallas.recurrence.gates_and_norm import Around
@@ -24,18 +24,34 @@ from jaxspec.pallas.sliced_rows import SLICE, sliced
 
 @jax.named_scope("delta_rule")
 def mix(layer, weights, i, made, positions, mixer, cache, dtype=None):
-    """As `Mixing.mix`. Rows from t on are padding that a kernel left."""
-    rule, (qkvz, ba) = layer.mixing, made
-    (b, r, _), t = qkvz.shape, positions.shape[1]
-    (q, k, v), cache = mixer.convolve(cache, i, qkvz[:, :t], weights["conv"], rule)
-    if isinstance(mixer, NormingMixer) and chosen(mixer.unnormed(cache, q, v)):
-        around = Around(ba, weights["decay_log"], weights["decay_bias"], qkvz, weights["read_norm"])
-        read, cache = mixer.recur_normed(cache, i, q, k, v, around, layer.norm.eps)
-        return read.reshape(b, r, -1), cache
+    """Mix channels and gates' numbers. Rows from t on are padding that a kernel left."""
+    qkvz, ba = made
+    (q, k, v), cache = mixer.convolve(cache, i, qkvz[:, : positions.shape[1]], weights["conv"], layer.mixing)
+    call = layer, weights, i, (q, k, v), qkvz, ba, mixer, cache
+    return choose("linear attention of a layer", RULE, *call).run(*call)
+
+
+def _not_in_one(layer, weights, i, qkv, qkvz, ba, mixer, cache) -> str | None:
+    """Why no kernel has the rule with the gates before it and the norm after it, or None if one does."""
+    q, _, v = qkv
+    return mixer.unnormed(cache, q, v) if isinstance(mixer, NormingMixer) else "a mixer without"
+
+
+def _in_one(layer, weights, i, qkv, qkvz, ba, mixer, cache):
+    around = Around(ba, weights["decay_log"], weights["decay_bias"], qkvz, weights["read_norm"])
+    read, cache = mixer.recur_normed(cache, i, *qkv, around, layer.norm.eps)
+    return read.reshape(*qkvz.shape[:2], -1), cache
+
+
+def _in_steps(layer, weights, i, qkv, qkvz, ba, mixer, cache):
+    rule, (b, r, _), t = layer.mixing, qkvz.shape, qkv[0].shape[1]
     beta, a, _ = jnp.split(ba[:, :t], (rule.value_heads, 2 * rule.value_heads), axis=-1)
-    read, cache = mixer.recur(cache, i, q, k, v, _decay(weights, a), jax.nn.sigmoid(beta), r)
+    read, cache = mixer.recur(cache, i, *qkv, _decay(weights, a), jax.nn.sigmoid(beta), r)
     z = qkvz[..., rule.channels :]
     return _normed(read, z, weights["read_norm"], layer.norm.eps).reshape(b, r, -1), cache
+
+
+RULE = Implementation("delta_step", HOPPER, _not_in_one, _in_one), Implementation("plain", ANY, nothing, _in_steps)
 
 
 def _decay(weights: Weights, a: Float[Array, "*b n"]) -> Float[Array, "*b n"]:
@@ -51,8 +67,8 @@ def _normed(
 
 
 def fixed(layer, weights, i, made, positions, mixer, cache, dtype, table, in_parts):
-    """As `Mixing.fixed`. A state goes from one token to the next, in a round and in replay alike; prompts have blocks
-    at fixed positions. `ba` may be wider than its heads."""
+    """Mix with one order of sums. A state goes from one token to the next, in a round and in replay alike; prompts have
+    blocks at fixed positions. `ba` may be wider than its heads."""
     rule, (qkvz, ba), (b, t), eps = layer.mixing, made, positions.shape, layer.norm.eps
     if in_parts:
         qkvz = in_order(qkvz).astype(dtype).reshape(b, t, -1)

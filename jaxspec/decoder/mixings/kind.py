@@ -1,4 +1,4 @@
-"""What a kind of mixing is to the paths that run its layers."""
+"""A kind of mixing, as the paths that run its layers see it."""
 
 from __future__ import annotations
 

@@ -25,17 +25,17 @@ WIDE = 1e6  # a dtype whose largest number is beyond this isn't expected to over
 PAGES = (jnp.bfloat16, jnp.float8_e4m3fn)  # dtypes that kernels of rounds and `write_heads` write
 
 
-def stored(x: Any, dtype: Any, inverse: Any = None) -> Any:
-    """Convert x to pages of `dtype`: multiplied in float32 by the inverse of its scale, if it has one, and saturated.
+def stored(x: Any, dtype: Any, inverse_scale: Any = None) -> Any:
+    """Convert x to pages of `dtype`: multiplied in float32 by `inverse_scale`, if given, and saturated.
 
     An overflow would make results infinite or NaN, at weight zero too, for all later owners of the page. So would a
     NaN, which becomes zero if the dtype's numbers could overflow at all.
     """
     largest = min(float(jnp.finfo(each).max) for each in (dtype, x.dtype))
-    if inverse is None and largest > WIDE:
+    if inverse_scale is None and largest > WIDE:
         return x.astype(dtype)
     x = x.astype(jnp.float32)
-    x = x if inverse is None else x * inverse
+    x = x if inverse_scale is None else x * inverse_scale
     return jnp.clip(jnp.where(x == x, x, 0.0), -largest, largest).astype(dtype)
 
 

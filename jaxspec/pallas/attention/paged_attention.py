@@ -92,10 +92,10 @@ def _row_by_row(q, kv, layer, table, start, *rest) -> Array:
         reason = (_decode_refuses if q.shape[1] <= MAX_ROWS else _prompt_refuses)(q, kv, layer, table, start, *rest)
         raise NotImplementedError(f"--deterministic has no kernel for attention with {reason or 'this device'}")
     b, t, n, h = q.shape
-    place = (start[:, None] + jnp.arange(t)).reshape(-1)
+    kv_slots = (start[:, None] + jnp.arange(t)).reshape(-1)
     each = jnp.repeat(table, t, axis=0)
-    one = lambda q, table, place: reference(q, kv, layer, table, place)  # noqa: E731
-    return sliced(one, SLICE, q.reshape(b * t, 1, n, h), each, place).reshape(q.shape)
+    one = lambda q, table, kv_slots: reference(q, kv, layer, table, kv_slots)  # noqa: E731
+    return sliced(one, SLICE, q.reshape(b * t, 1, n, h), each, kv_slots).reshape(q.shape)
 
 
 def reference(
@@ -116,12 +116,12 @@ def reference(
 
     A head's scales are the same for all its tokens, so they multiply scores and mixes, in float32.
     """
-    place = start[:, None] + jnp.arange(q.shape[1])
-    position = place if mask is None or depth is None else start[:, None] + depth
-    first = jnp.zeros_like(place) if window is None else position - window + 1
+    kv_slots = start[:, None] + jnp.arange(q.shape[1])
+    position = kv_slots if mask is None or depth is None else start[:, None] + depth
+    first = jnp.zeros_like(kv_slots) if window is None else position - window + 1
     if mask is not None:
         return _masked_attention(q, kv, layer, table, start, first, mask, sinks, scales, block_tokens)
-    return span_attention(q, kv, layer, table, first, place, block_tokens, sinks, scales)
+    return span_attention(q, kv, layer, table, first, kv_slots, block_tokens, sinks, scales)
 
 
 def _portable_refuses(q, kv, *_) -> str | None:
@@ -154,8 +154,8 @@ def span_attention(
     Rows that see no KV slot return zeros.
     """
 
-    def seen(place):
-        return (place >= first[..., None]) & (place <= last[..., None])
+    def seen(kv_slots):
+        return (kv_slots >= first[..., None]) & (kv_slots <= last[..., None])
 
     return _stream(q, kv, layer, table, seen, jnp.min(first), jnp.max(last), block_tokens, sinks, scales)
 
@@ -165,10 +165,10 @@ def _masked_attention(q, kv, layer, table, start, first, mask, sinks, scales, bl
     """Attention of rows that see the KV slots from `first` up to `start`, and from there on those that the mask has."""
     w = mask.shape[2]
 
-    def seen(place):
-        new = place - start[:, None]
+    def seen(kv_slots):
+        new = kv_slots - start[:, None]
         listed = jnp.take_along_axis(mask, jnp.clip(new, 0, w - 1)[:, None], axis=2)
-        old = (new < 0)[:, None] & (place >= first[..., None])
+        old = (new < 0)[:, None] & (kv_slots >= first[..., None])
         return old | (listed & (new < w)[:, None] & (new >= 0)[:, None])
 
     return _stream(q, kv, layer, table, seen, jnp.min(first), jnp.max(start) + w - 1, block_tokens, sinks, scales)

@@ -57,9 +57,9 @@ def write_heads(
     sin: Float[Array, "r half"],
     kv: Float[Array, "l p 2 m s h"],
     layer: Int[Array, ""],
-    place: Int[Array, " r"],
+    kv_slots: Int[Array, " r"],
     norms: Sequence[Float[Array, " h"]] = (),
-    inverse: Float[Array, "l 2 m"] | None = None,
+    inverse_scales: Float[Array, "l 2 m"] | None = None,
     *,
     eps: float,
     interpret: Any = False,
@@ -69,12 +69,12 @@ def write_heads(
     Returns the queries and the pages. `qkv` are the parts of a projection, summed here over the first axis in float32
     and rounded. It has columns of the query heads, then of as many keys and values as the pages have. `cos` and `sin`:
     the rope table of the rows, float32. `norms`: the scales of the norms of each head's queries and keys, if there are
-    any. `place`: KV slots, counted over all pages. Row i's keys and values go to slot `place[i] % s` of page
-    `place[i] // s`, converted by `kv_write.stored`; those of padding rows, whose KV slots are negative, go nowhere.
-    `inverse`: the inverse scales of each layer's keys (0) and values (1) by head, float32; None: they have none.
+    any. `kv_slots` are counted over all pages: row i's keys and values go to slot `kv_slots[i] % s` of page
+    `kv_slots[i] // s`, converted by `kv_write.stored`; those of padding rows, whose KV slots are negative, go nowhere.
+    `inverse_scales`: of each layer's keys (0) and values (1) by head, float32; None: they have no scales.
     """
     (parts, rows, columns), (kv_heads, _, width), ref = qkv.shape, kv.shape[3:], jax.new_ref(kv)
-    heads, scales = columns // width, [] if inverse is None else [inverse]
+    heads, scales = columns // width, [] if inverse_scales is None else [inverse_scales]
     q = plgpu.kernel(
         partial(_row, eps, bool(scales)),
         kernel_name="write_heads",
@@ -84,11 +84,11 @@ def write_heads(
         # Safe here: there is no shared memory, not even for sums, as a head lies within a warp.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
         interpret=interpret,
-    )(qkv.reshape(parts, rows, heads, width), cos, sin, layer.reshape(1), place, ref, *scales, *norms)
+    )(qkv.reshape(parts, rows, heads, width), cos, sin, layer.reshape(1), kv_slots, ref, *scales, *norms)
     return q, jax.freeze(ref)
 
 
-def _row(eps, scaled, qkv_g, cos_g, sin_g, layer_g, place_g, kv_g, *refs):
+def _row(eps, scaled, qkv_g, cos_g, sin_g, layer_g, kv_slots_g, kv_g, *refs):
     *norms_g, q_g = refs
     inverse_g = norms_g.pop(0) if scaled else None
     row, (heads, width), (kv_heads, page_size) = lax.axis_index("row"), q_g.shape[1:], kv_g.shape[3:5]
@@ -133,13 +133,13 @@ def _row(eps, scaled, qkv_g, cos_g, sin_g, layer_g, place_g, kv_g, *refs):
             for half, x in zip(halves, pair, strict=True):
                 out_g[of, half] = stored(x, out_g.dtype, scale)
 
-    place, layer = place_g[row], layer_g[0]
+    kv_slot, layer = kv_slots_g[row], layer_g[0]
     q, k, v = bring(0, heads), bring(heads, kv_heads), bring(heads + kv_heads, kv_heads)
     put(turned(q, norms_g[:1]), q_g.at[row])
 
-    @pl.when(place >= 0)
+    @pl.when(kv_slot >= 0)
     def _():
-        page, slot = lax.div(place, jnp.int32(page_size)), lax.rem(place, jnp.int32(page_size))
+        page, slot = lax.div(kv_slot, jnp.int32(page_size)), lax.rem(kv_slot, jnp.int32(page_size))
         for kind, tiles in enumerate((turned(k, norms_g[1:]), v)):
             scales_g = None if inverse_g is None else inverse_g.at[layer, kind]
             put(tiles, kv_g.at[layer, page, kind, :, slot], scales_g)

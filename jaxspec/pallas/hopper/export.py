@@ -26,7 +26,7 @@ from jax._src.config import persistent_cache_min_compile_time_secs  # jax's publ
 
 from jaxspec.config.progress import took
 from jaxspec.pallas import hopper
-from jaxspec.pallas.hopper import jax_patches, modules
+from jaxspec.pallas.hopper import jax_patches
 
 # Exporting checks for custom calls that stay the same over versions. This one needn't: only this start uses it.
 MOSAIC = export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
@@ -120,7 +120,6 @@ class Call(NamedTuple):
             return made
 
         jax_patches.install()
-        modules.install()
         exported = export.export(jax.jit(flat), platforms=["cuda"], disabled_checks=[MOSAIC])(*self.shapes)
         return exported, trees[0]
 

@@ -1,9 +1,14 @@
-"""A faster search for the layouts of a kernel's arrays, which is most of the time that jax takes to lower it.
+"""Two private functions of jax replaced, for the lowering of kernels: a faster search for layouts, and no numbers.
 
-jax goes through all constraints of a kernel again whenever one array's layout becomes known, and rebuilds each. Here a
-constraint is left alone until one of the arrays that it is about has a layout, and what is asked of a tiling is
-computed once. The result is the same: the kernel's text is equal to the byte (tests/pallas/hopper/test_export.py). The
-functions replaced are private ones of the jax that the lock names; another version keeps its own.
+The search for the layouts of a kernel's arrays is most of the time that jax takes to lower it. jax goes through all
+constraints of a kernel again whenever one array's layout becomes known, and rebuilds each. Here a constraint is left
+alone until one of the arrays that it is about has a layout, and what is asked of a tiling is computed once. The result
+is the same: the kernel's text is equal to the byte (tests/pallas/hopper/test_export.py).
+
+jax numbers the kernels that a process lowers, for names of dumped files. Without that number equal kernels have equal
+modules, whichever process lowers them, and XLA compiles them once. XLA numbers those that it dumps itself.
+
+The functions are those of the jax that the lock names; another version keeps its own.
 """
 
 from __future__ import annotations
@@ -17,18 +22,19 @@ import jax
 
 log = logging.getLogger(__name__)
 KNOWN_JAX = "0.11.2"
+NUMBERED = "mosaic_gpu.dump_basename"
 
 
 @functools.cache
 def install() -> Callable | None:
-    """Replace jax's functions, once. Returns the original of the most important one, None with another version of
-    jax."""
+    """Replace jax's functions, once. Gives a pass of the search as it was, None with another version of jax."""
     if jax.__version__ != KNOWN_JAX:
         log.info("jax %s lowers kernels with its own search for layouts; ours is for %s", jax.__version__, KNOWN_JAX)
         return None
-    from jax.experimental.mosaic.gpu import constraints, fragmented_array, layout_inference
+    from jax.experimental.mosaic.gpu import constraints, core, fragmented_array, layout_inference
 
     original = constraints._reduce_system_once
+    core._run_serde_pass = _unnumbered(core._run_serde_pass)
     constraints.Variable.__hash__ = _hash
     constraints._reduce_system_once = functools.partial(_reduce_once, constraints)
     layout_inference.ValueSite.__str__ = _name
@@ -38,10 +44,21 @@ def install() -> Callable | None:
     return original
 
 
+def _unnumbered(serialise: Callable) -> Callable:
+    """jax's writing of a kernel's module, without the kernel's number."""
+
+    def write(module, **options):
+        if NUMBERED in module.operation.attributes:
+            del module.operation.attributes[NUMBERED]
+        return serialise(module, **options)
+
+    return write
+
+
 def _remembered(method: Callable) -> Callable:
-    """Cache a method of frozen objects; a kernel has few different ones."""
-    made = functools.lru_cache(maxsize=65536)(method)
-    return functools.wraps(method)(lambda *given: made(*given))  # a function, which binds as methods do
+    """A method of frozen objects, of which a kernel has few kinds, computed once for each."""
+    cached = functools.lru_cache(maxsize=65536)(method)
+    return functools.wraps(method)(lambda *given: cached(*given))  # a function, which binds as methods do
 
 
 def _looked_up(find: Callable) -> Callable:

@@ -41,7 +41,7 @@ class Plan:
     pages: int
     page: int
     entries: int
-    places: int  # KV slots that a mask covers; 0: there is none
+    masked_slots: int  # KV slots that a mask covers; 0: there is none
     window: int | None
     itemsize: int  # bytes of a query's number
     parts: int = 1  # programs that divide a request's steps
@@ -126,8 +126,8 @@ def attention(
     """Run `paged_attention.paged_attention`. `parts`: see `Plan`; None: by `division`."""
     hopper.count("portable_attention")
     (b, t, n, h), (p, _, m, s) = q.shape, kv.shape[1:5]
-    places = 0 if mask is None else mask.shape[2]
-    plan = Plan(b, t, n, m, h, p, s, table.shape[1], places, window, q.dtype.itemsize)
+    masked_slots = 0 if mask is None else mask.shape[2]
+    plan = Plan(b, t, n, m, h, p, s, table.shape[1], masked_slots, window, q.dtype.itemsize)
     plan = replace(plan, parts=parts or division(plan))
     given = dict(q=q.reshape(-1), table=table, start=start, layer=layer.reshape(1))
     if kv.dtype == FP8:
@@ -149,7 +149,7 @@ def division(plan: Plan) -> int:
     tiles = plan.b * plan.m * plan.tiles
     seen = plan.last_step
     if plan.window is not None:
-        seen = min(seen, (plan.window + (plan.places or plan.tile_tokens)) // plan.step + 2)
+        seen = min(seen, (plan.window + (plan.masked_slots or plan.tile_tokens)) // plan.step + 2)
     parts = 1
     while parts < MAX_PARTS and 2 * parts <= seen and 2 * parts * tiles <= 2 * portable.multiprocessors():
         parts *= 2
@@ -191,7 +191,7 @@ class _Rows:
     index: Array  # i32[rows] of q's rows
     valid: Array  # bool[rows]
     token: Array  # i32[rows] over all requests
-    place: Array  # i32[rows]
+    kv_slots: Array  # i32[rows], counted along the request's pages
     first: Array | None  # i32[rows], the first KV slot that a row sees; None: all so far
     steps: tuple[Array, Array]
 
@@ -202,11 +202,11 @@ def _rows_of(plan: Plan, ref: dict[str, Any], b: Array, tile: Array, head: Array
     valid = (r < plan.tile_tokens * plan.group) & (token < plan.t)
     row = b * plan.t + token
     start = ref["start"][b]
-    place = start + token
-    last = start + plan.places - 1 if plan.places else start + jnp.minimum((tile + 1) * plan.tile_tokens, plan.t) - 1
+    kv_slots = start + token
+    last = start + (plan.masked_slots or jnp.minimum((tile + 1) * plan.tile_tokens, plan.t)) - 1
     first, begin = None, jnp.int32(0)
     if plan.window is not None:
-        position, earliest = place, start + tile * plan.tile_tokens
+        position, earliest = kv_slots, start + tile * plan.tile_tokens
         if "depth" in ref:
             position, earliest = start + _load(ref["depth"].at[row], valid, 0), start
         first = position - plan.window + 1
@@ -214,12 +214,12 @@ def _rows_of(plan: Plan, ref: dict[str, Any], b: Array, tile: Array, head: Array
     end = jnp.clip(_steps(last, plan.step) + 1, 0, plan.last_step)
     begin = jnp.minimum(lax.div(begin, jnp.int32(plan.step)), end)
     index = row * plan.n + head * plan.group + lax.rem(r, jnp.int32(plan.group))
-    return _Rows(index, valid, row, place, first, (begin, end))
+    return _Rows(index, valid, row, kv_slots, first, (begin, end))
 
 
-def _steps(place: Array, step: int) -> Array:
-    """place // step, rounded down for negative KV slots too."""
-    return lax.shift_right_arithmetic(place, jnp.int32(step.bit_length() - 1))
+def _steps(kv_slot: Array, step: int) -> Array:
+    """kv_slot // step, rounded down for negative KV slots too."""
+    return lax.shift_right_arithmetic(kv_slot, jnp.int32(step.bit_length() - 1))
 
 
 def _load(ref: Any, mask: Array, other: Any) -> Array:
@@ -251,7 +251,7 @@ def _tile(plan: Plan, names: tuple[str, ...], *refs: Any) -> None:
     )
     step = partial(_step, plan, ref, rows, q, b, head)
     if plan.window is None:  # all rows see all of these KV slots
-        seen = ref["start"][b] if plan.places else ref["start"][b] + tile * plan.tile_tokens + 1
+        seen = ref["start"][b] if plan.masked_slots else ref["start"][b] + tile * plan.tile_tokens + 1
         whole = jnp.clip(_steps(seen, plan.step), begin, end)
         carry = lax.fori_loop(begin, whole, partial(step, False), carry)
         begin = whole
@@ -298,15 +298,15 @@ def _step(plan, ref, rows, q, b, head, masked, i, carry):
 
 def _seen(plan: Plan, ref: dict[str, Any], rows: _Rows, b: Array, i: Array) -> Bool[Array, "r s"]:
     """Whether each row sees each of a step's tokens."""
-    place = i * plan.step + jnp.arange(plan.step, dtype=jnp.int32)
-    old = rows.place[:, None] >= place[None] if not plan.places else (place < ref["start"][b])[None]
+    kv_slots = i * plan.step + jnp.arange(plan.step, dtype=jnp.int32)
+    old = rows.kv_slots[:, None] >= kv_slots[None] if not plan.masked_slots else (kv_slots < ref["start"][b])[None]
     if rows.first is not None:
-        old = old & (place[None] >= rows.first[:, None])
-    if not plan.places:
+        old = old & (kv_slots[None] >= rows.first[:, None])
+    if not plan.masked_slots:
         return old
-    new = place - ref["start"][b]
-    listed = (new >= 0) & (new < plan.places)
-    at = rows.token[:, None] * plan.places + jnp.where(listed, new, 0)[None]
+    new = kv_slots - ref["start"][b]
+    listed = (new >= 0) & (new < plan.masked_slots)
+    at = rows.token[:, None] * plan.masked_slots + jnp.where(listed, new, 0)[None]
     given = _load(ref["mask"].at[at], rows.valid[:, None] & listed[None], 0)
     return old | (given != 0)
 

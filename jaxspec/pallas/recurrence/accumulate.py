@@ -21,7 +21,7 @@ def step(
     u: Float[Array, "b t n v"],
     decay: Float[Array, "b t n"],
 ) -> tuple[Float[Array, "b t n v"], DeltaPool]:
-    """As `gated_delta.step`, with the updates `u` given."""
+    """Run rows as `gated_delta.step`, with the updates `u` given."""
     state, k = _replayed(pool, layer, slots, replay), k.astype(pool.keys.dtype)
     mixed, total, _ = _within(q, k, decay)
     group = u.shape[2] // q.shape[2]
@@ -43,7 +43,7 @@ def chunk(
     u: Float[Array, "b t n v"],
     decay: Float[Array, "b t n"],
 ) -> tuple[Float[Array, "b t n v"], DeltaPool]:
-    """As `gated_delta.chunk`, with the updates `u` given."""
+    """Run blocks as `gated_delta.chunk`, with the updates `u` given."""
     valid, k = (jnp.arange(q.shape[1]) < count[:, None])[..., None], k.astype(pool.keys.dtype)
     decay, given = jnp.where(valid, decay, 1), jnp.where(valid[..., None], u, 0).astype(jnp.float32)
     mixed, total, left = _within(q, k, decay)
@@ -60,8 +60,8 @@ def chunk(
 def _within(
     q: Float[Array, "b t m k"], k: Float[Array, "b t m k"], decay: Float[Array, "b t n"]
 ) -> tuple[Float[Array, "b n t t"], Float[Array, "b n t"], Float[Array, "b n t"]]:
-    """What each row reads of the updates up to its own; and of what was before the rows, what is left at each row, and
-    of each row's update at the last one."""
+    """Weights of the updates in what each row reads; what is left at each row of the state before the rows; and of each
+    row's update at the last row."""
     t, group = decay.shape[1], decay.shape[2] // q.shape[2]
     logs = jnp.cumsum(_logs(decay.astype(jnp.float32)), axis=1).swapaxes(1, 2)
     past = jnp.tril(jnp.ones((t, t), bool))

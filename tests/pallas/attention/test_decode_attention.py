@@ -38,10 +38,10 @@ class Case:
     fp8: bool = False
     scaled: bool = False
     whole: bool = False  # the mask hides nothing
-    places: int = 0  # that a mask is about, t of them the new rows' own; 0: rows are causal
+    masked_slots: int = 0  # KV slots that a mask covers, t of them the new rows' own; 0: rows are causal
     window: int | None = None  # positions that a row sees
     sinks: bool = False
-    chain: bool = False  # rows of a mask stand at the positions of their places
+    chain: bool = False  # rows of a mask have their KV slots as positions
     division: tuple[int, int] = (1, 1)  # blocks, warpgroups of a block
     segment: int = 0  # steps that are summed by themselves
 
@@ -59,7 +59,7 @@ class Case:
                 kv[LAYER, page, :, :, :real] = rng.standard_normal((2, self.kv_heads, real, self.h), np.float32)
             if self.window is not None:  # steps that the window doesn't reach aren't read
                 step = op.step_tokens(self.h)
-                unread = max(length - (self.places or self.t) - self.window + 1, 0) // step * step // self.page
+                unread = max(length - (self.masked_slots or self.t) - self.window + 1, 0) // step * step // self.page
                 kv[LAYER, row[:unread]] = np.nan
             row[used:] = 0  # the scheduler's tables end in the dummy page
         args = dict(
@@ -67,13 +67,13 @@ class Case:
             kv=jnp.asarray(kv).astype(op.FP8 if self.fp8 else jnp.bfloat16),
             layer=jnp.int32(LAYER),
             table=jnp.asarray(table),
-            start=jnp.asarray(self.lengths, jnp.int32) - (self.places or self.t),
+            start=jnp.asarray(self.lengths, jnp.int32) - (self.masked_slots or self.t),
         )
         scales = jnp.asarray(rng.uniform(0.5, 2, (LAYERS, 2, self.kv_heads)), jnp.float32) if self.scaled else None
         named = dict(scales=scales, mask=None)
         if self.sinks:  # some far above all scores, some far below
             named["sinks"] = jnp.asarray(rng.choice([-300.0, -1.0, 2.0, 4.0, 300.0], n), jnp.float32)
-        if not self.places:
+        if not self.masked_slots:
             return args, named | self.sight()
         mask, depth = self.tree(rng)
         return args, named | dict(mask=mask) | self.sight(depth)
@@ -84,17 +84,18 @@ class Case:
         return dict(window=self.window) | ({} if depth is None or self.chain else dict(depth=depth))
 
     def tree(self, rng) -> tuple[jax.Array, jax.Array]:
-        """A random tree over the places for each request, the new rows its last: a row's ancestors and itself, and how
-        many ancestors it has."""
-        follows = np.full((len(self.lengths), self.places, self.places), self.whole)
-        depth = np.zeros((len(self.lengths), self.places), np.int32)
+        """A random tree over the masked slots of each request, the new rows its last: a row's ancestors and itself, and
+        how many ancestors it has."""
+        follows = np.full((len(self.lengths), self.masked_slots, self.masked_slots), self.whole)
+        depth = np.zeros((len(self.lengths), self.masked_slots), np.int32)
         for request, depths in zip(follows, depth, strict=True):
-            for i in range(self.places):
+            for i in range(self.masked_slots):
                 if (parent := rng.integers(-1, i) if i else -1) >= 0:
                     request[i] = request[parent]
                     depths[i] = depths[parent] + 1
                 request[i, i] = True
-        return jnp.asarray(follows[:, self.places - self.t :]), jnp.asarray(depth[:, self.places - self.t :])
+        new = slice(self.masked_slots - self.t, None)
+        return jnp.asarray(follows[:, new]), jnp.asarray(depth[:, new])
 
 
 def dense(q, kv, layer, table, start, scales, mask, window=None, depth=None, sinks=None):
@@ -152,12 +153,12 @@ CASES = [
     Case("width 256, pages of 32", t=2, group=7, kv_heads=1, h=256, page=32, lengths=(100,)),
     Case("two tiles, blocks", t=9, group=8, kv_heads=1, page=128, entries=2, lengths=(131,), division=BLOCKS),
     Case("all rows", t=32, group=5, kv_heads=1, h=64, lengths=(100,)),
-    Case("tree", t=8, places=8, lengths=(8, 72)),
-    Case("tree of all bits, two tiles, pair", t=32, places=32, kv_heads=1, lengths=(90, 20), division=PAIR),
-    Case("a step of a tree, blocks", t=4, places=12, kv_heads=1, page=16, entries=9, lengths=(7, 12, 77, 130),
+    Case("tree", t=8, masked_slots=8, lengths=(8, 72)),
+    Case("tree of all bits, two tiles, pair", t=32, masked_slots=32, kv_heads=1, lengths=(90, 20), division=PAIR),
+    Case("a step of a tree, blocks", t=4, masked_slots=12, kv_heads=1, page=16, entries=9, lengths=(7, 12, 77, 130),
          division=BLOCKS),
-    Case("a step of a tree, all bits", t=3, places=32, group=7, kv_heads=1, h=64, lengths=(32, 90)),
-    Case("block that sees ahead", t=16, places=16, whole=True, group=2, lengths=(16, 80)),
+    Case("a step of a tree, all bits", t=3, masked_slots=32, group=7, kv_heads=1, h=64, lengths=(32, 90)),
+    Case("block that sees ahead", t=16, masked_slots=16, whole=True, group=2, lengths=(16, 80)),
     Case("fp8", t=2, fp8=True, scaled=True, lengths=(130, 5)),
     Case("fp8, many rows", t=10, fp8=True, scaled=True, kv_heads=1, lengths=(130, 9)),
     Case("fp8, pair", t=4, group=1, fp8=True, scaled=True, h=64, page=32, entries=6, lengths=(150,), division=PAIR),
@@ -171,21 +172,22 @@ CASES = [
     Case("window, width 64, pair", t=3, group=3, kv_heads=1, h=64, page=16, entries=30, lengths=(470, 140), window=150,
          division=PAIR),
     Case("window, fp8, many rows", t=10, fp8=True, scaled=True, kv_heads=1, lengths=(230, 9), window=70),
-    Case("window, tree", t=8, places=8, lengths=(8, 72, 200), window=40),
-    Case("window, tree of two tiles, pair", t=32, places=32, kv_heads=1, lengths=(190, 40), window=100, division=PAIR),
-    Case("window, a step of a tree, blocks", t=4, places=12, kv_heads=1, page=16, entries=9, lengths=(7, 77, 130),
+    Case("window, tree", t=8, masked_slots=8, lengths=(8, 72, 200), window=40),
+    Case("window, tree of two tiles, pair", t=32, masked_slots=32, kv_heads=1, lengths=(190, 40), window=100,
+         division=PAIR),
+    Case("window, a step of a tree, blocks", t=4, masked_slots=12, kv_heads=1, page=16, entries=9, lengths=(7, 77, 130),
          window=33, division=BLOCKS),
     Case("sinks", lengths=(1, 20, -3, 200), h=64, group=8, kv_heads=2, sinks=True),
     Case("sinks, window, blocks", t=4, lengths=(4, 131, 256), h=64, group=8, kv_heads=1, window=20, sinks=True,
          division=BLOCKS),
     Case("sinks, two tiles, pair", t=9, group=8, kv_heads=1, h=64, lengths=(131, 5), sinks=True, division=PAIR),
-    Case("sinks, tree, fp8", t=8, places=8, fp8=True, scaled=True, h=64, kv_heads=1, lengths=(8, 72), sinks=True),
+    Case("sinks, tree, fp8", t=8, masked_slots=8, fp8=True, scaled=True, h=64, kv_heads=1, lengths=(8, 72), sinks=True),
     Case("segments", lengths=(1, 128, 129, 250, -3), segment=2),
     Case("segments, three tiles, blocks", t=9, group=8, kv_heads=1, entries=6, lengths=(331, 9), segment=1,
          division=BLOCKS),
     Case("more segments than are added together", t=2, group=3, kv_heads=1, h=64, page=128, entries=10,
          lengths=(1270, 300), segment=1, division=PAIR),
-    Case("window, block that sees ahead", t=16, places=16, whole=True, chain=True, group=2, lengths=(16, 180),
+    Case("window, block that sees ahead", t=16, masked_slots=16, whole=True, chain=True, group=2, lengths=(16, 180),
          window=90),
 ]  # fmt: skip
 
@@ -279,7 +281,7 @@ def test_a_thread_adds_a_rows_tokens_in_the_same_order_in_tiles_of_8_16_and_32_r
     assert orders == {8: expected, 16: expected, 32: expected}
 
 
-@pytest.mark.parametrize("h,page,group,t,fp8,places,few,window", one_in(2 * len(op.HEAD_WIDTHS), op.HEAD_WIDTHS, [
+@pytest.mark.parametrize("h,page,group,t,fp8,masked_slots,few,window", one_in(2 * len(op.HEAD_WIDTHS), op.HEAD_WIDTHS, [
     (64, 4, 1, False, 0, False, None),
     (16, 7, 4, False, 16, True, None),
     (32, 16, 4, False, 0, True, None),
@@ -288,13 +290,13 @@ def test_a_thread_adds_a_rows_tokens_in_the_same_order_in_tiles_of_8_16_and_32_r
     (64, 4, 4, False, 0, True, 1024),
     (16, 8, 16, True, 16, False, 128),
 ]))  # fmt: skip
-def test_lowers_for_cuda(h, page, group, t, fp8, places, few, window):
-    lower(few, t=t, group=group, h=h, page=page, fp8=fp8, scaled=fp8, places=places, window=window)
+def test_lowers_for_cuda(h, page, group, t, fp8, masked_slots, few, window):
+    lower(few, t=t, group=group, h=h, page=page, fp8=fp8, scaled=fp8, masked_slots=masked_slots, window=window)
 
 
-@pytest.mark.parametrize("t,few,places,window", [(1, True, 0, 128), rare(16, False, 16, None)])
-def test_lowers_for_cuda_with_sinks(t, few, places, window):
-    lower(few, t=t, group=8, h=64, places=places, window=window, sinks=True)
+@pytest.mark.parametrize("t,few,masked_slots,window", [(1, True, 0, 128), rare(16, False, 16, None)])
+def test_lowers_for_cuda_with_sinks(t, few, masked_slots, window):
+    lower(few, t=t, group=8, h=64, masked_slots=masked_slots, window=window, sinks=True)
 
 
 def lower(few: bool, **sizes):
@@ -339,8 +341,8 @@ def test_an_unsupported_call_is_refused():
     args, _ = Case("", page=8).inputs()
     with pytest.raises(ValueError, match="pages of 8 tokens"):
         op.decode_attention(**args)
-    args, named = Case("", places=33).inputs()
-    with pytest.raises(ValueError, match="a mask over 33 places; up to 32 are"):
+    args, named = Case("", masked_slots=33).inputs()
+    with pytest.raises(ValueError, match="a mask over 33 KV slots; up to 32 are"):
         op.decode_attention(**args, **named)
 
 

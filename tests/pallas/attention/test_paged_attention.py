@@ -151,7 +151,7 @@ def test_a_tree_made_in_steps_needs_a_window_that_holds_it():
     rows = Rows(ones, ones, table, jnp.ones((1, 2), jnp.int32), jnp.ones((1, 2, 6), bool))
     q, kv = jnp.zeros((1, 2, 4, H)), jnp.zeros((LAYERS, 3, 2, 2, 4, H))
     rows._look(kv, jnp.int32(0), q, 6)
-    with pytest.raises(NotImplementedError, match="a window of 5 positions, and a mask over 6 places"):
+    with pytest.raises(NotImplementedError, match="a window of 5 positions, and a mask over 6 KV slots"):
         rows._look(kv, jnp.int32(0), q, 5)
 
 
@@ -244,7 +244,7 @@ def test_rows_see_their_span_and_nothing_else(block_tokens):
     (32, 0, "prompt_attention"),
     (17, 17, "decode_attention"),  # which alone has masks
     (4, 32, "decode_attention"),
-    (4, 33, "a mask over 33 places"),
+    (4, 33, "a mask over 33 KV slots"),
     (33, 33, "33 rows a request"),
 ], [None, 30]))  # fmt: skip
 def test_masks_are_the_decode_kernels_up_to_a_word(t, w, kernel, window, monkeypatch, caplog):

@@ -26,8 +26,10 @@ from jaxspec.pallas.attention import write_heads as op
 from jaxspec.pallas.attention.kv_write import stored
 from jaxspec.pallas.dense import weight_stream
 from jaxspec.pallas.hopper import KERNELS, counting
+from jaxspec.pallas.operation import ANY
 from tests.decoder.test_few_rows_layers import with_biases
 from tests.support import drawn
+from tests.support.operations import anywhere
 from tests.support.sample import rare
 from tests.support.tiny import tiny_config
 
@@ -55,39 +57,39 @@ def check(
     qkv = normal(keys[0], parts, rows, heads + 2 * kv_heads, WIDTH)
     qkv = qkv if parts == 1 else qkv.astype(jnp.float32)
     kv = normal(keys[1], LAYERS, pages, 2, kv_heads, page_size, WIDTH)
-    inverse = None
+    inverse_scales = None
     if fp8:
         kv = kv.astype(jnp.float8_e4m3fn)
-        inverse = 1 / jnp.exp(jax.random.uniform(keys[5], (LAYERS, 2, kv_heads), minval=-6, maxval=2))
+        inverse_scales = 1 / jnp.exp(jax.random.uniform(keys[5], (LAYERS, 2, kv_heads), minval=-6, maxval=2))
     norms = list(1 + 0.2 * normal(keys[2], 2, WIDTH)) if normed else []
     position = jax.random.randint(keys[3], (rows,), 0, 100_000)
     rotating = Attention(heads, kv_heads, WIDTH, Rope(1e6))
-    place = (page_size + jax.random.permutation(keys[4], rows)).at[::5].set(-1).astype(jnp.int32)
+    kv_slots = (page_size + jax.random.permutation(keys[4], rows)).at[::5].set(-1).astype(jnp.int32)
 
     @jax.jit
-    def plain(qkv, kv, position, place, norms):
+    def plain(qkv, kv, position, kv_slots, norms):
         qkv = qkv.sum(0).astype(jnp.bfloat16)
         turned = list(jnp.split(qkv[None, :, : heads + kv_heads], [heads], axis=2))
         for i, norm in enumerate(norms):
             turned[i] = rms_norm(turned[i], norm, EPS)
         q, k = (rope(x, position[None], rotating)[0] for x in turned)
-        page = jnp.where(place < 0, pages, place // page_size)
+        page = jnp.where(kv_slots < 0, pages, kv_slots // page_size)
         new = jnp.stack([k, qkv[:, heads + kv_heads :]], axis=1)
-        new = stored(new, kv.dtype, None if inverse is None else inverse[1, ..., None])
-        return q, kv.at[1, page, :, :, place % page_size].set(new, mode="drop")
+        new = stored(new, kv.dtype, None if inverse_scales is None else inverse_scales[1, ..., None])
+        return q, kv.at[1, page, :, :, kv_slots % page_size].set(new, mode="drop")
 
     @jax.jit
-    def kernel(qkv, kv, position, place, norms):
+    def kernel(qkv, kv, position, kv_slots, norms):
         turns = cos_sin(position, rotating)
         rows_of = qkv.reshape(parts, rows, -1)
-        return op.write_heads(rows_of, *turns, kv, jnp.int32(1), place, norms, inverse, eps=EPS, **options)
+        return op.write_heads(rows_of, *turns, kv, jnp.int32(1), kv_slots, norms, inverse_scales, eps=EPS, **options)
 
-    given = qkv, kv, position, place, norms
+    given = qkv, kv, position, kv_slots, norms
     (got, pages_got), (want, pages_want) = kernel(*given), plain(*given)
     assert_rounded_alike(got, want)
     pages_got, pages_want, kv = (x.astype(jnp.float32) for x in (pages_got, pages_want, kv))
     changed = np.asarray(pages_want != kv).any(axis=-1)
-    assert changed.sum() == 2 * kv_heads * np.sum(place >= 0)
+    assert changed.sum() == 2 * kv_heads * np.sum(kv_slots >= 0)
     np.testing.assert_array_equal(np.asarray(pages_got)[~changed], np.asarray(kv)[~changed])
     np.testing.assert_array_equal(pages_got[1, :, 1], pages_want[1, :, 1])
     assert_rounded_alike(pages_got, pages_want, **({"rtol": 2**-3} if fp8 else {}))
@@ -151,13 +153,12 @@ def mixed(family: str, pages: str = "bfloat16", blocks: int = 3, t: int = 16, **
 
 def check_mix(monkeypatch, family: str, **sizes):
     """With the kernel and without, of real rows."""
-    took = []
-    monkeypatch.setattr(attention, "chosen", lambda *_: False)
+    written, plain = attention.HEADS
+    monkeypatch.setattr(attention, "HEADS", (plain,))
     mix, given = mixed(family, **sizes)
     want, want_cache = jax.jit(mix)(*given)
-    monkeypatch.setattr(attention, "chosen", lambda reason: reason is None and not took.append("write_heads"))
+    monkeypatch.setattr(attention, "HEADS", (dataclasses.replace(written, device=ANY),))
     got, cache = jax.jit(lambda *given: mix(*given))(*given)
-    assert took == ["write_heads"]
     np.testing.assert_allclose(got.astype(jnp.float32)[:, :-1], want.astype(jnp.float32)[:, :-1], rtol=2**-6, atol=2e-2)
     assert_rounded_alike(cache.kv[0][:, 1:], want_cache.kv[0][:, 1:])
 
@@ -212,7 +213,7 @@ def test_a_rounds_layers_are_three_kernels(monkeypatch, family, width):
     monkeypatch.setattr(weight_stream.chain, "BLOCKS", 3)
     monkeypatch.setattr(weight_stream, "stream", partial(weight_stream.stream, fused=False, **INTERPRET))
     monkeypatch.setattr(op, "write_heads", partial(op.write_heads, **INTERPRET))
-    monkeypatch.setattr(attention, "chosen", lambda reason, *_: reason is None)
+    monkeypatch.setattr(attention, "HEADS", anywhere(attention.HEADS))
     monkeypatch.setattr(paths, "PATHS", (dataclasses.replace(WEIGHT_STREAM, processors=0),))
     jax.clear_caches()
     with counting() as took:

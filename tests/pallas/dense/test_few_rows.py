@@ -57,7 +57,7 @@ def operands(
         sin=sin,
         position=position,
         kv=normal(next(keys), LAYERS, 2 + rows // PAGE, 2, kv_heads, PAGE, width),
-        place=(PAGE + jax.random.permutation(next(keys), rows)).at[2].set(-1).astype(jnp.int32),
+        kv_slots=(PAGE + jax.random.permutation(next(keys), rows)).at[2].set(-1).astype(jnp.int32),
         norms=1 + 0.1 * normal(next(keys), LAYERS, width),
         bias=normal(jax.random.key(rows + 1), (heads + 2 * kv_heads) * width),
         out_bias=normal(jax.random.key(rows + 2), d),
@@ -71,7 +71,7 @@ def head_operands(given: dict[str, jax.Array], inputs: int, normed: bool) -> tup
         (rows, scales), inputs = ([each] for each in op.scale_rows(given["x"], given["scale"])), 1
     weight = jnp.concatenate([given["qkv"], given["qkv"][::-1]][:inputs]) * inputs**-0.5
     norms = list(given["norms"]) if normed else []
-    return rows, scales, weight, given["cos"], given["sin"], given["kv"], jnp.int32(1), given["place"], norms
+    return rows, scales, weight, given["cos"], given["sin"], given["kv"], jnp.int32(1), given["kv_slots"], norms
 
 
 def check_heads(
@@ -82,12 +82,12 @@ def check_heads(
     fp8: bool = False,
     **options,
 ):
-    inverse = None
+    inverse_scales = None
     if fp8:  # some numbers saturate
         given = given | {"kv": given["kv"].astype(jnp.float8_e4m3fn)}
-        inverse = jnp.exp(jnp.linspace(0, 6, given["kv"].shape[3] * LAYERS * 2)).reshape(LAYERS, 2, -1)
+        inverse_scales = jnp.exp(jnp.linspace(0, 6, given["kv"].shape[3] * LAYERS * 2)).reshape(LAYERS, 2, -1)
     operands, bias = head_operands(given, inputs, normed), given["bias"] if biased else None
-    q, kv = op.heads(*operands, [given["gate_up"]], bias, inverse, eps=EPS, **options)
+    q, kv = op.heads(*operands, [given["gate_up"]], bias, inverse_scales, eps=EPS, **options)
     rows, (kv_heads, _, width) = len(given["x"]), given["kv"].shape[3:]
     pairs = zip(*operands[:2], strict=True) if inputs else [(given["x"], given["scale"])]
     x = jnp.concatenate([rms_norm(*each, EPS) for each in pairs], axis=1)
@@ -100,14 +100,14 @@ def check_heads(
     turned = rope(turned, given["position"][:, None], rotating(width))[:, 0]
     assert_close(q, turned[:, :-kv_heads].reshape(rows, -1))
     new = jnp.stack([turned[:, -kv_heads:], qkv[:, 0, -kv_heads:]], axis=1)
-    new = stored(new, kv.dtype, None if inverse is None else inverse[1, ..., None])
+    new = stored(new, kv.dtype, None if inverse_scales is None else inverse_scales[1, ..., None])
     assert_written(given, kv, [1], new[:, None], 0.1 if fp8 else 1e-2)
 
 
 def check_keys_values(given: dict[str, jax.Array], biased: bool = False, **options):
     kv_heads, norm = given["kv"].shape[3], given["norms"][::-1]
     weight = jnp.concatenate([given["qkv"][:, -2 * kv_heads * 64 :], given["qkv"][::-1, -2 * kv_heads * 64 :]], axis=1)
-    of = [given[name] for name in ("x", "scale")], [given[name] for name in ("cos", "sin", "kv", "place")]
+    of = [given[name] for name in ("x", "scale")], [given[name] for name in ("cos", "sin", "kv", "kv_slots")]
     bias = jnp.tile(given["bias"][-2 * kv_heads * 64 :], LAYERS).at[:64].multiply(-1) if biased else None
     kv = op.keys_values(*of[0], weight, *of[1], norm, bias, eps=EPS, **options)
     both = rms_norm(given["x"], given["scale"], EPS) @ weight
@@ -119,11 +119,11 @@ def check_keys_values(given: dict[str, jax.Array], biased: bool = False, **optio
 
 def assert_written(given, kv, layers, new, tolerance=1e-2):
     """Check that the pages have these keys and values, [rows, layers, 2, heads, 64], and else what they had before."""
-    real = given["place"] >= 0
-    page = jnp.where(real, given["place"] // PAGE, len(given["kv"][0]))
+    valid = given["kv_slots"] >= 0
+    page = jnp.where(valid, given["kv_slots"] // PAGE, len(given["kv"][0]))
     expected = given["kv"]
     for i, layer in enumerate(layers):
-        expected = expected.at[layer, page, :, :, given["place"] % PAGE].set(new[:, i], mode="drop")
+        expected = expected.at[layer, page, :, :, given["kv_slots"] % PAGE].set(new[:, i], mode="drop")
     kv, expected, before = (np.asarray(x.astype(jnp.float32)) for x in (kv, expected, given["kv"]))
     changed = (expected != before).any(axis=-1)
     np.testing.assert_array_equal(kv[~changed], expected[~changed])
@@ -277,7 +277,7 @@ KERNELS_OF = {
     "normed heads": lambda of: op.heads(*head_operands(of, 1, True), eps=EPS),
     "heads of two": lambda of: op.heads(*head_operands(of, 2, False), eps=EPS),
     "keys and values": lambda of: op.keys_values(
-        of["x"], of["scale"], of["qkv"], of["cos"], of["sin"], of["kv"], of["place"], of["norms"], eps=EPS
+        of["x"], of["scale"], of["qkv"], of["cos"], of["sin"], of["kv"], of["kv_slots"], of["norms"], eps=EPS
     ),
     "normed": lambda of: op.normed(
         of["x"],

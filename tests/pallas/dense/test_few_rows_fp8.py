@@ -103,7 +103,7 @@ def check_heads(given: dict, scaled: bool = True, normed: bool = True, **options
     weight, whole = given["qkv"]
     rows, scale = op.scale_rows(given["x"], given["scale"]) if scaled else (given["x"], given["scale"])
     norms = list(given["norms"]) if normed else []
-    of = given["cos"], given["sin"], given["kv"], jnp.int32(1), given["place"]
+    of = given["cos"], given["sin"], given["kv"], jnp.int32(1), given["kv_slots"]
     q, kv = op.heads([rows], [scale], weight, *of, norms, eps=EPS, **options)
     kv_heads, _, width = given["kv"].shape[3:]
     qkv = multiplied(rms_norm(given["x"], given["scale"], EPS), whole).reshape(len(rows), 1, -1, width)
@@ -226,7 +226,7 @@ KERNELS_OF = {
     ),
     "heads": lambda of: op.heads(
         *([each] for each in op.scale_rows(of["x"], of["scale"])), of["qkv"][0], of["cos"], of["sin"], of["kv"],
-        jnp.int32(1), of["place"], list(of["norms"]), eps=EPS,
+        jnp.int32(1), of["kv_slots"], list(of["norms"]), eps=EPS,
     ),
 }  # fmt: skip
 

@@ -25,7 +25,7 @@ PROMPTS = [
     Case("prompt, odd group, sinks", t=48, group=3, kv_heads=1, h=64, lengths=(48, 150), sinks=True),
     Case("prompt, fp8", t=33, group=4, kv_heads=1, fp8=True, scaled=True, lengths=(33, 150)),
     Case("prompt, width 256", t=32, group=4, kv_heads=1, h=256, lengths=(32, 90)),
-    Case("tree beyond a word", t=40, places=40, kv_heads=1, group=2, lengths=(40, 200), window=80),
+    Case("tree beyond a word", t=40, masked_slots=40, kv_heads=1, group=2, lengths=(40, 200), window=80),
 ]
 # What they have the other cases have together with something else.
 ALONE = {
@@ -64,11 +64,11 @@ def test_equals_dense_softmax(case):
 @pytest.mark.parametrize("capability,sizes", one_in(len(KINDS), KINDS, [
     dict(),
     dict(t=4, fp8=True, scaled=True),
-    dict(t=8, places=8, window=40),
+    dict(t=8, masked_slots=8, window=40),
     dict(t=64, group=8, h=64, window=128, sinks=True),
     dict(t=64, fp8=True),
     dict(t=64, h=256, page=16),
-    dict(t=40, places=40, group=7),
+    dict(t=40, masked_slots=40, group=7),
 ]))  # fmt: skip
 def test_lowers_for_each_generation(capability, sizes):
     args, named = Case("", entries=4, lengths=(90,), **sizes).inputs()

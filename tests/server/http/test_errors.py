@@ -7,7 +7,7 @@ import httpx
 import openai
 import pytest
 
-from jaxspec.text.tokenizer import TokenizerError
+from jaxspec.text.errors import TokenizerError
 from server.app import create_app
 from server.http.gate import MAX_BODY_BYTES
 from tests.server.fake import FakeLLM

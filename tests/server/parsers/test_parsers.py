@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec.text.tokenizer import Detokenizer
+from jaxspec.text.detokenizer import Detokenizer
 from server.parsers import PARSERS, REASONING_PARSERS, Parser, parse
 from server.parsers.scan import Stops
 from tests.server.fake import byte_tokenizer

@@ -111,13 +111,13 @@ def _attend(
     b, t, n, h = q.shape
     m, s = kv.shape[3], kv.shape[4]
     tile_tokens = min(t, tallest // (n // m))
-    places = 0 if mask is None else mask.shape[2]
-    span = None if window is None else window - 1 + (places or tile_tokens)
+    masked_slots = 0 if mask is None else mask.shape[2]
+    span = None if window is None else window - 1 + (masked_slots or tile_tokens)
     parts = parts or division(b * m * -(-t // tile_tokens), h, span)
     fp8 = kv.dtype == FP8
     given = depth is not None, sinks is not None
     plan = Plan(
-        b, t, n, m, h, s, table.shape[1], fp8, places, window, *given, *parts, tallest, segment, bool(interpret)
+        b, t, n, m, h, s, table.shape[1], fp8, masked_slots, window, *given, *parts, tallest, segment, bool(interpret)
     )
     operands = [q, kv, table, start, layer.reshape(1)]
     if scales is not None:
@@ -174,7 +174,7 @@ def _row_bits(plan: Plan, mask):
     """The mask of each row of each tile, a bit for each KV slot: i32[b, tiles, rows]."""
     mask = _by_tile(plan, mask)
     # Summed last, so that it is one kernel with all of the above.
-    bits = (mask.astype(jnp.uint32) << jnp.arange(plan.places, dtype=jnp.uint32)).sum(3, dtype=jnp.uint32)
+    bits = (mask.astype(jnp.uint32) << jnp.arange(plan.masked_slots, dtype=jnp.uint32)).sum(3, dtype=jnp.uint32)
     return lax.bitcast_convert_type(bits, jnp.int32)
 
 

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.attention.decode_attention import e4m3
-from jaxspec.pallas.attention.decode_attention.plan import MAX_PLACES, Plan
+from jaxspec.pallas.attention.decode_attention.plan import MAX_MASKED_SLOTS, Plan
 from jaxspec.pallas.attention.decode_attention.results import combine, combine_segments, write_part, write_rows
 from jaxspec.pallas.attention.decode_attention.tiles import (
     add_product,
@@ -51,7 +51,7 @@ class _Refs(NamedTuple):
     @classmethod
     def of(cls, plan: Plan, scaled: bool, refs: tuple) -> _Refs:
         *given, rest = *refs[:5], list(refs[5:])
-        optional = [rest.pop(0) if there else None for there in (scaled, plan.places, plan.depths, plan.sinks)]
+        optional = [rest.pop(0) if there else None for there in (scaled, plan.masked_slots, plan.depths, plan.sinks)]
         return cls(*given, *optional, rest)
 
 
@@ -82,7 +82,7 @@ def warpgroup(
     _fetch_queries(plan, refs.q, b, tile, head, rows_s, q_ready.at[w])
 
     first = start + tile * plan.tile_tokens
-    end = start + plan.places if plan.places else first + plan.tile_tokens
+    end = start + plan.masked_slots if plan.masked_slots else first + plan.tile_tokens
     end = jnp.clip(end, 0, plan.entries * plan.page)
     count = stream.share(lax.div(end + (plan.step - 1), jnp.int32(plan.step)))
     for i, ids in enumerate(first_ids):
@@ -171,7 +171,10 @@ def _queries(plan: Plan, rows):
 
 def _sight(plan: Plan, start, tile):
     """The first KV slots that a tile's rows see: the row that sees furthest back, and the row that sees least."""
-    first, rows = (start, plan.places) if plan.places else (start + tile * plan.tile_tokens, plan.tile_tokens)
+    if plan.masked_slots:
+        first, rows = start, plan.masked_slots
+    else:
+        first, rows = start + tile * plan.tile_tokens, plan.tile_tokens
     return first - (plan.window - 1), first + (rows - 1) - (plan.window - 1)
 
 
@@ -271,7 +274,7 @@ class _Rows:
         `count`. `ids`: the pages of the first step that isn't fetched yet; those at the end are returned."""
         plan, stream, count = self.plan, self.stream, self.count if count is None else count
         # Steps with tokens that some row doesn't see need a mask. The others, if any, do without.
-        whole = jnp.maximum(self.start if plan.places else self.first + 1, 0)
+        whole = jnp.maximum(self.start if plan.masked_slots else self.first + 1, 0)
         whole = jnp.minimum(stream.share(lax.div(whole, jnp.int32(plan.step))), count)
         entered, carry = jnp.int32(begin), (*self._nothing(), ids)
         whole = whole if plan.segment == 0 else jnp.maximum(whole, entered)
@@ -330,22 +333,22 @@ class _Rows:
         pl.when(prefetch < self.count)(lambda: stream.fetch(prefetch, ids, 1, stage))
         return acc, new_top, total, next_ids
 
-    def _seen(self, place):
-        """Whether each row sees each token of the step that begins at KV slot `place`, a bool for each score."""
+    def _seen(self, first):
+        """Whether each row sees each token of the step that begins at KV slot `first`, a bool for each score."""
         plan, layout = self.plan, plgpu.Layout.WGMMA
         shape = (plan.step, plan.rows) if plan.narrow else (plan.rows, plan.step)
         tokens, rows = (0, 1) if plan.narrow else (1, 0)
-        place = plgpu.broadcasted_iota(jnp.int32, shape, tokens, layout=layout) + place
-        if not plan.places or (plan.window is not None and self.depths is None):
+        kv_slots = plgpu.broadcasted_iota(jnp.int32, shape, tokens, layout=layout) + first
+        if not plan.masked_slots or (plan.window is not None and self.depths is None):
             row = plgpu.broadcasted_iota(jnp.int32, shape, rows, layout=layout)
             position = self.first + lax.div(row, jnp.int32(plan.group))
         elif plan.window is not None:
-            position = self.start + spread(plan, self.depths, place)
-        if not plan.places:
-            seen = place <= position
-            return seen if plan.window is None else seen & (place > position - plan.window)
-        new = place - self.start
-        bit = lax.shift_right_logical(spread(plan, self.bits, place), jnp.clip(new, 0, MAX_PLACES - 1)) & 1
+            position = self.start + spread(plan, self.depths, kv_slots)
+        if not plan.masked_slots:
+            seen = kv_slots <= position
+            return seen if plan.window is None else seen & (kv_slots > position - plan.window)
+        new = kv_slots - self.start
+        bit = lax.shift_right_logical(spread(plan, self.bits, kv_slots), jnp.clip(new, 0, MAX_MASKED_SLOTS - 1)) & 1
         if plan.window is None:
-            return (new < 0) | ((new < plan.places) & (bit == 1))
-        return jnp.where(new < 0, place > position - plan.window, (new < plan.places) & (bit == 1))
+            return (new < 0) | ((new < plan.masked_slots) & (bit == 1))
+        return jnp.where(new < 0, kv_slots > position - plan.window, (new < plan.masked_slots) & (bit == 1))

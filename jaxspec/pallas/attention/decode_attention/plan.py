@@ -13,7 +13,7 @@ ROWS = 64  # of a tile, at most: the M of a Hopper warpgroup's matmul, whose N m
 FEW_ROWS = 8
 NARROW_ROWS = 32  # up to which rows are the narrow side: more wouldn't leave a thread registers enough
 MAX_ROWS = 32  # new rows a request
-MAX_PLACES = 32  # KV slots that a mask covers: bits of a word
+MAX_MASKED_SLOTS = 32  # KV slots that a mask covers: bits of a word
 MAX_GROUP = 16
 PACK = 4  # rows that parts are combined in at a time, one a warp
 HEAD_WIDTHS = (64, 128, 256)
@@ -34,7 +34,7 @@ class Plan:
     page: int
     entries: int
     fp8: bool
-    places: int  # KV slots that a mask covers; 0: there is none, rows are causal
+    masked_slots: int  # KV slots that a mask covers; 0: there is none, rows are causal
     window: int | None  # positions that a row sees, its own included; None: all so far
     depths: bool  # whether rows' positions are given, and aren't their KV slots
     sinks: bool  # whether heads have one
@@ -131,9 +131,9 @@ def step_tokens(h: int) -> int:
     return 128 if h == 64 else 64
 
 
-def supported(q_shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype, places: int = 0) -> str | None:
+def supported(q_shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype, masked_slots: int = 0) -> str | None:
     """Why the kernel can't serve queries [b, t, n, h] over a cache [l, p, 2, m, s, h] of this dtype, with a mask over
-    `places` KV slots; None if it can. Windows of any size are served."""
+    `masked_slots` KV slots; None if it can. Windows of any size are served."""
     _, t, n, h = q_shape
     m, s = kv_shape[3], kv_shape[4]
     if jnp.dtype(dtype) not in (jnp.bfloat16, FP8):
@@ -146,8 +146,8 @@ def supported(q_shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype, places
         return f"{n} query heads over {m} KV heads; whole groups of up to {MAX_GROUP} are"
     if t > MAX_ROWS:
         return f"{t} rows a request; up to {MAX_ROWS} are"
-    if places > MAX_PLACES:
-        return f"a mask over {places} places; up to {MAX_PLACES} are"
+    if masked_slots > MAX_MASKED_SLOTS:
+        return f"a mask over {masked_slots} KV slots; up to {MAX_MASKED_SLOTS} are"
     return None
 
 

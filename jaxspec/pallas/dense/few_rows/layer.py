@@ -145,11 +145,11 @@ def heads(
     sin: Float[Array, "r half"],
     kv: Float[Array, "l p 2 m s h"],
     layer: Int[Array, ""],
-    place: Int[Array, " r"],
+    kv_slots: Int[Array, " r"],
     norms: Sequence[Float[Array, " h"]] = (),
     prefetch: Sequence[Float[Array, "_ _"]] = (),
     bias: Float[Array, " n"] | None = None,
-    inverse: Float[Array, "l 2 m"] | None = None,
+    inverse_scales: Float[Array, "l 2 m"] | None = None,
     *,
     eps: float,
     splits: int | None = None,
@@ -160,14 +160,13 @@ def heads(
     Several `rows` stand side by side, each normed with its own of `scales`; or there are only `Scaled` rows, and for a
     scale their squares. `weight` has columns of the query heads, then of as many keys and values as the pages have.
     `norms`: the scales of the norms of each head's queries and keys, if there are any. `cos` and `sin`: the rope table
-    of the rows, float32. `place`: KV slots, counted over all pages. Row i's keys and values go to slot `place[i] % s`
-    of page `place[i] // s`, converted by `kv_write.stored` with the `inverse` of their scales; those of padding rows,
-    whose KV slots are negative, go nowhere. `bias` is added to the rounded products. `prefetch` and `splits` as in
-    `gated`.
+    of the rows, float32. `kv_slots` are counted over all pages: row i's keys and values go to slot `kv_slots[i] % s` of
+    page `kv_slots[i] // s`, converted by `kv_write.stored` with `inverse_scales`; those of padding rows, whose KV slots
+    are negative, go nowhere. `bias` is added to the rounded products. `prefetch` and `splits` as in `gated`.
     """
     queries = outputs(weight) // kv.shape[5] - 2 * kv.shape[3]
-    norms, of = [norm[None] for norm in norms], (rows, scales, weight, cos, sin, kv, layer, place)
-    return _heads(queries, *of, norms, prefetch, bias, inverse, eps, splits, interpret)
+    norms, of = [norm[None] for norm in norms], (rows, scales, weight, cos, sin, kv, layer, kv_slots)
+    return _heads(queries, *of, norms, prefetch, bias, inverse_scales, eps, splits, interpret)
 
 
 @lower_once("few_rows_keys_values", "eps")
@@ -178,7 +177,7 @@ def keys_values(
     cos: Float[Array, "r half"],
     sin: Float[Array, "r half"],
     kv: Float[Array, "l p 2 m s h"],
-    place: Int[Array, " r"],
+    kv_slots: Int[Array, " r"],
     norm: Float[Array, "l h"],
     bias: Float[Array, " n"] | None = None,
     *,
@@ -190,21 +189,22 @@ def keys_values(
     `weight` has columns of the first layer's keys, then of its values, then of the next layer's. `norm`: the scales of
     the norms of each layer's keys. `bias`: of the products, as in `heads`.
     """
-    of = [rows], [scale], weight, cos, sin, kv, jnp.zeros((), jnp.int32), place
+    of = [rows], [scale], weight, cos, sin, kv, jnp.zeros((), jnp.int32), kv_slots
     return _heads(0, *of, [norm], (), bias, None, eps, None, interpret)[0]
 
 
 def _heads(
-    queries, rows, scales, weight, cos, sin, kv, layer, place, norms, prefetch, bias, inverse, eps, splits, interpret
-):
+    queries, rows, scales, weight, cos, sin, kv, layer, kv_slots, norms, prefetch, bias, inverse_scales, eps, splits,
+    interpret,
+):  # fmt: skip
     """The queries, if there are any, and the pages."""
-    count, width, ref = len(place), kv.shape[5], jax.new_ref(kv)
+    count, width, ref, layer = len(kv_slots), kv.shape[5], jax.new_ref(kv), layer.reshape(1)
     widths, unscaled = [x.shape[1] for x in rows], scales[0].ndim == 1
     fp8 = isinstance(weight, Fp8Weight)
     share = share_out(count, widths, outputs(weight), width // TILE, normed=unscaled, fp8=fp8)
     share = with_splits(share, splits, interpret)
     biases = [] if bias is None else [bias.reshape(-1, width)]  # a head each
-    inverse = [] if inverse is None else [inverse]
+    inverse = [] if inverse_scales is None else [inverse_scales]
     q = plgpu.kernel(
         partial(_head, share, eps, queries, (len(rows), len(rows), len(norms), len(biases), len(inverse))),
         kernel_name="few_rows_heads",
@@ -215,14 +215,14 @@ def _heads(
         | {"head_s": plgpu.SMEM((share.finished, width), rows[0].dtype)},
         compiler_params=params(),
         interpret=interpret,
-    )(*operands(weight), cos, sin, layer.reshape(1), place, ref, *rows, *scales, *norms, *biases, *inverse, *prefetch)
+    )(*operands(weight), cos, sin, layer, kv_slots, ref, *rows, *scales, *norms, *biases, *inverse, *prefetch)
     return *q, jax.freeze(ref)
 
 
 def _head(share, eps, queries, counts, *refs, out_s, head_s, **scratch):
     column, refs = lax.axis_index("tile"), list(refs)
     weights_g = [taken(share, refs)]
-    cos_g, sin_g, layer_g, place_g, kv_g = (refs.pop(0) for _ in range(5))
+    cos_g, sin_g, layer_g, kv_slots_g, kv_g = (refs.pop(0) for _ in range(5))
     rows_g, scales_g, norms_g, biases_g, inverse_g = ([refs.pop(0) for _ in range(n)] for n in counts)
     q_g = refs.pop() if queries else None
     kv_heads, page_size, width = kv_g.shape[3:]
@@ -235,9 +235,9 @@ def _head(share, eps, queries, counts, *refs, out_s, head_s, **scratch):
     first, rows = first_row(share), pl.ds(first_row(share), share.finished)
     cos, sin = (plgpu.load(ref.at[rows], layout=by_row(half // 16), optimized=False) for ref in (cos_g, sin_g))
     cos, sin = cos * turns + (1 - turns), sin * turns
-    layer, places = layer_g[0] + further, [place_g[first + i] for i in range(share.finished)]
+    layer, kv_slots = layer_g[0] + further, [kv_slots_g[first + i] for i in range(share.finished)]
     kind, kv_head = (f(jnp.maximum(head - queries, 0), _i32(kv_heads)) for f in (lax.div, lax.rem))
-    inverse = inverse_g[0][layer, kind, kv_head] if inverse_g else None
+    inverse_scale = inverse_g[0][layer, kind, kv_head] if inverse_g else None
     norms = [[_half_row(norm_g.at[further], at, half) for at in (0, half)] for norm_g in norms_g]
     biases = [[_half_row(bias_g.at[column], at, half) for at in (0, half)] for bias_g in biases_g]
     if len(norms) == 2:
@@ -267,13 +267,13 @@ def _head(share, eps, queries, counts, *refs, out_s, head_s, **scratch):
             head_s[:, pl.ds(0, half)] = first.astype(jnp.bfloat16)
             head_s[:, pl.ds(half, half)] = second.astype(jnp.bfloat16)
             plgpu.commit_smem()
-            for i, place in enumerate(places):
+            for i, kv_slot in enumerate(kv_slots):
 
-                @pl.when(place >= 0)
-                def _(i=i, place=place):
-                    page, slot = lax.div(place, _i32(page_size)), lax.rem(place, _i32(page_size))
+                @pl.when(kv_slot >= 0)
+                def _(i=i, kv_slot=kv_slot):
+                    page, slot = lax.div(kv_slot, _i32(page_size)), lax.rem(kv_slot, _i32(page_size))
                     row = plgpu.load(head_s.at[i], layout=one_row(width), optimized=False)
-                    kv_g[layer, page, kind, kv_head, slot] = stored(row, kv_g.dtype, inverse)
+                    kv_g[layer, page, kind, kv_head, slot] = stored(row, kv_g.dtype, inverse_scale)
 
     multiply(share, begun, refs, finish, factor, **scratch)
 

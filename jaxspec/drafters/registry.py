@@ -1,14 +1,54 @@
-"""Drafters known to suit a target, public or shipped, and what their cards say of them.
+"""Which drafters there are: the class of each method (`DRAFTERS`), and published drafters of known targets (`KNOWN`).
 
-`--draft METHOD` alone takes the drafter of this table. The figures are those that the drafter's authors, or the engine
-named, have published; a drafter without any isn't watched (`watch`). Names are of repositories that others refer to:
-none was made up, and those of targets that no family here serves are left out.
+`--draft METHOD` alone takes the drafter that `KNOWN` has for the target. Its figures are those that the drafter's
+authors, or the engine named, have published; a drafter without any isn't watched (`engine.acceptance_watch`). Names are
+of repositories that others refer to: none was made up, and those of targets that no family here serves are left out.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+
+from jaxspec.drafters import dflash_checkpoint
+from jaxspec.drafters.base import Drafter
+from jaxspec.drafters.dflash import DFlash
+from jaxspec.drafters.dflash2 import DFlash2
+from jaxspec.drafters.dspark import DSpark
+from jaxspec.drafters.eagle import Eagle, Eagle3
+from jaxspec.drafters.mtp_modules import MtpModules
+from jaxspec.drafters.ngram import Ngram
+from jaxspec.drafters.standalone import Standalone
+from jaxspec.drafters.suffix import Suffix
+
+DRAFTERS: dict[str, type[Drafter]] = {
+    "ngram": Ngram,
+    "suffix": Suffix,
+    "standalone": Standalone,
+    "dflash": DFlash,
+    "dflash2": DFlash2,
+    "dspark": DSpark,
+    "eagle": Eagle,
+    "eagle3": Eagle3,
+    "mtp": MtpModules,  # or Mtp, of a checkpoint with one
+}
+
+# The method of a checkpoint, by its config's `architectures`. A model that could be a target drafts by itself.
+ARCHITECTURES = {
+    **dflash_checkpoint.METHODS,
+    "Eagle3DraftModel": "eagle3",
+    "Eagle3LlamaForCausalLM": "eagle3",
+    "Eagle3Speculator": "eagle3",
+    "EagleLlamaForCausalLM": "eagle",
+    "LlamaForCausalLMEagle": "eagle",
+    "LlamaForCausalLMEagle3": "eagle3",
+}
+
+BLOCKS = frozenset(dflash_checkpoint.METHODS.values())  # methods whose checkpoints are told apart by their configs
+
+WITHOUT_WEIGHTS = (Ngram, Suffix)
+TAKE_TOKEN_MAPS = (DFlash, DFlash2, DSpark, Eagle, Eagle3, MtpModules)
+HAVE_HEADS = (*TAKE_TOKEN_MAPS, Standalone)
 
 SHIPPED = Path(__file__).parent / "shipped"  # drafters of the demo model, made by scripts/gpu/train.sh
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 
-from jaxspec.drafters.known import Known
+from jaxspec.drafters.registry import Known
 
 log = logging.getLogger("jaxspec")
 
