@@ -124,8 +124,3 @@ def lower_for(multiprocessors: int | None) -> None:
     """Lower for another process's Hopper GPU, which has so many multiprocessors; None: for this process's device."""
     global _lowered_for
     _lowered_for = multiprocessors
-
-
-def chosen(reason: str | None) -> bool:
-    """Whether a kernel runs, given `reason` why it can't take these shapes (None: it can)."""
-    return reason is None and kernels_here() is None
