@@ -9,6 +9,7 @@ leaves in O: `data.jsonl`, the texts; `drafter/`, to be served with `--draft eag
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import json
 import sys
@@ -108,7 +109,7 @@ def _most_frequent(texts: list[Text], vocab_size: int, size: int) -> Int[np.ndar
 def _train(args: argparse.Namespace) -> None:
     if not args.no_plots:
         plots.check()
-    settings = _settings(args)
+    settings = loop.Settings(**{each.name: getattr(args, each.name) for each in dataclasses.fields(loop.Settings)})
     config = resolve(args.model).config
     _check_init(args)
     loop.check_batch(args.batch_size)
@@ -165,21 +166,6 @@ def _train_on(path: Path, args: argparse.Namespace, settings: loop.Settings, fac
         del target, fresh, objective, trained
         gc.collect()  # the engine takes what memory is free
         _serve_held_out(args, drafter, held_out)
-
-
-def _settings(args: argparse.Namespace) -> loop.Settings:
-    return loop.Settings(
-        steps=args.steps,
-        minutes=args.minutes,
-        learning_rate=args.learning_rate,
-        warm_up=args.warm_up,
-        optimizer=args.optimizer,
-        weight_decay=args.weight_decay,
-        clip=args.clip,
-        seed=args.seed,
-        log_every=args.log_every,
-        save_every=args.save_every,
-    )
 
 
 def _eagle3(args: argparse.Namespace, target: Model, texts: list[Text]) -> tuple[export.Fresh, Objective]:
