@@ -17,8 +17,7 @@ from jaxspec.config import EngineConfig
 from jaxspec.decoder.forward import forward
 from jaxspec.draft import PrefillBatch
 from jaxspec.mixers import WholeTexts
-from jaxspec.train.eagle3 import Step
-from jaxspec.train.modules import MtpObjective
+from jaxspec.train.eagle3 import MtpObjective, Step
 from jaxspec.train.objective import Batch
 from tests import hybrids
 from tests.sample import rare

@@ -46,11 +46,7 @@ _SHAPE = (
     "num_layers", "mlp_size", "num_heads", "num_kv_heads", "target_layers", "draft_vocab_size", "block_size",
     "mask_token_id", "markov_rank", "markov_head",
 )  # fmt: skip
-_PROMOTED = (
-    "markov_rank",
-    "markov_head",
-    "mlp_size",
-)  # of those, what a DFlash drafter may get that becomes a DSpark one
+_PROMOTED = "markov_rank", "markov_head", "mlp_size"  # of those, what a DFlash drafter may get to become a DSpark one
 # Flags that change neither what is trained nor how its steps are counted: a run may be resumed with others.
 _FREE = {
     "command", "output", "save_every", "log_every", "concurrency", "num_draft_tokens", "max_new_tokens",
@@ -138,8 +134,7 @@ def _check_shape(args: argparse.Namespace, config: ModelConfig) -> None:
         _check_size(args.draft_vocab_size or 0, config.vocab_size, "--draft-vocab-size")
         export.check_eagle3(args.output / "drafter", config, _shape(args, 1), args.draft_vocab_size or None)
     else:
-        markov = _markov(args) if args.command == "dspark" else None
-        export.check_block(config, _shape(args, 3), args.block_size or 8, args.mask_token_id or 0, markov)
+        export.check_block(config, _shape(args, 3), _block_of(args, args.mask_token_id or 0))
 
 
 def _train_on(path: Path, args: argparse.Namespace, settings: loop.Settings, facts: dict[str, Any]) -> None:
@@ -205,20 +200,17 @@ def _fresh_block(args: argparse.Namespace, target: Model, texts: list[Text]) -> 
         if seen.all():
             raise TrainError("every token of the vocabulary is in the texts: name one for the masks by --mask-token-id")
         mask = int(np.flatnonzero(~seen)[-1])
-    given = args.output / "drafter", target, _shape(args, 3), args.block_size or 8, mask
-    if args.command == "dspark":
-        return export.fresh_dspark(*given, *_markov(args), args.seed)
-    return export.fresh_dflash(*given, args.seed)
+    return export.fresh_block(args.output / "drafter", target, _shape(args, 3), _block_of(args, mask), args.seed)
 
 
-def _markov(args: argparse.Namespace) -> tuple[int, str]:
-    return args.markov_rank or 256, args.markov_head or "vanilla"
+def _block_of(args: argparse.Namespace, mask: int) -> export.Block:
+    markov = (args.markov_rank or 256, args.markov_head or "vanilla") if args.command == "dspark" else None
+    return export.Block(args.block_size or 8, mask, markov)
 
 
 def _shape(args: argparse.Namespace, num_layers: int) -> export.Shape:
-    return export.Shape(
-        args.num_layers or num_layers, args.mlp_size, args.num_heads, args.num_kv_heads, args.target_layers
-    )
+    sizes = args.mlp_size, args.num_heads, args.num_kv_heads
+    return export.Shape(args.num_layers or num_layers, *sizes, args.target_layers)
 
 
 def _texts_file(args: argparse.Namespace) -> Path:
@@ -252,7 +244,8 @@ def _settle_recipe(args: argparse.Namespace, path: Path) -> None:
 
 
 def _engine(args: argparse.Namespace, draft: str, context: int, **options: Any) -> LLM:
-    concurrency = options.pop("concurrency", None) or (8 if _on_cpu() else 256)
+    on_cpu = jax.default_backend() == "cpu"
+    concurrency = options.pop("concurrency", None) or (8 if on_cpu else 256)
     return LLM(
         args.model,
         draft,
@@ -260,7 +253,7 @@ def _engine(args: argparse.Namespace, draft: str, context: int, **options: Any) 
         context_length=context,
         max_running_requests=concurrency,
         decode_log_interval=0,
-        skip_warmup=_on_cpu(),  # there, programs take long, and a load like this meets few of them
+        skip_warmup=on_cpu,  # there, programs take long, and a load like this meets few of them
         few_programs=True,
         **options,
     )
@@ -294,11 +287,7 @@ def _show(figures: list[evaluate.Figures], folder: Path | None, facts: dict[str,
 
 
 def _dtype(args: argparse.Namespace) -> str:
-    return args.dtype or ("float32" if _on_cpu() else "bfloat16")
-
-
-def _on_cpu() -> bool:
-    return jax.default_backend() == "cpu"
+    return args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
 
 
 if __name__ == "__main__":
