@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec import fp8
 from jaxspec.bench.cases.case import Case
+from jaxspec.models import fp8
 from jaxspec.models.weights import Fp8, Layout, Weight
 from jaxspec.pallas.experts import experts_mlp as experts
 from jaxspec.pallas.experts import top_experts
