@@ -1,1 +1,1 @@
-"""A decoder: what it computes (`spec`), a layer's equations (`layer`), the ways to run a stack of them (`forward`)."""
+"""Decoder layers: the loop over them (`stack`), the paths that give it steps, and the choice among these (`forward`)."""

@@ -53,6 +53,7 @@ def _local_layer(layer: Layer, size: int) -> Layer:
             )
         return max(count // size, 1)
 
+    mixing = layer.mixing.divided(share)
     match layer.feed:
         case Mlp(width):
             width = {"width": share("columns of an MLP", width)}
@@ -60,4 +61,4 @@ def _local_layer(layer: Layer, size: int) -> Layer:
             width = {"width": share("columns of an expert", width, size=size // groups)}
             width |= {"shared": share("columns of the shared expert", shared)} if shared else {}
     replace = dataclasses.replace
-    return replace(layer, mixing=layer.mixing.divided(share), feed=replace(layer.feed, **width))
+    return replace(layer, mixing=mixing, feed=replace(layer.feed, **width))

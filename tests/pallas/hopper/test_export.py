@@ -10,6 +10,7 @@ from jax.experimental.mosaic.gpu import constraints, layout_inference
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.dense.few_rows import top_tokens
+from jaxspec.pallas.hopper import jax_patches
 from jaxspec.pallas.hopper.export import _in_place, lower_once
 
 
@@ -86,8 +87,8 @@ def test_a_cache_gives_its_place_to_what_becomes_of_it():
 
 def test_a_faster_search_finds_the_layouts_that_jax_does(monkeypatch):
     """Compare all arrays of a kernel, and the number of trials."""
-    original, passes, found = layouts.install(), [], []
-    assert original, f"jax is {jax.__version__}: read its search again, and name it in jaxspec/pallas/layouts.py"
+    original, passes, found = jax_patches.install(), [], []
+    assert original, f"jax is {jax.__version__}: read its search again, and name it in pallas/hopper/jax_patches.py"
     search = layout_inference.find_assignments_for
 
     def counted(system):
