@@ -213,7 +213,7 @@ def joined(param: Param, parts: Sequence[Any], mesh: Mesh) -> Any:
     if not isinstance(parts[0], Weight):
         return _global(axis, parts, mesh)
     scales = None
-    if made[0].scales is not None:
+    if parts[0].scales is not None:
         by_output = isinstance(param.format, Fp8) and param.format.block is None and param.split.along == "inputs"
         of_scales = 3 - axis if axis and isinstance(param.format, Mxfp4) else axis  # these are [inputs, outputs]
         scales = _global(None if by_output else of_scales, [weight.scales for weight in parts], mesh)
