@@ -137,7 +137,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def params(args: argparse.Namespace) -> SamplingParams:
-    """Of a load whose prompts don't say otherwise: random ones run to their full length."""
+    """Sampling of a load whose prompts don't say otherwise: random ones run to their full length."""
     synthetic = args.dataset in SYNTHETIC
     return SamplingParams(temperature=args.temperature, max_tokens=args.output_len.most, ignore_eos=synthetic)
 

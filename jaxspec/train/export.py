@@ -169,7 +169,7 @@ def _block_config(c: ModelConfig, shape: Shape, block: Block) -> dict[str, Any]:
 
 
 def dspark_settings(heads: int, kv_heads: int, rank: int, kind: str) -> dict[str, Any]:
-    """What DSpark's `dflash_config` has beside DFlash's."""
+    """DSpark's part of `dflash_config`, beside DFlash's."""
     return {
         "projector_type": "dspark",
         "attention_mode": "mha" if heads == kv_heads else "gqa",  # which SpecForge asks for

@@ -125,7 +125,7 @@ def products(name: str, shapes: dict[str, tuple[int, int]], model: Model, size: 
 
 
 def mixture(name: str, model: Model, size: int, tokens: int, quantised: bool) -> Case:
-    """What one of `size` GPUs computes of a layer's experts. Where blocks that share scales can't be cut so finely, the
+    """One of `size` GPUs' share of a layer's experts. Where blocks that share scales can't be cut so finely, the
     experts are divided among groups of GPUs."""
     width, count, k = model.experts
     groups = next(n for n in (1, 2, 4, 8) if not quantised or width * n // size % fp8.BLOCK == 0)

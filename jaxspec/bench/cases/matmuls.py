@@ -227,7 +227,7 @@ def random_matrices(key: jax.Array, shapes: dict[str, tuple[int, int]], quantise
 
 
 def dequantised(weight: Any, dtype: Any) -> Any:
-    """The same matrix if it isn't quantised."""
+    """The matrix in numbers; one that isn't quantised as it is."""
     return weight.dequantised(dtype) if isinstance(weight, Weight) else weight
 
 
