@@ -47,11 +47,12 @@ from jaxspec.compiling.round_timing import time_rounds
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.flags import add_value, checked, engine_options, positive
 from jaxspec.config.request import SamplingParams
+from jaxspec.drafters.base import SkippedDrafter
 from jaxspec.drafters.loading import load_drafter
 from jaxspec.engine.engine import Engine
 from jaxspec.rounds.packing import fit
 from jaxspec.rounds.programs import GREEDY
-from jaxspec.scheduling.draft_count import Chooser
+from jaxspec.scheduling.draft_count import SKIP_DRAFTER, Chooser
 
 AUTO = "auto"
 AGAIN = "plain again"

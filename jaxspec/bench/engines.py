@@ -16,6 +16,7 @@ from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.flags import add_engine_flags, add_value, engine_options
 from jaxspec.drafters.loading import check_drafter, load_drafter
 from jaxspec.engine.engine import Engine
+from jaxspec.models.description import PagedRows, Recurrence
 
 # Speed doesn't depend on what the weights are; and a round that is measured has as many drafts as it was given
 DEFAULTS = {"load_format": "dummy", "draft_policy": "fixed"}

@@ -43,6 +43,7 @@ from jaxspec.models.families import MODELS
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.parallel import sharding
 from jaxspec.parallel.sharding import EVERYWHERE, specs_of, spread
+from jaxspec.rounds import packing
 from jaxspec.rounds.programs import MODES, State
 from jaxspec.text.tokenizer import Tokenizer, byte_alphabet
 

@@ -13,6 +13,7 @@ from jaxspec.compiling.abstract_model import Loading, alike, drafter_of
 from jaxspec.compiling.ladder import ladder_of
 from jaxspec.compiling.programs import Programs
 from jaxspec.drafters.dflash import DFlash
+from jaxspec.drafters.loading import load_drafter
 from jaxspec.engine.runner import Runner
 from tests.checkpoint.test_quantisation import LAYOUTS, source
 from tests.support import engines, hybrids

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec import LLM, pallas
+from jaxspec.compiling import xla_options
 from jaxspec.compiling.ladder import sizes_of
 from jaxspec.compiling.programs import Programs
 from jaxspec.compiling.round_timing import group

@@ -13,6 +13,7 @@ import numpy as np
 from jaxspec import LLM, SamplingParams
 from jaxspec.compiling.programs import Programs
 from jaxspec.drafters.base import Drafter, Proposal
+from jaxspec.scheduling.audit import audit
 from tests.support.tiny import tiny_checkpoint
 
 VOCAB, PAGE, CONTEXT = 272, 8, 192

@@ -11,6 +11,7 @@ from jaxspec.bench.cases.case import PAGE, Case
 from jaxspec.bench.cases.matmuls import EPS, dequantised, random_matrices
 from jaxspec.bench.cases.mixtures import experts_mlp
 from jaxspec.decoder import matmul
+from jaxspec.models import fp8
 from jaxspec.pallas.dense import few_rows
 
 ROWS = 8

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from server.app import create_app
+from server.http import gate
 from server.http.gate import LINES, MAX_BODY_BYTES, Refusals, safe
 from tests.server.fake import FakeLLM
 from tests.server.live import serving, wait_for
@@ -145,7 +146,7 @@ def test_what_nobody_foresaw_is_an_error_in_our_format(caplog):
 
 
 async def test_a_flood_has_few_lines_and_a_count(caplog, monkeypatch):
-    monkeypatch.setattr(refusals, "PERIOD", 0.2)
+    monkeypatch.setattr(gate, "PERIOD", 0.2)
     caplog.set_level(logging.INFO, logger="jaxspec.server")
     log = Refusals()
     for period in (1, 2):
