@@ -61,7 +61,7 @@ class Meter:
     def _share(self) -> float:
         """Of the requests that run, those that may have drafts, since none of their rounds rested."""
         running = self._engine.scheduler.running
-        return sum(seq.seen is None for seq in running) / max(len(running), 1)
+        return sum(seq.drafter_seen is None for seq in running) / max(len(running), 1)
 
     def figures(self) -> Row:
         rounds = max(self.rounds.total(), 1)
