@@ -25,8 +25,8 @@ MARGIN = 0.01  # by which more drafts must be faster before they are made, or a 
 LEAVE = 0.005  # by which plain decoding must be faster than drafts that are made; fewer drafts need no margin
 BUDGET = 0.005  # share of the time that trying other numbers may cost
 SELDOM = 10  # a number is tried once in so many rounds at most
-HOPE = 1 / 2  # of the fastest number's speed: one that is expected to have it is tried before any round rests
-SURE = 3  # rounds of a number after which its time is known
+MIN_RELATIVE_SPEED = 1 / 2  # of the fastest number's: one that is expected to have it is tried before any round rests
+MIN_SAMPLES = 3  # rounds of a number after which its time is known
 WINDOW = 1000  # verified positions over which acceptance is averaged, or
 PROGRAMS = 8  # rounds' programs, if those have more
 FIRST = 0.6  # acceptance of the first draft, before any was seen
@@ -34,7 +34,7 @@ PRIOR = 32  # how many observations the guess for a position counts as
 DELAYS = 9  # of rounds of the usual number, whose median delay is that of all
 TRIES = 9  # of a number, whose median delay is its own
 USUAL = 16  # rounds of another number in a row, after which it is the usual one: those after a change may be slow
-SURPRISE = 0.1  # share of a number's time by which a try may be off before another one follows at once
+RETRY_DEVIATION = 0.1  # share of a number's time by which a try may be off before another one follows at once
 OUTLIER = 2  # times the expected time: a round that took longer counts as that, since the host was held up
 SKIP_DRAFTER = -1  # as a number of drafts: none, and the drafter's state isn't kept up
 SETTLED = 0.5  # seconds without drafts, of a whole batch that might have some, after which rounds rest
@@ -83,7 +83,7 @@ class Times:
 
     def sure(self, drafts: int) -> bool:
         """Whether rounds have shown what they take."""
-        return self._rounds[drafts] >= SURE
+        return self._rounds[drafts] >= MIN_SAMPLES
 
     def see(self, drafts: int, seconds: float) -> bool:
         """Take a round's time. Whether it should be seen again soon, since it isn't what was expected."""
@@ -103,7 +103,7 @@ class Times:
         if self._row == USUAL:
             self._usual = drafts
             self.rested |= drafts == SKIP_DRAFTER
-        return abs(late) > SURPRISE * expected
+        return abs(late) > RETRY_DEVIATION * expected
 
 
 class Chooser:
@@ -210,7 +210,7 @@ class Chooser:
         if not unsure:
             return None
         each = {n: times[n] / tokens for n, tokens in self.expected(share).items() if n in times}
-        return next((n for n in unsure if HOPE * each[n] < min(each.values())), None)
+        return next((n for n in unsure if MIN_RELATIVE_SPEED * each[n] < min(each.values())), None)
 
     def _resting(
         self, group: Group, times: Mapping[int, float], kept: float, share: float, able: float, sure: bool

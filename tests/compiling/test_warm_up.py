@@ -38,7 +38,7 @@ def test_warm_up_compiles_for_any_number_of_requests(monkeypatch):
 @pytest.mark.parametrize("hopper,dtype", [(True, jnp.bfloat16), (False, jnp.bfloat16), (True, jnp.float8_e4m3fn)])
 def test_xla_tries_fewer_candidates_beside_hoppers_kernels(monkeypatch, hopper, dtype):
     programs = LLM(checkpoint(), **OPTIONS).engine.runner.programs
-    monkeypatch.setattr(pallas.hopper, "runs", lambda kernels: hopper)
+    monkeypatch.setattr(pallas.hopper, "kernels_run_here", lambda kernels: hopper)
     monkeypatch.setattr(programs, "_params", ({"layer": jnp.zeros(2, dtype), "norm": jnp.ones(2)}, None))
     given = {}
 

@@ -168,7 +168,7 @@ async def test_clients_that_leave_at_any_time_leave_nothing_behind(url, llm):
 
 
 def test_the_queue_is_bounded(llm, monkeypatch):
-    monkeypatch.setattr(llm, "_places", 5)
+    monkeypatch.setattr(llm, "_most_held", 5)
     with serving(create_app(llm, served_name="tiny")) as url:
         dispatch = llm.engine.runner.round
         monkeypatch.setattr(llm.engine.runner, "round", lambda *args: (time.sleep(0.05), dispatch(*args))[1])
