@@ -203,10 +203,10 @@ def _heads(
     fp8 = isinstance(weight, Fp8Weight)
     share = share_out(count, widths, outputs(weight), width // TILE, normed=unscaled, fp8=fp8)
     share = with_splits(share, splits, interpret)
-    biases = [] if bias is None else [bias.reshape(-1, width)]  # a head each
+    bias = [] if bias is None else [bias.reshape(-1, width)]  # a head each
     inverse = [] if inverse_scales is None else [inverse_scales]
     q = plgpu.kernel(
-        partial(_head, share, eps, queries, (len(rows), len(rows), len(norms), len(biases), len(inverse))),
+        partial(_head, share, eps, queries, (len(rows), len(rows), len(norms), len(bias), len(inverse))),
         kernel_name="few_rows_heads",
         out_type=[jax.ShapeDtypeStruct((count, queries * width), rows[0].dtype)] if queries else [],
         **grid_of(share),
@@ -215,10 +215,7 @@ def _heads(
         | {"head_s": plgpu.SMEM((share.finished, width), rows[0].dtype)},
         compiler_params=params(),
         interpret=interpret,
-    )(
-        *(*operands(weight), cos, sin, layer.reshape(1), kv_slots, ref),
-        *(*rows, *scales, *norms, *biases, *inverse, *prefetch),
-    )
+    )(*operands(weight), cos, sin, layer.reshape(1), kv_slots, ref, *rows, *scales, *norms, *bias, *inverse, *prefetch)
     return *q, jax.freeze(ref)
 
 
