@@ -41,8 +41,8 @@ from jaxspec.drafters.mtp import parameters as mtp_parameters
 from jaxspec.drafters.mtp_modules import MtpModules
 from jaxspec.train import loop
 from jaxspec.train.data import Text
+from jaxspec.train.eagle3 import MtpObjective
 from jaxspec.train.export import Fresh
-from jaxspec.train.modules import MtpObjective
 from jaxspec.train.packing import Packed
 
 OPENINGS = (

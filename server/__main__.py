@@ -18,9 +18,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import NoReturn
 
 import jax
@@ -67,7 +66,8 @@ def main(argv: list[str] | None = None) -> int:
         logs.set_up(args.log_level, args.log_format)
         if args.node_rank:
             return _follow(args)
-        with _bind(args.host, args.port) as listener, _prompt_log(args.log_prompts) as kept:
+        log_of = lambda path: nullcontext() if path is None else closing(PromptLog(path))  # noqa: E731
+        with _bind(args.host, args.port) as listener, log_of(args.log_prompts) as kept:
             llm = _start(args)
             _loaded.set()
             try:
@@ -109,17 +109,6 @@ def _follow(args: argparse.Namespace) -> int:
     follow(options, join(args.nnodes, args.node_rank, args.dist_init_addr, options, source_digest()))
     log.info("node 0 has ended, and so does this one")
     return 0
-
-
-@contextmanager
-def _prompt_log(path: Path | None) -> Iterator[PromptLog | None]:
-    """The log of prompts, if one is asked for, written out at the end. **Raises:** `UsageError`."""
-    kept = None if path is None else PromptLog(path)
-    try:
-        yield kept
-    finally:
-        if kept is not None:
-            kept.close()
 
 
 def run() -> NoReturn:

@@ -9,25 +9,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
 
 import jaxspec
 from jaxspec import AsyncLLM
 from server.chat.speech import Formats
 from server.http import errors, openapi
 from server.http.body import BodyRoute
-from server.http.cors import allow_origins
+from server.http.cors import EXPOSED
 from server.http.gate import Gate
 from server.metrics import Metrics
 from server.prompt_log import PromptLog
-from server.routes.generation import add_generation
-from server.routes.health import add_health
-from server.routes.information import add_information
-from server.routes.playground import add_playground
-from server.routes.profile import add_profile
-from server.routes.responses import add_responses
+from server.routes import generation, health, information, playground, profile, responses, sglang, tokens
 from server.routes.serving import Serving
-from server.routes.sglang import add_sglang
-from server.routes.tokens import add_tokens
 
 
 def create_app(
@@ -52,21 +46,15 @@ def create_app(
     app.router.route_class = BodyRoute
     app.add_middleware(Gate, api_key=api_key)
     if cors is not None:
-        allow_origins(app, cors)
+        app.add_middleware(CORSMiddleware, expose_headers=EXPOSED, **cors)
     errors.install(app)
     name = served_name or llm.config.model
-    metrics = Metrics(llm.stats, llm.config, name)
     template = llm.tokenizer.chat_template if llm.tokenizer else None
     formats = Formats.of(llm.model_config.model_type, template, reasoning_parser, tool_call_parser)
     formats.log(reasoning_parser, tool_call_parser)
+    metrics = Metrics(llm.stats, llm.config, name)
     serving = Serving(llm, name, metrics, sampling or {}, formats, prompt_log)
-    add_generation(app, serving)
-    add_responses(app, serving)
-    add_sglang(app, serving)
-    add_tokens(app, serving)
-    add_health(app, llm, metrics)
-    add_information(app, llm, name, metrics)
-    add_profile(app, llm)
-    add_playground(app, name)
+    for routes in (generation, responses, sglang, tokens, health, information, profile, playground):
+        routes.add(app, serving)
     openapi.describe(app, llm.model_config.vocab_size)
     return app

@@ -24,59 +24,12 @@ from jaxspec.engine.stats import Tally
 Stats = dict[str, Any]
 
 # Bounds in seconds: vLLM's, so that its dashboards and recording rules fit, and some below its least.
-TTFT = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    7.5,
-    10,
-    20,
-    40,
-    80,
-    160,
-    640,
-    2560,
-)
+TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+TTFT += (160, 640, 2560)
 TOKEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5)
 TOKEN += (10, 20, 40, 80)
-REQUEST = (
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.2,
-    0.3,
-    0.5,
-    0.8,
-    1,
-    1.5,
-    2,
-    2.5,
-    5,
-    10,
-    15,
-    20,
-    30,
-    40,
-    50,
-    60,
-    120,
-    240,
-    480,
-    960,
-)
-REQUEST += (1920, 7680)
+REQUEST = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240)
+REQUEST += (480, 960, 1920, 7680)
 TIMES = {
     **{"first": TTFT, "gap": TOKEN, "per_token": TOKEN, "pace": TOKEN},
     **dict.fromkeys(("whole", "queue", "prefill", "decode", "inference"), REQUEST),
@@ -112,15 +65,12 @@ GAUGES = (
     ("drafts", "jaxspec_drafts", "Tokens that a round drafts for each request, as chosen last"),
     ("step_seconds", "jaxspec_step_seconds", "Age of the running engine step; 0 without one"),
 )
+SET_BACK = "Completions set back to the queue, for want of pages or to draft again"
 COUNTERS = (
     ("prompt_tokens_total", "vllm:prompt_tokens", "Prompt tokens taken in"),
     ("generation_tokens_total", "vllm:generation_tokens", "Tokens generated"),
     ("cached_tokens_total", "vllm:prefix_cache_hits", "Prompt tokens whose KV came from the prefix tree"),
-    (
-        "preemptions_total",
-        "vllm:num_preemptions",
-        "Completions set back to the queue, for want of pages or to draft again",
-    ),
+    ("preemptions_total", "vllm:num_preemptions", SET_BACK),
     ("prompt_tokens_total", "jaxspec_prompt_tokens", "Prompt tokens taken in"),
     ("cached_tokens_total", "jaxspec_cached_prompt_tokens", "Prompt tokens whose KV came from the prefix tree"),
     ("generation_tokens_total", "jaxspec_generation_tokens", "Tokens generated"),
@@ -128,11 +78,7 @@ COUNTERS = (
     ("rested_rounds_total", "jaxspec_rested_rounds", "Rounds without drafts that didn't keep the drafter's state up"),
     ("verified_tokens_total", "jaxspec_verified_tokens", "Tokens that verify rounds yielded, bonus included"),
     ("forced_tokens_total", "jaxspec_forced_tokens", "Tokens generated that a grammar left no choice about"),
-    (
-        "preemptions_total",
-        "jaxspec_preemptions",
-        "Completions set back to the queue, for want of pages or to draft again",
-    ),
+    ("preemptions_total", "jaxspec_preemptions", SET_BACK),
     ("refused_total", "jaxspec_refused", "Prompts refused with 429 because the queue was full"),
     ("engine_failures_total", "jaxspec_engine_failures", "Engine steps that failed, each with the requests in it"),
     ("compiles_total", "jaxspec_compiles", "Programs compiled; moves after start only with --skip-warmup"),

@@ -3,8 +3,10 @@
 The platform must be chosen before jax is first imported, so this file sets it before importing anything of ours.
 """
 
+import asyncio
 import functools
 import gc
+import inspect
 import itertools
 import os
 import ssl
@@ -58,80 +60,16 @@ jax.config.update("jax_compilation_cache_dir", str(COMPILED))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 # Those of eight seconds of processor time and more.
-LONGEST = (
-    "engine",
-    "models",
-    "few_rows_layers",
-    "expert_few",
-    "eagle",
-    "few_rows",
-    "quantisation",
-    "few_rows_fp8",
-    "decode_attention",
-    "delta_step",
-    "programs",
-    "objectives",
-    "ragged_verification",
-    "lossless",
-    "loop",
-    "soak",
-    "dflash",
-    "drills",
-    "prompt_attention",
-    "draft_count",
-    "distribution",
-    "drafter_weights",
-    "sharding",
-    "write_heads",
-    "peer_sum",
-    "hybrid",
-    "fp8_tiles",
-    "block_drafters",
-    "deterministic",
-    "expert_fp8",
-    "paged_attention",
-    "trees",
-    "kernels",
-    "portable_experts",
-    "acceptance",
-    "engines",
-    "skipped_drafts",
-    "tile_matmul",
-    "expert_stream",
-    "staged_start",
-    "data_parallel",
-    "suffix",
-    "live",
-    "portable_attention",
-    "moe",
-    "nonsense",
-    "gated_delta",
-    "examples",
-    "expert_mxfp4",
-    "block_trees",
-    "mxfp4",
-    "fp8_layers",
-    "hybrid_models",
-    "continued",
-    "deterministic_hybrid",
-    "ladder",
-    "eagle_trees",
-    "sampling",
-    "mtp_modules",
-    "expert_plan",
-    "serve",
-    "errors",
-    "combined",
-    "delta_chunk",
-    "checkpoint",
-    "functional",
-    "portable_delta",
-    "shipped",
-    "lowering",
-    "llm",
-    "dflash2",
-    "hosts",
-)
+LONGEST = """
+    engine models few_rows_layers expert_few eagle few_rows quantisation few_rows_fp8 decode_attention delta_step
+    programs objectives ragged_verification lossless loop soak dflash drills prompt_attention draft_count
+    distribution drafter_weights sharding write_heads peer_sum hybrid fp8_tiles block_drafters deterministic
+    expert_fp8 paged_attention trees kernels portable_experts acceptance engines skipped_drafts tile_matmul
+    expert_stream staged_start data_parallel suffix live portable_attention moe nonsense gated_delta examples
+    expert_mxfp4 block_trees mxfp4 fp8_layers hybrid_models continued deterministic_hybrid ladder eagle_trees
+    sampling mtp_modules expert_plan serve errors combined delta_chunk checkpoint functional portable_delta shipped
+    lowering llm dflash2 hosts
+"""
 
 
 # Each HTTP client reads all certificates that this machine trusts, for 60 ms. They may share them.
@@ -167,8 +105,18 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     """The longest files first: workers take whole files in this order, and none should be left with one at the end."""
-    place = {f"test_{name}": i for i, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
+    place = {f"test_{name}": i for i, name in enumerate(LONGEST.split())}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Run a test that is a coroutine function in an event loop of its own, for five minutes at most."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**given), 300))
+    return True
 
 
 def pytest_collection_finish():

@@ -39,20 +39,11 @@ from jaxspec.config.request import RequestError
 from jaxspec.text.errors import TokenizerError
 
 SUBCOMMANDS = {
-    "decode": decode,
-    "adaptive": adaptive,
-    "prefill": prefill,
-    "serve": serve,
-    "load": load,
-    "accept": accept,
-    "kernels": kernels,
-    "parity": parity,
-    "accuracy": accuracy,
-    "host": host,
-    "schemas": schemas,
-    "structured": structured,
-    "plan": plan,
-    "sums": sums,
+    module.__name__.rpartition(".")[2]: module
+    for module in (
+        *(decode, adaptive, prefill, serve, load, accept, kernels),
+        *(parity, accuracy, host, schemas, structured, plan, sums),
+    )
 }
 
 

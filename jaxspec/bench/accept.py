@@ -13,7 +13,6 @@ tokens a second, prompts included. A DFlash and an EAGLE-3 drafter compare only 
 from __future__ import annotations
 
 import argparse
-import copy
 import gc
 import re
 from collections import defaultdict
@@ -151,11 +150,11 @@ def run(args: argparse.Namespace, result: Result) -> None:
     if not args.no_plain:
         drafts = [PLAIN, *(draft for draft in drafts if draft != PLAIN)]
     for draft in drafts:
-        engines.check(_of(args, draft))
+        engines.check(engines.with_drafter(args, draft))
     plain: dict[tuple[str, int], float] = {}
     bar = tqdm(total=len(drafts) * len(args.concurrency) * len(files), desc="accept", unit="load", disable=None)
     for draft in drafts:
-        engine = engines.start(_of(args, draft), result, max(args.concurrency))
+        engine = engines.start(engines.with_drafter(args, draft), result, max(args.concurrency))
         benchmarks = [_prepare(engine, args, name, each[: args.num_prompts], result) for name, each in files]
         for concurrency in args.concurrency:
             if engine.config.skip_warmup:
@@ -177,15 +176,6 @@ def run(args: argparse.Namespace, result: Result) -> None:
         del engine
         gc.collect()  # its memory is the next one's
     bar.close()
-
-
-def _of(args: argparse.Namespace, draft: str) -> argparse.Namespace:
-    """The command line for one of its drafters."""
-    one = copy.copy(args)
-    one.draft = draft
-    if draft == PLAIN:
-        one.num_draft_tokens, one.num_steps, one.topk = None, None, 1
-    return one
 
 
 def _read(data: str) -> tuple[str, list[Question]]:
@@ -215,7 +205,7 @@ def _prepare(engine: Engine, args: argparse.Namespace, name: str, asked: list[Qu
 def _serve(engine: Engine, args: argparse.Namespace, prompts: list[Prompt], concurrency: int) -> list[Reply]:
     engine.flush_cache()
     params = SamplingParams(temperature=args.temperature, max_tokens=args.output_len)
-    return traffic.serve(engine, traffic.Load(prompts, [0.0] * len(prompts), concurrency, params))
+    return traffic.serve(engine, traffic.Load.closed(prompts, concurrency, params))
 
 
 def _row(engine: Engine, args: argparse.Namespace, benchmark: Benchmark, concurrency: int) -> Row:

@@ -16,19 +16,16 @@ answers are drafted: tokens a round, with 95% intervals over prompts.
 from __future__ import annotations
 
 import argparse
-import copy
 import gc
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
-from jaxspec.bench import acceptance, datasets, engines
+from jaxspec.bench import acceptance, datasets, engines, traffic
 from jaxspec.bench.acceptance import Counts
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table
 from jaxspec.config.flags import positive
-from jaxspec.config.request import RequestMetrics, SamplingParams, TokenLogprobs
+from jaxspec.config.request import SamplingParams
 from jaxspec.engine.engine import Engine
 
 UNQUANTISED = "unquantised"
@@ -51,15 +48,6 @@ COLUMNS = (
     Column("high", "high", ".2f", 5),
 )
 TABLES = (Table("accuracy: formats of weights and cache against the unquantised model", COLUMNS),)
-
-
-@dataclass
-class Answer:
-    """Answer to one prompt: its tokens, the drafting metrics and the scores."""
-
-    tokens: list[int]
-    metrics: RequestMetrics | None = None
-    scores: list[TokenLogprobs | None] | None = None  # of the prompt's own tokens, the first without one
 
 
 def formats(text: str) -> list[str]:
@@ -104,11 +92,11 @@ def run(args: argparse.Namespace, result: Result) -> None:
                 asked = datasets.source(args, engine.model_config.vocab_size)(args.num_prompts)
                 prompts = [question.ids(engine.tokenizer) for question in asked]
             wanted = SamplingParams(temperature=0.0, max_tokens=args.output_len)
-            answers = _serve(engine, prompts, wanted, args.concurrency, f"{name}, {draft}")
-            texts = texts or [answer.tokens for answer in answers]
+            answers = traffic.afresh(engine, prompts, wanted, args.concurrency, f"{name}, {draft}")
+            texts = texts or [answer.token_ids for answer in answers]
             scored = scored or _scores(engine, prompts, texts, args.concurrency)
             row: Row = {"format": name, "draft": draft, "prompts": len(prompts), **scored}
-            row["same"] = float(np.mean([a.tokens == text for a, text in zip(answers, texts, strict=True)]))
+            row["same"] = float(np.mean([a.token_ids == text for a, text in zip(answers, texts, strict=True)]))
             if engine.runner.width > 1:
                 found = acceptance.figures((Counts.of(answer.metrics) for answer in answers), args.seed or 0)
                 row |= {key: found[key] for key in ("tokens_per_round", "low", "high", "positions")}
@@ -119,11 +107,8 @@ def run(args: argparse.Namespace, result: Result) -> None:
 
 def _options(args: argparse.Namespace, name: str, draft: str) -> argparse.Namespace:
     """The command line with a format and a drafter in it. A drafter's own weights stay as they are."""
-    options = copy.copy(args)
-    options.draft, options.quantization, options.fp8_activations, options.kv_cache_dtype = draft, None, "off", "auto"
-    if draft == "none":
-        options.num_draft_tokens, options.num_steps, options.topk = None, None, 1
-    vars(options).update(FORMATS.get(name, {}))
+    options, exact = engines.with_drafter(args, draft), {"quantization": None, "fp8_activations": "off"}
+    vars(options).update(exact | {"kv_cache_dtype": "auto"} | FORMATS.get(name, {}))
     return options
 
 
@@ -132,11 +117,10 @@ def _scores(engine: Engine, prompts: list[list[int]], texts: list[list[int]], co
     whole = [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
     wanted = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
     sums, counts, agreed = np.zeros(2), np.zeros(2, int), 0
-    for prompt, tokens, answer in zip(
-        prompts, whole, _serve(engine, whole, wanted, concurrency, "scored"), strict=True
-    ):
-        assert answer.scores is not None
-        for place, entry in enumerate(answer.scores[1:], 1):
+    scored = traffic.afresh(engine, whole, wanted, concurrency, "scored")
+    for prompt, tokens, answer in zip(prompts, whole, scored, strict=True):
+        assert answer.prompt_logprobs is not None
+        for place, entry in enumerate(answer.prompt_logprobs[1:], 1):
             assert entry is not None
             part = int(place >= len(prompt))
             sums[part] -= entry.logprob
@@ -149,26 +133,6 @@ def _scores(engine: Engine, prompts: list[list[int]], texts: list[list[int]], co
         "agree": agreed / max(counts[1], 1),
         "tokens": counts.tolist(),
     }
-
-
-def _serve(
-    engine: Engine, prompts: list[list[int]], params: SamplingParams, concurrency: int, title: str
-) -> list[Answer]:
-    """An answer to each prompt, `concurrency` at a time, nothing cached from before."""
-    engine.flush_cache()
-    waiting, answers = list(enumerate(prompts)), [Answer([]) for _ in prompts]
-    with tqdm(total=len(prompts), desc=title, unit="prompt", disable=None) as bar:
-        while waiting or engine.busy:
-            while waiting and len(engine.requests) < concurrency:
-                index, tokens = waiting.pop(0)
-                engine.add(engine.prepare(tokens, params, str(index)))
-            for delta in engine.step():
-                answer = answers[int(delta.request_id)]
-                answer.tokens += delta.token_ids
-                answer.scores = answer.scores or delta.prompt_logprobs
-                answer.metrics = delta.metrics or answer.metrics
-                bar.update(delta.finish_reason is not None)
-    return answers
 
 
 def plot(document: Document, figure: Any) -> None:

@@ -31,27 +31,27 @@ import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from jaxspec.bench import engines, forced, plots
+from jaxspec.bench import engines, forced, plots, traffic
 from jaxspec.bench.forced import expected_length
 from jaxspec.bench.meter import Meter
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table, counts, device_facts, memory_facts
 from jaxspec.checkpoint import load_target
 from jaxspec.compiling.round_timing import time_rounds
 from jaxspec.config.engine_config import EngineConfig
-from jaxspec.config.flags import engine_options, positive
+from jaxspec.config.flags import add_value, checked, engine_options, positive
 from jaxspec.config.request import SamplingParams
-from jaxspec.drafters.base import SkippedDrafter
 from jaxspec.drafters.loading import load_drafter
 from jaxspec.engine.engine import Engine
 from jaxspec.rounds.packing import fit
 from jaxspec.rounds.programs import GREEDY
-from jaxspec.scheduling.draft_count import SKIP_DRAFTER, Chooser
+from jaxspec.scheduling.draft_count import Chooser
 
 AUTO = "auto"
 AGAIN = "plain again"
@@ -75,57 +75,32 @@ COLUMNS = (
 )
 
 
-def _steady_lines(row: Row) -> list[Row]:
-    return [row] if row["kind"] == "steady" else []
-
-
-def _moving_lines(row: Row) -> list[Row]:
-    return [row] if row["kind"] == "rise and fall" else []
-
-
-TABLES = (
-    Table("adaptive: tokens a second at the imposed acceptance", COLUMNS, _steady_lines),
-    Table("while requests become more and fewer", COLUMNS, _moving_lines),
+STEADY, MOVING = "steady", "rise and fall"  # kinds of rows
+TABLES = tuple(
+    Table(title, COLUMNS, lambda row, kind=kind: [row] if row["kind"] == kind else [])
+    for title, kind in (
+        ("adaptive: tokens a second at the imposed acceptance", STEADY),
+        ("while requests become more and fewer", MOVING),
+    )
+)
+rates = checked(
+    lambda text: [[float(rate) for rate in part.split(",")] for part in text.split("/")],
+    "takes rates from 0 to 1 like 0.75,0.5,0.25, or several with slashes between",
+    lambda lists: all(0 <= rate <= 1 for rates in lists for rate in rates),
 )
 
 
-def rates(text: str) -> list[list[float]]:
-    """An argparse type: lists of rates, with slashes between those that are mixed."""
-    lists = []
-    for part in text.split("/"):
-        try:
-            lists.append([float(rate) for rate in part.split(",")])
-        except ValueError:
-            lists.append([])
-    if not all(each and all(0 <= rate <= 1 for rate in each) for each in lists):
-        raise argparse.ArgumentTypeError(
-            f"takes rates from 0 to 1 like 0.75,0.5,0.25, or several with slashes between, got {text!r}"
-        )
-    return lists
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--concurrency",
-        type=counts("1,8,32"),
-        default="1,2,4,8,16,32,64,128,256",
-        metavar="N,N,...",
-        help="(%(default)s)",
-    )
-    add("--prompt-len", type=positive, default=256, metavar="TOKENS", help="of every request (%(default)s)")
-    add(
-        "--accept-rates",
-        type=rates,
-        action="append",
-        required=True,
-        metavar="P,P,...[/P,P,...]",
-        help="impose acceptance: a rate a draft; with slashes, mixed within a batch; may be repeated",
-    )
-    add("--output-len", type=positive, default=128, metavar="TOKENS", help="of every request in a turn (%(default)s)")
-    add("--turns", type=positive, default=4, metavar="N", help="of all settings, at each load (%(default)s)")
-    add("--learn", type=float, default=4.0, metavar="S", help="of adaptive drafting before the turns (%(default)s)")
-    add("--rise-and-fall", type=float, metavar="S", help="and hold each load for so long, up and down again")
+    add, value = parser.add_argument, partial(add_value, parser)
+    several = "1,2,4,8,16,32,64,128,256"
+    add("--concurrency", type=counts("1,8,32"), default=several, metavar="N,N,...", help="(%(default)s)")
+    value("--prompt-len", positive, 256, "TOKENS", "of every request")
+    said = "impose acceptance: a rate a draft; with slashes, mixed within a batch; may be repeated"
+    add("--accept-rates", type=rates, action="append", required=True, metavar="P,P,...[/P,P,...]", help=said)
+    value("--output-len", positive, 128, "TOKENS", "of every request in a turn")
+    value("--turns", positive, 4, "N", "of all settings, at each load")
+    value("--learn", float, 4.0, "S", "of adaptive drafting before the turns")
+    value("--rise-and-fall", float, None, "S", "and hold each load for so long, up and down again")
     defaults = {"draft_policy": "auto", "disable_structured_output": True}
     engines.add_arguments(parser, without=("skip_warmup", "few_programs"), **defaults)
 
@@ -235,24 +210,7 @@ def _name(drafts: int) -> str:
 def _queue(engine: Engine, rng: np.random.Generator, count: int, prompt_len: int) -> list[str]:
     """Add requests that end no sooner than their context; their ids."""
     params = SamplingParams(temperature=0.0, max_tokens=engine.config.context_length - prompt_len, ignore_eos=True)
-    prompts = rng.integers(0, engine.model_config.vocab_size, (count, prompt_len))
-    requests = [engine.prepare(prompt, params) for prompt in prompts.tolist()]
-    for request in requests:
-        engine.add(request)
-    return [request.id for request in requests]
-
-
-def _fill(engine: Engine, waiting: set[str]) -> None:
-    """Step until each of these requests has a token."""
-    while waiting:
-        waiting -= {delta.request_id for delta in engine.step()}
-
-
-def _end(engine: Engine, ids: Sequence[str]) -> None:
-    for each in ids:
-        engine.abort(each)
-    while engine.busy:
-        engine.step()
+    return traffic.queue(engine, rng, count, prompt_len, params)
 
 
 def _steady(args: argparse.Namespace, engine: Engine, mixed: list[list[float]], count: int) -> Row:
@@ -270,19 +228,20 @@ def _steady(args: argparse.Namespace, engine: Engine, mixed: list[list[float]], 
             ended += _begin_and_end(args, engine, mixed, count, meter)
     engine.chooser = settings[AUTO][0]
     expected = {"expected_ms": {"learned": learned, "last": _expected(engine, count)}}
-    return _row("steady", args, mixed, count, settings) | _by_choice(settings) | {"ended": ended} | expected
+    return _row(STEADY, args, mixed, count, settings) | _by_choice(settings) | {"ended": ended} | expected
 
 
 def _begin_and_end(args: argparse.Namespace, engine: Engine, mixed: list[list[float]], count: int, meter: Meter) -> int:
     """One turn of `count` requests, from their prompts on; how many ended before it did."""
-    ids = _queue(engine, np.random.default_rng(args.seed or 0), count, args.prompt_len)
-    _fill(engine, set(ids))
+    waiting = set(_queue(engine, np.random.default_rng(args.seed or 0), count, args.prompt_len))
+    while waiting:  # for a first token
+        waiting -= {delta.request_id for delta in engine.step()}
     for _ in range(SETTLING_STEPS):
         engine.step()
     meter.lengths = _lengths(engine, mixed)
     meter.turn(args.output_len)
     ended = count - len(engine.requests)
-    _end(engine, ids)
+    traffic.end(engine)
     return ended
 
 
@@ -327,7 +286,7 @@ def _rise_and_fall(args: argparse.Namespace, engine: Engine, mixed: list[list[fl
         if name == AUTO:
             _up_and_down(args, engine, mixed, levels, Meter(engine, {}))
         course[name] = list(_bins(_up_and_down(args, engine, mixed, levels, meter), args.rise_and_fall / SLICES))
-    return _row("rise and fall", args, mixed, max(levels), settings) | {"levels": levels, "course": course}
+    return _row(MOVING, args, mixed, max(levels), settings) | {"levels": levels, "course": course}
 
 
 def _up_and_down(
@@ -344,7 +303,7 @@ def _up_and_down(
         for _ in range(SLICES):
             meter.lengths = _lengths(engine, mixed)
             meter.run(args.rise_and_fall / SLICES, note)
-    _end(engine, running)
+    traffic.end(engine)
     return steps
 
 
@@ -386,8 +345,8 @@ def _short(part: list[float]) -> list[float]:
 
 def plot(document: Document, figure: Any) -> None:
     """For each acceptance: tokens a second against plain decoding's by requests, and below the rise and fall."""
-    rows = [row for row in document["rows"] if row["kind"] == "steady"]
-    moving = [row for row in document["rows"] if row["kind"] == "rise and fall"]
+    rows = [row for row in document["rows"] if row["kind"] == STEADY]
+    moving = [row for row in document["rows"] if row["kind"] == MOVING]
     kinds = list(dict.fromkeys(row["rates"] for row in rows))
     grid = figure.subplots(2 if moving else 1, len(kinds), squeeze=False)
     for axes, kind in zip(grid[0], kinds, strict=True):
@@ -395,15 +354,12 @@ def plot(document: Document, figure: Any) -> None:
         x = [row["concurrency"] for row in some]
         for name in some[0]["settings"]:
             y = [row["settings"][name]["tokens_per_s"] / row["plain"] for row in some]
-            axes.plot(
-                x, y, *(("ko-",) if name == AUTO else ("--",)), label=name if not name.isdigit() else f"{name} drafts"
-            )
+            axes.plot(x, y, "ko-" if name == AUTO else "--", label=f"{name} drafts" if name.isdigit() else name)
         plots.against(axes, x, "requests", "tokens a second / plain")
         axes.set_title(kind, fontsize="small")
     for axes, row in zip(grid[-1], moving, strict=False):
         for name, course in row["course"].items():
-            look = ("k-",) if name == AUTO else ("--",)
-            axes.plot([each["s"] for each in course], [each["tokens_per_s"] for each in course], *look, label=name)
+            plots.curve(axes, course, "s", "tokens_per_s", "k-" if name == AUTO else "--", label=name)
         axes.set(xlabel="seconds", ylabel="tokens a second", ylim=(0, None))
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")

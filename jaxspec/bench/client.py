@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from jaxspec.bench.results import BenchError
-from jaxspec.config.request import RequestMetrics
+from jaxspec.config.request import RequestMetrics, TokenLogprobs
 
 EVENT, DONE, NO_CHOICES = b"data: ", b"[DONE]", b'"choices":[]'
 
@@ -30,7 +30,10 @@ class Reply:
     arrivals: list[float] = field(default_factory=list)  # of events that bring output, one per round
     ended: float = 0.0
     error: str | None = None
-    metrics: RequestMetrics | None = None  # offline alone
+    # offline alone:
+    metrics: RequestMetrics | None = None
+    token_ids: list[int] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # if asked for
 
 
 class Client:

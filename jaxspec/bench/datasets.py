@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import numpy as np
 
 from jaxspec.bench import agent, questions
 from jaxspec.bench.results import BenchError
-from jaxspec.config.flags import natural, positive
+from jaxspec.config.flags import add_value, checked, natural, positive
 from jaxspec.config.request import SamplingParams
 from jaxspec.text.tokenizer import Tokenizer
 
@@ -54,14 +55,7 @@ class Lengths(str):
         return low if low == high else int(rng.integers(low, high + 1))
 
 
-def lengths(text: str) -> Lengths:
-    """The argparse type."""
-    try:
-        return Lengths(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"takes tokens, a range, or several by weight, such as 1024, 256-2048 or 64-512:9,8192:1, got {text!r}"
-        ) from None
+lengths = checked(Lengths, "takes tokens, a range, or several by weight, such as 1024, 256-2048 or 64-512:9,8192:1")
 
 
 @dataclass(frozen=True)
@@ -114,57 +108,38 @@ def add_arguments(
     """`tokens`: the type of `--prompt-len` and `--output-len`, `positive` where they are one number."""
     spread = "; 256-2048 or 64-512:9,8192:1 are drawn" if tokens is lengths else ""
     group = parser.add_argument_group("prompts")
-    add = group.add_argument
+    add, value = group.add_argument, partial(add_value, group)
     add("--dataset", choices=DATASETS, default="random", help="(%(default)s)")
-    add("--data", type=Path, metavar="FILE", help="of a dataset with questions: the published file")
-    add("--num-prompts", type=positive, metavar="N", help=how_many)
-    add(
-        "--prompt-len",
-        type=tokens,
-        default="1024",
-        metavar="TOKENS",
-        help=f"random tokens in a prompt (%(default)s{spread})",
-    )
-    add("--prefix-len", type=natural, default=512, metavar="TOKENS", help="shared tokens before them (%(default)s)")
-    add("--prefixes", type=positive, default=4, metavar="N", help="different shared prefixes (%(default)s)")
-    add(
-        "--output-len",
-        type=tokens,
-        default="256",
-        metavar="TOKENS",
-        help=f"new tokens; at most, of questions (%(default)s{spread})",
-    )
+    value("--data", Path, None, "FILE", "of a dataset with questions: the published file")
+    value("--num-prompts", positive, None, "N", how_many)
+    of_prompts = f"random tokens in a prompt (%(default)s{spread})"
+    add("--prompt-len", type=tokens, default="1024", metavar="TOKENS", help=of_prompts)
+    value("--prefix-len", natural, 512, "TOKENS", "shared tokens before them")
+    value("--prefixes", positive, 4, "N", "different shared prefixes")
+    of_answers = f"new tokens; at most, of questions (%(default)s{spread})"
+    add("--output-len", type=tokens, default="256", metavar="TOKENS", help=of_answers)
     add("--temperature", type=float, default=0.0, help="(%(default)s)")
     add_template_argument(group)
-    add("--tools", type=natural, default=0, metavar="N", help="functions offered with each question (%(default)s)")
+    value("--tools", natural, 0, "N", "functions offered with each question")
 
 
 def add_template_argument(group: argparse._ActionsContainer) -> None:
-    group.add_argument(
-        "--chat-template-kwargs",
-        type=_mapping,
-        default={},
-        metavar="JSON",
-        help="""for the template, such as '{"enable_thinking": false}'""",
-    )
-
-
-def _mapping(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(
-            f"""takes a JSON object such as '{{"enable_thinking": false}}', got {text!r}"""
-        )
-    return value
+    example = """such as '{"enable_thinking": false}'"""
+    mapping = checked(json.loads, f"takes a JSON object {example}", lambda value: isinstance(value, dict))
+    said = f"for the template, {example}"
+    group.add_argument("--chat-template-kwargs", type=mapping, default={}, metavar="JSON", help=said)
 
 
 def check(args: argparse.Namespace) -> None:
     """**Raises:** `BenchError` for a file that `source` couldn't read, before a model is loaded for it."""
     if args.dataset not in SYNTHETIC:
         _read(args.dataset, args.data)
+
+
+def params(args: argparse.Namespace) -> SamplingParams:
+    """Of a load whose prompts don't say otherwise: random ones run to their full length."""
+    synthetic = args.dataset in SYNTHETIC
+    return SamplingParams(temperature=args.temperature, max_tokens=args.output_len.most, ignore_eos=synthetic)
 
 
 def source(args: argparse.Namespace, vocab: int) -> Callable[[int], list[Prompt]]:

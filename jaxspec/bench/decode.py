@@ -25,7 +25,6 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxspec.bench import engines, floors, plots, profile
-from jaxspec.bench.forced import expected_length
 from jaxspec.bench.results import Column, Document, Result, Row, Table, counts, memory_facts
 from jaxspec.bench.steady import Load
 from jaxspec.compiling.ladder import One
@@ -79,8 +78,6 @@ def run(args: argparse.Namespace, result: Result) -> None:
     if args.profile:
         profile.require_gpu()
     engine = engines.start(args, result, max(args.concurrency), args.accept_rates)
-    if args.accept_rates:
-        result.fact(expected_accept_length=expected_length(args.accept_rates))
     result.fact(width=engine.runner.width, kv_dtype=engines.kv_dtype(engine))
     modes = {"both": ("off", "on"), None: ("off" if args.disable_overlap else "on",)}.get(args.overlap, (args.overlap,))
     loads = [(count, mode) for count in args.concurrency for mode in modes]
@@ -161,12 +158,11 @@ def plot(document: Document, figure: Any) -> None:
         rows = [row for row in document["rows"] if row["overlap"] == mode and row["ms_per_round"]]
         if not rows:
             continue
-        x = [row["concurrency"] for row in rows]
-        time_axes.plot(x, [row["ms_per_round"] for row in rows], "o-", label=f"round, overlap {mode}")
-        rate_axes.plot(x, [row["tokens_per_s"] for row in rows], "o-", label=f"overlap {mode}")
+        plots.curve(time_axes, rows, "concurrency", "ms_per_round", label=f"round, overlap {mode}")
+        plots.curve(rate_axes, rows, "concurrency", "tokens_per_s", label=f"overlap {mode}")
     floor = {row["concurrency"]: row for row in document["rows"] if row["floor_ms"]}
     x = list(floor)
-    time_axes.plot(x, [row["floor_ms"] for row in floor.values()], "k--", label="floor")
+    plots.curve(time_axes, list(floor.values()), "concurrency", "floor_ms", "k--", label="floor")
     at_floor = [row["concurrency"] * row["accept_length"] / row["floor_ms"] * 1e3 for row in floor.values()]
     rate_axes.plot(x, at_floor, "k--", label="floor")
     verified = "1 row" if width == 1 else f"{width} rows"

@@ -13,23 +13,18 @@ from jaxspec.bench.results import BenchError, Result, device_facts, memory_facts
 from jaxspec.cache.paged import page_dtype
 from jaxspec.checkpoint import Model, load_target
 from jaxspec.config.engine_config import EngineConfig
-from jaxspec.config.flags import add_engine_flags, engine_options
+from jaxspec.config.flags import add_engine_flags, add_value, engine_options
 from jaxspec.drafters.loading import check_drafter, load_drafter
 from jaxspec.engine.engine import Engine
-from jaxspec.models.description import PagedRows, Recurrence
 
 # Speed doesn't depend on what the weights are; and a round that is measured has as many drafts as it was given
 DEFAULTS = {"load_format": "dummy", "draft_policy": "fixed"}
 
 
 def add_accept_rates(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--accept-rates",
-        type=numbers(float, 0.0, 1.0, "0.75,0.5,0.25"),
-        metavar="P,P,...",
-        help="impose acceptance: the probability of each draft, given that those before it were accepted; one rate a "
-        "draft",
-    )
+    rates = numbers(float, 0.0, 1.0, "0.75,0.5,0.25")
+    said = "impose acceptance: the probability of each draft, given that those before it were accepted"
+    add_value(parser, "--accept-rates", rates, None, "P,P,...", f"{said}; one rate a draft")
 
 
 def add_arguments(parser: argparse.ArgumentParser, without: Container[str] = (), **defaults: Any) -> None:
@@ -37,21 +32,26 @@ def add_arguments(parser: argparse.ArgumentParser, without: Container[str] = (),
     add_engine_flags(parser, DEFAULTS | defaults, without=without)
 
 
+def with_drafter(args: argparse.Namespace, draft: str) -> argparse.Namespace:
+    """The command line with this drafter in it; plain decoding, "none", has no numbers of drafts."""
+    other = argparse.Namespace(**vars(args) | {"draft": draft})
+    if draft == "none":
+        other.num_draft_tokens, other.num_steps, other.topk = None, None, 1
+    return other
+
+
 def start(
-    args: argparse.Namespace,
-    result: Result,
-    requests: int,
-    rates: list[float] | None = None,
-    alter: Callable[[Model], Model] = lambda model: model,
+    args: argparse.Namespace, result: Result, requests: int, rates: list[float] | None = None, **how: Any
 ) -> Engine:
-    """The engine of the command line, with slots for `requests` at once unless it says otherwise; `alter` is done to
-    its model first.
+    """The engine of the command line, as `make` makes it.
 
     Notes in `result` what the device is, how long the start took and what memory it left.
     """
     started = time.perf_counter()
-    engine = _engine(args, requests, rates, alter)
+    engine = make(args, requests, rates, **how)
     result.fact(ready_s=time.perf_counter() - started, **device_facts())
+    if rates:
+        result.fact(expected_accept_length=forced.expected_length(rates))
     stats = engine.stats()
     result.fact(memory_plan=stats["memory_plan"], paths=stats["paths"], memory=memory_facts())
     if stats["sums"] is not None:
@@ -65,17 +65,14 @@ def check(args: argparse.Namespace) -> None:
     check_drafter(EngineConfig(**engine_options(args)))
 
 
-def start_attention_only(args: argparse.Namespace, requests: int) -> Engine:
-    """Start an engine of the hybrid's shapes with full attention in every layer: see `attention_only`."""
-    return _engine(args, requests, alter=attention_only)
-
-
-def _engine(
+def make(
     args: argparse.Namespace,
     requests: int,
     rates: list[float] | None = None,
     alter: Callable[[Model], Model] = lambda model: model,
 ) -> Engine:
+    """The engine of the command line, with slots for `requests` at once unless it says otherwise; `alter` is done to
+    its model first."""
     options = engine_options(args)
     options["max_running_requests"] = options["max_running_requests"] or requests
     if options["max_running_requests"] < requests:

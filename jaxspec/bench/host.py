@@ -29,13 +29,13 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 from tqdm import tqdm
 
-from jaxspec.bench import plots
+from jaxspec.bench import plots, traffic
 from jaxspec.bench.results import Column, Document, Result, Table, counts, device_facts
 from jaxspec.checkpoint import Model, load_model
 from jaxspec.checkpoint.params import dummy
 from jaxspec.compiling.programs import Programs
 from jaxspec.config.engine_config import EngineConfig
-from jaxspec.config.flags import positive
+from jaxspec.config.flags import add_value, positive
 from jaxspec.config.options import ConfigError
 from jaxspec.config.request import SamplingParams
 from jaxspec.engine.engine import Engine
@@ -43,7 +43,6 @@ from jaxspec.models.families import MODELS
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.parallel import sharding
 from jaxspec.parallel.sharding import EVERYWHERE, specs_of, spread
-from jaxspec.rounds import packing
 from jaxspec.rounds.programs import MODES, State
 from jaxspec.text.tokenizer import Tokenizer, byte_alphabet
 
@@ -69,39 +68,18 @@ SETTLING_ROUNDS = 50  # after the last of the first N requests has started
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--requests",
-        type=counts("1,8,32"),
-        default="1,8,32,64,128,256",
-        metavar="N,N,...",
-        help="running at once (%(default)s)",
-    )
-    add("--rounds", type=positive, default=1000, help="measured for each N (%(default)s)")
+    add, value = parser.add_argument, partial(add_value, parser)
+    value("--requests", counts("1,8,32"), "1,8,32,64,128,256", "N,N,...", "running at once")
+    value("--rounds", positive, 1000, None, "measured for each N")
     add("--model", default="tiny", help="tiny (made up in memory), or anything that the server's --model takes")
-    add(
-        "--layers",
-        type=positive,
-        default=2,
-        help="of the tiny model: dispatch grows with the number of weights (%(default)s)",
-    )
-    add("--draft", default="ngram", help="as the server's --draft; decides the verify width (%(default)s)")
-    add("--num-draft-tokens", type=positive, help="drafts per round (the drafter's default)")
-    add(
-        "--context-length", type=positive, default=4096, help="sets the size of page tables and histories (%(default)s)"
-    )
-    add("--prompt-tokens", type=positive, default=128, help="of every request (%(default)s)")
-    add("--new-tokens", type=positive, default=256, help="of a request, half as many to half again (%(default)s)")
-    add(
-        "--tp-size", type=positive, default=1, metavar="N", help="devices that a program is dispatched to (%(default)s)"
-    )
-    add(
-        "--num-continuous-decode-steps",
-        type=positive,
-        default=1,
-        metavar="K",
-        help="rounds in a program; figures stay a round's (%(default)s)",
-    )
+    value("--layers", positive, 2, None, "of the tiny model: dispatch grows with the number of weights")
+    value("--draft", str, "ngram", None, "as the server's --draft; decides the verify width")
+    value("--num-draft-tokens", positive, None, None, "drafts per round (the drafter's default)")
+    value("--context-length", positive, 4096, None, "sets the size of page tables and histories")
+    value("--prompt-tokens", positive, 128, None, "of every request")
+    value("--new-tokens", positive, 256, None, "of a request, half as many to half again")
+    value("--tp-size", positive, 1, "N", "devices that a program is dispatched to")
+    value("--num-continuous-decode-steps", positive, 1, "K", "rounds in a program; figures stay a round's")
     add("--sampled", action="store_true", help="sample at temperature 1")
 
 
@@ -262,10 +240,7 @@ class Load:
         tokens = engine.counts.totals["generation_tokens"] - tokens
         if compiled != engine.stats()["compiles_total"]:
             raise RuntimeError("a program was compiled while the loop was timed; the figures mean nothing")
-        for request_id in list(engine.requests):
-            engine.abort(request_id)
-        while engine.busy:
-            engine.step()
+        traffic.end(engine)
         figures = {name: _summary([sample[name] for sample in samples]) for name in FIGURES}
         seconds = sum(sample["total"] for sample in samples)
         return {"requests": count, "rounds": rounds, "tokens_per_s": tokens / seconds} | figures

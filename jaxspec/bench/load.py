@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,9 @@ from tqdm import tqdm
 
 from jaxspec.bench import datasets, engines, latency, spent, traffic
 from jaxspec.bench.client import Reply
-from jaxspec.bench.forced import expected_length
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table, counts, memory_facts
 from jaxspec.bench.traffic import Load
+from jaxspec.config.flags import add_value, checked
 from jaxspec.config.request import SamplingParams
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.timeline import Recording, Timeline
@@ -72,33 +73,22 @@ TABLES = (
     latency.TABLE,
 )
 ALONE = 48  # prompts timed by themselves, at most
+_rates = checked(
+    lambda text: text.split(","),
+    "takes requests a second or shares, such as 5,10 or 70%,90%",
+    lambda parts: all(float(part.removesuffix("%")) > 0 for part in parts),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--concurrency", type=counts("1,8,32"), default="128", metavar="N,N,...", help="closed loops (%(default)s)")
-    add(
-        "--request-rate",
-        type=_rates,
-        default=[],
-        metavar="R,R,...",
-        help="also random arrivals: requests a second, or 70%% of what the last closed loop reached (none)",
-    )
-    add("--trace", type=Path, metavar="FOLDER", help="write each load's timeline here, for ui.perfetto.dev")
+    value = partial(add_value, parser)
+    value("--concurrency", counts("1,8,32"), "128", "N,N,...", "closed loops")
+    said = "also random arrivals: requests a second, or 70%% of what the last closed loop reached (none)"
+    parser.add_argument("--request-rate", type=_rates, default=[], metavar="R,R,...", help=said)
+    value("--trace", Path, None, "FOLDER", "write each load's timeline here, for ui.perfetto.dev")
     datasets.add_arguments(parser)
     engines.add_accept_rates(parser)
     engines.add_arguments(parser)
-
-
-def _rates(text: str) -> list[str]:
-    parts = text.split(",")
-    try:
-        good = all(float(part.removesuffix("%")) > 0 for part in parts)
-    except ValueError:
-        good = False
-    if not good:
-        raise argparse.ArgumentTypeError(f"takes requests a second or shares, such as 5,10 or 70%,90%, got {text!r}")
-    return parts
 
 
 def run(args: argparse.Namespace, result: Result) -> None:
@@ -106,14 +96,8 @@ def run(args: argparse.Namespace, result: Result) -> None:
     datasets.check(args)
     most = max(args.concurrency)
     engine = engines.start(args, result, most, args.accept_rates)
-    if args.accept_rates:
-        result.fact(expected_accept_length=expected_length(args.accept_rates))
     take = datasets.source(args, engine.model_config.vocab_size)
-    params = SamplingParams(
-        temperature=args.temperature,
-        max_tokens=args.output_len.most,
-        ignore_eos=args.dataset in datasets.SYNTHETIC,
-    )
+    params = datasets.params(args)
     rng, reached = np.random.default_rng(args.seed or 0), None
     loads = [(n, None) for n in args.concurrency] + [(most, rate) for rate in args.request_rate]
     for concurrency, rate in tqdm(loads, desc="load", unit="load", disable=None):
@@ -126,7 +110,7 @@ def run(args: argparse.Namespace, result: Result) -> None:
             starts = np.cumsum(rng.exponential(1 / a_second, count)).tolist()
         if engine.config.skip_warmup:  # of what it meets, nothing is compiled when it counts
             rehearsal = min(count, 2 * concurrency)
-            _serve(engine, Load(take(rehearsal), [0.0] * rehearsal, concurrency, params))
+            traffic.serve(engine, Load.closed(take(rehearsal), concurrency, params))
         at_once = concurrency if rate is None else count
         row, recording = measure(engine, name, Load(take(count), starts or [0.0] * count, at_once, params))
         if rate is None:
@@ -144,51 +128,37 @@ def run(args: argparse.Namespace, result: Result) -> None:
     result.fact(memory=memory_facts())
 
 
-def _serve(engine: Engine, load: Load) -> list[Reply]:
-    gc.collect()
-    return traffic.serve(engine, load)
-
-
 def measure(engine: Engine, name: str, load: Load) -> tuple[Row, Recording]:
     """Serve a load under a timeline.
 
     **Raises:** `BenchError` for a load in which no round ran.
     """
-    before, timeline = engine.stats(), Timeline(engine)
+    before = engine.stats()
+    replies, recording = _recorded(engine, load)
+    shapes = engine.runner.shapes
+    row = {"load": name} | latency.figures(replies) | spent.figures(recording, shapes.block, shapes.rounds)
+    if row["full_round_ms"] is None:
+        raise BenchError(f"{name}: no round ran, so there is nothing to say; raise --output-len")
+    gaps = [gap for reply in replies for gap in np.diff(reply.arrivals)]
+    row |= {"stall_ms": float(max(gaps, default=0.0)) * 1e3, **traffic.gained(before, engine.stats())}
+    return row | {"truncated": recording.full, "bins": spent.bins(recording)}, recording
+
+
+def _recorded(engine: Engine, load: Load) -> tuple[list[Reply], Recording]:
+    timeline = Timeline(engine)
     gc.collect()
     timeline.start()
     try:
         replies = traffic.serve(engine, load)
     finally:
         recording = timeline.stop()
-    after, shapes = engine.stats(), engine.runner.shapes
-    row = {"load": name} | latency.figures(replies) | spent.figures(recording, shapes.block, shapes.rounds)
-    if row["full_round_ms"] is None:
-        raise BenchError(f"{name}: no round ran, so there is nothing to say; raise --output-len")
-    gaps = [gap for reply in replies for gap in np.diff(reply.arrivals)]
-    rounds, tokens = (after[key] - before[key] for key in ("verify_rounds_total", "verified_tokens_total"))
-    row |= {
-        "stall_ms": float(max(gaps, default=0.0)) * 1e3,
-        "accept_length": tokens / rounds if rounds else None,
-        "compiles": after["compiles_total"] - before["compiles_total"],
-        "preemptions": after["preemptions_total"] - before["preemptions_total"],
-        "cached_tokens": after["cached_tokens_total"] - before["cached_tokens_total"],
-        "truncated": recording.full,
-        "bins": spent.bins(recording),
-    }
-    return row, recording
+    return replies, recording
 
 
 def alone_seconds(engine: Engine, prompts: list[datasets.Prompt], tokens: int, params: SamplingParams) -> float:
     """Seconds that `tokens` prompt tokens take by themselves, from these prompts, all at once, one new token each."""
     prompts = [datasets.replace(prompt, output_len=1) for prompt in prompts]
-    timeline = Timeline(engine)
-    gc.collect()
-    timeline.start()
-    try:
-        traffic.serve(engine, Load(prompts, [0.0] * len(prompts), len(prompts), params))
-    finally:
-        programs = timeline.stop().programs
+    programs = _recorded(engine, Load.closed(prompts, len(prompts), params))[1].programs
     return (programs[-1].ended - programs[0].called) / max(sum(p.tokens for p in programs), 1) * tokens
 
 

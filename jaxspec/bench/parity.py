@@ -10,7 +10,6 @@ computed from the common text alone. A drafter that broke the text would show ma
 from __future__ import annotations
 
 import argparse
-import copy
 import gc
 from typing import Any
 
@@ -18,7 +17,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from jaxspec.bench import datasets, engines
+from jaxspec.bench import datasets, engines, traffic
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table
 from jaxspec.checkpoint import Model
 from jaxspec.config.flags import positive
@@ -57,9 +56,7 @@ def run(args: argparse.Namespace, result: Result) -> None:
     if args.temperature:
         raise BenchError(f"parity compares greedy texts, and --temperature is {args.temperature}; drop it")
     datasets.check(args)
-    plain = copy.copy(args)
-    plain.draft, plain.num_draft_tokens, plain.num_steps, plain.topk = "none", None, None, 1
-    engine = engines.start(plain, result, args.concurrency)
+    engine = engines.start(engines.with_drafter(args, "none"), result, args.concurrency)
     questions = datasets.source(args, engine.model_config.vocab_size)(args.num_prompts)
     prompts = [prompt.ids(engine.tokenizer) for prompt in questions]
     texts = _decode(engine, prompts, args.output_len, args.concurrency)
@@ -87,19 +84,9 @@ def run(args: argparse.Namespace, result: Result) -> None:
 
 def _decode(engine: Engine, prompts: list[list[int]], output_len: int, concurrency: int) -> list[list[int]]:
     """Greedy tokens for each prompt, `concurrency` at a time, nothing shared between runs."""
-    engine.flush_cache()
     params = SamplingParams(temperature=0.0, max_tokens=output_len)
-    waiting, texts = list(enumerate(prompts)), {}
-    with tqdm(total=len(prompts), desc=f"{concurrency} at once", unit="prompt", disable=None) as bar:
-        while waiting or engine.busy:
-            while waiting and len(engine.requests) < concurrency:
-                index, tokens = waiting.pop(0)
-                engine.add(engine.prepare(tokens, params, str(index)))
-                texts[index] = []
-            for delta in engine.step():
-                texts[int(delta.request_id)] += delta.token_ids
-                bar.update(delta.finish_reason is not None)
-    return [texts[index] for index in range(len(prompts))]
+    replies = traffic.afresh(engine, prompts, params, concurrency, f"{concurrency} at once")
+    return [reply.token_ids for reply in replies]
 
 
 def _first_difference(model: Model, prompt: list[int], text: list[int], other: list[int]) -> tuple[int, float]:

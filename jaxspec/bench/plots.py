@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxspec.bench.results import BenchError, Document, check_writable
+from jaxspec.bench.results import BenchError, Document, Row, check_writable
 
 DOTS_PER_INCH = 120
 INCHES = 11, 4.5
@@ -23,6 +23,12 @@ def check(path: Path) -> None:
     if path.suffix[1:] not in known:
         raise BenchError(f"--plot {path}: the name must end in one of {', '.join(known)}")
     check_writable("--plot", path)
+
+
+def curve(axes: Any, rows: Sequence[Row], x: str, y: str, look: str = "o-", **options: Any) -> Any:
+    """A line through the rows, from one of their figures to another. `look` and `options` are matplotlib's."""
+    (line,) = axes.plot([row[x] for row in rows], [row[y] for row in rows], look, **options)
+    return line
 
 
 def against(axes: Any, x: Sequence[int], xlabel: str, ylabel: str) -> None:

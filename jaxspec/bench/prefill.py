@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import argparse
 import gc
-import time
+from functools import partial
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from jaxspec.bench import engines, floors, plots, profile
+from jaxspec.bench import engines, floors, plots, profile, traffic
 from jaxspec.bench.results import (
     BenchError,
     Column,
@@ -38,7 +38,7 @@ from jaxspec.bench.results import (
     memory_facts,
     memory_growth,
 )
-from jaxspec.config.flags import natural, positive
+from jaxspec.config.flags import add_value, natural, positive
 from jaxspec.config.request import SamplingParams
 from jaxspec.engine.engine import Engine
 
@@ -68,22 +68,14 @@ OWN, ATTENTION_ONLY = "own", "attention only"  # of a hybrid: its layers, or ful
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add, value = parser.add_argument, partial(add_value, parser)
     add("--lengths", type=counts("1024,8192"), default="1024,8192", metavar="TOKENS,...", help="(%(default)s)")
-    add("--repeats", type=positive, default=7, metavar="N", help="single prompts timed for each length (%(default)s)")
-    add(
-        "--batched-tokens",
-        type=natural,
-        default=65536,
-        metavar="TOKENS",
-        help="of all prompts queued at once together; 0 leaves that part out (%(default)s)",
-    )
+    value("--repeats", positive, 7, "N", "single prompts timed for each length")
+    said = "of all prompts queued at once together; 0 leaves that part out"
+    value("--batched-tokens", natural, 65536, "TOKENS", said)
     add("--profile", action="store_true", help="also list the kernels of a single prompt (a GPU only)")
-    add(
-        "--attention-only",
-        action="store_true",
-        help="of a hybrid, time the same shapes with full attention in every layer as well, in a second engine",
-    )
+    said = "of a hybrid, time the same shapes with full attention in every layer as well, in a second engine"
+    add("--attention-only", action="store_true", help=said)
     floors.add_arguments(parser)
     engines.add_arguments(parser)
 
@@ -103,7 +95,7 @@ def run(args: argparse.Namespace, result: Result) -> None:
     del engine  # whose pages take most of the memory
     gc.collect()
     own = {row["length"]: row for row in result.rows}
-    _lengths(args, result, engines.start_attention_only(args, requests), ATTENTION_ONLY)
+    _lengths(args, result, engines.make(args, requests, alter=engines.attention_only), ATTENTION_ONLY)
     for row in result.rows[len(own) :]:
         times = row["ttft_ms"] / own[row["length"]]["ttft_ms"]
         said = f"prompts of {row['length']}: attention only takes {times:.2f} times as long as the model's own layers"
@@ -163,18 +155,13 @@ class Prompts:
         """
         engine = self.engine
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-        prompts = self._rng.integers(0, engine.model_config.vocab_size, (count, length)).tolist()
         gc.collect()
-        requests = [engine.prepare(prompt, params) for prompt in prompts]
-        for request in requests:
-            request.added = time.monotonic()  # checking all the others' tokens is none of its wait
-            engine.add(request)
-        first = {}
+        ids, first = traffic.queue(engine, self._rng, count, length, params), {}
         while engine.busy:
             for delta in engine.step():
                 if delta.metrics is not None:
                     first[delta.request_id] = delta.metrics.ttft
-        return [first[request.id] for request in requests]
+        return [first[each] for each in ids]
 
 
 def single(prompts: Prompts, length: int, repeats: int) -> Row:
@@ -212,7 +199,6 @@ def plot(document: Document, figure: Any) -> None:
         (time_axes, rows, ("ttft_ms", "floor_ms"), "ms to first token"),
         (rate_axes, batched_rows, ("batch_tokens_per_s", "batch_floor_tokens_per_s"), "prompt tokens per second"),
     ):
-        x = [row["length"] for row in lines]
-        axes.plot(x, [row[keys[0]] for row in lines], "o-", label="measured")
-        axes.plot(x, [row[keys[1]] for row in lines], "k--", label="floor")
-        plots.against(axes, x, "prompt tokens", what)
+        plots.curve(axes, lines, "length", keys[0], label="measured")
+        plots.curve(axes, lines, "length", keys[1], "k--", label="floor")
+        plots.against(axes, [row["length"] for row in lines], "prompt tokens", what)

@@ -53,10 +53,9 @@ def compare(documents: Mapping[str, Document], figure: Any) -> None:
     x = set()
     for name, document in documents.items():
         rows = [row for row in document["rows"] if row["overlap"] == "on" and row["ms_per_round"]]
-        requests = [row["concurrency"] for row in rows]
-        time_axes.plot(requests, [row["ms_per_round"] for row in rows], "o-", label=name)
-        rate_axes.plot(requests, [row["tokens_per_s"] for row in rows], "o-", label=name)
-        x.update(requests)
+        plots.curve(time_axes, rows, "concurrency", "ms_per_round", label=name)
+        plots.curve(rate_axes, rows, "concurrency", "tokens_per_s", label=name)
+        x.update(row["concurrency"] for row in rows)
     plots.against(time_axes, sorted(x), "requests", "ms per round")
     plots.against(rate_axes, sorted(x), "requests", "tokens per second")
 

@@ -22,6 +22,7 @@ from typing import Any
 import jax
 
 import jaxspec
+from jaxspec.config.flags import checked
 
 Row = dict[str, Any]
 Document = dict[str, Any]  # benchmark, command, arguments, facts, rows, notes
@@ -202,21 +203,12 @@ def memory_facts() -> dict[str, int]:
 
 def numbers(kind: type, low: float, high: float, example: str) -> Callable[[str], list]:
     """An argparse type for a comma-separated list of numbers from `low` to `high`."""
-
-    def read(text: str) -> list:
-        try:
-            values = [kind(part) for part in text.split(",")]
-        except ValueError:
-            values = []
-        if not values or not all(low <= value <= high for value in values):
-            most = f" to {high:g}" if high < float("inf") else " on"
-            raise argparse.ArgumentTypeError(
-                f"takes a list like {example} of {'integers' if kind is int else 'numbers'} from {low:g}{most}, "
-                f"got {text!r}"
-            )
-        return values
-
-    return read
+    what, most = "integers" if kind is int else "numbers", f" to {high:g}" if high < float("inf") else " on"
+    return checked(
+        lambda text: [kind(part) for part in text.split(",")],
+        f"takes a list like {example} of {what} from {low:g}{most}",
+        lambda values: all(low <= value <= high for value in values),
+    )
 
 
 def counts(example: str) -> Callable[[str], list[int]]:

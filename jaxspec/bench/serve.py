@@ -29,7 +29,6 @@ from jaxspec.bench.spawn import running_server
 from jaxspec.bench.traffic import Load
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.flags import add_engine_flags, engine_options
-from jaxspec.config.request import SamplingParams
 from jaxspec.engine.engine import Engine
 
 COLUMNS = (
@@ -127,12 +126,8 @@ async def over_http(url: str, args: argparse.Namespace, result: Result) -> list[
 def make_loads(args: argparse.Namespace, vocab: int) -> list[Load]:
     """A warm-up, then a load for each concurrency."""
     take = datasets.source(args, vocab)
-    params = SamplingParams(
-        temperature=args.temperature,
-        max_tokens=args.output_len.most,
-        ignore_eos=args.dataset in datasets.SYNTHETIC,
-    )
-    loads = [Load(take(WARM_UP), [0.0] * WARM_UP, WARM_UP, params)]
+    params = datasets.params(args)
+    loads = [Load.closed(take(WARM_UP), WARM_UP, params)]
     for concurrency in args.concurrency:
         prompts = take(args.num_prompts or 4 * concurrency)
         gaps = np.random.default_rng(args.seed or 0).exponential(1 / args.request_rate, len(prompts))
@@ -159,7 +154,6 @@ def offline(engine: Engine, args: argparse.Namespace, loads: list[Load], result:
 
 def _row(via: str, load: Load, replies: list[Reply], rate: float, before: Row, after: Row) -> Row:
     """A load's figures; `before` and `after` are the engine's statistics around it."""
-    rounds, tokens = (after[key] - before[key] for key in ("verify_rounds_total", "verified_tokens_total"))
     finite = rate < float("inf")
     return {
         "load": f"{via} {load.concurrency}" + (f", {rate:g}/s" if finite else ""),
@@ -167,11 +161,8 @@ def _row(via: str, load: Load, replies: list[Reply], rate: float, before: Row, a
         "concurrency": load.concurrency,
         "request_rate": rate if finite else None,
         "failed": sum(reply.error is not None for reply in replies),
-        "accept_length": tokens / rounds if rounds else None,
-        "compiles": after["compiles_total"] - before["compiles_total"],
         "compiles_total": after["compiles_total"],
-        "cached_tokens": after["cached_tokens_total"] - before["cached_tokens_total"],
-        "preemptions": after["preemptions_total"] - before["preemptions_total"],
+        **traffic.gained(before, after),
         **latency.figures(replies),
     }
 
@@ -199,11 +190,11 @@ def plot(document: Document, figure: Any) -> None:
         if not rows:
             continue
         x = [row["concurrency"] for row in rows]
-        rate_axes.plot(x, [row["output_tokens_per_s"] for row in rows], "o-", label=via)
+        plots.curve(rate_axes, rows, "concurrency", "output_tokens_per_s", label=via)
         for axes, kind in ((first_axes, "ttft"), (token_axes, "tpot")):
-            (line,) = axes.plot(x, [row[f"{kind}_p50_ms"] for row in rows], "o-", label=f"{via}, median")
-            above = [row[f"{kind}_p99_ms"] for row in rows]
-            axes.plot(x, above, "o:", color=line.get_color(), label=f"{via}, 99th percentile")
+            colour = plots.curve(axes, rows, "concurrency", f"{kind}_p50_ms", label=f"{via}, median").get_color()
+            label = f"{via}, 99th percentile"
+            plots.curve(axes, rows, "concurrency", f"{kind}_p99_ms", "o:", color=colour, label=label)
     titles = ("output tokens per second", "ms to first token", "ms per output token")
     for axes, what in zip((rate_axes, first_axes, token_axes), titles, strict=True):
         plots.against(axes, x, "concurrency", what)

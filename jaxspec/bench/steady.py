@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxspec.bench import traffic
 from jaxspec.bench.replay import Replay
 from jaxspec.bench.results import Row
 from jaxspec.config.request import SamplingParams
@@ -130,8 +131,8 @@ class Load:
         "filling" until all have a first token and the loop has settled, "steady" while all decode, "closing" once, when
         the first to end is about to, then "ending".
         """
-        engine = self._engine
-        gained = self._queue(output_len)
+        engine, params = self._engine, self.params(output_len)
+        gained = dict.fromkeys(traffic.queue(engine, self._rng, self._count, self._prompt_len, params), 0)
         phase, settling = "filling", SETTLING_STEPS
         while engine.busy:
             rounds = engine.counts.totals["rounds"]
@@ -148,13 +149,3 @@ class Load:
             elif all(gained.values()):
                 phase, settling = "filling" if settling else "steady", max(settling - 1, 0)
             yield phase
-
-    def _queue(self, output_len: int) -> dict[str, int]:
-        """Add the requests; their ids, with no tokens yet."""
-        engine = self._engine
-        params = self.params(output_len)
-        prompts = self._rng.integers(0, engine.model_config.vocab_size, (self._count, self._prompt_len))
-        requests = [engine.prepare(prompt, params) for prompt in prompts.tolist()]
-        for request in requests:
-            engine.add(request)
-        return {request.id: 0 for request in requests}

@@ -189,7 +189,5 @@ def plot(document: Document, figure: Any) -> None:
     x = sorted({row["concurrency"] for row in rows})
     for share in (0.0, 1.0):
         mine = [row for row in rows if row["constrained"] == share]
-        axes.plot(
-            [row["concurrency"] for row in mine], [row["ms_per_round"] for row in mine], "o-", label=f"{share:.0%}"
-        )
+        plots.curve(axes, mine, "concurrency", "ms_per_round", label=f"{share:.0%}")
     plots.against(axes, x, "requests", "ms per round")

@@ -130,5 +130,5 @@ def plot(document: Document, figure: Any) -> None:
     axes = figure.subplots()
     for way in dict.fromkeys(row["way"] for row in document["rows"]):
         rows = [row for row in document["rows"] if row["way"] == way]
-        axes.plot([row["kilobytes"] for row in rows], [row["us"] for row in rows], "o-", label=way)
+        plots.curve(axes, rows, "kilobytes", "us", label=way)
     plots.against(axes, [row["kilobytes"] for row in document["rows"]], "KB of a device", "us a sum")

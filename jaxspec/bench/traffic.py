@@ -7,10 +7,12 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
+import numpy as np
 from tqdm import tqdm
 
 from jaxspec.bench.client import Client, Reply
 from jaxspec.bench.datasets import Prompt
+from jaxspec.bench.results import Row
 from jaxspec.config.request import SamplingParams
 from jaxspec.engine.engine import Engine
 
@@ -23,6 +25,11 @@ class Load:
     starts: list[float]
     concurrency: int
     params: SamplingParams
+
+    @classmethod
+    def closed(cls, prompts: list[Prompt], concurrency: int, params: SamplingParams) -> Load:
+        """One whose prompts may all start as soon as there is room."""
+        return cls(prompts, [0.0] * len(prompts), concurrency, params)
 
 
 async def send(client: Client, load: Load) -> list[Reply]:
@@ -44,14 +51,14 @@ async def send(client: Client, load: Load) -> list[Reply]:
         return await asyncio.gather(*map(one, load.prompts, load.starts))
 
 
-def serve(engine: Engine, load: Load) -> list[Reply]:
+def serve(engine: Engine, load: Load, title: str | None = None) -> list[Reply]:
     """Run every prompt through an engine of this process. Tokenising is timed, since a server does it under load too.
 
     **Raises:** `RequestError` for a prompt that doesn't fit the engine.
     """
     waiting, replies = deque(zip(load.prompts, load.starts, strict=True)), {}
     began = time.perf_counter()
-    with tqdm(total=len(waiting), desc=f"offline {load.concurrency}", unit="request", disable=None) as bar:
+    with tqdm(total=len(waiting), desc=title or f"offline {load.concurrency}", unit="request", disable=None) as bar:
         while waiting or engine.busy:
             now = time.perf_counter()
             while waiting and len(engine.requests) < load.concurrency and waiting[0][1] <= now - began:
@@ -69,7 +76,46 @@ def serve(engine: Engine, load: Load) -> list[Reply]:
                 if delta.token_ids and reply.arrivals[-1:] != [now]:  # one delta a round: several came at once
                     reply.arrivals.append(now)
                 reply.output_tokens += len(delta.token_ids)
+                reply.token_ids += delta.token_ids
+                reply.prompt_logprobs = reply.prompt_logprobs or delta.prompt_logprobs
                 if delta.finish_reason is not None:
                     reply.ended, reply.metrics = now, delta.metrics
                     bar.update()
     return list(replies.values())
+
+
+def afresh(
+    engine: Engine, prompts: list[list[int]], params: SamplingParams, concurrency: int, title: str
+) -> list[Reply]:
+    """Replies to prompts of token ids, `concurrency` at a time, nothing cached from before."""
+    engine.flush_cache()
+    return serve(engine, Load.closed([Prompt(tuple(tokens)) for tokens in prompts], concurrency, params), title)
+
+
+def queue(engine: Engine, rng: np.random.Generator, count: int, length: int, params: SamplingParams) -> list[str]:
+    """Add `count` requests of `length` random tokens each, all at once; their ids.
+
+    **Raises:** `RequestError` for lengths that don't fit the engine.
+    """
+    prompts = rng.integers(0, engine.model_config.vocab_size, (count, length))
+    requests = [engine.prepare(prompt, params) for prompt in prompts.tolist()]
+    for request in requests:
+        request.added = time.monotonic()  # checking all the others' tokens is none of its wait
+        engine.add(request)
+    return [request.id for request in requests]
+
+
+def end(engine: Engine) -> None:
+    """Abort all requests, and step until none is left."""
+    for request_id in list(engine.requests):
+        engine.abort(request_id)
+    while engine.busy:
+        engine.step()
+
+
+def gained(before: Row, after: Row) -> Row:
+    """Figures of a load, by the engine's statistics before and after it."""
+    of = lambda name: after[name] - before[name]  # noqa: E731
+    rounds = of("verify_rounds_total")
+    counted = {name: of(f"{name}_total") for name in ("compiles", "cached_tokens", "preemptions")}
+    return counted | {"accept_length": of("verified_tokens_total") / rounds if rounds else None}

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 from jaxspec.config.engine_config import EngineConfig
@@ -63,21 +63,31 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in options_of(EngineConfig)}
 
 
-def positive(text: str) -> int:
-    """An argparse type: an integer of at least 1."""
-    return _at_least(text, 1)
+def checked[T](
+    read: Callable[[str], T], says: str, allowed: Callable[[T], bool] = lambda value: True
+) -> Callable[[str], T]:
+    """An argparse type: the value that `read` makes of a text. If there is none (`ValueError`), or it isn't `allowed`,
+    the error `says` what would be."""
+
+    def parse(text: str) -> T:
+        try:
+            value = read(text)
+            if allowed(value):
+                return value
+        except ValueError:
+            pass
+        raise argparse.ArgumentTypeError(f"{says}, got {text!r}")
+
+    return parse
 
 
-def natural(text: str) -> int:
-    """An argparse type: an integer of at least 0."""
-    return _at_least(text, 0)
+def add_value(
+    group: argparse._ActionsContainer, name: str, kind: Callable, default: Any, metavar: str | None, says: str
+) -> None:
+    """Give `group` a flag with a value of this kind. Its help ends with the default, unless that is None."""
+    shown = "" if default is None else " (%(default)s)"
+    group.add_argument(name, type=kind, default=default, metavar=metavar, help=says + shown)
 
 
-def _at_least(text: str, low: int) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = low - 1
-    if value < low:
-        raise argparse.ArgumentTypeError(f"must be an integer of at least {low}, got {text!r}")
-    return value
+positive = checked(int, "must be an integer of at least 1", lambda value: value >= 1)
+natural = checked(int, "must be an integer of at least 0", lambda value: value >= 0)

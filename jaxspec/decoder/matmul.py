@@ -199,7 +199,6 @@ def _tiled(call: Product) -> Float[Array, "*b o"]:
 
 
 def _fp8_rows_refused(by: ModuleType, call: Product) -> str | None:
-    """Multiply by `fp8_rows` or the portable one. Scales for all inputs come last."""
     if reason := _not_in(Fp8, call):
         return reason
     block, outputs, inputs, unit = call.scaled
@@ -211,6 +210,7 @@ def _fp8_rows_refused(by: ModuleType, call: Product) -> str | None:
 
 
 def _fp8_rows(by: ModuleType, call: Product) -> Float[Array, "*b o"]:
+    """Multiply by `fp8_rows` or the portable one. Scales for all inputs come last."""
     rows, weight, scales, by_row, by_output = call.rows, call.weight, call.weight.scales, 1.0, 1.0
     if weight.format.block is None:
         by_output = jnp.repeat(scales[:, 0], weight.outputs // len(scales))

@@ -52,7 +52,7 @@ Table = tuple[Implementation, ...]
 
 
 def nothing(*call: Any) -> None:
-    """What the last implementation of a table refuses."""
+    """Refuse no call, as the last implementation of a table."""
 
 
 def choose(operation: str, table: Table, *call: Any) -> Implementation:

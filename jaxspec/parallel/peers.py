@@ -13,7 +13,7 @@ import ctypes
 import itertools
 import logging
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int
 from jaxspec.pallas import hopper
 from jaxspec.pallas.collectives import peer_sum
 from jaxspec.pallas.dense.few_rows import Scaled
+from jaxspec.pallas.operation import ANY, HOPPER, Implementation, choose, nothing
 from jaxspec.parallel.collectives import summing, total
 
 log = logging.getLogger("jaxspec")
@@ -63,7 +64,7 @@ def known(peers: Peers | None) -> Iterator[None]:
 def _total(x: Float[Array, "*b d"]) -> Float[Array, "*b d"] | None:
     """The sum of all devices' x, or None if it can't go through peers' memory."""
     rows = x.reshape(-1, x.shape[-1])
-    if peer_sum.supported(*rows.shape, rows.dtype) is not None:
+    if not PEER_SUM.takes(rows):
         return None
     return peer_sum.peer_sum(rows, *_known.get()).reshape(x.shape)
 
@@ -153,11 +154,32 @@ def summed(
     A `part` in float32 comes in parts, which are added up and rounded to bfloat16 first. With a `scale`, as `Scaled`
     rows as well, as of `few_rows.add_product`. `prefetch`: weights that the next kernel reads.
     """
-    here, dtype = _known.get(), jnp.bfloat16 if part.ndim == 3 else part.dtype
-    if here is not None and peer_sum.supported(*part.shape[-2:], dtype) is None:
-        return peer_sum.peer_sum(part, *here, x, scale, prefetch, centred=centred)
+    call = part, x, scale, prefetch, centred
+    return choose("a sum over devices", SUM, *call).run(*call)
+
+
+def _peers_refused(part: Array, *_: Any) -> str | None:
+    if _known.get() is None:
+        return "devices that don't read each other's memory"
+    return peer_sum.supported(*part.shape[-2:], _rounded(part))
+
+
+def _by_peers(part, x, scale, prefetch, centred) -> Array | tuple[Array, Scaled]:
+    return peer_sum.peer_sum(part, *_known.get(), x, scale, prefetch, centred=centred)
+
+
+def _by_xla(part, x, scale, prefetch, centred) -> Array | tuple[Array, Scaled]:
     if part.ndim == 3:
-        part = part.sum(0).astype(dtype)
+        part = part.sum(0).astype(_rounded(part))
     if x is not None and scale is None:
         return x + total(part)
     return peer_sum.reference(x, total(part)[None], scale, centred)
+
+
+def _rounded(part: Array) -> Any:
+    """The dtype in which a part is sent."""
+    return jnp.bfloat16 if part.ndim == 3 else part.dtype
+
+
+PEER_SUM = Implementation("peer_sum", HOPPER, _peers_refused, _by_peers)
+SUM = (PEER_SUM, Implementation("psum", ANY, nothing, _by_xla))

@@ -9,6 +9,7 @@ leaves in O: `data.jsonl`, the texts; `drafter/`, to be served with `--draft eag
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import json
 import sys
@@ -46,11 +47,7 @@ _SHAPE = (
     "num_layers", "mlp_size", "num_heads", "num_kv_heads", "target_layers", "draft_vocab_size", "block_size",
     "mask_token_id", "markov_rank", "markov_head",
 )  # fmt: skip
-_PROMOTED = (
-    "markov_rank",
-    "markov_head",
-    "mlp_size",
-)  # of those, what a DFlash drafter may get that becomes a DSpark one
+_PROMOTED = "markov_rank", "markov_head", "mlp_size"  # of those, what a DFlash drafter may get to become a DSpark one
 # Flags that change neither what is trained nor how its steps are counted: a run may be resumed with others.
 _FREE = {
     "command", "output", "save_every", "log_every", "concurrency", "num_draft_tokens", "max_new_tokens",
@@ -109,7 +106,7 @@ def _most_frequent(texts: list[Text], vocab_size: int, size: int) -> Int[np.ndar
 def _train(args: argparse.Namespace) -> None:
     if not args.no_plots:
         plots.check()
-    settings = _settings(args)
+    settings = loop.Settings(**{each.name: getattr(args, each.name) for each in dataclasses.fields(loop.Settings)})
     config = resolve(args.model).config
     _check_init(args)
     loop.check_batch(args.batch_size)
@@ -138,8 +135,7 @@ def _check_shape(args: argparse.Namespace, config: ModelConfig) -> None:
         _check_size(args.draft_vocab_size or 0, config.vocab_size, "--draft-vocab-size")
         export.check_eagle3(args.output / "drafter", config, _shape(args, 1), args.draft_vocab_size or None)
     else:
-        markov = _markov(args) if args.command == "dspark" else None
-        export.check_block(config, _shape(args, 3), args.block_size or 8, args.mask_token_id or 0, markov)
+        export.check_block(config, _shape(args, 3), _block_of(args, args.mask_token_id or 0))
 
 
 def _train_on(path: Path, args: argparse.Namespace, settings: loop.Settings, facts: dict[str, Any]) -> None:
@@ -166,21 +162,6 @@ def _train_on(path: Path, args: argparse.Namespace, settings: loop.Settings, fac
         del target, fresh, objective, trained
         gc.collect()  # the engine takes what memory is free
         _serve_held_out(args, drafter, held_out)
-
-
-def _settings(args: argparse.Namespace) -> loop.Settings:
-    return loop.Settings(
-        steps=args.steps,
-        minutes=args.minutes,
-        learning_rate=args.learning_rate,
-        warm_up=args.warm_up,
-        optimizer=args.optimizer,
-        weight_decay=args.weight_decay,
-        clip=args.clip,
-        seed=args.seed,
-        log_every=args.log_every,
-        save_every=args.save_every,
-    )
 
 
 def _eagle3(args: argparse.Namespace, target: Model, texts: list[Text]) -> tuple[export.Fresh, Objective]:
@@ -220,20 +201,17 @@ def _fresh_block(args: argparse.Namespace, target: Model, texts: list[Text]) -> 
         if seen.all():
             raise TrainError("every token of the vocabulary is in the texts: name one for the masks by --mask-token-id")
         mask = int(np.flatnonzero(~seen)[-1])
-    given = args.output / "drafter", target, _shape(args, 3), args.block_size or 8, mask
-    if args.command == "dspark":
-        return export.fresh_dspark(*given, *_markov(args), args.seed)
-    return export.fresh_dflash(*given, args.seed)
+    return export.fresh_block(args.output / "drafter", target, _shape(args, 3), _block_of(args, mask), args.seed)
 
 
-def _markov(args: argparse.Namespace) -> tuple[int, str]:
-    return args.markov_rank or 256, args.markov_head or "vanilla"
+def _block_of(args: argparse.Namespace, mask: int) -> export.Block:
+    markov = (args.markov_rank or 256, args.markov_head or "vanilla") if args.command == "dspark" else None
+    return export.Block(args.block_size or 8, mask, markov)
 
 
 def _shape(args: argparse.Namespace, num_layers: int) -> export.Shape:
-    return export.Shape(
-        args.num_layers or num_layers, args.mlp_size, args.num_heads, args.num_kv_heads, args.target_layers
-    )
+    sizes = args.mlp_size, args.num_heads, args.num_kv_heads
+    return export.Shape(args.num_layers or num_layers, *sizes, args.target_layers)
 
 
 def _texts_file(args: argparse.Namespace) -> Path:
@@ -267,7 +245,8 @@ def _settle_recipe(args: argparse.Namespace, path: Path) -> None:
 
 
 def _engine(args: argparse.Namespace, draft: str, context: int, **options: Any) -> LLM:
-    concurrency = options.pop("concurrency", None) or (8 if _on_cpu() else 256)
+    on_cpu = jax.default_backend() == "cpu"
+    concurrency = options.pop("concurrency", None) or (8 if on_cpu else 256)
     return LLM(
         args.model,
         draft,
@@ -275,7 +254,7 @@ def _engine(args: argparse.Namespace, draft: str, context: int, **options: Any) 
         context_length=context,
         max_running_requests=concurrency,
         decode_log_interval=0,
-        skip_warmup=_on_cpu(),  # there, programs take long, and a load like this meets few of them
+        skip_warmup=on_cpu,  # there, programs take long, and a load like this meets few of them
         few_programs=True,
         **options,
     )
@@ -309,11 +288,7 @@ def _show(figures: list[evaluate.Figures], folder: Path | None, facts: dict[str,
 
 
 def _dtype(args: argparse.Namespace) -> str:
-    return args.dtype or ("float32" if _on_cpu() else "bfloat16")
-
-
-def _on_cpu() -> bool:
-    return jax.default_backend() == "cpu"
+    return args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
 
 
 if __name__ == "__main__":

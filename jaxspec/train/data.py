@@ -33,6 +33,11 @@ class Prompt:
     system: str | None = None
     category: str = "all"
 
+    def opening(self, turns: int) -> list[dict[str, str]]:
+        """The messages before the first answer, up to so many of the user's turns."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return system + [{"role": "user", "content": turn} for turn in self.turns[:turns]]
+
 
 @dataclass(frozen=True, eq=False)
 class Text:

@@ -4,6 +4,9 @@ Row t pairs the target's features at t with the token at t + 1 and predicts the 
 chain (https://arxiv.org/abs/2503.01840, "training-time test") row t reads its own output of step i - 1 in place of
 features, and the text's token at t + 1 + i. It sees what a chain that started at t would: the first step's keys up to
 t, and its own of the steps since. The layer is `drafters.eagle.Eagle3`'s own; only the layout of the keys differs.
+
+Of several MTP modules, step i of the chain is module i's, over rows of its own. Where all modules read the text's own
+tokens, module i's rows see those before them, as in serving. From the last module on, the chain goes on as above.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.decoder.forward import Hidden
 from jaxspec.drafters.eagle import Eagle3
+from jaxspec.drafters.mtp import Mtp
+from jaxspec.drafters.mtp_modules import MtpModules
 from jaxspec.train.attention import causal_attention
 from jaxspec.train.data import TrainError
 from jaxspec.train.losses import Rows, Scorer
@@ -110,3 +115,23 @@ class Eagle3Objective(Objective):
 
     def _logits(self, head: Any, frozen: Any, out: Array) -> Array:
         return self.drafter._logits({**frozen, **self.cast(head)}, out)
+
+
+@dataclass(frozen=True)
+class MtpObjective(Eagle3Objective):
+    """`trained` are the module's params, or those of several."""
+
+    drafter: Mtp
+
+    def _unroll(self, params, features, batch):
+        if not isinstance(self.drafter, MtpModules):
+            return super()._unroll(params, features, batch)
+        hidden, outputs, last = self.drafter._fuse(params, features), [], self.drafter.modules - 1
+        for i in range(self.steps):
+            module, further = min(i, last), max(i - last, 0)
+            cache = cache if further else []
+            tokens, rows = jnp.roll(batch.tokens, -(i + 1), axis=1), Step(batch, further)
+            out, cache = self.drafter._module(params, module, cache, tokens, hidden, rows)
+            outputs.append(out)
+            hidden = self.drafter._feedback(params, out)
+        return outputs

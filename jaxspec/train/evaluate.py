@@ -74,9 +74,8 @@ def chat_prompts(llm: LLM, prompts: Sequence[Prompt], most: int | None = None) -
     grouped: dict[str, list[list[int]]] = defaultdict(list)
     for prompt in prompts:
         if most is None or len(grouped[prompt.category]) < most:
-            chat = [{"role": "system", "content": prompt.system}] if prompt.system else []
-            chat.append({"role": "user", "content": prompt.turns[0]})
-            grouped[prompt.category].append(tokenizer.apply_chat_template(chat, add_generation_prompt=True))
+            ids = tokenizer.apply_chat_template(prompt.opening(1), add_generation_prompt=True)
+            grouped[prompt.category].append(ids)
     return dict(grouped)
 
 

@@ -46,6 +46,19 @@ class Shape:
     target_layers: tuple[int, ...] | None = None
 
 
+@dataclass(frozen=True)
+class Block:
+    """How a block drafter is to be. `markov`: rank and kind of a DSpark drafter's Markov head; None for DFlash."""
+
+    size: int
+    mask_token: int
+    markov: tuple[int, str] | None = None
+
+    @property
+    def method(self) -> str:
+        return "dspark" if self.markov else "dflash"
+
+
 @dataclass(frozen=True, eq=False)
 class Fresh:
     """A drafter to train: its folder with the config, what is declared in its checkpoint, and its params, apart.
@@ -125,58 +138,46 @@ def _eagle3_config(c: ModelConfig, shape: Shape, vocabulary: int | None) -> dict
     }
 
 
-def fresh_dflash(folder: Path, target: Model, shape: Shape, block_size: int, mask_token: int, seed: int) -> Fresh:
-    """A DFlash drafter for `target`. **Raises:** `TrainError`, `ConfigError` for a shape that can't be."""
-    return _fresh_block(folder, "dflash", target, _block_config(target.config, shape, block_size, mask_token), seed)
-
-
-def fresh_dspark(
-    folder: Path, target: Model, shape: Shape, block_size: int, mask_token: int, rank: int, head: str, seed: int
-) -> Fresh:
-    """A DSpark drafter for `target`, with a Markov head of this rank and kind, and a confidence head.
+def fresh_block(folder: Path, target: Model, shape: Shape, block: Block, seed: int) -> Fresh:
+    """A DFlash drafter for `target`, or a DSpark one, with a Markov head and a confidence head.
 
     **Raises:** `TrainError`, `ConfigError` for a shape that can't be.
     """
-    config = _block_config(target.config, shape, block_size, mask_token, (rank, head))
-    return _fresh_block(folder, "dspark", target, config, seed)
+    drafter, params = _load(block.method, folder, _block_config(target.config, shape, block), target, seed)
+    return _fresh(folder, drafter, drafter.parameters(), params, target)
 
 
-def check_block(
-    c: ModelConfig, shape: Shape, block_size: int, mask_token: int, markov: tuple[int, str] | None = None
-) -> None:
-    """Refuse what `fresh_dflash` refuses, or with a Markov head `fresh_dspark`, as far as it needs no weights."""
-    DRAFTERS["dspark" if markov else "dflash"].from_hf(_block_config(c, shape, block_size, mask_token, markov), c)
+def check_block(c: ModelConfig, shape: Shape, block: Block) -> None:
+    """Refuse what `fresh_block` refuses, as far as it needs no weights."""
+    DRAFTERS[block.method].from_hf(_block_config(c, shape, block), c)
 
 
-def _block_config(
-    c: ModelConfig, shape: Shape, block_size: int, mask_token: int, markov: tuple[int, str] | None = None
-) -> dict[str, Any]:
+def _block_config(c: ModelConfig, shape: Shape, block: Block) -> dict[str, Any]:
     layers = feature_layers(list(shape.target_layers) if shape.target_layers else None, shape.num_layers, c.num_layers)
-    own: dict[str, Any] = {"mask_token_id": mask_token}
-    if markov is not None:
-        heads = shape.num_heads or c.num_heads, shape.num_kv_heads or c.num_kv_heads
-        own |= {
-            "projector_type": "dspark",
-            "attention_mode": "mha" if heads[0] == heads[1] else "gqa",  # which SpecForge asks for
-            "markov_rank": markov[0],
-            "markov_head_type": markov[1],
-            "enable_confidence_head": True,
-            "confidence_head_with_markov": True,
-        }
+    own: dict[str, Any] = {"mask_token_id": block.mask_token}
+    if block.markov is not None:
+        own |= dspark_settings(shape.num_heads or c.num_heads, shape.num_kv_heads or c.num_kv_heads, *block.markov)
     return {
         **_layer_config(c, shape),
-        "architectures": ["DSparkDraftModel" if markov else "DFlashDraftModel"],
+        "architectures": ["DSparkDraftModel" if block.markov else "DFlashDraftModel"],
         "model_type": "qwen3",
         "layer_types": ["full_attention"] * shape.num_layers,
         "num_target_layers": c.num_layers,
-        "block_size": block_size,
+        "block_size": block.size,
         "dflash_config": {**own, "target_layer_ids": list(layers)},
     }
 
 
-def _fresh_block(folder: Path, method: str, target: Model, config: dict[str, Any], seed: int) -> Fresh:
-    drafter, params = _load(method, folder, config, target, seed)
-    return _fresh(folder, drafter, drafter.parameters(), params, target)
+def dspark_settings(heads: int, kv_heads: int, rank: int, kind: str) -> dict[str, Any]:
+    """What DSpark's `dflash_config` has beside DFlash's."""
+    return {
+        "projector_type": "dspark",
+        "attention_mode": "mha" if heads == kv_heads else "gqa",  # which SpecForge asks for
+        "markov_rank": rank,
+        "markov_head_type": kind,
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    }
 
 
 def checkpoint_tensors(declared: Any, params: Any) -> dict[str, np.ndarray]:

@@ -132,7 +132,8 @@ def train(
     frozen, target_params = jax.device_put((frozen, target_params), everywhere)
     run.claim(run.steps or settings.steps)
     key = jax.random.key(settings.seed)
-    with Stop() as stop, _checkpoints(run.folder) as manager:
+    kept, options = (run.folder / "checkpoints").resolve(), ocp.CheckpointManagerOptions(max_to_keep=2)
+    with Stop() as stop, ocp.CheckpointManager(kept, options=options) as manager:
         step, state = _restore(manager, run, state)
         meter = Meter(run, objective, trained, data, step)
         clock, ended = _Clock(settings, run), False
@@ -218,11 +219,6 @@ def _step_function(objective: Objective, optimizer: optax.GradientTransformation
         return {"params": params, "moments": moments}, report
 
     return jax.jit(step, donate_argnums=0)
-
-
-def _checkpoints(folder: Path) -> ocp.CheckpointManager:
-    options = ocp.CheckpointManagerOptions(max_to_keep=2)
-    return ocp.CheckpointManager((folder / "checkpoints").resolve(), options=options)
 
 
 def _restore(manager: ocp.CheckpointManager, run: Run, state: Any) -> tuple[int, Any]:

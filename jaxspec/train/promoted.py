@@ -16,7 +16,7 @@ import numpy as np
 from jaxspec.checkpoint import ModelFolder
 from jaxspec.drafters.dflash_checkpoint import canonical, flat, open_folder, recognise
 from jaxspec.train.data import TrainError
-from jaxspec.train.export import write_tensors
+from jaxspec.train.export import dspark_settings, write_tensors
 
 RANK = 256
 MLP = "mlp.{}_proj.weight"  # of a layer: [n, d] for gate and up, [d, n] for down
@@ -57,13 +57,11 @@ def promote(
         "confidence_head.proj.weight": zero(1, width + rank),
         "confidence_head.proj.bias": zero(1),
     }
-    for kind, name, inputs, outputs in (
-        ("gated", "gate", width + rank, rank),
-        ("rnn", "joint", 2 * rank + width, 3 * rank),
-    ):
-        if head == kind:
-            tensors[f"markov_head.{name}_proj.weight"] = drawn(outputs, inputs)
-            tensors[f"markov_head.{name}_proj.bias"] = zero(outputs)
+    joint = {"gated": ("gate", width + rank, rank), "rnn": ("joint", 2 * rank + width, 3 * rank)}
+    if head in joint:
+        name, inputs, outputs = joint[head]
+        tensors[f"markov_head.{name}_proj.weight"] = drawn(outputs, inputs)
+        tensors[f"markov_head.{name}_proj.bias"] = zero(outputs)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(_config(files, own, rank, head, mlp_size), indent=2) + "\n")
     write_tensors(folder, tensors)
@@ -85,14 +83,7 @@ def _config(
     files: ModelFolder, own: dict[str, Any], rank: int, head: str | None, mlp_size: int | None
 ) -> dict[str, Any]:
     heads = own["num_attention_heads"], own["num_key_value_heads"]
-    settings = dict(files.hf.get("dflash_config") or {}) | {
-        "projector_type": "dspark",
-        "attention_mode": "mha" if heads[0] == heads[1] else "gqa",
-        "markov_rank": rank,
-        "markov_head_type": head or "vanilla",
-        "enable_confidence_head": True,
-        "confidence_head_with_markov": True,
-        "sample_from_anchor": False,
-    }
+    settings = dict(files.hf.get("dflash_config") or {}) | dspark_settings(*heads, rank, head or "vanilla")
+    settings |= {"sample_from_anchor": False}
     size = {} if mlp_size is None else {"intermediate_size": mlp_size}
     return {**files.hf, **size, "architectures": ["DSparkDraftModel"], "dflash_config": settings}

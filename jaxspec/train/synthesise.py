@@ -128,9 +128,7 @@ def _whole_lines(part: Path) -> int:
 
 def _opened(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
     """Token ids up to the first answer."""
-    chat = [{"role": "system", "content": prompt.system}] if prompt.system else []
-    chat.append({"role": "user", "content": prompt.turns[0]})
-    return tokenizer.apply_chat_template(chat, add_generation_prompt=True)
+    return tokenizer.apply_chat_template(prompt.opening(1), add_generation_prompt=True)
 
 
 def _that_fit(tokenizer: Tokenizer, prompts: Sequence[Prompt], source: str, recipe: Recipe) -> list[Prompt]:
@@ -195,7 +193,7 @@ def _shortened(tokenizer: Tokenizer, prompt: Prompt, room: int) -> Prompt:
 def _answer(llm: LLM, prompts: Sequence[Prompt], indices: Sequence[int], recipe: Recipe) -> Iterator[Text]:
     """Each prompt's text, in order: its turns answered one after another, until it is as long as it may be."""
     tokenizer, longest = llm.engine.tokenizer, recipe.longest
-    chats = [[{"role": "system", "content": p.system}] if p.system else [] for p in prompts]
+    chats = [prompt.opening(0) for prompt in prompts]
     texts: list[tuple[list[int], tuple[tuple[int, int], ...]]] = [([], ()) for _ in prompts]
     for turn in range(max(len(p.turns) for p in prompts)):
         starts: dict[int, list[int]] = {}

@@ -6,20 +6,19 @@ reason. What `tool_choice` demands is demanded of the model, never hoped for.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jaxspec.config.request import Delta, RequestError, SamplingParams, StructuredOutput
-from jaxspec.text.errors import TokenizerError
-from jaxspec.text.tokenizer import Tokenizer
+from jaxspec.text.tokenizer import Tokenizer, TokenizerError
+from server import parsers
 from server.chat.harmony import as_template_takes
 from server.chat.tool_grammar import tool_call_grammar
-from server.chat.tool_prompt import write_tools
 from server.http.json_reader import parse
 from server.parsers import ARGUMENTS, CALL, PARSERS, REASONING_PARSERS, Parser, Piece
-from server.parsers.defaults import mentions_tools, reasoning_default, tool_default
 from server.parsers.harmony import Harmony
 from server.parsers.think import Think
 from server.protocol.chat import ChatRequest
@@ -28,6 +27,19 @@ from server.protocol.tools import Named
 log = logging.getLogger("jaxspec.server")
 
 TAIL = 32  # tokens at the end of a prompt in which markers of reasoning are looked for
+# The format is Hermes', which the parser of that name reads back.
+INTRODUCTION = """\
+# Tools
+
+You may call one or more functions to help with the request. Here they are, one JSON object a line:
+<tools>
+{tools}
+</tools>
+
+To call a function, write its name and its arguments as a JSON object, between these tags:
+<tool_call>
+{{"name": "function name", "arguments": {{"argument name": "value"}}}}
+</tool_call>"""
 
 
 @dataclass(frozen=True)
@@ -103,11 +115,11 @@ class Formats:
     @classmethod
     def of(cls, model_type: str, template: str | None, reasoning: str = "auto", tools: str = "auto") -> Formats:
         """Choose the formats that the flags name, and for "auto" those that the chat template shows; "none" is none."""
-        found = reasoning_default(model_type, template), tool_default(model_type, template)
+        found = parsers.reasoning_default(model_type, template), parsers.tool_default(model_type, template)
         chosen = [
             default if given == "auto" else given for given, default in zip((reasoning, tools), found, strict=True)
         ]
-        return cls(*(None if name == "none" else name for name in chosen), mentions_tools(template or ""))
+        return cls(*(None if name == "none" else name for name in chosen), parsers.mentions_tools(template or ""))
 
     def log(self, reasoning: str, tools: str) -> None:
         """Say at start what was chosen, and whether by flag."""
@@ -132,7 +144,7 @@ class Formats:
             return as_template_takes(messages, tools)
         if self.in_template or not (tools or history):
             return messages, tools or None
-        if self.tools is not None and not self._is_hermes:
+        if self.tools is not None and PARSERS[self.tools] is not PARSERS["hermes"]:
             raise RequestError(
                 f"the model's chat template doesn't mention tools, and they can't be described for the parser "
                 f"{self.tools}; start the server with --tool-call-parser hermes, or leave tools out",
@@ -140,30 +152,18 @@ class Formats:
             )
         return write_tools(messages, tools), None
 
-    @property
-    def _is_hermes(self) -> bool:
-        return self.tools is not None and PARSERS[self.tools] is PARSERS["hermes"]
-
     def speech(self, body: ChatRequest, prompt: Sequence[int], tokenizer: Tokenizer | None) -> Speech:
         """How the replies to this prompt are read. **Raises:** `RequestError` for a demand that can't be met."""
         if tokenizer is None:
             return PLAIN
-        calls = bool(body.tools) and body.tool_choice != "none"
+        tools = (self.tools, body.tools) if body.tools and body.tool_choice != "none" else (None, None)
         named = body.tool_choice.name if isinstance(body.tool_choice, Named) else None
         parallel, thinking = body.parallel_tool_calls is not False, self._thinking(prompt, tokenizer)
         grammar = None
         if named is not None or body.tool_choice == "required":
             how = {"special_ids": tokenizer.added_tokens, "reasoning": self.reasoning, "thinking": thinking}
             grammar = tool_call_grammar(body.tools, self.tools, named, parallel, **how)
-        return Speech(
-            self.reasoning,
-            self.tools if calls else None,
-            body.tools if calls else None,
-            thinking,
-            parallel,
-            named is not None,
-            grammar,
-        )
+        return Speech(self.reasoning, *tools, thinking, parallel, named is not None, grammar)
 
     def _thinking(self, prompt: Sequence[int], tokenizer: Tokenizer) -> str | None:
         """Whether the prompt has opened a block of reasoning ("prompt"), closed one ("off"), or neither."""
@@ -213,3 +213,31 @@ class Calls:
         except ValueError:
             return True
         return False
+
+
+def write_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> list[dict]:
+    """The chat for a template that takes roles and contents only."""
+    written: list[dict[str, Any]] = []
+    if tools:
+        introduction = INTRODUCTION.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+        written.append({"role": "system", "content": introduction})
+    for message in messages:
+        plain = {key: value for key, value in message.items() if key not in ("tool_calls", "tool_call_id")}
+        if plain["role"] == "system" and [each["role"] for each in written] == ["system"]:
+            written[0] = {**plain, "content": f"{plain['content']}\n\n{written[0]['content']}"}
+        elif plain["role"] == "tool":
+            result = f"<tool_response>\n{plain['content']}\n</tool_response>"
+            if written and written[-1].get("content", "").endswith("</tool_response>"):
+                written[-1]["content"] += f"\n{result}"
+            else:
+                written.append({"role": "user", "content": result})
+        else:
+            calls = "\n".join(_call(call["function"]) for call in message.get("tool_calls") or ())
+            plain["content"] = "\n".join(filter(None, (plain["content"], calls)))
+            written.append(plain)
+    return written
+
+
+def _call(function: Mapping[str, Any]) -> str:
+    said = {"name": function["name"], "arguments": function["arguments"]}
+    return f"<tool_call>\n{json.dumps(said, ensure_ascii=False)}\n</tool_call>"

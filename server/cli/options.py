@@ -15,7 +15,7 @@ import yaml
 import jaxspec
 from jaxspec import ConfigError, EngineConfig
 from jaxspec.cli import called
-from jaxspec.config.flags import add_engine_flags, engine_options, natural, positive
+from jaxspec.config.flags import add_engine_flags, checked, engine_options, natural, positive
 from jaxspec.config.foreign_flags import ELSEWHERE, SEVERAL_GPUS, SWITCHES, meant
 from jaxspec.config.options import flag
 from server import logs
@@ -23,15 +23,7 @@ from server.cli.translate import name_of, pairs, translate, without_launcher
 from server.http.cors import add_cors_flags
 from server.parsers import PARSERS, REASONING_PARSERS
 
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, got {text!r}")
-    return value
+_seconds = checked(float, "must be a number of seconds above 0", lambda value: 0 < value < math.inf)
 
 
 def _key(text: str) -> str:
@@ -77,53 +69,32 @@ def make_parser() -> argparse.ArgumentParser:
     common.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     common.add_argument("--port", type=_port, default=30000, help="port, 0 for any that is free (default: %(default)s)")
     common.add_argument("--served-model-name", metavar="NAME", help="the model's name in the API (default: --model)")
-    common.add_argument(
-        "--api-key", type=_key, metavar="KEY", help="require this bearer token (default: $JAXSPEC_API_KEY)"
-    )
+    key = "require this bearer token (default: $JAXSPEC_API_KEY)"
+    common.add_argument("--api-key", type=_key, metavar="KEY", help=key)
     common.add_argument("--config", metavar="FILE", help="YAML file of flags (port: 8000); the command line wins")
     common.add_argument("--help", "-h", action="help", help="show this and exit")
     common.add_argument("--version", action="version", version=f"jaxspec {jaxspec.__version__}")
     server = parser.add_argument_group("server")
-    server.add_argument(
-        "--sampling-defaults",
-        default="model",
-        choices=("model", "openai"),
-        help="sampling where a request doesn't say: model takes the checkpoint's generation_config.json, openai "
-        "takes temperature 1 (default: %(default)s)",
-    )
+    add = server.add_argument
+
+    def choice(name: str, default: str, choices: Sequence[str], says: str, metavar: str | None = None) -> None:
+        add(name, default=default, choices=choices, metavar=metavar, help=f"{says} (default: %(default)s)")
+
+    sampling = "sampling where a request doesn't say: model takes the checkpoint's generation_config.json, openai takes"
+    choice("--sampling-defaults", "model", ("model", "openai"), f"{sampling} temperature 1")
     for name, table, what in (
         ("--reasoning-parser", REASONING_PARSERS, "reasoning"),
         ("--tool-call-parser", PARSERS, "tool calls"),
     ):
-        server.add_argument(
-            name,
-            default="auto",
-            choices=("auto", "none", *table),
-            metavar="NAME",
-            help=f"format of {what} in replies: {', '.join(table)}; auto reads it from the chat template, none leaves "
-            "it in the text (default: %(default)s)",
-        )
-    server.add_argument(
-        "--log-level",
-        default="info",
-        choices=("debug", "info", "warning", "error"),
-        help="least severe log lines to show (default: %(default)s)",
-    )
-    server.add_argument(
-        "--log-format", default="text", choices=logs.FORMATS, help="format of log lines (default: %(default)s)"
-    )
-    server.add_argument(
-        "--wait-for-programs",
-        action="store_true",
-        help="be ready only once all programs are compiled: later, but then no request is slower for it (default: off)",
-    )
-    server.add_argument("--access-log", action="store_true", help="log a line per HTTP request (default: off)")
-    server.add_argument(
-        "--log-prompts",
-        type=Path,
-        metavar="FILE",
-        help="append each finished text to this file as token ids, for jaxspec.train --data (default: off)",
-    )
+        formats = f"format of {what} in replies: {', '.join(table)}; auto reads it from the chat template, none leaves"
+        choice(name, "auto", ("auto", "none", *table), f"{formats} it in the text", "NAME")
+    choice("--log-level", "info", ("debug", "info", "warning", "error"), "least severe log lines to show")
+    choice("--log-format", "text", logs.FORMATS, "format of log lines")
+    ready = "be ready only once all programs are compiled: later, but then no request is slower for it (default: off)"
+    add("--wait-for-programs", action="store_true", help=ready)
+    add("--access-log", action="store_true", help="log a line per HTTP request (default: off)")
+    texts = "append each finished text to this file as token ids, for jaxspec.train --data (default: off)"
+    add("--log-prompts", type=Path, metavar="FILE", help=texts)
     add_cors_flags(server)
     _add_host_flags(parser)
     limits = parser.add_argument_group("limits")
@@ -138,18 +109,10 @@ def _add_host_flags(parser: argparse.ArgumentParser) -> None:
         "several hosts", "One model over --tp-size GPUs of several hosts, as many on each."
     )
     hosts.add_argument("--nnodes", type=positive, default=1, metavar="N", help="hosts (default: %(default)s)")
-    hosts.add_argument(
-        "--node-rank",
-        type=natural,
-        default=0,
-        metavar="R",
-        help="which of them this one is; 0 has the HTTP server (default: %(default)s)",
-    )
-    hosts.add_argument(
-        "--dist-init-addr",
-        metavar="HOST:PORT",
-        help="address of node 0, the same on all; the port after it is used too (default: none)",
-    )
+    rank = "which of them this one is; 0 has the HTTP server (default: %(default)s)"
+    hosts.add_argument("--node-rank", type=natural, default=0, metavar="R", help=rank)
+    address = "address of node 0, the same on all; the port after it is used too (default: none)"
+    hosts.add_argument("--dist-init-addr", metavar="HOST:PORT", help=address)
 
 
 def check_hosts(args: argparse.Namespace) -> None:

@@ -10,9 +10,6 @@ import argparse
 import json
 from typing import Any
 
-from fastapi import FastAPI
-from fastapi.middleware.cors import CORSMiddleware
-
 EXPOSED = ("X-Request-Id", "Retry-After", "WWW-Authenticate")
 
 
@@ -31,17 +28,8 @@ def cors_options(args: argparse.Namespace) -> dict[str, Any] | None:
     """Options of the CORS middleware, from the flags; None if no origin is allowed."""
     if not args.allowed_origins:
         return None
-    return {
-        "allow_origins": args.allowed_origins,
-        "allow_methods": args.allowed_methods,
-        "allow_headers": args.allowed_headers,
-        "allow_credentials": args.allow_credentials,
-    }
-
-
-def allow_origins(app: FastAPI, options: dict[str, Any]) -> None:
-    """Wrap all that was added to `app` before. `options` are `CORSMiddleware`'s."""
-    app.add_middleware(CORSMiddleware, expose_headers=EXPOSED, **options)
+    allowed = {f"allow_{what}": getattr(args, f"allowed_{what}") for what in ("origins", "methods", "headers")}
+    return {**allowed, "allow_credentials": args.allow_credentials}
 
 
 def _names(text: str) -> list[str]:

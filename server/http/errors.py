@@ -100,17 +100,11 @@ def install(app: FastAPI) -> None:
     """Register a handler for everything that a route, the router or the body parser can raise."""
 
     @app.exception_handler(ApiError)
-    async def _api_error(_: Request, error: ApiError) -> JSONResponse:
-        return JSONResponse(error.body, error.status, error.headers)
-
     @app.exception_handler(EngineDead)
-    async def _engine_dead(_: Request, error: EngineDead) -> JSONResponse:
-        described = describe(error, None)
-        return JSONResponse(described.body, described.status)
-
     @app.exception_handler(RequestError)
-    async def _request_error(_: Request, error: RequestError) -> JSONResponse:
-        return JSONResponse(error_body(str(error), INVALID, error.param, error.code), 400)
+    async def _described(_: Request, error: Exception) -> JSONResponse:
+        told = describe(error, None)
+        return JSONResponse(told.body, told.status, told.headers)
 
     @app.exception_handler(RequestValidationError)
     async def _invalid_body(_: Request, error: RequestValidationError) -> JSONResponse:
@@ -124,7 +118,7 @@ def install(app: FastAPI) -> None:
     async def _http_error(request: Request, error: HTTPException) -> JSONResponse:
         where = f"{request.method} {request.url.path}"
         if error.status_code == 404:
-            message = f"no such route: {where}; routes: {', '.join(_routes(app))}"
+            message = f"no such route: {where}; routes: {', '.join(sorted(app.openapi()['paths']))}"
         elif error.status_code == 405:
             allowed = ", ".join(sorted(_methods(app, request)))
             message = f"{where} is not allowed; use {allowed}"
@@ -139,10 +133,6 @@ def _methods(app: FastAPI, request: Request) -> set[str]:
     """The methods of all routes at a request's path; Starlette names those of the first alone."""
     routes = [route for route in app.routes if route.matches(request.scope)[0] != Match.NONE]
     return set().union(*(route.methods or () for route in routes if isinstance(route, Route)))
-
-
-def _routes(app: FastAPI) -> list[str]:
-    return sorted(app.openapi()["paths"])
 
 
 def _problem(item: dict[str, Any]) -> tuple[str, str | None]:

@@ -2,12 +2,15 @@
 
 Pure ASGI, because a wrapper that reads the request (Starlette's BaseHTTPMiddleware) would hide a client's disconnect.
 Invariants: with a key set, nothing but `OPEN_PATHS` answers a request that doesn't carry it. Every response has an
-`X-Request-Id`, and one that isn't a success has a line in the log, or is counted in one.
+`X-Request-Id`, and one that isn't a success has a line in the log, or is counted in one: one line, of at most a few
+hundred characters, whatever the client sent, and no more lines than a disk can bear.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
+import json
 import logging
 import re
 import secrets
@@ -18,7 +21,6 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.http.errors import FAILED, GONE, ApiError
-from server.http.refusals import Refusals
 from server.protocol.base import REQUEST_ID, shown
 
 log = logging.getLogger("jaxspec.server")
@@ -26,6 +28,9 @@ log = logging.getLogger("jaxspec.server")
 # Browsers, probes and scrapers rarely carry a key.
 OPEN_PATHS = ("/", "/health", "/ready", "/ping", "/health_generate", "/metrics")
 MAX_BODY_BYTES = 64 * 2**20
+LINES = 60  # in each PERIOD
+PERIOD = 60.0  # seconds
+MAX_LINE = 300  # characters of a message; 100 of a path
 
 
 class Gate:
@@ -101,3 +106,52 @@ class Gate:
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body is larger than {self.max_body} bytes; send fewer or shorter prompts at once")
+
+
+class Refusals:
+    """Logs responses of status 400 and above: `LINES` in each `PERIOD`, then how many more there were."""
+
+    def __init__(self) -> None:
+        self._logged = self._suppressed = 0
+        self._ends: asyncio.TimerHandle | None = None
+
+    def note(self, status: int, asked: str, request_id: str, body: bytes) -> None:
+        """Log a response. `asked` is its request's method and path, `body` OpenAI's error object."""
+        if self._ends is None:
+            self._ends = asyncio.get_running_loop().call_later(PERIOD, self._end)
+        if self._logged == LINES:
+            self._suppressed += 1
+            return
+        self._logged += 1
+        level = logging.WARNING if status >= 500 else logging.INFO
+        message, field = _cause(body)
+        log.log(
+            level,
+            "%d %s%s: %s (request id %s)",
+            status,
+            safe(asked, 100),
+            f", field {safe(field, 100)}" if field else "",
+            safe(message, MAX_LINE),
+            request_id,
+        )
+
+    def _end(self) -> None:
+        if self._suppressed:
+            log.warning("%d more requests were refused or failed within %g s", self._suppressed, PERIOD)
+        self._logged = self._suppressed = 0
+        self._ends = None
+
+
+def safe(text: str, limit: int) -> str:
+    """`text` on one line, without what a terminal would act on, cut to `limit` characters."""
+    short = text if len(text) <= limit else text[: limit - 3] + "..."
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in short)
+
+
+def _cause(body: bytes) -> tuple[str, str | None]:
+    """Message and field of an error body."""
+    try:
+        error = json.loads(body)["error"]
+        return str(error["message"]), error["param"]
+    except (ValueError, KeyError, TypeError):
+        return "", None

@@ -3,10 +3,15 @@
 One hook between detokeniser and reply. A `Parser` takes the text of one choice in whatever pieces it comes, and gives
 each piece's kind; what it gives, joined, is the same however the text was cut (`scan.py` says why). A new format is a
 file with a scanner, and a line in one of the tables.
+
+Where no flag says which formats a model speaks, its chat template does, which shows the model's own markers: the first
+line of a table that fits counts. Fine-tunes keep their base's model type but not always its format, so the model type
+only decides where the template can't.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -35,6 +40,24 @@ PARSERS: dict[str, type[ToolScanner]] = {
     "mistral": Mistral,
     **dict.fromkeys(("harmony", "gpt_oss", "openai"), Harmony),
 }
+
+# (marker that the template has, model types or None for any, format)
+REASONING_DEFAULTS: tuple[tuple[str, str | None, str], ...] = (
+    ("<|channel|>", None, "harmony"),
+    ("[THINK]", None, "mistral"),
+    ("<think>", "qwen3", "qwen3"),
+    ("</think>", "qwen3", "qwen3"),
+    ("<｜Assistant｜>", None, "deepseek_r1"),
+    ("<think>", None, "think"),
+)
+TOOL_DEFAULTS: tuple[tuple[str, str | None, str], ...] = (
+    ("<|channel|>", None, "harmony"),
+    ("<function=", None, "qwen3_coder"),
+    ("<tool_call>", None, "hermes"),
+    ("[TOOL_CALLS]", None, "mistral"),
+    ("<|python_tag|>", None, "llama3_json"),
+    ('"parameters": dictionary of argument name', None, "llama3_json"),
+)
 
 
 class Parser:
@@ -75,16 +98,13 @@ class Parser:
         if not text:
             return []
         if self._think is None or self._think.past:
-            return self._then(text)
+            return self._tools.push(text) if self._tools else [Piece(CONTENT, text)]
         return self._through(self._think.push(text))
 
     def finish(self) -> list[Piece]:
         """No more text comes; returns what was held back."""
         pieces = self._through(self._think.finish()) if self._think else []
         return pieces + self._tools.finish() if self._tools else pieces
-
-    def _then(self, content: str) -> list[Piece]:
-        return self._tools.push(content) if self._tools else [Piece(CONTENT, content)]
 
     def _through(self, pieces: list[Piece]) -> list[Piece]:
         """Let the content among these be searched for calls."""
@@ -118,3 +138,26 @@ def parse(
     parser = Parser(*names, tools, thinking)
     found = [piece for text in pieces for piece in parser.push(text)]
     return join(found + parser.finish())
+
+
+def reasoning_default(model_type: str, template: str | None) -> str | None:
+    """The reasoning format of a model with this chat template, or None where it has none that is known."""
+    return _first(REASONING_DEFAULTS, model_type, template)
+
+
+def tool_default(model_type: str, template: str | None) -> str | None:
+    """The tool format of a model. A template that mentions no tools is a model's that was taught no format: with
+    Hermes', the commonest, tools are described in a system message."""
+    if template is not None and not mentions_tools(template):
+        return "hermes"
+    return _first(TOOL_DEFAULTS, model_type, template)
+
+
+def mentions_tools(template: str) -> bool:
+    """Whether a chat template looks at its variable `tools`."""
+    return any(re.search(r"\btools\b", block) for block in re.findall(r"\{[{%].*?[}%]\}", template, re.DOTALL))
+
+
+def _first(table: tuple[tuple[str, str | None, str], ...], model_type: str, template: str | None) -> str | None:
+    fits = (name for marker, kind, name in table if marker in (template or "") and model_type.startswith(kind or ""))
+    return next(fits, None)

@@ -69,6 +69,24 @@ def check_limit(limit: int | None, least: int | None) -> None:
         raise RequestError(f"min_tokens ({least}) must not exceed max_tokens (0)", "min_tokens")
 
 
+class Sampled(Body):
+    """The fields that sampling has under one name in all APIs. None, everywhere, means the default."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Integer | None = None
+    min_p: float | None = None
+    stop: Annotated[list[str], PlainValidator(_stop, json_schema_input_type=Stop)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS), at_most(MAX_STOP_IDS, "ids")] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Annotated[dict[int, float], PlainValidator(_logit_bias, json_schema_input_type=Biases)] | None = None
+    speculative: bool | None = None
+
+
 class StreamOptions(Body):
     """`include_usage`: a last chunk with the usage. `continuous_usage_stats`: each chunk has the usage so far."""
 
@@ -86,7 +104,7 @@ def describe_generation(schema: dict[str, Any]) -> None:
     add_rules(schema, STREAM_RULE, ONE_GRAMMAR)
 
 
-class Generation(StructuredFields, Body):
+class Generation(StructuredFields, Sampled):
     """Fields that both completion routes share. None, everywhere, means the default of `SamplingParams`."""
 
     model_config = ConfigDict(json_schema_extra=describe_generation)
@@ -116,24 +134,11 @@ class Generation(StructuredFields, Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Integer | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Integer | None = None
-    min_p: float | None = None
     seed: Integer | None = None
     max_tokens: Integer | None = None
     min_tokens: Integer | None = None
-    stop: Annotated[list[str], PlainValidator(_stop, json_schema_input_type=Stop)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS), at_most(MAX_STOP_IDS, "ids")] | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: Annotated[dict[int, float], PlainValidator(_logit_bias, json_schema_input_type=Biases)] | None = None
     prompt_logprobs: Integer | None = None
-    speculative: bool | None = None
     store: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None

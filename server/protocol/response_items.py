@@ -5,13 +5,13 @@ An item may have further fields, such as those of an item that this server sent.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Literal, NotRequired
 
 from pydantic import Field
 
 from server.protocol.base import Object, Open
 from server.protocol.structured import NAMED_SCHEMA
-from server.protocol.tools import MAX_TOOLS, Name
+from server.protocol.tools import MAX_TOOLS, Name, ToolFunction
 
 MAX_ITEMS = 4096
 
@@ -58,12 +58,8 @@ Item = _Message | _Reasoning | _Call | _Output
 Input = str | Annotated[list[Item], Field(min_length=1, max_length=MAX_ITEMS)]
 
 
-class _Tool(Open):
+class _Tool(ToolFunction):
     type: Literal["function"]
-    name: Name
-    description: NotRequired[str | None]
-    parameters: NotRequired[dict[str, Any] | None]
-    strict: NotRequired[bool | None]
 
 
 Tools = Annotated[list[_Tool], Field(max_length=MAX_TOOLS)]

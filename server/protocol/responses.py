@@ -15,7 +15,7 @@ from jaxspec.config.request import MAX_LOGPROBS, MAX_STOP_IDS, RequestError
 from server.protocol.base import Body, Integer, Text, TokenId, at_most, check_text, describe_ranges, must_be, shown
 from server.protocol.chat import Effort, Variables
 from server.protocol.described import NULL, add_rules, any_of, checked_later, fields
-from server.protocol.generation import Biases, Stop
+from server.protocol.generation import Biases, Sampled, Stop
 from server.protocol.response_items import MAX_ITEMS, Choice, Format, Input, Tools
 
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
@@ -171,7 +171,7 @@ Includable = Annotated[str, Field(json_schema_extra={"enum": [*INCLUDABLE]})]
 Ids = Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS)]
 
 
-class ResponsesRequest(Body):
+class ResponsesRequest(Sampled):
     """The body of `/v1/responses`. None, everywhere, means the default."""
 
     model_config = ConfigDict(json_schema_extra=_describe)
@@ -193,8 +193,6 @@ class ResponsesRequest(Body):
     model: str | None = None
     instructions: Text | None = None
     max_output_tokens: Integer | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     top_logprobs: Annotated[Integer, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     include: (
         Annotated[list[Includable], Field(json_schema_extra={"maxItems": MAX_ITEMS}), at_most(MAX_ITEMS, "entries")]
@@ -210,19 +208,11 @@ class ResponsesRequest(Body):
     metadata: Annotated[dict[str, str], must_be(dict, "an object")] | None = None
     stream: bool | None = None
     # vLLM's, beyond OpenAI's
-    top_k: Integer | None = None
-    min_p: float | None = None
     seed: Integer | None = None
     stop: Annotated[Any, checked_later(Stop)] | None = None
     stop_token_ids: Annotated[Any, checked_later(Ids)] | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
     min_tokens: Integer | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
     logit_bias: Annotated[Any, checked_later(Biases)] | None = None
-    speculative: bool | None = None
     chat_template_kwargs: Variables | None = None
 
     @property
@@ -242,7 +232,9 @@ class ResponsesRequest(Body):
         if self.reasoning is not None and self.reasoning.effort is not None:
             chat["reasoning_effort"] = self.reasoning.effort
         if self.text is not None and self.text.format is not None:
-            chat["response_format"] = _response_format(self.text.format)
+            chat["response_format"] = given = self.text.format
+            if given.get("type") == "json_schema":
+                chat["response_format"] = {"type": "json_schema", "json_schema": _without(given, "type")}
         if self.tools:
             chat["tools"] = [{"type": "function", "function": _without(tool, "type")} for tool in self.tools]
         choice = self.tool_choice
@@ -251,12 +243,6 @@ class ResponsesRequest(Body):
         if choice is not None:
             chat["tool_choice"] = choice
         return chat
-
-
-def _response_format(given: dict[str, Any]) -> dict[str, Any]:
-    if given.get("type") != "json_schema":
-        return given
-    return {"type": "json_schema", "json_schema": _without(given, "type")}
 
 
 def _without(given: dict[str, Any], name: str) -> dict[str, Any]:

@@ -8,20 +8,13 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import (
-    ConfigDict,
-    Field,
-    PlainValidator,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-    model_validator,
-)
+from pydantic import ConfigDict, Field, PlainValidator, ValidatorFunctionWrapHandler, WrapValidator, model_validator
 
-from jaxspec.config.request import MAX_LOGPROBS, MAX_STOP_IDS, RequestError, SamplingParams, StructuredOutput
-from server.protocol.base import Body, Integer, Text, TokenId, at_most, check_text, describe_ranges, shown, whole
+from jaxspec.config.request import MAX_LOGPROBS, RequestError, SamplingParams, StructuredOutput
+from server.protocol.base import Body, Integer, Text, check_text, describe_ranges, shown, whole
 from server.protocol.completion import MAX_COMPLETIONS, Ids, Several, as_ids
 from server.protocol.described import NULL, add_rules, any_of, fields, is_true, null, one_of
-from server.protocol.generation import Biases, Stop, _logit_bias, _stop, check_limit
+from server.protocol.generation import Sampled, check_limit
 from server.protocol.structured import Grammar, Regex, Schema, naming
 
 # SGLang's names of `SamplingParams`' fields, where they differ.
@@ -34,7 +27,7 @@ def _describe_sampling(schema: dict[str, Any]) -> None:
     add_rules(schema, any_of(*(null(*(GRAMMARS.keys() - {kept})) for kept in GRAMMARS)))
 
 
-class Sampling(Body):
+class Sampling(Sampled):
     """`sampling_params`. None, everywhere, means the default."""
 
     model_config = ConfigDict(json_schema_extra=_describe_sampling)
@@ -46,27 +39,14 @@ class Sampling(Body):
         "stream_interval": (1,),
     }
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Integer | None = None
-    min_p: float | None = None
+    n: Integer | None = None
     sampling_seed: Integer | None = None
     max_new_tokens: Integer | None = None
     min_new_tokens: Integer | None = None
-    stop: Annotated[list[str], PlainValidator(_stop, json_schema_input_type=Stop)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS), at_most(MAX_STOP_IDS, "ids")] | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
-    n: Integer | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: Annotated[dict[int, float], PlainValidator(_logit_bias, json_schema_input_type=Biases)] | None = None
     json_schema: Schema | None = None
     regex: Regex | None = None
     ebnf: Grammar | None = None
-    speculative: bool | None = None
 
     @property
     def no_tokens(self) -> bool:

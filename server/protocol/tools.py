@@ -26,7 +26,7 @@ NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
 
 
-class _Function(Open):
+class ToolFunction(Open):
     name: Name
     description: NotRequired[str | None]
     parameters: NotRequired[dict[str, Any] | None]
@@ -35,7 +35,7 @@ class _Function(Open):
 
 class _Tool(Open):
     type: Literal["function"]
-    function: _Function
+    function: ToolFunction
 
 
 class _Chosen(Open):

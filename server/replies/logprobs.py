@@ -124,16 +124,9 @@ def prompt_logprobs(names: TokenNames, entries: Iterable[TokenLogprobs | None]) 
         if entry is None:
             shown.append(None)
             continue
-        ranks = {token: rank for rank, (token, _) in enumerate(entry.top, 1)}
-        values = {entry.token_id: entry.logprob} | dict(entry.top)
-        shown.append(
-            {
-                str(token): {
-                    "logprob": max(logprob, FLOOR),
-                    "rank": ranks.get(token),
-                    "decoded_token": names.text(token),
-                }
-                for token, logprob in values.items()
-            }
-        )
+        ranks, told = {token: rank for rank, (token, _) in enumerate(entry.top, 1)}, {}
+        for token, logprob in ({entry.token_id: entry.logprob} | dict(entry.top)).items():
+            text, rank = names.text(token), ranks.get(token)
+            told[str(token)] = {"logprob": max(logprob, FLOOR), "rank": rank, "decoded_token": text}
+        shown.append(told)
     return shown

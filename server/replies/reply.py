@@ -10,7 +10,7 @@ import json
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from jaxspec.config.request import Delta, SamplingParams, TokenLogprobs
@@ -186,15 +186,8 @@ class Reply:
     def _count(self, prompt: int, delta: Delta) -> Delta:
         """Note a delta's figures, and return what of it is shown."""
         if self._no_tokens:
-            delta = replace(
-                delta,
-                text="",
-                token_ids=[],
-                logprobs=None,
-                token_sources=None,
-                finish_reason="length",
-                stop_reason=None,
-            )
+            told = {"metrics": delta.metrics, "prompt_logprobs": delta.prompt_logprobs}
+            delta = Delta(delta.request_id, delta.index, finish_reason="length", **told)
         self._tokens += len(delta.token_ids)
         if delta.prompt_logprobs is not None:
             self._prompt_entries[prompt] = delta.prompt_logprobs

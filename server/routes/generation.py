@@ -16,7 +16,7 @@ from server.replies import ChatReply, CompletionReply
 from server.routes.serving import Serving
 
 
-def add_generation(app: FastAPI, serving: Serving) -> None:
+def add(app: FastAPI, serving: Serving) -> None:
     def options(body: Generation, request: Request) -> dict[str, Any]:
         """Options of a reply beside its text."""
         return {

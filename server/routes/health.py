@@ -11,8 +11,8 @@ from fastapi import FastAPI
 
 from jaxspec import AsyncLLM, SamplingParams
 from server.http.errors import ApiError, describe, engine_died
-from server.metrics import Metrics
 from server.protocol.response_models import Health
+from server.routes.serving import Serving
 
 PROBE_SECONDS = 20.0  # SGLang's
 LOOK_SECONDS = 0.1  # how often a probe looks whether others' tokens come
@@ -57,8 +57,8 @@ class Probe:
             pass
 
 
-def add_health(app: FastAPI, llm: AsyncLLM, metrics: Metrics) -> None:
-    probe = Probe(llm)
+def add(app: FastAPI, serving: Serving) -> None:
+    llm, probe = serving.llm, Probe(serving.llm)
 
     @app.head("/health", include_in_schema=False)
     @app.head("/ready", include_in_schema=False)
@@ -82,4 +82,4 @@ def add_health(app: FastAPI, llm: AsyncLLM, metrics: Metrics) -> None:
     @app.get("/load")
     async def load() -> dict:
         """How many generating requests the server has in hand."""
-        return {"server_load": metrics.load}
+        return {"server_load": serving.metrics.load}

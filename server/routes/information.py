@@ -13,12 +13,12 @@ from fastapi.responses import PlainTextResponse, Response
 import jaxspec
 from jaxspec import AsyncLLM
 from server.http.errors import ApiError, engine_died
-from server.metrics import Metrics
 from server.protocol.response_models import Flushed, ModelCard, ModelList
+from server.routes.serving import Serving
 
 
-def add_information(app: FastAPI, llm: AsyncLLM, name: str, metrics: Metrics) -> None:
-    started = time.time()
+def add(app: FastAPI, serving: Serving) -> None:
+    started, llm, name = time.time(), serving.llm, serving.name
     card = {
         "id": name,
         "object": "model",
@@ -74,7 +74,7 @@ def add_information(app: FastAPI, llm: AsyncLLM, name: str, metrics: Metrics) ->
     @app.get("/metrics", response_class=PlainTextResponse)
     async def prometheus() -> Response:
         """Prometheus' text format."""
-        return Response(metrics.text(), media_type=metrics.content_type)
+        return Response(serving.metrics.text(), media_type=serving.metrics.content_type)
 
     @app.get("/flush_cache", responses=running, operation_id="flush_cache_by_get")
     @app.post("/flush_cache", responses=running)

@@ -13,10 +13,12 @@ from pathlib import Path
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
+from server.routes.serving import Serving
+
 PAGE = Path(__file__).parent.parent / "playground" / "index.html"
 
 
-def add_playground(app: FastAPI, name: str) -> None:
+def add(app: FastAPI, serving: Serving) -> None:
     page = PAGE.read_text(encoding="utf-8")
     headers = {
         "Content-Security-Policy": _policy(page),
@@ -25,7 +27,7 @@ def add_playground(app: FastAPI, name: str) -> None:
         "X-Content-Type-Options": "nosniff",
         "Vary": "Accept",
     }
-    pointer = {"model": name, "api": "/v1", "docs": "/docs", "health": "/health", "metrics": "/metrics"}
+    pointer = {"model": serving.name, "api": "/v1", "docs": "/docs", "health": "/health", "metrics": "/metrics"}
 
     @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def root(request: Request) -> Response:

@@ -8,22 +8,22 @@ import json
 from fastapi import FastAPI
 from fastapi.responses import Response
 
-from jaxspec import AsyncLLM
 from jaxspec.engine.timeline import Timeline
 from server.http.errors import ApiError
 from server.protocol.response_models import Started
+from server.routes.serving import Serving
 
 RECORDED = {409: {"description": "The engine is recorded already, or isn't"}}
 TRACE = {200: {"content": {"application/json": {}}, "description": "A file for ui.perfetto.dev"}}
 
 
-def add_profile(app: FastAPI, llm: AsyncLLM) -> None:
+def add(app: FastAPI, serving: Serving) -> None:
     recording: list[Timeline] = []  # at most one
 
     @app.post("/start_profile", responses=RECORDED)
     async def start_profile() -> Started:
         """Record each program, step and request from now on, until `/stop_profile`."""
-        engine = getattr(llm, "engine", None)
+        engine = getattr(serving.llm, "engine", None)
         if engine is None:
             raise ApiError(501, "several engines serve behind this port (--dp-size); profile a server of one")
         if recording:
@@ -38,10 +38,7 @@ def add_profile(app: FastAPI, llm: AsyncLLM) -> None:
         """End the recording, and return it in Chrome's trace event format."""
         if not recording:
             raise ApiError(409, "nothing is being recorded; begin with /start_profile")
-        text = await asyncio.to_thread(_stop, recording.pop())
+        timeline = recording.pop()
+        text = await asyncio.to_thread(lambda: json.dumps(timeline.stop().trace(), separators=(",", ":")))
         named = {"Content-Disposition": 'attachment; filename="jaxspec-trace.json"'}
         return Response(text, media_type="application/json", headers=named)
-
-
-def _stop(timeline: Timeline) -> str:
-    return json.dumps(timeline.stop().trace(), separators=(",", ":"))

@@ -17,7 +17,7 @@ from server.replies.sglang import GenerateReply
 from server.routes.serving import Serving
 
 
-def add_sglang(app: FastAPI, serving: Serving) -> None:
+def add(app: FastAPI, serving: Serving) -> None:
     @app.post("/generate")
     @app.put("/generate")
     async def generate(body: GenerateRequest, request: Request) -> Response:

@@ -16,7 +16,7 @@ from server.protocol.tokens import DetokenizeRequest, TokenizeRequest
 from server.routes.serving import Serving
 
 
-def add_tokens(app: FastAPI, serving: Serving) -> None:
+def add(app: FastAPI, serving: Serving) -> None:
     tokenizer = serving.llm.tokenizer
 
     def needed() -> Tokenizer:

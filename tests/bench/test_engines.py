@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxspec.bench import __main__ as bench
-from jaxspec.bench import decode, engines, prefill, results
+from jaxspec.bench import decode, engines, prefill, results, traffic
 from jaxspec.checkpoint import load_model
 from jaxspec.compiling.ladder import ladder_of
 from jaxspec.models.description import DeltaRule
@@ -168,7 +168,7 @@ def test_prefill_says_how_memory_grew_and_what_was_planned(tiny, tmp_path, monke
 
 def test_prefill_times_each_prompt_from_when_it_was_queued(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(prefill, "time", clock)
+    monkeypatch.setattr(traffic, "time", clock)
     engine = FakeEngine(clock)  # half a second, and one more for each prompt before
     times = prefill.Prompts(engine, np.random.default_rng(0)).serve(3, 10)
     assert times == pytest.approx([0.5, 1.5, 2.5])

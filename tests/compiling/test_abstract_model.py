@@ -2,10 +2,8 @@
 
 import dataclasses
 import threading
-import types
 from pathlib import Path
 
-import jax.numpy as jnp
 import pytest
 
 from jaxspec import EngineConfig
@@ -15,10 +13,9 @@ from jaxspec.compiling.abstract_model import Loading, alike, drafter_of
 from jaxspec.compiling.ladder import ladder_of
 from jaxspec.compiling.programs import Programs
 from jaxspec.drafters.dflash import DFlash
-from jaxspec.drafters.loading import load_drafter
 from jaxspec.engine.runner import Runner
 from tests.checkpoint.test_quantisation import LAYOUTS, source
-from tests.support import hybrids
+from tests.support import engines, hybrids
 from tests.support.blocks import write_drafter
 from tests.support.engines import OPTIONS, checkpoint
 from tests.support.heads import random_eagle3
@@ -29,28 +26,7 @@ from tests.support.tiny import tiny_checkpoint
 WARM = {**OPTIONS, "skip_warmup": False, "num_draft_tokens": 3}
 
 
-class Nothing:
-    """In place of a compiled program."""
-
-    def __call__(self, *arguments):
-        return arguments[0] if len(arguments) == 2 else (arguments[2], jnp.zeros((), jnp.int32))  # 2: of `admit`
-
-    def memory_analysis(self):
-        return types.SimpleNamespace(temp_size_in_bytes=0)
-
-
-@pytest.fixture
-def uncompiled(monkeypatch):
-    """No program is compiled; what is called in place of that."""
-    called = []
-
-    def compile_(self, kind, size, _):
-        called.append((kind, size))
-        return self._compiled.setdefault((kind, size), Nothing())
-
-    monkeypatch.setattr(Programs, "_lower", lambda *_: (None, None))
-    monkeypatch.setattr(Programs, "_compile", compile_)
-    return called
+uncompiled = pytest.fixture(engines.uncompiled, name="uncompiled")
 
 
 @pytest.mark.parametrize("family,quantization", one_in(

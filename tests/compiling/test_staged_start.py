@@ -7,7 +7,6 @@ import threading
 import time
 import types
 
-import jax.numpy as jnp
 import pytest
 
 from jaxspec import AsyncLLM, EngineConfig, StructuredOutput
@@ -17,7 +16,7 @@ from jaxspec.engine.engine import Engine
 from jaxspec.engine.runner import programs_there
 from jaxspec.rounds.packing import Shapes, admission_size
 from jaxspec.rounds.programs import GREEDY, LOGPROBS, MODES, SAMPLED
-from tests.support.engines import OPTIONS, checkpoint, engine, mixed_load, params
+from tests.support.engines import OPTIONS, checkpoint, engine, mixed_load, params, uncompiled
 
 SHAPES = Shapes(
     num_slots=8, capacity=100, pages_per_seq=4, block=32, prefills=(1, 2), score=1, firsts=(1, 2), batches=(1, 4, 8),
@@ -76,32 +75,18 @@ def test_what_most_requests_use_follows_first():
     assert first == sorted(first)
 
 
-class Nothing:
-    """In place of a compiled program."""
-
-    def __call__(self, *arguments):
-        return arguments[0] if len(arguments) == 2 else (arguments[2], jnp.zeros((), jnp.int32))  # 2: of `admit`
-
-    def memory_analysis(self):
-        return types.SimpleNamespace(temp_size_in_bytes=0)
-
-
 @pytest.fixture
 def staged(monkeypatch):
     """An engine that starts in stages with programs that aren't compiled, and how the second stage ends."""
 
     def start(compile_later):
         """`compile_later(kind, size)` is called before each program of the second stage."""
-        made = []
 
-        def compile_(self, kind, size, lowered):
-            if (kind, size) not in essential(self.shapes):
+        def before(programs, kind, size):
+            if (kind, size) not in essential(programs.shapes):
                 compile_later(kind, size)
-            made.append((kind, size))
-            return self._compiled.setdefault((kind, size), Nothing())
 
-        monkeypatch.setattr(Programs, "_lower", lambda *_: (None, None))
-        monkeypatch.setattr(Programs, "_compile", compile_)
+        made = uncompiled(monkeypatch, before)
         core = Engine(EngineConfig.from_options(model=checkpoint(), draft="ngram", **ALL_SIZES), staged_start=True)
         return core, made
 

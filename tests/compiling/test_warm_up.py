@@ -3,44 +3,24 @@
 import dataclasses
 import itertools
 import time
-import types
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from jaxspec import LLM, pallas
-from jaxspec.compiling import xla_options
 from jaxspec.compiling.ladder import sizes_of
 from jaxspec.compiling.programs import Programs
 from jaxspec.compiling.round_timing import group
 from jaxspec.engine import defaults
 from jaxspec.rounds.packing import fit
 from jaxspec.rounds.programs import LOGPROBS, MODES
-from tests.support.engines import OPTIONS, checkpoint
-
-
-class Nothing:
-    """In place of a compiled program."""
-
-    def __call__(self, *arguments):
-        return arguments[0] if len(arguments) == 2 else (arguments[2], jnp.zeros((), jnp.int32))  # 2: of `admit`
-
-    def memory_analysis(self):
-        return types.SimpleNamespace(temp_size_in_bytes=0)
+from tests.support.engines import OPTIONS, checkpoint, uncompiled
 
 
 def test_warm_up_compiles_for_any_number_of_requests(monkeypatch):
     """With programs that aren't compiled: to compile one of each size for the test above would take a minute."""
-    compiled = []
-
-    def compile_(self, kind, size, lowered):
-        compiled.append((kind, size))
-        program = self._compiled[kind, size] = Nothing()
-        return program
-
-    monkeypatch.setattr(Programs, "_lower", lambda self, kind, size, state: (None, None))
-    monkeypatch.setattr(Programs, "_compile", compile_)
+    compiled = uncompiled(monkeypatch)
     monkeypatch.setattr(defaults, "CPU", dataclasses.replace(defaults.CPU, some_drafts=True))
     llm = LLM(checkpoint(), "ngram", **OPTIONS | {"skip_warmup": False, "few_programs": False})
     warm, made, table = list(compiled), llm.engine.runner, llm.engine.scheduler.table
@@ -82,10 +62,8 @@ def test_xla_flags_count_for_more_than_fewer_candidates(monkeypatch):
 def test_warm_up_keeps_programs_once_all_are_lowered(monkeypatch):
     """To keep one stops Python for a while, and those that aren't lowered yet can't be compiled."""
     done = []
+    uncompiled(monkeypatch)
     monkeypatch.setattr(Programs, "_lower", lambda *_: done.append("lowered") or (None, None))
-    monkeypatch.setattr(
-        Programs, "_compile", lambda self, kind, size, _: self._compiled.setdefault((kind, size), Nothing())
-    )
     monkeypatch.setattr(Programs, "_keep", lambda *_: done.append("kept"))
     programs = LLM(checkpoint(), "ngram", **OPTIONS | {"skip_warmup": False}).engine.runner.programs
     assert done == ["lowered"] * len(programs._compiled) + ["kept"] * len(programs._compiled)

@@ -17,8 +17,7 @@ from jaxspec.cache.paged import PageLayout, Rows
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.decoder.forward import forward
 from jaxspec.drafters.base import PrefillBatch
-from jaxspec.train.eagle3 import Step
-from jaxspec.train.modules import MtpObjective
+from jaxspec.train.eagle3 import MtpObjective, Step
 from jaxspec.train.objective import Batch
 from tests.support import hybrids
 from tests.support.sample import rare

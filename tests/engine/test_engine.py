@@ -33,6 +33,7 @@ from tests.support.engines import (
     set_overlap,
     set_rounds,
     tokens,
+    unharmed,
 )
 from tests.support.engines import engine as shared_engine
 from tests.support.sample import one_in, rare
@@ -287,19 +288,14 @@ def test_a_step_returns_what_is_there_before_it_waits_again(llm, monkeypatch):
 @pytest.mark.parametrize("program", ["prefill", "first", "round", "admit"])
 def test_a_failed_call_leaves_the_engine_clean(monkeypatch, program):
     """An interrupt between plan and dispatch: pages that were promised keys must not be believed."""
-    llm = engine("ngram")
-    prompts, settings = [tokens(90), tokens(30)], params()
-    expected = [said(out) for out in llm.generate(prompts, settings)]
-    llm.engine.flush_cache()
 
     def fail(*_):
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    llm = engine("ngram")
+    with unharmed(llm) as again, monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(llm.engine.runner, program, fail)
-        llm.generate(prompts, settings)
-    assert [said(out) for out in llm.generate(prompts, settings)] == expected
-    idle(llm.engine)
+        again()
 
 
 # -- cached equals cold ------------------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from jaxspec import RequestError, SamplingParams
-from jaxspec.text.errors import TokenizerError
-from tests.support.engines import engine, idle, params, said, tokens
+from jaxspec.text.tokenizer import TokenizerError
+from tests.support.engines import engine, idle, params, said, tokens, unharmed
 from tests.support.sample import rare
 from tests.support.tiny import tiny_checkpoint
 
@@ -88,22 +88,19 @@ def interruptible():
 def test_ctrl_c_leaves_the_engine_clean(interruptible, monkeypatch, program):
     """Pressed when a program has consumed the state, and its successor isn't kept yet."""
     llm = engine("ngram")
-    prompts, settings = [tokens(90), tokens(30)], params()
-    expected = [said(out) for out in llm.generate(prompts, settings)]
-    llm.engine.flush_cache()
-    handler, run = signal.getsignal(signal.SIGINT), getattr(llm.engine.runner.programs, program)
+    programs = llm.engine.runner.programs
+    handler, run = signal.getsignal(signal.SIGINT), getattr(programs, program)
 
     def interrupted(*args):
         result = run(*args)
         signal.raise_signal(signal.SIGINT)
         return result
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(llm.engine.runner.programs, program, interrupted)
-        llm.generate(prompts, settings)
-    assert signal.getsignal(signal.SIGINT) is handler
-    assert [said(out) for out in llm.generate(prompts, settings)] == expected
-    idle(llm.engine)
+    with unharmed(llm) as again:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(programs, program, interrupted)
+            again()
+        assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_a_second_ctrl_c_does_not_wait_for_the_step(interruptible, monkeypatch):

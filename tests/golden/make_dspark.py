@@ -126,6 +126,7 @@ def speculators(
             known[vocabulary] = True
             drafter.load_vocab_mappings(known, vocabulary - torch.arange(len(vocabulary)))
     drafter.save_pretrained(HERE / "dspark" / name)
+    (HERE / "dspark" / name / "config.py").unlink()  # a copy of speculators' own code, which nothing here reads
     return drafter
 
 

@@ -200,25 +200,21 @@ def test_the_server_lists_its_engines(llm, url):
     assert 'jaxspec_engine_ready{engine="1"} 1.0' in httpx.get(f"{url}/metrics").text
 
 
-def test_a_caller_that_leaves_or_aborts_frees_its_engine(llm):
+async def test_a_caller_that_leaves_or_aborts_frees_its_engine(llm):
     endless = SamplingParams(temperature=0, max_tokens=1900, ignore_eos=True)
-
-    async def scenario():
-        async for delta in llm.generate([1, 2, 3], endless):
-            assert delta.token_ids
-            break
-        last = None
-        async for delta in llm.generate([1, 2, 3], endless, "mine"):
-            with pytest.raises(RequestError, match="'mine' is in use"):
-                await anext(llm.generate([1], endless, "mine"))
-            llm.abort("mine")
-            last = delta
-        assert last.finish_reason == "abort"
-        again = llm.generate([4], SamplingParams(max_tokens=1, ignore_eos=True), "mine")
-        assert [d.finish_reason async for d in again][-1] == "length"
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
-    wait_for(lambda: not any(counts(llm, "num_running")))
+    async for delta in llm.generate([1, 2, 3], endless):
+        assert delta.token_ids
+        break
+    last = None
+    async for delta in llm.generate([1, 2, 3], endless, "mine"):
+        with pytest.raises(RequestError, match="'mine' is in use"):
+            await anext(llm.generate([1], endless, "mine"))
+        llm.abort("mine")
+        last = delta
+    assert last.finish_reason == "abort"
+    again = llm.generate([4], SamplingParams(max_tokens=1, ignore_eos=True), "mine")
+    assert [d.finish_reason async for d in again][-1] == "length"
+    await asyncio.to_thread(wait_for, lambda: not any(counts(llm, "num_running")))
     assert llm._held == 0 and not llm._ids and not llm._streams and counts(llm, "held") == [0, 0]
 
 

@@ -197,16 +197,12 @@ def test_prompt_logprobs_are_a_field_of_the_chat(client):
     assert not any("prompt_logprobs" in choice for part in (reply, opening, *rest) for choice in part["choices"])
 
 
-def test_async_client_many_at_once(url):
-    async def main():
-        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+async def test_async_client_many_at_once(url):
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
 
-            async def one(index):
-                stream = await client.chat.completions.create(**ASK, stream=True, max_tokens=index + 1)
-                parts = [chunk.choices[0].delta.content or "" async for chunk in stream]
-                return "".join(parts)
+        async def one(index):
+            stream = await client.chat.completions.create(**ASK, stream=True, max_tokens=index + 1)
+            return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
-            return await asyncio.gather(*map(one, range(16)))
-
-    texts = asyncio.run(main())
+        texts = await asyncio.gather(*map(one, range(16)))
     assert texts == [TEXT.encode()[: index + 1].decode("utf-8", "ignore") for index in range(16)]

@@ -64,7 +64,7 @@ def test_others_go_on(url, fake):
     assert result["reply"].status_code == 200 and fake.aborted == 6
 
 
-def test_unless_gone_lets_the_work_clean_up():
+async def test_unless_gone_lets_the_work_clean_up():
     cleaned = []
 
     async def work():
@@ -78,15 +78,12 @@ def test_unless_gone_lets_the_work_clean_up():
         await asyncio.sleep(0.01)
         return {"type": "http.disconnect"}
 
-    async def main():
-        with pytest.raises(ClientGone), UnlessGone(receive):
-            await work()
-        assert cleaned == [True] and not asyncio.current_task().cancelling()
-
-    asyncio.run(main())
+    with pytest.raises(ClientGone), UnlessGone(receive):
+        await work()
+    assert cleaned == [True] and not asyncio.current_task().cancelling()
 
 
-def test_unless_gone_lets_other_cancellations_through():
+async def test_unless_gone_lets_other_cancellations_through():
     async def never():
         await asyncio.sleep(10)
 
@@ -94,14 +91,12 @@ def test_unless_gone_lets_other_cancellations_through():
         with UnlessGone(never):
             await asyncio.sleep(10)
 
-    async def main():
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.01):
-                await work()
-        with UnlessGone(never):
-            await asyncio.sleep(0)
-        assert len(asyncio.all_tasks()) > 1
+    before = len(asyncio.all_tasks())
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await work()
+    with UnlessGone(never):
         await asyncio.sleep(0)
-        assert len(asyncio.all_tasks()) == 1, "who watches ends with what is watched"
-
-    asyncio.run(main())
+    assert len(asyncio.all_tasks()) > before
+    await asyncio.sleep(0)
+    assert len(asyncio.all_tasks()) == before, "who watches ends with what is watched"

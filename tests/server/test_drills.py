@@ -153,7 +153,7 @@ def test_detokenising_that_fails_is_one_requests_failure(url, llm, expected, mon
     assert llm.stats()["requests_total"]["error"] >= 1
 
 
-def test_clients_that_leave_at_any_time_leave_nothing_behind(url, llm):
+async def test_clients_that_leave_at_any_time_leave_nothing_behind(url, llm):
     """In mid-stream, and while their prompt is tokenised."""
 
     async def one(client, i):
@@ -162,11 +162,8 @@ def test_clients_that_leave_at_any_time_leave_nothing_behind(url, llm):
             async with asyncio.timeout(0.05 * (i + 1)):  # httpx's own is of each read, and a stream is read often
                 await client.post(f"{url}/v1/completions", json={**long, "stream": bool(i % 2)}, timeout=None)
 
-    async def main():
-        async with httpx.AsyncClient(limits=httpx.Limits(max_connections=50)) as client:
-            await asyncio.gather(*(one(client, i) for i in range(12)))
-
-    asyncio.run(main())
+    async with httpx.AsyncClient(limits=httpx.Limits(max_connections=50)) as client:
+        await asyncio.gather(*(one(client, i) for i in range(12)))
     assert ask(url, QUICK).status_code == 200
 
 
@@ -192,7 +189,7 @@ def test_a_request_that_takes_too_long_is_told(url, llm, monkeypatch, stream):
     assert failure(reply)["code"] == "request_timeout" and reply.status_code == (200 if stream else 504)
 
 
-def test_many_connections_at_once():
+async def test_many_connections_at_once():
     """Each open before any is served, each answered."""
     count = 2000
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -212,15 +209,12 @@ def test_many_connections_at_once():
         writer.close()
         return whole
 
-    async def main(port):
-        asking = [asyncio.create_task(one(port)) for _ in range(count)]
+    with serving(create_app(llm), http=limits) as url:
+        asking = [asyncio.create_task(one(int(url.rpartition(":")[2]))) for _ in range(count)]
         while llm.running < count:
             await asyncio.sleep(0.01)
         llm.open = True
-        return await asyncio.gather(*asking)
-
-    with serving(create_app(llm), http=limits) as url:
-        replies = asyncio.run(main(int(url.rpartition(":")[2])))
+        replies = await asyncio.gather(*asking)
     assert all(reply.startswith(b"HTTP/1.1 200") and b"[DONE]" in reply for reply in replies)
     assert llm.running == llm.aborted == 0
 

@@ -68,18 +68,14 @@ def test_an_engine_that_generates_nothing_is_unwell_and_is_asked_once(monkeypatc
     assert "no token for 0.3 seconds" in replies[0].json()["error"]["message"]
 
 
-def test_an_engine_busy_with_others_is_well(monkeypatch):
+async def test_an_engine_busy_with_others_is_well(monkeypatch):
     monkeypatch.setattr(health, "LOOK_SECONDS", 0.01)
-
-    async def main():
-        llm = Stuck()
-        probing = asyncio.create_task(Probe(llm)())
-        await asyncio.sleep(0.1)
-        assert not probing.done()
-        llm.tokens += 1
-        await asyncio.wait_for(probing, 10)
-
-    asyncio.run(main())
+    llm = Stuck()
+    probing = asyncio.create_task(Probe(llm)())
+    await asyncio.sleep(0.1)
+    assert not probing.done()
+    llm.tokens += 1
+    await asyncio.wait_for(probing, 10)
 
 
 def test_load_counts_requests_in_hand(url, http, fake):

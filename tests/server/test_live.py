@@ -176,27 +176,23 @@ def test_leaving_aborts(client, llm, url):
     assert llm.stats()["requests_total"]["abort"] == before + 3
 
 
-def test_many_clients_some_of_which_leave(client, llm, url):
+async def test_many_clients_some_of_which_leave(client, llm, url):
     expected = complete(client, max_tokens=30).choices[0].text
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as many:
 
-    async def main():
-        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as many:
+        async def one(index):
+            stream = await many.completions.create(
+                model="tiny", prompt="abcabcabcabc", max_tokens=30, temperature=0, stream=True
+            )
+            parts = []
+            async for chunk in stream:
+                parts.append(chunk.choices[0].text)
+                if index % 3 == 0:
+                    await stream.close()
+                    return None
+            return "".join(parts)
 
-            async def one(index):
-                stream = await many.completions.create(
-                    model="tiny", prompt="abcabcabcabc", max_tokens=30, temperature=0, stream=True
-                )
-                parts = []
-                async for chunk in stream:
-                    parts.append(chunk.choices[0].text)
-                    if index % 3 == 0:
-                        await stream.close()
-                        return None
-                return "".join(parts)
-
-            return await asyncio.gather(*map(one, range(12)))
-
-    texts = asyncio.run(main())
+        texts = await asyncio.gather(*map(one, range(12)))
     assert [text for index, text in enumerate(texts) if index % 3] == [expected] * 8
 
 

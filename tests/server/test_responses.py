@@ -16,7 +16,7 @@ from server.protocol.responses import messages
 from server.replies import Prompt
 from server.replies.logprobs import TokenNames
 from server.replies.responses import ResponsesReply
-from server.routes.responses_store import ResponseStore
+from server.routes.responses import ResponseStore
 from tests.server.fake import TEXT, byte_tokenizer
 from tests.server.live import serving
 from tests.server.test_tools import Scripted

@@ -27,19 +27,15 @@ async def begun(work, count):
         await asyncio.sleep(0.001)
 
 
-def test_a_burst_shares_a_call():
+async def test_a_burst_shares_a_call():
     work = Doubling()
     together = Together(work, 4, "test-together")
-
-    async def main():
-        tasks = [asyncio.create_task(together.run(0))]
-        await begun(work, 1)
-        tasks += [asyncio.create_task(together.run(i)) for i in range(1, 7)]
-        await asyncio.sleep(0)
-        work.gate.set()
-        return await asyncio.gather(*tasks)
-
-    assert asyncio.run(main()) == [0, 2, 4, 6, 8, 10, 12]
+    tasks = [asyncio.create_task(together.run(0))]
+    await begun(work, 1)
+    tasks += [asyncio.create_task(together.run(i)) for i in range(1, 7)]
+    await asyncio.sleep(0)
+    work.gate.set()
+    assert await asyncio.gather(*tasks) == [0, 2, 4, 6, 8, 10, 12]
     assert work.calls == [[0], [1, 2, 3, 4], [5, 6]], "of four at most"
 
 
@@ -79,12 +75,10 @@ def test_an_event_loop_that_was_closed_holds_up_no_other():
 
 
 @pytest.mark.parametrize("pieces", [1, 5])
-def test_errors_reach_every_caller(pieces):
+async def test_errors_reach_every_caller(pieces):
     def work(_):
         raise KeyError("all of them")
 
-    async def main():
-        return await asyncio.gather(*(together.run(i) for i in range(pieces)), return_exceptions=True)
-
     together = Together(work, 8, "test-together")
-    assert all(isinstance(error, KeyError) for error in asyncio.run(main()))
+    errors = await asyncio.gather(*(together.run(i) for i in range(pieces)), return_exceptions=True)
+    assert all(isinstance(error, KeyError) for error in errors)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import types
 
 import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import LLM, SamplingParams
+from jaxspec.compiling.programs import Programs
 from jaxspec.drafters.base import Drafter, Proposal
-from jaxspec.scheduling.audit import audit
 from tests.support.tiny import tiny_checkpoint
 
 VOCAB, PAGE, CONTEXT = 272, 8, 192
@@ -50,6 +52,30 @@ def engine(draft, warm=False):
     return llm
 
 
+class Nothing:
+    """In place of a compiled program."""
+
+    def __call__(self, *arguments):
+        return arguments[0] if len(arguments) == 2 else (arguments[2], jnp.zeros((), jnp.int32))  # 2: of `admit`
+
+    def memory_analysis(self):
+        return types.SimpleNamespace(temp_size_in_bytes=0)
+
+
+def uncompiled(monkeypatch, before=lambda programs, kind, size: None):
+    """From here on no program is compiled; the list of those that would be, each added once `before` returns."""
+    called = []
+
+    def compile_(self, kind, size, lowered):
+        before(self, kind, size)
+        called.append((kind, size))
+        return self._compiled.setdefault((kind, size), Nothing())
+
+    monkeypatch.setattr(Programs, "_lower", lambda *_: (None, None))
+    monkeypatch.setattr(Programs, "_compile", compile_)
+    return called
+
+
 SELF = "standalone:self"
 COUNT_UP = f"{__name__}:CountUp"
 DRAFTERS = ["ngram", SELF]
@@ -71,6 +97,17 @@ def tokens(n, seed=0):
 
 def params(**settings):
     return SamplingParams(**{"temperature": 0.0, "max_tokens": 20, "ignore_eos": True} | settings)
+
+
+@contextlib.contextmanager
+def unharmed(llm):
+    """Yields a call of the engine, which after the block says what it said before, and is idle then."""
+    again = lambda: [said(out) for out in llm.generate([tokens(90), tokens(30)], params())]  # noqa: E731
+    expected = again()
+    llm.engine.flush_cache()
+    yield again
+    assert again() == expected
+    idle(llm.engine)
 
 
 def mixed_load():

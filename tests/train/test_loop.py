@@ -226,8 +226,8 @@ def test_what_was_trained_is_what_is_served(method, model, texts, tmp_path):
     shape = export.Shape(1 if method == "eagle3" else 2, mlp_size, 2, 1, (0, 3, 4))
     make = {
         "eagle3": lambda: export.fresh_eagle3(tmp_path, target, shape, np.array([1, 5, 9, 30]), 0),
-        "dflash": lambda: export.fresh_dflash(tmp_path, target, shape, 4, 39, 0),
-        "dspark": lambda: export.fresh_dspark(tmp_path, target, shape, 4, 39, 6, "rnn", 0),
+        "dflash": lambda: export.fresh_block(tmp_path, target, shape, export.Block(4, 39), 0),
+        "dspark": lambda: export.fresh_block(tmp_path, target, shape, export.Block(4, 39, (6, "rnn")), 0),
     }
     fresh = make[method]()
     assert all(x.dtype == np.float32 for x in jax.tree.leaves(fresh.trained))

@@ -75,7 +75,7 @@ def make_cases(small: bool) -> list[Case]:
         cases += [of(count, length, layers, dtype, **fp8) for count, length in prompts]
     cases += [attention.round_heads(b, context, t, layers, dtype, **fp8) for b, context, t in rounds]
     named = [(name, t, widths) for name, widths in sizes["mixtures"].items() for t in sizes["tokens"]]
-    cases += [mixtures.experts_mlp(name, t, *widths, layers // 2, dtype) for name, t, widths in named]
+    cases += [mixtures.experts_mlp(f"experts {name}", t, *widths, layers // 2, dtype) for name, t, widths in named]
     cases += [mixtures.router(name, t, *widths[2:], layers) for name, t, widths in named]
     for of in (attention.cache_write, attention.prompt_heads):
         cases += [of(count, length, layers, dtype) for count, length in sizes["prompts"]]

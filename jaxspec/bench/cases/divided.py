@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxspec.bench.cases.case import PAGE, Case
+from jaxspec.bench.cases.matmuls import EPS, dequantised, random_matrices
+from jaxspec.bench.cases.mixtures import experts_mlp
 from jaxspec.decoder import matmul
-from jaxspec.models import fp8
-from jaxspec.models.weights import HALF, Fp8, Layout, Weight
 from jaxspec.pallas.dense import few_rows
-from jaxspec.pallas.experts import experts_mlp as experts
 
-EPS, ROWS = 1e-6, 8
+ROWS = 8
 TOKENS = 1, 8
-BLOCKS = Fp8(fp8.BLOCK)
 
 
 @dataclass(frozen=True)
@@ -53,12 +49,8 @@ def make_cases() -> list[Case]:
                 if quantised and any(each % fp8.BLOCK for shape in shapes.values() for each in shape):
                     continue
                 cases.append(products(told, shapes, model, size, quantised))
-            if model.experts:
-                f, count, each = model.experts
-                for quantised in (False, True):
-                    groups = next(n for n in (1, 2, 4, 8) if not quantised or f * n // size % fp8.BLOCK == 0)
-                    of = model.width, f * groups // size, count // groups, each
-                    cases += [experts_mlp(told, tokens, *of, groups, quantised) for tokens in TOKENS]
+            for quantised in (False, True) if model.experts else ():
+                cases += [mixture(told, model, size, tokens, quantised) for tokens in TOKENS]
     return cases
 
 
@@ -83,16 +75,11 @@ def products(name: str, shapes: dict[str, tuple[int, int]], model: Model, size: 
     cos, sin = (of(kv_slots[:, None] * jnp.geomspace(1, 1e-4, width // 2)) for of in (jnp.cos, jnp.sin))
 
     def build(key):
-        def own(key):
-            keys = jax.random.split(key, len(shapes))
-            pairs = zip(keys, shapes.items(), strict=True)
-            made = {each: jax.random.normal(k, shape, "bfloat16") * shape[0] ** -0.5 for k, (each, shape) in pairs}
-            return {each: _fp8(weight, each) for each, weight in made.items()} if quantised else made
-
         x = {k: jax.random.normal(key, (ROWS, k), "bfloat16") for k, _ in shapes.values()}
         scaled = few_rows.scale_rows(x[model.width], jnp.ones(model.width, "bfloat16"))
         kv = jnp.zeros((layers, 2, 2, kv_heads, PAGE, width), "bfloat16")
-        return [own(each) for each in jax.random.split(key, layers)], (x, scaled, kv)
+        own = [random_matrices(each, shapes, quantised) for each in jax.random.split(key, layers)]
+        return own, (x, scaled, kv)
 
     def carried_on(scaled, made):
         """Input of the next layer. It depends on all products, so that none is left out."""
@@ -121,7 +108,7 @@ def products(name: str, shapes: dict[str, tuple[int, int]], model: Model, size: 
     def plain(i, own, carried):
         x, weight = carried[0], own[i][list(shapes)[-1]]
         rows = x[shapes[list(shapes)[-1]][0]]
-        return rows @ (weight.dequantised(rows.dtype) if quantised else weight), carried
+        return rows @ dequantised(weight, rows.dtype), carried
 
     return Case(
         name=f"{name}: {'FP8 ' * quantised}products, {ROWS} rows",
@@ -137,58 +124,14 @@ def products(name: str, shapes: dict[str, tuple[int, int]], model: Model, size: 
     )
 
 
-def experts_mlp(name: str, tokens: int, d: int, f: int, e: int, k: int, groups: int, quantised: bool) -> Case:
-    """A mixture of which a GPU has `f` columns of each of `e` experts, one of so many `groups`.
-
-    Each token chooses k of all groups' experts, all equally likely.
-    """
+def mixture(name: str, model: Model, size: int, tokens: int, quantised: bool) -> Case:
+    """What one of `size` GPUs computes of a layer's experts. Where blocks that share scales can't be cut so finely, the
+    experts are divided among groups of GPUs."""
+    width, count, k = model.experts
+    groups = next(n for n in (1, 2, 4, 8) if not quantised or width * n // size % fp8.BLOCK == 0)
+    d, f, e = model.width, width * groups // size, count // groups
     chosen = (2 - quantised) * 3 * d * f * tokens * k / groups  # bytes of a layer, at most
     layers = max(4, min(48, int(1.5e8 / chosen)))  # more than a cache holds
-    rng = np.random.default_rng(tokens)
-    ids = rng.random((layers, tokens, e * groups)).argpartition(k - 1, axis=-1)[..., :k].astype(np.int32)
-    ids = np.where(ids < e, ids, experts.NOBODY)
-    distinct = np.mean([len(np.unique(layer[layer < e])) for layer in ids])
-
-    def build(key):
-        keys = jax.random.split(key, 3)
-        x, weights = jax.random.normal(keys[0], (tokens, d), "bfloat16"), jax.random.uniform(keys[1], (tokens, k))
-
-        def matrix(key, outputs, inputs):
-            each = lambda key: jax.random.normal(key, (outputs, inputs), "bfloat16") * inputs**-0.5  # noqa: E731
-            if not quantised:
-                return Weight(jax.lax.map(each, jax.random.split(key, e)))
-            values = jax.lax.map(lambda key: each(key).astype(fp8.E4M3), jax.random.split(key, e))
-            scales = jnp.ones((e, outputs // fp8.BLOCK, inputs // fp8.BLOCK), jnp.float32)
-            return Weight(values, BLOCKS, Layout(), scales)
-
-        own = lambda key: (matrix(key, 2 * f, d), matrix(jax.random.fold_in(key, 1), d, f))  # noqa: E731
-        return (x, weights, [jnp.asarray(each) for each in ids]), [own(k) for k in jax.random.split(keys[2], layers)]
-
-    def op(layer: int, shared: Any, own: Any) -> jax.Array:
-        x, weights, ids = shared
-        return experts.experts_mlp(x, [own[layer]], ids[layer], weights, residual=jnp.zeros_like(x))
-
-    def plain(layer: int, shared: Any, own: Any) -> jax.Array:
-        x, weights, ids = shared
-        rows, items, place = experts.plan(x, ids[layer], e)
-        return experts.combine(experts.reference(rows, [own[layer]], items), place, weights)
-
-    among = f" in {groups} groups" if groups > 1 else ""
-    return Case(
-        name=f"{name}: {'FP8 ' * quantised}experts{among}, {tokens} token{'s' * (tokens > 1)}",
-        group="divided layers",
-        layers=layers,
-        build=build,
-        op=op,
-        plain=plain,
-        size=(2 - quantised) * distinct * 3 * d * f + 4 * tokens * d,
-        flops=2 * float(np.mean((ids < e).sum((1, 2)))) * 3 * d * f,
-    )
-
-
-def _fp8(weight: jax.Array, name: str) -> Weight:
-    """A weight [inputs, outputs] in blocks; gate and up alternate, so their scales are for fewer outputs."""
-    layout = Layout(interleave=HALF) if name == "gate_up" else Layout()
-    values, scales = fp8.quantise_blocks(weight.T)
-    scales = jnp.repeat(scales, fp8.BLOCK // layout.unit, axis=0)[: len(values) // layout.unit]
-    return Weight(values, BLOCKS, layout, scales)
+    name = f"{name}: {'FP8 ' * quantised}experts" + (f" in {groups} groups" if groups > 1 else "")
+    how = {"group": "divided layers", "groups": groups, "quantised": quantised, "residual": True}
+    return experts_mlp(name, tokens, d, f, e, k, layers, "bfloat16", **how)

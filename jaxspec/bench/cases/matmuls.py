@@ -25,19 +25,15 @@ def layer_matmuls(rows: int, d: int, f: int, n: int, layers: int, quantised: boo
 
     Model width `d`, MLP width `f`, and `n` columns of the next layer's q, k and v. `quantised`: with FP8 weights.
     """
-    shapes = (d, d), (d, 2 * f), (f, d), (d, n)
-    weights = sum(k * m for k, m in shapes)
+    shapes = {"out": (d, d), "gate_up": (d, 2 * f), "down": (f, d), "following": (d, n)}
+    weights = sum(k * m for k, m in shapes.values())
 
     def build(key):
         def own(key):
-            keys = jax.random.split(key, 6)
-            pairs = zip(keys[2:], shapes, strict=True)
-            matrices = [jax.random.normal(k, shape, "bfloat16") * shape[0] ** -0.5 for k, shape in pairs]
-            if quantised:  # gate and up alternate, so their scales are for fewer outputs
-                gated = Layout(interleave=HALF)
-                matrices = [_fp8(w, layout) for w, layout in zip(matrices, (GIVEN, gated, GIVEN, GIVEN), strict=True)]
-            x, mixed = (jax.random.normal(k, (rows, d), "bfloat16") for k in keys[:2])
-            return x, mixed, matrices, [jnp.ones(d, "bfloat16")] * 2
+            matrices = random_matrices(key, shapes, quantised)
+            keys = jax.random.split(jax.random.fold_in(key, 1))
+            x, mixed = (jax.random.normal(k, (rows, d), "bfloat16") for k in keys)
+            return x, mixed, list(matrices.values()), [jnp.ones(d, "bfloat16")] * 2
 
         return (), [own(each) for each in jax.random.split(key, layers)]
 
@@ -127,15 +123,8 @@ class _FewRows:
         return [self._weights(each) for each in jax.random.split(key, self.layers)], (x, scaled, kv)
 
     def _weights(self, key: jax.Array) -> dict[str, Any]:
-        keys = jax.random.split(key, len(self.shapes))
-        made = {
-            name: jax.random.normal(key, shape, "bfloat16") * shape[0] ** -0.5
-            for key, (name, shape) in zip(keys, self.shapes.items(), strict=True)
-        }
-        if self.quantised:
-            layouts = {"gate_up": Layout(interleave=HALF)}
-            made = {name: _fp8(matrix, layouts.get(name, GIVEN)) for name, matrix in made.items()}
         norms = [jnp.ones(self.width, "bfloat16")] * 2 * self.normed
+        made = random_matrices(key, self.shapes, self.quantised)
         return made | {"scale": jnp.ones(self.d, "bfloat16"), "norms": norms}
 
     def op(self, i: int, own: list, carried: tuple) -> tuple[jax.Array, tuple]:
@@ -161,8 +150,7 @@ class _FewRows:
 
     def plain(self, i: int, own: list, carried: tuple) -> tuple[jax.Array, tuple]:
         (x, scaled, kv), layer = carried, own[i]
-        whole = lambda each: each.dequantised(x.dtype) if isinstance(each, Weight) else each  # noqa: E731
-        layer = {name: whole(each) for name, each in layer.items()}
+        layer = {name: dequantised(each, x.dtype) for name, each in layer.items()}
         qkv = (rms_norm(x, layer["scale"], EPS) @ layer["qkv"]).reshape(self.rows, -1, self.width)
         qk, v = qkv[:, : -self.kv_heads], qkv[:, -self.kv_heads :]
         if self.normed:
@@ -228,6 +216,21 @@ def projections(
     return [one("q, k, v", d, n), one("out", d, d), one("gate, up", d, 2 * f, gated=True), one("down", f, d)]
 
 
+def random_matrices(key: jax.Array, shapes: dict[str, tuple[int, int]], quantised: bool) -> dict[str, Any]:
+    """A layer's matrices [inputs, outputs]; `quantised`, in FP8, where gate and up alternate, so that their scales are
+    for fewer outputs."""
+    keys = jax.random.split(key, len(shapes))
+    pairs = zip(keys, shapes.items(), strict=True)
+    made = {name: jax.random.normal(key, shape, "bfloat16") * shape[0] ** -0.5 for key, (name, shape) in pairs}
+    layouts = {"gate_up": Layout(interleave=HALF)}
+    return {name: _fp8(x, layouts.get(name, GIVEN)) for name, x in made.items()} if quantised else made
+
+
+def dequantised(weight: Any, dtype: Any) -> Any:
+    """The same matrix if it isn't quantised."""
+    return weight.dequantised(dtype) if isinstance(weight, Weight) else weight
+
+
 def _fp8(weight: jax.Array, layout: Layout, fmt: Format = BLOCKS) -> Weight:
     """A weight [inputs, outputs] in blocks."""
     values, scales = fp8.quantise_blocks(weight.T)
@@ -248,7 +251,7 @@ def _stream_fp8(layer: int, shared: Any, own: Any) -> jax.Array:
 
 def _stream_plain(layer: int, shared: Any, own: Any) -> jax.Array:
     x, mixed, weights, scales = own[layer]
-    out, gate_up, down, following = (w.dequantised(x.dtype) if isinstance(w, Weight) else w for w in weights)
+    out, gate_up, down, following = (dequantised(weight, x.dtype) for weight in weights)
     x = x + mixed @ out
     runs = (rms_norm(x, scales[0], EPS) @ gate_up).reshape(len(x), -1, 2, HALF)
     x = x + (jax.nn.silu(runs[:, :, 0]) * runs[:, :, 1]).reshape(len(x), -1) @ down

@@ -9,43 +9,68 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.bench.cases.case import Case
-from jaxspec.models.weights import Weight
+from jaxspec.models import fp8
+from jaxspec.models.weights import Fp8, Layout, Weight
 from jaxspec.pallas.experts import experts_mlp as experts
 from jaxspec.pallas.experts import top_experts
 
 
-def experts_mlp(name: str, tokens: int, d: int, f: int, e: int, k: int, layers: int, dtype: str) -> Case:
+def experts_mlp(
+    name: str,
+    tokens: int,
+    d: int,
+    f: int,
+    e: int,
+    k: int,
+    layers: int,
+    dtype: str,
+    *,
+    group: str = "experts",
+    groups: int = 1,
+    quantised: bool = False,
+    residual: bool = False,
+) -> Case:
     """A mixture of experts from its input to its output, the router's choice given: `tokens` tokens, of which each
-    chooses `k` of `e` experts, all equally likely. What must be read are the weights of experts that anyone chose.
+    chooses `k` experts, all equally likely, of `groups` times the `e` that are here. What must be read are the weights
+    of experts that anyone chose. With `residual` the result is added to a residual stream.
     """
     rng = np.random.default_rng(tokens)
-    ids = rng.random((layers, tokens, e)).argpartition(k - 1, axis=-1)[..., :k].astype(np.int32)
-    distinct = np.mean([len(np.unique(layer)) for layer in ids])
+    ids = rng.random((layers, tokens, e * groups)).argpartition(k - 1, axis=-1)[..., :k].astype(np.int32)
+    ids = np.where(ids < e, ids, experts.NOBODY)
+    distinct = np.mean([len(np.unique(layer[layer < e])) for layer in ids])
+
+    def matrix(key, outputs, inputs):
+        """Made expert by expert: random bits for all at once would take several times their memory."""
+        each = lambda key: jax.random.normal(key, (outputs, inputs), dtype) * inputs**-0.5  # noqa: E731
+        if not quantised:
+            return Weight(jax.lax.map(each, jax.random.split(key, e)))
+        values = jax.lax.map(lambda key: each(key).astype(fp8.E4M3), jax.random.split(key, e))
+        scales = jnp.ones((e, outputs // fp8.BLOCK, inputs // fp8.BLOCK), jnp.float32)
+        return Weight(values, Fp8(fp8.BLOCK), Layout(), scales)
 
     def build(key):
         keys = jax.random.split(key, 3)
         x, weights = jax.random.normal(keys[0], (tokens, d), dtype), jax.random.uniform(keys[1], (tokens, k))
-
-        def own(key):  # expert by expert: random bits for all at once would take several times their memory
-            matrices = lambda key: (  # noqa: E731
-                jax.random.normal(key, (2 * f, d), dtype) * d**-0.5,
-                jax.random.normal(jax.random.fold_in(key, 1), (d, f), dtype) * f**-0.5,
-            )
-            return jax.lax.map(matrices, jax.random.split(key, e))
-
         # An array each: as a slice of one, a kernel's operand would be copied first.
         shared = x, weights, [jnp.asarray(each) for each in ids]
-        return shared, [tuple(map(Weight, own(each))) for each in jax.random.split(keys[2], layers)]
+        own = lambda key: (matrix(key, 2 * f, d), matrix(jax.random.fold_in(key, 1), d, f))  # noqa: E731
+        return shared, [own(each) for each in jax.random.split(keys[2], layers)]
 
+    def mix(layer: int, shared: Any, own: Any) -> jax.Array:
+        x, weights, ids = shared
+        stream = jnp.zeros_like(x) if residual else None
+        return experts.experts_mlp(x, [own[layer]], ids[layer], weights, residual=stream)
+
+    item = jnp.dtype(dtype).itemsize
     return Case(
-        name=f"experts {name}, {tokens} token{'s' * (tokens > 1)}",
-        group="experts",
+        name=f"{name}, {tokens} token{'s' * (tokens > 1)}",
+        group=group,
         layers=layers,
         build=build,
-        op=_mix,
+        op=mix,
         plain=_mix_plain,
-        size=jnp.dtype(dtype).itemsize * (distinct * 3 * d * f + 2 * tokens * d),
-        flops=2 * tokens * k * 3 * d * f,
+        size=(1 if quantised else item) * distinct * 3 * d * f + item * 2 * tokens * d,
+        flops=2 * float(np.mean((ids < e).sum((1, 2)))) * 3 * d * f,
     )
 
 
@@ -61,11 +86,6 @@ def router(name: str, tokens: int, e: int, k: int, layers: int) -> Case:
         size=4 * tokens * (e + 2 * k),
         flops=0,
     )
-
-
-def _mix(layer: int, shared: Any, own: Any) -> jax.Array:
-    x, weights, ids = shared
-    return experts.experts_mlp(x, [own[layer]], ids[layer], weights)
 
 
 def _mix_plain(layer: int, shared: Any, own: Any) -> jax.Array:

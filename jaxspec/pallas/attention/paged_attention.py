@@ -124,13 +124,15 @@ def reference(
     return span_attention(q, kv, layer, table, first, kv_slots, block_tokens, sinks, scales)
 
 
-def _portable_refuses(q, kv, *_) -> str | None:
+def _portable_refuses(q, kv, *rest) -> str | None:
+    if rest[-1]:
+        return "rows whose bits don't depend on others"
     return portable_attention.supported(q.shape, kv, q.dtype)
 
 
 _OTHERS = (
-    Implementation("row_by_row", ANY, _row_by_row_refuses, _row_by_row),
     Implementation("portable", PORTABLE, _portable_refuses, lambda *call: portable_attention.attention(*call[:-1])),
+    Implementation("row_by_row", ANY, _row_by_row_refuses, _row_by_row),
     Implementation("reference", ANY, nothing, lambda *call: reference(*call[:-1]), slow=True),
 )
 PAGED_ATTENTION = (Implementation("decode_attention", HOPPER, _decode_refuses, _decode), *_OTHERS)

@@ -81,7 +81,7 @@ def experts_mlp(
 
 
 class Call(NamedTuple):
-    """What `experts_mlp` is given: `x`, `ids` and `weights` of the tokens alone, and the `whole` of x's rows."""
+    """Operands of `experts_mlp`: `x`, `ids` and `weights` of the tokens alone, and the `whole` of x's rows."""
 
     x: Float[Array, "t d"]
     whole: Float[Array, "r d"]
@@ -101,7 +101,7 @@ class Call(NamedTuple):
 
     @property
     def fp8(self) -> list[expert_few.Stack]:
-        """The same of FP8 experts, with their scales."""
+        """Gate and up, and down, of each stack of FP8 experts, with their scales."""
         return [tuple(Fp8Weight(weight.values, weight.scales) for weight in stack) for stack in self.stacks]
 
     def added(self, mixed: Float[Array, "t d"]) -> Float[Array, "n d"]:
@@ -112,7 +112,7 @@ class Call(NamedTuple):
 
 
 class ExpertKernel(NamedTuple):
-    """What multiplies items: `run(call, rows, items)` as `reference`, of items as `plan` has them with these sizes."""
+    """A kernel for items: `run(call, rows, items)` as `reference`, of items that `plan` makes with these sizes."""
 
     run: Callable[[Call, Array, Items], Array]
     highest: int = ITEM_ROWS[-1]
@@ -141,7 +141,7 @@ def _not_in(kind: type[Format], call: Call) -> str | None:
 
 
 def _beyond_kernels(call: Call) -> str | None:
-    """What of these experts the kernels of FP8 and of unquantised weights can't compute."""
+    """Name what the kernels of FP8 and of unquantised weights can't compute of these experts; None if nothing."""
     if any(len(stack) > 2 for stack in call.stacks):
         return "experts with biases"
     return "an activation that isn't SiLU" if call.gating else None

@@ -9,9 +9,7 @@ import httpx
 import pytest
 
 from server.app import create_app
-from server.http import refusals
-from server.http.gate import MAX_BODY_BYTES
-from server.http.refusals import LINES, Refusals, safe
+from server.http.gate import LINES, MAX_BODY_BYTES, Refusals, safe
 from tests.server.fake import FakeLLM
 from tests.server.live import serving, wait_for
 
@@ -146,20 +144,16 @@ def test_what_nobody_foresaw_is_an_error_in_our_format(caplog):
     assert "ZeroDivisionError" in caplog.text and "req-9" in caplog.text
 
 
-def test_a_flood_has_few_lines_and_a_count(caplog, monkeypatch):
+async def test_a_flood_has_few_lines_and_a_count(caplog, monkeypatch):
     monkeypatch.setattr(refusals, "PERIOD", 0.2)
     caplog.set_level(logging.INFO, logger="jaxspec.server")
-
-    async def flood():
-        log = Refusals()
-        for period in (1, 2):
-            for _ in range(LINES + 40):
-                log.note(400, "POST /x", "id", b'{"error":{"message":"no","param":null}}')
-            await asyncio.sleep(0.4)
-            assert len(caplog.messages) == period * (LINES + 1)
-            assert caplog.messages[-1] == "40 more requests were refused or failed within 0.2 s"
-
-    asyncio.run(flood())
+    log = Refusals()
+    for period in (1, 2):
+        for _ in range(LINES + 40):
+            log.note(400, "POST /x", "id", b'{"error":{"message":"no","param":null}}')
+        await asyncio.sleep(0.4)
+        assert len(caplog.messages) == period * (LINES + 1)
+        assert caplog.messages[-1] == "40 more requests were refused or failed within 0.2 s"
 
 
 @pytest.mark.parametrize("text", ["a\nb\r\x00", "\x1b]0;title\x07", "\u2028\u202e", "\ud800", "x" * 1000])

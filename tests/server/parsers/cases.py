@@ -6,6 +6,7 @@ results differ, or lose text, the case says what docs/tools.md says.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,15 @@ class Case:
     calls: tuple[tuple[str, Any], ...] = ()
     tools: tuple[dict, ...] | None = None
     thinking: str | None = None
+
+
+def cases_of(format: str, tools: tuple[dict, ...] | None = None) -> tuple[Callable[..., Case], Callable[..., Case]]:
+    """`case` and `plain`: rows of a format's table. A plain row's text is its content, whole."""
+
+    def case(name, source, text, *calls, says=None, thinks=None, format=format, tools=tools, thinking=None) -> Case:
+        return Case(name, source, format, text, thinks, says, calls, tools, thinking)
+
+    return case, lambda name, source, text, **more: case(name, source, text, says=text, **more)
 
 
 def tool(name: str, **properties: Any) -> dict:

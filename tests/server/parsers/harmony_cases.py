@@ -1,6 +1,8 @@
 """gpt-oss' messages."""
 
-from tests.server.parsers.cases import Case, call
+from tests.server.parsers.cases import call, cases_of
+
+case, plain = cases_of("harmony")
 
 ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|start|>assistant<|channel|>final<|message|>"
 
@@ -10,51 +12,47 @@ def harmony(name: str, arguments: str, kind: str = " <|constrain|>json") -> str:
 
 
 HARMONY = [
-    Case("final alone", "vllm openai", "harmony", "<|channel|>final<|message|>A test<|return|>", None, "A test"),
-    Case(
+    case("final alone", "vllm openai", "<|channel|>final<|message|>A test<|return|>", says="A test"),
+    case(
         "analysis, final",
         "llama.cpp gpt-oss",
-        "gpt_oss",
         f"{ANALYSIS}Let me think...{FINAL}It is 42<|end|>",
-        "Let me think...",
-        "It is 42",
+        format="gpt_oss",
+        thinks="Let me think...",
+        says="It is 42",
     ),
-    Case(
-        "no end token", "llama.cpp gpt-oss", "harmony", f"{ANALYSIS}Where?{FINAL}Which city?", "Where?", "Which city?"
+    case(
+        "no end token", "llama.cpp gpt-oss", f"{ANALYSIS}Where?{FINAL}Which city?", thinks="Where?", says="Which city?"
     ),
-    Case("end token between", "vllm gptoss", "harmony", f"{ANALYSIS}hm<|end|>{FINAL}So.", "hm", "So."),
-    Case("analysis alone", "vllm gptoss", "harmony", f"{ANALYSIS}hm<|end|>", "hm"),
-    Case("header cut off", "vllm gptoss", "harmony", f"{ANALYSIS}hm<|end|><|start|>assistant<|channel|>final", "hm"),
-    Case(
+    case("end token between", "vllm gptoss", f"{ANALYSIS}hm<|end|>{FINAL}So.", thinks="hm", says="So."),
+    case("analysis alone", "vllm gptoss", f"{ANALYSIS}hm<|end|>", thinks="hm"),
+    case("header cut off", "vllm gptoss", f"{ANALYSIS}hm<|end|><|start|>assistant<|channel|>final", thinks="hm"),
+    case(
         "constrained final",
         "vllm gptoss",
-        "harmony",
         f"{ANALYSIS}hm<|end|><|start|>assistant<|channel|>final <|constrain|>JSON <|message|>{{}}",
-        "hm",
-        "{}",
+        thinks="hm",
+        says="{}",
     ),
-    Case(
-        "no assistant tag", "vllm gptoss", "harmony", f"{ANALYSIS}hm<|end|><|channel|>final<|message|>So.", "hm", "So."
+    case(
+        "no assistant tag", "vllm gptoss", f"{ANALYSIS}hm<|end|><|channel|>final<|message|>So.", thinks="hm", says="So."
     ),
-    Case(
+    case(
         "one call",
         "vllm openai",
-        "harmony",
         f"{ANALYSIS}hm<|end|>" + harmony("get_weather", '{"city": "Oslo"}'),
-        "hm",
-        calls=(call("get_weather", city="Oslo"),),
+        call("get_weather", city="Oslo"),
+        thinks="hm",
     ),
-    Case(
+    case(
         "newlines in the arguments",
         "vllm openai",
-        "harmony",
         harmony("get_weather", '{\n"city": "Oslo"\n}'),
-        calls=(call("get_weather", city="Oslo"),),
+        call("get_weather", city="Oslo"),
     ),
-    Case(
+    case(
         "many calls",
         "vllm openai",
-        "harmony",
         ANALYSIS
         + "hm<|end|>"
         + harmony("a", '{"x": 1}')
@@ -62,49 +60,40 @@ HARMONY = [
         + harmony("c", "foo", "")
         + harmony("d", "{}")
         + harmony("e", ""),
-        "hm",
-        calls=(call("a", x=1), call("b", x=1), ("c", "foo"), call("d"), call("e")),
+        call("a", x=1),
+        call("b", x=1),
+        ("c", "foo"),
+        call("d"),
+        call("e"),
+        thinks="hm",
     ),
-    Case(
-        "call and final",
-        "vllm openai",
-        "harmony",
-        harmony("a", "{}") + FINAL + "Done.<|return|>",
-        None,
-        "Done.",
-        (call("a"),),
-    ),
-    Case(
+    case("call and final", "vllm openai", harmony("a", "{}") + FINAL + "Done.<|return|>", call("a"), says="Done."),
+    case(
         "recipient in the role",
         "harmony guide",
-        "harmony",
         ' to=functions.a<|channel|>commentary <|constrain|>json<|message|>{"x": 1}<|call|>',
-        calls=(call("a", x=1),),
+        call("a", x=1),
     ),
-    Case(
+    case(
         "preamble",
         "harmony guide",
-        "harmony",
         "<|channel|>commentary<|message|>First I look.<|end|>" + harmony("a", "{}"),
-        None,
-        "First I look.",
-        (call("a"),),
+        call("a"),
+        says="First I look.",
     ),
-    Case(
+    case(
         "built-in tool",
         "vllm openai",
-        "harmony",
         "<|channel|>analysis to=python code<|message|>print(1)<|call|>",
-        "print(1)",
+        thinks="print(1)",
     ),
-    Case(
+    case(
         "two analyses",
         "vllm openai",
-        "harmony",
         f"{ANALYSIS}a<|end|><|start|>assistant{ANALYSIS}b<|end|>{FINAL}c",
-        "a\nb",
-        "c",
+        thinks="a\nb",
+        says="c",
     ),
-    Case("no markup at all", "-", "harmony", "So.", None, "So."),
-    Case("cut off in the arguments", "-", "harmony", harmony("a", '{"x": ')[:-8], calls=(("a", '{"x": '),)),
+    plain("no markup at all", "-", "So."),
+    case("cut off in the arguments", "-", harmony("a", '{"x": ')[:-8], ("a", '{"x": ')),
 ]

@@ -1,134 +1,88 @@
 """Llama 3's calls in JSON."""
 
-from tests.server.parsers.cases import TOOLS, Case, call
+from tests.server.parsers.cases import TOOLS, call, cases_of
 
+case, plain = cases_of("llama3_json")
 LLAMA = [
-    Case("no JSON", "vllm llama3_json", "llama3_json", "Text and no call.", None, "Text and no call."),
-    Case(
+    plain("no JSON", "vllm llama3_json", "Text and no call."),
+    case(
         "with arguments",
         "vllm llama3_json",
-        "llama3_json",
         '{"name": "search", "parameters": {"query": "a b", "limit": 10}}',
-        calls=(call("search", query="a b", limit=10),),
+        call("search", query="a b", limit=10),
     ),
-    Case(
+    case(
         "text around",
         "vllm llama3_json",
-        "llama3_json",
         'Here: {"name": "get_time", "parameters": {}} And so on.',
-        None,
-        "Here:  And so on.",
-        (call("get_time"),),
+        call("get_time"),
+        says="Here:  And so on.",
     ),
-    Case(
-        "invalid JSON",
-        "vllm llama3_json",
-        "llama3_json",
-        '{"name": "search", "parameters": {oh no}',
-        None,
-        '{"name": "search", "parameters": {oh no}',
-    ),
-    Case(
+    plain("invalid JSON", "vllm llama3_json", '{"name": "search", "parameters": {oh no}'),
+    case(
         "arguments for parameters",
         "vllm llama3_json",
-        "llama3_json",
         '{"name": "search", "arguments": {"query": "x"}}',
-        calls=(call("search", query="x"),),
+        call("search", query="x"),
     ),
-    Case(
+    case(
         "three with semicolons",
         "vllm llama3_json",
-        "llama3_json",
         '{"name": "search", "parameters": {"query": "1"}}; {"name": "get_time", "parameters": {}} ; '
         '{"name": "search", "parameters": {"query": "2"}}',
-        calls=(call("search", query="1"), call("get_time"), call("search", query="2")),
+        call("search", query="1"),
+        call("get_time"),
+        call("search", query="2"),
     ),
-    Case(
+    case(
         "nested deeply",
         "vllm llama3_json",
-        "llama3_json",
         '{"name": "f", "parameters": {"a": {"b": {"c": {"d": {"e": "deep"}}}}}}',
-        calls=(("f", {"a": {"b": {"c": {"d": {"e": "deep"}}}}}),),
+        ("f", {"a": {"b": {"c": {"d": {"e": "deep"}}}}}),
     ),
-    Case(
+    case(
         "brackets in strings",
         "vllm llama3_json",
-        "llama3_json",
         '{"name": "f", "parameters": {"q": "a {b} [c]","n": {"i": "{d"}}}',
-        calls=(("f", {"q": "a {b} [c]", "n": {"i": "{d"}}),),
+        ("f", {"q": "a {b} [c]", "n": {"i": "{d"}}),
     ),
-    Case(
+    case(
         "quotes in strings",
         "vllm llama3_json",
-        "llama3_json",
         r'{"name": "f", "parameters": {"t": "He said \"Hi {you}\""}}',
-        calls=(("f", {"t": 'He said "Hi {you}"'}),),
+        ("f", {"t": 'He said "Hi {you}"'}),
     ),
-    Case(
+    case(
         "python tag",
         "sglang llama32",
-        "llama3_json",
         'Intro. <|python_tag|>{"name": "get_time", "parameters": {}}',
-        None,
-        "Intro. ",
-        (call("get_time"),),
+        call("get_time"),
+        says="Intro. ",
     ),
-    Case(
+    case(
         "two python tags",
         "sglang llama32",
-        "llama3_json",
         '<|python_tag|>{"name": "get_time", "parameters": {}}'
         '<|python_tag|>{"name": "search", "parameters": {"query": "x"}}',
-        calls=(call("get_time"), call("search", query="x")),
+        call("get_time"),
+        call("search", query="x"),
     ),
-    Case(
+    case(
         "invalid, then valid",
         "sglang llama32",
-        "llama3_json",
         '{"name": "f", "parameters": {{"name": "f", "parameters": {}}',
-        None,
-        '{"name": "f", "parameters": {',
-        (call("f"),),
+        call("f"),
+        says='{"name": "f", "parameters": {',
     ),
-    Case(
+    case(
         "type function",
         "llama 3.1 prompt format",
-        "llama3_json",
         '{"type": "function", "name": "get_time", "parameters": {"zone": "CET"}}',
-        calls=(call("get_time", zone="CET"),),
+        call("get_time", zone="CET"),
     ),
-    Case(
-        "JSON that is an answer",
-        "-",
-        "llama3_json",
-        '{"answer": {"name": "x"}, "n": [1, {"a": 2}]}',
-        None,
-        '{"answer": {"name": "x"}, "n": [1, {"a": 2}]}',
-    ),
-    Case(
-        "no tool of the request's",
-        "-",
-        "llama3_json",
-        '{"name": "Ada", "parameters": {}}',
-        None,
-        '{"name": "Ada", "parameters": {}}',
-        tools=TOOLS,
-    ),
-    Case("a name and no arguments", "-", "llama3_json", '{"name": "get_time"}', None, '{"name": "get_time"}'),
-    Case(
-        "cut off",
-        "-",
-        "llama3_json",
-        '{"parameters": {"a": {"name": "f", "parameters": {}}',
-        None,
-        '{"parameters": {"a": {"name": "f", "parameters": {}}',
-    ),
-    Case(
-        "code behind the tag",
-        "vllm llama3_json",
-        "llama3_json",
-        '<|python_tag|>search.call(q="x")',
-        None,
-        '<|python_tag|>search.call(q="x")',
-    ),
+    plain("JSON that is an answer", "-", '{"answer": {"name": "x"}, "n": [1, {"a": 2}]}'),
+    plain("no tool of the request's", "-", '{"name": "Ada", "parameters": {}}', tools=TOOLS),
+    plain("a name and no arguments", "-", '{"name": "get_time"}'),
+    plain("cut off", "-", '{"parameters": {"a": {"name": "f", "parameters": {}}'),
+    plain("code behind the tag", "vllm llama3_json", '<|python_tag|>search.call(q="x")'),
 ]

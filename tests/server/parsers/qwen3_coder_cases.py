@@ -1,214 +1,147 @@
 """Qwen3-Coder's calls in XML."""
 
-from tests.server.parsers.cases import TOOLS, Case, call, coder
+from tests.server.parsers.cases import TOOLS, call, cases_of, coder
 
+case, plain = cases_of("qwen3_coder", TOOLS)
 CODER = [
-    Case("no call", "vllm qwen3coder", "qwen3_coder", "A plain answer.", None, "A plain answer.", tools=TOOLS),
-    Case(
+    plain("no call", "vllm qwen3coder", "A plain answer."),
+    case(
         "one call",
         "vllm qwen3coder",
-        "qwen3_coder",
         coder("get_weather", city="Dallas", state="TX", unit="fahrenheit"),
-        calls=(call("get_weather", city="Dallas", state="TX", unit="fahrenheit"),),
-        tools=TOOLS,
+        call("get_weather", city="Dallas", state="TX", unit="fahrenheit"),
     ),
-    Case(
+    case(
         "text before",
         "vllm qwen3coder",
-        "qwen3_coder",
         "Sure, a moment." + coder("get_weather", city="Dallas"),
-        None,
-        "Sure, a moment.",
-        (call("get_weather", city="Dallas"),),
-        TOOLS,
+        call("get_weather", city="Dallas"),
+        says="Sure, a moment.",
     ),
-    Case(
+    case(
         "an object over two lines",
         "vllm qwen3coder",
-        "qwen3_coder",
         coder("area", shape="rectangle", dimensions='{"width": 10, \n "height": 20}', precision="2"),
-        calls=(call("area", shape="rectangle", dimensions={"width": 10, "height": 20}, precision=2),),
-        tools=TOOLS,
+        call("area", shape="rectangle", dimensions={"width": 10, "height": 20}, precision=2),
     ),
-    Case(
+    case(
         "two calls",
         "vllm qwen3coder",
-        "qwen3_coder",
         coder("get_weather", city="Dallas") + "\n" + coder("get_weather", city="Orlando"),
-        calls=(call("get_weather", city="Dallas"), call("get_weather", city="Orlando")),
-        tools=TOOLS,
+        call("get_weather", city="Dallas"),
+        call("get_weather", city="Orlando"),
     ),
-    Case(
+    case(
         "types of the schema",
         "vllm qwen3coder",
-        "qwen3_coder",
         coder("types", i="42", f="3.14", n="7", b="true", s="hello world", o='{"key": "value"}', a='["a", 1]'),
-        calls=(call("types", i=42, f=3.14, n=7, b=True, s="hello world", o={"key": "value"}, a=["a", 1]),),
-        tools=TOOLS,
+        call("types", i=42, f=3.14, n=7, b=True, s="hello world", o={"key": "value"}, a=["a", 1]),
     ),
-    Case(
+    case(
         "values that aren't their type",
         "vllm qwen3coder",
-        "qwen3_coder",
         coder("types", i="many", f="NaN", b="yes", o="{oops", a="none"),
-        calls=(call("types", i="many", f="NaN", b="yes", o="{oops", a=None),),
-        tools=TOOLS,
+        call("types", i="many", f="NaN", b="yes", o="{oops", a=None),
     ),
-    Case(
+    case(
         "null",
         "vllm qwen3coder",
-        "qwen3_coder",
         coder("types", maybe="None", s="null", i="null", number_or_null="null"),
-        calls=(call("types", maybe=None, s="null", i=None, number_or_null=None),),
-        tools=TOOLS,
+        call("types", maybe=None, s="null", i=None, number_or_null=None),
     ),
-    Case(
+    case(
         "no null where a string is wanted first",
         "vllm qwen3coder",
-        "qwen3_coder",
         coder("types", either="null"),
-        calls=(call("types", either="null"),),
-        tools=TOOLS,
+        call("types", either="null"),
     ),
-    Case(
+    case(
         "text after",
         "-",
-        "qwen3_coder",
         coder("get_weather", city="Dallas", state="TX") + "\nBye.",
-        None,
-        "\nBye.",
-        (call("get_weather", city="Dallas", state="TX"),),
-        TOOLS,
+        call("get_weather", city="Dallas", state="TX"),
+        says="\nBye.",
     ),
-    Case(
+    case(
         "nullable with a value",
         "vllm qwen3coder",
-        "qwen3_coder",
         coder("types", maybe="x", number_or_null="1.5"),
-        calls=(call("types", maybe="x", number_or_null=1.5),),
-        tools=TOOLS,
+        call("types", maybe="x", number_or_null=1.5),
     ),
-    Case(
+    case(
         "python literals",
         "vllm qwen3coder",
-        "qwen3_coder",
         coder("types", o="{'k': True}", a="('a', 1)", b="True"),
-        calls=(call("types", o={"k": True}, a="('a', 1)", b=True),),
-        tools=TOOLS,
+        call("types", o={"k": True}, a="('a', 1)", b=True),
     ),
-    Case(
+    case(
         "no markers around the function",
         "vllm qwen3coder fallback",
-        "qwen3_coder",
         "<function=get_weather>\n<parameter=city>\nDallas\n</parameter>\n</function>",
-        calls=(call("get_weather", city="Dallas"),),
-        tools=TOOLS,
+        call("get_weather", city="Dallas"),
     ),
-    Case(
+    case(
         "no parameters",
         "sglang qwen3_coder",
-        "qwen3_coder",
         "<tool_call>\n<function=get_time>\n</function>\n</tool_call>",
-        calls=(call("get_time"),),
-        tools=TOOLS,
+        call("get_time"),
     ),
-    Case(
+    case(
         "a parameter left open",
         "vllm qwen3coder",
-        "qwen3_coder",
         "<tool_call>\n<function=get_weather>\n<parameter=city>\nDallas\n<parameter=state>\nTX\n</parameter>\n</function>\n</tool_call>",
-        calls=(call("get_weather", city="Dallas", state="TX"),),
-        tools=TOOLS,
+        call("get_weather", city="Dallas", state="TX"),
     ),
-    Case(
+    case(
         "the last one left open",
         "vllm qwen3coder",
-        "qwen3_coder",
         "<tool_call>\n<function=get_weather>\n<parameter=city>\nDallas\n</function>\n</tool_call>",
-        calls=(call("get_weather", city="Dallas"),),
-        tools=TOOLS,
+        call("get_weather", city="Dallas"),
     ),
-    Case(
+    case(
         "all on one line",
         "sglang qwen3_coder",
-        "qwen3_coder",
         "<tool_call><function=area><parameter=shape>disc</parameter><parameter=precision>3</parameter></function></tool_call>",
-        calls=(call("area", shape="disc", precision=3),),
-        tools=TOOLS,
+        call("area", shape="disc", precision=3),
     ),
-    Case(
+    case(
         "markup, quotes and empty lines in a value",
         "vllm qwen3coder",
-        "qwen3_coder",
         coder("search", query='\n<b>"x"</b>\n\\n &amp; <parameter\n'),
-        calls=(call("search", query='\n<b>"x"</b>\n\\n &amp; <parameter\n'),),
-        tools=TOOLS,
+        call("search", query='\n<b>"x"</b>\n\\n &amp; <parameter\n'),
     ),
-    Case(
+    case(
         "an empty value",
         "sglang qwen3_coder",
-        "qwen3_coder",
         "<tool_call><function=search><parameter=query>\n</parameter></function></tool_call>",
-        calls=(call("search", query=""),),
-        tools=TOOLS,
+        call("search", query=""),
     ),
-    Case("no schema", "vllm qwen3coder", "qwen3_coder", coder("anything", x="1"), calls=(call("anything", x="1"),)),
-    Case(
-        "a parameter that the schema lacks",
-        "vllm qwen3coder",
-        "qwen3_coder",
-        coder("search", depth="3"),
-        calls=(call("search", depth="3"),),
-        tools=TOOLS,
-    ),
-    Case(
+    case("no schema", "vllm qwen3coder", coder("anything", x="1"), call("anything", x="1"), tools=None),
+    case("a parameter that the schema lacks", "vllm qwen3coder", coder("search", depth="3"), call("search", depth="3")),
+    case(
         "cut off in the closing marker",
         "-",
-        "qwen3_coder",
         "<tool_call>\n<function=get_time>\n</function>\n</tool_c",
-        calls=(call("get_time"),),
+        call("get_time"),
+        tools=None,
     ),
-    Case(
+    case(
         "cut off in a value",
         "vllm qwen3coder",
-        "qwen3_coder",
         "<tool_call>\n<function=search>\n<parameter=query>\nhow to",
-        calls=(("search", '{"query": "how to'),),
-        tools=TOOLS,
+        ("search", '{"query": "how to'),
     ),
-    Case(
-        "cut off in a number",
-        "-",
-        "qwen3_coder",
-        "<tool_call>\n<function=search>\n<parameter=limit>\n12",
-        calls=(("search", '{"limit": "12'),),
-        tools=TOOLS,
+    case(
+        "cut off in a number", "-", "<tool_call>\n<function=search>\n<parameter=limit>\n12", ("search", '{"limit": "12')
     ),
-    Case(
-        "cut off in the name",
-        "-",
-        "qwen3_coder",
-        "<tool_call>\n<function=sea",
-        None,
-        "<tool_call>\n<function=sea",
-        tools=TOOLS,
-    ),
-    Case(
-        "no function in the markers",
-        "vllm qwen3coder",
-        "qwen3_coder",
-        "<tool_call>\nwell\n</tool_call>",
-        None,
-        "<tool_call>\nwell\n</tool_call>",
-        tools=TOOLS,
-    ),
-    Case(
+    plain("cut off in the name", "-", "<tool_call>\n<function=sea"),
+    plain("no function in the markers", "vllm qwen3coder", "<tool_call>\nwell\n</tool_call>"),
+    case(
         "reasoning before",
         "vllm qwen3",
-        "qwen3+qwen3_coder",
         "<think>hm\n" + coder("get_time", zone="CET"),
-        "hm\n",
-        calls=(call("get_time", zone="CET"),),
-        tools=TOOLS,
+        call("get_time", zone="CET"),
+        format="qwen3+qwen3_coder",
+        thinks="hm\n",
     ),
 ]

@@ -198,7 +198,7 @@ def _heads(
     interpret,
 ):  # fmt: skip
     """The queries, if there are any, and the pages."""
-    count, width, ref, layer = len(kv_slots), kv.shape[5], jax.new_ref(kv), layer.reshape(1)
+    count, width, ref = len(kv_slots), kv.shape[5], jax.new_ref(kv)
     widths, unscaled = [x.shape[1] for x in rows], scales[0].ndim == 1
     fp8 = isinstance(weight, Fp8Weight)
     share = share_out(count, widths, outputs(weight), width // TILE, normed=unscaled, fp8=fp8)
@@ -215,7 +215,10 @@ def _heads(
         | {"head_s": plgpu.SMEM((share.finished, width), rows[0].dtype)},
         compiler_params=params(),
         interpret=interpret,
-    )(*operands(weight), cos, sin, layer, kv_slots, ref, *rows, *scales, *norms, *biases, *inverse, *prefetch)
+    )(
+        *(*operands(weight), cos, sin, layer.reshape(1), kv_slots, ref),
+        *(*rows, *scales, *norms, *biases, *inverse, *prefetch),
+    )
     return *q, jax.freeze(ref)
 
 

@@ -61,7 +61,7 @@ class Share:
 
     @property
     def step(self) -> int:
-        """Unit of a chunk's inputs, whose number is a multiple of it."""
+        """The unit of a chunk: its inputs are a multiple of this."""
         return BLOCK if self.fp8 else TILE
 
     @property

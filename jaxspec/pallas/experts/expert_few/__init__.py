@@ -72,7 +72,7 @@ def mix(
     fused: bool = True,
     interpret: Any = False,
 ) -> Float[Array, "n d"] | tuple[Float[Array, "n d"], Scaled]:
-    """What `experts_mlp.experts_mlp` says. An id that is no expert's number counts for nothing.
+    """Compute `experts_mlp.experts_mlp`. An id that is no expert's number counts for nothing.
 
     With the `scale` of the norm that comes next, the sums come as `Scaled` rows as well, whose squares are summed over
     `COLUMNS`; there must be a residual stream of `ROWS` rows then. `centred`: as in `few_rows.add_product`.
