@@ -46,6 +46,8 @@ def read_kv_scales(files: ModelFolder, decoder: Decoder, rename: Callable[[str],
     if not sources:
         return None
     heads = decoder.layers[places[0]].mixing.memory.heads
+    if len(decoder.groups(PagedRows)) > 1:
+        raise CheckpointError(f"{files.path}: scales of keys or values need the same KV heads in all layers")
     scales = np.ones((len(places), 2, heads), np.float32)
     for name, value in files.some(sources):
         value = np.asarray(value, np.float32)

@@ -35,7 +35,7 @@ from jaxspec.decoder.mixer import Mixer
 from jaxspec.decoder.mixings import mixing_of
 from jaxspec.decoder.mixings.kind import Weights
 from jaxspec.decoder.padding import flat
-from jaxspec.decoder.path import Call, Path, implementing
+from jaxspec.decoder.path import Call, Path, implementing, layers_differ
 from jaxspec.decoder.stack import Ops
 from jaxspec.models.description import Decoder, Layer, Norm, Rope, beyond
 from jaxspec.models.weights import HALF, Weight
@@ -59,8 +59,10 @@ def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
         return f"{call.processors} Hopper multiprocessors; {weight_stream.BLOCKS} are needed"
     if call.pages != "bfloat16":
         return f"pages in {call.pages}; bfloat16 is supported"
-    if len({layer.norm for layer in decoder.layers}) > 1 or len(decoder.ropes) > 1:
-        return "layers whose norms or ropes differ"
+    if reason := layers_differ(decoder):
+        return reason
+    if len(decoder.ropes) > 1:
+        return "layers whose ropes differ"
     if any(each["gate_up"].layout.interleave != HALF for each in layers):
         return f"an MLP {decoder.layers[0].feed.width} wide"
     if decoder.width > WIDEST:

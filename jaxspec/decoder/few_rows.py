@@ -17,7 +17,7 @@ from jaxspec.decoder.mixings.attention import sinks
 from jaxspec.decoder.mixings.kind import Weights
 from jaxspec.decoder.mixture_rows import add, given_first, mixture, operand
 from jaxspec.decoder.padding import flat, padded, untimed, valid_rows
-from jaxspec.decoder.path import MIXTURE, Call, Path, implementing
+from jaxspec.decoder.path import MIXTURE, Call, Path, implementing, layers_differ
 from jaxspec.decoder.stack import Ops
 from jaxspec.models.description import Attention, ClampedSwiglu, Decoder, Mixture, Mlp
 from jaxspec.models.weights import HALF, Fp8, Mxfp4, Weight
@@ -57,8 +57,8 @@ def sizes_fit(decoder: Decoder, layers: Sequence[Weights], call: Call, fp8: bool
     if call.inputs == ():
         return "rows that are normed already"
     beside = sum(call.inputs[1:]) if call.inputs else 0
-    if len({layer.norm for layer in decoder.layers}) > 1:
-        return "layers whose norms differ"  # a kernel begins in one layer and ends in the next
+    if reason := layers_differ(decoder):
+        return reason
     a, norm = decoder.attention, decoder.layers[0].norm
     if len({layer.mixing.rope for layer in decoder.layers}) > 1:
         return "layers whose ropes differ"  # there is one table for all

@@ -13,7 +13,7 @@ from jaxspec.decoder.mixer import Mixer
 from jaxspec.decoder.mixings import MIXINGS
 from jaxspec.decoder.mixings.kind import Weights
 from jaxspec.decoder.stack import Ops
-from jaxspec.models.description import ROPE_SCALINGS, Decoder, Layer, Mlp, Norm, Rope, Table, beyond
+from jaxspec.models.description import ROPE_SCALINGS, Decoder, Layer, Mlp, Norm, PagedRows, Rope, Table, beyond
 from jaxspec.models.weights import Unquantised, formats
 from jaxspec.pallas import hopper
 from jaxspec.parallel.sharding import devices
@@ -34,6 +34,16 @@ MIXTURE = frozenset({"experts", "per_token", "width", "renormalised", "shared"})
 def implementing(more: Mapping[type, Set[str]]) -> Table:
     """Fields that a path computes which has `more` of them, or of kinds, than the plainest."""
     return {kind: PLAINEST.get(kind, frozenset()) | more.get(kind, set()) for kind in {**PLAINEST, **more}}
+
+
+def layers_differ(decoder: Decoder) -> str | None:
+    """Why kernels from one layer to the next, or a rope table for all, can't serve; None if they can."""
+    if len({layer.norm for layer in decoder.layers}) > 1:
+        return "layers whose norms differ"
+    paged = [layer.mixing for layer in decoder.layers if isinstance(layer.mixing.memory, PagedRows)]
+    if len({(mixing.memory, mixing.columns) for mixing in paged}) > 1:
+        return "layers whose attention differs in its heads"
+    return None
 
 
 NO_HOPPER = "Hopper's kernels don't serve here"  # the log's line about kernels says why

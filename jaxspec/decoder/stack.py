@@ -1,7 +1,9 @@
-"""The loop over a decoder's layers: `run`, and `run_one` for a layer by itself. A path's `Ops` are the steps in it.
+"""The loop over a decoder's layers: `run`, and `run_one` for a layer by itself.
 
-x = x + out(mix(norm(x)))
-x = x + feed(norm(x))
+    x = x + out(mix(norm(x)))
+    x = x + feed(norm(x))
+
+Its steps are a path's `Ops`. Paths differ in the steps that share a kernel.
 """
 
 from __future__ import annotations

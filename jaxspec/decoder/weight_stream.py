@@ -14,7 +14,7 @@ from jaxtyping import Array
 from jaxspec.decoder.functions import normed
 from jaxspec.decoder.matmul import product
 from jaxspec.decoder.mixings.kind import Weights
-from jaxspec.decoder.path import Call, Path, implementing
+from jaxspec.decoder.path import Call, Path, implementing, layers_differ
 from jaxspec.decoder.plain import Plain
 from jaxspec.decoder.stack import Ops
 from jaxspec.models.description import Decoder, Rope
@@ -31,8 +31,8 @@ MATMULS = "out", "gate_up", "down", "qkv"  # as the kernel takes them; the last 
 
 
 def fits(decoder: Decoder, layers: Any, call: Call) -> str | None:
-    if len({layer.norm for layer in decoder.layers}) > 1:
-        return "layers whose norms differ"  # a kernel begins in one layer and ends in the next
+    if reason := layers_differ(decoder):
+        return reason
     names = ("qkv", "down") if call.devices == 1 else MATMULS
     weights = [layers[0][name] for name in names]
     widths = [width for weight in weights for width in (weight.inputs, weight.outputs)]
@@ -40,8 +40,8 @@ def fits(decoder: Decoder, layers: Any, call: Call) -> str | None:
 
 
 def fp8_fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
-    if len({layer.norm for layer in decoder.layers}) > 1:
-        return "layers whose norms differ"  # a kernel begins in one layer and ends in the next
+    if reason := layers_differ(decoder):
+        return reason
     given = [weights[name] for weights in layers for name in MATMULS]
     if not all(isinstance(weight.format, Fp8) for weight in given):
         return "weights that aren't FP8"
@@ -114,10 +114,8 @@ class StreamedParts(Ops):
         return stream(x, mixed, chain, [weights[norm] for norm in norms], stages=stages, eps=layer.norm.eps)
 
     def project(self, layer, weights, x, given):
-        (b, t), made = (
-            self.positions.shape,
-            self._stream(layer, weights, ["qkv"], x, None, ["attn_norm"], ("norm", "matmul")),
-        )
+        b, t = self.positions.shape
+        made = self._stream(layer, weights, ["qkv"], x, None, ["attn_norm"], ("norm", "matmul"))
         return [made[:, : b * t].reshape(-1, b, t, made.shape[-1])]
 
     def add(self, layer, weights, x, mixed):

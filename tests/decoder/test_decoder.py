@@ -262,6 +262,16 @@ def test_layers_with_ropes_of_their_own_share_no_table():
     assert choose(windowed, layers, Call(8, 1, "bfloat16", processors=132))[0] is FEW_ROWS
 
 
+def test_layers_with_heads_of_their_own_share_no_kernel():
+    decoder, layers = described("qwen3")
+    other = dataclasses.replace(decoder.layers[0], mixing=dataclasses.replace(decoder.attention, kv_heads=4))
+    mixed = dataclasses.replace(decoder, layers=(other, *decoder.layers[1:]))
+    path, refused = choose(mixed, layers, Call(8, 1, "bfloat16", processors=132))
+    assert path is PLAIN
+    for name in (FEW_ROWS.name, WEIGHT_STREAM.name):
+        assert refused[name] == "layers whose attention differs in its heads"
+
+
 def test_what_no_path_implements_is_an_error():
     @dataclasses.dataclass(frozen=True)
     class Other(Mlp):
