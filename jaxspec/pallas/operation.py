@@ -14,7 +14,7 @@ from typing import Any
 from jaxspec.pallas import hopper, portable
 
 HOPPER, PORTABLE, ANY = "hopper", "portable", "any"  # the devices that an implementation is for
-_LACKS = {HOPPER: lambda: hopper.kernels_here(), PORTABLE: lambda: portable.kernels_here(), ANY: lambda: None}
+_LACKING = {HOPPER: lambda: hopper.kernels_here(), PORTABLE: lambda: portable.kernels_here(), ANY: lambda: None}
 
 
 @dataclass(frozen=True)
@@ -35,17 +35,15 @@ class Implementation:
     requested: bool = False
     slow: bool = False
 
-    def lacks(self) -> str | None:
-        """Why this process's device doesn't run it, whatever the call, or None if it does."""
-        if (reason := _LACKS[self.device]()) is not None:
-            return reason
-        if self.requested and hopper.requested_kernels() != PORTABLE:
-            return "no GPU has run it; --kernels portable requests it"
-        return None
+    @property
+    def here(self) -> bool:
+        """Whether this process's device runs it, for calls that it takes."""
+        unwanted = self.requested and hopper.requested_kernels() != PORTABLE
+        return not unwanted and _LACKING[self.device]() is None
 
     def takes(self, *call: Any) -> bool:
         """Whether it runs here and takes the call."""
-        return self.lacks() is None and self.refuses(*call) is None
+        return self.here and self.refuses(*call) is None
 
 
 Table = tuple[Implementation, ...]
@@ -64,7 +62,7 @@ def choose(operation: str, table: Table, *call: Any) -> Implementation:
     """
     refused = []
     for each in table:
-        if each.lacks() is not None:
+        if not each.here:
             continue
         if (reason := each.refuses(*call)) is None:
             if each.slow and refused:

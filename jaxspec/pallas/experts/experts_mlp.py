@@ -23,6 +23,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxspec.models.weights import Format, Fp8, Mxfp4, Unquantised, Weight, expert_matmul, formats
+from jaxspec.pallas import hopper
 from jaxspec.pallas.dense.few_rows import Fp8Weight, Scaled
 from jaxspec.pallas.experts import (
     expert_add,
@@ -34,7 +35,7 @@ from jaxspec.pallas.experts import (
     expert_stream,
 )
 from jaxspec.pallas.experts.expert_stream import ALIGN, COUNT, Items
-from jaxspec.pallas.hopper import kernels_here, too_few_processors
+from jaxspec.pallas.hopper import too_few_processors
 from jaxspec.pallas.operation import ANY, HOPPER, PORTABLE, Implementation, choose, nothing
 from jaxspec.pallas.portable import experts as portable_experts
 from jaxspec.pallas.portable import mxfp4 as portable_mxfp4
@@ -235,7 +236,8 @@ EXPERTS = (
 
 def scaled(residual: Float[Array, "n d"], each: int) -> bool:
     """Whether `experts_mlp` can give sums of rows like these, of so many experts each, as `Scaled` rows as well."""
-    return kernels_here() is None and not expert_add.supported(len(residual), each, residual.shape[1], residual.dtype)
+    reason = expert_add.supported(len(residual), each, residual.shape[1], residual.dtype)
+    return (reason or hopper.kernels_here()) is None
 
 
 def combine(out: Float[Array, "r d"], place: Int[Array, "t k"], weights: Float[Array, "t k"]) -> Float[Array, "t d"]:

@@ -262,3 +262,13 @@ def test_masks_are_the_decode_kernels_up_to_a_word(t, w, kernel, window, monkeyp
         assert len(told) == 1 and kernel in told[0]
     else:
         assert dict(hopper.KERNELS) == {kernel: 1} and "mosaic_gpu" in text and not told
+
+
+def test_rows_of_fixed_bits_need_a_kernel_on_a_gpu():
+    q, kv = jnp.zeros((1, 4, 4, 64), jnp.bfloat16), jnp.zeros((1, 3, 2, 2, 8, 64), jnp.bfloat16)
+    hopper.lower_for(132)
+    try:
+        with pytest.raises(NotImplementedError, match="--deterministic has no kernel for attention with pages of 8"):
+            paged_attention(q, kv, jnp.int32(0), jnp.array([[1, 2]]), jnp.array([9]), fixed=1024)
+    finally:
+        hopper.lower_for(None)
