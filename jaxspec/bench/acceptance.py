@@ -6,16 +6,21 @@ as many prompts of the same kind might differ. A figure is a ratio of sums, as p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from jaxspec.bench.results import Row
+from jaxspec.bench.results import Column, Row
 from jaxspec.config.request import RequestMetrics
 
 RESAMPLES = 2000
 LEVEL = 0.95
+COLUMNS = (
+    Column("tokens_per_round", "tokens/round", ".2f"),
+    Column("low", "low", ".2f", 5),
+    Column("high", "high", ".2f", 5),
+)
 
 
 @dataclass(frozen=True)
@@ -64,8 +69,3 @@ def intervals(held: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
     tail = 50 * (1 - LEVEL)
     low, high = np.percentile(sums[:, 1:] / sums[:, :1], [tail, 100 - tail], axis=0)
     return low, high
-
-
-def by_position(shares: Sequence[float]) -> str:
-    """Shares as a table prints them."""
-    return " / ".join(f"{share:.2f}" for share in shares)

@@ -43,9 +43,7 @@ COLUMNS = (
     Column("answer_perplexity", "of the answer", ".3f"),
     Column("agree", "agree", ".2%"),
     Column("same", "same text", ".1%"),
-    Column("tokens_per_round", "tokens/round", ".2f"),
-    Column("low", "low", ".2f", 5),
-    Column("high", "high", ".2f", 5),
+    *acceptance.COLUMNS,
 )
 TABLES = (Table("accuracy: formats of weights and cache against the unquantised model", COLUMNS),)
 

@@ -154,7 +154,8 @@ def _start(args: argparse.Namespace, result: Result) -> Engine:
     )
     _prepare(engine, args.concurrency)
     engine.programs_before = engine.runner.compiles["compiles"]
-    result.fact(ready_s=time.perf_counter() - began, round_times=_times(engine), **device_facts())
+    times = {f"{kind} {size}": times for (kind, size), times in engine.runner.round_times.items()}
+    result.fact(ready_s=time.perf_counter() - began, round_times=times, **device_facts())
     gc.collect()
     gc.freeze()  # as a server does: looking through what was loaded takes half a second
     return engine
@@ -182,10 +183,6 @@ def _prepare(engine: Engine, requests: Sequence[int]) -> None:
     runner.reset()
 
 
-def _times(engine: Engine) -> dict[str, dict[int, float]]:
-    return {f"{kind} {size}": times for (kind, size), times in engine.runner.round_times.items()}
-
-
 def _lengths(engine: Engine, mixed: list[list[float]]) -> dict[int, float]:
     """Tokens that a round yields a request that runs, on average, by its drafts."""
     slots = [choice.seq.slot for request in engine.requests.values() for choice in request.choices]
@@ -200,12 +197,13 @@ def _settings(engine: Engine, mixed: list[list[float]]) -> dict[str, tuple[Choos
     runner = engine.runner
     longest = {n: runner.yields_of(n) - 1 for n in runner.drafts}
     of = lambda always=None: Setting(longest, runner.round_times, always, dict(runner.shapes.ragged))  # noqa: E731
-    how = {_name(n): of(n) for n in (SKIP_DRAFTER, *runner.drafts)} | {AGAIN: of(SKIP_DRAFTER), AUTO: of()}
+    how = {
+        "plain": of(SKIP_DRAFTER),
+        **{str(n): of(n) for n in runner.drafts if n != SKIP_DRAFTER},
+        AGAIN: of(SKIP_DRAFTER),
+        AUTO: of(),
+    }
     return {name: (each, Meter(engine, _lengths(engine, mixed))) for name, each in how.items()}
-
-
-def _name(drafts: int) -> str:
-    return "plain" if drafts == SKIP_DRAFTER else str(drafts)
 
 
 def _queue(engine: Engine, rng: np.random.Generator, count: int, prompt_len: int) -> list[str]:

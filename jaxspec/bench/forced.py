@@ -67,12 +67,9 @@ def force_mixed(draft: LoadedDrafter, mixed: Sequence[Sequence[float]]) -> Loade
 def _check(draft: LoadedDrafter, rates: Sequence[float]) -> None:
     drafter = draft.drafter
     if len(rates) != drafter.longest:
-        drafts = f"{drafter.num_draft_tokens} tokens"
-        drafts, each, option = (
-            (drafts, "draft", "--num-draft-tokens")
-            if drafter.topk == 1
-            else (f"trees of {drafts}, {drafter.longest} deep", "step", "--num-steps")
-        )
+        drafts, each, option = f"{drafter.num_draft_tokens} tokens", "draft", "--num-draft-tokens"
+        if drafter.topk > 1:
+            drafts, each, option = f"trees of {drafts}, {drafter.longest} deep", "step", "--num-steps"
         raise BenchError(
             f"--accept-rates has {len(rates)} rates; --draft {draft.name} drafts {drafts}: give one for each {each} "
             f"({option} says how many)"

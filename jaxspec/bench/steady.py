@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from jaxspec.engine.engine import Engine
 
 SETTLING_STEPS = 2  # after the last first token: the program in flight then may still be a prefill's neighbour
 LEAST_ROUNDS = 4  # fewer say nothing
+FIGURES = "rounds", "ms_per_round", "mean_ms", "p99_ms", "tokens_per_s", "accept_length", "context"
 
 
 @dataclass(frozen=True)
@@ -37,36 +39,24 @@ class Sample:
         return self.totals.get(name, 0) - before.totals.get(name, 0)
 
 
-class Steady:
-    """The rounds between the first and the last of `samples`, in which all of `count` requests decoded."""
-
-    def __init__(self, samples: list[Sample], start: Sample, count: int, prompt_len: int):
-        self._samples, self._count = samples, count
-        first, last = samples[0], samples[-1]
-        self.rounds = last.since(first, "rounds")
-        self.seconds = last.time - first.time
-        self.tokens = last.since(first, "generation_tokens")
-        self._verified = last.since(first, "verified_tokens")
-        self._verify_rounds = last.since(first, "verify_rounds")
-        halfway = (first.since(start, "generation_tokens") + last.since(start, "generation_tokens")) / 2
-        self.context = prompt_len + halfway / count  # mean tokens of a request
-
-    @property
-    def accept_length(self) -> float:
-        return self._verified / self._verify_rounds
-
-    def figures(self) -> Row:
-        steps = list(zip(self._samples, self._samples[1:], strict=False))
-        each = [(b.time - a.time) / b.since(a, "rounds") for a, b in steps if b.since(a, "rounds")]
-        return {
-            "rounds": self.rounds,
-            "ms_per_round": float(np.median(each)) * 1e3,
-            "mean_ms": self.seconds / self.rounds * 1e3,
-            "p99_ms": float(np.percentile(each, 99)) * 1e3,
-            "tokens_per_s": self.tokens / self.seconds,
-            "accept_length": self.accept_length,
-            "context": self.context,
-        }
+def figures(samples: list[Sample], start: Sample, count: int, prompt_len: int) -> Row | None:
+    """Of the rounds between the first and the last of `samples`, in which all of `count` requests decoded; None if they
+    are too few to say anything."""
+    first, last = (samples[0], samples[-1]) if samples else (start, start)
+    rounds, seconds = last.since(first, "rounds"), last.time - first.time
+    if rounds < LEAST_ROUNDS:
+        return None
+    each = [(b.time - a.time) / b.since(a, "rounds") for a, b in pairwise(samples) if b.since(a, "rounds")]
+    halfway = (first.since(start, "generation_tokens") + last.since(start, "generation_tokens")) / 2
+    return {
+        "rounds": rounds,
+        "ms_per_round": float(np.median(each)) * 1e3,
+        "mean_ms": seconds / rounds * 1e3,
+        "p99_ms": float(np.percentile(each, 99)) * 1e3,
+        "tokens_per_s": last.since(first, "generation_tokens") / seconds,
+        "accept_length": last.since(first, "verified_tokens") / last.since(first, "verify_rounds"),
+        "context": prompt_len + halfway / count,  # mean tokens of a request
+    }
 
 
 class Load:
@@ -94,19 +84,17 @@ class Load:
                 if phase == "steady":
                     samples.append(Sample.take(engine))
                 elif phase == "closing" and replay is not None:
-                    steady = self._steady(samples, start)
+                    steady = figures(samples, start, self._count, self._prompt_len)
                     began, compiled = time.perf_counter(), engine.stats()["compiles_total"]
                     if steady is not None:
-                        program = replay.figures(steady.context, steady.accept_length, profiled)
+                        program = replay.figures(steady["context"], steady["accept_length"], profiled)
                     apart["seconds"] = time.perf_counter() - began
                     apart["compiles"] = engine.stats()["compiles_total"] - compiled
         finally:
             if replay is not None:
                 replay.close()
         end, after = Sample.take(engine), engine.stats()
-        steady = self._steady(samples, start)
-        missing = ("rounds", "ms_per_round", "mean_ms", "p99_ms", "tokens_per_s", "accept_length", "context")
-        row = dict.fromkeys(missing) if steady is None else steady.figures()
+        row = figures(samples, start, self._count, self._prompt_len) or dict.fromkeys(FIGURES)
         row["run_tokens_per_s"] = end.since(start, "generation_tokens") / (end.time - start.time - apart["seconds"])
         for name in ("preemptions", "compiles"):
             row[name] = after[f"{name}_total"] - before[f"{name}_total"] - apart[name]
@@ -118,12 +106,6 @@ class Load:
     def params(self, output_len: int) -> SamplingParams:
         """Sampling params of every request."""
         return SamplingParams(temperature=self._temperature, max_tokens=output_len, ignore_eos=True)
-
-    def _steady(self, samples: list[Sample], start: Sample) -> Steady | None:
-        if len(samples) < 2:
-            return None
-        steady = Steady(samples, start, self._count, self._prompt_len)
-        return steady if steady.rounds >= LEAST_ROUNDS else None
 
     def _steps(self, output_len: int) -> Iterator[str]:
         """Step until all requests have ended; yields where each step left them.
