@@ -46,14 +46,9 @@ def refuse_stand_in(file: Path) -> None:
         raise CheckpointError(f"{file} is a Git LFS pointer, not the file itself; run `git lfs pull` in {file.parent}")
 
 
-def expected_shapes(params: Iterable[Param]) -> dict[str, tuple[int, ...]]:
-    """Checkpoint tensor name -> the shape it must have there."""
-    return {name: shape for param in params for name, shape in param.stored().items()}
-
-
 def check(params: Iterable[Param], found: Mapping[str, TensorInfo], where: str) -> None:
     """**Raises:** `CheckpointError` listing every missing, unexpected and misshapen tensor of `found`."""
-    wanted = expected_shapes(params)
+    wanted = {name: shape for param in params for name, shape in param.stored().items()}
     missing = [name for name in wanted if name not in found]
     unexpected = [name for name in found if name not in wanted and not _ignorable(name)]
     misshapen = [name for name in wanted if name in found and found[name].shape != wanted[name]]

@@ -13,24 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gguf import GGUFReader
 from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType, GGUFValueType
 
 from jaxspec.checkpoint.check import CheckpointError, refuse_stand_in
 from jaxspec.config.json_values import shown
 
-_SCALARS = {
-    GGUFValueType.UINT8: "<u1",
-    GGUFValueType.INT8: "<i1",
-    GGUFValueType.UINT16: "<u2",
-    GGUFValueType.INT16: "<i2",
-    GGUFValueType.UINT32: "<u4",
-    GGUFValueType.INT32: "<i4",
-    GGUFValueType.FLOAT32: "<f4",
-    GGUFValueType.BOOL: "?",
-    GGUFValueType.UINT64: "<u8",
-    GGUFValueType.INT64: "<i8",
-    GGUFValueType.FLOAT64: "<f8",
-}
+_SCALARS = GGUFReader.gguf_scalar_to_np  # numpy's types by GGUF's
 _VERSIONS = (2, 3)
 _MAX_AXES, _MAX_NESTING = 4, 8
 
@@ -122,10 +111,10 @@ class _Cursor:
         taken, self.position = self._data[self.position : end], end
         return taken
 
-    def scalar(self, dtype: str) -> Any:
+    def scalar(self, dtype: Any) -> Any:
         return self.scalars(dtype, 1)[0]
 
-    def scalars(self, dtype: str, count: int) -> list[Any]:
+    def scalars(self, dtype: Any, count: int) -> list[Any]:
         return np.frombuffer(self._take(np.dtype(dtype).itemsize * count), dtype).tolist()
 
     def string(self) -> str:

@@ -158,8 +158,8 @@ def load_model(
 def outlined(options: EngineConfig) -> Model:
     """The model that an engine's options name, without arrays and tokenizer: its params are shapes, and of a quantised
     checkpoint the formats are those that its config names. **Raises:** as `load_model`."""
-    of = options.revision, options.quantization, options.fp8_activations == "on", 1, 1, options.context_length
-    source, config, dtype, declared = _declared(options.model, options.dtype, options.load_format, *of, made_up=True)
+    alone = {"tp_size": 1, "ep_size": 1}
+    source, config, dtype, declared = _declared(options.model, **_given(options) | alone, made_up=True)
     params = jax.eval_shape(partial(dummy, declared, dtype, 0))
     return Model(config, params, dtype, source.name, source.path, None, quantization=source.files.quantization)
 
@@ -209,18 +209,13 @@ def _tell(params: Any, seconds: float) -> None:
 
 def load_target(options: EngineConfig) -> Model:
     """The model that an engine's options name. **Raises:** as `load_model`."""
-    return load_model(
-        options.model,
-        options.dtype,
-        load_format=options.load_format,
-        revision=options.revision,
-        seed=options.seed or 0,
-        quantization=options.quantization,
-        fp8_activations=options.fp8_activations == "on",
-        tp_size=options.tp_size,
-        ep_size=options.ep_size,
-        context_length=options.context_length,
-    )
+    return load_model(options.model, **_given(options), seed=options.seed or 0)
+
+
+def _given(options: EngineConfig) -> dict[str, Any]:
+    """The arguments that `load_model` and `_declared` have in common."""
+    names = "dtype", "load_format", "revision", "quantization", "tp_size", "ep_size", "context_length"
+    return {name: getattr(options, name) for name in names} | {"fp8_activations": options.fp8_activations == "on"}
 
 
 def check_context(length: int | None, config: ModelConfig, name: str) -> None:

@@ -50,9 +50,8 @@ class ModelFolder:
         self.path = folder
         self.config_file = config_file
         self.hf = read_json(config_file)
-        self.packed = packed.read(
-            self.hf, config_file
-        )  # how words hold weights, which are dequantised as they are read
+        # How words hold weights, which are dequantised as they are read.
+        self.packed = packed.read(self.hf, config_file)
         self.quantization = None if self.packed else quantization.read(self.hf, config_file)
         self.files = find_shards(folder) if weights else ()
         for file in self.files:
