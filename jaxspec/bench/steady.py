@@ -40,8 +40,8 @@ class Sample:
 
 
 def figures(samples: list[Sample], start: Sample, count: int, prompt_len: int) -> Row | None:
-    """Of the rounds between the first and the last of `samples`, in which all of `count` requests decoded; None if they
-    are too few to say anything."""
+    """Figures of the rounds between the first and the last of `samples`, in which all of `count` requests decoded; None
+    if they are too few to say anything."""
     first, last = (samples[0], samples[-1]) if samples else (start, start)
     rounds, seconds = last.since(first, "rounds"), last.time - first.time
     if rounds < LEAST_ROUNDS:
