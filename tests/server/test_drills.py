@@ -144,7 +144,7 @@ def test_detokenising_that_fails_is_one_requests_failure(url, llm, expected, mon
     push = Detokenizer.push
 
     def broken(self, tokens):
-        return 1 // 0 if self._stops == ("bad",) and self._seen > 4 else push(self, tokens)
+        return 1 // 0 if self._stops is not None and self._pushed > 4 else push(self, tokens)
 
     monkeypatch.setattr(Detokenizer, "push", broken)
     reply = ask(url, {**LONG, "stop": "bad"}, stream)
