@@ -80,7 +80,7 @@ class Rows:
 
     def positions(self, t: int) -> Int[Array, "b t"]:
         """Positions of the rows in the text, as the rope table takes them."""
-        return self._places(t) if self.depth is None else self._masked_from[:, None] + self.depth
+        return self._kv_slots(t) if self.depth is None else self._masked_from[:, None] + self.depth
 
     def marked_positions(self, t: int) -> Int[Array, "b t"]:
         """Positions as a model's forward takes them: -1 for rows outside `count`, since padding needs no experts."""
@@ -122,7 +122,7 @@ class Rows:
     ) -> tuple[Array, KV]:
         """Attend once `write` has stored the keys and values, as `decoder.mixer.PagedMixer` says. Nothing is written to
         the dummy page, which is padding's."""
-        q, kv = write(kv, self.written(kv, t), _inverse(scales))
+        q, kv = write(kv, self.written(kv, t), _inverse_scales(scales))
         return self._look(kv, layer, q, window, sinks, scales)
 
     def written(self, kv: KV, t: int) -> Int[Array, "b t"]:
@@ -157,7 +157,7 @@ class Rows:
             return self.mask
         if self.mask.shape[1] < self.mask.shape[2]:
             raise NotImplementedError(
-                f"a window of {window} positions, and a mask over {self.mask.shape[2]} places whose positions aren't "
+                f"a window of {window} positions, and a mask over {self.mask.shape[2]} KV slots whose positions aren't "
                 f"all known; windows of at least {self.mask.shape[2]} positions are supported for trees made in steps"
             )
         return self.mask & (self.depth[:, :, None] - self.depth[:, None] < window)
@@ -178,39 +178,39 @@ class Rows:
     ) -> KV:
         """Put these rows' keys and values into one `layer` i32[], or into several at once, i32[l, 1, 1]."""
         page, slot = self._slots(kv, k.shape[-3])
-        return kv_write.write(kv, layer, page, slot, k, v, _inverse(scales))
+        return kv_write.write(kv, layer, page, slot, k, v, _inverse_scales(scales))
 
     def compact(self, kv: KV, path: Int[Array, "b k"], count: Int[Array, " b"]) -> KV:
         """Compact a tree's accepted path into a chain: move the keys and values of row `path[r, i]` to KV slot
         `start[r] + i` in all layers, for every i below `count[r]`. A path begins at row 0 and continues to later
         rows."""
         layers = jnp.arange(kv.shape[0])[:, None, None]
-        places = self.start[:, None] + path[:, 1:]
-        page = self._pages(places, jnp.arange(1, path.shape[1]) < count[:, None], kv.shape[4])
-        k, v = jnp.moveaxis(kv[layers, page, :, :, places % kv.shape[4]], 3, 0)
+        kv_slots = self.start[:, None] + path[:, 1:]
+        page = self._pages(kv_slots, jnp.arange(1, path.shape[1]) < count[:, None], kv.shape[4])
+        k, v = jnp.moveaxis(kv[layers, page, :, :, kv_slots % kv.shape[4]], 3, 0)
         return Rows(self.start + 1, count - 1, self.table).write(kv, layers, k, v)
 
-    def _places(self, t: int) -> Int[Array, "b t"]:
+    def _kv_slots(self, t: int) -> Int[Array, "b t"]:
         return self.start[:, None] + jnp.arange(t, dtype=jnp.int32)
 
     def _slots(self, kv: KV, t: int) -> tuple[Int[Array, "b t"], Int[Array, "b t"]]:
         """The page and the slot in it of each row."""
-        places = self._places(t)
+        kv_slots = self._kv_slots(t)
         valid = jnp.arange(t) < self.count[:, None]
-        return self._pages(places, valid, kv.shape[4]), places % kv.shape[4]
+        return self._pages(kv_slots, valid, kv.shape[4]), kv_slots % kv.shape[4]
 
     @property
     def _masked_from(self) -> Int[Array, " b"]:
-        """The first of the places that the mask is about; without one, that of the first row."""
+        """The first of the KV slots that the mask covers; without one, that of the first row."""
         return self.start if self.mask is None else self.start + (self.mask.shape[1] - self.mask.shape[2])
 
-    def _pages(self, places: Int[Array, "b t"], valid: Bool[Array, "b t"], page_size: int) -> Int[Array, "b t"]:
-        """The pages that hold these places, the dummy page for those that aren't valid or that the table lacks."""
-        entry = places // page_size
-        valid = valid & (places >= 0) & (entry < self.table.shape[1])
+    def _pages(self, kv_slots: Int[Array, "b t"], valid: Bool[Array, "b t"], page_size: int) -> Int[Array, "b t"]:
+        """The pages that hold these KV slots, the dummy page for those that aren't valid or that the table lacks."""
+        entry = kv_slots // page_size
+        valid = valid & (kv_slots >= 0) & (entry < self.table.shape[1])
         page = jnp.take_along_axis(self.table, jnp.clip(entry, 0, self.table.shape[1] - 1), axis=1)
         return jnp.where(valid, page, 0)
 
 
-def _inverse(scales: Scales | None) -> Scales | None:
+def _inverse_scales(scales: Scales | None) -> Scales | None:
     return None if scales is None else 1 / scales
