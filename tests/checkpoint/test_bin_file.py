@@ -179,7 +179,7 @@ def ran(*arguments):
 HOSTILE = {
     "a reduce that runs a shell": (pickle.dumps({"w": Runs(os.system, "exit 0")}, 2), r"asks for '(posix|nt).system'"),
     "eval": (pickle.dumps(Runs(eval, "ran()"), 4), r"asks for '(__builtin__|builtins).eval'.*Nothing was run"),
-    "a function of this file": (pickle.dumps(Runs(ran, 1), 2), r"asks for 'tests\.test_bin_file\.ran'"),
+    "a function of this file": (pickle.dumps(Runs(ran, 1), 2), r"asks for 'tests\.checkpoint\.test_bin_file\.ran'"),
     "getattr beside torch": (pickled(Named("torch._utils.__builtins__.eval", "1")), r"asks for 'torch\._utils\.__buil"),
     "an old instance": (b"(ios\nsystem\n(S'x'\no.", "opcode INST has no place"),
     "a class made anew": (b"\x80\x02ccollections\nOrderedDict\n)\x81.", "opcode NEWOBJ has no place"),
