@@ -16,6 +16,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 
 import jaxspec
 from jaxspec import LLM, SamplingParams
@@ -29,7 +30,6 @@ from tests.support import widths
 from tests.support.tiny import random_tensors, save_file, tiny_config
 
 ROOT, VOCAB, CAPACITY = Path(__file__).resolve().parents[2], 64, 128
-MODELS["proof"] = family
 OPTIONS = {
     "dtype": "float32", "page_size": 8, "chunked_prefill_size": 64, "context_length": CAPACITY, "num_draft_tokens": 3,
     "max_running_requests": 2, "max_total_tokens": 208, "max_state_snapshots": 6, "state_snapshot_interval": 32,
@@ -37,6 +37,12 @@ OPTIONS = {
 }  # fmt: skip
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 _root = tempfile.TemporaryDirectory(prefix="jaxspec-proof-")
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch):
+    """Know the family here alone: other tests take every family there is."""
+    monkeypatch.setitem(MODELS, "proof", family)
 
 
 @functools.cache
@@ -118,4 +124,5 @@ def test_two_devices_say_the_same():
 
 if __name__ == "__main__":
     assert jax.device_count() == 2
+    MODELS["proof"] = family
     print(json.dumps(said(LLM(sys.argv[1], "ngram", tp_size=2, **OPTIONS))))
