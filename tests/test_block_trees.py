@@ -15,7 +15,7 @@ from jaxspec.draft import DraftBatch
 from jaxspec.drafters import NoDrafter, eagle_tree
 from jaxspec.verify import Tree
 from tests import drawn
-from tests.test_dflash import GOLDEN
+from tests.blocks import GOLDEN
 from tests.trees import Session
 
 FULL = GOLDEN / "dflash" / "full"  # blocks of eight

@@ -17,11 +17,11 @@ from jaxspec.pallas.expert_few.fp8 import LOWER, pieces
 from jaxspec.pallas.expert_few.plan import COLUMNS, MOST, PARTS, ROWS, STEP, TILE, Plan, Work
 from jaxspec.pallas.experts import NOBODY
 from jaxspec.pallas.hopper import KERNELS
-from jaxspec.weights import Fp8, Weight
 from tests import drawn
+from tests.kernels import assert_close, lowered
 from tests.sample import rare
 from tests.test_expert_fp8 import fp8_case
-from tests.test_expert_stream import MODELS, assert_close, bfloat16
+from tests.test_expert_stream import MODELS, bfloat16, shapes
 from tests.test_moe import arrays, naive, random_case
 
 
@@ -156,28 +156,16 @@ def mixtures():
         yield pytest.param(*case, marks=() if case in often else pytest.mark.exhaustive)
 
 
-def shapes_of_weight(fp8: bool, *shape: int) -> Weight:
-    of = jax.ShapeDtypeStruct
-    if not fp8:
-        return Weight(of(shape, jnp.bfloat16))
-    e, n, k = shape
-    return Weight(of(shape, E4M3), Fp8(128), scales=of((e, n // 128, k // 128), jnp.float32))
-
-
 @pytest.mark.parametrize("model,tokens,fp8", list(mixtures()))
 def test_is_all_that_a_mixture_is_on_a_gpu(model, tokens, fp8, monkeypatch):
     """Nothing stands before or after it, but for the counters' zeros."""
     monkeypatch.setattr(hopper, "kernels_here", lambda: None)
-    d, f, e, k, shared = MODELS[model]
-    shape = jax.ShapeDtypeStruct
-    stack = lambda e: tuple(shapes_of_weight(fp8, e, *s) for s in ((2 * f, d), (d, f)))  # noqa: E731
-    stacks = [stack(e)] if shared == 0 else [stack(e), stack(shared)]
-    routing = shape((tokens, k + shared), jnp.int32), shape((tokens, k + shared), jnp.float32)
-    before = KERNELS["expert_few"]
-    given = shape((tokens, d), jnp.bfloat16), stacks, *routing, k + shared, shape((8, d), jnp.bfloat16)
+    d, before = MODELS[model][0], KERNELS["expert_few"]
+    x, stacks, ids, weights = shapes(model, tokens, fp8)
+    residual, scale = (jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in ((8, d), (d,)))
     run = lambda *given: experts.experts_mlp(*given[:-1], scale=given[-1])  # noqa: E731
-    traced = jax.jit(run, static_argnums=4).trace(*given, shape((d,), jnp.bfloat16))
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    run = jax.jit(run, static_argnums=4)
+    text = lowered(run, x, stacks, ids, weights, ids.shape[1], residual, scale)
     assert KERNELS["expert_few"] == before + 1
     assert text.count("custom_call @mosaic_gpu") == 1 and "gather" not in text and "stablehlo.pad" not in text
 

@@ -13,10 +13,10 @@ from jaxspec.pallas.expert_stream import COUNT
 from jaxspec.pallas.hopper import counting
 from jaxspec.pallas.portable import experts as op
 from jaxspec.pallas.portable import router
-from jaxspec.weights import Weight
+from tests.kernels import assert_close
 from tests.portable import KINDS, lowered
 from tests.sample import one_in
-from tests.test_expert_stream import MODELS, assert_close, bfloat16
+from tests.test_expert_stream import bfloat16, shapes
 from tests.test_moe import arrays, naive, random_case
 from tests.test_top_experts import CASES, inputs
 
@@ -79,13 +79,7 @@ def test_another_activation(interpreted, tokens):
 ))  # fmt: skip
 def test_lowers_for_each_generation(capability, model, tokens, monkeypatch):
     monkeypatch.setattr(portable, "kernels_here", lambda: None)
-    d, f, e, k, shared = MODELS[model]
-    shape = jax.ShapeDtypeStruct
-    stack = lambda e: tuple(Weight(shape((e, *s), jnp.bfloat16)) for s in ((2 * f, d), (d, f)))  # noqa: E731
-    stacks = [stack(e)] if shared == 0 else [stack(e), stack(shared)]
-    routing = shape((tokens, k + shared), jnp.int32), shape((tokens, k + shared), jnp.float32)
-    args = shape((tokens, d), jnp.bfloat16), stacks, *routing
-    text = lowered(experts.experts_mlp, *args, capability=capability)
+    text = lowered(experts.experts_mlp, *shapes(model, tokens), capability=capability)
     assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 2
 
 

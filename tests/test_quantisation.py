@@ -23,6 +23,7 @@ from jaxspec.decoder.forward import choose
 from jaxspec.decoder.path import Call
 from jaxspec.weights import Fp8, Layout, Unquantised, Weight, formats, matmul
 from tests import hybrids
+from tests.engines import CROWDED
 from tests.quantised import BF16, BLOCKS, E4M3, KEPT, compressed, quantised, read, save, write
 from tests.sample import rare
 from tests.test_checkpoint import edit_json
@@ -370,10 +371,7 @@ def test_modules_that_are_kept_are_found_by_name_part_or_pattern(pattern, kept):
     assert {name for name in names if Quantization("block", (pattern,)).keeps(name)} == kept
 
 
-OPTIONS = {
-    "page_size": 8, "chunked_prefill_size": 64, "context_length": 128, "max_running_requests": 3,
-    "max_total_tokens": 512, "skip_warmup": True, "few_programs": True, "disable_structured_output": True,
-}  # fmt: skip
+OPTIONS = CROWDED | {"context_length": 128, "max_total_tokens": 512, "disable_structured_output": True}
 
 
 def test_an_fp8_cache_with_scales_serves_drafts_losslessly_and_from_the_cache(tmp_path):

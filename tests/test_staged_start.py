@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import itertools
 import threading
-import time
 import types
 
 import pytest
@@ -17,6 +16,7 @@ from jaxspec.programs import Programs
 from jaxspec.round import GREEDY, LOGPROBS, MODES, SAMPLED
 from jaxspec.stats import programs_there
 from tests.engines import OPTIONS, checkpoint, engine, mixed_load, params, uncompiled
+from tests.server.live import wait_for
 
 SHAPES = Shapes(
     num_slots=8, capacity=100, pages_per_seq=4, block=32, prefills=(1, 2), score=1, firsts=(1, 2), batches=(1, 4, 8),
@@ -95,10 +95,7 @@ def staged(monkeypatch):
 
 def ended(core):
     """Once its second stage is over, however it went."""
-    until = time.monotonic() + 30
-    while (behind := core.runner.programs.behind) is not None and behind.is_alive():
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_for(lambda: (behind := core.runner.programs.behind) is None or not behind.is_alive(), 30)
     return True
 
 
@@ -182,10 +179,7 @@ def test_text_is_the_same_before_and_after_the_second_stage(monkeypatch):
     try:
         compiles = llm.stats()["compiles_total"]
         assert [tokens for tokens, _ in asyncio.run(everything())] == wanted
-        until = time.monotonic() + 120
-        while llm.engine.runner.starting:
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        wait_for(lambda: not llm.engine.runner.starting, 120)
         assert llm.stats()["programs_pending"] == [] and llm.stats()["compiles_since_start"] == 0
         assert [tokens for tokens, _ in asyncio.run(all_texts())] == wanted[: len(prompts)]
         assert {"round_greedy", "round_sampled", "first_greedy", "conclude_logprobs"} <= dispatched()

@@ -15,9 +15,9 @@ from jaxspec import ConfigError, EngineConfig, load_drafter
 from jaxspec.drafters import check_drafter
 from jaxspec.drafters.vocabulary import read_token_map
 from jaxspec.train.__main__ import main
+from tests.blocks import GOLDEN
 from tests.sample import rare
 from tests.test_bin_file import Named, save, storage, tensor
-from tests.test_dflash import GOLDEN
 from tests.test_drafter_weights import PROMPT, drafting
 from tests.tiny import tiny_checkpoint
 

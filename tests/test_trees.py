@@ -21,7 +21,7 @@ from tests.sample import rare
 from tests.test_distribution import SETTINGS
 from tests.test_paged_attention import LAYER, H, dense, paged
 from tests.tiny import tiny_checkpoint
-from tests.trees import Session, Wild, padded
+from tests.trees import Session, Wild, assert_noted, padded
 
 # -- the tree itself ---------------------------------------------------------------------------------------------------
 
@@ -206,11 +206,7 @@ def test_trees_of_any_shape_change_nothing(mode):
     for i, text in enumerate(session.texts):
         np.testing.assert_allclose(session.kv(i), expected.kv(i), atol=1e-4)
         np.testing.assert_allclose(session.logprobs[i], expected.logprobs[i], atol=1e-4)
-        noted, known = {name: np.asarray(kept[i]) for name, kept in session.state.draft.items()}, len(text) - 1
-        np.testing.assert_array_equal(noted["times"][:known], 1)
-        np.testing.assert_array_equal(noted["times"][known:], 0)
-        np.testing.assert_array_equal(noted["next"][:known], text[1:])
-        np.testing.assert_allclose(noted["features"][:known].swapaxes(0, 1), states[:, i, :known], atol=1e-4)
+        assert_noted(session.state.draft, i, text, states[:, i, : len(text) - 1])
         assert max(session.drafted[i]) <= Wild.deep and all(
             a <= d + 1 for a, d in zip(session.accepted[i], session.drafted[i], strict=True)
         )

@@ -16,10 +16,11 @@ from jaxspec.bench import profile
 from jaxspec.decoder.matmul import gating
 from jaxspec.pallas import expert_mxfp4, experts
 from jaxspec.pallas.expert_mxfp4 import MAX_ROWS, mix
-from jaxspec.pallas.hopper import KERNELS
 from jaxspec.weights import Mxfp4, Weight
+from tests.gpu.test_expert_stream import SKEWS, check, check_one_launch
+from tests.kernels import assert_close
 from tests.test_expert_mxfp4 import GPT_OSS, MODELS
-from tests.test_expert_stream import assert_close, bfloat16
+from tests.test_expert_stream import bfloat16
 from tests.test_moe import random_case
 
 pytestmark = pytest.mark.gpu
@@ -62,36 +63,19 @@ def test_numbers_are_exact():
     assert_close(got, expected, 4e-3)
 
 
+@pytest.mark.parametrize("skew", SKEWS)
 @pytest.mark.parametrize("tokens", [1, 3, 8, 17, 32, 100, 128, 512, 2048])
 @pytest.mark.parametrize("model", MODELS)
-def test_kernel_matches_the_reference(model, tokens):
-    """Twice on the same data, with uniform and with lopsided routing: a missing wait would differ now and then."""
-    for seed, skew in enumerate((0.0, 0.5)):
-        x, stacks, ids, weights = case = draw(model, tokens, skew, seed)
-        before = KERNELS["expert_mxfp4"]
-        run = jax.jit(lambda *a: experts.experts_mlp(*a, gating=ACT))
-        got = run(*case)
-        assert KERNELS["expert_mxfp4"] == before + 1
-        np.testing.assert_array_equal(got, run(*case))
-        rows, items, place = jax.jit(experts.plan, static_argnums=2)(x, ids, MODELS[model][2])
-        assert_close(got, experts.combine(experts.reference(rows, stacks, items, ACT), place, weights), 1e-2)
+def test_kernel_matches_the_reference(model, tokens, skew):
+    case = draw(model, tokens, skew, SKEWS.index(skew))
+    check(case, ["expert_mxfp4"], ACT, partial(experts.reference, gating=ACT), 1e-2)
 
 
 @pytest.mark.parametrize("tokens", [9, 128])
 def test_one_launch_makes_the_bits_of_two(tokens, monkeypatch):
-    """Where one expert has all tokens, and where all tokens have the same experts: then blocks wait for others most."""
     x, stacks, ids, _ = draw("gpt-oss-120b", tokens, 0.0, 0)
-    column = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
     monkeypatch.setattr(expert_mxfp4, "ONE_LAUNCH", len(ids) * ids.shape[1])
-    monkeypatch.setattr(expert_mxfp4, "_mix", expert_mxfp4._mix.__wrapped__)  # it would keep its first trace
-    for ids in (jnp.where(column == 0, 5, experts.NOBODY), column):
-        rows, items, place = jax.jit(experts.plan, static_argnums=2)(x, ids, 128)
-        made = []
-        for one in (True, False):
-            monkeypatch.setattr(expert_mxfp4, "one_launch", lambda *_, one=one: one)
-            made.append(jax.jit(lambda *a: mix(*a, gating=ACT))(rows, stacks, items)[place[place >= 0]])
-        np.testing.assert_array_equal(*made)
-        assert np.isfinite(made[0].astype(jnp.float32)).all()
+    check_one_launch(monkeypatch, expert_mxfp4, partial(mix, gating=ACT), x, stacks, ids)
 
 
 @pytest.mark.parametrize("highest", [8, 16, 32, 64])

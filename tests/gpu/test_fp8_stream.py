@@ -11,9 +11,10 @@ import pytest
 from jaxspec.decoder.streamed import FP8_STREAM
 from jaxspec.pallas.weight_stream import stream_fp8, stream_part_fp8
 from tests.gpu.test_fp8_layers import QWEN3_8B, compare
+from tests.kernels import assert_close
 from tests.test_fp8_layers import declared
 from tests.test_fp8_stream import EPS, expected, expected_parts, inputs
-from tests.test_weight_stream import assert_close, parts_of
+from tests.test_weight_stream import parts_of
 
 pytestmark = pytest.mark.gpu
 

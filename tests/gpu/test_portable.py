@@ -12,11 +12,12 @@ from jaxspec.decoder.matmul import gating
 from jaxspec.pallas import experts, hopper, top_experts
 from jaxspec.pallas.portable import fp8, router
 from tests.gpu.test_lossless import NEAR_TIE, logit_gap
+from tests.kernels import assert_close
 from tests.portable import outputs
 from tests.test_decode_attention import CASES, Case
 from tests.test_delta_step import CASES as DELTA
 from tests.test_expert_mxfp4 import GPT_OSS, mxfp4_case, naive
-from tests.test_expert_stream import assert_close, bfloat16
+from tests.test_expert_stream import bfloat16
 from tests.test_fp8_rows import operands
 from tests.test_moe import random_case
 from tests.test_portable_attention import PROMPTS, check

@@ -11,17 +11,10 @@ from jaxspec.checkpoint.params import dummy
 from jaxspec.config import ModelConfig
 from jaxspec.decoder.forward import forward
 from jaxspec.models import qwen3
-from jaxspec.pallas import hopper
 from jaxspec.pallas.hopper import KERNELS
 from jaxspec.pallas.weight_stream import stream
-from tests.test_weight_stream import (
-    EPS,
-    assert_close,
-    inputs,
-    parts_of,
-    parts_reference,
-    reference,
-)
+from tests.kernels import assert_close, switch_off
+from tests.test_weight_stream import EPS, inputs, parts_of, parts_reference, reference
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.gpu
@@ -73,8 +66,7 @@ def test_a_model_decodes_through_it(monkeypatch):
     before = KERNELS["weight_stream"]
     streamed = run(kv)
     assert KERNELS["weight_stream"] == before + 1
-    monkeypatch.setattr(hopper, "kernels_here", lambda: "switched off for the comparison")
-    jax.clear_caches()
+    switch_off(monkeypatch)
     plain = run(kv)
     assert KERNELS["weight_stream"] == before + 1
     for got, expected in zip(jax.tree.leaves(streamed), jax.tree.leaves(plain), strict=True):

@@ -13,9 +13,9 @@ from jaxspec.train.__main__ import main
 from jaxspec.train.continued import continued
 from jaxspec.train.data import Text, TrainError
 from jaxspec.train.promoted import promote
+from tests.blocks import GOLDEN
 from tests.quantised import write
 from tests.sample import rare
-from tests.test_dflash import GOLDEN
 
 DRAFTERS = {
     "specforge": ("eagle3", GOLDEN / "eagle" / "specforge-eagle3"),
