@@ -9,16 +9,13 @@ import jaxspec
 from jaxspec import cli
 
 
-@pytest.mark.parametrize(
-    ("argv", "module", "passed"),
-    [
-        (["serve", "a/b", "--port", "1"], "server.__main__", ["a/b", "--port", "1"]),
-        (["bench", "decode"], "jaxspec.bench.__main__", ["decode"]),
-        (["train"], "jaxspec.train.__main__", []),
-        (["compile", "--model", "m"], "jaxspec.engine.precompile", ["--model", "m"]),
-        (["vllm", "serve", "a/b"], "server.__main__", ["vllm", "serve", "a/b"]),
-    ],
-)
+@pytest.mark.parametrize("argv,module,passed", [
+    (["serve", "a/b", "--port", "1"], "server.__main__", ["a/b", "--port", "1"]),
+    (["bench", "decode"], "jaxspec.bench.__main__", ["decode"]),
+    (["train"], "jaxspec.train.__main__", []),
+    (["compile", "--model", "m"], "jaxspec.engine.precompile", ["--model", "m"]),
+    (["vllm", "serve", "a/b"], "server.__main__", ["vllm", "serve", "a/b"]),
+])  # fmt: skip
 def test_commands(monkeypatch, argv, module, passed):
     ran = []
 

@@ -48,18 +48,15 @@ def test_the_image_copies_what_is_there_and_sent():
     assert [name for name in names if not (ROOT / name).exists() or ignored(name, PATTERNS)] == []
 
 
-@pytest.mark.parametrize(
-    ("path", "kept"),
-    [
-        ("server/playground/index.html", True),
-        ("jaxspec/drafters/shipped/smollm2-135m-instruct-eagle3/config.json", True),
-        ("jaxspec/__pycache__/engine.cpython-312.pyc", False),
-        (".git/config", False),
-        (".venv/bin/python", False),
-        ("tests/conftest.py", False),
-        ("deploy/Dockerfile", False),
-    ],
-)
+@pytest.mark.parametrize("path,kept", [
+    ("server/playground/index.html", True),
+    ("jaxspec/drafters/shipped/smollm2-135m-instruct-eagle3/config.json", True),
+    ("jaxspec/__pycache__/engine.cpython-312.pyc", False),
+    (".git/config", False),
+    (".venv/bin/python", False),
+    ("tests/conftest.py", False),
+    ("deploy/Dockerfile", False),
+])  # fmt: skip
 def test_the_image_is_sent_the_packages_and_no_more(path, kept):
     assert ignored(path, PATTERNS) == (not kept)
 

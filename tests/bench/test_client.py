@@ -85,15 +85,12 @@ def test_a_connection_is_used_again():
     assert len(heard) == 3 and connections == 1
 
 
-@pytest.mark.parametrize(
-    "script, said",
-    [
-        ([b"HTTP/1.1 404 Not Found\r\ncontent-length: 4\r\n\r\nnope"], "status 404: nope"),
-        ([HEAD + token(), None], "IncompleteReadError"),
-        ([HEAD + token() + END], "not with its usage"),
-        ([HEAD + token() + chunk(b'data: {"error":{"message":"boom"}}\n\n') + END], "boom"),
-    ],
-)
+@pytest.mark.parametrize("script, said", [
+    ([b"HTTP/1.1 404 Not Found\r\ncontent-length: 4\r\n\r\nnope"], "status 404: nope"),
+    ([HEAD + token(), None], "IncompleteReadError"),
+    ([HEAD + token() + END], "not with its usage"),
+    ([HEAD + token() + chunk(b'data: {"error":{"message":"boom"}}\n\n') + END], "boom"),
+])  # fmt: skip
 def test_what_goes_wrong_is_told(script, said):
     (reply,), _, _ = talk(script)
     assert said in reply.error

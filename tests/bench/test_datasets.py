@@ -70,18 +70,15 @@ def test_functions_are_offered_with_each_question_if_asked_for(tmp_path):
     assert "tools" not in without.request()[1]
 
 
-@pytest.mark.parametrize(
-    "row, said",
-    [
-        (None, "needs its file: --data FILE.jsonl"),
-        (
-            {"question": "a GSM8K line"},
-            r"is not a spec-bench file: entry 1 has no turns as it should \(KeyError: 'turns'\)",
-        ),
-        ({"category": "qa", "turns": []}, "is not a spec-bench file"),
-        ((), "has no questions"),
-    ],
-)
+@pytest.mark.parametrize("row, said", [
+    (None, "needs its file: --data FILE.jsonl"),
+    (
+        {"question": "a GSM8K line"},
+        r"is not a spec-bench file: entry 1 has no turns as it should \(KeyError: 'turns'\)",
+    ),
+    ({"category": "qa", "turns": []}, "is not a spec-bench file"),
+    ((), "has no questions"),
+])  # fmt: skip
 def test_a_file_that_is_not_the_dataset(row, said, tmp_path):
     data = [] if row is None else lines(tmp_path / "q.jsonl", *([row] if row else []))
     args = arguments("--dataset", "spec-bench", *data)

@@ -175,17 +175,14 @@ def test_prefill_times_each_prompt_from_when_it_was_queued(monkeypatch):
     assert engine.counts.totals["generation_tokens"] == 3 and {len(prompt) for prompt in engine.prompts} == {10}
 
 
-@pytest.mark.parametrize(
-    "argv, said",
-    [
-        (["--draft", "none", "--accept-rates", "0.5"], "--accept-rates needs a drafter"),
-        (["--profile"], "--profile lists GPU kernels, and this is a cpu"),
-        (["--accept-rates", "0.5,1.5"], "of numbers from 0 to 1"),
-        (["--concurrency", "4", "--max-running-requests", "2"], "--max-running-requests 2 is less than 4 at once"),
-        (["--prompt-len", "250", "--output-len", "50"], "256"),
-        (["--page-size", "0"], "--page-size"),
-    ],
-)
+@pytest.mark.parametrize("argv, said", [
+    (["--draft", "none", "--accept-rates", "0.5"], "--accept-rates needs a drafter"),
+    (["--profile"], "--profile lists GPU kernels, and this is a cpu"),
+    (["--accept-rates", "0.5,1.5"], "of numbers from 0 to 1"),
+    (["--concurrency", "4", "--max-running-requests", "2"], "--max-running-requests 2 is less than 4 at once"),
+    (["--prompt-len", "250", "--output-len", "50"], "256"),
+    (["--page-size", "0"], "--page-size"),
+])  # fmt: skip
 def test_what_cannot_work_is_a_usage_error(tiny, argv, said, capsys):
     with pytest.raises(SystemExit) as stop:
         bench.main(["decode", *tiny, "--concurrency", "1", *argv])

@@ -9,18 +9,11 @@ from jaxspec.checkpoint import Model
 from jaxspec.models.families import MODELS
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.weights import is_param
+from tests.support import kernels
 from tests.support.tiny import tiny_config
 
 H200 = Ceilings(4.3e12, 780e12)
-QWEN3_8B = {
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-}
+QWEN3_8B = kernels.QWEN3_8B | {"vocab_size": 151936, "num_hidden_layers": 36}
 
 QWEN3_30B_A3B = QWEN3_8B | {
     "hidden_size": 2048,

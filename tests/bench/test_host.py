@@ -73,16 +73,13 @@ def test_more_weights_reach_the_program_with_more_layers():
     assert counts[1] > counts[0]
 
 
-@pytest.mark.parametrize(
-    "extra, said",
-    [
-        (["--requests", "0,2"], "takes a list like 1,8,32 of integers from 1 on"),
-        (["--requests", "many"], "takes a list like 1,8,32 of integers from 1 on"),
-        (["--new-tokens", "200"], "exceed --context-length 128"),
-        (["--model", "no-such-model"], "no-such-model"),
-        (["--tp-size", "2"], "--tp-size 2 is more than this host has, 1 device (cpu)"),
-    ],
-)
+@pytest.mark.parametrize("extra, said", [
+    (["--requests", "0,2"], "takes a list like 1,8,32 of integers from 1 on"),
+    (["--requests", "many"], "takes a list like 1,8,32 of integers from 1 on"),
+    (["--new-tokens", "200"], "exceed --context-length 128"),
+    (["--model", "no-such-model"], "no-such-model"),
+    (["--tp-size", "2"], "--tp-size 2 is more than this host has, 1 device (cpu)"),
+])  # fmt: skip
 def test_options_that_cannot_work_are_usage_errors(extra, said, capsys):
     with pytest.raises(SystemExit) as stop:
         bench.main(["host", *TINY, *extra])

@@ -37,17 +37,14 @@ def of(model, tp=1, **options):
     return plan.planned(EngineConfig(model=model, **options), tp, GPU, H200)
 
 
-@pytest.mark.parametrize(
-    "family,options",
-    [
-        ("llama", {"draft": "ngram"}),
-        ("qwen3", {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
-        ("qwen3_moe", {"max_total_tokens": 512}),
-        ("qwen3_next", {"draft": "mtp", "load_format": "dummy"}),
-        ("gemma3", {"context_length": 64, "max_running_requests": 3}),
-        ("gpt_oss", {"draft": "suffix"}),
-    ],
-)
+@pytest.mark.parametrize("family,options", [
+    ("llama", {"draft": "ngram"}),
+    ("qwen3", {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
+    ("qwen3_moe", {"max_total_tokens": 512}),
+    ("qwen3_next", {"draft": "mtp", "load_format": "dummy"}),
+    ("gemma3", {"context_length": 64, "max_running_requests": 3}),
+    ("gpt_oss", {"draft": "suffix"}),
+])  # fmt: skip
 def test_it_is_the_engines_plan(family, options):
     options = {"context_length": 128, "max_total_tokens": 4096, "skip_warmup": True} | options
     config = EngineConfig(model=str(tiny_checkpoint(family)), **options)
@@ -84,15 +81,12 @@ def test_what_does_not_fit_says_why(tmp_path):
         of(folder(tmp_path, LLAMA_70B))
 
 
-@pytest.mark.parametrize(
-    "change,n,says",
-    [
-        ({"num_attention_heads": 6}, 4, "num_attention_heads 6"),
-        ({"num_key_value_heads": 3}, 2, "num_key_value_heads 3 can't be divided"),
-        ({"intermediate_size": 63}, 2, "intermediate_size 63"),
-        ({"quantization_config": {"weight_block_size": [128, 128]}, "intermediate_size": 128}, 2, "multiple of 128"),
-    ],
-)
+@pytest.mark.parametrize("change,n,says", [
+    ({"num_attention_heads": 6}, 4, "num_attention_heads 6"),
+    ({"num_key_value_heads": 3}, 2, "num_key_value_heads 3 can't be divided"),
+    ({"intermediate_size": 63}, 2, "intermediate_size 63"),
+    ({"quantization_config": {"weight_block_size": [128, 128]}, "intermediate_size": 128}, 2, "multiple of 128"),
+])  # fmt: skip
 def test_what_cannot_be_divided_is_named(change, n, says):
     with pytest.raises(ConfigError, match=says):
         plan.share(tiny_config() | change, n)

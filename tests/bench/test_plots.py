@@ -90,15 +90,12 @@ def test_without_matplotlib_the_command_says_so_before_it_measures(monkeypatch, 
     assert "pip install matplotlib" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["--plot", "x.txt"], "--plot x.txt: the name must end in one of "),
-        (["--plot", "{file}/x.png"], "can't be written: "),
-        (["--json", "{file}/x.json"], "can't be written: "),
-        (["--json", "/proc/none/x.json"], "can't be written: "),
-    ],
-)
+@pytest.mark.parametrize("options,says", [
+    (["--plot", "x.txt"], "--plot x.txt: the name must end in one of "),
+    (["--plot", "{file}/x.png"], "can't be written: "),
+    (["--json", "{file}/x.json"], "can't be written: "),
+    (["--json", "/proc/none/x.json"], "can't be written: "),
+])  # fmt: skip
 def test_a_file_that_cant_be_written_is_told_before_it_measures(monkeypatch, tmp_path, capsys, options, says):
     if options[0] == "--plot":
         pytest.importorskip("matplotlib")

@@ -106,16 +106,13 @@ def test_an_engine_of_this_process_alone(tiny, tmp_path):
     assert "of_offline" not in row and document["facts"]["devices"] == ["cpu:0 cpu"]
 
 
-@pytest.mark.parametrize(
-    "argv, said",
-    [
-        (["--url", "http://127.0.0.1:9"], "is the server running?"),
-        (["--url", "http://127.0.0.1:9", "--via", "both"], "--via both needs the engine's flags"),
-        (["--request-rate", "0"], "requests a second greater than 0"),
-        (["--page-size", "0"], "--page-size must be an integer of at least 1"),
-        rare(["--model", "no-such-model"], "the server ended with status 2 before it was ready"),
-    ],
-)
+@pytest.mark.parametrize("argv, said", [
+    (["--url", "http://127.0.0.1:9"], "is the server running?"),
+    (["--url", "http://127.0.0.1:9", "--via", "both"], "--via both needs the engine's flags"),
+    (["--request-rate", "0"], "requests a second greater than 0"),
+    (["--page-size", "0"], "--page-size must be an integer of at least 1"),
+    rare(["--model", "no-such-model"], "the server ended with status 2 before it was ready"),
+])  # fmt: skip
 def test_what_cannot_work_is_a_usage_error(argv, said, capsys):
     with pytest.raises(SystemExit) as stop:
         bench.main(["serve", *argv])

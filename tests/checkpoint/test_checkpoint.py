@@ -27,7 +27,7 @@ from jaxspec.config.options import ConfigError
 from jaxspec.decoder.forward import forward, unembed
 from jaxspec.models.families import MODELS
 from jaxspec.models.model_config import ModelConfig
-from tests.support.tiny import BYTE_VOCAB, random_tensors, tiny_checkpoint, tiny_config
+from tests.support.tiny import BYTE_VOCAB, random_tensors, rewrite, tiny_checkpoint, tiny_config
 
 
 @pytest.fixture
@@ -221,8 +221,7 @@ def break_two_files(folder):
 
 
 def break_integers(folder):
-    tensors = load_file(folder / "model.safetensors")
-    save_file({**tensors, "model.norm.weight": np.ones(32, np.int8)}, folder / "model.safetensors")
+    rewrite(folder, {"model.norm.weight": np.ones(32, np.int8)})
 
 
 def break_pickled(folder):
@@ -251,40 +250,34 @@ def break_empty(folder):
         file.unlink()
 
 
-@pytest.mark.parametrize(
-    "damage, message",
-    [
-        (
-            break_truncate,
-            r"model.safetensors \([\d,]+ bytes\) is truncated or not a safetensors file.*Download it again",
-        ),
-        (break_into_pointer, r"model.safetensors is a Git LFS pointer.*run `git lfs pull` in \S+$"),
-        (lambda f: break_into_pointer(f, "pytorch_model.bin"), "pytorch_model.bin is a Git LFS pointer"),
-        (lambda f: break_into_pointer(f, "a.gguf"), "a.gguf is a Git LFS pointer"),
-        (lambda f: break_into_pointer(f, "config.json"), "config.json is a Git LFS pointer"),
-        (break_link, "model.safetensors is a link to ../../blobs/4d7a, a file that is gone. Download it again"),
-        (lambda f: break_link(f, "pytorch_model.bin"), "pytorch_model.bin is a link to ../../blobs/4d7a, a file that"),
-        (break_indexed_link, "model-00002-of-00002.safetensors is a link to .* gone"),
-        (break_index, "names files that are not there: model-00002-of-00002.safetensors"),
-        (lambda f: (f / "model.safetensors.index.json").write_text("{}"), "has no weight_map"),
-        (break_two_files, "has 2 safetensors files and no model.safetensors.index.json"),
-        (break_integers, "model.norm.weight is stored as I8; supported: F32, F16, BF16"),
-        (break_pickled, r"pytorch_model.bin \([\d,]+ bytes\) is truncated or not what torch.save writes"),
-        (lambda f: (f / "model.safetensors").rename(f / "last.pth"), "no weights under a name that is read.*last.pth"),
-        (lambda f: (f / "model.safetensors").unlink(), "has no weights"),
-        (break_empty, "no config.json, so it isn't a model folder; it holds: nothing"),
-        (lambda f: (f / "config.json").write_text("{"), "can't read .*config.json"),
-        (lambda f: (f / "config.json").write_text("[]"), "must hold a JSON object, found list"),
-        (
-            lambda f: edit_json(f / "config.json", quantization_config={"quant_method": "fp8", "fmt": "e5m2"}),
-            "quantised by fp8 with fmt 'e5m2', not e4m3",
-        ),
-        (
-            lambda f: edit_json(f / "config.json", text_config={"quantization_config": {"quant_method": "hqq"}}),
-            "quantised by hqq .*not supported; use the model's FP8 or unquantised checkpoint",
-        ),
-    ],
-)
+@pytest.mark.parametrize("damage, message", [
+    (break_truncate, r"model.safetensors \([\d,]+ bytes\) is truncated or not a safetensors file.*Download it again"),
+    (break_into_pointer, r"model.safetensors is a Git LFS pointer.*run `git lfs pull` in \S+$"),
+    (lambda f: break_into_pointer(f, "pytorch_model.bin"), "pytorch_model.bin is a Git LFS pointer"),
+    (lambda f: break_into_pointer(f, "a.gguf"), "a.gguf is a Git LFS pointer"),
+    (lambda f: break_into_pointer(f, "config.json"), "config.json is a Git LFS pointer"),
+    (break_link, "model.safetensors is a link to ../../blobs/4d7a, a file that is gone. Download it again"),
+    (lambda f: break_link(f, "pytorch_model.bin"), "pytorch_model.bin is a link to ../../blobs/4d7a, a file that"),
+    (break_indexed_link, "model-00002-of-00002.safetensors is a link to .* gone"),
+    (break_index, "names files that are not there: model-00002-of-00002.safetensors"),
+    (lambda f: (f / "model.safetensors.index.json").write_text("{}"), "has no weight_map"),
+    (break_two_files, "has 2 safetensors files and no model.safetensors.index.json"),
+    (break_integers, "model.norm.weight is stored as I8; supported: F32, F16, BF16"),
+    (break_pickled, r"pytorch_model.bin \([\d,]+ bytes\) is truncated or not what torch.save writes"),
+    (lambda f: (f / "model.safetensors").rename(f / "last.pth"), "no weights under a name that is read.*last.pth"),
+    (lambda f: (f / "model.safetensors").unlink(), "has no weights"),
+    (break_empty, "no config.json, so it isn't a model folder; it holds: nothing"),
+    (lambda f: (f / "config.json").write_text("{"), "can't read .*config.json"),
+    (lambda f: (f / "config.json").write_text("[]"), "must hold a JSON object, found list"),
+    (
+        lambda f: edit_json(f / "config.json", quantization_config={"quant_method": "fp8", "fmt": "e5m2"}),
+        "quantised by fp8 with fmt 'e5m2', not e4m3",
+    ),
+    (
+        lambda f: edit_json(f / "config.json", text_config={"quantization_config": {"quant_method": "hqq"}}),
+        "quantised by hqq .*not supported; use the model's FP8 or unquantised checkpoint",
+    ),
+])  # fmt: skip
 def test_each_kind_of_damage_has_its_own_message(folder, damage, message):
     damage(folder)
     with pytest.raises(CheckpointError, match=f"(?s){message}"):
@@ -356,16 +349,13 @@ def answer(kind: type, status: int) -> Exception:
     return kind("no", response=httpx.Response(status, request=httpx.Request("GET", "http://hub.invalid")))
 
 
-@pytest.mark.parametrize(
-    "error, message",
-    [
-        (answer(errors.GatedRepoError, 403), "gated: accept its terms.*hf auth login"),
-        (answer(errors.RepositoryNotFoundError, 404), "no such model, or it is private: check the name"),
-        (answer(errors.RevisionNotFoundError, 404), "has no revision 'v9'"),
-        (errors.OfflineModeIsEnabled("offline mode is on"), "can't be reached.*HF_HUB_OFFLINE"),
-        (answer(errors.HfHubHTTPError, 500), "can't fetch org/model: no"),
-    ],
-)
+@pytest.mark.parametrize("error, message", [
+    (answer(errors.GatedRepoError, 403), "gated: accept its terms.*hf auth login"),
+    (answer(errors.RepositoryNotFoundError, 404), "no such model, or it is private: check the name"),
+    (answer(errors.RevisionNotFoundError, 404), "has no revision 'v9'"),
+    (errors.OfflineModeIsEnabled("offline mode is on"), "can't be reached.*HF_HUB_OFFLINE"),
+    (answer(errors.HfHubHTTPError, 500), "can't fetch org/model: no"),
+])  # fmt: skip
 def test_hub_errors_say_what_to_do(monkeypatch, error, message):
     def refuse(*_, **__):
         raise error
@@ -385,17 +375,14 @@ def test_an_unreachable_hub_is_an_error_at_once(tmp_path):
     assert time.monotonic() - start < 60
 
 
-@pytest.mark.parametrize(
-    "name, hint",
-    [
-        ("smollm2-135m", "did you mean smollm2-135m-instruct"),
-        ("/no/such/model", "give a hub id"),
-        ("./model", "no such file or folder"),
-        ("model.gguf", "no such file or folder"),
-        ("org/model.gguf", "no such file or folder"),
-        ("a/b/c", "not a hub id"),
-    ],
-)
+@pytest.mark.parametrize("name, hint", [
+    ("smollm2-135m", "did you mean smollm2-135m-instruct"),
+    ("/no/such/model", "give a hub id"),
+    ("./model", "no such file or folder"),
+    ("model.gguf", "no such file or folder"),
+    ("org/model.gguf", "no such file or folder"),
+    ("a/b/c", "not a hub id"),
+])  # fmt: skip
 def test_names_that_are_nothing(monkeypatch, name, hint):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
     with pytest.raises(CheckpointError, match=hint):

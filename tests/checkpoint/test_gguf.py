@@ -87,25 +87,22 @@ def write_gguf(path: Path, hf: dict, tensors: dict[str, np.ndarray], quant=None,
     writer.close()
 
 
-@pytest.mark.parametrize(
-    "family, options",
-    [
-        ("llama", {}),
-        ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
-        ("llama", {"rope_scaling": YARN | {"attention_factor": 1.5, "beta_fast": 24.0, "beta_slow": 2.0}}),
-        ("mistral", {"rope_scaling": LINEAR, "sliding_window": None}),
-        ("mistral", {"tie_word_embeddings": True, "sliding_window": None}),
-        ("qwen2", {"rope_scaling": YARN}),
-        ("qwen2", {"tie_word_embeddings": True, "rope_scaling": LINEAR}),
-        ("qwen3", {}),
-        ("qwen3", {"tie_word_embeddings": True, "attention_bias": True, "rope_scaling": LINEAR}),
-        ("qwen3", {"rope_scaling": YARN | {"beta_fast": 24.0}}),
-        ("gemma3", {"tie_word_embeddings": True, "num_hidden_layers": 7}),
-        ("gemma3", {"tie_word_embeddings": False, "num_hidden_layers": 6, "rope_scaling": LINEAR}),
-        ("glm4", {}),
-        ("glm4", {"attention_bias": False, "tie_word_embeddings": True, "rope_scaling": YARN}),
-    ],
-)
+@pytest.mark.parametrize("family, options", [
+    ("llama", {}),
+    ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    ("llama", {"rope_scaling": YARN | {"attention_factor": 1.5, "beta_fast": 24.0, "beta_slow": 2.0}}),
+    ("mistral", {"rope_scaling": LINEAR, "sliding_window": None}),
+    ("mistral", {"tie_word_embeddings": True, "sliding_window": None}),
+    ("qwen2", {"rope_scaling": YARN}),
+    ("qwen2", {"tie_word_embeddings": True, "rope_scaling": LINEAR}),
+    ("qwen3", {}),
+    ("qwen3", {"tie_word_embeddings": True, "attention_bias": True, "rope_scaling": LINEAR}),
+    ("qwen3", {"rope_scaling": YARN | {"beta_fast": 24.0}}),
+    ("gemma3", {"tie_word_embeddings": True, "num_hidden_layers": 7}),
+    ("gemma3", {"tie_word_embeddings": False, "num_hidden_layers": 6, "rope_scaling": LINEAR}),
+    ("glm4", {}),
+    ("glm4", {"attention_bias": False, "tie_word_embeddings": True, "rope_scaling": YARN}),
+])  # fmt: skip
 def test_gguf_equals_safetensors(tmp_path, family, options):
     source = tiny_checkpoint(family, **(GEMMA3 if family == "gemma3" else {}) | options)
     hf = json.loads((source / "config.json").read_text())
@@ -194,17 +191,14 @@ def test_gguf_variants_of_newer_families_that_are_not_supported(tmp_path, family
         load(tmp_path / "m.gguf")
 
 
-@pytest.mark.parametrize(
-    "metadata, message",
-    [
-        ({"split__count": 3}, "one of 3 parts"),
-        ({"ARCH__expert_count": 8}, "mixture of 8 experts"),
-        ({"ARCH__rope__scaling__yarn_log_multiplier": 0.1}, r"scaling.yarn_log_multiplier 0.1\d* is not supported"),
-        ({"ARCH__rope__scaling__yarn_ext_factor": 0.5}, "scaling.yarn_ext_factor 0.5 is not supported; supported: 1"),
-        ({"ARCH__rope__scaling__attn_factor": 2.0}, "scaling.attn_factor 2.0 is not supported"),
-        ({"ARCH__rope__dimension_count": 8}, "rope.dimension_count must be the head width 16, got 8"),
-    ],
-)
+@pytest.mark.parametrize("metadata, message", [
+    ({"split__count": 3}, "one of 3 parts"),
+    ({"ARCH__expert_count": 8}, "mixture of 8 experts"),
+    ({"ARCH__rope__scaling__yarn_log_multiplier": 0.1}, r"scaling.yarn_log_multiplier 0.1\d* is not supported"),
+    ({"ARCH__rope__scaling__yarn_ext_factor": 0.5}, "scaling.yarn_ext_factor 0.5 is not supported; supported: 1"),
+    ({"ARCH__rope__scaling__attn_factor": 2.0}, "scaling.attn_factor 2.0 is not supported"),
+    ({"ARCH__rope__dimension_count": 8}, "rope.dimension_count must be the head width 16, got 8"),
+])  # fmt: skip
 def test_gguf_variants_that_are_not_supported(tmp_path, metadata, message):
     write_gguf(tmp_path / "m.gguf", tiny_config("llama"), {}, **metadata)
     with pytest.raises(CheckpointError, match=message):

@@ -139,23 +139,17 @@ def changed(tensors, ending, change):
     return {name: change(tensor) if name.endswith(ending) else tensor for name, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize(
-    "damage,says",
-    [
-        (lambda t: without(t, "q_proj.scales"), r"q_proj has qweight and no scales; download"),
-        (lambda t: changed(t, "q_proj.scales", lambda s: s[:1]), r"q_proj: scales \[64, 1\] and zero points \[64, 2\]"),
-        (lambda t: changed(t, "q_proj.scales", lambda s: s * np.inf), r"q_proj has scales that aren't finite"),
-        (lambda t: changed(t, "q_proj.g_idx", lambda g: g + 1), r"q_proj: its inputs' groups \(g_idx\) don't fit"),
-        (lambda t: changed(t, "q_proj.qweight", lambda w: w[:2]), r"misshapen model.*q_proj.weight: found \[64, 16\]"),
-        (
-            lambda t: changed(t, "q_proj.qzeros", lambda z: z[0]),
-            r"q_proj.qzeros is I32 \[8\]; packed numbers are a matrix",
-        ),
-        (lambda t: changed(t, "q_proj.qweight", np.float32), r"q_proj.qweight is F32 \[4, 64\]; packed numbers are"),
-        (lambda t: changed(t, "q_proj.scales", lambda s: s[0]), r"q_proj: scales \[64\] and zero points \[64, 2\]"),
-        (lambda t: changed(t, "o_proj.bias", lambda b: b + 1), r"unexpected model.*o_proj.bias \[32\]"),
-    ],
-)
+@pytest.mark.parametrize("damage,says", [
+    (lambda t: without(t, "q_proj.scales"), r"q_proj has qweight and no scales; download"),
+    (lambda t: changed(t, "q_proj.scales", lambda s: s[:1]), r"q_proj: scales \[64, 1\] and zero points \[64, 2\]"),
+    (lambda t: changed(t, "q_proj.scales", lambda s: s * np.inf), r"q_proj has scales that aren't finite"),
+    (lambda t: changed(t, "q_proj.g_idx", lambda g: g + 1), r"q_proj: its inputs' groups \(g_idx\) don't fit"),
+    (lambda t: changed(t, "q_proj.qweight", lambda w: w[:2]), r"misshapen model.*q_proj.weight: found \[64, 16\]"),
+    (lambda t: changed(t, "q_proj.qzeros", lambda z: z[0]), r"q_proj.qzeros is I32 \[8\]; packed numbers are a matrix"),
+    (lambda t: changed(t, "q_proj.qweight", np.float32), r"q_proj.qweight is F32 \[4, 64\]; packed numbers are"),
+    (lambda t: changed(t, "q_proj.scales", lambda s: s[0]), r"q_proj: scales \[64\] and zero points \[64, 2\]"),
+    (lambda t: changed(t, "o_proj.bias", lambda b: b + 1), r"unexpected model.*o_proj.bias \[32\]"),
+])  # fmt: skip
 def test_what_does_not_fit_is_refused_by_name(damage, says, tmp_path):
     folder, _ = packed_and_plain(GPTQ, tmp_path)
     save_file(damage(load_file(folder / "model.safetensors")), folder / "model.safetensors")
@@ -163,19 +157,16 @@ def test_what_does_not_fit_is_refused_by_name(damage, says, tmp_path):
         load_model(str(folder), progress=False)
 
 
-@pytest.mark.parametrize(
-    "kind,keys,says",
-    [
-        (AWQ, {"version": "gemv"}, "awq in 4 bits, version 'gemv', zero_point True, not in 4 bits of version gemm"),
-        (AWQ, {"zero_point": False}, "zero_point False, not in"),
-        (AWQ, {"group_size": 0}, "awq with group_size 0, not a number of inputs or -1"),
-        (GPTQ, {"bits": 3}, "gptq in 3 bits, checkpoint_format 'gptq', not in 4 or 8 bits of gptq or gptq_v2"),
-        (GPTQ, {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin', not in"),
-        (GPTQ, {"dynamic": {"+:.*down.*": {"bits": 8}}}, "settings of its own for .*down.* \\(dynamic\\)"),
-        (COMPRESSED, {"config_groups": {"g": {"weights": {"num_bits": 3, "type": "int", "strategy": "group",
-            "group_size": 16}}}}, "compressed-tensors pack-quantized, 3-bit int with strategy 'group'"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("kind,keys,says", [
+    (AWQ, {"version": "gemv"}, "awq in 4 bits, version 'gemv', zero_point True, not in 4 bits of version gemm"),
+    (AWQ, {"zero_point": False}, "zero_point False, not in"),
+    (AWQ, {"group_size": 0}, "awq with group_size 0, not a number of inputs or -1"),
+    (GPTQ, {"bits": 3}, "gptq in 3 bits, checkpoint_format 'gptq', not in 4 or 8 bits of gptq or gptq_v2"),
+    (GPTQ, {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin', not in"),
+    (GPTQ, {"dynamic": {"+:.*down.*": {"bits": 8}}}, "settings of its own for .*down.* \\(dynamic\\)"),
+    (COMPRESSED, {"config_groups": {"g": {"weights": {"num_bits": 3, "type": "int", "strategy": "group",
+        "group_size": 16}}}}, "compressed-tensors pack-quantized, 3-bit int with strategy 'group'"),
+])  # fmt: skip
 def test_other_layouts_are_refused_by_name(kind, keys, says, tmp_path):
     folder, _ = packed_and_plain(kind, tmp_path)
     edit(folder, quantization_config=CONFIGS[kind] | keys)

@@ -25,6 +25,7 @@ from jaxspec.models import fp8
 from jaxspec.models.weights import Fp8, Layout, Unquantised, Weight, formats, matmul
 from tests.checkpoint.test_checkpoint import edit_json
 from tests.support import hybrids
+from tests.support.engines import CROWDED
 from tests.support.quantised import BF16, BLOCKS, E4M3, KEPT, compressed, quantised, read, save, write
 from tests.support.sample import rare
 from tests.support.tiny import ARCHITECTURES, tiny_checkpoint
@@ -371,10 +372,7 @@ def test_modules_that_are_kept_are_found_by_name_part_or_pattern(pattern, kept):
     assert {name for name in names if Quantization("block", (pattern,)).keeps(name)} == kept
 
 
-OPTIONS = {
-    "page_size": 8, "chunked_prefill_size": 64, "context_length": 128, "max_running_requests": 3,
-    "max_total_tokens": 512, "skip_warmup": True, "few_programs": True, "disable_structured_output": True,
-}  # fmt: skip
+OPTIONS = CROWDED | {"context_length": 128, "max_total_tokens": 512, "disable_structured_output": True}
 
 
 def test_an_fp8_cache_with_scales_serves_drafts_losslessly_and_from_the_cache(tmp_path):

@@ -33,16 +33,13 @@ def test_a_program_is_found_again_with_its_notes(tmp_path):
     assert store.load(("round", 8), ARGUMENTS) == (["program", "in", "out"], {"kernel": 1})
 
 
-@pytest.mark.parametrize(
-    "made_by, key, arguments",
-    [
-        ("another model", ("round", 8), ARGUMENTS),
-        ("model", ("round", 16), ARGUMENTS),
-        ("model", ("round", 8), ARGUMENTS | {"a": jnp.zeros((2, 4))}),
-        ("model", ("round", 8), ARGUMENTS | {"a": jnp.zeros((2, 3), jnp.int32)}),
-        ("model", ("round", 8), {"a": ARGUMENTS["a"], "c": ARGUMENTS["b"]}),
-    ],
-)
+@pytest.mark.parametrize("made_by, key, arguments", [
+    ("another model", ("round", 8), ARGUMENTS),
+    ("model", ("round", 16), ARGUMENTS),
+    ("model", ("round", 8), ARGUMENTS | {"a": jnp.zeros((2, 4))}),
+    ("model", ("round", 8), ARGUMENTS | {"a": jnp.zeros((2, 3), jnp.int32)}),
+    ("model", ("round", 8), {"a": ARGUMENTS["a"], "c": ARGUMENTS["b"]}),
+])  # fmt: skip
 def test_it_is_found_for_nothing_else(tmp_path, made_by, key, arguments):
     Executables(tmp_path, "model").save(("round", 8), ARGUMENTS, "program", {})
     assert Executables(tmp_path, made_by).load(key, arguments) is None

@@ -7,17 +7,14 @@ import pytest
 from jaxspec.compiling import round_timing
 
 
-@pytest.mark.parametrize(
-    "most,burst,seconds,least",
-    [
-        (12, 1, [0.04, 0.03, 0.005, 0.0056, 0.0051], 0.005),  # a GPU's first two runs set up a graph
-        (2, 1, [0.04, 0.03], 0.03),
-        (12, 1, [0.2, 0.35], 0.2),  # long enough for half a second
-        (12, 3, [0.006, 0.005, 0.0051], 0.005),
-        (12, 3, [0.004, 0.006, 0.005, 0.007], 0.004),
-        (4, 4, [0.04], 0.04),
-    ],
-)
+@pytest.mark.parametrize("most,burst,seconds,least", [
+    (12, 1, [0.04, 0.03, 0.005, 0.0056, 0.0051], 0.005),  # a GPU's first two runs set up a graph
+    (2, 1, [0.04, 0.03], 0.03),
+    (12, 1, [0.2, 0.35], 0.2),  # long enough for half a second
+    (12, 3, [0.006, 0.005, 0.0051], 0.005),
+    (12, 3, [0.004, 0.006, 0.005, 0.007], 0.004),
+    (4, 4, [0.04], 0.04),
+])  # fmt: skip
 def test_the_least_counts_once_a_second_burst_comes_near_it(monkeypatch, most, burst, seconds, least):
     """The programs of a burst are dispatched without waiting in between."""
     clock, made, waited, bursts = [0.0], [], [0], iter(seconds)

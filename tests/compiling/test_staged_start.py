@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import itertools
 import threading
-import time
 import types
 
 import pytest
@@ -16,6 +15,7 @@ from jaxspec.engine.engine import Engine
 from jaxspec.engine.runner import programs_there
 from jaxspec.rounds.packing import Shapes, admission_size
 from jaxspec.rounds.programs import GREEDY, LOGPROBS, MODES, SAMPLED
+from tests.server.live import wait_for
 from tests.support.engines import OPTIONS, checkpoint, engine, mixed_load, params, uncompiled
 
 SHAPES = Shapes(
@@ -95,10 +95,7 @@ def staged(monkeypatch):
 
 def ended(core):
     """Once its second stage is over, however it went."""
-    until = time.monotonic() + 30
-    while (behind := core.runner.programs.behind) is not None and behind.is_alive():
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_for(lambda: (behind := core.runner.programs.behind) is None or not behind.is_alive(), 30)
     return True
 
 
@@ -182,10 +179,7 @@ def test_text_is_the_same_before_and_after_the_second_stage(monkeypatch):
     try:
         compiles = llm.stats()["compiles_total"]
         assert [tokens for tokens, _ in asyncio.run(everything())] == wanted
-        until = time.monotonic() + 120
-        while llm.engine.runner.starting:
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        wait_for(lambda: not llm.engine.runner.starting, 120)
         assert llm.stats()["programs_pending"] == [] and llm.stats()["compiles_since_start"] == 0
         assert [tokens for tokens, _ in asyncio.run(all_texts())] == wanted[: len(prompts)]
         assert {"round_greedy", "round_sampled", "first_greedy", "conclude_logprobs"} <= dispatched()

@@ -246,36 +246,30 @@ def test_a_torch_prefix_on_the_dtype_is_dropped():
     assert ModelConfig.from_hf({**QWEN3_8B, "torch_dtype": "torch.float16"}).dtype == "float16"
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (dict(model_type="gpt2"), ["'gpt2'", "llama, mistral, qwen2"]),
-        (dict(model_type=None), ["None", "llama, mistral, qwen2"]),
-        (dict(hidden_size=0), ["hidden_size", "positive integer", "0"]),
-        (dict(num_hidden_layers="36"), ["num_hidden_layers", "'36'"]),
-        (dict(vocab_size=True), ["vocab_size", "True"]),
-        (dict(num_key_value_heads=5), ["num_attention_heads (32)", "num_key_value_heads (5)"]),
-        (dict(head_dim=127), ["head_dim", "even", "127"]),
-        (dict(hidden_act="gelu"), ["hidden_act", "'gelu'", "silu"]),
-        (dict(use_sliding_window=True), ["use_sliding_window"]),
-        (dict(rope_scaling=dict(rope_type="longrope", factor=4.0)), ["'longrope'", "default, linear, llama3"]),
-        (dict(rope_scaling=dict(type="dynamic", factor=2.0)), ["'dynamic'"]),
-        (  # as a model's page tells users to add, beside what transformers 5 saved
-            dict(
-                rope_parameters=dict(rope_type="default", rope_theta=1e6),
-                rope_scaling=dict(type="longrope", factor=4.0),
-            ),
-            ["'longrope'"],
+@pytest.mark.parametrize("change,words", [
+    (dict(model_type="gpt2"), ["'gpt2'", "llama, mistral, qwen2"]),
+    (dict(model_type=None), ["None", "llama, mistral, qwen2"]),
+    (dict(hidden_size=0), ["hidden_size", "positive integer", "0"]),
+    (dict(num_hidden_layers="36"), ["num_hidden_layers", "'36'"]),
+    (dict(vocab_size=True), ["vocab_size", "True"]),
+    (dict(num_key_value_heads=5), ["num_attention_heads (32)", "num_key_value_heads (5)"]),
+    (dict(head_dim=127), ["head_dim", "even", "127"]),
+    (dict(hidden_act="gelu"), ["hidden_act", "'gelu'", "silu"]),
+    (dict(use_sliding_window=True), ["use_sliding_window"]),
+    (dict(rope_scaling=dict(rope_type="longrope", factor=4.0)), ["'longrope'", "default, linear, llama3"]),
+    (dict(rope_scaling=dict(type="dynamic", factor=2.0)), ["'dynamic'"]),
+    (  # as a model's page tells users to add, beside what transformers 5 saved
+        dict(
+            rope_parameters=dict(rope_type="default", rope_theta=1e6),
+            rope_scaling=dict(type="longrope", factor=4.0),
         ),
-        (dict(rope_parameters=dict(full_attention=dict(rope_theta=1e6))), ["rope_parameters", "full_attention"]),
-        (
-            dict(rope_scaling=dict(rope_type="llama3", factor=8.0)),
-            ["lacks", "low_freq_factor", "original_max_position"],
-        ),
-        (dict(rope_scaling=dict(rope_type="yarn")), ["config.json: rope_scaling of type yarn lacks factor"]),
-        (dict(rope_parameters=dict(rope_type="linear")), ["config.json: rope_scaling of type linear lacks factor"]),
-    ],
-)
+        ["'longrope'"],
+    ),
+    (dict(rope_parameters=dict(full_attention=dict(rope_theta=1e6))), ["rope_parameters", "full_attention"]),
+    (dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), ["lacks", "low_freq_factor", "original_max_position"]),
+    (dict(rope_scaling=dict(rope_type="yarn")), ["config.json: rope_scaling of type yarn lacks factor"]),
+    (dict(rope_parameters=dict(rope_type="linear")), ["config.json: rope_scaling of type linear lacks factor"]),
+])  # fmt: skip
 def test_an_unsupported_model_is_refused_by_name(change, words):
     with pytest.raises(ConfigError) as error:
         ModelConfig.from_hf({**QWEN3_8B, **change})
@@ -291,18 +285,15 @@ def test_configs_are_frozen_and_hashable_so_jit_can_take_them_as_static():
     assert len({EngineConfig(), EngineConfig(page_size=None), EngineConfig(page_size=32)}) == 2
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"rms_norm_eps": None}, "rms_norm_eps"),
-        ({"rope_scaling": 5}, "rope_scaling"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding"),
-        ({"layer_types": ["full_attention", "linear_attention"]}, "'linear_attention' is not supported .* 'qwen3'"),
-        ({"rope_theta": -1.0}, "rope_theta"),
-        ({"eos_token_id": "</s>"}, "eos_token_id"),
-        ({"torch_dtype": "float8"}, "dtype"),
-    ],
-)
+@pytest.mark.parametrize("change,named", [
+    ({"rms_norm_eps": None}, "rms_norm_eps"),
+    ({"rope_scaling": 5}, "rope_scaling"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding"),
+    ({"layer_types": ["full_attention", "linear_attention"]}, "'linear_attention' is not supported .* 'qwen3'"),
+    ({"rope_theta": -1.0}, "rope_theta"),
+    ({"eos_token_id": "</s>"}, "eos_token_id"),
+    ({"torch_dtype": "float8"}, "dtype"),
+])  # fmt: skip
 def test_a_senseless_value_in_a_config_is_named(change, named):
     with pytest.raises(ConfigError, match=named):
         ModelConfig.from_hf({**QWEN3_8B, **change})

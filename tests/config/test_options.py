@@ -51,22 +51,16 @@ def test_a_drafter_takes_its_own_options_behind_its_name(model):
     assert loaded(f"{__name__}:Mine?eager=false", model) == Mine(3)
 
 
-@pytest.mark.parametrize(
-    ("draft", "words"),
-    [
-        (
-            "ngram?max_mach=3",
-            ["no option 'max_mach'", "did you mean max_match?", "min_match: shortest match"],
-        ),
-        ("ngram?max_match=x", ["option max_match takes an integer, got 'x'"]),
-        ("ngram?min_match=0", ["min_match must be an integer of at least 1, got 0"]),
-        ("ngram?min_match=6", ["min_match (6) must not exceed max_match (5)"]),
-        (f"{__name__}:Mine?share=2", ["share must be between 0 and 1, got 2.0"]),
-        (f"{__name__}:Mine?eager=maybe", ["option eager takes true or false, got 'maybe'"]),
-        (f"{__name__}:Mine?unmentioned=1", ["has no option 'unmentioned'"]),
-        ("standalone:org/nowhere?depth=1", ["has no option 'depth'; it has none"]),
-    ],
-)
+@pytest.mark.parametrize("draft,words", [
+    ("ngram?max_mach=3", ["no option 'max_mach'", "did you mean max_match?", "min_match: shortest match"]),
+    ("ngram?max_match=x", ["option max_match takes an integer, got 'x'"]),
+    ("ngram?min_match=0", ["min_match must be an integer of at least 1, got 0"]),
+    ("ngram?min_match=6", ["min_match (6) must not exceed max_match (5)"]),
+    (f"{__name__}:Mine?share=2", ["share must be between 0 and 1, got 2.0"]),
+    (f"{__name__}:Mine?eager=maybe", ["option eager takes true or false, got 'maybe'"]),
+    (f"{__name__}:Mine?unmentioned=1", ["has no option 'unmentioned'"]),
+    ("standalone:org/nowhere?depth=1", ["has no option 'depth'; it has none"]),
+])  # fmt: skip
 def test_an_option_that_a_drafter_cannot_take_is_named(model, draft, words):
     with pytest.raises(ConfigError) as error:
         loaded(draft, model)

@@ -78,22 +78,19 @@ def test_messages_name_what_was_given_and_what_is_allowed():
     assert "min_tokens (9) must not exceed max_tokens (8)" in str(refusal(min_tokens=9, max_tokens=8))
 
 
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [
-        (None, "null"),
-        (True, "true"),
-        (1.0, "1.0"),
-        ("a'b", '"a\'b"'),
-        ([], "[]"),
-        (["a", None], "['a', null]"),
-        ([1] * 5, "a list with 5 items"),
-        ([[1]], "a list with 1 item"),
-        ({}, "an empty object"),
-        ({"a": 1}, "an object with 1 field"),
-        ({"a": 1, "b": 2}, "an object with 2 fields"),
-    ],
-)
+@pytest.mark.parametrize("value,said", [
+    (None, "null"),
+    (True, "true"),
+    (1.0, "1.0"),
+    ("a'b", '"a\'b"'),
+    ([], "[]"),
+    (["a", None], "['a', null]"),
+    ([1] * 5, "a list with 5 items"),
+    ([[1]], "a list with 1 item"),
+    ({}, "an empty object"),
+    ({"a": 1}, "an object with 1 field"),
+    ({"a": 1, "b": 2}, "an object with 2 fields"),
+])  # fmt: skip
 def test_what_was_given_is_shown_in_jsons_words(value, said):
     assert shown(value) == said
     assert all(len(shown(large)) < 400 for large in ("x" * 10**6, 10**4000, ["x" * 10**6] * 4, {"x" * 10**6: value}))
@@ -182,20 +179,17 @@ def test_an_output_shows_its_first_completion():
     assert (out.text, out.token_ids, out.finish_reason, out.logprobs) == ("hi", [1, 2], "stop", None)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("stop", 5),
-        ("stop", {"a": 1}),
-        ("stop_token_ids", 3),
-        ("logit_bias", 5),
-        ("logit_bias", [1, 2]),
-        ("ignore_eos", 3),
-        ("speculative", "no"),
-        ("skip_special_tokens", 0),
-        ("include_stop_str_in_output", "yes"),
-    ],
-)
+@pytest.mark.parametrize("name,value", [
+    ("stop", 5),
+    ("stop", {"a": 1}),
+    ("stop_token_ids", 3),
+    ("logit_bias", 5),
+    ("logit_bias", [1, 2]),
+    ("ignore_eos", 3),
+    ("speculative", "no"),
+    ("skip_special_tokens", 0),
+    ("include_stop_str_in_output", "yes"),
+])  # fmt: skip
 def test_a_field_of_the_wrong_kind_is_named(name, value):
     with pytest.raises(RequestError, match=name) as caught:
         SamplingParams(**{name: value})

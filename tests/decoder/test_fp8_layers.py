@@ -26,6 +26,7 @@ from jaxspec.models.weights import is_param
 from jaxspec.pallas.dense import add_norm as norm_module
 from jaxspec.pallas.dense.add_norm import add_norm, supported
 from tests.support import drawn
+from tests.support.kernels import kernels
 from tests.support.tiny import tiny_config
 
 INTERPRET = {"interpret": plgpu.InterpretGPUParams()}
@@ -89,8 +90,7 @@ def test_sum_and_norm_are_rounded_as_plain_ones(rows, width, splits, centred):
 def test_the_norm_lowers_for_cuda(width):
     shapes = ((128, width), jnp.bfloat16), ((4, 128, width), jnp.float32), ((width,), jnp.bfloat16)
     given = [jax.ShapeDtypeStruct(*each) for each in shapes]
-    lowered = jax.jit(partial(add_norm, eps=1e-6)).trace(*given).lower(lowering_platforms=("cuda",))
-    assert lowered.as_text().count("custom_call @mosaic_gpu") == 1
+    assert kernels(partial(add_norm, eps=1e-6), *given) == 1
 
 
 def test_what_is_not_for_it_is_named():

@@ -26,7 +26,8 @@ from jaxspec.pallas.dense.weight_stream import fp8 as fp8_module
 from jaxspec.pallas.dense.weight_stream.chain import GROUP
 from jaxspec.pallas.dense.weight_stream.fp8 import BLOCK, Fp8
 from tests.decoder.test_fp8_layers import check_layers, declared
-from tests.pallas.dense.test_weight_stream import CUTS, EPS, assert_close, parts_of, parts_reference, reference
+from tests.pallas.dense.test_weight_stream import CUTS, EPS, parts_of, parts_reference, reference
+from tests.support.kernels import assert_close, kernels
 from tests.support.sample import one_in
 
 UNITS = 128, 32, 64, 128  # outputs that share a scale, of each matmul
@@ -69,9 +70,7 @@ def test_each_stage_matches_plain_layers(monkeypatch, rows, width):
 @pytest.mark.parametrize("rows,width", one_in(2, [8, 128], [512, 1024]))
 def test_whole_chain_lowers_for_cuda(rows, width):
     x, mixed, weights, _, norms = jax.eval_shape(lambda: inputs(rows, width, 1024, 768))
-    run = jax.jit(partial(stream_fp8, eps=EPS))
-    lowered = run.trace(x, mixed, weights, norms).lower(lowering_platforms=("cuda",))
-    assert lowered.as_text().count("custom_call @mosaic_gpu") == 1  # one kernel, whatever the stages
+    assert kernels(partial(stream_fp8, eps=EPS), x, mixed, weights, norms) == 1  # one kernel, whatever the stages
 
 
 def expected_parts(x, mixed, whole, norms):
@@ -89,9 +88,7 @@ def test_stages_between_two_sums_match_plain_layers(monkeypatch):
 
 def test_stages_between_two_sums_lower_for_cuda():
     x, mixed, weights, _, norms = jax.eval_shape(lambda: inputs(40, 512, 1024, 768))
-    run = jax.jit(partial(parts_of, part=stream_part_fp8))
-    lowered = run.trace(x, mixed, weights, norms).lower(lowering_platforms=("cuda",))
-    assert lowered.as_text().count("custom_call @mosaic_gpu") == len(CUTS)
+    assert kernels(partial(parts_of, part=stream_part_fp8), x, mixed, weights, norms) == len(CUTS)
 
 
 @pytest.mark.parametrize("widths", [(4096, 4096), (4096, 24576), (12288, 4096), (4096, 6144), (2560, 2560)])

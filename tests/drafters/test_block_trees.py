@@ -14,8 +14,8 @@ from jaxspec.drafters import eagle_tree
 from jaxspec.drafters.base import DraftBatch, NoDrafter
 from jaxspec.rounds.packing import empty_slots
 from jaxspec.sampling.acceptance import Tree
-from tests.drafters.test_dflash import GOLDEN
 from tests.support import drawn
+from tests.support.blocks import GOLDEN
 from tests.support.trees import Session
 
 FULL = GOLDEN / "dflash" / "full"  # blocks of eight

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 import jaxspec
 from jaxspec import EngineConfig, SamplingParams, load_drafter, load_model
@@ -33,11 +33,11 @@ from jaxspec.rounds.packing import Shapes, empty_slots, pack_blocks
 from tests.engine import test_lossless as lossless
 from tests.rounds import test_distribution as sampled
 from tests.support import widths
-from tests.support.exact import ALPHA, slots_for
+from tests.support.blocks import Counting, golden, help, text_of
+from tests.support.exact import slots_for
 from tests.support.sample import rare
 from tests.support.tiny import tiny_checkpoint, tiny_config
 
-GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 VARIANTS = ("full", "sliding", "window")
 LENGTHS = (1, 2, 7, 16, 17, 33, 64, 150)
 ROUNDS, FEWER = 5, 3  # as in make_dflash.py
@@ -51,40 +51,21 @@ class Helped(DFlash):
 
     def propose(self, params, state, batch):
         proposal, state = super().propose(params, state, batch)
-        which = _text_of(params["texts"], batch)
+        which = text_of(params["texts"], batch)
         at = batch.length[:, None] + jnp.arange(self.num_draft_tokens)
         right = params["texts"][which[:, None], jnp.minimum(at, params["texts"].shape[1] - 1)]
         helped = jnp.arange(self.num_draft_tokens) < help(batch.length[:, None] - 1, self.block_size)
         return proposal.replace(tokens=jnp.where(helped, right, proposal.tokens)), state
 
 
-def help(position, block_size):  # as in make_dflash.py
-    return position * 37 // 8 % block_size
-
-
-def _text_of(texts, batch):
-    """Which of the texts each request is, so far."""
-    c = min(texts.shape[1], batch.history.shape[1])
-    known = jnp.arange(c) < batch.length[:, None]
-    same = (texts[None, :, :c] == batch.history[:, None, :c]) | ~known[:, None]
-    return jnp.argmax(same.all(-1), axis=1)
-
-
 # -- against the package -----------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def golden(variant):
-    model = load_model(str(GOLDEN / "dflash" / "target"), progress=False)
-    drafter = load_drafter(f"dflash:{GOLDEN / 'dflash' / variant}", model)
-    return model, drafter, load_file(GOLDEN / "expected" / f"dflash-{variant}.safetensors")
 
 
 class Rounds:
     """The engine's programs over the golden prompts, all at once."""
 
     def __init__(self, variant):
-        model, loaded, self.expected = golden(variant)
+        model, loaded, self.expected = golden("dflash", variant)
         self.drafter = Helped(*(getattr(loaded.drafter, field.name) for field in dataclasses.fields(DFlash)))
         texts = np.zeros((len(LENGTHS), 256), np.int32)
         for text, n in zip(texts, LENGTHS, strict=True):
@@ -148,7 +129,7 @@ def test_rounds_equal_the_package(variant):
                    ("window", 16, False)]),
 ])  # fmt: skip
 def test_propose_equals_the_package(variant, length, fewer):
-    model, drafter, expected = golden(variant)
+    model, drafter, expected = golden("dflash", variant)
     n, logits = drafter.drafter.block_size - 1, expected[f"logits_{length}"][0]
     if fewer:
         n, logits = FEWER, expected[f"fewer_{length}"]
@@ -160,7 +141,7 @@ def test_propose_equals_the_package(variant, length, fewer):
 
 def test_the_golden_rounds_are_of_all_kinds():
     for variant in VARIANTS:
-        _, drafter, expected = golden(variant)
+        _, drafter, expected = golden("dflash", variant)
         yielded = {int(y) for n in LENGTHS for y in expected[f"yielded_{n}"]}
         assert len(yielded) >= 4 and {1, drafter.drafter.block_size} <= yielded
 
@@ -230,7 +211,7 @@ def drafts_everywhere(loaded, text, features):
 
 
 @dataclass(frozen=True)
-class Watched(Helped):
+class Watched(Counting, Helped):
     """Counts the drafts that are what they should be at that place of that text, and those that aren't."""
 
     @classmethod
@@ -239,24 +220,15 @@ class Watched(Helped):
         drafter, params = super().load(target, source, options)
         return drafter, {**params, **expected_drafts()}
 
-    def init_state(self, layout, num_slots):
-        return {"kv": super().init_state(layout, num_slots), "right": jnp.zeros((), int), "wrong": jnp.zeros((), int)}
-
     def propose(self, params, state, batch):
         proposal, kv = Helped.propose(self, params, state["kv"], batch)
         drafts = jnp.argmax(proposal.logits, axis=-1)
-        at = _text_of(params["texts"], batch)[:, None], batch.length[:, None] - 1, jnp.arange(self.num_draft_tokens)
+        at = text_of(params["texts"], batch)[:, None], batch.length[:, None] - 1, jnp.arange(self.num_draft_tokens)
         known = batch.live[:, None] & params["sure"][at]
         right, wrong = (
             (known & same).sum() for same in (drafts == params["drafts"][at], drafts != params["drafts"][at])
         )
         return proposal, {"kv": kv, "right": state["right"] + right, "wrong": state["wrong"] + wrong}
-
-    def commit(self, params, state, batch, verified):
-        return {**state, "kv": super().commit(params, state["kv"], batch, verified)}
-
-    def prefill(self, params, state, batch, features):
-        return {**state, "kv": super().prefill(params, state["kv"], batch, features)}
 
 
 @functools.cache
@@ -343,8 +315,5 @@ def test_sampled_output_has_the_targets_distribution(monkeypatch):
     loaded = load_drafter(draft, sampled.model(), EngineConfig(draft=draft, num_draft_tokens=2))
     monkeypatch.setitem(sampled.DRAFTERS, "dflash", lambda: (loaded.drafter, loaded.params))
     lanes, samples = sampled.Lanes("dflash"), 6_000
-    runs = [lanes.decode(run).reshape(len(sampled.SETTINGS), -1, 2) for run in range(-(-samples // sampled.LANES))]
-    pairs = dict(zip(sampled.SETTINGS, np.concatenate(runs, axis=1), strict=True))
+    sampled.check_fit(lanes, samples)
     assert lanes.drafted / 20 < lanes.accepted < lanes.drafted and lanes.whole_rounds > samples / 20
-    found = {name: sampled.p_values(pairs[name], sampled.exact(params)) for name, params in sampled.SETTINGS.items()}
-    assert min(min(p) for p in found.values()) > ALPHA, found

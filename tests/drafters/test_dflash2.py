@@ -1,20 +1,20 @@
 """DFlash 2 against the `dflash` package, and its checkpoints. Expected tensors come from make_dflash2.py."""
 
 import json
-import shutil
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
 from jaxspec import ConfigError, EngineConfig, load_drafter
 from jaxspec.checkpoint import CheckpointError
 from jaxspec.drafters import dflash2
 from jaxspec.drafters.dflash2 import DFlash2, convolve, largest
 from tests.support import drawn
-from tests.support.blocks import GOLDEN, golden, proposals
+from tests.support.blocks import GOLDEN, copies, golden, proposals
+from tests.support.tiny import rewrite
 
 VARIANTS = ("sliding", "causal")
 FOLDER = GOLDEN / "dflash2"
@@ -63,14 +63,7 @@ def test_the_largest_are_those_of_a_sort(size, monkeypatch):
 @pytest.fixture
 def pair(tmp_path):
     """The golden target, and what copies the golden drafter with other keys in its config."""
-
-    def copy(**keys):
-        folder = shutil.copytree(FOLDER / "causal", tmp_path / "drafter")
-        hf = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(hf | keys))
-        return folder
-
-    return golden("dflash2", "causal")[0], copy
+    return golden("dflash2", "causal")[0], partial(copies("dflash2", tmp_path), "causal")
 
 
 def test_the_method_is_found_by_config(pair):
@@ -126,8 +119,6 @@ def test_configs_that_are_refused(pair, keys, words):
 def test_tensors_that_dont_fit_are_named(pair):
     model, copy = pair
     folder = copy()
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["layers.1.mlp_conv.base_kernel"]
-    save_file(tensors, folder / "model.safetensors")
+    rewrite(folder, drop=["layers.1.mlp_conv.base_kernel"])
     with pytest.raises(CheckpointError, match=r"missing layers.1.mlp_conv.base_kernel \[2, 3, 32\]"):
         load_drafter(f"dflash2:{folder}", model)

@@ -16,7 +16,7 @@ from jaxspec.drafters import dflash_checkpoint
 from jaxspec.drafters.dflash import DFlash
 from jaxspec.drafters.registry import KNOWN, Known
 from tests.drafters.test_dflash import drafter_folder
-from tests.support.tiny import tiny_checkpoint
+from tests.support.tiny import rewrite, tiny_checkpoint
 
 
 @pytest.fixture
@@ -142,9 +142,7 @@ def test_drafts_beyond_the_block_are_refused(pair):
 
 def test_tensors_that_dont_fit_are_named(pair):
     target, folder, change = pair
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["layers.1.self_attn.k_norm.weight"]
-    save_file(tensors | {"fc.bias": np.zeros(32, np.float32)}, folder / "model.safetensors")
+    rewrite(folder, {"fc.bias": np.zeros(32, np.float32)}, drop=["layers.1.self_attn.k_norm.weight"])
     with pytest.raises(CheckpointError) as error:
         load_drafter(f"dflash:{folder}", target)
     assert "missing layers.1.self_attn.k_norm.weight [16]" in str(error.value)

@@ -16,8 +16,9 @@ from jaxspec.drafters.loading import check_drafter
 from jaxspec.drafters.own_weights import with_head_copy
 from jaxspec.models import fp8
 from jaxspec.models.weights import Fp8, Unquantised, Weight, formats
-from tests.drafters.test_dflash import GOLDEN
 from tests.support import drawn, hybrids
+from tests.support.blocks import GOLDEN
+from tests.support.engines import check_greedy
 from tests.support.quantised import write
 from tests.support.sample import rare
 from tests.support.tiny import tiny_checkpoint
@@ -190,15 +191,7 @@ def test_the_memory_plan_counts_a_quantised_drafter_as_it_is():
 def test_an_engine_with_a_quantised_drafter_gives_the_text_of_plain_decoding():
     """Draft for two requests in one batch."""
     prompts, params = [PROMPT, [9, 3] * 6], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    drafted = quantised_engine()
-    texts = [out.token_ids for out in drafted.generate(prompts, params)]
-    assert texts == [out.token_ids for out in drafted.generate(prompts, params)]  # by a cached prefix
-    model = drafted.engine.runner.model
-    whole = [prompt + list(text) for prompt, text in zip(prompts, texts, strict=True)]
-    padded = [tokens + [0] * (max(map(len, whole)) - len(tokens)) for tokens in whole]  # one program
-    said = np.asarray(jaxspec.logits(model, padded)).argmax(-1)
-    for prompt, text, row in zip(prompts, texts, said, strict=True):
-        assert row[len(prompt) - 1 :][: len(text)].tolist() == list(text)
+    check_greedy(quantised_engine(), prompts, params)
 
 
 def test_a_drafter_without_weights_takes_neither(caplog):

@@ -4,21 +4,20 @@ Expected tensors come from tests/golden/make_dspark.py.
 """
 
 import dataclasses
-import json
-import shutil
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 import jaxspec
 from jaxspec import ConfigError, EngineConfig, load_drafter
 from jaxspec.checkpoint import CheckpointError
 from jaxspec.drafters.dspark import DSpark
 from jaxspec.drafters.registry import DRAFTERS, KNOWN
-from tests.support.blocks import GOLDEN, golden, proposals
+from tests.support.blocks import GOLDEN, copies, golden, proposals
 from tests.support.sample import rare
+from tests.support.tiny import rewrite
 
 VARIANTS = ("deepspec", "specforge", "speculators", "masks")
 
@@ -84,15 +83,7 @@ def test_confidence_ends_drafts_before_the_first_doubt():
 @pytest.fixture
 def pair(tmp_path):
     """The golden target, and a copy of a golden drafter in each layout with what rewrites its config."""
-    model = golden("dspark", "deepspec")[0]
-
-    def copy(variant, **keys):
-        folder = shutil.copytree(GOLDEN / "dspark" / variant, tmp_path / variant)
-        hf = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(hf | keys))
-        return folder
-
-    return model, copy
+    return golden("dspark", "deepspec")[0], copies("dspark", tmp_path)
 
 
 def test_the_method_is_found_by_config(pair):
@@ -113,10 +104,9 @@ def test_copies_of_the_targets_embedding_and_head_are_shared(pair):
     folder = copy("deepspec")
     loaded = load_drafter(f"dspark:{folder}", model)
     assert loaded.params["embed"] is not model.params["embed"]  # the golden drafter's are its own
-    tensors = load_file(folder / "model.safetensors")
     theirs = load_file(GOLDEN / "dflash" / "target" / "model.safetensors")
-    copies = {"embed_tokens.weight": theirs["model.embed_tokens.weight"], "lm_head.weight": theirs["lm_head.weight"]}
-    save_file(tensors | copies, folder / "model.safetensors")
+    same = {"embed_tokens.weight": theirs["model.embed_tokens.weight"], "lm_head.weight": theirs["lm_head.weight"]}
+    rewrite(folder, same)
     loaded = load_drafter(f"dspark:{folder}", model)
     assert loaded.params["embed"] is model.params["embed"] and loaded.params["head"] is model.params["head"]
 
@@ -128,9 +118,7 @@ def test_another_embedding_needs_a_head_where_the_targets_is_tied(pair):
         model.config, {key: value for key, value in model.params.items() if key != "head"}, model.dtype, model.name,
         model.path, None, {},
     )  # fmt: skip
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["lm_head.weight"]
-    save_file(tensors, folder / "model.safetensors")
+    rewrite(folder, drop=["lm_head.weight"])
     with pytest.raises(CheckpointError, match=r"lm_head\.weight must come with it"):
         load_drafter(f"dspark:{folder}", tied)
 
@@ -174,9 +162,8 @@ def test_confidence_needs_its_head():
 def test_a_vocabulary_of_its_own_needs_its_map(pair):
     model, copy = pair
     folder = copy("speculators")
-    tensors = load_file(folder / "model.safetensors")
-    assert tensors["d2t"].shape == (24,)
-    save_file({key: value for key, value in tensors.items() if key != "d2t"}, folder / "model.safetensors")
+    assert load_file(folder / "model.safetensors")["d2t"].shape == (24,)
+    rewrite(folder, drop=["d2t"])
     with pytest.raises(CheckpointError, match=r"missing d2t: the drafter knows 24 tokens \(draft_vocab_size\)"):
         load_drafter(f"dspark:{folder}", model)
 
@@ -184,8 +171,6 @@ def test_a_vocabulary_of_its_own_needs_its_map(pair):
 def test_tensors_that_dont_fit_are_named(pair):
     model, copy = pair
     folder = copy("specforge")
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["markov_head.gate_proj.bias"]
-    save_file(tensors, folder / "model.safetensors")
+    rewrite(folder, drop=["markov_head.gate_proj.bias"])
     with pytest.raises(CheckpointError, match=r"missing markov_head.gate_proj.bias \[4\]"):
         load_drafter(f"dspark:{folder}", model)

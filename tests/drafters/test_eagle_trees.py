@@ -16,7 +16,6 @@ from tests.drafters import test_eagle as eagle
 from tests.engine import test_lossless as lossless
 from tests.rounds import test_distribution as distribution
 from tests.support import heads
-from tests.support.exact import ALPHA
 from tests.support.sample import rare
 from tests.support.trees import Session
 
@@ -242,13 +241,7 @@ def test_rounds_sample_the_target(monkeypatch):
     monkeypatch.setitem(distribution.DRAFTERS, "tree", lambda: (loaded.drafter, loaded.params))
     lanes, none, samples = distribution.Lanes("tree"), distribution.Lanes("none"), 8_000
     none.number = lanes.number
-    shape = len(distribution.SETTINGS), -1, 2
-    runs = [lanes.decode(run).reshape(shape) for run in range(-(-samples // distribution.LANES))]
-    np.testing.assert_array_equal(runs[0], none.decode(0).reshape(shape))
-    pairs = dict(zip(distribution.SETTINGS, np.concatenate(runs, axis=1), strict=True))
+    pairs = distribution.check_fit(lanes, samples)
+    first = np.concatenate([each[: distribution.LANES] for each in pairs.values()])
+    np.testing.assert_array_equal(first, none.decode(0))
     assert lanes.accepted > lanes.drafted / 20 and lanes.whole_rounds > samples / 10
-    found = {
-        name: distribution.p_values(pairs[name], distribution.exact(params))
-        for name, params in distribution.SETTINGS.items()
-    }
-    assert min(min(p) for p in found.values()) > ALPHA, found

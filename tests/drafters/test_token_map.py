@@ -16,8 +16,8 @@ from jaxspec.drafters.loading import check_drafter
 from jaxspec.drafters.vocabulary import read_token_map
 from jaxspec.train.__main__ import main
 from tests.checkpoint.test_bin_file import Named, save, storage, tensor
-from tests.drafters.test_dflash import GOLDEN
 from tests.drafters.test_drafter_weights import PROMPT, drafting
+from tests.support.blocks import GOLDEN
 from tests.support.sample import rare
 from tests.support.tiny import tiny_checkpoint
 

@@ -146,16 +146,12 @@ def test_texts_are_the_same_whatever_happens_to_them():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"num_draft_tokens": 1},
-        {"chunked_prefill_size": 32},
-        {"disable_prefix_cache": True, "max_total_tokens": 1600},
-        {"few_programs": False, "max_running_requests": 5},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("changes", [
+    {"num_draft_tokens": 1},
+    {"chunked_prefill_size": 32},
+    {"disable_prefix_cache": True, "max_total_tokens": 1600},
+    {"few_programs": False, "max_running_requests": 5},
+], ids=str)  # fmt: skip
 def test_texts_are_the_same_with_any_engine(changes):
     assert texts(engine(**changes), 5) == texts(engine(), 1)
 
@@ -189,13 +185,10 @@ def test_a_preempted_request_starts_again_and_says_nothing_twice():
     assert s.cached_pages == 4  # two full pages of each prompt, and nothing of what rounds computed
 
 
-@pytest.mark.parametrize(
-    "changes,named",
-    [
-        ({"tp_size": 2}, "--tp-size"),
-        ({"topk": 2, "num_steps": 2, "num_draft_tokens": 4}, "--topk"),
-    ],
-)
+@pytest.mark.parametrize("changes,named", [
+    ({"tp_size": 2}, "--tp-size"),
+    ({"topk": 2, "num_steps": 2, "num_draft_tokens": 4}, "--topk"),
+])  # fmt: skip
 def test_what_cannot_be_deterministic_is_refused_by_name(changes, named):
     options = EngineConfig(model="m", draft="eagle:x", deterministic=True, **changes)
     drafter = dataclasses.make_dataclass("Fake", [("topk", int)])(options.topk)

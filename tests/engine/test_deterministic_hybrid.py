@@ -9,7 +9,7 @@ import pytest
 
 from jaxspec import LLM, SamplingParams
 from tests.support import hybrids
-from tests.support.engines import idle, set_overlap
+from tests.support.engines import CROWDED, idle, set_overlap
 from tests.support.miniature import make, sequence
 from tests.support.sample import rare
 from tests.support.tiny import tiny_config
@@ -52,20 +52,8 @@ def test_a_prompts_bits_depend_on_no_division_or_other_block(dtype):
     assert (run.state(run.snapshot) == run.state(2)).all()  # the snapshot of the last block
 
 
-OPTIONS = {
-    "dtype": "bfloat16",
-    "deterministic": True,
-    "page_size": 8,
-    "chunked_prefill_size": 64,
-    "context_length": 128,
-    "max_running_requests": 3,
-    "max_total_tokens": 208,
-    "max_state_snapshots": 10,
-    "state_snapshot_interval": 32,
-    "num_draft_tokens": 2,
-    "skip_warmup": True,
-    "few_programs": True,
-}
+OPTIONS = CROWDED | {"dtype": "bfloat16", "deterministic": True, "context_length": 128, "num_draft_tokens": 2}
+OPTIONS |= {"max_state_snapshots": 10, "state_snapshot_interval": 32}
 PROMPTS = [[(i * 7 + j * 5) % 61 for j in range(n)] for i, n in enumerate((5, 60, 40, 33))]
 PROMPTS.append([*PROMPTS[1][:40], 9])
 

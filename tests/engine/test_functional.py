@@ -143,14 +143,11 @@ def test_an_n_that_is_refused(model, n):
         jaxspec.propose(model, load_drafter("ngram", model), PROMPT, n)
 
 
-@pytest.mark.parametrize(
-    ("drafter", "advice"),
-    [
-        ("ngram", "got 'ngram'; load it first: jaxspec.load_drafter('ngram', model)"),
-        (None, "got None; load it first"),
-        (Fixed(), "drafter must be a loaded one, got <"),
-    ],
-)
+@pytest.mark.parametrize("drafter,advice", [
+    ("ngram", "got 'ngram'; load it first: jaxspec.load_drafter('ngram', model)"),
+    (None, "got None; load it first"),
+    (Fixed(), "drafter must be a loaded one, got <"),
+])  # fmt: skip
 def test_a_drafter_that_is_not_loaded_is_refused(model, drafter, advice):
     with pytest.raises(ConfigError, match=re.escape(advice)):
         jaxspec.propose(model, drafter, PROMPT, 2)
@@ -173,15 +170,12 @@ class Wrong(Fixed):
         }[self.num_draft_tokens]
 
 
-@pytest.mark.parametrize(
-    ("n", "says"),
-    [
-        (1, "Wrong.propose must return a Proposal and the drafter's state, got Proposal"),
-        (2, "Wrong.propose: tokens must be integers, got float32"),
-        (3, "Wrong.propose: count must be [1], got [1, 3]"),
-        (4, "Wrong.propose: probs must be [1, 4, 'vocabulary'], got [1, 3, 7]"),
-    ],
-)
+@pytest.mark.parametrize("n,says", [
+    (1, "Wrong.propose must return a Proposal and the drafter's state, got Proposal"),
+    (2, "Wrong.propose: tokens must be integers, got float32"),
+    (3, "Wrong.propose: count must be [1], got [1, 3]"),
+    (4, "Wrong.propose: probs must be [1, 4, 'vocabulary'], got [1, 3, 7]"),
+])  # fmt: skip
 def test_a_proposal_that_is_none_is_named(model, n, says):
     drafter = load_drafter(f"{__name__}:Wrong", model)
     with pytest.raises(ConfigError, match=re.escape(says)):

@@ -23,25 +23,16 @@ from jaxspec.scheduling.audit import audit
 from jaxspec.scheduling.sequence import Chunk
 from tests.rounds import test_distribution as distribution
 from tests.support import hybrids, widths
+from tests.support.engines import PAGE, SMALL
 from tests.support.sample import rare
 from tests.support.tiny import tiny_checkpoint
 
 FAMILIES = (*hybrids.FAMILIES, "qwen3_moe")
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
-VOCAB, PAGE, CAPACITY, BATCH = 64, 8, 128, 8
-OPTIONS = {
-    "dtype": "float32",
-    "page_size": PAGE,
-    "chunked_prefill_size": 64,
-    "context_length": CAPACITY,
-    "max_running_requests": 2,
-    "max_total_tokens": 208,  # of the 2 x 128 that would never run short
-    "max_state_snapshots": 10,
-    "state_snapshot_interval": 32,
-    "skip_warmup": True,
-    "few_programs": True,  # compiling is most of what these tests do
-    "decode_log_interval": 0,
-}
+VOCAB, CAPACITY, BATCH = 64, 128, 8
+OPTIONS = SMALL | {"dtype": "float32", "context_length": CAPACITY, "decode_log_interval": 0}
+OPTIONS |= {"max_running_requests": 2, "max_total_tokens": 208}  # of the 2 x 128 that would never run short
+OPTIONS |= {"max_state_snapshots": 10, "state_snapshot_interval": 32}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 

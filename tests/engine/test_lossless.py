@@ -8,33 +8,21 @@ in one setting; lengths sit at the edges of page (8), prompt block (32) and pref
 import dataclasses
 import functools
 import itertools
-import shutil
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
 import jaxspec
 from jaxspec import LLM, SamplingParams
 from jaxspec.drafters.base import Drafter, Proposal
 from jaxspec.scheduling.audit import audit
 from tests.support import widths
+from tests.support.engines import OPTIONS, VOCAB
 from tests.support.sample import rare
-from tests.support.tiny import tiny_checkpoint
+from tests.support.tiny import shaken, tiny_checkpoint
 
-VOCAB = 272
-OPTIONS = {
-    "page_size": 8,
-    "chunked_prefill_size": 64,
-    "context_length": 192,
-    "max_running_requests": 3,
-    "max_total_tokens": 208,  # of the 3 x 192 that would never run short: long requests preempt each other
-    "num_continuous_decode_steps": 4,  # where a test asks for it
-    "skip_warmup": True,
-    "few_programs": True,  # compiling is most of what these tests do
-}
 EVERY_SIZE = ("llama", "ngram")  # runs a program for each number of requests
 LENGTHS = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 95, 96, 97, 127, 128, 129)
 SEEDS = {"llama": 0, "qwen3": 1, "qwen3_moe": 2}
@@ -77,13 +65,7 @@ def draft_folder(family, which):
         return checkpoint(family)
     if which == "other":
         return tiny_checkpoint(family, VOCAB, 7, num_hidden_layers=1)
-    target = checkpoint(family)
-    folder = shutil.copytree(target, target.with_name(f"{family}-noisy"), dirs_exist_ok=True)  # test_soak's is another
-    noise = np.random.default_rng(3)
-    tensors = load_file(folder / "model.safetensors")
-    shaken = {k: v + np.float32(0.05) * noise.standard_normal(v.shape, np.float32) for k, v in tensors.items()}
-    save_file(shaken, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return shaken(checkpoint(family), by=0.05)
 
 
 @functools.cache

@@ -114,18 +114,15 @@ def test_each_key_of_rope_scaling_with_nonsense_of_each_kind(name):
             assert "\n" not in str(error)
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "says"),
-    [
-        ("num_hidden_layers", 300_000, "num_hidden_layers must be a positive integer of at most 4096, got 300000"),
-        ("eos_token_id", 10**20, "eos_token_id must be token ids, got 100000000000000000000"),
-        ("eos_token_id", [[1]], r"eos_token_id must be token ids, got \[1\]"),
-        ("vocab_size", -1, "vocab_size must be a positive integer, got -1"),
-        ("rms_norm_eps", float("nan"), "rms_norm_eps must be a positive number within float32, got nan"),
-        ("model_type", ["llama"], r"model_type \['llama'\] is not supported"),
-        ("layer_types", 5, "layer_types must be a list of names, got 5"),
-    ],
-)
+@pytest.mark.parametrize("key,value,says", [
+    ("num_hidden_layers", 300_000, "num_hidden_layers must be a positive integer of at most 4096, got 300000"),
+    ("eos_token_id", 10**20, "eos_token_id must be token ids, got 100000000000000000000"),
+    ("eos_token_id", [[1]], r"eos_token_id must be token ids, got \[1\]"),
+    ("vocab_size", -1, "vocab_size must be a positive integer, got -1"),
+    ("rms_norm_eps", float("nan"), "rms_norm_eps must be a positive number within float32, got nan"),
+    ("model_type", ["llama"], r"model_type \['llama'\] is not supported"),
+    ("layer_types", 5, "layer_types must be a list of names, got 5"),
+])  # fmt: skip
 def test_what_is_said_of_nonsense(key, value, says):
     with pytest.raises(ConfigError, match=says):
         ModelConfig.from_hf(tiny_config(**{key: value}))
@@ -185,23 +182,20 @@ def test_json_files_with_nonsense_in_any_place(folder, name):
 
 
 @pytest.mark.parametrize("name", JSON_FILES)
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "[" * 100_000,
-        '{"a":' * 100_000,
-        '{"eos_token_id": ' + "[" * 900 + "]" * 900 + "}",
-        '{"eos_token_id": 1' + "0" * 5000 + "}",
-        '{"a": "\\ud800"}',
-        "nul",
-        "\0" * 100,
-        "\udcff",
-        "[]",
-        "3",
-        "null",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "",
+    "[" * 100_000,
+    '{"a":' * 100_000,
+    '{"eos_token_id": ' + "[" * 900 + "]" * 900 + "}",
+    '{"eos_token_id": 1' + "0" * 5000 + "}",
+    '{"a": "\\ud800"}',
+    "nul",
+    "\0" * 100,
+    "\udcff",
+    "[]",
+    "3",
+    "null",
+])  # fmt: skip
 def test_json_files_that_are_none(folder, name, text):
     (folder / name).write_bytes(text.encode(errors="surrogateescape"))
     said = examine(folder)

@@ -24,18 +24,12 @@ from jaxspec.scheduling.audit import audit
 from server.app import create_app
 from tests.engine.test_lossless import checkpoint, draft_folder
 from tests.server.live import serving, wait_for
+from tests.support.engines import SMALL
 
 CLIENTS = 64
 DEADLINE = 120  # seconds after which a request counts as stuck; it waits for a handful at most
 MEGABYTES_GROWTH = 96  # allowed between a quarter of the run and its end
-OPTIONS = {
-    "page_size": 8,
-    "chunked_prefill_size": 64,
-    "context_length": 192,
-    "few_programs": True,
-    "disable_structured_output": True,
-    "decode_log_interval": 0,
-}
+OPTIONS = SMALL | {"skip_warmup": False, "disable_structured_output": True, "decode_log_interval": 0}
 CROWDED = {"max_running_requests": 8, "max_total_tokens": 320}  # 8 x 192 would never run short
 
 GREEDY = {"temperature": 0.0}
@@ -244,9 +238,8 @@ def check_balance(llm: AsyncLLM) -> None:
 
 def check_answers(tally: Tally, work: list[Case]) -> int:
     """Each repeatable case that completed said what it says alone. Returns how many."""
-    plain = LLM(
-        str(checkpoint("llama")), disable_prefix_cache=True, skip_warmup=True, max_running_requests=2, **OPTIONS
-    )
+    options = OPTIONS | {"disable_prefix_cache": True, "skip_warmup": True, "max_running_requests": 2}
+    plain = LLM(str(checkpoint("llama")), **options)
     repeatable = {index: answer for index, answer in tally.answers.items() if work[index].repeatable}
     for index, answer in repeatable.items():
         case = work[index]

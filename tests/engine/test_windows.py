@@ -12,23 +12,15 @@ import pytest
 import jaxspec
 from jaxspec import LLM, SamplingParams, load_model
 from jaxspec.drafters.base import NoDrafter
-from jaxspec.scheduling.audit import audit
+from tests.support.engines import PAGE, SMALL, check_greedy
 from tests.support.sample import rare
 from tests.support.tiny import tiny_checkpoint
 from tests.support.trees import Session, Wild, padded
 
-VOCAB, LONGEST, NEW, PAGE = 64, 150, 24, 8
+VOCAB, LONGEST, NEW = 64, 150, 24
 PROMPTS = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (1, 7, 33, LONGEST)]
 WINDOWS = {"gemma3": {}, "mistral": {"sliding_window": 21}}
-OPTIONS = {
-    "dtype": "float32",
-    "page_size": PAGE,
-    "chunked_prefill_size": 64,
-    "context_length": 192,
-    "max_running_requests": 4,
-    "skip_warmup": True,
-    "few_programs": True,
-}
+OPTIONS = SMALL | {"dtype": "float32", "max_running_requests": 4}
 
 
 def choices(model, texts):
@@ -42,15 +34,8 @@ def test_greedy_texts_are_the_models_own_cached_or_cold(family, draft):
     other = tiny_checkpoint(family, VOCAB, 2, **WINDOWS[family] | {"sliding_window": 15})  # agrees now and then
     llm = LLM(str(target), f"standalone:{other}" if draft == "standalone" else draft, num_draft_tokens=3, **OPTIONS)
     settings = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
-    cold = llm.generate(PROMPTS, settings)
-    texts = [[*out.prompt_token_ids, *out.token_ids] for out in cold]
-    for out, chosen in zip(cold, choices(llm.engine.runner.model, texts), strict=True):
-        start = len(out.prompt_token_ids) - 1
-        assert out.token_ids == chosen[start : start + NEW].tolist(), f"after {start + 1} tokens"
-    cached = llm.generate(PROMPTS, settings)
-    assert [out.token_ids for out in cached] == [out.token_ids for out in cold]
+    cached = check_greedy(llm, PROMPTS, settings)
     assert cached[-1].metrics.cached_tokens >= LONGEST - 1 - PAGE
-    audit(llm.engine.scheduler)
     stats = llm.engine.stats()
     drafted, accepted = sum(stats["drafted_per_position"]), sum(stats["accepted_per_position"])
     assert 0 < accepted < drafted

@@ -1,6 +1,7 @@
 """The decode kernel on the device: the cases of the CPU's tests, sizes that are served, and how fast it reads."""
 
 import time
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,41 +13,37 @@ from tests.pallas.attention.test_decode_attention import CASES, Case, check
 
 pytestmark = pytest.mark.gpu
 
+served = partial(Case, division=None)
 SERVED = [
-    Case("alone", kv_heads=8, entries=640, lengths=(1000,), division=None),
-    Case("alone, long", t=4, kv_heads=8, entries=300, lengths=(18001,), division=None),
-    Case("few, of many lengths", t=4, kv_heads=8, entries=20, lengths=(4, 63, 1000, 1280), division=None),
-    Case("many, of many lengths", t=4, kv_heads=8, entries=20, lengths=tuple(range(5, 1280, 35)), division=None),
-    Case("tree", t=16, masked_slots=16, kv_heads=8, entries=20, lengths=(900, 17), division=None),
-    Case("a step of a tree", t=4, masked_slots=16, kv_heads=8, entries=20, lengths=(1000, 17, 64), division=None),
-    Case("a step of a tree, all bits", t=8, masked_slots=32, kv_heads=8, entries=20, lengths=(1000, 40), division=None),
-    Case("block that sees ahead", t=16, masked_slots=16, whole=True, kv_heads=8, entries=20, lengths=(1000, 16, 71),
-         division=None),
-    Case("width 64", t=4, group=3, kv_heads=3, h=64, page=16, entries=80, lengths=(1000, 7), division=None),
-    Case("width 256", t=4, group=8, kv_heads=2, h=256, entries=20, lengths=(1000, 7), division=None),
-    Case("fp8", t=4, kv_heads=8, fp8=True, scaled=True, entries=20, lengths=(1000, 7), division=None),
-    Case("fp8, alone, long", kv_heads=8, fp8=True, entries=300, lengths=(18001,), division=None),
-    Case("fp8, many of many lengths", t=4, kv_heads=8, fp8=True, scaled=True, entries=20,
-         lengths=tuple(range(5, 1280, 35)), division=None),
-    Case("fp8, 32 rows a head", t=8, kv_heads=8, fp8=True, scaled=True, entries=20, lengths=(1000, 7, 64),
-         division=None),
-    Case("fp8, block that sees ahead", t=16, masked_slots=16, whole=True, kv_heads=8, fp8=True, scaled=True, entries=20,
-         lengths=(1000, 16, 71), division=None),
-    Case("fp8, tree of two tiles", t=32, masked_slots=32, group=8, kv_heads=4, fp8=True, entries=20, lengths=(1000, 40),
-         division=None),
-    Case("fp8, width 64, sinks", t=4, group=8, kv_heads=8, h=64, page=16, fp8=True, scaled=True, entries=80,
-         lengths=(1000, 7), sinks=True, division=None),
-    Case("fp8, width 256", t=4, group=8, kv_heads=2, h=256, fp8=True, scaled=True, entries=20, lengths=(1000, 7),
-         division=None),
-    Case("window, alone, long", t=4, kv_heads=8, entries=300, lengths=(18001,), window=1024, division=None),
-    Case("window, short", t=1, kv_heads=8, entries=300, lengths=(18001, 70), window=128, division=None),
-    Case("window, many of many lengths", t=4, kv_heads=8, entries=20, lengths=tuple(range(5, 1280, 35)), window=200,
-         division=None),
-    Case("window, tree", t=16, masked_slots=16, kv_heads=8, entries=20, lengths=(900, 17), window=100, division=None),
-    Case("window, width 256", t=4, group=8, kv_heads=2, h=256, entries=20, lengths=(1000, 7), window=512,
-         division=None),
-    Case("window, fp8", t=4, kv_heads=8, fp8=True, scaled=True, entries=20, lengths=(1000, 7), window=333,
-         division=None),
+    served("alone", kv_heads=8, entries=640, lengths=(1000,)),
+    served("alone, long", t=4, kv_heads=8, entries=300, lengths=(18001,)),
+    served("few, of many lengths", t=4, kv_heads=8, entries=20, lengths=(4, 63, 1000, 1280)),
+    served("many, of many lengths", t=4, kv_heads=8, entries=20, lengths=tuple(range(5, 1280, 35))),
+    served("tree", t=16, masked_slots=16, kv_heads=8, entries=20, lengths=(900, 17)),
+    served("a step of a tree", t=4, masked_slots=16, kv_heads=8, entries=20, lengths=(1000, 17, 64)),
+    served("a step of a tree, all bits", t=8, masked_slots=32, kv_heads=8, entries=20, lengths=(1000, 40)),
+    served("block that sees ahead", t=16, masked_slots=16, whole=True, kv_heads=8, entries=20,
+           lengths=(1000, 16, 71)),
+    served("width 64", t=4, group=3, kv_heads=3, h=64, page=16, entries=80, lengths=(1000, 7)),
+    served("width 256", t=4, group=8, kv_heads=2, h=256, entries=20, lengths=(1000, 7)),
+    served("fp8", t=4, kv_heads=8, fp8=True, scaled=True, entries=20, lengths=(1000, 7)),
+    served("fp8, alone, long", kv_heads=8, fp8=True, entries=300, lengths=(18001,)),
+    served("fp8, many of many lengths", t=4, kv_heads=8, fp8=True, scaled=True, entries=20,
+           lengths=tuple(range(5, 1280, 35))),
+    served("fp8, 32 rows a head", t=8, kv_heads=8, fp8=True, scaled=True, entries=20, lengths=(1000, 7, 64)),
+    served("fp8, block that sees ahead", t=16, masked_slots=16, whole=True, kv_heads=8, fp8=True, scaled=True,
+           entries=20, lengths=(1000, 16, 71)),
+    served("fp8, tree of two tiles", t=32, masked_slots=32, group=8, kv_heads=4, fp8=True, entries=20,
+           lengths=(1000, 40)),
+    served("fp8, width 64, sinks", t=4, group=8, kv_heads=8, h=64, page=16, fp8=True, scaled=True, entries=80,
+           lengths=(1000, 7), sinks=True),
+    served("fp8, width 256", t=4, group=8, kv_heads=2, h=256, fp8=True, scaled=True, entries=20, lengths=(1000, 7)),
+    served("window, alone, long", t=4, kv_heads=8, entries=300, lengths=(18001,), window=1024),
+    served("window, short", t=1, kv_heads=8, entries=300, lengths=(18001, 70), window=128),
+    served("window, many of many lengths", t=4, kv_heads=8, entries=20, lengths=tuple(range(5, 1280, 35)), window=200),
+    served("window, tree", t=16, masked_slots=16, kv_heads=8, entries=20, lengths=(900, 17), window=100),
+    served("window, width 256", t=4, group=8, kv_heads=2, h=256, entries=20, lengths=(1000, 7), window=512),
+    served("window, fp8", t=4, kv_heads=8, fp8=True, scaled=True, entries=20, lengths=(1000, 7), window=333),
 ]  # fmt: skip
 
 
@@ -59,7 +56,7 @@ def test_equals_dense_softmax(case):
                                           (12, 32, 64), (16, 128, 128)])  # fmt: skip
 def test_groups_and_page_sizes(group, page, h):
     entries = 640 // page
-    check(Case("", t=3, group=group, page=page, h=h, entries=entries, lengths=(3, 350, 639), division=None))
+    check(served("", t=3, group=group, page=page, h=h, entries=entries, lengths=(3, 350, 639)))
 
 
 LAYERS, KV_HEADS, WIDTH, PAGE, NEW = 4, 8, 128, 64, 4  # four of Qwen3-8B's

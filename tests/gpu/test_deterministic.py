@@ -18,6 +18,7 @@ from jaxspec.models.families import MODELS
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.weights import Weight
 from jaxspec.pallas.hopper import KERNELS
+from tests.support.kernels import QWEN3_8B
 from tests.support.tiny import tiny_config
 
 pytestmark = pytest.mark.gpu
@@ -26,8 +27,7 @@ PAGE, PAGES = 64, 6  # of each request
 SIZES = {
     "demo": ("llama", dict(hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3,
                            head_dim=64)),
-    "8b": ("qwen3", dict(hidden_size=4096, intermediate_size=12288, num_attention_heads=32, num_key_value_heads=8,
-                         head_dim=128)),
+    "8b": ("qwen3", QWEN3_8B),
 }  # fmt: skip
 
 

@@ -14,7 +14,8 @@ from tests.decoder.test_moe import arrays, random_case
 from tests.gpu import test_expert_fp8
 from tests.gpu.test_expert_stream import draw
 from tests.pallas.experts import test_expert_few as cpu
-from tests.pallas.experts.test_expert_stream import MODELS, assert_close, bfloat16
+from tests.pallas.experts.test_expert_stream import MODELS, bfloat16
+from tests.support.kernels import assert_close
 
 pytestmark = pytest.mark.gpu
 
@@ -60,21 +61,6 @@ def test_sums_come_scaled_for_the_norm_after_them(model, tokens):
     cpu.assert_scaled(scaled, got, scale)
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 8])
-def test_small_experts(tokens):
-    """Blocks without work, and hand-overs right away, over and over. A token without experts, too."""
-    for seed in range(5):
-        x, stacks, ids, weights = bfloat16(random_case(tokens, 16, 3, d=2048, f=256, seed=seed))
-        assert_close(run(x, stacks, ids, weights), expected(x, stacks, ids, weights))
-        ids = ids.at[-1].set(NOBODY)
-        got = run(x, stacks, ids, weights)
-        assert not np.asarray(got[-1], np.float32).any()
-        np.testing.assert_array_equal(got[:-1], run(x, stacks, ids, weights)[:-1])
-        if tokens > 1:
-            first = ids.at[0].set(NOBODY)
-            assert_close(run(x, stacks, first, weights), expected(x, stacks, first, weights))
-
-
 @jax.jit
 def run_fp8(x, stacks, *rest):
     return mix(x, cpu.fp8_arrays(stacks), *rest)
@@ -93,13 +79,18 @@ def test_fp8_experts_match_the_reference(model, tokens):
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 8])
-def test_small_fp8_experts(tokens):
-    """Check in FP8 what `test_small_experts` checks."""
+@pytest.mark.parametrize("fp8", [False, True])
+def test_small_experts(tokens, fp8):
+    """Blocks without work, and hand-overs right away, over and over. A token without experts, too."""
+    of, tolerance = (run_fp8, 1e-2) if fp8 else (run, 8e-3)
     for seed in range(5):
-        x, _, ids, weights = bfloat16(random_case(tokens, 16, 3, d=2048, f=1, seed=seed))
-        stacks = [test_expert_fp8.stack(16, 2048, 256, seed)]
-        assert_close(run_fp8(x, stacks, ids, weights), expected(x, stacks, ids, weights), 1e-2)
+        x, stacks, ids, weights = bfloat16(random_case(tokens, 16, 3, d=2048, f=1 if fp8 else 256, seed=seed))
+        stacks = [test_expert_fp8.stack(16, 2048, 256, seed)] if fp8 else stacks
+        assert_close(of(x, stacks, ids, weights), expected(x, stacks, ids, weights), tolerance)
         ids = ids.at[-1].set(NOBODY)
-        got = run_fp8(x, stacks, ids, weights)
+        got = of(x, stacks, ids, weights)
         assert not np.asarray(got[-1], np.float32).any()
-        np.testing.assert_array_equal(got[:-1], run_fp8(x, stacks, ids, weights)[:-1])
+        np.testing.assert_array_equal(got[:-1], of(x, stacks, ids, weights)[:-1])
+        if tokens > 1:
+            first = ids.at[0].set(NOBODY)
+            assert_close(of(x, stacks, first, weights), expected(x, stacks, first, weights), tolerance)

@@ -11,9 +11,10 @@ from jaxspec.models import fp8
 from jaxspec.models.weights import Fp8, Weight
 from jaxspec.pallas.experts import expert_fp8, experts_mlp
 from jaxspec.pallas.experts.expert_fp8 import MAX_ROWS, mix
-from jaxspec.pallas.hopper import KERNELS
 from tests.decoder.test_moe import random_case
-from tests.pallas.experts.test_expert_stream import MODELS, assert_close, bfloat16
+from tests.gpu.test_expert_stream import SKEWS, check, check_one_launch
+from tests.pallas.experts.test_expert_stream import MODELS, bfloat16
+from tests.support.kernels import assert_close
 
 pytestmark = pytest.mark.gpu
 
@@ -39,39 +40,16 @@ def stack(count: int, d: int, f: int, seed: int):
     return jax.jit(lambda: (weight(keys[0], 2 * f, d), weight(keys[1], d, f)))()
 
 
+@pytest.mark.parametrize("skew", SKEWS)
 @pytest.mark.parametrize("tokens", [9, 17, 32, 100, 128, 512, 2048])
 @pytest.mark.parametrize("model", ["qwen3-30b-a3b", "qwen3.5-35b-a3b"])
-def test_kernel_matches_the_reference(model, tokens):
-    """Twice on the same data, with uniform and with lopsided routing: a missing wait would differ now and then."""
-    for seed, skew in enumerate((0.0, 0.5)):
-        x, stacks, ids, weights = case = draw(model, tokens, skew, seed)
-        before = KERNELS["expert_fp8"]
-        run = jax.jit(lambda *a: experts_mlp.experts_mlp(*a))
-        got = run(*case)
-        assert KERNELS["expert_fp8"] == before + 1
-        np.testing.assert_array_equal(got, run(*case))
-        rows, items, place = jax.jit(experts_mlp.plan, static_argnums=2)(
-            x, ids, sum(len(down.values) for _, down in stacks)
-        )
-        assert_close(
-            got, experts_mlp.combine(jax.jit(experts_mlp.reference)(rows, stacks, items), place, weights), 1e-2
-        )
+def test_kernel_matches_the_reference(model, tokens, skew):
+    check(draw(model, tokens, skew, SKEWS.index(skew)), ["expert_fp8"], tolerance=1e-2)
 
 
 @pytest.mark.parametrize("tokens", [9, 128])
 def test_one_launch_makes_the_bits_of_two(tokens, monkeypatch):
-    """Where one expert has all tokens, and where all tokens have the same experts: then blocks wait for others most."""
-    x, stacks, ids, _ = draw("qwen3-30b-a3b", tokens, 0.0, 0)
-    column = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
-    monkeypatch.setattr(expert_fp8, "_mix", expert_fp8._mix.__wrapped__)  # it would keep its first trace
-    for ids in (jnp.where(column == 0, 5, experts_mlp.NOBODY), column):
-        rows, items, place = jax.jit(experts_mlp.plan, static_argnums=2)(x, ids, 128)
-        made = []
-        for one in (True, False):
-            monkeypatch.setattr(expert_fp8, "one_launch", lambda *_, one=one: one)
-            made.append(jax.jit(lambda *a: mix(*a))(rows, stacks, items)[place[place >= 0]])
-        np.testing.assert_array_equal(*made)
-        assert np.isfinite(made[0].astype(jnp.float32)).all()
+    check_one_launch(monkeypatch, expert_fp8, mix, *draw("qwen3-30b-a3b", tokens, 0.0, 0)[:3])
 
 
 @pytest.mark.parametrize("highest", [8, 16, 32, 64])

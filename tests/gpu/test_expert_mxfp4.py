@@ -17,10 +17,11 @@ from jaxspec.models import mxfp4
 from jaxspec.models.weights import Mxfp4, Weight
 from jaxspec.pallas.experts import expert_mxfp4, experts_mlp
 from jaxspec.pallas.experts.expert_mxfp4 import MAX_ROWS, mix
-from jaxspec.pallas.hopper import KERNELS
 from tests.decoder.test_moe import random_case
+from tests.gpu.test_expert_stream import SKEWS, check, check_one_launch
 from tests.pallas.experts.test_expert_mxfp4 import GPT_OSS, MODELS
-from tests.pallas.experts.test_expert_stream import assert_close, bfloat16
+from tests.pallas.experts.test_expert_stream import bfloat16
+from tests.support.kernels import assert_close
 
 pytestmark = pytest.mark.gpu
 ACT = gating(GPT_OSS)
@@ -62,36 +63,19 @@ def test_numbers_are_exact():
     assert_close(got, expected, 4e-3)
 
 
+@pytest.mark.parametrize("skew", SKEWS)
 @pytest.mark.parametrize("tokens", [1, 3, 8, 17, 32, 100, 128, 512, 2048])
 @pytest.mark.parametrize("model", MODELS)
-def test_kernel_matches_the_reference(model, tokens):
-    """Twice on the same data, with uniform and with lopsided routing: a missing wait would differ now and then."""
-    for seed, skew in enumerate((0.0, 0.5)):
-        x, stacks, ids, weights = case = draw(model, tokens, skew, seed)
-        before = KERNELS["expert_mxfp4"]
-        run = jax.jit(lambda *a: experts_mlp.experts_mlp(*a, gating=ACT))
-        got = run(*case)
-        assert KERNELS["expert_mxfp4"] == before + 1
-        np.testing.assert_array_equal(got, run(*case))
-        rows, items, place = jax.jit(experts_mlp.plan, static_argnums=2)(x, ids, MODELS[model][2])
-        assert_close(got, experts_mlp.combine(experts_mlp.reference(rows, stacks, items, ACT), place, weights), 1e-2)
+def test_kernel_matches_the_reference(model, tokens, skew):
+    case = draw(model, tokens, skew, SKEWS.index(skew))
+    check(case, ["expert_mxfp4"], ACT, partial(experts_mlp.reference, gating=ACT), 1e-2)
 
 
 @pytest.mark.parametrize("tokens", [9, 128])
 def test_one_launch_makes_the_bits_of_two(tokens, monkeypatch):
-    """Where one expert has all tokens, and where all tokens have the same experts: then blocks wait for others most."""
     x, stacks, ids, _ = draw("gpt-oss-120b", tokens, 0.0, 0)
-    column = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
     monkeypatch.setattr(expert_mxfp4, "ONE_LAUNCH", len(ids) * ids.shape[1])
-    monkeypatch.setattr(expert_mxfp4, "_mix", expert_mxfp4._mix.__wrapped__)  # it would keep its first trace
-    for ids in (jnp.where(column == 0, 5, experts_mlp.NOBODY), column):
-        rows, items, place = jax.jit(experts_mlp.plan, static_argnums=2)(x, ids, 128)
-        made = []
-        for one in (True, False):
-            monkeypatch.setattr(expert_mxfp4, "one_launch", lambda *_, one=one: one)
-            made.append(jax.jit(lambda *a: mix(*a, gating=ACT))(rows, stacks, items)[place[place >= 0]])
-        np.testing.assert_array_equal(*made)
-        assert np.isfinite(made[0].astype(jnp.float32)).all()
+    check_one_launch(monkeypatch, expert_mxfp4, partial(mix, gating=ACT), x, stacks, ids)
 
 
 @pytest.mark.parametrize("highest", [8, 16, 32, 64])

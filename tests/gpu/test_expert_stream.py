@@ -12,9 +12,13 @@ from jaxspec.pallas.experts import experts_mlp
 from jaxspec.pallas.experts.expert_stream import COLUMNS, Tiling, stream
 from jaxspec.pallas.hopper import KERNELS
 from tests.decoder.test_moe import arrays, random_case
-from tests.pallas.experts.test_expert_stream import MODELS, assert_close, bfloat16
+from tests.pallas.experts.test_expert_stream import MODELS, bfloat16
+from tests.support.kernels import assert_close
 
 pytestmark = pytest.mark.gpu
+
+SKEWS = [0.0, 0.5]  # uniform and lopsided routing
+reference = jax.jit(experts_mlp.reference)
 
 
 def draw(model: str, tokens: int, skew: float, seed: int):
@@ -31,21 +35,38 @@ def draw(model: str, tokens: int, skew: float, seed: int):
     return x, stacks, ids, weights
 
 
+def check(case, kernels, gating=None, reference=reference, tolerance=8e-3):
+    """Check one of the kernels against the reference, twice on the same data: a missing wait would differ at times."""
+    x, stacks, ids, weights = case
+    before = sum(KERNELS[name] for name in kernels)
+    run = jax.jit(lambda *a: experts_mlp.experts_mlp(*a, gating=gating))
+    got = run(*case)
+    assert sum(KERNELS[name] for name in kernels) == before + 1
+    np.testing.assert_array_equal(got, run(*case))
+    count = sum(len(stack[1].values) for stack in stacks)
+    rows, items, place = jax.jit(experts_mlp.plan, static_argnums=2)(x, ids, count)
+    assert_close(got, experts_mlp.combine(reference(rows, stacks, items), place, weights), tolerance)
+
+
+def check_one_launch(monkeypatch, module, run, x, stacks, ids):
+    """Where one expert has all tokens, and where all tokens have the same experts: then blocks wait for others most."""
+    column = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
+    monkeypatch.setattr(module, "_mix", module._mix.__wrapped__)  # it would keep its first trace
+    for ids in (jnp.where(column == 0, 5, experts_mlp.NOBODY), column):
+        rows, items, place = jax.jit(experts_mlp.plan, static_argnums=2)(x, ids, 128)
+        made = []
+        for one in (True, False):
+            monkeypatch.setattr(module, "one_launch", lambda *_, one=one: one)
+            made.append(jax.jit(lambda *a: run(*a))(rows, stacks, items)[place[place >= 0]])
+        np.testing.assert_array_equal(*made)
+        assert np.isfinite(made[0].astype(jnp.float32)).all()
+
+
+@pytest.mark.parametrize("skew", SKEWS)
 @pytest.mark.parametrize("tokens", [1, 3, 8, 11, 16, 17, 32, 100, 128, 512, 2048])
 @pytest.mark.parametrize("model", ["qwen3-30b-a3b", "qwen3.5-35b-a3b"])
-def test_kernel_matches_the_reference(model, tokens):
-    """Twice on the same data, with uniform and with lopsided routing: a missing wait would differ now and then."""
-    for seed, skew in enumerate((0.0, 0.5)):
-        x, stacks, ids, weights = case = draw(model, tokens, skew, seed)
-        before = KERNELS["expert_few"] + KERNELS["expert_stream"]
-        run = jax.jit(lambda *a: experts_mlp.experts_mlp(*a))
-        got = run(*case)
-        assert KERNELS["expert_few"] + KERNELS["expert_stream"] == before + 1
-        np.testing.assert_array_equal(got, run(*case))
-        rows, items, place = jax.jit(experts_mlp.plan, static_argnums=2)(
-            x, ids, sum(len(down.values) for _, down in stacks)
-        )
-        assert_close(got, experts_mlp.combine(jax.jit(experts_mlp.reference)(rows, stacks, items), place, weights))
+def test_kernel_matches_the_reference(model, tokens, skew):
+    check(draw(model, tokens, skew, SKEWS.index(skew)), ["expert_few", "expert_stream"])
 
 
 @pytest.mark.parametrize("some,more", [(1, (2, 4, 8)), (9, (16, 32, 128, 500))])
@@ -68,4 +89,4 @@ def test_every_tiling_hands_over(tokens, columns):
         rows, items, place = jax.jit(experts_mlp.plan, static_argnums=2)(x, ids, 16)
         sizes = Tiling(items.rows, columns, 64)
         got = jax.jit(lambda *a, sizes=sizes: stream(*a, sizes=sizes))(rows, arrays(stacks), items)
-        assert_close(got[place], jax.jit(experts_mlp.reference)(rows, stacks, items)[place])
+        assert_close(got[place], reference(rows, stacks, items)[place])

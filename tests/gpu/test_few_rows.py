@@ -15,10 +15,10 @@ from jaxspec.checkpoint.params import dummy
 from jaxspec.decoder import forward as paths
 from jaxspec.models.families import llama
 from jaxspec.models.model_config import ModelConfig
-from jaxspec.pallas import hopper
-from jaxspec.pallas.hopper import KERNELS
+from jaxspec.pallas.hopper import KERNELS, counting
 from tests.decoder import test_few_rows_layers as layers
 from tests.pallas.dense import test_few_rows as cpu
+from tests.support.kernels import switch_off
 from tests.support.tiny import tiny_config
 
 pytestmark = pytest.mark.gpu
@@ -122,8 +122,7 @@ def test_layers_are_those_of_the_model(monkeypatch, tree):
     before = KERNELS["few_rows_heads"]
     got = layers.forward(config, params, layers.rounds(tree))
     assert KERNELS["few_rows_heads"] == before + 1
-    monkeypatch.setattr(hopper, "kernels_here", lambda: "switched off for the comparison")
-    jax.clear_caches()
+    switch_off(monkeypatch)
     layers.assert_same_forward(got, layers.forward(config, params, layers.rounds(tree)), layers.rounds(tree), 2e-2)
 
 
@@ -132,13 +131,10 @@ def test_gpt_oss_layers_are_those_of_the_model(monkeypatch, requests):
     """Biases, sinks, a router of 64, and MXFP4 experts that are added up for the norm after them."""
     config, params = layers.small_gpt_oss(1152)
     rows = layers.two_requests() if requests == 2 else layers.one_request()
-    before = [KERNELS[name] for name in ("few_rows_heads", "expert_add", "expert_mxfp4")]
-    got = layers.forward(config, params, rows)
-    assert all(
-        KERNELS[name] > n for name, n in zip(("few_rows_heads", "expert_add", "expert_mxfp4"), before, strict=True)
-    )
-    monkeypatch.setattr(hopper, "kernels_here", lambda: "switched off for the comparison")
-    jax.clear_caches()
+    with counting() as chosen:
+        got = layers.forward(config, params, rows)
+    assert chosen.keys() >= {"few_rows_heads", "expert_add", "expert_mxfp4"}
+    switch_off(monkeypatch)
     layers.assert_same_forward(got, layers.forward(config, params, rows), rows, 3e-2)
 
 
@@ -148,8 +144,7 @@ def test_drafts_are_those_of_plain_layers(monkeypatch, method):
     before = KERNELS["few_rows_heads"]
     got, few = layers.drafted(drafter, params)
     assert KERNELS["few_rows_heads"] > before
-    monkeypatch.setattr(hopper, "kernels_here", lambda: "switched off for the comparison")
-    jax.clear_caches()
+    switch_off(monkeypatch)
     layers.assert_same_drafts(got, few, *layers.drafted(drafter, params))
 
 

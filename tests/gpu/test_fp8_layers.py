@@ -19,13 +19,11 @@ from jaxspec.models.description import Norm
 from jaxspec.pallas import hopper
 from jaxspec.pallas.dense.add_norm import add_norm
 from tests.decoder.test_fp8_layers import declared
+from tests.support import kernels
 
 pytestmark = pytest.mark.gpu
 
-QWEN3_8B = dict(
-    hidden_size=4096, intermediate_size=12288, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
-    num_hidden_layers=2,
-)  # fmt: skip
+QWEN3_8B = kernels.QWEN3_8B | {"num_hidden_layers": 2}
 ROWS = (1, 8, 9, 16, 32, 33, 64, 128)
 
 
@@ -40,11 +38,11 @@ def compare(monkeypatch, config, tensors, requests: int, rows: int, path=FP8_ROW
         forward = lambda params: forward_module.forward(  # noqa: E731
             config.decoder, params, tokens, positions, WholeTexts(), None, (0, 1)
         )
-        with hopper.counting() as kernels:
-            return jax.jit(forward).lower(params).compile(), kernels
+        with hopper.counting() as chosen:
+            return jax.jit(forward).lower(params).compile(), chosen
 
-    (ours, kernels), (theirs, _) = compiled(path), compiled(PLAIN)
-    assert all(kernels[name] for name in made)
+    (ours, chosen), (theirs, _) = compiled(path), compiled(PLAIN)
+    assert all(chosen[name] for name in made)
     found, again, expected = (
         jax.tree.leaves((run.features, run.last)) for run in (ours(params), ours(params), theirs(params))
     )

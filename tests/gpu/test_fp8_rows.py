@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,10 +9,11 @@ import pytest
 
 from jaxspec.models import fp8
 from jaxspec.pallas.dense.fp8_rows import product
+from tests.support.kernels import PRODUCTS, seconds
 
 pytestmark = pytest.mark.gpu
 
-SHAPES = {"q, k, v": (6144, 4096), "out": (4096, 4096), "gate, up": (24576, 4096), "down": (4096, 12288)}
+SHAPES = {name: (outputs, inputs) for name, (inputs, outputs, *_) in PRODUCTS.items()}
 
 
 def draw(rows: int, outputs: int, inputs: int, seed: int = 0):
@@ -54,12 +53,7 @@ def test_reads_weights_fast(rows, shape):
     count = max(8, 2**30 // values.size)
     weights = [(jnp.copy(values), jnp.copy(scales)) for _ in range(count)]
     run = jax.jit(lambda x, weights: [product(x, *weight) for weight in weights])
-    jax.block_until_ready(run(x, weights))
-    begin, rounds = time.perf_counter(), 10
-    for _ in range(rounds):
-        outs = run(x, weights)
-    jax.block_until_ready(outs)
-    seconds = (time.perf_counter() - begin) / rounds / count
-    speed = values.size / seconds / 1e12
-    print(f"{shape}, {rows} rows: {seconds * 1e6:.1f} us, {speed:.2f} TB/s")
+    taken = seconds(run, x, weights, rounds=10) / count
+    speed = values.size / taken / 1e12
+    print(f"{shape}, {rows} rows: {taken * 1e6:.1f} us, {speed:.2f} TB/s")
     assert speed > 0.6  # an H100 gave 0.71 (out, 32 rows) to 1.91 (gate, up, 8 rows), of about 3

@@ -13,7 +13,8 @@ from jaxspec.pallas.dense.weight_stream import stream_fp8, stream_part_fp8
 from tests.decoder.test_fp8_layers import declared
 from tests.decoder.test_fp8_stream import EPS, expected, expected_parts, inputs
 from tests.gpu.test_fp8_layers import QWEN3_8B, compare
-from tests.pallas.dense.test_weight_stream import assert_close, parts_of
+from tests.pallas.dense.test_weight_stream import parts_of
+from tests.support.kernels import assert_close
 
 pytestmark = pytest.mark.gpu
 

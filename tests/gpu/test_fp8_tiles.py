@@ -17,21 +17,15 @@ from jaxspec.models.weights import HALF, Fp8, Layout, Weight
 from jaxspec.pallas.dense import fp8_quantise, fp8_tiles
 from jaxspec.pallas.dense.tiles import Tiling
 from tests.pallas.dense.test_fp8_tiles import check, check_normed, operands, run
+from tests.support.kernels import PRODUCTS
 
 pytestmark = pytest.mark.gpu
 
-SHAPES = {  # inputs, outputs, outputs that share a scale, kind
-    "qkv": (4096, 6144, 128, "plain"),
-    "out": (4096, 4096, 128, "added"),
-    "gate, up": (4096, 24576, 32, "gated"),
-    "down": (12288, 4096, 128, "added"),
-}
 
-
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", PRODUCTS)
 @pytest.mark.parametrize("rows,real", [(132, 132), (165, 130), (512, 512), (1024, 700), (2048, 1)])
 def test_matches_plain_jnp(rows, real, shape):
-    inputs, outputs, unit, kind = SHAPES[shape]
+    inputs, outputs, unit, kind = PRODUCTS[shape]
     for _ in range(2):  # what one launch leaves behind isn't the next one's
         check(rows, real, inputs, outputs, 128, unit, kind)
 
@@ -86,7 +80,7 @@ RATES = {  # TFLOP/s at least, quantising and dequantising included, of gate and
 @pytest.mark.speed
 def test_arithmetic_rate(figures, mode):
     """By kernel time, with four different weights; the limit leaves room for a busy device."""
-    rows, (inputs, outputs, unit, _) = 2048, SHAPES["gate, up"]
+    rows, (inputs, outputs, unit, _) = 2048, PRODUCTS["gate, up"]
     fmt, least = RATES[mode]
     x, values, scales = operands(rows, inputs, outputs, fmt.block, unit if fmt.block else outputs)
     weights = [Weight(jnp.copy(values), fmt, Layout((outputs,), HALF), scales) for _ in range(4)]

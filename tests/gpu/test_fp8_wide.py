@@ -10,17 +10,17 @@ import pytest
 from jaxspec.models import fp8
 from jaxspec.pallas.dense import fp8_wide
 from jaxspec.pallas.dense.tiles import Tiling
-from tests.gpu.test_fp8_tiles import SHAPES
 from tests.pallas.dense.test_fp8_tiles import operands
-from tests.pallas.dense.test_fp8_wide import check
+from tests.pallas.dense.test_fp8_wide import check, run
+from tests.support.kernels import PRODUCTS
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", PRODUCTS)
 @pytest.mark.parametrize("rows,real", [(132, 132), (165, 130), (512, 512), (1024, 700), (2048, 1)])
 def test_matches_plain_jnp(rows, real, shape):
-    inputs, outputs, unit, kind = SHAPES[shape]
+    inputs, outputs, unit, kind = PRODUCTS[shape]
     for _ in range(2):  # what one launch leaves behind isn't the next one's
         check(rows, real, inputs, outputs, 128, unit, kind)
 
@@ -53,11 +53,7 @@ def test_every_number_is_converted(low, high):
 def test_a_row_gets_the_same_in_any_company():
     """Sums run over the inputs in one order, whatever the tiles; and twice on the same data."""
     x, values, scales = operands(1024, 4096, 6144, 128, 128)
-
-    def of(rows, real):
-        out = fp8_wide.matmul(x[:rows], values, scales, jnp.array([real], jnp.int32), block=128)
-        return np.asarray(out[:100], np.float32)
-
+    of = lambda rows, real: run(x[:rows], values, scales, real, block=128)[:100]  # noqa: E731
     expected = of(256, 256)
     for rows, real in ((136, 136), (512, 300), (1024, 1024), (256, 256)):
         np.testing.assert_array_equal(of(rows, real), expected)

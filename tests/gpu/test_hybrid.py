@@ -14,8 +14,8 @@ from jaxspec.checkpoint.params import dummy
 from jaxspec.decoder.forward import forward
 from jaxspec.models.families import MODELS
 from jaxspec.models.model_config import ModelConfig
-from jaxspec.pallas import hopper
 from jaxspec.pallas.hopper import counting
+from tests.support.kernels import switch_off
 from tests.support.tiny import tiny_config
 
 pytestmark = pytest.mark.gpu
@@ -71,13 +71,10 @@ def serve(config: ModelConfig, params, requests: int):
     return outs
 
 
-@pytest.mark.parametrize(
-    "family,widths,requests,prompts,rounds",
-    [
-        ("qwen3_5_moe", EXPERTS, 3, PROMPTS, ROUNDS),
-        ("qwen3_5", WHOLE_TILES, 1, {"tile_matmul", "delta_chunk", "prompt_attention"}, FEW_ROWS),
-    ],
-)
+@pytest.mark.parametrize("family,widths,requests,prompts,rounds", [
+    ("qwen3_5_moe", EXPERTS, 3, PROMPTS, ROUNDS),
+    ("qwen3_5", WHOLE_TILES, 1, {"tile_matmul", "delta_chunk", "prompt_attention"}, FEW_ROWS),
+])  # fmt: skip
 def test_prompts_and_rounds_are_as_exact_as_the_plain_path(monkeypatch, family, widths, requests, prompts, rounds):
     """Against float32: two paths in bfloat16 are apart by what each is from that. A rounded sum sends one token in ten
     to another expert, and what it writes is seen by those after it."""
@@ -85,8 +82,7 @@ def test_prompts_and_rounds_are_as_exact_as_the_plain_path(monkeypatch, family, 
     params = dummy(MODELS[config.model_type].tensors(config.decoder), "bfloat16", seed=0)
     ours = serve(config, params, requests)
     assert [chosen for _, chosen in ours] == [prompts, rounds]
-    monkeypatch.setattr(hopper, "kernels_here", lambda: "switched off for the comparison")
-    jax.clear_caches()
+    switch_off(monkeypatch)
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
     plain, exact = serve(config, params, requests), serve(config, wide, requests)
     for (got, _), (rounded, chosen), (expected, _) in zip(ours, plain, exact, strict=True):

@@ -17,12 +17,13 @@ from tests.gpu.test_lossless import NEAR_TIE, logit_gap
 from tests.pallas.attention.test_decode_attention import CASES, Case
 from tests.pallas.dense.test_fp8_rows import operands
 from tests.pallas.experts.test_expert_mxfp4 import GPT_OSS, mxfp4_case, naive
-from tests.pallas.experts.test_expert_stream import assert_close, bfloat16
+from tests.pallas.experts.test_expert_stream import bfloat16
 from tests.pallas.experts.test_top_experts import inputs
 from tests.pallas.portable.test_portable_attention import PROMPTS, check
 from tests.pallas.portable.test_portable_delta import check as delta_check
 from tests.pallas.portable.test_portable_delta import check_scan
 from tests.pallas.recurrence.test_delta_step import CASES as DELTA
+from tests.support.kernels import assert_close
 from tests.support.portable import outputs
 
 pytestmark = pytest.mark.gpu

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.pallas.attention.paged_attention import paged_attention
 from jaxspec.pallas.attention.prompt_attention import prompt_attention, supported
+from tests.pallas.attention.test_prompt_attention import blocks, error, expected
 
 pytestmark = pytest.mark.gpu
 
@@ -16,36 +16,13 @@ BF16, FP8 = jnp.bfloat16, jnp.float8_e4m3fn
 
 
 def case(t, n, m, h, page_size, prompts, layers=2, dtype=BF16, padding=0):
-    """Blocks of `prompts`, pairs (cached prefix, new tokens), packed; their pages shuffled."""
-    rng = np.random.default_rng(t + n + h)
-    used = [-(-(prefix + -(-new // t) * t) // page_size) for prefix, new in prompts]
-    pages = 1 + sum(used)
-    ids = np.split(rng.permutation(np.arange(1, pages)), np.cumsum(used)[:-1])
-    rows, starts = [], []
-    for (prefix, new), mine in zip(prompts, ids, strict=True):
-        for start in range(prefix, prefix + new, t):
-            rows.append(np.pad(mine, (0, max(used) + 1 - len(mine))))
-            starts.append(start)
-    rows += [np.zeros_like(rows[0])] * padding
+    """Blocks of `prompts`, packed."""
+    pages, *_, table, start = blocks(np.random.default_rng(t + n + h), t, page_size, prompts, padding)
     q_key, kv_key = jax.random.split(jax.random.key(0))
     normal = jax.jit(lambda key, shape, dtype: jax.random.normal(key, shape, BF16).astype(dtype), static_argnums=(1, 2))
-    q = normal(q_key, (len(rows), t, n, h), BF16)
+    q = normal(q_key, (len(table), t, n, h), BF16)
     kv = normal(kv_key, (layers, pages, 2, m, page_size, h), dtype)
-    table, start = np.array(rows, np.int32), np.array(starts + [0] * padding, np.int32)
-    return q, kv, jnp.int32(layers - 1), jnp.asarray(table), jnp.asarray(start)
-
-
-def expected(q, kv, layer, table, start, scales=None, window=None, sinks=None):
-    kv = kv.astype(jnp.float32)
-    if scales is not None:
-        kv = kv * scales[:, None, :, :, None, None]
-    return paged_attention(q.astype(jnp.float32), kv, layer, table, start, window=window, sinks=sinks)
-
-
-def error(out, want):
-    """The largest difference of a row, relative to the row's largest value."""
-    out, want = np.asarray(out, np.float32), np.asarray(want, np.float32)
-    return (np.abs(out - want).max(-1) / np.abs(want).max(-1)).max()
+    return q, kv, jnp.int32(layers - 1), jnp.asarray(table), jnp.asarray(np.maximum(start, 0))
 
 
 PROMPTS = [(0, 640), (77, 64), (300, 128), (1000, 192), (63, 64), (127, 64)]

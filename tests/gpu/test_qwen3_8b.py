@@ -8,19 +8,15 @@ import numpy as np
 import pytest
 
 from jaxspec import LLM, SamplingParams
+from tests.support.kernels import QWEN3_8B
 
 pytestmark = pytest.mark.gpu
 
-CONFIG = {
+CONFIG = QWEN3_8B | {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
     "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
     "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
     "rope_theta": 1000000.0,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,16 +12,16 @@ from jaxspec.checkpoint.params import dummy
 from jaxspec.decoder.forward import forward
 from jaxspec.models.families import qwen3
 from jaxspec.models.model_config import ModelConfig
-from jaxspec.pallas import hopper
 from jaxspec.pallas.dense.tile_matmul import matmul
 from jaxspec.pallas.dense.tiles import Tiling
 from jaxspec.pallas.hopper import counting
 from tests.pallas.dense.test_tile_matmul import check, inputs
+from tests.support.kernels import PRODUCTS, assert_close, seconds, switch_off
 from tests.support.tiny import tiny_config
 
 pytestmark = pytest.mark.gpu
 
-SHAPES = {"qkv": (4096, 6144, False), "out": (4096, 4096, False), "gate, up": (4096, 24576, True)}
+SHAPES = {name: (*PRODUCTS[name][:2], name == "gate, up") for name in ("qkv", "out", "gate, up")}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -71,14 +69,11 @@ def test_a_model_prefills_through_it(monkeypatch):
     with counting() as chosen:
         ours = run(kv)
     assert chosen["tile_matmul"] == 4  # of a layer: layers share a trace
-    monkeypatch.setattr(hopper, "kernels_here", lambda: "switched off for the comparison")
-    jax.clear_caches()
+    switch_off(monkeypatch)
     plain = run(kv)
     real = np.arange(64) < np.asarray(rows.count)[:, None]
     for got, expected in ((ours.last[real], plain.last[real]), (ours.cache[:, 1:], plain.cache[:, 1:])):
-        got, expected = (np.asarray(x, np.float64) for x in (got, expected))
-        assert np.isfinite(got).all()
-        assert np.linalg.norm(got - expected) <= 2e-2 * np.linalg.norm(expected)
+        assert_close(got, expected, 2e-2)
 
 
 @pytest.mark.speed
@@ -88,12 +83,7 @@ def test_arithmetic_rate(figures):
     x, weight = inputs(rows, width, outputs)
     weights, real = [weight * (1 + i) for i in range(4)], jnp.array([rows], jnp.int32)
     run = jax.jit(lambda x, weights: [matmul(x, weight, real, gated=gated) for weight in weights])
-    jax.block_until_ready(run(x, weights))
-    begin, rounds = time.perf_counter(), 20
-    for _ in range(rounds):
-        outs = run(x, weights)
-    jax.block_until_ready(outs)
-    seconds = (time.perf_counter() - begin) / rounds / len(weights)
-    rate = 2 * rows * width * outputs / seconds / 1e12
-    figures["gate, up of 1024 rows"] = {"us": seconds * 1e6, "TFLOP/s": rate}
+    taken = seconds(run, x, weights, rounds=20) / len(weights)
+    rate = 2 * rows * width * outputs / taken / 1e12
+    figures["gate, up of 1024 rows"] = {"us": taken * 1e6, "TFLOP/s": rate}
     assert rate >= 600

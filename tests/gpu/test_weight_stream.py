@@ -11,10 +11,10 @@ from jaxspec.checkpoint.params import dummy
 from jaxspec.decoder.forward import forward
 from jaxspec.models.families import qwen3
 from jaxspec.models.model_config import ModelConfig
-from jaxspec.pallas import hopper
 from jaxspec.pallas.dense.weight_stream import stream
 from jaxspec.pallas.hopper import KERNELS
-from tests.pallas.dense.test_weight_stream import EPS, assert_close, inputs, parts_of, parts_reference, reference
+from tests.pallas.dense.test_weight_stream import EPS, inputs, parts_of, parts_reference, reference
+from tests.support.kernels import assert_close, switch_off
 from tests.support.tiny import tiny_config
 
 pytestmark = pytest.mark.gpu
@@ -66,8 +66,7 @@ def test_a_model_decodes_through_it(monkeypatch):
     before = KERNELS["weight_stream"]
     streamed = run(kv)
     assert KERNELS["weight_stream"] == before + 1
-    monkeypatch.setattr(hopper, "kernels_here", lambda: "switched off for the comparison")
-    jax.clear_caches()
+    switch_off(monkeypatch)
     plain = run(kv)
     assert KERNELS["weight_stream"] == before + 1
     for got, expected in zip(jax.tree.leaves(streamed), jax.tree.leaves(plain), strict=True):

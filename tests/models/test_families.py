@@ -5,19 +5,16 @@ over the whole text, which knows no cache, no page and no draft; and the text mu
 """
 
 import functools
-import shutil
+from functools import partial
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
-import jaxspec
 from jaxspec import LLM, SamplingParams
-from jaxspec.scheduling.audit import audit
 from tests.drafters.test_dflash import drafter_folder
 from tests.support import heads
-from tests.support.tiny import tiny_checkpoint
+from tests.support.engines import SMALL, check_greedy
+from tests.support.tiny import shaken, tiny_checkpoint
 
 VOCAB, LONGEST, NEW = 24, 150, 24
 PROMPTS = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (1, 7, 33, LONGEST)]
@@ -36,35 +33,10 @@ DRAFTS = {
     "eagle3": lambda target: f"eagle3:{heads.random_eagle3(target, tuple(range(0, VOCAB, 2)), (0, 0, 0))}",
     "dflash": lambda target: f"dflash:{drafter_folder(target)}",
 }
-OPTIONS = {
-    "dtype": "float32",
-    "page_size": 8,
-    "chunked_prefill_size": 64,
-    "context_length": 192,
-    "max_running_requests": 4,
-    "num_draft_tokens": 3,
-    "skip_warmup": True,
-    "few_programs": True,
-}
+OPTIONS = SMALL | {"dtype": "float32", "max_running_requests": 4, "num_draft_tokens": 3}
 
 
-@functools.cache
-def noisy(target):
-    """The target, shaken a little: most of its drafts are right."""
-    folder = shutil.copytree(target, target.with_name(target.name + "-noisy"))
-    rng, tensors = np.random.default_rng(3), load_file(folder / "model.safetensors")
-    shaken = {k: v + np.float32(0.04) * rng.standard_normal(v.shape, np.float32) for k, v in tensors.items()}
-    save_file(shaken, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-def greedy(model, outs):
-    """Argmax after every token of each text, i32[n, t]."""
-    texts = np.zeros((len(outs), LONGEST + NEW), np.int32)
-    for row, out in zip(texts, outs, strict=True):
-        text = [*out.prompt_token_ids, *out.token_ids]
-        row[: len(text)] = text
-    return np.asarray(jnp.argmax(jaxspec.logits(model, texts), axis=-1))
+noisy = functools.cache(partial(shaken, by=0.04))  # most of its drafts are right
 
 
 def cases():
@@ -80,14 +52,8 @@ def cases():
 def test_greedy_texts_are_the_models_own_cached_or_cold(family, draft):
     target = tiny_checkpoint(family, VOCAB, 2, num_hidden_layers=1, **FAMILIES[family])
     llm = LLM(str(target), DRAFTS[draft](target), **OPTIONS)
-    cold = llm.generate(PROMPTS, GREEDY)
-    for out, chosen in zip(cold, greedy(llm.engine.runner.model, cold), strict=True):
-        start = len(out.prompt_token_ids) - 1
-        assert out.token_ids == chosen[start : start + NEW].tolist(), f"after {start + 1} tokens"
-    cached = llm.generate(PROMPTS, GREEDY)
-    assert [out.token_ids for out in cached] == [out.token_ids for out in cold]
+    cached = check_greedy(llm, PROMPTS, GREEDY)
     assert cached[-1].metrics.cached_tokens >= LONGEST - 1 - OPTIONS["page_size"]
-    audit(llm.engine.scheduler)
     stats = llm.engine.stats()
     drafted, accepted = sum(stats["drafted_per_position"]), sum(stats["accepted_per_position"])
     assert accepted < drafted, "no draft was refused"

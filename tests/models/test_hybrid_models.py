@@ -14,7 +14,7 @@ import jaxspec
 from jaxspec import LLM, CheckpointError, ConfigError, EngineConfig, SamplingParams, load_drafter
 from jaxspec.cache.mixers import WholeTexts
 from jaxspec.decoder.forward import forward, unembed
-from tests.support.tiny import tiny_config
+from tests.support.tiny import rewrite, tiny_config
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "hybrid"
 VARIANTS = sorted(path.stem for path in GOLDEN.glob("*.npz"))
@@ -117,9 +117,7 @@ def test_auto_drafts_with_the_module_that_a_checkpoint_brings(tmp_path):
 
 def test_a_module_that_lacks_a_tensor_is_refused_by_its_name(tmp_path):
     folder = shutil.copytree(GOLDEN / "qwen3_5", tmp_path / "lacking")
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["mtp.fc.weight"]
-    save_file(tensors, folder / "model.safetensors")
+    rewrite(folder, drop=["mtp.fc.weight"])
     model = jaxspec.load_model(str(folder), progress=False)
     with pytest.raises(CheckpointError, match=r"1 missing.*\n.*missing mtp\.fc\.weight \[32, 64\]"):
         load_drafter("auto", model)

@@ -20,6 +20,7 @@ from jaxspec.models import mxfp4
 from jaxspec.models.weights import Fp8, Mxfp4, Unquantised, formats
 from tests.checkpoint.test_checkpoint import edit_json
 from tests.checkpoint.test_quantisation import spoil
+from tests.support.engines import CROWDED, check_greedy
 from tests.support.quantised import BF16, E2M1, MXFP4, write_mxfp4
 from tests.support.quantised import mxfp4 as packed_by_numpy
 from tests.support.tiny import tiny_checkpoint
@@ -167,10 +168,7 @@ def test_what_does_not_fit_the_format_is_named(folder, tmp_path):
         load(folder)
 
 
-OPTIONS = {
-    "page_size": 8, "chunked_prefill_size": 64, "context_length": 128, "max_running_requests": 3,
-    "max_total_tokens": 512, "skip_warmup": True, "few_programs": True, "disable_structured_output": True,
-}  # fmt: skip
+OPTIONS = CROWDED | {"context_length": 128, "max_total_tokens": 512, "disable_structured_output": True}
 
 
 def test_greedy_texts_are_the_models_own_cached_or_cold(folder):
@@ -178,11 +176,5 @@ def test_greedy_texts_are_the_models_own_cached_or_cold(folder):
     prompts = [TOKENS[0][:33], TOKENS[1][:7] * 4, [3]]
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     llm = LLM(str(folder), draft=f"standalone:{source()}", num_draft_tokens=3, **OPTIONS)
-    cold = [out.token_ids for out in llm.generate(prompts, params)]
-    assert [out.token_ids for out in llm.generate(prompts, params)] == cold
-    whole = [prompt + list(text) for prompt, text in zip(prompts, cold, strict=True)]
-    padded = [tokens + [0] * (max(map(len, whole)) - len(tokens)) for tokens in whole]  # one program
-    said = np.asarray(jaxspec.logits(llm.engine.runner.model, padded)).argmax(-1)
-    for prompt, text, row in zip(prompts, cold, said, strict=True):
-        assert row[len(prompt) - 1 :][: len(text)].tolist() == list(text)
+    check_greedy(llm, prompts, params)
     assert sum(llm.engine.stats()["accepted_per_position"]) > 0

@@ -27,7 +27,7 @@ from jaxspec.parallel.channel import Channel
 from jaxspec.parallel.hosts import Follower, HostLost, Leader, decode, encode, facts
 from jaxspec.replicas.follower import replay
 from server.cli.options import UsageError, parse
-from tests.server.live import wait_for
+from tests.server.live import meanwhile, up, wait_for
 from tests.support import heads
 from tests.support.tiny import BYTE_VOCAB, tiny_checkpoint
 
@@ -105,18 +105,13 @@ def test_nodes_take_the_least_room_and_refuse_other_shapes():
     leader, follower, waiting = nodes({}, {})
     leader.welcome({}, {1: {}})
     waiting.join()
-    answers = []
-    thread = threading.Thread(target=lambda: answers.append(follower.agree(70, 3)))
-    thread.start()
-    assert leader.agree(64, 5) == [64, 3]
-    thread.join()
+    with meanwhile(lambda tokens: follower.agree(tokens, 3), 70) as answers:
+        assert leader.agree(64, 5) == [64, 3]
     assert answers == [[64, 3]]
-    thread = threading.Thread(target=lambda: answers.append(outcome(follower.meet, {"weights": "b"})))
-    thread.start()
-    with pytest.raises(ConfigError, match="node 1 has weights b, and node 0 a; its checkpoint or"):
+    words = "node 1 has weights b, and node 0 a; its checkpoint or"
+    with meanwhile(follower.meet, {"weights": "b"}) as answers, pytest.raises(ConfigError, match=words):
         leader.meet({"weights": "a"})
-    thread.join()
-    assert isinstance(answers[1], ConfigError)
+    assert isinstance(answers[0], ConfigError)
 
 
 def test_orders_come_in_order_until_the_end(ends):
@@ -247,13 +242,6 @@ def start(folder: Path, draft: str, *flags: str) -> subprocess.Popen:
     )
 
 
-def up(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health").status_code == 200
-    except httpx.TransportError:
-        return False
-
-
 def ask(url: str, **body) -> httpx.Response:
     return httpx.post(f"{url}/v1/completions", json={"prompt": "hello", "max_tokens": 24, **body}, timeout=120)
 
@@ -282,11 +270,11 @@ def test_two_processes_serve_as_one(how, tmp_path):
     processes = [start(folder, draft, *several, "--node-rank", str(i), "--port", str(web)) for i in (1, 0)]
     follower, leader = processes
     try:
-        wait_for(lambda: up(url), 120)
+        wait_for(lambda: up(f"{url}/health"), 120)
         if how == "stopped":
             alone = start(folder, draft, "--port", str(port + 1000))
             processes.append(alone)
-            wait_for(lambda: up(f"http://127.0.0.1:{port + 1000}"), 120)
+            wait_for(lambda: up(f"http://127.0.0.1:{port + 1000}/health"), 120)
             for body in ASKED:
                 texts = [
                     ask(each, **body).json()["choices"][0]["text"] for each in (url, f"http://127.0.0.1:{port + 1000}")

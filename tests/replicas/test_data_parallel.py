@@ -27,18 +27,10 @@ from jaxspec.replicas.engine_process import EngineProcess, check_devices, device
 from jaxspec.replicas.prefix_affinity import Prefixes, pages
 from server.app import create_app
 from tests.server.fake import FakeLLM
-from tests.server.live import as_here, serving, wait_for
+from tests.server.live import ENGINE, as_here, meanwhile, serving, up, wait_for
 from tests.support.tiny import BYTE_VOCAB, tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
-OPTIONS = dict(
-    context_length=2048,
-    max_running_requests=4,
-    max_total_tokens=8192,
-    page_size=8,
-    skip_warmup=True,
-    few_programs=True,
-)
 LONG = {"prompt": "abcabcabcabc", "max_tokens": 1000, "temperature": 0, "ignore_eos": True}
 
 
@@ -52,7 +44,8 @@ def llm():
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (as_here() | {"PYTHONPATH": str(ROOT)}).items():
             patch.setenv(name, value)
-        llm = DataParallelLLM(checkpoint(), "ngram", dp_size=2, max_queued_requests=64, **OPTIONS)
+        options = ENGINE | {"context_length": 2048, "max_queued_requests": 64}
+        llm = DataParallelLLM(checkpoint(), "ngram", dp_size=2, **options)
     yield llm
     llm.close()
 
@@ -220,21 +213,13 @@ async def test_a_caller_that_leaves_or_aborts_frees_its_engine(llm):
 
 def test_a_lost_engine_takes_its_requests_and_no_others(llm, url):
     """The last: engines aren't started again."""
-    replies: dict[int, httpx.Response] = {}
-
-    def one(i: int) -> None:
-        replies[i] = ask(url, **LONG | {"prompt": chr(97 + i) * 9, "stream": i > 1})
-
-    threads = [threading.Thread(target=one, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    wait_for(lambda: counts(llm, "num_running") == [2, 2])
-    os.kill(llm._members[1].process.pid, signal.SIGKILL)
-    for thread in threads:
-        thread.join()
-    failed = [i for i, reply in replies.items() if "engine 1 stopped during this request" in reply.text]
+    one = lambda i: ask(url, **LONG | {"prompt": chr(97 + i) * 9, "stream": i > 1})  # noqa: E731
+    with meanwhile(one, *range(4)) as replies:
+        wait_for(lambda: counts(llm, "num_running") == [2, 2])
+        os.kill(llm._members[1].process.pid, signal.SIGKILL)
+    failed = [i for i, reply in enumerate(replies) if "engine 1 stopped during this request" in reply.text]
     assert len(failed) == 2
-    for i, reply in replies.items():
+    for i, reply in enumerate(replies):
         assert reply.status_code == (500 if i in failed and i < 2 else 200)
         assert i in failed or json.loads(replies[i].text.split("data: ")[-2] if i > 1 else reply.text)["choices"]
     assert [ask(url, prompt="z" * i, max_tokens=2).status_code for i in range(1, 5)] == [200] * 4
@@ -256,7 +241,7 @@ def test_a_process_with_two_engines_ends_with_them(how):
     server = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
     try:
         url = f"http://127.0.0.1:{port}"
-        wait_for(lambda: up(url), 120)
+        wait_for(lambda: up(f"{url}/health"), 120)
         children = {int(pid) for pid in Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()}
         replies = []
 
@@ -279,13 +264,6 @@ def test_a_process_with_two_engines_ends_with_them(how):
     finally:
         server.kill()
         server.wait()
-
-
-def up(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health").status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 def test_an_engine_killed_as_it_starts_is_no_mistake_of_the_options():

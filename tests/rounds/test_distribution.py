@@ -120,6 +120,15 @@ def p_values(pairs, expected):
     return fit_p_value(pairs[:, 0], expected.sum(1)), fit_p_value(pairs, expected)
 
 
+def check_fit(lanes, samples, exact=exact):
+    """Check that so many samples of each setting fit `exact`. Returns them, i32[samples, 2] by setting."""
+    runs = [lanes.decode(run).reshape(len(SETTINGS), LANES, 2) for run in range(-(-samples // LANES))]
+    pairs = dict(zip(SETTINGS, np.concatenate(runs, axis=1), strict=True))
+    found = {setting: p_values(pairs[setting], exact(params)) for setting, params in SETTINGS.items()}
+    assert min(min(p) for p in found.values()) > ALPHA, found
+    return pairs
+
+
 class Lanes:
     """The round program over `LANES` slots for each setting, started again and again from the same text."""
 
@@ -185,16 +194,19 @@ class Lanes:
         slots = self.slots.replace(sampling=self.slots.sampling.replace(seed=seeds))
         self.state = self.state.replace(slots=jax.device_put(slots))
         packed = np.column_stack([np.arange(n), self.table]).astype(np.int32)
-        first = self._round(packed, run)
+        first = self._first(packed, run)
         self.drafted += first[:, DRAFTED].sum()
         self.accepted += first[:, ACCEPTED].sum() - n
         both = first[:, EMITTED] == 2
         self.whole_rounds += both.sum()
-        out = self._round(packed, run + int(self.accepted))  # for those with one token so far
+        out = self._second(packed, run, first)  # for those with one token so far
         second = np.where(both, first[:, min(TOKENS + 1, first.shape[1] - 1)], out[:, TOKENS])
         return np.column_stack([first[:, TOKENS], second])
 
-    def _round(self, packed, turn):
+    def _second(self, packed, run, first):
+        return self._first(packed, run + int(self.accepted))
+
+    def _first(self, packed, turn):
         """A round whose number of drafts depends on rounds before it."""
         drafts = self.drafts[turn % len(self.drafts)]
         self.state, out = self.programs.round(self.state, packed, SAMPLED, drafts)
@@ -209,13 +221,10 @@ def often(names, all_names):
 @pytest.mark.parametrize("name", often(("ngram",), DRAFTERS))  # noise: test_ragged.py
 def test_round_samples_the_target(name):
     lanes = Lanes(name)
-    runs = [lanes.decode(run).reshape(len(SETTINGS), LANES, 2) for run in range(-(-SAMPLES // LANES))]
-    pairs = dict(zip(SETTINGS, np.concatenate(runs, axis=1), strict=True))
+    check_fit(lanes, SAMPLES)
     if name != "none":  # drafts of both kinds were there, and often the two tokens came out of one round
         assert lanes.drafted / 50 < lanes.accepted < lanes.drafted
         assert lanes.whole_rounds > SAMPLES / 20
-    found = {setting: p_values(pairs[setting], exact(params)) for setting, params in SETTINGS.items()}
-    assert min(min(p) for p in found.values()) > ALPHA, found
 
 
 @pytest.mark.exhaustive  # tests/rounds/test_ragged_verification.py has rounds of all drafts, some and none
@@ -247,10 +256,7 @@ def test_an_fp8_cache_samples_the_target_with_rounded_keys_and_values():
 
     rounded = partial(exact, logits=lambda tokens: logits(jnp.asarray(tokens)))
     lanes = Lanes("noise", kv="float8_e4m3fn", kv_scales=(jnp.asarray(scales),))
-    runs = [lanes.decode(run).reshape(len(SETTINGS), LANES, 2) for run in range(20)]
-    pairs = dict(zip(SETTINGS, np.concatenate(runs, axis=1), strict=True))
-    found = {setting: p_values(pairs[setting], rounded(params)) for setting, params in SETTINGS.items()}
-    assert min(min(p) for p in found.values()) > ALPHA, found
+    pairs = check_fit(lanes, 20 * LANES, rounded)
     assert min(p_values(pairs["temperature"], exact(SETTINGS["temperature"]))) < ALPHA
 
 

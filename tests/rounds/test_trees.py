@@ -22,7 +22,7 @@ from tests.rounds.test_distribution import SETTINGS
 from tests.support.exact import adjusted, slots_for
 from tests.support.sample import rare
 from tests.support.tiny import tiny_checkpoint
-from tests.support.trees import Session, Wild, padded
+from tests.support.trees import Session, Wild, assert_noted, padded
 
 # -- the tree itself ---------------------------------------------------------------------------------------------------
 
@@ -207,11 +207,7 @@ def test_trees_of_any_shape_change_nothing(mode):
     for i, text in enumerate(session.texts):
         np.testing.assert_allclose(session.kv(i), expected.kv(i), atol=1e-4)
         np.testing.assert_allclose(session.logprobs[i], expected.logprobs[i], atol=1e-4)
-        noted, known = {name: np.asarray(kept[i]) for name, kept in session.state.draft.items()}, len(text) - 1
-        np.testing.assert_array_equal(noted["times"][:known], 1)
-        np.testing.assert_array_equal(noted["times"][known:], 0)
-        np.testing.assert_array_equal(noted["next"][:known], text[1:])
-        np.testing.assert_allclose(noted["features"][:known].swapaxes(0, 1), states[:, i, :known], atol=1e-4)
+        assert_noted(session.state.draft, i, text, states[:, i, : len(text) - 1])
         assert max(session.drafted[i]) <= Wild.deep and all(
             a <= d + 1 for a, d in zip(session.accepted[i], session.drafted[i], strict=True)
         )

@@ -139,17 +139,14 @@ def test_matching_gives_the_tokens_of_plain_decoding():
     assert yields.max() == 3 and one.max() == 1
 
 
-@pytest.mark.parametrize(
-    ("drafts", "count", "yields"),
-    [
-        ([5, 6, 7], 3, 4),  # all right: three drafts and the bonus
-        ([5, 6, 1], 3, 3),
-        ([5, 1, 7], 3, 2),  # right again after a mistake counts for nothing
-        ([1, 6, 7], 3, 1),
-        ([5, 6, 7], 2, 3),  # what lies beyond the count isn't a draft
-        ([5, 6, 7], 0, 1),
-    ],
-)
+@pytest.mark.parametrize("drafts,count,yields", [
+    ([5, 6, 7], 3, 4),  # all right: three drafts and the bonus
+    ([5, 6, 1], 3, 3),
+    ([5, 1, 7], 3, 2),  # right again after a mistake counts for nothing
+    ([1, 6, 7], 3, 1),
+    ([5, 6, 7], 2, 3),  # what lies beyond the count isn't a draft
+    ([5, 6, 7], 0, 1),
+])  # fmt: skip
 def test_greedy_verification(drafts, count, yields):
     chosen = jnp.array([[5, 6, 7, 8]])
     tokens, n = acceptance.match(chosen, jnp.array([drafts]), jnp.array([count]))

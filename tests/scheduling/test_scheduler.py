@@ -253,22 +253,15 @@ def test_check_gives_the_limit():
     assert make().check(10, None) == make().check(63, 1) == 64
 
 
-@pytest.mark.parametrize(
-    ("arguments", "param", "words"),
-    [
-        ((0, 5), "prompt", "prompt is empty"),
-        (
-            (64, 1),
-            "prompt",
-            "context length is 64 tokens. However, you requested 65 tokens (64 in the prompt, 1 in the",
-        ),
-        ((64, None), "prompt", "requested 65 tokens"),
-        ((60, 5), "max_tokens", "requested 65 tokens (60 in the prompt, 5 in the completion)"),
-        ((30, 16), "max_tokens", "30 prompt tokens + 16 new tokens + 3 of lookahead = 13 pages of 4 tokens"),
-        ((45, None), "prompt", "and the page pool has 12"),
-        ((30, None, 16), "min_tokens", "leaves room for 15: at most 45 in all"),
-    ],
-)
+@pytest.mark.parametrize("arguments,param,words", [
+    ((0, 5), "prompt", "prompt is empty"),
+    ((64, 1), "prompt", "context length is 64 tokens. However, you requested 65 tokens (64 in the prompt, 1 in the"),
+    ((64, None), "prompt", "requested 65 tokens"),
+    ((60, 5), "max_tokens", "requested 65 tokens (60 in the prompt, 5 in the completion)"),
+    ((30, 16), "max_tokens", "30 prompt tokens + 16 new tokens + 3 of lookahead = 13 pages of 4 tokens"),
+    ((45, None), "prompt", "and the page pool has 12"),
+    ((30, None, 16), "min_tokens", "leaves room for 15: at most 45 in all"),
+])  # fmt: skip
 def test_check_says_why_not(arguments, param, words):
     with pytest.raises(RequestError) as error:
         make(num_pages=13).check(*arguments)

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from tests.server.live import wait_for
+from tests.server.live import up, wait_for
 
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-quic", "--no-first-run"),
@@ -86,7 +86,7 @@ def browser(profile: str) -> Iterator[Browser]:
         port = free.getsockname()[1]
     driver = subprocess.Popen(["chromedriver", f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        wait_for(lambda: _answers(f"http://127.0.0.1:{port}/status"))
+        wait_for(lambda: up(f"http://127.0.0.1:{port}/status"))
         opened = Browser(f"http://127.0.0.1:{port}", profile)
         try:
             yield opened
@@ -95,10 +95,3 @@ def browser(profile: str) -> Iterator[Browser]:
     finally:
         driver.terminate()
         driver.wait()
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx.get(url).status_code == 200
-    except httpx.TransportError:
-        return False

@@ -10,9 +10,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import httpx
 import jax
 import uvicorn
 from fastapi import FastAPI
+
+ENGINE = dict(
+    context_length=4096,
+    max_running_requests=4,
+    max_total_tokens=8192,
+    chunked_prefill_size=64,
+    page_size=8,
+    skip_warmup=True,
+    few_programs=True,
+)
 
 
 def as_here() -> dict[str, str]:
@@ -35,6 +46,33 @@ def serving(app: FastAPI, **options: Any) -> Iterator[str]:
         server.should_exit = True
         thread.join()
         listener.close()
+
+
+@contextmanager
+def meanwhile(function: Callable, *each: Any) -> Iterator[list]:
+    """Call a function in threads of their own, once for each argument; the results, or errors, are there after the
+    block."""
+    results: list = [None] * len(each)
+
+    def call(i: int) -> None:
+        try:
+            results[i] = function(each[i])
+        except Exception as error:
+            results[i] = error
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(len(each))]
+    for thread in threads:
+        thread.start()
+    yield results
+    for thread in threads:
+        thread.join()
+
+
+def up(url: str) -> bool:
+    try:
+        return httpx.get(url).status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:

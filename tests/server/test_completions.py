@@ -17,15 +17,12 @@ def ids(text):
     return list(text.encode())
 
 
-@pytest.mark.parametrize(
-    ("prompt", "expected"),
-    [
-        ("ab", ["ab"]),
-        (["ab", "c"], ["ab", "c"]),
-        (ids("ab"), ["ab"]),
-        ([ids("ab"), ids("c")], ["ab", "c"]),
-    ],
-)
+@pytest.mark.parametrize("prompt,expected", [
+    ("ab", ["ab"]),
+    (["ab", "c"], ["ab", "c"]),
+    (ids("ab"), ["ab"]),
+    ([ids("ab"), ids("c")], ["ab", "c"]),
+])  # fmt: skip
 def test_prompt_spellings(client, fake, prompt, expected):
     reply = client.completions.create(**MODEL, prompt=prompt, max_tokens=3)
     assert [given for given, _ in fake.started] == [ids(text) for text in expected]

@@ -1,14 +1,13 @@
 """A client that goes away frees its requests at once: seen from the engine's side."""
 
 import asyncio
-import threading
 
 import httpx
 import pytest
 from openai import OpenAI
 
 from server.generate import ClientGone, UnlessGone
-from tests.server.live import wait_for
+from tests.server.live import meanwhile, wait_for
 
 BODY = {"prompt": ["a", "b"], "n": 2, "max_tokens": 9}
 
@@ -46,22 +45,15 @@ def test_leaving_while_the_whole_is_awaited(url, fake, body):
 
 def test_others_go_on(url, fake):
     fake.open = False
-    result = {}
-
-    def good():
-        result["reply"] = httpx.post(f"{url}/v1/completions", json={"prompt": "good"})
-
-    thread = threading.Thread(target=good)
-    thread.start()
-    wait_for(lambda: fake.running == 1)
-    for _ in range(3):
-        with httpx.stream("POST", f"{url}/v1/completions", json={**BODY, "stream": True}):
-            pass
-        assert httpx.post(f"{url}/v1/completions", json={"prompt": [9999]}).status_code == 400
-    wait_for(lambda: fake.running == 1, 2)
-    fake.open = True
-    thread.join()
-    assert result["reply"].status_code == 200 and fake.aborted == 6
+    with meanwhile(lambda prompt: httpx.post(f"{url}/v1/completions", json={"prompt": prompt}), "good") as replies:
+        wait_for(lambda: fake.running == 1)
+        for _ in range(3):
+            with httpx.stream("POST", f"{url}/v1/completions", json={**BODY, "stream": True}):
+                pass
+            assert httpx.post(f"{url}/v1/completions", json={"prompt": [9999]}).status_code == 400
+        wait_for(lambda: fake.running == 1, 2)
+        fake.open = True
+    assert replies[0].status_code == 200 and fake.aborted == 6
 
 
 async def test_unless_gone_lets_the_work_clean_up():

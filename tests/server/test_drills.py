@@ -24,18 +24,9 @@ from jaxspec.scheduling.audit import audit
 from server.app import create_app
 from server.http.connections import Connection, allow_open_files
 from tests.server.fake import FakeLLM
-from tests.server.live import as_here, serving, wait_for
+from tests.server.live import ENGINE, as_here, meanwhile, serving, wait_for
 from tests.support.tiny import BYTE_VOCAB, tiny_checkpoint
 
-OPTIONS = dict(
-    context_length=4096,
-    max_running_requests=4,
-    max_total_tokens=8192,
-    chunked_prefill_size=64,
-    page_size=8,
-    skip_warmup=True,
-    few_programs=True,
-)
 QUICK = {"prompt": "abcabcabcabc", "max_tokens": 12, "temperature": 0}
 LONG = {"prompt": "abcabcabcabc", "max_tokens": 4000, "temperature": 0, "ignore_eos": True}
 
@@ -46,7 +37,7 @@ def checkpoint():
 
 @pytest.fixture(scope="module")
 def llm():
-    llm = AsyncLLM(checkpoint(), "ngram", **OPTIONS)
+    llm = AsyncLLM(checkpoint(), "ngram", **ENGINE)
     yield llm
     llm.close()
 
@@ -74,16 +65,8 @@ def ask(url, body, stream=False):
 
 def ask_all(url, bodies):
     """Replies to requests sent at once, every other one streamed."""
-    replies = [None] * len(bodies)
-
-    def one(i):
-        replies[i] = ask(url, bodies[i], stream=bool(i % 2))
-
-    threads = [threading.Thread(target=one, args=(i,)) for i in range(len(bodies))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with meanwhile(lambda i: ask(url, bodies[i], stream=bool(i % 2)), *range(len(bodies))) as replies:
+        pass
     return replies
 
 
@@ -250,7 +233,7 @@ command.run()
 @contextmanager
 def process(fault, *flags):
     """A server process with a fault in it, and its address."""
-    options = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items() if value is not True]
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in ENGINE.items() if value is not True]
     argv = [fault, "--model", checkpoint(), "--draft", "ngram", "--port", "0", *options, *flags]
     argv += ["--skip-warmup", "--few-programs"]
     server = subprocess.Popen([sys.executable, "-c", FAULTY, *argv], stderr=subprocess.PIPE, text=True, env=as_here())
@@ -271,22 +254,14 @@ def process(fault, *flags):
     thread.join()
 
 
-def in_background(function, *args):
-    result = []
-    thread = threading.Thread(target=lambda: result.append(function(*args)))
-    thread.start()
-    return thread, result
-
-
 def test_told_to_stop_under_load_a_server_finishes_what_it_can():
     with process("none", "--drain-seconds", "4") as (server, url, lines):
         ask(url, {**QUICK, "max_tokens": 30})  # compiles
-        thread, replies = in_background(ask_all, url, [LONG, LONG, {**QUICK, "max_tokens": 30}, QUICK])
-        wait_for(lambda: httpx.get(f"{url}/server_info").json()["stats"]["num_running"] > 1)
-        began = time.monotonic()
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(20) == 0
-        thread.join()
+        with meanwhile(partial(ask_all, url), [LONG, LONG, {**QUICK, "max_tokens": 30}, QUICK]) as replies:
+            wait_for(lambda: httpx.get(f"{url}/server_info").json()["stats"]["num_running"] > 1)
+            began = time.monotonic()
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(20) == 0
         assert time.monotonic() - began < 4 + 5 + 5
         assert "Traceback" not in "".join(lines)
     long, streamed, quick, also_quick = replies[0]
@@ -306,35 +281,27 @@ def test_told_to_stop_twice_a_server_ends_without_a_traceback():
 
 @pytest.mark.soak
 def test_a_server_whose_step_never_returns_says_so_and_ends():
-    with process("stuck", "--watchdog-timeout", "1.5", "--drain-seconds", "2", "--log-format", "json") as (
-        server,
-        url,
-        lines,
-    ):
-        thread, replies = in_background(ask_all, url, [LONG, LONG])
+    flags = "--watchdog-timeout", "1.5", "--drain-seconds", "2", "--log-format", "json"
+    with process("stuck", *flags) as (server, url, lines), meanwhile(partial(ask_all, url), [LONG, LONG]) as replies:
         wait_for(lambda: httpx.get(f"{url}/health").status_code == 503)
         assert server.wait(20) == 1
-        thread.join()
     assert all("EngineDead" in failure(reply)["message"] for reply in replies[0])
     said = [json.loads(line) for line in lines if line.startswith("{")]
     assert any("--watchdog-timeout" in each["message"] and each["level"] == "CRITICAL" for each in said)
 
 
 def test_a_server_with_a_stuck_step_can_be_stopped():
-    with process("stuck", "--drain-seconds", "1") as (server, url, _):
-        thread, replies = in_background(ask_all, url, [LONG])
+    running = process("stuck", "--drain-seconds", "1")
+    with running as (server, url, _), meanwhile(partial(ask_all, url), [LONG]) as replies:
         wait_for(lambda: httpx.get(f"{url}/server_info").json()["stats"]["step_seconds"] > 0.5)
         server.send_signal(signal.SIGTERM)
         began = time.monotonic()
         assert server.wait(20) == 1 and time.monotonic() - began < 1 + 5 + 5
-        thread.join()
     assert replies[0][0].status_code == 503
 
 
 @pytest.mark.soak
 def test_a_server_whose_device_is_gone_ends():
-    with process("dead") as (server, url, _):
-        thread, replies = in_background(ask_all, url, [LONG, LONG])
+    with process("dead") as (server, url, _), meanwhile(partial(ask_all, url), [LONG, LONG]) as replies:
         assert server.wait(20) == 1
-        thread.join()
     assert all(failure(reply)["code"] == "engine_dead" for reply in replies[0])

@@ -1,7 +1,6 @@
 """Probes: `/health`, `/ready`, `/ping`, `/health_generate`, `/load`."""
 
 import asyncio
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -12,7 +11,7 @@ import server.routes.health as health
 from server.app import create_app
 from server.routes.health import Probe
 from tests.server.fake import FakeLLM
-from tests.server.live import serving, wait_for
+from tests.server.live import meanwhile, serving, wait_for
 
 PROBES = [(method, path) for method in ("GET", "HEAD") for path in ("/health", "/ready", "/ping")]
 
@@ -81,11 +80,9 @@ async def test_an_engine_busy_with_others_is_well(monkeypatch):
 def test_load_counts_requests_in_hand(url, http, fake):
     assert http.get("/load").json() == {"server_load": 0}
     fake.open = False
-    asking = threading.Thread(target=lambda: httpx.post(f"{url}/v1/completions", json={"prompt": "a"}, timeout=60))
-    asking.start()
-    wait_for(lambda: http.get("/load").json() == {"server_load": 1})
-    fake.open = True
-    asking.join(60)
+    with meanwhile(lambda prompt: httpx.post(f"{url}/v1/completions", json={"prompt": prompt}, timeout=60), "a"):
+        wait_for(lambda: http.get("/load").json() == {"server_load": 1})
+        fake.open = True
     assert http.get("/load").json() == {"server_load": 0}
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import threading
 
 import httpx
 import openai
@@ -13,7 +12,7 @@ from openai import AsyncOpenAI, OpenAI
 from jaxspec import AsyncLLM
 from jaxspec.replicas.data_parallel import DataParallelLLM
 from server.app import create_app
-from tests.server.live import serving, wait_for
+from tests.server.live import ENGINE, meanwhile, serving, wait_for
 from tests.support.tiny import BYTE_VOCAB, tiny_checkpoint
 
 CHAT = [{"role": "user", "content": "say something"}]
@@ -28,14 +27,7 @@ def llm():
     llm = make(
         str(tiny_checkpoint(vocab=BYTE_VOCAB, tokenizer=True, max_position_embeddings=4096)),
         "ngram",
-        context_length=4096,
-        max_running_requests=4,
-        max_total_tokens=8192,
-        chunked_prefill_size=64,
-        page_size=8,
-        skip_warmup=True,
-        few_programs=True,
-        **more,
+        **ENGINE | more,
     )
     yield llm
     llm.close()
@@ -148,20 +140,14 @@ def test_errors_of_the_engine(client):
 
 
 def test_a_good_request_is_undisturbed_by_bad_ones(client, url):
-    expected = complete(client, max_tokens=200, extra_body={"ignore_eos": True}).choices[0].text
-    result = {}
-
-    def good():
-        result["text"] = complete(client, max_tokens=200, extra_body={"ignore_eos": True}).choices[0].text
-
-    thread = threading.Thread(target=good)
-    thread.start()
+    good = lambda n: complete(client, max_tokens=n, extra_body={"ignore_eos": True}).choices[0].text  # noqa: E731
+    expected = good(200)
     bad = ({"prompt": [BYTE_VOCAB]}, {"prompt": ""}, {"prompt": "a", "n": 0}, {"prompt": ["a", "x" * 5000]})
-    while thread.is_alive():
-        for body in bad:
-            assert httpx.post(f"{url}/v1/completions", json=body).status_code == 400
-    thread.join()
-    assert result["text"] == expected
+    with meanwhile(good, 200) as texts:
+        while texts == [None]:
+            for body in bad:
+                assert httpx.post(f"{url}/v1/completions", json=body).status_code == 400
+    assert texts == [expected]
 
 
 def test_leaving_aborts(client, llm, url):

@@ -225,37 +225,34 @@ def test_the_store_forgets_what_was_used_longest_ago():
     assert small.remove("b") and not small.remove("b")
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "says"),
-    [
-        ({"input": []}, "input", "not empty"),
-        ({"input": [{"role": "robot", "content": "a"}]}, "input", "item 0: the role must be one of"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "'input_image'"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "'item_reference' are not supported"),
-        ({"input": [{"type": "function_call", "call_id": "a", "name": "f"}]}, "input", "as its arguments"),
-        ({"input": [{"role": "user", "content": "\ud800"}]}, "input", "surrogate"),
-        ({"tools": [{"type": "web_search"}]}, "tools", "'web_search'; this server takes functions only"),
-        ({"include": ["file_search_call.results"]}, "include", "can't be included"),
-        ({"background": True}, "background", "not supported"),
-        ({"truncation": "auto"}, "truncation", "not supported"),
-        ({"conversation": "c"}, "conversation", "not supported"),
-        ({"reasoning": {"effort": "most"}}, "reasoning.effort", "'low', 'medium' or 'high'"),
-        ({"text": {"format": {"type": "json"}}}, "text.format.type", "text.format.type must be one of"),
-        ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name", "name must be a string"),
-        (
-            {"text": {"format": {"type": "json_schema", "name": "a", "schema": 5}}},
-            "text.format.schema",
-            "schema of text.format must be a JSON schema",
-        ),
-        ({"tools": [{"type": "function", "name": "?"}]}, "tools", "tool 0 needs a name"),
-        ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "which needs tools"),
-        ({"max_output_tokens": -1}, "max_output_tokens", "max_output_tokens must be"),
-        ({"max_output_tokens": 1000}, "max_output_tokens", "lower max_output_tokens"),
-        ({"temperature": -1}, "temperature", "temperature must be"),
-        ({"max_tokens": 1}, "max_tokens", "did you mean"),
-        ({"stream": True, "temperature": -1}, "temperature", "temperature must be"),
-    ],
-)
+@pytest.mark.parametrize("fields,param,says", [
+    ({"input": []}, "input", "not empty"),
+    ({"input": [{"role": "robot", "content": "a"}]}, "input", "item 0: the role must be one of"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "'input_image'"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "'item_reference' are not supported"),
+    ({"input": [{"type": "function_call", "call_id": "a", "name": "f"}]}, "input", "as its arguments"),
+    ({"input": [{"role": "user", "content": "\ud800"}]}, "input", "surrogate"),
+    ({"tools": [{"type": "web_search"}]}, "tools", "'web_search'; this server takes functions only"),
+    ({"include": ["file_search_call.results"]}, "include", "can't be included"),
+    ({"background": True}, "background", "not supported"),
+    ({"truncation": "auto"}, "truncation", "not supported"),
+    ({"conversation": "c"}, "conversation", "not supported"),
+    ({"reasoning": {"effort": "most"}}, "reasoning.effort", "'low', 'medium' or 'high'"),
+    ({"text": {"format": {"type": "json"}}}, "text.format.type", "text.format.type must be one of"),
+    ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name", "name must be a string"),
+    (
+        {"text": {"format": {"type": "json_schema", "name": "a", "schema": 5}}},
+        "text.format.schema",
+        "schema of text.format must be a JSON schema",
+    ),
+    ({"tools": [{"type": "function", "name": "?"}]}, "tools", "tool 0 needs a name"),
+    ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "which needs tools"),
+    ({"max_output_tokens": -1}, "max_output_tokens", "max_output_tokens must be"),
+    ({"max_output_tokens": 1000}, "max_output_tokens", "lower max_output_tokens"),
+    ({"temperature": -1}, "temperature", "temperature must be"),
+    ({"max_tokens": 1}, "max_tokens", "did you mean"),
+    ({"stream": True, "temperature": -1}, "temperature", "temperature must be"),
+])  # fmt: skip
 def test_bad_requests_are_named_in_this_routes_words(http, fake, fields, param, says):
     body = json.dumps({"input": "hi", **fields})
     reply = http.post("/v1/responses", content=body, headers={"Content-Type": "application/json"})

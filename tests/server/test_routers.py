@@ -28,18 +28,15 @@ def test_what_a_router_adds_is_taken(http, path, body):
     assert reply.status_code == 200, reply.text
 
 
-@pytest.mark.parametrize(
-    "path,name,value",
-    [
-        ("/v1/chat/completions", "return_hidden_states", True),
-        ("/v1/chat/completions", "no_stop_trim", True),
-        ("/v1/chat/completions", "separate_reasoning", False),
-        ("/v1/chat/completions", "stream_reasoning", False),
-        ("/v1/chat/completions", "include_reasoning", False),
-        ("/v1/completions", "return_hidden_states", True),
-        ("/generate", "return_bytes", True),
-    ],
-)
+@pytest.mark.parametrize("path,name,value", [
+    ("/v1/chat/completions", "return_hidden_states", True),
+    ("/v1/chat/completions", "no_stop_trim", True),
+    ("/v1/chat/completions", "separate_reasoning", False),
+    ("/v1/chat/completions", "stream_reasoning", False),
+    ("/v1/chat/completions", "include_reasoning", False),
+    ("/v1/completions", "return_hidden_states", True),
+    ("/generate", "return_bytes", True),
+])  # fmt: skip
 def test_what_would_change_the_answer_is_refused_by_name(http, fake, path, name, value):
     body = next(body for where, body in SENT.values() if where == path)
     reply = http.post(path, json=body | {name: value})

@@ -54,15 +54,12 @@ def test_a_stream_says_all_so_far_and_ends_with_the_whole(http):
     assert chunks[-1] == whole
 
 
-@pytest.mark.parametrize(
-    ("prompts", "given"),
-    [
-        ({"text": ["hi", "ho"]}, [b"hi", b"ho"]),
-        ({"input_ids": [[104, 105], [111]]}, [b"hi", b"o"]),
-        ({"input_ids": [104, 105]}, [b"hi"]),
-        ({"text": ["hi"]}, [b"hi"]),
-    ],
-)
+@pytest.mark.parametrize("prompts,given", [
+    ({"text": ["hi", "ho"]}, [b"hi", b"ho"]),
+    ({"input_ids": [[104, 105], [111]]}, [b"hi", b"o"]),
+    ({"input_ids": [104, 105]}, [b"hi"]),
+    ({"text": ["hi"]}, [b"hi"]),
+])  # fmt: skip
 def test_batches_are_lists(http, fake, prompts, given):
     out = ask(http, **prompts, rid="r", **LENGTH)
     assert [bytes(prompt) for prompt, _ in fake.started] == given
@@ -157,53 +154,46 @@ def test_what_bench_serving_always_sends_is_taken(http):
     assert ask(http, text="hi", lora_path=None, stream=False, **asked)["text"]
 
 
-@pytest.mark.parametrize(
-    ("body", "param", "says"),
-    [
-        ({}, "text", "neither was given"),
-        ({"text": "a", "input_ids": [1]}, "text", "both was given"),
-        ({"text": []}, "text", "not empty"),
-        ({"input_ids": []}, "input_ids", "none of them empty"),
-        ({"input_ids": [999]}, "input_ids", "outside the vocabulary"),
-        ({"text": "a", "sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens", "from 0 to"),
-        ({"text": "a", "sampling_params": {"temperature": -1}}, "sampling_params.temperature", "temperature must"),
-        ({"text": "a", "sampling_params": {"stop_regex": "b"}}, "sampling_params.stop_regex", "not supported"),
-        ({"text": "a", "sampling_params": {"temprature": 1}}, "sampling_params.temprature", "temperature?"),
-        ({"text": "a", "sampling_params": [{"temprature": 1}]}, "sampling_params[0].temprature", "temperature?"),
-        (
-            {"text": "a", "sampling_params": {"temperature": "a", "stop": 5}},
-            "sampling_params.temperature",
-            "got 'a'; sampling_params.stop: must be a string",
-        ),
-        (
-            {"text": "a", "sampling_params": 5},
-            "sampling_params",
-            "must be an object, or a list with one for each prompt",
-        ),
-        ({"text": "a", "sampling_params": [5]}, "sampling_params[0]", "sampling_params[0]: must be an object, got 5"),
-        (
-            {"text": "a", "sampling_params": {"max_new_tokens": 0, "min_new_tokens": 5}},
-            "sampling_params.min_new_tokens",
-            "min_new_tokens (5) must not exceed max_new_tokens (0)",
-        ),
-        (
-            {"text": "a", "sampling_params": {"json_schema": "{"}},
-            "sampling_params.json_schema",
-            "json_schema is not a JSON",
-        ),
-        ({"text": "a", "sampling_params": [{}, {}]}, "sampling_params", "2 entries for 1 prompts"),
-        ({"text": ["a", "b"], "rid": ["x"]}, "rid", "1 entries for 2 prompts"),
-        ({"text": ["a", "b", "c"], "rid": ["y", "x", "x"]}, "rid", "is 'x' for several prompts; give each"),
-        ({"text": ["a", "b"], "sampling_params": [{"n": 2}, {}]}, "sampling_params", "the same"),
-        ({"text": ["a"] * 100, "sampling_params": {"n": 100}}, "text", "at most 2048"),
-        ({"text": "a", "sampling_params": {"regex": "a", "ebnf": "b"}}, "sampling_params.ebnf", "send one"),
-        ({"text": "a", "rid": 5}, "rid", "must be a string or a list"),
-        ({"text": [1]}, "text", "list of strings"),
-        ({"text": "a", "image_data": ["x"]}, "image_data", "not supported"),
-        ({"text": "a", "return_logprob": True, "token_ids_logprob": [1]}, "token_ids_logprob", "not supported"),
-        ({"text": "a", "return_logprob": True, "top_logprobs_num": 99}, "top_logprobs_num", "0 to 20"),
-    ],
-)
+@pytest.mark.parametrize("body,param,says", [
+    ({}, "text", "neither was given"),
+    ({"text": "a", "input_ids": [1]}, "text", "both was given"),
+    ({"text": []}, "text", "not empty"),
+    ({"input_ids": []}, "input_ids", "none of them empty"),
+    ({"input_ids": [999]}, "input_ids", "outside the vocabulary"),
+    ({"text": "a", "sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens", "from 0 to"),
+    ({"text": "a", "sampling_params": {"temperature": -1}}, "sampling_params.temperature", "temperature must"),
+    ({"text": "a", "sampling_params": {"stop_regex": "b"}}, "sampling_params.stop_regex", "not supported"),
+    ({"text": "a", "sampling_params": {"temprature": 1}}, "sampling_params.temprature", "temperature?"),
+    ({"text": "a", "sampling_params": [{"temprature": 1}]}, "sampling_params[0].temprature", "temperature?"),
+    (
+        {"text": "a", "sampling_params": {"temperature": "a", "stop": 5}},
+        "sampling_params.temperature",
+        "got 'a'; sampling_params.stop: must be a string",
+    ),
+    ({"text": "a", "sampling_params": 5}, "sampling_params", "must be an object, or a list with one for each prompt"),
+    ({"text": "a", "sampling_params": [5]}, "sampling_params[0]", "sampling_params[0]: must be an object, got 5"),
+    (
+        {"text": "a", "sampling_params": {"max_new_tokens": 0, "min_new_tokens": 5}},
+        "sampling_params.min_new_tokens",
+        "min_new_tokens (5) must not exceed max_new_tokens (0)",
+    ),
+    (
+        {"text": "a", "sampling_params": {"json_schema": "{"}},
+        "sampling_params.json_schema",
+        "json_schema is not a JSON",
+    ),
+    ({"text": "a", "sampling_params": [{}, {}]}, "sampling_params", "2 entries for 1 prompts"),
+    ({"text": ["a", "b"], "rid": ["x"]}, "rid", "1 entries for 2 prompts"),
+    ({"text": ["a", "b", "c"], "rid": ["y", "x", "x"]}, "rid", "is 'x' for several prompts; give each"),
+    ({"text": ["a", "b"], "sampling_params": [{"n": 2}, {}]}, "sampling_params", "the same"),
+    ({"text": ["a"] * 100, "sampling_params": {"n": 100}}, "text", "at most 2048"),
+    ({"text": "a", "sampling_params": {"regex": "a", "ebnf": "b"}}, "sampling_params.ebnf", "send one"),
+    ({"text": "a", "rid": 5}, "rid", "must be a string or a list"),
+    ({"text": [1]}, "text", "list of strings"),
+    ({"text": "a", "image_data": ["x"]}, "image_data", "not supported"),
+    ({"text": "a", "return_logprob": True, "token_ids_logprob": [1]}, "token_ids_logprob", "not supported"),
+    ({"text": "a", "return_logprob": True, "top_logprobs_num": 99}, "top_logprobs_num", "0 to 20"),
+])  # fmt: skip
 def test_bad_requests_are_named_in_sglangs_words(http, fake, body, param, says):
     reply = http.post("/generate", json=body)
     assert reply.status_code == 400
@@ -229,14 +219,11 @@ BODY = {"text": "hi", "rid": "mine"}
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "prefix"),
-    [
-        ("/v1/chat/completions", CHAT, "chatcmpl-"),
-        ("/v1/completions", {"prompt": ["hi", "ho"]}, "cmpl-"),
-        ("/v1/responses", {"input": "hi"}, "resp_"),
-    ],
-)
+@pytest.mark.parametrize("path,body,prefix", [
+    ("/v1/chat/completions", CHAT, "chatcmpl-"),
+    ("/v1/completions", {"prompt": ["hi", "ho"]}, "cmpl-"),
+    ("/v1/responses", {"input": "hi"}, "resp_"),
+])  # fmt: skip
 def test_a_response_is_aborted_by_its_id(url, http, fake, path, body, prefix):
     fake.open = False
     with http.stream("POST", path, json=body | {"stream": True}, headers={"X-Request-Id": "a"}) as reply:

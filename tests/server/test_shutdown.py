@@ -12,7 +12,7 @@ from jaxspec import EngineDead
 from server import __main__ as command
 from server.app import create_app
 from tests.server.fake import FakeLLM
-from tests.server.live import serving, wait_for
+from tests.server.live import meanwhile, serving, wait_for
 
 
 @contextmanager
@@ -34,18 +34,10 @@ def running(llm, drain_seconds):
 @contextmanager
 def asking(url, llm):
     """Two requests that wait, one of them streamed; their replies are there after the block."""
-    replies = {}
-
-    def ask(stream):
-        replies[stream] = httpx.post(f"{url}/v1/completions", json={"prompt": "a", "stream": stream}, timeout=60)
-
-    threads = [threading.Thread(target=ask, args=(stream,)) for stream in (False, True)]
-    for thread in threads:
-        thread.start()
-    wait_for(lambda: llm.running == 2)
-    yield replies
-    for thread in threads:
-        thread.join()
+    ask = lambda stream: httpx.post(f"{url}/v1/completions", json={"prompt": "a", "stream": stream}, timeout=60)  # noqa: E731
+    with meanwhile(ask, False, True) as replies:
+        wait_for(lambda: llm.running == 2)
+        yield replies
 
 
 def told(replies, words):
@@ -68,10 +60,10 @@ def test_requests_that_finish_in_time_are_counted_as_soon_as_a_server_is_told_to
         with asking(url, llm) as replies:
             server.should_exit = True
             wait_for(lambda: "told to stop" in caplog.text)
-            assert thread.is_alive() and not replies, "they run on"
+            assert thread.is_alive() and not any(replies), "they run on"
             llm.open = True
         thread.join()
-    assert {reply.status_code for reply in replies.values()} == {200}
+    assert {reply.status_code for reply in replies} == {200}
     assert lines(caplog) == ["told to stop; requests with 60 seconds to finish (--drain-seconds): 2"]
 
 
@@ -91,13 +83,10 @@ def ask_in_vain(url):
 def test_requests_that_are_cut_off_by_a_second_signal_are_told(caplog):
     caplog.set_level(logging.INFO, "jaxspec.server")
     llm = FakeLLM(open=False)
-    with running(llm, 60) as (server, url, thread):
-        asked = threading.Thread(target=ask_in_vain, args=(url,))
-        asked.start()
+    with running(llm, 60) as (server, url, thread), meanwhile(ask_in_vain, url):
         wait_for(lambda: llm.running == 1)
         server.should_exit = server.force_exit = True
         thread.join()
-        asked.join()
     assert lines(caplog)[1] == "told to stop once more; requests cut off: 1"
 
 

@@ -11,7 +11,7 @@ import pytest
 from jaxspec.text.errors import TokenizerError
 from jaxspec.text.tokenizer import Tokenizer
 from tests.server.fake import byte_tokenizer
-from tests.server.live import wait_for
+from tests.server.live import meanwhile, wait_for
 from tests.support.tiny import CHAT_TEMPLATE
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -61,19 +61,13 @@ def test_nothing_is_encoded_for_clients_that_left(url, fake, path):
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(url + path, json=body, timeout=httpx.Timeout(30, read=after))
 
-    clients = [threading.Thread(target=leave, args=(5,)) for _ in range(2)]
-    for client in clients:
-        client.start()
-    wait_for(lambda: slow.running == 2)
-    later = [threading.Thread(target=leave, args=(0.5,)) for _ in range(4)]
-    for client in later:
-        client.start()
-    start = time.monotonic()
     short = {"prompt": "a"} if path == TEXT else {"messages": [{"role": "user", "content": "a"}]}
-    assert httpx.post(url + path, json=short).status_code == 200
-    assert time.monotonic() - start < 1, "short prompts don't wait for long ones"
-    for client in (*later, *clients):
-        client.join()
+    with meanwhile(leave, 5, 5):
+        wait_for(lambda: slow.running == 2)
+        with meanwhile(leave, *[0.5] * 4):
+            start = time.monotonic()
+            assert httpx.post(url + path, json=short).status_code == 200
+            assert time.monotonic() - start < 1, "short prompts don't wait for long ones"
     wait_for(lambda: slow.running == 0, 5)
     assert (slow.most, slow.ended) == (2, 2), "those who left before their turn had none"
     assert len(fake.started) == 1

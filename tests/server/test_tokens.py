@@ -33,18 +33,15 @@ def test_the_tokenizer_describes_itself(http):
     assert info["eos_token"] == "<|im_end|>" and not any("/" in str(info.get(key)) for key in ("name_or_path",))
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param", "says"),
-    [
-        ("/tokenize", {}, "prompt", "neither was given"),
-        ("/tokenize", CHAT | {"prompt": "a"}, "prompt", "both was given"),
-        ("/tokenize", CHAT | {"add_special_tokens": True}, "add_special_tokens", "template"),
-        ("/tokenize", {"messages": []}, "messages", "at least one"),
-        ("/detokenize", {"tokens": [-1]}, "tokens", "outside the vocabulary"),
-        ("/detokenize", {"tokens": [10**6]}, "tokens", "outside the vocabulary"),
-        ("/detokenize", {"tokens": ["a"]}, "tokens[0]", "integer"),
-    ],
-)
+@pytest.mark.parametrize("path,body,param,says", [
+    ("/tokenize", {}, "prompt", "neither was given"),
+    ("/tokenize", CHAT | {"prompt": "a"}, "prompt", "both was given"),
+    ("/tokenize", CHAT | {"add_special_tokens": True}, "add_special_tokens", "template"),
+    ("/tokenize", {"messages": []}, "messages", "at least one"),
+    ("/detokenize", {"tokens": [-1]}, "tokens", "outside the vocabulary"),
+    ("/detokenize", {"tokens": [10**6]}, "tokens", "outside the vocabulary"),
+    ("/detokenize", {"tokens": ["a"]}, "tokens[0]", "integer"),
+])  # fmt: skip
 def test_bad_requests_are_named(http, path, body, param, says):
     reply = http.post(path, json=body)
     assert reply.status_code == 400 and reply.json()["error"]["param"] == param

@@ -106,20 +106,17 @@ def test_a_stream_says_what_the_whole_says(step):
 
 
 @pytest.mark.parametrize("step", [1, 2, 5, 1000])
-@pytest.mark.parametrize(
-    ("format", "parts"),
-    [
-        ("qwen3", ["<think>", "\nhm ☃ a < b\n", f"</think>\n\nI look.\n{OSLO}"]),
-        ("qwen3", ["\n<think>", "cut off <"]),
-        ("qwen3", ["no reasoning <think>at all</think>"]),
-        ("deepseek_r1", ["", " no opening marker", "</think>ok"]),
-        (
-            "harmony",
-            [ANALYSIS, "hm ☃", f"<|end|><|start|>assistant{ANALYSIS}", "hm", f"<|end|><|start|>assistant{FINAL}ok"],
-        ),
-        (None, ["<think>hm</think>ok"]),
-    ],
-)
+@pytest.mark.parametrize("format,parts", [
+    ("qwen3", ["<think>", "\nhm ☃ a < b\n", f"</think>\n\nI look.\n{OSLO}"]),
+    ("qwen3", ["\n<think>", "cut off <"]),
+    ("qwen3", ["no reasoning <think>at all</think>"]),
+    ("deepseek_r1", ["", " no opening marker", "</think>ok"]),
+    (
+        "harmony",
+        [ANALYSIS, "hm ☃", f"<|end|><|start|>assistant{ANALYSIS}", "hm", f"<|end|><|start|>assistant{FINAL}ok"],
+    ),
+    (None, ["<think>hm</think>ok"]),
+])  # fmt: skip
 def test_reasoning_tokens_are_counted_however_they_arrive(step, format, parts):
     """A byte is a token. Every other part is reasoning."""
     text, expected = "".join(parts), len("".join(parts[1::2]).encode())
@@ -166,14 +163,11 @@ def test_one_call_alone_where_parallel_calls_are_off():
         assert gather(chat.create(**ASK, **TOOLS, parallel_tool_calls=False, stream=True)) == [said(whole)]
 
 
-@pytest.mark.parametrize(
-    ("most", "reason", "calls", "content"),
-    [
-        (25, "length", [], OSLO[:25]),
-        (62, "length", [["get_weather", '{"city": "Osl']], ""),
-        (None, "tool_calls", [["get_weather", '{"city": "Oslo ☃"}']], ""),
-    ],
-)
+@pytest.mark.parametrize("most,reason,calls,content", [
+    (25, "length", [], OSLO[:25]),
+    (62, "length", [["get_weather", '{"city": "Osl']], ""),
+    (None, "tool_calls", [["get_weather", '{"city": "Oslo ☃"}']], ""),
+])  # fmt: skip
 def test_a_call_cut_off_is_not_lost(most, reason, calls, content):
     with speaking(OSLO) as (chat, _):
         (choice,) = chat.create(**ASK, **TOOLS, max_tokens=most).choices
@@ -183,18 +177,15 @@ def test_a_call_cut_off_is_not_lost(most, reason, calls, content):
 
 
 @pytest.mark.parametrize("step", [1, 7, 1000])
-@pytest.mark.parametrize(
-    ("text", "stop_reason", "whole"),
-    [
-        (OSLO[:62], "lo", False),
-        (OSLO[:62], 7, False),
-        (OSLO + BONN[:62], "n", False),
-        (OSLO + BONN[:62], None, True),  # the model ended its turn, and what it wrote is what it called
-        (OSLO.removesuffix("</tool_call>"), "</tool_call>", True),
-        (OSLO, "<tool_call>", True),
-        (OSLO, 7, True),
-    ],
-)
+@pytest.mark.parametrize("text,stop_reason,whole", [
+    (OSLO[:62], "lo", False),
+    (OSLO[:62], 7, False),
+    (OSLO + BONN[:62], "n", False),
+    (OSLO + BONN[:62], None, True),  # the model ended its turn, and what it wrote is what it called
+    (OSLO.removesuffix("</tool_call>"), "</tool_call>", True),
+    (OSLO, "<tool_call>", True),
+    (OSLO, 7, True),
+])  # fmt: skip
 def test_a_call_that_a_stop_string_cuts_is_not_finished(text, stop_reason, whole, step):
     with speaking(text, step, stop_reason=stop_reason) as (chat, _):
         (choice,) = chat.create(**ASK, **TOOLS).choices
@@ -322,42 +313,35 @@ def test_the_text_shows_the_markers_of_its_parsers():
     assert {"<|channel|>", "<|message|>", "<|end|>"} <= set(llm.started[0][1].kept_special_tokens)
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "says"),
-    [
-        ({"tools": [{}] * 129}, "tools", "at most 128"),
-        ({"tools": "f"}, "tools", "list of tools"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "tool 0 needs a name"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "tools", "JSON schema"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "description": 1}}]}, "tools", "description"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "description": "x" * 2**19}}]}, "tools", "at most"),
-        ({**TOOLS, "tool_choice": "any"}, "tool_choice", '"required"'),
-        (
-            {**TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}},
-            "tool_choice",
-            "it has get_weather",
-        ),
-        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "needs tools"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "needs the tool_call_id"),
-        (
-            {"messages": [{"role": "user", "content": "x", "tool_calls": [call_of("f")]}]},
-            "messages[0].tool_calls",
-            "needs a JSON object, as a string",
-        ),
-        (
-            {"messages": [{"role": "user", "content": "x", "tool_calls": [as_sent("f", "{}")]}]},
-            "messages[0].tool_calls",
-            "can't have tool_calls",
-        ),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [as_sent("f", '{"a": ')]}]},
-            "messages[0].tool_calls",
-            "call 0 needs a JSON object",
-        ),
-        ({"functions": [{"name": "f"}]}, "functions", "not supported"),
-        ({"function_call": "auto"}, "function_call", "not supported"),
-    ],
-)
+@pytest.mark.parametrize("fields,param,says", [
+    ({"tools": [{}] * 129}, "tools", "at most 128"),
+    ({"tools": "f"}, "tools", "list of tools"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "tool 0 needs a name"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "tools", "JSON schema"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "description": 1}}]}, "tools", "description"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "description": "x" * 2**19}}]}, "tools", "at most"),
+    ({**TOOLS, "tool_choice": "any"}, "tool_choice", '"required"'),
+    ({**TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "it has get_weather"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "needs tools"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "needs the tool_call_id"),
+    (
+        {"messages": [{"role": "user", "content": "x", "tool_calls": [call_of("f")]}]},
+        "messages[0].tool_calls",
+        "needs a JSON object, as a string",
+    ),
+    (
+        {"messages": [{"role": "user", "content": "x", "tool_calls": [as_sent("f", "{}")]}]},
+        "messages[0].tool_calls",
+        "can't have tool_calls",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [as_sent("f", '{"a": ')]}]},
+        "messages[0].tool_calls",
+        "call 0 needs a JSON object",
+    ),
+    ({"functions": [{"name": "f"}]}, "functions", "not supported"),
+    ({"function_call": "auto"}, "function_call", "not supported"),
+])  # fmt: skip
 def test_bad_tools_are_refused_by_name(fields, param, says):
     with speaking("x") as (chat, llm):
         with pytest.raises(BadRequestError) as refused:
@@ -373,21 +357,18 @@ def test_tools_without_a_parser_are_refused():
         chat.create(**ASK, **TOOLS)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "template", "reasoning", "tools"),
-    [
-        ("qwen3", "{% if tools %}<tool_call>{% endif %}<think></think>", "qwen3", "hermes"),
-        ("qwen3_5_moe", "{% if tools %}<tool_call>\n<function=x>{% endif %}<think>", "qwen3", "qwen3_coder"),
-        ("qwen2", "{%- if tools %}<tool_call>{% endif %}", None, "hermes"),
-        ("llama", "{{ tools }}<|python_tag|>", None, "llama3_json"),
-        ("qwen2", "<｜Assistant｜><think>\\n", "deepseek_r1", "hermes"),
-        ("mistral", "{{ tools }}[TOOL_CALLS][THINK]", "mistral", "mistral"),
-        ("gpt_oss", "{{ tools }}<|channel|>", "harmony", "harmony"),
-        ("llama", "{{ messages }} tools", None, "hermes"),
-        ("llama", "{{ tools }}", None, None),
-        ("llama", None, None, None),
-    ],
-)
+@pytest.mark.parametrize("model_type,template,reasoning,tools", [
+    ("qwen3", "{% if tools %}<tool_call>{% endif %}<think></think>", "qwen3", "hermes"),
+    ("qwen3_5_moe", "{% if tools %}<tool_call>\n<function=x>{% endif %}<think>", "qwen3", "qwen3_coder"),
+    ("qwen2", "{%- if tools %}<tool_call>{% endif %}", None, "hermes"),
+    ("llama", "{{ tools }}<|python_tag|>", None, "llama3_json"),
+    ("qwen2", "<｜Assistant｜><think>\\n", "deepseek_r1", "hermes"),
+    ("mistral", "{{ tools }}[TOOL_CALLS][THINK]", "mistral", "mistral"),
+    ("gpt_oss", "{{ tools }}<|channel|>", "harmony", "harmony"),
+    ("llama", "{{ messages }} tools", None, "hermes"),
+    ("llama", "{{ tools }}", None, None),
+    ("llama", None, None, None),
+])  # fmt: skip
 def test_formats_by_the_chat_template(model_type, template, reasoning, tools):
     found = Formats.of(model_type, template)
     assert (found.reasoning, found.tools) == (reasoning, tools)

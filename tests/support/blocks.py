@@ -1,9 +1,10 @@
-"""Golden tensors, random checkpoints and watched drafters, shared by the tests of DSpark and DFlash 2."""
+"""Helpers of the block drafters' tests: golden tensors, random checkpoints, and drafters that are watched."""
 
 from __future__ import annotations
 
 import functools
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -74,7 +75,43 @@ def write_drafter(kind, folder, target_folder, seed=0, **settings):
     return str(folder)
 
 
-class Watching:
+def copies(method, tmp_path):
+    """Returns a function that copies a golden checkpoint of a method and changes keys of its config."""
+
+    def copy(variant, **keys):
+        folder = shutil.copytree(GOLDEN / method / variant, tmp_path / variant)
+        hf = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(hf | keys))
+        return folder
+
+    return copy
+
+
+def text_of(texts, batch):
+    """Which of the texts i32[k, c] each request is, so far."""
+    c = min(texts.shape[1], batch.history.shape[1])
+    unknown = jnp.arange(c) >= batch.length[:, None]
+    return jnp.argmax(((texts[None, :, :c] == batch.history[:, None, :c]) | unknown[:, None]).all(-1), axis=1)
+
+
+def help(position, block_size):  # as in make_dflash.py
+    return position * 37 // 8 % block_size
+
+
+class Counting:
+    """Counts `right` and `wrong` drafts beside a drafter's own state, `kv`. A subclass judges them."""
+
+    def init_state(self, layout, num_slots):
+        return {"kv": super().init_state(layout, num_slots), "right": jnp.zeros((), int), "wrong": jnp.zeros((), int)}
+
+    def commit(self, params, state, batch, verified):
+        return {**state, "kv": super().commit(params, state["kv"], batch, verified)}
+
+    def prefill(self, params, state, batch, features):
+        return {**state, "kv": super().prefill(params, state["kv"], batch, features)}
+
+
+class Watching(Counting):
     """A drafter, made a subclass of this, whose first drafts are often replaced by what plain decoding says, so that
     rounds yield several tokens. It counts the drafts of its own that a cold start would have made, and those not.
 
@@ -82,29 +119,18 @@ class Watching:
     are `verified` i32[k, c], and which are `sure` bool[k, c, n], far from any tie.
     """
 
-    def init_state(self, layout, num_slots):
-        return {"kv": super().init_state(layout, num_slots), "right": jnp.zeros((), int), "wrong": jnp.zeros((), int)}
-
     def propose(self, params, state, batch):
         proposal, kv = super().propose(params, state["kv"], batch)
         texts, step = params["texts"], jnp.arange(self.num_draft_tokens)
-        c = min(texts.shape[1], batch.history.shape[1])
-        unknown = jnp.arange(c) >= batch.length[:, None]
-        which = jnp.argmax(((texts[None, :, :c] == batch.history[:, None, :c]) | unknown[:, None]).all(-1), axis=1)
+        which = text_of(texts, batch)
         at = which, batch.length - 1
         same = (proposal.tokens == params["drafts"][at]) & (proposal.count == params["verified"][at])[:, None]
         sure = params["sure"][at] & batch.live[:, None]
         right, wrong = (sure & same).sum(), (sure & ~same).sum()
         after = texts[which[:, None], jnp.minimum(batch.length[:, None] + step, texts.shape[1] - 1)]
-        helped = step < ((batch.length - 1) * 37 // 8 % (self.num_draft_tokens + 1))[:, None]
+        helped = step < help(batch.length - 1, self.num_draft_tokens + 1)[:, None]
         proposal = proposal.replace(tokens=jnp.where(helped, after, proposal.tokens))
         return proposal, {"kv": kv, "right": state["right"] + right, "wrong": state["wrong"] + wrong}
-
-    def commit(self, params, state, batch, verified):
-        return {**state, "kv": super().commit(params, state["kv"], batch, verified)}
-
-    def prefill(self, params, state, batch, features):
-        return {**state, "kv": super().prefill(params, state["kv"], batch, features)}
 
 
 def cold_drafts(model, loaded, texts, known):

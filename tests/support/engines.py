@@ -10,6 +10,7 @@ import types
 import jax.numpy as jnp
 import numpy as np
 
+import jaxspec
 from jaxspec import LLM, SamplingParams
 from jaxspec.compiling.programs import Programs
 from jaxspec.drafters.base import Drafter, Proposal
@@ -17,16 +18,15 @@ from jaxspec.scheduling.audit import audit
 from tests.support.tiny import tiny_checkpoint
 
 VOCAB, PAGE, CONTEXT = 272, 8, 192
-OPTIONS = {
+SMALL = {
     "page_size": PAGE,
     "chunked_prefill_size": 64,
     "context_length": CONTEXT,
-    "max_running_requests": 3,
-    "max_total_tokens": 208,  # so that three long requests preempt each other
-    "num_continuous_decode_steps": 4,  # which `set_rounds` turns on
     "skip_warmup": True,
-    "few_programs": True,
+    "few_programs": True,  # compiling is most of what tests do
 }
+CROWDED = SMALL | {"max_running_requests": 3, "max_total_tokens": 208}  # so that three long requests preempt each other
+OPTIONS = CROWDED | {"num_continuous_decode_steps": 4}  # which `set_rounds` turns on
 
 
 def checkpoint():
@@ -64,7 +64,7 @@ class Nothing:
 
 
 def uncompiled(monkeypatch, before=lambda programs, kind, size: None):
-    """From here on no program is compiled; the list of those that would be, each added once `before` returns."""
+    """Compile no program from here on. Returns the list of those asked for; each is added once `before` returns."""
     called = []
 
     def compile_(self, kind, size, lowered):
@@ -98,6 +98,25 @@ def tokens(n, seed=0):
 
 def params(**settings):
     return SamplingParams(**{"temperature": 0.0, "max_tokens": 20, "ignore_eos": True} | settings)
+
+
+def assert_own(model, outs):
+    """Each token is the argmax after those before it, by a forward over whole texts without cache, drafts or slots."""
+    texts = [[*out.prompt_token_ids, *out.token_ids] for out in outs]
+    padded = [text + [0] * (max(map(len, texts)) - len(text)) for text in texts]
+    for out, chosen in zip(outs, np.asarray(jaxspec.logits(model, padded)).argmax(-1), strict=True):
+        start = len(out.prompt_token_ids) - 1
+        assert list(out.token_ids) == chosen[start : start + len(out.token_ids)].tolist(), f"after {start + 1} tokens"
+
+
+def check_greedy(llm, prompts, settings):
+    """Check that greedy texts are the model's own, cold and from cached prefixes. Returns the cached outputs."""
+    cold = llm.generate(prompts, settings)
+    assert_own(llm.engine.runner.model, cold)
+    cached = llm.generate(prompts, settings)
+    assert [out.token_ids for out in cached] == [out.token_ids for out in cold]
+    audit(llm.engine.scheduler)
+    return cached
 
 
 @contextlib.contextmanager

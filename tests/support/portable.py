@@ -10,6 +10,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from jaxspec import LLM, SamplingParams
 from jaxspec.config.request import RequestOutput
+from tests.support.engines import CROWDED, VOCAB
 from tests.support.tiny import tiny_checkpoint
 
 KINDS = {  # compute capability by a card of it
@@ -29,17 +30,7 @@ def lowered(f: Callable, *args: Any, capability: str) -> str:
         return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
-OPTIONS = {
-    "page_size": 16,
-    "chunked_prefill_size": 64,
-    "context_length": 192,
-    "max_running_requests": 3,
-    "max_total_tokens": 208,  # so that long requests preempt each other
-    "disable_structured_output": True,
-    "skip_warmup": True,
-    "few_programs": True,
-}
-VOCAB = 272
+OPTIONS = CROWDED | {"page_size": 16, "disable_structured_output": True}
 
 
 def outputs(family: str, draft: str, **options: Any) -> tuple[LLM, list[RequestOutput]]:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 import tempfile
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from jaxspec.models.families import MODELS
@@ -131,6 +133,23 @@ def random_tensors(hf: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
             else:  # a tied embedding is also the head: small, or every token's likeliest successor is itself
                 tensors[name] = noise * (0.2 if config.decoder.tied else 1.0)
     return {name: np.ascontiguousarray(tensor, np.float32) for name, tensor in tensors.items()}
+
+
+def rewrite(folder: Path, more: Mapping[str, np.ndarray] | None = None, drop: Collection[str] = ()) -> None:
+    """Rewrite a checkpoint's tensors: add or replace `more`, leave out `drop`."""
+    held = load_file(folder / "model.safetensors")
+    assert held.keys() >= set(drop), drop
+    tensors = {name: tensor for name, tensor in held.items() if name not in drop} | (more or {})
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def shaken(target: Path, by: float) -> Path:
+    """A copy with noise on each tensor: as a draft model it agrees with its target often, but not always."""
+    folder = shutil.copytree(target, target.with_name(f"{target.name}-noisy"), dirs_exist_ok=True)
+    rng, tensors = np.random.default_rng(3), load_file(target / "model.safetensors")
+    noise = {name: np.float32(by) * rng.standard_normal(v.shape, np.float32) for name, v in tensors.items()}
+    rewrite(folder, {name: tensors[name] + noise[name] for name in tensors})
+    return folder
 
 
 def write_byte_tokenizer(folder: Path) -> None:

@@ -97,26 +97,56 @@ class Session:
         return kv.reshape(*kv.shape[:2], -1, *kv.shape[4:])[:, :, : len(self.texts[i]) - 1]
 
 
+class Notes:
+    """A drafter's state: by slot and position which token came next, the features it was shown with, and how often it
+    was shown."""
+
+    noted, width = SPARE, 32  # positions, and the features' width
+
+    def init_state(self, layout, num_slots):
+        shape, features = (num_slots, self.noted), (len(self.feature_layers), self.width)
+        return {"next": jnp.zeros(shape, jnp.int32), "times": jnp.zeros(shape, jnp.int32),
+                "features": jnp.zeros((*shape, *features))}  # fmt: skip
+
+    def commit(self, params, state, batch, verified):
+        return self._note(state, batch.slots, batch.length - 1, verified.accepted, verified.outputs, verified.features)
+
+    def prefill(self, params, state, batch, features):
+        return self._note(state, batch.slots, batch.rows.start, batch.rows.count, batch.next_tokens, features)
+
+    def _note(self, state, slots, start, count, tokens, features):
+        row = jnp.arange(tokens.shape[1])
+        at = slots[:, None], jnp.where(row < count[:, None], start[:, None] + row, self.noted)
+        return {
+            "next": state["next"].at[at].set(tokens, mode="drop"),
+            "times": state["times"].at[at].add(1, mode="drop"),
+            "features": state["features"].at[at].set(jnp.stack(features, axis=2), mode="drop"),
+        }
+
+
+def assert_noted(state, slot: int, text: Sequence[int], features) -> None:
+    """Check that each token of a text was shown once, with features f32[layers, t, d] of the token before it."""
+    noted, known = {name: np.asarray(kept[slot]) for name, kept in state.items()}, len(text) - 1
+    np.testing.assert_array_equal(noted["times"][:known], 1)
+    np.testing.assert_array_equal(noted["times"][known:], 0)
+    np.testing.assert_array_equal(noted["next"][:known], text[1:])
+    np.testing.assert_allclose(noted["features"][:known].swapaxes(0, 1), features, atol=1e-4)
+
+
 @dataclass(frozen=True)
-class Wild(Drafter):
+class Wild(Notes, Drafter):
     """Trees of any shape, another one each time, some deeper than it promised. It knows `params["texts"]` i32[slot, c],
-    what will be said: about half of the drafts are right where they stand. Notes what it is shown, as in test_round."""
+    what will be said: about half of the drafts are right where they stand."""
 
     num_draft_tokens: int = 12
     topk: int = 12
     deep: int = 4
     feature_layers: tuple[int, ...] = (1, 0)
-    width: int = 32
     vocab: int = 64
 
     @property
     def longest(self):
         return self.deep
-
-    def init_state(self, layout, num_slots):
-        shape, features = (num_slots, SPARE), (len(self.feature_layers), self.width)
-        return {"next": jnp.zeros(shape, jnp.int32), "times": jnp.zeros(shape, jnp.int32),
-                "features": jnp.zeros((*shape, *features))}  # fmt: skip
 
     def propose(self, params, state, batch):
         d, b = self.num_draft_tokens, len(batch.length)
@@ -135,21 +165,6 @@ class Wild(Drafter):
         tokens = jnp.where(luck < 0.55, right, (other * self.vocab).astype(jnp.int32))
         assert tokens.shape == (b, d)
         return Proposal(tokens, jnp.where(batch.live, count, 0), parents=parents), state
-
-    def commit(self, params, state, batch, verified):
-        return self._note(state, batch.slots, batch.length - 1, verified.accepted, verified.outputs, verified.features)
-
-    def prefill(self, params, state, batch, features):
-        return self._note(state, batch.slots, batch.rows.start, batch.rows.count, batch.next_tokens, features)
-
-    def _note(self, state, slots, start, count, tokens, features):
-        row = jnp.arange(tokens.shape[1])
-        at = slots[:, None], jnp.where(row < count[:, None], start[:, None] + row, SPARE)
-        return {
-            "next": state["next"].at[at].set(tokens, mode="drop"),
-            "times": state["times"].at[at].add(1, mode="drop"),
-            "features": state["features"].at[at].set(jnp.stack(features, axis=2), mode="drop"),
-        }
 
 
 def padded(texts: Sequence[Sequence[int]], slots: int = 1) -> jnp.ndarray:

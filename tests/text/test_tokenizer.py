@@ -122,16 +122,13 @@ def test_gguf_tokenizer_adds_bos_when_asked(pre, flag, begins):
     assert tokenizer.encode("hi", add_special_tokens=False)[0] != end
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"pre": "tekken"}, "pre is 'tekken'; supported: glm4, gpt-2, llama-bpe, qwen2, smollm"),
-        ({"pre": None}, "pre is None"),
-        ({"model": "llama"}, "model is 'llama'; supported: 'gpt2'"),
-        ({"merges": None}, "lacks tokenizer.ggml.merges"),
-        ({"add_bos_token": True, "bos_token_id": None}, "no tokenizer.ggml.bos_token_id"),
-    ],
-)
+@pytest.mark.parametrize("changes, message", [
+    ({"pre": "tekken"}, "pre is 'tekken'; supported: glm4, gpt-2, llama-bpe, qwen2, smollm"),
+    ({"pre": None}, "pre is None"),
+    ({"model": "llama"}, "model is 'llama'; supported: 'gpt2'"),
+    ({"merges": None}, "lacks tokenizer.ggml.merges"),
+    ({"add_bos_token": True, "bos_token_id": None}, "no tokenizer.ggml.bos_token_id"),
+])  # fmt: skip
 def test_gguf_tokenizers_that_are_not_known(changes, message):
     with pytest.raises(TokenizerError, match=message):
         gguf_tokenizer.build(gguf_metadata(**changes), "x.gguf")

@@ -13,7 +13,7 @@ from jaxspec.train.__main__ import main
 from jaxspec.train.continued import continued
 from jaxspec.train.data import Text, TrainError
 from jaxspec.train.promoted import promote
-from tests.drafters.test_dflash import GOLDEN
+from tests.support.blocks import GOLDEN
 from tests.support.quantised import write
 from tests.support.sample import rare
 

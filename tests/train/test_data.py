@@ -63,20 +63,17 @@ def test_a_wrong_list_is_told(tmp_path, text, says):
         read_prompts(write(tmp_path / "p.json", text))
 
 
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("{", "line 2 isn't JSON"),
-        ("[1]", "line 2 must be a JSON object, got list"),
-        ({"text": "x"}, "line 2 must have .* it has text"),
-        ({"prompt": 3}, "line 2 must have"),
-        ({"turns": []}, "line 2 must have"),
-        ({"messages": [{"role": "assistant", "content": "x"}]}, "line 2: messages has no message of the user's"),
-        ({"messages": [{"role": "user"}]}, "line 2: each of messages needs role and content"),
-        ({"messages": "x"}, "line 2: each of messages needs"),
-        ({"messages": [{"role": "user", "content": [1]}]}, r"line 2: a message's content must be text, got \[1\]"),
-    ],
-)
+@pytest.mark.parametrize("line,says", [
+    ("{", "line 2 isn't JSON"),
+    ("[1]", "line 2 must be a JSON object, got list"),
+    ({"text": "x"}, "line 2 must have .* it has text"),
+    ({"prompt": 3}, "line 2 must have"),
+    ({"turns": []}, "line 2 must have"),
+    ({"messages": [{"role": "assistant", "content": "x"}]}, "line 2: messages has no message of the user's"),
+    ({"messages": [{"role": "user"}]}, "line 2: each of messages needs role and content"),
+    ({"messages": "x"}, "line 2: each of messages needs"),
+    ({"messages": [{"role": "user", "content": [1]}]}, r"line 2: a message's content must be text, got \[1\]"),
+])  # fmt: skip
 def test_a_wrong_prompt_is_named_by_its_line(tmp_path, line, says):
     with pytest.raises(TrainError, match=says):
         read_prompts(write(tmp_path / "p.jsonl", {"prompt": "fine"}, line))
@@ -94,17 +91,14 @@ def test_texts_come_back_as_written(tmp_path):
     assert count(back, 8).tolist() == [0, 0, 1, 1, 1, 0, 0, 0]
 
 
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ({"tokens": [1, 9], "answers": [[1, 2]]}, "line 1: tokens must be ids from 0 to 7: .* another model"),
-        ({"tokens": [[1]], "answers": [[1, 2]]}, "line 1"),
-        ({"tokens": [1, 2], "answers": [[1, 3]]}, r"line 1: answers has \[1, 3\]"),
-        ({"tokens": [1, 2], "answers": [[0, 2]]}, r"line 1: answers has \[0, 2\]"),
-        ({"tokens": [1, 2]}, 'line 1 must have "tokens"'),
-        ({"tokens": [1, 2], "answers": []}, "no answer tokens"),
-    ],
-)
+@pytest.mark.parametrize("line,says", [
+    ({"tokens": [1, 9], "answers": [[1, 2]]}, "line 1: tokens must be ids from 0 to 7: .* another model"),
+    ({"tokens": [[1]], "answers": [[1, 2]]}, "line 1"),
+    ({"tokens": [1, 2], "answers": [[1, 3]]}, r"line 1: answers has \[1, 3\]"),
+    ({"tokens": [1, 2], "answers": [[0, 2]]}, r"line 1: answers has \[0, 2\]"),
+    ({"tokens": [1, 2]}, 'line 1 must have "tokens"'),
+    ({"tokens": [1, 2], "answers": []}, "no answer tokens"),
+])  # fmt: skip
 def test_a_wrong_text_is_named_by_its_line(tmp_path, line, says):
     with pytest.raises(TrainError, match=says):
         read_texts(write(tmp_path / "t.jsonl", line), 8)

@@ -17,6 +17,7 @@ from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.attention import decode_attention as op
+from tests.support.kernels import kernels, lowered
 from tests.support.sample import one_in, rare
 
 LAYERS, LAYER = 2, 1
@@ -131,9 +132,13 @@ def segments(case: Case) -> dict:
 
 
 def check(case: Case, interpret=False):
+    check_kernel(case, partial(op._attend, parts=case.division, interpret=interpret, **segments(case)))
+
+
+def check_kernel(case: Case, kernel):
     """The kernel's result is bfloat16's rounding away from the dense one, and rows without a position are zero."""
     args, named = case.inputs()
-    out = op._attend(**args, **named, parts=case.division, interpret=interpret, **segments(case))
+    out = kernel(**args, **named)
     assert out.dtype == jnp.bfloat16
     out, expected = np.asarray(out, np.float64), dense(**args, **named)
     assert np.isfinite(out).all()
@@ -194,27 +199,12 @@ CASES = [
 
 # Each adds no branch of the kernel to those before it; on a GPU they all run.
 RARE = {
-    "window of whole pages, blocks",
-    "window longer than some texts, pair",
-    "window, width 64, pair",
-    "window, fp8, many rows",
-    "window, tree of two tiles, pair",
-    "sinks, two tiles, pair",
-    "sinks, tree, fp8",
-    "window, a step of a tree, blocks",
-    "two tiles, blocks",
-    "verify, pair",
-    "window, tree",
-    "a step of a tree, all bits",
-    "window of one, pages of 128",
-    "fp8, many rows",
-    "sinks, window, blocks",
-    "verify, blocks",
-    "tree of all bits, two tiles, pair",
-    "segments",
-    "window",
-    "fp8",
-    "block that sees ahead",
+    *("window of whole pages, blocks", "window longer than some texts, pair", "window, width 64, pair"),
+    *("window, fp8, many rows", "window, tree of two tiles, pair", "sinks, two tiles, pair", "sinks, tree, fp8"),
+    *("window, a step of a tree, blocks", "two tiles, blocks", "verify, pair", "window, tree"),
+    *("a step of a tree, all bits", "window of one, pages of 128", "fp8, many rows", "sinks, window, blocks"),
+    *("verify, blocks", "tree of all bits, two tiles, pair", "segments", "window", "fp8"),
+    *("block that sees ahead",),
 }
 
 
@@ -245,9 +235,7 @@ def test_segments_lower_for_cuda(h, page, group, t, parts):
     parts = (parts[0], 1) if h == 256 else parts  # as `division` has it
     case = Case("", entries=20, lengths=(90,), t=t, group=group, h=h, page=page, segment=4)
     args, named = case.inputs()
-    run = jax.jit(partial(op._attend, parts=parts, interpret=False, **segments(case)))
-    text = run.trace(**args, **named).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
+    assert kernels(partial(op._attend, parts=parts, interpret=False, **segments(case)), **args, **named) == 1
 
 
 @pytest.mark.parametrize("h", [64, rare(128), rare(256)])  # steps of 128 tokens, of 64, and of 64
@@ -275,8 +263,7 @@ def test_a_thread_adds_a_rows_tokens_in_the_same_order_in_tiles_of_8_16_and_32_r
     for t in (1, 4, 8):
         case = Case("", entries=21, lengths=(90,), t=t, group=3, h=h, segment=4)
         args, named = case.inputs()
-        run = jax.jit(partial(op._attend, parts=(1, 1), interpret=False, **segments(case)))
-        run.trace(**args, **named).lower(lowering_platforms=("cuda",))
+        lowered(partial(op._attend, parts=(1, 1), interpret=False, **segments(case)), **args, **named)
     expected = ["(((0+1)+2)+3)" if op.step_tokens(h) == 128 else "(0+1)"]
     assert orders == {8: expected, 16: expected, 32: expected}
 
@@ -304,9 +291,8 @@ def lower(few: bool, **sizes):
     args, named = case.inputs()
     division = op.division(1, case.h) if few else (1, 1)
     named = {name: value for name, value in named.items() if name != "window"}
-    run = jax.jit(partial(op._attend, parts=division, window=case.window, interpret=False))
-    text = run.trace(**args, **named).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
+    run = partial(op._attend, parts=division, window=case.window, interpret=False)
+    assert kernels(run, **args, **named) == 1
 
 
 def test_all_layers_share_one_lowering():
@@ -318,8 +304,7 @@ def test_all_layers_share_one_lowering():
             q = op.decode_attention(q, layer=jnp.int32(layer), **rest)
         return q
 
-    text = jax.jit(layers).trace(q).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
+    assert kernels(layers, q) == 1
 
 
 @pytest.mark.parametrize("q,kv,dtype,reason", [

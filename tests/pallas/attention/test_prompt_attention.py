@@ -1,8 +1,8 @@
 """The prompt kernel, interpreted, against the reference; and its lowering for CUDA, which needs no GPU."""
 
+import itertools
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,31 +10,37 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.attention.paged_attention import paged_attention
 from jaxspec.pallas.attention.prompt_attention import prompt_attention, supported
+from tests.support.kernels import kernels, lowered
+from tests.support.sample import rare
 
 BF16, FP8 = jnp.bfloat16, jnp.float8_e4m3fn
 LAYERS, LAYER = 2, 1
 
 
-def case(t, n, m, h, page_size, prompts, dtype=BF16, padding=0):
-    """Blocks of `prompts`, pairs (cached prefix, new tokens), packed; pages shuffled, what is nobody's is huge."""
-    rng = np.random.default_rng(t + n + h)
+def blocks(rng, t, page_size, prompts, padding):
+    """Divide `prompts`, pairs (cached prefix, new tokens), into blocks over shuffled pages. Returns how many pages,
+    each prompt's pages and end, and each block's pages and start."""
     ends = [prefix + -(-new // t) * t for prefix, new in prompts]
     used = [-(-end // page_size) for end in ends]
     pages = 1 + sum(used)
     ids = np.split(rng.permutation(np.arange(1, pages)), np.cumsum(used)[:-1])
+    rows = [np.pad(mine, (0, max(used) + 1 - len(mine))) for mine in ids]
+    starts = [range(prefix, end, t) for (prefix, _), end in zip(prompts, ends, strict=True)]
+    table = np.repeat(rows, [len(each) for each in starts], axis=0)
+    table = np.pad(table, ((0, padding), (0, 0))).astype(np.int32)
+    start = np.array([*itertools.chain(*starts), *[-100] * padding], np.int32)
+    return pages, rows, ends, table, start
+
+
+def case(t, n, m, h, page_size, prompts, dtype=BF16, padding=0):
+    """Blocks of `prompts`, packed; what is nobody's is huge."""
+    rng = np.random.default_rng(t + n + h)
+    pages, rows, ends, table, start = blocks(rng, t, page_size, prompts, padding)
     kv = rng.standard_normal((LAYERS, pages, 2, m, page_size, h), np.float32)
     kv[1 - LAYER] = 400
-    rows, starts = [], []
-    for request, (prefix, _) in enumerate(prompts):
-        row = np.zeros(max(used) + 1, np.int32)
-        row[: used[request]] = ids[request]
-        kv[LAYER, row[ends[request] // page_size], :, :, ends[request] % page_size :] = 400
-        for start in range(prefix, ends[request], t):
-            rows.append(row)
-            starts.append(start)
-    rows += [np.zeros_like(rows[0])] * padding
-    q = rng.standard_normal((len(rows), t, n, h), np.float32)
-    table, start = np.array(rows, np.int32), np.array(starts + [-100] * padding, np.int32)
+    for row, end in zip(rows, ends, strict=True):
+        kv[LAYER, row[end // page_size], :, :, end % page_size :] = 400
+    q = rng.standard_normal((len(table), t, n, h), np.float32)
     return jnp.asarray(q, BF16), jnp.asarray(kv).astype(dtype), jnp.int32(LAYER), table, start
 
 
@@ -44,10 +50,6 @@ def expected(q, kv, layer, table, start, scales=None, **named):
     if scales is not None:
         kv = kv * scales[:, None, :, :, None, None]
     return paged_attention(q.astype(jnp.float32), kv, layer, table, start, **named)
-
-
-def rare(*arguments):
-    return pytest.param(*arguments, marks=pytest.mark.exhaustive)
 
 
 def error(out, want):
@@ -114,7 +116,7 @@ def test_an_fp8_cache_is_scaled_per_head():
     assert error(out, expected(*args, scales)) < 0.02
 
 
-@pytest.mark.parametrize("window", [None, pytest.param(1024, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("window", [None, rare(1024)])
 @pytest.mark.parametrize("t,n,m,h,page_size,dtype", [
     (64, 64, 8, 64, 64, BF16),  # gpt-oss', with sinks
     rare(64, 32, 8, 128, 64, BF16),
@@ -132,8 +134,8 @@ def test_lowers_for_cuda(t, n, m, h, page_size, dtype, window):
     q, start = jnp.zeros((3, t, n, h), BF16), jnp.zeros(3, jnp.int32)
     kv, table = jnp.zeros((1, 2, 2, m, page_size, h), dtype), jnp.zeros((3, 1), jnp.int32)
     assert supported(q.shape, kv.shape, kv.dtype) is None
-    run = jax.jit(partial(prompt_attention, window=window, sinks=jnp.ones(n) if n == 64 else None))
-    run.trace(q, kv, jnp.int32(0), table, start).lower(lowering_platforms=("cuda",))
+    run = partial(prompt_attention, window=window, sinks=jnp.ones(n) if n == 64 else None)
+    lowered(run, q, kv, jnp.int32(0), table, start)
 
 
 def test_layers_share_one_lowering():
@@ -142,8 +144,7 @@ def test_layers_share_one_lowering():
     def layers(q, kv, layer, table, start):
         return [prompt_attention(q, kv, layer - i, table, start) for i in range(3)]
 
-    text = jax.jit(layers).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("custom_call @mosaic_gpu") == 1
+    assert kernels(layers, *args) == 1
 
 
 @pytest.mark.parametrize("change,reason", [

@@ -18,8 +18,8 @@ from jaxspec.pallas.attention.kv_write import stored
 from jaxspec.pallas.dense import few_rows as op
 from jaxspec.pallas.dense.few_rows import top
 from jaxspec.pallas.dense.few_rows.share import share_out
-from tests.pallas.dense.test_weight_stream import assert_close
 from tests.support import drawn
+from tests.support.kernels import assert_close, kernels
 from tests.support.sample import one_in, rare
 
 EPS, LAYERS, PAGE = 1e-5, 2, 16
@@ -310,36 +310,22 @@ KERNELS_OF = {
 }
 
 
-def lowered_kernels():
-    """Each with the most rows, or the fewest where the most take jax seconds to lay out; `make exhaustive` has both."""
-    for kernel in KERNELS_OF:
-        if "biased" in kernel:  # of gpt-oss' sizes, below
-            continue
-        slow = kernel in ("heads", "scaled heads", "heads of two", "keys and values")  # like "normed heads"
-        for rows, often in ((8, slow), (32 if "two" in kernel else 64, not slow)):
-            yield pytest.param(kernel, rows, marks=() if often else pytest.mark.exhaustive)
-
-
-@pytest.mark.parametrize("kernel,rows", list(lowered_kernels()))
-def test_lowers_for_cuda(rows, kernel):
-    """Lower at SmolLM2's sizes."""
-    given = jax.eval_shape(lambda: operands(rows, **SMOLLM2))
-    text = jax.jit(KERNELS_OF[kernel]).trace(given).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("custom_call @mosaic_gpu") == 1
-
-
-@pytest.mark.parametrize("kernel", ["biased heads", "biased normed", "biased add"])
-def test_layers_with_biases_lower_for_cuda(kernel):
-    given = jax.eval_shape(lambda: operands(8, **GPT_OSS))
-    text = jax.jit(KERNELS_OF[kernel]).trace(given).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("custom_call @mosaic_gpu") == 1
-
-
 WIDE = ("normed heads", "normed", "gated", "add", "scaled heads", "scaled normed", "scaled gated", "scaled add")
 
 
-@pytest.mark.parametrize("kernel,sizes", one_in(4, WIDE, [QWEN3, MIXTURE]))
-def test_wide_layers_lower_for_cuda(sizes, kernel):
-    given = jax.eval_shape(lambda: operands(8, **sizes))
-    text = jax.jit(KERNELS_OF[kernel]).trace(given).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("custom_call @mosaic_gpu") == 1
+def lowerings():
+    """SmolLM2's sizes with the most rows, or the fewest where the most take jax seconds to lay out; gpt-oss' sizes for
+    biases; and wide ones. `make exhaustive` has all."""
+    for kernel in KERNELS_OF:
+        if "biased" in kernel:
+            yield pytest.param(kernel, 8, GPT_OSS)
+            continue
+        slow = kernel in ("heads", "scaled heads", "heads of two", "keys and values")  # like "normed heads"
+        for rows, often in ((8, slow), (32 if "two" in kernel else 64, not slow)):
+            yield pytest.param(kernel, rows, SMOLLM2, marks=() if often else pytest.mark.exhaustive)
+    yield from one_in(4, WIDE, [8], [QWEN3, MIXTURE])
+
+
+@pytest.mark.parametrize("kernel,rows,sizes", list(lowerings()))
+def test_lowers_for_cuda(kernel, rows, sizes):
+    assert kernels(KERNELS_OF[kernel], jax.eval_shape(lambda: operands(rows, **sizes))) == 1

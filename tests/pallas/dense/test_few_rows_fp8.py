@@ -17,16 +17,14 @@ from jaxspec.pallas.dense import few_rows as op
 from jaxspec.pallas.dense.few_rows import Fp8Weight
 from jaxspec.pallas.dense.few_rows import share as share_module
 from jaxspec.pallas.dense.few_rows.share import share_out
-from tests.pallas.dense.test_few_rows import EPS, INTERPRET, assert_written, rotating
+from tests.pallas.dense.test_few_rows import EPS, INTERPRET, MIXTURE, QWEN3, assert_written, rotating
 from tests.pallas.dense.test_few_rows import operands as unquantised
-from tests.pallas.dense.test_weight_stream import assert_close
 from tests.support import drawn
+from tests.support.kernels import assert_close, kernels
 from tests.support.sample import rare, some
 
 SIZES = dict(d=256, heads=2, kv_heads=1, f=128, width=64)
 WIDE = dict(d=1152, heads=2, kv_heads=1, f=128, width=128)
-QWEN3 = dict(d=4096, heads=32, kv_heads=8, f=12288, width=128)
-MIXTURE = dict(d=2048, heads=32, kv_heads=4, f=768, width=128)
 HYBRID = dict(d=5120, heads=120, kv_heads=4, f=17408, width=128)  # Qwen3.8-27B's; q, k and v have qkvz's columns
 
 
@@ -231,14 +229,12 @@ KERNELS_OF = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kernel,by_output", some({("add", True), ("normed", True)}, KERNELS_OF, (False, True)))
-def test_lowers_for_cuda(kernel, by_output):
-    check_lowers(kernel, by_output, QWEN3)
-
-
-@pytest.mark.parametrize("kernel,rows", some({("gated", 16), ("product", 24), ("heads", 32)}, KERNELS_OF, (16, 24, 32)))
-def test_more_rows_lower_for_cuda(kernel, rows):
-    check_lowers(kernel, False, QWEN3, rows)
+@pytest.mark.parametrize("kernel,by_output,rows", [
+    *some({("add", True, 8), ("normed", True, 8)}, KERNELS_OF, (False, True), [8]),
+    *some({("gated", False, 16), ("product", False, 24), ("heads", False, 32)}, KERNELS_OF, [False], (16, 24, 32)),
+])  # fmt: skip
+def test_lowers_for_cuda(kernel, by_output, rows, sizes=QWEN3):
+    assert kernels(KERNELS_OF[kernel], jax.eval_shape(lambda: operands(rows, by_output, **sizes))) == 1
 
 
 @pytest.mark.exhaustive
@@ -246,10 +242,4 @@ def test_more_rows_lower_for_cuda(kernel, rows):
 @pytest.mark.parametrize("sizes", [WIDE, MIXTURE, HYBRID])
 @pytest.mark.parametrize("rows", [8, 32])
 def test_other_sizes_lower_for_cuda(kernel, sizes, rows):
-    check_lowers(kernel, False, sizes, rows)
-
-
-def check_lowers(kernel, by_output, sizes, rows=8):
-    given = jax.eval_shape(lambda: operands(rows, by_output, **sizes))
-    text = jax.jit(KERNELS_OF[kernel]).trace(given).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("custom_call @mosaic_gpu") == 1
+    test_lowers_for_cuda(kernel, False, rows, sizes)

@@ -20,6 +20,7 @@ from jaxspec.pallas.dense import fp8_quantise, fp8_rows, fp8_tiles, fp8_wide, ti
 from jaxspec.pallas.dense.tiles import Tiling
 from jaxspec.pallas.hopper import counting
 from tests.support import drawn
+from tests.support.kernels import kernels
 from tests.support.sample import one_in, rare
 
 INTERPRET = plgpu.InterpretGPUParams()
@@ -44,14 +45,16 @@ def run(x, values, scales, real, residual=None, *, block, **options):
     return np.asarray(out, np.float32)
 
 
-def check(rows, real, inputs, outputs, block, unit, kind="plain", within=6e-3, **options) -> None:
+def check(
+    rows, real, inputs, outputs, block, unit, kind="plain", within=6e-3, run=run, exact=fp8.product, **options
+) -> None:
     """Valid rows by norm; of padding each tile is its own product or nothing, on top of the residual stream."""
     x, values, scales = operands(rows, inputs, outputs, block, unit)
     residual = drawn.normal(jax.random.key(7), (rows, outputs), jnp.bfloat16) if kind == "added" else None
     given = x, values, scales, real, residual
     out = run(*given, block=block, gated=kind == "gated", **options)
     with jax.default_matmul_precision("highest"):
-        expected = np.asarray(fp8.product(x.astype(jnp.float32), values, scales, block))
+        expected = np.asarray(exact(x.astype(jnp.float32), values, scales, block))
     if kind == "gated":
         expected = np.asarray(gate(expected, HALF))
     assert out.shape == expected.shape
@@ -129,8 +132,7 @@ def test_rows_are_normed_and_quantised_as_in_plain_jnp(norm):
 def test_quantising_lowers_for_cuda(normed):
     given = jax.ShapeDtypeStruct((2048, 1024), jnp.bfloat16), jax.ShapeDtypeStruct((1024,), jnp.bfloat16)
     of = partial(fp8_quantise.norm_and_quantise, eps=1e-6) if normed else fp8_quantise.quantise_rows
-    lowered = jax.jit(of).trace(*given[: 1 + normed]).lower(lowering_platforms=("cuda",))
-    assert lowered.as_text().count("custom_call @mosaic_gpu") == 1
+    assert kernels(of, *given[: 1 + normed]) == 1
 
 
 def test_few_quantised_rows_are_padded(monkeypatch):
@@ -138,20 +140,22 @@ def test_few_quantised_rows_are_padded(monkeypatch):
     check(3, 3, 256, 128, 128, 64, interpret=INTERPRET)
 
 
+def shapes(rows: int, outputs: int, block: int | None, unit: int, kind: str, inputs: int = 512):
+    """Shapes of rows, values, scales, the count of valid rows, and the residual stream, if there is one."""
+    shape = lambda dtype, *sizes: jax.ShapeDtypeStruct(sizes, dtype)  # noqa: E731
+    residual = shape(jnp.bfloat16, rows, outputs) if kind == "added" else None
+    scales = shape(jnp.float32, outputs // unit, inputs // (block or inputs))
+    return shape(jnp.bfloat16, rows, inputs), shape(fp8.E4M3, outputs, inputs), scales, shape(jnp.int32, 1), residual
+
+
 @pytest.mark.parametrize(
     "rows,outputs,block,unit,kind",
     one_in(6, [132, 2048], [4096, 24576], [(128, 32), (None, 1)], ["plain", "gated", "added"]),
 )
 def test_lowers_for_cuda(rows, outputs, block, unit, kind):
-    inputs = 512
-    shape = lambda dtype, *sizes: jax.ShapeDtypeStruct(sizes, dtype)  # noqa: E731
-    groups, x = inputs // (block or inputs), shape(jnp.bfloat16, rows, inputs)
+    x, *given = shapes(rows, outputs, block, unit, kind)
     x = jax.eval_shape(partial(fp8.quantise_rows, block=block), x)
-    residual = shape(jnp.bfloat16, rows, outputs) if kind == "added" else None
-    given = shape(fp8.E4M3, outputs, inputs), shape(jnp.float32, outputs // unit, groups), shape(jnp.int32, 1), residual
-    of = partial(fp8_tiles.matmul, block=block, gated=kind == "gated")
-    lowered = jax.jit(of).trace(*x, *given).lower(lowering_platforms=("cuda",))
-    assert lowered.as_text().count("custom_call @mosaic_gpu") == 1
+    assert kernels(partial(fp8_tiles.matmul, block=block, gated=kind == "gated"), *x, *given) == 1
 
 
 def test_prompts_have_the_quickest_tiles():

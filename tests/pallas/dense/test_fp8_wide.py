@@ -4,45 +4,36 @@ from __future__ import annotations
 
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.decoder.matmul import gate
 from jaxspec.models import fp8
-from jaxspec.models.weights import HALF
 from jaxspec.pallas.dense import fp8_wide, tiles
 from jaxspec.pallas.dense.tiles import Tiling
-from tests.pallas.dense.test_fp8_tiles import operands
-from tests.support import drawn
+from tests.pallas.dense import test_fp8_tiles
+from tests.support.kernels import kernels
 from tests.support.sample import one_in, rare
 
 INTERPRET = plgpu.InterpretGPUParams()
 
 
-def check(rows, real, inputs, outputs, block, unit, kind="plain", **options) -> None:
-    """Valid rows by norm; of padding each tile is its own product or nothing, on top of the residual stream."""
-    x, values, scales = operands(rows, inputs, outputs, block, unit)
-    residual = drawn.normal(jax.random.key(7), (rows, outputs), jnp.bfloat16) if kind == "added" else None
-    given = x, values, scales, jnp.array([real], jnp.int32), residual
-    out = fp8_wide.matmul(*given, block=block, gated=kind == "gated", **options)
+def run(x, values, scales, real, residual=None, **options):
+    """The kernel's result in float32."""
+    out = fp8_wide.matmul(x, values, scales, jnp.array([real], jnp.int32), residual, **options)
     assert out.dtype == jnp.bfloat16
-    out = np.asarray(out, np.float32)
-    with jax.default_matmul_precision("highest"):
-        weight = fp8.dequantise(values, scales, block).T
-        weight = weight.astype(jnp.bfloat16).astype(jnp.float32) if block else weight
-        expected = np.asarray(x.astype(jnp.float32) @ weight)
-    if kind == "gated":
-        expected = np.asarray(gate(expected, HALF))
-    assert out.shape == expected.shape
-    before = np.zeros_like(expected) if residual is None else np.asarray(residual, np.float32)
-    size = np.linalg.norm(expected, axis=1) + np.linalg.norm(before, axis=1)
-    untouched = (np.arange(rows) >= real)[:, None] & (out == before)
-    expected = np.where(untouched, before, before + expected)
+    return np.asarray(out, np.float32)
+
+
+def exact(x, values, scales, block):
+    weight = fp8.dequantise(values, scales, block).T
+    return x @ (weight.astype(jnp.bfloat16).astype(jnp.float32) if block else weight)
+
+
+def check(rows, real, inputs, outputs, block, unit, kind="plain", **options) -> None:
     within = 1.2e-2 if kind == "gated" else 3e-3  # gate, up and silu(gate) are rounded as in plain layers
-    assert (np.linalg.norm(out - expected, axis=1) <= within * size).all()
+    test_fp8_tiles.check(rows, real, inputs, outputs, block, unit, kind, within, run, exact, **options)
 
 
 @pytest.mark.parametrize("rows,real,kind,tiling,scales", [
@@ -87,14 +78,8 @@ def test_the_rings_come_round(monkeypatch):
     one_in(6, [132, 1024], [4096, 24576], [(128, 32), (None, 1)], ["plain", "gated", "added"]),
 )
 def test_lowers_for_cuda(rows, outputs, block, unit, kind):
-    inputs = 512
-    shape = lambda dtype, *sizes: jax.ShapeDtypeStruct(sizes, dtype)  # noqa: E731
-    residual = shape(jnp.bfloat16, rows, outputs) if kind == "added" else None
-    groups = inputs // (block or inputs)
-    given = shape(fp8.E4M3, outputs, inputs), shape(jnp.float32, outputs // unit, groups), shape(jnp.int32, 1), residual
-    of = partial(fp8_wide.matmul, block=block, gated=kind == "gated")
-    traced = jax.jit(of).trace(shape(jnp.bfloat16, rows, inputs), *given)
-    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @mosaic_gpu") == 1
+    given = test_fp8_tiles.shapes(rows, outputs, block, unit, kind)
+    assert kernels(partial(fp8_wide.matmul, block=block, gated=kind == "gated"), *given) == 1
 
 
 def test_tiles_are_those_that_were_fastest():

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -13,6 +14,7 @@ from jaxspec.models.weights import HALF
 from jaxspec.pallas.dense.weight_stream import BLOCKS, chain, stream, stream_part, supported
 from jaxspec.pallas.dense.weight_stream.unquantised import TILE
 from tests.support import drawn
+from tests.support.kernels import assert_close, kernels
 from tests.support.sample import rare
 
 EPS = 1e-6
@@ -41,13 +43,6 @@ def reference(x, mixed, weights, scales):
     runs = (rms_norm(x, scales[0], EPS) @ gate_up).reshape(len(x), -1, 2, HALF)
     x = x + (jax.nn.silu(runs[:, :, 0]) * runs[:, :, 1]).reshape(len(x), -1) @ down
     return x, jnp.matmul(rms_norm(x, scales[1], EPS), following, preferred_element_type=jnp.float32)
-
-
-def assert_close(got, expected, tolerance: float = 8e-3):
-    """By norm: both round to eight bits at every stage, in different orders."""
-    got, expected = (np.asarray(a, np.float64) for a in (got, expected))
-    assert np.isfinite(got).all()
-    assert np.linalg.norm(got - expected) <= tolerance * np.linalg.norm(expected)
 
 
 @pytest.mark.parametrize("rows", [rare(24), 72])  # one warpgroup, two
@@ -93,15 +88,13 @@ def test_stages_between_two_sums_match_plain_layers(few_blocks):
 
 def test_stages_between_two_sums_lower_for_cuda():
     shapes = jax.eval_shape(lambda: inputs(16, 512, 1024, 768))
-    lowered = jax.jit(parts_of).trace(*shapes).lower(lowering_platforms=("cuda",))
-    assert lowered.as_text().count("custom_call @mosaic_gpu") == len(CUTS)
+    assert kernels(parts_of, *shapes) == len(CUTS)
 
 
 @pytest.mark.parametrize("rows", [rare(1), 33, 128])
 def test_whole_chain_lowers_for_cuda(rows):
     shapes = jax.eval_shape(lambda: inputs(rows, 512, 1024, 768))
-    lowered = jax.jit(lambda *a: stream(*a, eps=EPS)).trace(*shapes).lower(lowering_platforms=("cuda",))
-    assert lowered.as_text().count("custom_call @mosaic_gpu") == 1  # one kernel, whatever the stages
+    assert kernels(partial(stream, eps=EPS), *shapes) == 1  # one kernel, whatever the stages
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.models.fp8 import E4M3
-from jaxspec.models.weights import Fp8, Weight
 from jaxspec.pallas import hopper
 from jaxspec.pallas.dense import few_rows
 from jaxspec.pallas.experts import experts_mlp
@@ -22,8 +21,9 @@ from jaxspec.pallas.experts.experts_mlp import NOBODY
 from jaxspec.pallas.hopper import KERNELS
 from tests.decoder.test_moe import arrays, naive, random_case
 from tests.pallas.experts.test_expert_fp8 import fp8_case
-from tests.pallas.experts.test_expert_stream import MODELS, assert_close, bfloat16
+from tests.pallas.experts.test_expert_stream import MODELS, bfloat16, shapes
 from tests.support import drawn
+from tests.support.kernels import assert_close, lowered
 from tests.support.sample import rare
 
 
@@ -158,28 +158,16 @@ def mixtures():
         yield pytest.param(*case, marks=() if case in often else pytest.mark.exhaustive)
 
 
-def shapes_of_weight(fp8: bool, *shape: int) -> Weight:
-    of = jax.ShapeDtypeStruct
-    if not fp8:
-        return Weight(of(shape, jnp.bfloat16))
-    e, n, k = shape
-    return Weight(of(shape, E4M3), Fp8(128), scales=of((e, n // 128, k // 128), jnp.float32))
-
-
 @pytest.mark.parametrize("model,tokens,fp8", list(mixtures()))
 def test_is_all_that_a_mixture_is_on_a_gpu(model, tokens, fp8, monkeypatch):
     """Nothing stands before or after it, but for the counters' zeros."""
     monkeypatch.setattr(hopper, "kernels_here", lambda: None)
-    d, f, e, k, shared = MODELS[model]
-    shape = jax.ShapeDtypeStruct
-    stack = lambda e: tuple(shapes_of_weight(fp8, e, *s) for s in ((2 * f, d), (d, f)))  # noqa: E731
-    stacks = [stack(e)] if shared == 0 else [stack(e), stack(shared)]
-    routing = shape((tokens, k + shared), jnp.int32), shape((tokens, k + shared), jnp.float32)
-    before = KERNELS["expert_few"]
-    given = shape((tokens, d), jnp.bfloat16), stacks, *routing, k + shared, shape((8, d), jnp.bfloat16)
+    d, before = MODELS[model][0], KERNELS["expert_few"]
+    x, stacks, ids, weights = shapes(model, tokens, fp8)
+    residual, scale = (jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in ((8, d), (d,)))
     run = lambda *given: experts_mlp.experts_mlp(*given[:-1], scale=given[-1])  # noqa: E731
-    traced = jax.jit(run, static_argnums=4).trace(*given, shape((d,), jnp.bfloat16))
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    run = jax.jit(run, static_argnums=4)
+    text = lowered(run, x, stacks, ids, weights, ids.shape[1], residual, scale)
     assert KERNELS["expert_few"] == before + 1
     assert text.count("custom_call @mosaic_gpu") == 1 and "gather" not in text and "stablehlo.pad" not in text
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.models.fp8 import E4M3
 from jaxspec.models.weights import Fp8, Weight
 from jaxspec.pallas import hopper
 from jaxspec.pallas.experts import expert_fp8, expert_plan, experts_mlp
@@ -19,7 +18,8 @@ from jaxspec.pallas.experts.expert_rows import FEWEST
 from jaxspec.pallas.experts.expert_stream import ALIGN, COUNT, SOURCE, Items
 from jaxspec.pallas.hopper import counting
 from tests.decoder.test_moe import naive, random_case
-from tests.pallas.experts.test_expert_stream import MODELS, assert_close, bfloat16
+from tests.pallas.experts.test_expert_stream import MODELS, backwards, bfloat16, shapes
+from tests.support.kernels import assert_close, kernels
 from tests.support.quantised import quantised
 from tests.support.sample import rare
 
@@ -46,10 +46,15 @@ def fp8_case(t, e, k, *, skew=0.0, d=256, f=128, shared=0, unit=128):
 
 @pytest.fixture
 def interpreted(monkeypatch):
+    interpret(monkeypatch, expert_fp8)
+
+
+def interpret(monkeypatch, module):
+    """The kernels of `mix` are chosen, and interpreted."""
     monkeypatch.setattr(hopper, "kernels_here", lambda: None)
-    monkeypatch.setattr(expert_fp8, "mix", partial(mix, interpret=INTERPRET))
+    monkeypatch.setattr(module, "mix", partial(module.mix, interpret=INTERPRET))
     monkeypatch.setattr(expert_plan, "supported", lambda *_: "its interpreter takes seconds")
-    monkeypatch.setattr(expert_fp8, "SHARED_BYTES", 0)  # the fewest slots, so that each is used again
+    monkeypatch.setattr(module, "SHARED_BYTES", 0)  # the fewest slots, so that each is used again
 
 
 @pytest.mark.parametrize("t,e,k,more", [
@@ -86,7 +91,7 @@ def test_items_write_their_own_rows_alone(interpreted):
     rows, items, place = jax.jit(experts_mlp.plan, static_argnums=(2, 3, 4))(x, ids, 4, 2, MAX_ROWS)
     blocks = np.asarray(items.table[: items.table[0, COUNT], 3])
     assert items.rows == 64 and set(blocks.tolist()) - {2, 4, 8}  # some fill no height
-    items = items.replace(table=items.table[: items.table[0, COUNT]][::-1])
+    items = backwards(items)
     got = expert_fp8.mix(rows, stacks, items)
     assert_close(got[place], jax.jit(experts_mlp.reference)(rows, stacks, items)[place])
 
@@ -94,17 +99,8 @@ def test_items_write_their_own_rows_alone(interpreted):
 @pytest.mark.parametrize("model,tokens", [("qwen3.5-35b-a3b", 32), ("qwen3-30b-a3b", 600)])
 def test_lowers_for_cuda_with_what_plans_for_it_and_what_moves_many_rows(model, tokens, monkeypatch):
     monkeypatch.setattr(hopper, "kernels_here", lambda: None)
-    d, f, e, k, shared = MODELS[model]
-    shape = jax.ShapeDtypeStruct
-
-    def weight(e, n, k):
-        return Weight(shape((e, n, k), E4M3), Fp8(128), scales=shape((e, n // 128, k // 128), jnp.float32))
-
-    stacks = [(weight(count, 2 * f, d), weight(count, d, f)) for count in (e, *[1] * (shared > 0))]
-    routing = shape((tokens, k + shared), jnp.int32), shape((tokens, k + shared), jnp.float32)
-    lowered = jax.jit(experts_mlp.experts_mlp).trace(shape((tokens, d), jnp.bfloat16), stacks, *routing)
-    kernels = 1 + (tokens <= expert_plan.MOST) + 2 * (tokens >= FEWEST)
-    assert lowered.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @mosaic_gpu") == kernels
+    expected = 1 + (tokens <= expert_plan.MOST) + 2 * (tokens >= FEWEST)
+    assert kernels(experts_mlp.experts_mlp, *shapes(model, tokens, fp8=True)) == expected
 
 
 @pytest.mark.parametrize("rows", [8, 16, 32, 64])
@@ -132,6 +128,10 @@ def test_what_cannot_run_is_named():
     assert "widths 128 and 256" in supported(jnp.bfloat16, stacks + wider)
     odd = [tuple(weight.replace(values=weight.values[..., :64]) for weight in stacks[0])]
     assert "width 64" in supported(jnp.bfloat16, odd)
+    check_refused(mix, x, stacks, ids)
+
+
+def check_refused(mix, x, stacks, ids):
     rows, items, _ = experts_mlp.plan(x, ids, 3)
     with pytest.raises(ValueError, match="rows in float32"):
         mix(rows.astype(jnp.float32), stacks, items)

@@ -15,13 +15,15 @@ from jaxspec.models import mxfp4
 from jaxspec.models.description import ClampedSwiglu
 from jaxspec.models.weights import Mxfp4, Weight
 from jaxspec.pallas import hopper
-from jaxspec.pallas.experts import expert_mxfp4, expert_plan, experts_mlp
+from jaxspec.pallas.experts import expert_mxfp4, experts_mlp
 from jaxspec.pallas.experts.expert_mxfp4 import MAX_ROWS, TILE, Stage, mix, supported
 from jaxspec.pallas.experts.expert_rows import FEWEST
-from jaxspec.pallas.experts.expert_stream import ALIGN, COUNT, SOURCE, Items
+from jaxspec.pallas.experts.expert_stream import ALIGN, SOURCE, Items
 from jaxspec.pallas.hopper import counting
 from tests.decoder.test_moe import random_case
-from tests.pallas.experts.test_expert_stream import assert_close
+from tests.pallas.experts.test_expert_fp8 import check_refused, interpret
+from tests.pallas.experts.test_expert_stream import backwards
+from tests.support.kernels import assert_close, kernels
 from tests.support.sample import rare
 
 INTERPRET = plgpu.InterpretGPUParams()
@@ -71,10 +73,7 @@ def naive(x, ids, weights, whole, activation):
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    monkeypatch.setattr(hopper, "kernels_here", lambda: None)
-    monkeypatch.setattr(expert_mxfp4, "mix", partial(mix, interpret=INTERPRET))
-    monkeypatch.setattr(expert_plan, "supported", lambda *_: "its interpreter takes seconds")
-    monkeypatch.setattr(expert_mxfp4, "SHARED_BYTES", 0)  # the fewest slots, so that each is used again
+    interpret(monkeypatch, expert_mxfp4)
 
 
 @pytest.mark.parametrize("t,e,k,more,activation", [
@@ -83,6 +82,10 @@ def interpreted(monkeypatch):
     (70, 2, 1, {"skew": 5}, GPT_OSS),  # all tokens at one expert, whose last item has few rows
 ])  # fmt: skip
 def test_a_mixture_matches_numpy(interpreted, t, e, k, more, activation):
+    check_mixture("expert_mxfp4", t, e, k, more, activation)
+
+
+def check_mixture(kernel, t, e, k, more, activation):
     """Planning and adding up around the kernels. The last of several tokens is padding."""
     (x, stacks, ids, weights), whole = mxfp4_case(t, e, k, **more)
     if t > 1:
@@ -90,7 +93,7 @@ def test_a_mixture_matches_numpy(interpreted, t, e, k, more, activation):
     function = None if activation is None else gating(activation)
     with counting() as chosen:
         got = jax.jit(partial(experts_mlp.experts_mlp, gating=function))(x, stacks, ids, weights)
-    assert chosen == {"expert_mxfp4": 1}
+    assert chosen == {kernel: 1}
     assert_close(got, naive(x, ids, weights, whole, activation))
 
 
@@ -109,7 +112,7 @@ def test_items_write_their_own_rows_alone(interpreted):
     """Back to front, one by one, so that an item that writes too far spoils another's rows."""
     (x, stacks, ids, _), _ = mxfp4_case(30, 3, 1, skew=0.7)
     rows, items, place = jax.jit(experts_mlp.plan, static_argnums=(2, 3, 4))(x, ids, 3, 1, MAX_ROWS)
-    items = items.replace(table=items.table[: items.table[0, COUNT]][::-1])
+    items = backwards(items)
     got = expert_mxfp4.mix(rows, stacks, items, gating(GPT_OSS))
     expected = experts_mlp.reference(rows, stacks, items, gating(GPT_OSS))
     assert_close(got[place], expected[place])
@@ -132,10 +135,9 @@ def test_lowers_for_cuda_with_what_plans_for_it_and_what_moves_many_rows(model, 
     x, ids, weights = (
         jax.ShapeDtypeStruct((tokens, n), dtype) for n, dtype in ((d, jnp.bfloat16), (k, jnp.int32), (k, jnp.float32))
     )
-    run = jax.jit(partial(experts_mlp.experts_mlp, gating=gating(GPT_OSS)))
-    lowered = run.trace(x, [shapes(e, d, f)], ids, weights).lower(lowering_platforms=("cuda",)).as_text()
-    kernels = 2 + 2 * (tokens >= FEWEST)  # a plan and both products in one launch, or these in two
-    assert lowered.count("custom_call @mosaic_gpu") == kernels
+    run = partial(experts_mlp.experts_mlp, gating=gating(GPT_OSS))
+    expected = 2 + 2 * (tokens >= FEWEST)  # a plan and both products in one launch, or these in two
+    assert kernels(run, x, [shapes(e, d, f)], ids, weights) == expected
 
 
 @pytest.mark.parametrize("rows", [8, 16, 32, 64])
@@ -157,8 +159,4 @@ def test_what_cannot_run_is_named():
     assert "widths 576 and 1152" in supported(jnp.bfloat16, [*stacks, shapes(3, 576, 1152)])
     for d, f in ((2880, 1440), (128, 576)):
         assert "supported: multiples of 576" in supported(jnp.bfloat16, [shapes(3, d, f)])
-    rows, items, _ = experts_mlp.plan(x, ids, 3)
-    with pytest.raises(ValueError, match="rows in float32"):
-        mix(rows.astype(jnp.float32), stacks, items)
-    with pytest.raises(ValueError, match="items of 128 rows"):
-        mix(rows, stacks, items.replace(rows=128))
+    check_refused(mix, x, stacks, ids)

@@ -6,17 +6,18 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.models.weights import Weight
+from jaxspec.models.fp8 import E4M3
+from jaxspec.models.weights import Fp8, Weight
 from jaxspec.pallas import hopper
 from jaxspec.pallas.experts import expert_few, expert_plan, expert_stream, experts_mlp
 from jaxspec.pallas.experts.expert_rows import FEWEST
 from jaxspec.pallas.experts.expert_stream import COUNT, Tiling, stream, supported, tiling
 from jaxspec.pallas.hopper import KERNELS
 from tests.decoder.test_moe import arrays, naive, random_case
+from tests.support.kernels import assert_close, kernels
 from tests.support.sample import rare
 
 MODELS = {  # model width, expert width, experts, experts of a token, shared experts
@@ -37,10 +38,24 @@ def bfloat16(case):
     return *jax.tree.map(lambda a: a.astype(jnp.bfloat16), (x, stacks)), *rest
 
 
-def assert_close(got, expected, tolerance: float = 8e-3):
-    got, expected = (np.asarray(a, np.float64) for a in (got, expected))
-    assert np.isfinite(got).all()
-    assert np.linalg.norm(got - expected) <= tolerance * np.linalg.norm(expected)
+def backwards(items):
+    """One by one, so that an item that writes too far spoils another's rows."""
+    return items.replace(table=items.table[: items.table[0, COUNT]][::-1])
+
+
+def shapes(model, tokens, fp8=False):
+    """Shapes of a mixture's rows, stacks, ids and weights."""
+    d, f, e, k, shared = MODELS[model]
+    of = jax.ShapeDtypeStruct
+
+    def weight(e, n, k):
+        if not fp8:
+            return Weight(of((e, n, k), jnp.bfloat16))
+        return Weight(of((e, n, k), E4M3), Fp8(128), scales=of((e, n // 128, k // 128), jnp.float32))
+
+    stacks = [(weight(count, 2 * f, d), weight(count, d, f)) for count in (e, *[shared] * (shared > 0))]
+    routing = of((tokens, k + shared), jnp.int32), of((tokens, k + shared), jnp.float32)
+    return of((tokens, d), jnp.bfloat16), stacks, *routing
 
 
 @pytest.mark.parametrize("t,e,k,skew,columns", [
@@ -56,8 +71,7 @@ def test_each_matmul_matches_the_reference(monkeypatch, t, e, k, skew, columns):
     rows, items, place = jax.jit(experts_mlp.plan, static_argnums=2)(x, ids, e)
     sizes = Tiling(items.rows, columns, 64)
     monkeypatch.setattr(expert_stream, "BLOCKS", 1)
-    # Back to front, one by one, so that an item that writes too far spoils another's rows.
-    items = items.replace(table=items.table[: items.table[0, COUNT]][::-1])
+    items = backwards(items)
     got = stream(rows, arrays(stacks), items, sizes=sizes, fused=False, interpret=plgpu.InterpretGPUParams())
     expected = jax.jit(experts_mlp.reference)(rows, stacks, items)
     assert_close(got[place], expected[place])
@@ -88,14 +102,8 @@ def test_the_mixture_takes_the_kernel_where_there_is_one(few_blocks, monkeypatch
 ])  # fmt: skip
 def test_lowers_for_cuda_with_what_plans_for_it_and_what_moves_many_rows(model, tokens, monkeypatch):
     monkeypatch.setattr(hopper, "kernels_here", lambda: None)
-    d, f, e, k, shared = MODELS[model]
-    shape = jax.ShapeDtypeStruct
-    stack = lambda e: tuple(Weight(shape((e, *s), jnp.bfloat16)) for s in ((2 * f, d), (d, f)))  # noqa: E731
-    stacks = [stack(e)] if shared == 0 else [stack(e), stack(shared)]
-    routing = shape((tokens, k + shared), jnp.int32), shape((tokens, k + shared), jnp.float32)
-    lowered = jax.jit(experts_mlp.experts_mlp).trace(shape((tokens, d), jnp.bfloat16), stacks, *routing)
-    kernels = 1 + (expert_few.ROWS < tokens <= expert_plan.MOST) + 2 * (tokens >= FEWEST)
-    assert lowered.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @mosaic_gpu") == kernels
+    expected = 1 + (expert_few.ROWS < tokens <= expert_plan.MOST) + 2 * (tokens >= FEWEST)
+    assert kernels(experts_mlp.experts_mlp, *shapes(model, tokens)) == expected
 
 
 @pytest.mark.parametrize("rows", [8, 16, 32, 64, 128])

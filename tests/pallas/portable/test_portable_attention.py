@@ -15,7 +15,7 @@ from jaxspec.pallas import operation
 from jaxspec.pallas.attention.paged_attention import paged_attention
 from jaxspec.pallas.hopper import counting
 from jaxspec.pallas.portable import attention as op
-from tests.pallas.attention.test_decode_attention import CASES, RARE, Case, dense
+from tests.pallas.attention.test_decode_attention import CASES, RARE, Case, check_kernel, dense
 from tests.support.portable import KINDS, lowered
 from tests.support.sample import one_in
 
@@ -29,28 +29,13 @@ PROMPTS = [
 ]
 # What they have the other cases have together with something else.
 ALONE = {
-    "all rows",
-    "fp8, width 256, no scales",
-    "window",
-    "segments",
-    "block that sees ahead",
-    "sinks",
-    "prompt",
-    "tree",
+    *("all rows", "fp8, width 256, no scales", "window", "segments"),
+    *("block that sees ahead", "sinks", "prompt", "tree"),
 }
 
 
 def check(case: Case, interpret: bool = False) -> None:
-    """The kernel's result is bfloat16's rounding away from the dense one, and rows without a position are zero."""
-    args, named = case.inputs()
-    out = op.attention(**args, **named, parts=case.division[0] * case.division[1], interpret=interpret)
-    assert out.dtype == jnp.bfloat16
-    out, expected = np.asarray(out, np.float64), dense(**args, **named)
-    assert np.isfinite(out).all()
-    np.testing.assert_array_equal(out[(expected == 0).all(-1)], 0)
-    error = np.abs(out - expected).max(axis=(1, 2, 3))
-    scale = np.maximum(np.abs(expected).max(axis=(1, 2, 3)), 1e-3)
-    assert (error / scale < 0.01).all(), (error / scale).max()
+    check_kernel(case, partial(op.attention, parts=case.division[0] * case.division[1], interpret=interpret))
 
 
 @pytest.mark.parametrize("case", [

@@ -10,7 +10,7 @@ from jaxspec.pallas import portable
 from jaxspec.pallas.hopper import counting
 from jaxspec.pallas.portable import delta as op
 from jaxspec.pallas.recurrence import gated_delta
-from tests.pallas.recurrence.test_delta_step import CASES, LAYER, Case, near
+from tests.pallas.recurrence.test_delta_step import CASES, LAYER, Case, check_after, near
 from tests.support.portable import KINDS, lowered
 
 
@@ -22,16 +22,8 @@ def check(case: Case, interpret: bool = False) -> None:
     out, arrays = jax.jit(op.step, static_argnames="interpret")(
         *arrays, jnp.int32(LAYER), slots, *rest, interpret=interpret
     )
-    pool, wanted, after = (jax.tree.map(np.asarray, each) for each in (pool, wanted, gated_delta.DeltaPool(*arrays)))
-    near(out, expected, 0.008)
-    near(after.state[LAYER], wanted.state[LAYER], 1e-6 if case.dtype == "float32" else 0.008)
-    near(after.updates[LAYER], wanted.updates[LAYER], 1e-5)
-    np.testing.assert_array_equal(after.keys[LAYER], wanted.keys[LAYER])
-    np.testing.assert_array_equal(after.decay[LAYER], wanted.decay[LAYER])
-    others = [slot for slot in range(pool.state.shape[1]) if slot not in np.asarray(slots)]
-    for was, now in zip(jax.tree.leaves(pool), jax.tree.leaves(after), strict=True):
-        np.testing.assert_array_equal(was[0], now[0])
-        np.testing.assert_array_equal(was[LAYER, others], now[LAYER, others])
+    decay = check_after(case, pool, slots, (expected, wanted), out, arrays)
+    np.testing.assert_array_equal(*(each[LAYER] for each in decay))
 
 
 # Those that differ in how Hopper's kernel divides its work.

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.models.weights import Weight
 from jaxspec.pallas import portable
 from jaxspec.pallas.experts import experts_mlp, top_experts
 from jaxspec.pallas.experts.expert_stream import COUNT
@@ -16,8 +15,9 @@ from jaxspec.pallas.hopper import counting
 from jaxspec.pallas.portable import experts as op
 from jaxspec.pallas.portable import router
 from tests.decoder.test_moe import arrays, naive, random_case
-from tests.pallas.experts.test_expert_stream import MODELS, assert_close, bfloat16
+from tests.pallas.experts.test_expert_stream import bfloat16, shapes
 from tests.pallas.experts.test_top_experts import CASES, inputs
+from tests.support.kernels import assert_close
 from tests.support.portable import KINDS, lowered
 from tests.support.sample import one_in
 
@@ -80,13 +80,7 @@ def test_another_activation(interpreted, tokens):
 ))  # fmt: skip
 def test_lowers_for_each_generation(capability, model, tokens, monkeypatch):
     monkeypatch.setattr(portable, "kernels_here", lambda: None)
-    d, f, e, k, shared = MODELS[model]
-    shape = jax.ShapeDtypeStruct
-    stack = lambda e: tuple(Weight(shape((e, *s), jnp.bfloat16)) for s in ((2 * f, d), (d, f)))  # noqa: E731
-    stacks = [stack(e)] if shared == 0 else [stack(e), stack(shared)]
-    routing = shape((tokens, k + shared), jnp.int32), shape((tokens, k + shared), jnp.float32)
-    args = shape((tokens, d), jnp.bfloat16), stacks, *routing
-    text = lowered(experts_mlp.experts_mlp, *args, capability=capability)
+    text = lowered(experts_mlp.experts_mlp, *shapes(model, tokens), capability=capability)
     assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 2
 
 

@@ -10,10 +10,8 @@ import pytest
 from jaxspec.decoder.matmul import gating
 from jaxspec.pallas import portable
 from jaxspec.pallas.experts import experts_mlp
-from jaxspec.pallas.hopper import counting
 from jaxspec.pallas.portable import mxfp4 as op
-from tests.pallas.experts.test_expert_mxfp4 import GPT_OSS, MODELS, mxfp4_case, naive, shapes
-from tests.pallas.experts.test_expert_stream import assert_close
+from tests.pallas.experts.test_expert_mxfp4 import GPT_OSS, MODELS, check_mixture, mxfp4_case, shapes
 from tests.support.portable import KINDS, lowered
 from tests.support.sample import rare
 
@@ -26,14 +24,7 @@ from tests.support.sample import rare
 def test_a_mixture_matches_numpy(t, e, k, more, activation, monkeypatch):
     monkeypatch.setattr(portable, "kernels_here", lambda: None)
     monkeypatch.setattr(op, "items", partial(op.items, interpret=True))
-    (x, stacks, ids, weights), whole = mxfp4_case(t, e, k, **more)
-    if t > 1:
-        ids = ids.at[-1].set(experts_mlp.NOBODY)
-    function = None if activation is None else gating(activation)
-    with counting() as chosen:
-        got = jax.jit(partial(experts_mlp.experts_mlp, gating=function))(x, stacks, ids, weights)
-    assert chosen == {"portable_mxfp4": 1}
-    assert_close(got, naive(x, ids, weights, whole, activation))
+    check_mixture("portable_mxfp4", t, e, k, more, activation)
 
 
 @pytest.mark.parametrize("capability", KINDS)

@@ -16,6 +16,7 @@ from jaxspec.pallas.hopper import KERNELS
 from jaxspec.pallas.recurrence import causal_conv, conv_chunk
 from jaxspec.pallas.recurrence.conv_chunk import BLOCK, supported
 from tests.support import drawn
+from tests.support.kernels import kernels
 from tests.support.operations import only
 
 MIX = DeltaRule(key_heads=1, value_heads=2, key_dim=128, value_dim=128, taps=4)
@@ -56,24 +57,20 @@ def test_matches_the_plain_form(monkeypatch):
 def test_a_prompt_takes_the_kernel_where_there_is_one(monkeypatch):
     monkeypatch.setattr(hopper, "kernels_here", lambda: None)
     before = KERNELS["conv_chunk"]
-    traced = jax.jit(lambda *given: causal_conv.chunk(*given, MIX)).trace(*operands(9))
-    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @mosaic_gpu") == 1
+    assert kernels(lambda *given: causal_conv.chunk(*given, MIX), *operands(9)) == 1
     narrow = dataclasses.replace(MIX, value_dim=64)
     jax.eval_shape(lambda *given: causal_conv.chunk(*given, narrow), *operands(9, narrow))
     jax.eval_shape(lambda *given: causal_conv.chunk(*given, MIX), *operands(8))
     assert KERNELS["conv_chunk"] == before + 1
 
 
-@pytest.mark.parametrize(
-    "wrong,reason",
-    [
-        ((8, 64, 4, 128, 128), "512 rows"),
-        ((32, 32, 4, 128, 128), "blocks of 32 tokens"),
-        ((16, 64, 4, 64, 128), "keys of width 64"),
-        ((16, 64, 9, 128, 128), "9 taps"),
-        ((16, 64, 4, 128, 128, jnp.bfloat16, jnp.float32), "float32"),
-    ],
-)
+@pytest.mark.parametrize("wrong,reason", [
+    ((8, 64, 4, 128, 128), "512 rows"),
+    ((32, 32, 4, 128, 128), "blocks of 32 tokens"),
+    ((16, 64, 4, 64, 128), "keys of width 64"),
+    ((16, 64, 9, 128, 128), "9 taps"),
+    ((16, 64, 4, 128, 128, jnp.bfloat16, jnp.float32), "float32"),
+])  # fmt: skip
 def test_what_cannot_run_is_named(wrong, reason):
     assert supported(16, 64, 4, 128, 128, jnp.bfloat16) is None
     assert reason in supported(*wrong)

@@ -88,17 +88,14 @@ def test_strings_of_any_text_end_at_their_marker():
         assert not accepts(wanted, text.replace("</x>", end)), "the parser would end the value there"
 
 
-@pytest.mark.parametrize(
-    ("reasoning", "thinking", "begins", "never"),
-    [
-        (None, None, "", "<think>a</think>\n\n"),
-        ("qwen3", None, "<think>\na < b\n</think>\n\n", "a</think>"),
-        ("qwen3", None, "", "<think>a"),
-        ("qwen3", "prompt", "\na\n</think>\n\n", ""),
-        ("qwen3", "off", "", "<think>a</think>\n\n"),
-        ("deepseek_r1", None, "a</think>", ""),
-    ],
-)
+@pytest.mark.parametrize("reasoning,thinking,begins,never", [
+    (None, None, "", "<think>a</think>\n\n"),
+    ("qwen3", None, "<think>\na < b\n</think>\n\n", "a</think>"),
+    ("qwen3", None, "", "<think>a"),
+    ("qwen3", "prompt", "\na\n</think>\n\n", ""),
+    ("qwen3", "off", "", "<think>a</think>\n\n"),
+    ("deepseek_r1", None, "a</think>", ""),
+])  # fmt: skip
 def test_a_model_may_reason_before_it_calls(reasoning, thinking, begins, never):
     wanted = tool_call_grammar(TOOLS, "hermes", reasoning=reasoning, thinking=thinking)
     call = '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'

@@ -41,38 +41,35 @@ def test_values_have_the_fields_types():
     assert (args.page_size, args.mem_fraction_static, args.disable_overlap, args.context_length) == (8, 0.5, True, 99)
 
 
-@pytest.mark.parametrize(
-    ("argv", "says"),
-    [
-        (["--page-sise", "8"], "did you mean --page-size"),
-        (["--page", "8"], "unknown argument --page"),
-        (["--page-size", "x"], "invalid int value: 'x'"),
-        (["--port", "70000"], "0 to 65535, got 70000"),
-        (["--port", "http"], "0 to 65535, got http"),
-        (["a/b", "c/d"], "unknown argument c/d: a/b is the model to serve, and there can be but one"),
-        (["a/b", "--model", "c/d"], "unknown argument --model c/d: a/b is the model"),
-        (["--torchao-config", "int4wo"], "weights are quantised by --quantization fp8"),
-        (["--enable-lora"], "LoRA adapters are not supported"),
-        (["--enable-overlap-schedule"], "unknown argument --enable-overlap-schedule; --help lists"),
-        (["--enable-prefix-caching"], "it is always on"),
-        (["--no-skip-warmup"], "unknown argument --no-skip-warmup; --help"),
-        (["--max-model-len", "8"], "unknown argument --max-model-len; here it is --context-length"),
-        (["--generation-config", "vllm"], "unknown argument --generation-config; here it is --sampling-defaults"),
-        (["-tp", "2"], r"unknown argument -tp; here it is --tp-size\n.*\n.*--tp-size 2"),
-        (["--tool-call-parser", "x"], "invalid choice: 'x' .*'auto', 'none', 'hermes'"),
-        (["--tp", "1", "--pp-size", "4"], "unknown argument --pp-size; of several GPUs, --tp-size"),
-        (
-            ["--page-sise", "8", "--x=1", "a/b", "--max-num-seqs", "4"],
-            r"arguments\n  --page-sise; did you mean --page-size\?\n  --x; --help lists the flags\n  --max-num-seqs",
-        ),
-        (["--request-timeout", "0"], "a number of seconds above 0, got '0'"),
-        (["--drain-seconds", "inf"], "a number of seconds above 0, got 'inf'"),
-        (["--api-key", ""], "--api-key: is empty, which no client can send; leave it out"),
-        (["--api-key= "], "--api-key: is empty"),
-        (["--max-queued-requests", "-1"], "an integer of at least 0"),
-        (["--config", "/nowhere.yaml"], "/nowhere.yaml"),
-    ],
-)
+@pytest.mark.parametrize("argv,says", [
+    (["--page-sise", "8"], "did you mean --page-size"),
+    (["--page", "8"], "unknown argument --page"),
+    (["--page-size", "x"], "invalid int value: 'x'"),
+    (["--port", "70000"], "0 to 65535, got 70000"),
+    (["--port", "http"], "0 to 65535, got http"),
+    (["a/b", "c/d"], "unknown argument c/d: a/b is the model to serve, and there can be but one"),
+    (["a/b", "--model", "c/d"], "unknown argument --model c/d: a/b is the model"),
+    (["--torchao-config", "int4wo"], "weights are quantised by --quantization fp8"),
+    (["--enable-lora"], "LoRA adapters are not supported"),
+    (["--enable-overlap-schedule"], "unknown argument --enable-overlap-schedule; --help lists"),
+    (["--enable-prefix-caching"], "it is always on"),
+    (["--no-skip-warmup"], "unknown argument --no-skip-warmup; --help"),
+    (["--max-model-len", "8"], "unknown argument --max-model-len; here it is --context-length"),
+    (["--generation-config", "vllm"], "unknown argument --generation-config; here it is --sampling-defaults"),
+    (["-tp", "2"], r"unknown argument -tp; here it is --tp-size\n.*\n.*--tp-size 2"),
+    (["--tool-call-parser", "x"], "invalid choice: 'x' .*'auto', 'none', 'hermes'"),
+    (["--tp", "1", "--pp-size", "4"], "unknown argument --pp-size; of several GPUs, --tp-size"),
+    (
+        ["--page-sise", "8", "--x=1", "a/b", "--max-num-seqs", "4"],
+        r"arguments\n  --page-sise; did you mean --page-size\?\n  --x; --help lists the flags\n  --max-num-seqs",
+    ),
+    (["--request-timeout", "0"], "a number of seconds above 0, got '0'"),
+    (["--drain-seconds", "inf"], "a number of seconds above 0, got 'inf'"),
+    (["--api-key", ""], "--api-key: is empty, which no client can send; leave it out"),
+    (["--api-key= "], "--api-key: is empty"),
+    (["--max-queued-requests", "-1"], "an integer of at least 0"),
+    (["--config", "/nowhere.yaml"], "/nowhere.yaml"),
+])  # fmt: skip
 def test_bad_command_lines(argv, says):
     with pytest.raises(UsageError, match=says):
         parse(argv)
@@ -124,22 +121,19 @@ def test_values_of_a_config_file_are_the_texts_that_stand_there(tmp_path):
     assert args.decode_log_interval == 40 and args.seed == parse([]).seed
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("page_sise: 8", "unknown key page_sise; did you mean --page-size"),
-        ("max_num_seqs: 8", "unknown key max_num_seqs; here it is --max-running-requests"),
-        ("config: x", "unknown key config"),
-        ("page_size: [1]", "takes one value"),
-        ("page_size: true", "invalid int value: 'true'"),
-        ("draft: {a: 1}", "takes one value, got a mapping"),
-        ("disable_overlap: 3", "true or false, got 3"),
-        ("page_size: 1.5", "invalid int value"),
-        ("- a", "one flag a line"),
-        ("a: [", "server.yaml"),
-        ("api_key: ''", "--api-key: is empty"),
-    ],
-)
+@pytest.mark.parametrize("text,says", [
+    ("page_sise: 8", "unknown key page_sise; did you mean --page-size"),
+    ("max_num_seqs: 8", "unknown key max_num_seqs; here it is --max-running-requests"),
+    ("config: x", "unknown key config"),
+    ("page_size: [1]", "takes one value"),
+    ("page_size: true", "invalid int value: 'true'"),
+    ("draft: {a: 1}", "takes one value, got a mapping"),
+    ("disable_overlap: 3", "true or false, got 3"),
+    ("page_size: 1.5", "invalid int value"),
+    ("- a", "one flag a line"),
+    ("a: [", "server.yaml"),
+    ("api_key: ''", "--api-key: is empty"),
+])  # fmt: skip
 def test_bad_config_files(tmp_path, text, says):
     with pytest.raises(UsageError, match=says):
         parse(write(tmp_path, text))
@@ -254,29 +248,26 @@ def with_named_templates(folder):
     return Tokenizer.from_folder(folder)
 
 
-@pytest.mark.parametrize(
-    ("read", "vocab", "why", "route", "prompt"),
-    [
-        (Tokenizer.from_folder, BYTE_VOCAB, None, "chat/completions", None),
-        (without_tokenizer, 64, "the model has no tokenizer; add tokenizer.json", "completions", [1, 2, 3]),
-        (
-            with_broken_template,
-            BYTE_VOCAB,
-            "the chat template has a mistake in line 2: unexpected '}'",
-            "completions",
-            "The capital of France is",
-        ),
-        (
-            with_named_templates,
-            BYTE_VOCAB,
-            "has chat templates named rag, and no default",
-            "completions",
-            "The capital of France is",
-        ),
-        (Tokenizer.from_folder, 257, "they have token id 258, and the model's are 0 to 256", "completions", "The"),
-        (Tokenizer.from_folder, 64, "they have token id 258, and the model's are 0 to 63", "completions", [1, 2, 3]),
-    ],
-)
+@pytest.mark.parametrize("read,vocab,why,route,prompt", [
+    (Tokenizer.from_folder, BYTE_VOCAB, None, "chat/completions", None),
+    (without_tokenizer, 64, "the model has no tokenizer; add tokenizer.json", "completions", [1, 2, 3]),
+    (
+        with_broken_template,
+        BYTE_VOCAB,
+        "the chat template has a mistake in line 2: unexpected '}'",
+        "completions",
+        "The capital of France is",
+    ),
+    (
+        with_named_templates,
+        BYTE_VOCAB,
+        "has chat templates named rag, and no default",
+        "completions",
+        "The capital of France is",
+    ),
+    (Tokenizer.from_folder, 257, "they have token id 258, and the model's are 0 to 256", "completions", "The"),
+    (Tokenizer.from_folder, 64, "they have token id 258, and the model's are 0 to 63", "completions", [1, 2, 3]),
+])  # fmt: skip
 def test_a_model_that_cannot_chat_is_told_at_start(monkeypatch, caplog, tmp_path, read, vocab, why, route, prompt):
     """And what the ready line says to try works."""
     greetings = []

@@ -97,15 +97,12 @@ def test_one_connection_too_many_is_answered(url):
     wait_for(lambda: httpx.get(f"{url}/health").status_code == 200)
 
 
-@pytest.mark.parametrize(
-    ("soft", "hard", "limit", "allowed"),
-    [
-        (4096, 4096, None, 1000),
-        (512, 4096, 1256, 1000),
-        (512, 1024, 1024, 768),
-        (512, resource.RLIM_INFINITY, 1256, 1000),
-    ],
-)
+@pytest.mark.parametrize("soft,hard,limit,allowed", [
+    (4096, 4096, None, 1000),
+    (512, 4096, 1256, 1000),
+    (512, 1024, 1024, 768),
+    (512, resource.RLIM_INFINITY, 1256, 1000),
+])  # fmt: skip
 def test_the_limit_of_open_files_is_raised_and_told_if_too_low(monkeypatch, caplog, soft, hard, limit, allowed):
     set_to = []
     monkeypatch.setattr(connections.resource, "getrlimit", lambda _: (soft, hard))
