@@ -22,15 +22,15 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Shaped
 
-from jaxspec.cache.paged import KV, Rows, kv_bytes_per_token
+from jaxspec.cache.paged import KV, Rows
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
 from jaxspec.decoder.forward import Hidden, forward, top_tokens, unembed, write_keys_values
 from jaxspec.decoder.matmul import product
 from jaxspec.drafters import dflash_checkpoint as checkpoint
 from jaxspec.drafters import eagle_tree
-from jaxspec.drafters.base import DraftBatch, Drafter, Proposal
-from jaxspec.drafters.own_weights import borrowed, load_weights, own_dtype
+from jaxspec.drafters.base import DraftBatch, Proposal
+from jaxspec.drafters.own_weights import OwnLayers, borrowed, load_weights, own_dtype
 from jaxspec.drafters.vocabulary import as_targets, id_maps, known_tokens, maps_of, rows_of
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.weights import Layout, Weight
@@ -39,7 +39,7 @@ from jaxspec.parallel.sharding import AXIS, EVERYWHERE
 
 
 @dataclass(frozen=True)
-class DFlash(Drafter):
+class DFlash(OwnLayers):
     """`config` is that of the drafter's own layers; embeddings and head are the target's, unless the file has others.
 
     A block is the newest token and masks, `block_size` tokens at most. Row `first` drafts the first token: row 1, the
@@ -52,7 +52,6 @@ class DFlash(Drafter):
     With `topk` above 1 drafts are a tree over a block's first `num_steps` places. All its branches come of one pass.
     """
 
-    config: ModelConfig
     mask_token: int
     block_size: int
     causal: tuple[bool, ...]
@@ -171,15 +170,6 @@ class DFlash(Drafter):
         less, maps = rows_of(params, ids), maps_of(params, ids, self.config.vocab_size)
         head = less["head"] if "head" in less else Weight(less["embed"].T)  # all embeddings are still read for inputs
         return {**params, "head": head, **maps}
-
-    def on_one_of(self, size):
-        return replace(self, config=self.config.on_one_of(size))
-
-    def kv_bytes_per_token(self, dtype):
-        return kv_bytes_per_token(self.config, dtype)
-
-    def init_state(self, layout, num_slots):
-        return layout.kv(self.config)
 
     def propose(self, params, state, batch):
         n, found = self.num_draft_tokens, None

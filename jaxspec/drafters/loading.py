@@ -202,7 +202,7 @@ def _find_class(draft: str, target: str, load_format: str) -> tuple[type[Drafter
         if source:
             raise ConfigError(f"--draft {draft}: {method} takes no model; use --draft {method}")
         return DRAFTERS[method], None
-    if _is_class(draft):
+    if re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", draft):  # module:Class
         return _import(draft), None
     return _by_config(draft, load_format), draft
 
@@ -258,10 +258,6 @@ def _known(method: str, target: str) -> str:
         f"--draft {method}: no drafter is known for {target}. Name one with --draft {method}:PATH_OR_ID. "
         f"Known targets: {', '.join(sorted(KNOWN[method])) or 'none'}"
     )
-
-
-def _is_class(draft: str) -> bool:
-    return re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", draft) is not None
 
 
 def _import(draft: str) -> type[Drafter]:

@@ -25,9 +25,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.cache.paged import Rows
 from jaxspec.decoder.functions import row_of
-from jaxspec.drafters.base import Proposal
 from jaxspec.drafters.mtp import Mtp
-from jaxspec.drafters.vocabulary import as_targets, known_tokens
+from jaxspec.drafters.vocabulary import Chained
 
 
 class _Blocks(NamedTuple):
@@ -71,30 +70,22 @@ class MtpModules(Mtp):
     def propose(self, params, state, batch):
         kept, begun = [hidden[batch.slots] for hidden in state["hidden"]], state["begun"][batch.slots]
         kv, out, last = list(state["kv"]), kept[0][:, None], self.modules - 1
-        newest, tokens, probs, logits = out, [], [], []
+        newest, drafts = out, Chained(params, batch, self.config.vocab_size)
         for step in range(self.num_draft_tokens):
             if 0 < step <= last:  # this module's rows of all drafts so far
                 made = out if step > 1 else out[:, :0]
-                drafts, start = jnp.stack(tokens, axis=1), batch.length - 1
-                missing, drafts, paired = _paired(step, begun, start, drafts, kept[step - 1], made)
+                known, start = jnp.stack(drafts.tokens, axis=1), batch.length - 1
+                missing, known, paired = _paired(step, begun, start, known, kept[step - 1], made)
                 rows = batch.rows(-step - 1, step)
                 rows = rows.replace(start=rows.start + missing, count=jnp.maximum(rows.count - missing, 0))
-                out, kv[step] = self._module(params, step, kv[step], drafts, self._feedback(params, paired), rows)
+                out, kv[step] = self._module(params, step, kv[step], known, self._feedback(params, paired), rows)
                 out = out[:, :step]
                 newest = row_of(out, step - 1 - missing)
             elif step:
                 paired, rows = self._feedback(params, newest), batch.rows(step - last - 2, 1)
-                newest, kv[last] = self._module(params, last, kv[last], tokens[-1][:, None], paired, rows)
-            logits.append(self._logits(params, newest[:, 0]))
-            top = self._top(params, newest) if batch.greedy else None
-            token, p = batch.choose(logits[-1], step, top, known_tokens(params, self.config.vocab_size))
-            token, p = as_targets(params, token, p)
-            tokens.append(token)
-            probs.append(p)
-        count = jnp.where(batch.live, self.num_draft_tokens, 0)
-        stacked = None if batch.greedy else jnp.stack(probs, axis=1)
-        proposal = Proposal(jnp.stack(tokens, axis=1), count, stacked, jnp.stack(logits, axis=1))
-        return proposal, {**state, "kv": tuple(kv)}
+                newest, kv[last] = self._module(params, last, kv[last], drafts.tokens[-1][:, None], paired, rows)
+            drafts.draw(self._logits(params, newest[:, 0]), self._top(params, newest) if batch.greedy else None)
+        return drafts.proposal(self.num_draft_tokens), {**state, "kv": tuple(kv)}
 
     def commit(self, params, state, batch, verified):
         rows, slots = Rows(batch.length - 1, verified.accepted, batch.table), batch.slots
