@@ -127,6 +127,7 @@ class MtpObjective(Eagle3Objective):
         if not isinstance(self.drafter, MtpModules):
             return super()._unroll(params, features, batch)
         hidden, outputs, last = self.drafter._fuse(params, features), [], self.drafter.modules - 1
+        cache: list = []
         for i in range(self.steps):
             module, further = min(i, last), max(i - last, 0)
             cache = cache if further else []
