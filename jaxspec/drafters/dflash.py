@@ -47,7 +47,8 @@ class DFlash(OwnLayers):
     them if `causal[i]`; and nothing its window or more positions away.
 
     `draft_ids`: how many tokens it knows, of a drafter with a vocabulary of its own. Logits are multiplied by
-    `multiplier`, then squashed below `softcap`. `filled`: drafts that a block has rows for, if fewer are verified.
+    `multiplier`, then squashed below `softcap`. `padded_drafts`: drafts that a block has rows for, if
+    fewer are verified.
 
     With `topk` above 1 drafts are a tree over a block's first `num_steps` places. All its branches come of one pass.
     """
@@ -61,7 +62,7 @@ class DFlash(OwnLayers):
     draft_ids: int | None = None
     multiplier: float = 1.0
     softcap: float | None = None
-    filled: int | None = None
+    padded_drafts: int | None = None
     topk: int = 1
     num_steps: int | None = None
 
@@ -91,7 +92,7 @@ class DFlash(OwnLayers):
     @property
     def rows(self) -> int:
         """Rows of a block: those that draft, and those before them."""
-        return (self.filled or self.longest) + self.first
+        return (self.padded_drafts or self.longest) + self.first
 
     @classmethod
     def load(cls, target, source, options):
@@ -189,7 +190,7 @@ class DFlash(OwnLayers):
         """The block stays whole, since its rows see each other: its first drafts are the same however many count."""
         if not drafts:
             return super().narrowed(0)
-        return replace(self, num_draft_tokens=drafts, filled=self.filled or self.num_draft_tokens)
+        return replace(self, num_draft_tokens=drafts, padded_drafts=self.padded_drafts or self.num_draft_tokens)
 
     def idle(self, params, state, batch):
         return state  # a block leaves nothing that is read later

@@ -64,8 +64,8 @@ class MtpModules(Mtp):
         """`behind[slot]` is the position after the first module's last row."""
         hidden = tuple(jnp.zeros((num_slots, self.config.hidden_size), self.dtype) for _ in range(self.modules))
         kv = tuple(layout.kv(self.config) for _ in range(self.modules))
-        places = {name: jnp.full((num_slots,), -1, jnp.int32) for name in ("behind", "begun")}
-        return {"kv": kv, "hidden": hidden, **places}
+        positions = {name: jnp.full((num_slots,), -1, jnp.int32) for name in ("behind", "begun")}
+        return {"kv": kv, "hidden": hidden, **positions}
 
     def propose(self, params, state, batch):
         kept, begun = [hidden[batch.slots] for hidden in state["hidden"]], state["begun"][batch.slots]
@@ -131,8 +131,8 @@ class MtpModules(Mtp):
             kv.append(written)
             hidden.append(state["hidden"][j].at[into].set(ending, mode="drop"))
         note = lambda name, value: state[name].at[into].set(value, mode="drop")  # noqa: E731
-        places = {"behind": note("behind", rows.start + rows.count), "begun": note("begun", begun)}
-        return {"kv": tuple(kv), "hidden": tuple(hidden), **places}
+        positions = {"behind": note("behind", rows.start + rows.count), "begun": note("begun", begun)}
+        return {"kv": tuple(kv), "hidden": tuple(hidden), **positions}
 
     def _module(self, params, j, kv, tokens, paired, rows):
         return self._layer({**params, "layer": params["layers"][j]}, kv, tokens, paired, rows)
@@ -154,6 +154,6 @@ def _paired(
     missing = lambda j: jnp.clip(begun + j - start, 0, j)  # noqa: E731
     shift, at = missing(j) - missing(j - 1), jnp.arange(tokens.shape[1])
     known = jnp.concatenate([kept[:, None], out], axis=1)
-    pick = lambda x, places: jnp.minimum(at + places[:, None], x.shape[1] - 1)  # noqa: E731
+    pick = lambda x, positions: jnp.minimum(at + positions[:, None], x.shape[1] - 1)  # noqa: E731
     tokens = jnp.take_along_axis(tokens, pick(tokens, missing(j)), axis=1)
     return missing(j), tokens, jnp.take_along_axis(known, pick(known, shift)[..., None], axis=1)

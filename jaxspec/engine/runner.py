@@ -94,7 +94,7 @@ class Runner:
         self.hosts = hosts
         claim_device()
         enable_compilation_cache()
-        log.info("kernels: %s", portable.told())
+        log.info("kernels: %s", portable.kernel_choice())
         self.compiles = xla_options.compile_counter()
         started = time.monotonic()
         loading = None if model or draft or hosts else Loading.of(options)

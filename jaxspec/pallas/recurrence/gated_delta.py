@@ -103,7 +103,7 @@ def step(
     v: Float[Array, "b t n v"],
     decay: Float[Array, "b t n"],
     beta: Float[Array, "b t n"],
-    filled: int | None = None,
+    padded_rows: int | None = None,
 ) -> tuple[Float[Array, "b r n v"], DeltaPool]:
     """Run t new rows of each slot: a round's rows, some of which will be accepted.
 
@@ -111,14 +111,14 @@ def step(
     and their records replace the old ones. `q` and `k` are L2-normalised, q scaled too; both are taken in the dtype of
     the pool's keys. `decay` is alpha, in (0, 1]. A slot may be named twice only if nothing reads it.
 
-    Returns what the rows read, in v's dtype: r = t rows a request, or `filled` of them; rows from t on are padding and
-    may hold anything. **Raises:** `ValueError` for more rows than there are records.
+    Returns what the rows read, in v's dtype: r = t rows a request, or `padded_rows` of them; rows from t on are padding
+    and may hold anything. **Raises:** `ValueError` for more rows than there are records.
     """
     t, rows = q.shape[1], pool.keys.shape[2]
     if t > rows:
         raise ValueError(f"a step of {t} rows in a pool with records of {rows}; make the pool with rows={t} or more")
     q, k = q.astype(pool.keys.dtype), k.astype(pool.keys.dtype)
-    call = pool, layer, slots, replay, q, k, v, decay, beta, filled
+    call = pool, layer, slots, replay, q, k, v, decay, beta, padded_rows
     return choose("delta_step", RECURRENCE_STEP, *call).run(*call)
 
 
@@ -126,8 +126,8 @@ def _step_refuses(pool, layer, slots, replay, q, k, v, *_) -> str | None:
     return delta_step_fits(q.shape, v.shape, pool.keys.shape[2], pool.state.dtype, q.dtype, v.dtype)
 
 
-def _step(pool, layer, slots, replay, q, k, v, decay, beta, filled) -> tuple[Array, DeltaPool]:
-    out, arrays = delta_step(*_arrays(pool), layer, slots, replay, q, k, v, decay, beta, filled=filled)
+def _step(pool, layer, slots, replay, q, k, v, decay, beta, padded_rows) -> tuple[Array, DeltaPool]:
+    out, arrays = delta_step(*_arrays(pool), layer, slots, replay, q, k, v, decay, beta, padded_rows=padded_rows)
     return out, DeltaPool(*arrays)
 
 
@@ -135,20 +135,20 @@ def _portable_step_refuses(pool, layer, slots, replay, q, k, v, *_) -> str | Non
     return portable_delta.supported(q.shape, v.shape, pool.state.dtype, q.dtype, v.dtype)
 
 
-def _portable_step(pool, layer, slots, replay, q, k, v, decay, beta, filled) -> tuple[Array, DeltaPool]:
+def _portable_step(pool, layer, slots, replay, q, k, v, decay, beta, padded_rows) -> tuple[Array, DeltaPool]:
     out, arrays = portable_delta.step(*_arrays(pool), layer, slots, replay, q, k, v, decay, beta)
-    return _with_padding(out, filled), DeltaPool(*arrays)
+    return _with_padding(out, padded_rows), DeltaPool(*arrays)
 
 
 def _reference_step(*call) -> tuple[Array, DeltaPool]:
-    *operands, filled = call
+    *operands, padded_rows = call
     out, pool = reference_step(*operands)
-    return _with_padding(out, filled), pool
+    return _with_padding(out, padded_rows), pool
 
 
-def _with_padding(out: Array, filled: int | None) -> Array:
+def _with_padding(out: Array, padded_rows: int | None) -> Array:
     t = out.shape[1]
-    return jnp.pad(out, ((0, 0), (0, (filled or t) - t), (0, 0), (0, 0)))
+    return jnp.pad(out, ((0, 0), (0, (padded_rows or t) - t), (0, 0), (0, 0)))
 
 
 def _arrays(pool: DeltaPool) -> tuple[Array, Array, Array, Array]:
@@ -182,7 +182,7 @@ def normed_step(
     """
     if reason := unnormed(pool, (1, *q.shape[1:]) if fixed else q.shape, v.shape, q.dtype, v.dtype):
         raise ValueError(f"delta_step doesn't support {reason}")
-    named = dict(around=around, eps=eps, filled=around.rows.shape[1], fixed=fixed)
+    named = dict(around=around, eps=eps, padded_rows=around.rows.shape[1], fixed=fixed)
     out, arrays = delta_step(*_arrays(pool), layer, slots, replay, q, k, v, **named)
     return out, DeltaPool(*arrays)
 

@@ -40,8 +40,8 @@ def test_equals_the_plain_step(case):
 @pytest.mark.parametrize("capability", KINDS)
 def test_the_operation_takes_it_where_it_lowers(capability, monkeypatch):
     monkeypatch.setattr(portable, "kernels_here", lambda: None)
-    pool, slots, rest = Case("", t=3, rows=4, filled=4).inputs()
-    run = lambda pool, slots, *rest: gated_delta.step(pool, jnp.int32(0), slots, *rest, filled=4)  # noqa: E731
+    pool, slots, rest = Case("", t=3, rows=4, padded_rows=4).inputs()
+    run = lambda pool, slots, *rest: gated_delta.step(pool, jnp.int32(0), slots, *rest, padded_rows=4)  # noqa: E731
     with counting() as kernels:
         text = lowered(run, pool, slots, *rest, capability=capability)
         out, _ = jax.eval_shape(run, pool, slots, *rest)
