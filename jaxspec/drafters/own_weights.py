@@ -27,7 +27,7 @@ from jaxspec.drafters.base import Drafter
 from jaxspec.models import fp8
 from jaxspec.models.fp8 import BLOCK
 from jaxspec.models.model_config import ModelConfig
-from jaxspec.models.weights import Fp8, Layout, Unquantised, Weight
+from jaxspec.models.weights import Fp8, Layout, Weight
 from jaxspec.parallel import sharding
 
 log = logging.getLogger("jaxspec")
@@ -98,7 +98,7 @@ def borrowed(target: Model, dtype: str) -> dict[str, Any]:
 
 def _in_dtype(weight: jax.Array | Weight, dtype: str) -> jax.Array | Weight:
     """Cast a weight to `dtype`, if it has another. A quantised weight takes any activations as it is."""
-    if weight.dtype == dtype or (isinstance(weight, Weight) and not isinstance(weight.format, Unquantised)):
+    if weight.dtype == dtype or (isinstance(weight, Weight) and weight.quantised):
         return weight
     return jax.tree.map(lambda array: array.astype(dtype), weight)
 
@@ -117,7 +117,7 @@ def with_head_copy(params: dict[str, Any]) -> dict[str, Any]:
         return {**params, "head": with_head_copy(params["head"])}
     head, axis = (params["embed"], 0) if "head" not in params else (params["head"], 1)
     if isinstance(head, Weight):
-        if not isinstance(head.format, Unquantised):
+        if head.quantised:
             return params
         head = head.unquantised
     inputs = head.shape[1 - axis]

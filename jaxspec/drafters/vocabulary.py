@@ -21,7 +21,7 @@ from jaxspec.checkpoint import CheckpointError
 from jaxspec.checkpoint.bin_file import read_ids
 from jaxspec.config.options import ConfigError
 from jaxspec.drafters.base import DraftBatch, Proposal
-from jaxspec.models.weights import Unquantised, Weight
+from jaxspec.models.weights import Weight
 
 
 def id_maps(offsets: np.ndarray | None, size: int, vocab_size: int, source: str) -> dict[str, Array]:
@@ -136,7 +136,7 @@ def rows_of(head: dict[str, Any], ids: Int[np.ndarray, " n"]) -> dict[str, Any]:
 
 def columns_of(weight: Weight, ids: Int[np.ndarray, " n"], dtype: Any) -> Weight:
     """A copy of these outputs of a weight [k, v]; those of a quantised one in `dtype`."""
-    values = weight.unquantised if isinstance(weight.format, Unquantised) else weight.dequantised(dtype)
+    values = weight.dequantised(dtype) if weight.quantised else weight.unquantised
     return Weight(values[:, ids])
 
 

@@ -24,8 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxspec.config.options import ConfigError
-from jaxspec.models import fp8, mxfp4
-from jaxspec.models.weights import Fp8, Layout, Mxfp4, Param, Parts, Unquantised, Weight, run_length
+from jaxspec.models.weights import Layout, Param, Parts, Weight, run_length
 from jaxspec.parallel.collectives import AXIS, all_gather, devices, total
 
 # How arguments and results of programs are divided: the same on all devices; requests by who decides for them;
@@ -68,7 +67,7 @@ def check_params(declared: Any, size: int) -> None:
             raise ConfigError(
                 f"--tp-size {size}: how to divide {param.sources[0]} isn't decided; --tp-size 1 serves it"
             )
-        (_, block), among = _grain(param, False), size // param.split.groups
+        block, among = param.format.per_scale(param.split.along) or 1, size // param.split.groups
         more = ", or --ep-size to divide experts whole" if param.stacked else ""
         for i in range(len(param.split.parts)):
             for units, width in _parts(param, i):
@@ -147,10 +146,10 @@ def cut(param: Param, i: int, tensor: Any, rank: int, size: int, scale: bool = F
         return of.array(tensor)
     if split.along == "once":
         return of.zeros_like(tensor)
-    axis, (grain, _) = _source_axis(param), _grain(param, scale)
-    if scale and isinstance(param.format, Fp8) and param.format.block is None:
+    axis, grain = _source_axis(param), _grain(param, scale)
+    if scale:
         values = list(param.stored_values().values())[i]
-        if split.along == "inputs" or tensor.ndim <= axis or tensor.shape[axis] != values[axis]:
+        if grain is None or tensor.ndim <= axis or tensor.shape[axis] * grain < values[axis]:
             return of.array(tensor)  # scales of whole outputs, or of a whole matrix
     pieces = []
     for start, stop, lack in _spans(_parts(param, i), rank, size, split.padded):
@@ -192,21 +191,17 @@ def _source_axis(param: Param) -> int:
     return len(param.shape) - 1 - _axis(param) if param.transpose else _axis(param)
 
 
-def _grain(param: Param, scale: bool) -> tuple[int, int]:
-    """How many numbers along the divided axis an entry of a source stands for, or of its scales; how many share one."""
-    match param.format:
-        case Mxfp4() if param.split.along == "inputs":
-            return mxfp4.BLOCK, mxfp4.BLOCK
-        case Fp8(int()):
-            return fp8.BLOCK if scale else 1, fp8.BLOCK
-    return 1, 1
+def _grain(param: Param, scale: bool) -> int | None:
+    """How many numbers along the divided axis an entry of a source stands for, or of its scales; None: all of them."""
+    if scale:
+        return param.format.per_scale(param.split.along)
+    return param.format.inputs_per_entry if param.split.along == "inputs" else 1
 
 
 def joined(param: Param, parts: Sequence[Any], mesh: Mesh) -> Any:
     """One array or `Weight` of what each device has, `parts` in order of rank. On several hosts: of those here."""
     axis = {"whole": None, "once": 0}.get(param.split.along, _axis(param))
-    quantised = param.of_matmul and not isinstance(param.format, Unquantised)
-    if quantised and not param.stacked and axis is not None:
+    if param.of_matmul and param.format.quantised and not param.stacked and axis is not None:
         axis = 1 - axis  # values are [outputs, inputs]
     if param.split.groups > 1:
         axis = 0  # one device's experts after the other's, whatever it has of them
@@ -214,9 +209,9 @@ def joined(param: Param, parts: Sequence[Any], mesh: Mesh) -> Any:
         return _global(axis, parts, mesh)
     scales = None
     if parts[0].scales is not None:
-        by_output = isinstance(param.format, Fp8) and param.format.block is None and param.split.along == "inputs"
-        of_scales = 3 - axis if axis and isinstance(param.format, Mxfp4) else axis  # these are [inputs, outputs]
-        scales = _global(None if by_output else of_scales, [weight.scales for weight in parts], mesh)
+        of_scales = 3 - axis if axis and param.format.scales_by_input else axis
+        repeated = param.format.per_scale(param.split.along) is None
+        scales = _global(None if repeated else of_scales, [weight.scales for weight in parts], mesh)
     return parts[0].replace(values=_global(axis, [weight.values for weight in parts], mesh), scales=scales)
 
 
