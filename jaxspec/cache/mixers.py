@@ -18,7 +18,7 @@ from jaxspec.cache.recurrent import NOTHING, States, empty_states
 from jaxspec.decoder.functions import causal_attention
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas import hopper
-from jaxspec.pallas.recurrence import accumulate, causal_conv, gated_delta, sequential
+from jaxspec.pallas.recurrence import accumulate, causal_conv, delta_pool, gated_delta, sequential
 from jaxspec.pallas.recurrence.causal_conv import conv_chunk, conv_step, empty_windows, split_heads
 
 BLOCK = 32  # tokens of a whole text that recurrent layers take at once
@@ -90,7 +90,7 @@ def _in_blocks(chunk: Callable[..., tuple[Array, Any]], q: Array, k: Array, v: A
     nothing = jnp.full((b * count,), NOTHING, jnp.int32)
     slots = text, jnp.where(block == 0, NOTHING, text), nothing, jnp.minimum(t - block * BLOCK, BLOCK)
     widths = {"key_heads": k.shape[2], "value_heads": v.shape[2], "key_width": k.shape[3], "value_width": v.shape[3]}
-    pool = gated_delta.empty(1, b, 1, **widths, dtype=jnp.float32, key_dtype=k.dtype)
+    pool = delta_pool.empty(1, b, 1, **widths, dtype=jnp.float32, key_dtype=k.dtype)
     out, _ = chunk(pool, jnp.int32(0), *slots, *map(cut, (q, k, v, *gates)))
     return out.reshape(b, -1, *out.shape[2:])[:, :t]
 

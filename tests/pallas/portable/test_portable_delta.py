@@ -9,7 +9,7 @@ import pytest
 from jaxspec.pallas import portable
 from jaxspec.pallas.hopper import counting
 from jaxspec.pallas.portable import delta as op
-from jaxspec.pallas.recurrence import gated_delta
+from jaxspec.pallas.recurrence import delta_pool, gated_delta
 from tests.pallas.recurrence.test_delta_step import CASES, LAYER, Case, check_after, near
 from tests.support.portable import KINDS, lowered
 
@@ -60,7 +60,7 @@ def scanned(dtype: str):
 
 def check_scan(dtype: str, interpret: bool = False) -> None:
     given = scanned(dtype)
-    expected = jax.jit(gated_delta.reference_scan)(*given)
+    expected = jax.jit(delta_pool.scan_blocks)(*given)
     got = jax.jit(op.scan, static_argnames="interpret")(*given, interpret=interpret)
     for each, wanted in zip(got, expected, strict=True):
         assert each.dtype == wanted.dtype

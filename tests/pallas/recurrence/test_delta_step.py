@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.recurrence import delta_plan, gated_delta, gates_and_norm
+from jaxspec.pallas.recurrence import delta_plan, delta_pool, gated_delta, gates_and_norm
 from jaxspec.pallas.recurrence import delta_step as op
 from jaxspec.pallas.recurrence.gates_and_norm import Around
 from tests.support import drawn
@@ -45,7 +45,7 @@ class Case:
         rng = np.random.default_rng(seed)
         b, n, width = len(self.replay), self.key_heads * self.group, op.WIDTH
         heads = dict(key_heads=self.key_heads, value_heads=n, key_width=width, value_width=width)
-        pool = gated_delta.empty(LAYERS, b + 2, self.rows, **heads, dtype=self.dtype, key_dtype="bfloat16")
+        pool = delta_pool.empty(LAYERS, b + 2, self.rows, **heads, dtype=self.dtype, key_dtype="bfloat16")
 
         def normal(shape, dtype="float32", length=0.0):
             x = rng.standard_normal(shape, np.float32)
@@ -80,7 +80,7 @@ def check(case: Case, interpret=False):
 def check_after(case: Case, pool, slots, plain, out, arrays):
     """Check that a step reads and leaves what the plain one does, and changes nothing else. Returns both decays."""
     expected, wanted = plain
-    pool, wanted, after = (jax.tree.map(np.asarray, each) for each in (pool, wanted, gated_delta.DeltaPool(*arrays)))
+    pool, wanted, after = (jax.tree.map(np.asarray, each) for each in (pool, wanted, delta_pool.DeltaPool(*arrays)))
     near(out, expected, 0.008)
     near(after.state[LAYER], wanted.state[LAYER], 1e-6 if case.dtype == "float32" else 0.008)
     near(after.updates[LAYER], wanted.updates[LAYER], 1e-5)
@@ -114,7 +114,7 @@ def check_around(case: Case, interpret=False):
     named = dict(around=around, eps=eps, division=division, padded_rows=case.padded_rows, interpret=interpret)
     out, arrays = op.delta_step(*arrays, jnp.int32(LAYER), slots, replay, q, k, v, **named)
     assert out.dtype == jnp.bfloat16 and out.shape[1] == (case.padded_rows or case.t)
-    after = gated_delta.DeltaPool(*arrays)
+    after = delta_pool.DeltaPool(*arrays)
     near(out[:, : case.t], expected, 0.015)
     near(after.state[LAYER], wanted.state[LAYER], 1e-6)
     near(after.updates[LAYER], wanted.updates[LAYER], 1e-5)
