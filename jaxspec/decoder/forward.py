@@ -218,13 +218,14 @@ def _dtype(pages: Array | None) -> str | None:
     return None if pages is None else jnp.dtype(pages.dtype).name
 
 
-def unembed(
-    params: dict[str, Any], hidden: Float[Array, "*b d"], decoder: Decoder | None = None
-) -> Float[Array, "*b v"]:
-    """Final hidden states to logits, float32; of this device's part of the vocabulary. `decoder`: whose they are, if
-    it may be deterministic."""
-    if decoder is not None and decoder.deterministic:
-        return deterministic.unembed(params["head"], hidden)
+def unembed(params: dict[str, Any], hidden: Float[Array, "*b d"], decoder: Decoder) -> Float[Array, "*b v"]:
+    """Final hidden states of this decoder to logits, float32; of this device's part of the vocabulary."""
+    product = deterministic.unembed(params["head"], hidden) if decoder.deterministic else head_logits(params, hidden)
+    return product if decoder.logit_scale == 1 else product * decoder.logit_scale
+
+
+def head_logits(params: dict[str, Any], hidden: Float[Array, "*b d"]) -> Float[Array, "*b v"]:
+    """The product with the head, or with tied embeddings, float32: logits but for a decoder's scale."""
     if (head := _head(params, hidden)) is not None:
         return logits(hidden, head)
     return jnp.einsum("...d,vd->...v", hidden, params["embed"], preferred_element_type=jnp.float32)

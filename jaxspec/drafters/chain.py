@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.cache.paged import KV, Rows
-from jaxspec.decoder.forward import unembed
+from jaxspec.decoder.forward import head_logits
 from jaxspec.decoder.functions import row_of
 from jaxspec.drafters.own_weights import OwnLayers
 from jaxspec.drafters.vocabulary import Chained, maps_of, rows_of
@@ -131,7 +131,7 @@ class Chain(OwnLayers):
 
     def _logits(self, params: Any, out: Float[Array, "*b d"]) -> Float[Array, "*b w"]:
         """Over the drafter's vocabulary."""
-        return unembed(params["head"], out)
+        return head_logits(params["head"], out)
 
     def _top(self, params: Any, out: Float[Array, "b r d"]) -> Int[Array, " b"] | None:
         """Where the logits of each first row are highest, if that can be had without them."""

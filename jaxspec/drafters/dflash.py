@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from jaxspec.cache.paged import KV, Rows
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
-from jaxspec.decoder.forward import Hidden, forward, top_tokens, unembed, write_keys_values
+from jaxspec.decoder.forward import Hidden, forward, head_logits, top_tokens, write_keys_values
 from jaxspec.decoder.matmul import product
 from jaxspec.drafters import dflash_checkpoint as checkpoint
 from jaxspec.drafters import eagle_tree
@@ -216,7 +216,7 @@ class DFlash(OwnLayers):
 
     def _logits(self, params: Any, rows: Float[Array, "b n d"]) -> Float[Array, "b n w"]:
         """Over the drafter's vocabulary, float32, of rows after the final norm."""
-        logits = unembed(params, rows)
+        logits = head_logits(params, rows)
         if self.multiplier != 1:
             logits = logits * self.multiplier
         return logits if self.softcap is None else jnp.tanh(logits / self.softcap) * self.softcap

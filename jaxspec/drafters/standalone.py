@@ -44,7 +44,7 @@ class Standalone(OwnLayers):
         drafts, current, first = Chained(params, batch, self.config.vocab_size), batch.tokens(-2, 2), -2
         for step in range(self.num_draft_tokens):
             hidden, state = self._forward(params, state, current, batch.rows(first, current.shape[1]))
-            current, first = drafts.draw(unembed(params, hidden[:, -1]))[:, None], step
+            current, first = drafts.draw(unembed(params, hidden[:, -1], self.config.decoder))[:, None], step
         return drafts.proposal(self.num_draft_tokens), state
 
     def narrowed(self, drafts):

@@ -91,8 +91,11 @@ def attention_tensors(layer: Layer, d: int, prefix: str) -> Tensors:
         split = by_outputs(((a.heads, 1),))
         tree["sinks"] = Param((a.heads,), (prefix + "sinks",), Layout((a.heads,)), split=split)
     if a.qk_norm:
-        tree["q_norm"] = norm_scale(a.head_dim, prefix + "q_norm.weight", a.qk_norm.centred)
-        tree["k_norm"] = norm_scale(a.head_dim, prefix + "k_norm.weight", a.qk_norm.centred)
+        for name, heads in (("q_norm", a.heads), ("k_norm", a.kv_heads)):
+            width, split = a.head_dim, WHOLE
+            if a.qk_norm_all:
+                width, split = heads * a.head_dim, by_outputs(((heads, a.head_dim),))
+            tree[name] = norm_scale(width, f"{prefix}{name}.weight", a.qk_norm.centred, split)
     return tree
 
 

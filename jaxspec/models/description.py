@@ -59,6 +59,11 @@ class Yarn:
 
 
 @dataclass(frozen=True)
+class NoRotation:
+    """No rotation at any position (NoPE, https://arxiv.org/abs/2305.19466): SmolLM3's and EXAONE 4's in some layers."""
+
+
+@dataclass(frozen=True)
 class Rope:
     """Rotary positions of base `theta`.
 
@@ -67,7 +72,7 @@ class Rope:
     """
 
     theta: float
-    scaling: RopeScaling | LinearScaling | Yarn | None = None
+    scaling: RopeScaling | LinearScaling | Yarn | NoRotation | None = None
     columns: int | None = None
     interleaved: bool = False
 
@@ -128,9 +133,10 @@ class Kind(Protocol):
 class Attention:
     """Causal attention, grouped heads.
 
-    `qk_norm`: of each query and key head. `gated`: each query head's columns are followed by its gate's, whose sigmoid
-    multiplies what the head mixes. `bias`: of q, k and v. `out_bias`: of the output projection. `window`: how many
-    positions a token sees, its own and those before it; None: all. `scale`: what scores are multiplied by; None:
+    `qk_norm`: of each query and key head; with `qk_norm_all`, of all query heads together and all key heads;
+    `qk_norm_rotated`: after they are rotated. `gated`: each query head's columns are followed by its gate's, whose
+    sigmoid multiplies what the head mixes. `bias`: of q, k and v. `out_bias`: of the output projection. `window`: how
+    many positions a token sees, its own and those before it; None: all. `scale`: what scores are multiplied by; None:
     head_dim**-0.5. `sinks`: each head has a learnt logit more in its softmax, which no value belongs to.
     """
 
@@ -139,6 +145,8 @@ class Attention:
     head_dim: int
     rope: Rope
     qk_norm: Norm | None = None
+    qk_norm_all: bool = False
+    qk_norm_rotated: bool = False
     gated: bool = False
     bias: bool = False
     out_bias: bool = False
@@ -235,20 +243,24 @@ class Mixture:
 class Layer:
     """x + mixing(norm(x)), then x + feed(norm(x)).
 
-    `post_norm`: each sub-layer's output is normed before it is added (weights "attn_post_norm", "mlp_post_norm").
+    `pre_norm`: whether a sub-layer's input is normed (weights "attn_norm", "mlp_norm"). `post_norm`: each sub-layer's
+    output is normed before it is added ("attn_post_norm", "mlp_post_norm"). `residual_scale`: what it is multiplied by.
     """
 
     mixing: Kind
     feed: Mlp | Mixture
     norm: Norm
+    pre_norm: bool = True
     post_norm: bool = False
+    residual_scale: float = 1.0
 
 
 @dataclass(frozen=True)
 class Decoder:
     """A stack of layers, `width` wide, between embedding and head. `tied`: the head is the embedding.
 
-    `embed_scale`: what embeddings are multiplied by, rounded to the activations' dtype. `deterministic`: a row has the
+    `embed_scale`: what embeddings are multiplied by, rounded to the activations' dtype. `logit_scale`: what logits are
+    multiplied by. `deterministic`: a row has the
     same bits whatever rows are beside it, and its attention sums so many tokens by themselves; 0: it needn't.
     """
 
@@ -258,6 +270,7 @@ class Decoder:
     norm: Norm
     tied: bool = False
     embed_scale: float = 1.0
+    logit_scale: float = 1.0
     deterministic: int = 0
 
     @property
@@ -298,6 +311,7 @@ ROPE_SCALINGS: Table = {
     RopeScaling: frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position"}),
     LinearScaling: frozenset({"factor"}),
     Yarn: frozenset({"factor", "original_max_position", "attention_factor", "beta_fast", "beta_slow", "truncate"}),
+    NoRotation: frozenset(),
 }
 
 

@@ -364,9 +364,9 @@ def bias(sources: dict[str, int], interleave: int = 0, split: Split | None = Non
     return Param((sum(sources.values()),), tuple(sources), layout, init="zeros", split=split)
 
 
-def norm_scale(width: int, source: str, centred: bool = False) -> Param:
+def norm_scale(width: int, source: str, centred: bool = False, split: Split = WHOLE) -> Param:
     """The weight of a norm: `centred`, an offset from one."""
-    return Param((width,), (source,), Layout((width,)), init="zeros" if centred else "ones", split=WHOLE)
+    return Param((width,), (source,), Layout((width,)), init="zeros" if centred else "ones", split=split)
 
 
 def embedding(tokens: int, width: int, source: str) -> Param:

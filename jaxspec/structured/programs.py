@@ -112,7 +112,7 @@ def forward(
     features that the drafter asks for."""
     slots, batch = _requests(drafter, state, packed, GREEDY)
     hidden, state = run_rows(config, drafter, params, state, slots, batch, proposal)
-    return state, unembed(params, hidden.last), hidden.features
+    return state, unembed(params, hidden.last, config.decoder), hidden.features
 
 
 def conclude(
@@ -142,7 +142,7 @@ def first(
     """`programs.first` among the tokens that `bits` u32[b, 1, w] allow; `forced` is i32[b, 1, k]."""
     slots, batch = _requests(drafter, state, packed, mode)
     nothing, hidden = of_prompts(state, batch)
-    scores, masks = _score(unembed(params, hidden.last), bits, forced, mode, config.vocab_size)
+    scores, masks = _score(unembed(params, hidden.last, config.decoder), bits, forced, mode, config.vocab_size)
     return end(drafter, mode, draft_params, state, slots, batch, nothing, scores, hidden.features, masks)
 
 

@@ -423,7 +423,7 @@ def test_dummy_activations_stay_moderate_in_a_deep_model(tmp_path):
         model.params
     )
     assert 0.3 < jnp.std(hidden.features[0]) < 30
-    assert 0.1 < jnp.std(unembed(model.params, hidden.last)) < 10
+    assert 0.1 < jnp.std(unembed(model.params, hidden.last, model.config.decoder)) < 10
 
 
 def test_dummy_still_refuses_what_it_does_not_know(tmp_path):

@@ -78,5 +78,5 @@ def test_the_demo_knows_its_next_token():
     )
     positions = jnp.arange(tokens.shape[1])[None]
     hidden = jax.jit(lambda p: forward(model.config.decoder, p, tokens, positions, WholeTexts()).last[:, -1])
-    likeliest = int(unembed(model.params, hidden(model.params)).argmax())
+    likeliest = int(unembed(model.params, hidden(model.params), model.config.decoder).argmax())
     assert model.tokenizer.token_text(likeliest) == " Paris"

@@ -25,6 +25,7 @@ from jaxspec.models.description import (
     Mixture,
     Mlp,
     Norm,
+    NoRotation,
     Rope,
     RopeScaling,
     Yarn,
@@ -41,6 +42,7 @@ PLAINEST = {
     Norm: NORM,
     RopeScaling: SCALING,
     LinearScaling: LinearScaling(4.0),
+    NoRotation: NoRotation(),
     Yarn: Yarn(4.0, 4096, 1.1),
     Rope: Rope(1e4),
     Attention: Attention(8, 4, 128, Rope(1e4)),
@@ -80,6 +82,8 @@ FIELDS = {
         "head_dim": (64, ALL),
         "rope": (Rope(1e6), ALL),
         "qk_norm": (NORM, ALL),
+        "qk_norm_all": (True, {EVERY}),
+        "qk_norm_rotated": (True, {EVERY}),
         "gated": (True, {EVERY, FUSED, FP8}),
         "bias": (True, {EVERY, FEW, STREAM, FP8S, HEADS}),
         "out_bias": (True, {EVERY, FEW, HEADS}),
@@ -88,6 +92,7 @@ FIELDS = {
         "sinks": (True, {EVERY, FEW, HEADS}),
     },
     LinearScaling: {"factor": (2.0, ALL)},
+    NoRotation: {},
     Yarn: {
         "factor": (2.0, ALL),
         "original_max_position": (8192, ALL),
@@ -127,7 +132,9 @@ FIELDS = {
         "mixing": (Attention(8, 8, 128, Rope(1e4)), {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
         "feed": (Mlp(512), {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
         "norm": (Norm(1e-5), {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
+        "pre_norm": (False, {EVERY}),
         "post_norm": (True, {EVERY}),
+        "residual_scale": (0.5, {EVERY}),
     },
     Decoder: {
         "vocab_size": (1024, {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
@@ -136,6 +143,7 @@ FIELDS = {
         "norm": (Norm(1e-5), {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
         "tied": (True, {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
         "embed_scale": (8.0, {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
+        "logit_scale": (0.5, {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
         "deterministic": (256, set()),  # a path of its own
     },
 }
@@ -145,7 +153,7 @@ def test_every_field_of_every_description_is_decided_on():
     for kind, plainest in PLAINEST.items():
         assert FIELDS[kind].keys() == {field.name for field in dataclasses.fields(plainest)}, kind
     kinds = [kind for kind in vars(paths).values() if dataclasses.is_dataclass(kind)]
-    assert {kind for kind in kinds if kind.__module__.endswith("spec")} <= set(FIELDS)
+    assert {kind for kind in kinds if kind.__module__.endswith("description")} <= set(FIELDS)
 
 
 @pytest.mark.parametrize("kind,field", [(kind, field) for kind, fields in FIELDS.items() for field in fields])

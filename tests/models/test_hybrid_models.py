@@ -67,7 +67,9 @@ def test_a_wanted_row_is_what_it_is_among_all(variant):
     ).last)  # fmt: skip
     last = run(model.params)
     assert last.shape == (3, 1, model.config.hidden_size)
-    np.testing.assert_allclose(unembed(model.params, last)[:, 0], expected["logits"][wanted], **CLOSE)
+    np.testing.assert_allclose(
+        unembed(model.params, last, model.config.decoder)[:, 0], expected["logits"][wanted], **CLOSE
+    )
 
 
 @pytest.mark.parametrize("variant,length", each_variant_with(
