@@ -19,7 +19,7 @@ from jaxspec.decoder.mixings import mixing_of
 from jaxspec.decoder.mixings.kind import Weights
 from jaxspec.decoder.path import MIXTURE, Path, implementing
 from jaxspec.decoder.stack import Ops
-from jaxspec.models.description import ClampedSwiglu, Layer, Mixture, Mlp, Norm, Rope
+from jaxspec.models.description import ClampedSwiglu, Layer, Mixture, Mlp, Norm, Rope, SigmoidScores
 from jaxspec.models.weights import Fp8, Mxfp4
 from jaxspec.parallel.peers import summed
 from jaxspec.parallel.sharding import devices, total
@@ -27,7 +27,8 @@ from jaxspec.parallel.sharding import devices, total
 IMPLEMENTS = implementing({
     Layer: {"pre_norm", "post_norm", "residual_scale"}, Mlp: {"bias", "activation"}, Norm: {"centred"},
     Rope: {"columns", "interleaved"},
-    Mixture: {*MIXTURE, "bias", "router_bias", "activation", "groups"}, ClampedSwiglu: {"alpha", "limit"},
+    Mixture: {*MIXTURE, "shared_gated", "scores", "bias", "router_bias", "activation", "groups"},
+    ClampedSwiglu: {"alpha", "limit"}, SigmoidScores: {"groups", "top_groups", "scale"},
     Fp8: {"block", "activations"}, Mxfp4: set(),
 })  # fmt: skip
 

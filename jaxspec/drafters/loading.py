@@ -231,7 +231,7 @@ def _with_options(drafter: Drafter, own: dict[str, Any], draft: str) -> Drafter:
 def outlined(draft: str, model: Model, options: EngineConfig) -> str | None:
     """`draft`, or what `auto` stands for, if the drafter's shapes follow from its config; else None."""
     if draft == "auto":
-        if model.config.recurrent and options.load_format != "dummy":
+        if (model.config.recurrent or model.config.mtp_layers) and options.load_format != "dummy":
             return None  # its files decide
         draft = _automatic(model, options)
     if draft == "none":

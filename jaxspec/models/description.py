@@ -220,12 +220,27 @@ class ClampedSwiglu:
 
 
 @dataclass(frozen=True)
+class SigmoidScores:
+    """Experts scored one by one, by a sigmoid (DeepSeek-V3's, https://arxiv.org/abs/2412.19437, section 2.1.2).
+
+    A learnt correction of each (weight "router_correction") counts in the choice, not in the weights. The experts stand
+    in `groups` of equal size, of which a token has those in the `top_groups` whose two best are best together. `scale`:
+    what the weights are multiplied by.
+    """
+
+    groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
 class Mixture:
     """A mixture of `experts` small MLPs, `width` wide, of which a router picks `per_token`.
 
     `renormalised`: the weights of those picked sum to one, as after a softmax over their logits alone. `shared`: the
-    width of one more, that every token has; 0: there is none. `bias`: of the experts' matrices. `router_bias`: of the
-    router's logits. `groups`: how many groups of devices the experts are divided among; see `weights.Split`.
+    width of one more, that every token has; 0: there is none; `shared_gated`: a sigmoid of its own is its weight,
+    otherwise one. `scores`: of the experts, from the router's logits. `bias`: of the experts' matrices. `router_bias`:
+    of the router's logits. `groups`: how many groups of devices the experts are divided among; see `weights.Split`.
     """
 
     experts: int
@@ -233,6 +248,8 @@ class Mixture:
     width: int
     renormalised: bool = True
     shared: int = 0
+    shared_gated: bool = True
+    scores: Literal["softmax"] | SigmoidScores = "softmax"
     bias: bool = False
     router_bias: bool = False
     activation: Literal["silu"] | ClampedSwiglu = "silu"

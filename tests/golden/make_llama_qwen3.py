@@ -153,7 +153,7 @@ VARIANTS = {
 
 def randomise(model: torch.nn.Module, tied: bool) -> None:
     """Draw every parameter: transformers starts biases at 0 and norms at 1, where leaving them out goes unnoticed."""
-    centre = 0 if model.config.model_type.startswith("gemma") else 1
+    centre = 0 if type(model).__name__.startswith("Gemma") else 1
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape)

@@ -1,4 +1,4 @@
-"""Qwen3-Next and Qwen3.5 against transformers (tests/golden/hybrid): logits, greedy texts, MTP chains, every layout."""
+"""Models with an MTP module against transformers (tests/golden/hybrid): logits, greedy texts, chains, every layout."""
 
 import functools
 import json
@@ -94,7 +94,7 @@ def test_the_engines_greedy_texts_are_transformers(variant, draft):
 
 
 @pytest.mark.parametrize("variant,length", each_variant_with(
-    CHAINS, often=[("qwen3_next", 33)]
+    CHAINS, often=[("qwen3_next", 33), ("glm4_moe", 33)]
 ))  # fmt: skip
 def test_chains_are_those_of_transformers_mtp_module(variant, length):
     model, expected = golden(variant)
