@@ -83,7 +83,8 @@ def test_rooms_are_few_and_small():
     rooms = {folder.split("/")[0] for folder in files} - {"."}
     assert rooms == set(ROOMS) - {"cli", "__main__"} and len(rooms) <= 19
     sizes = {folder: len(set(names) - {"__init__.py", "__main__.py"}) for folder, names in files.items()}
-    assert not {folder: size for folder, size in sizes.items() if size > 20 and folder != "bench"}
+    grow = {"bench", "models/families"}  # a file a benchmark, a file a family
+    assert not {folder: size for folder, size in sizes.items() if size > 20 and folder not in grow}
 
 
 def test_each_room_says_its_sentence():

@@ -174,5 +174,5 @@ def mixture_tensors(mixture: Mixture, d: int, prefix: str) -> Tensors:
 
 
 def correction(experts: int, source: str) -> Param:
-    """What is added to experts' scores before the choice, in float32."""
+    """Declare the numbers that are added to experts' scores before the choice, float32 [e]."""
     return Param((experts,), (source,), Layout((experts,)), dtype="float32", init="zeros", split=WHOLE)
