@@ -31,7 +31,7 @@ from jaxspec.compiling.executable_store import source_digest
 from jaxspec.config.flags import engine_options
 from jaxspec.config.lazy_transformers import spare_torch
 from jaxspec.engine.async_llm import EngineDead
-from jaxspec.parallel.hosts import join
+from jaxspec.parallel.hosts import Follower, Leader, join
 from jaxspec.replicas.data_parallel import DataParallelLLM
 from jaxspec.replicas.follower import follow
 from jaxspec.text.errors import TokenizerError
@@ -41,7 +41,7 @@ from server.app import create_app
 from server.chat.speech import why_no_chat
 from server.cli.options import UsageError, parse
 from server.http.connections import Connection, allow_open_files
-from server.http.cors import cors_options
+from server.http.cors import cors_options, host_names
 from server.prompt_log import PromptLog
 
 log = logging.getLogger("jaxspec.server")
@@ -95,8 +95,13 @@ def _start(args: argparse.Namespace) -> AsyncLLM | DataParallelLLM:
     if args.dp_size > 1:
         return DataParallelLLM(**options, **limits)
     if args.nnodes > 1:
-        limits["hosts"] = join(args.nnodes, 0, args.dist_init_addr, EngineConfig(**options), source_digest())
+        limits["hosts"] = _join(args, EngineConfig(**options))
     return AsyncLLM(**options, **limits)
+
+
+def _join(args: argparse.Namespace, options: EngineConfig) -> Leader | Follower:
+    token = args.dist_token or os.environ.get("JAXSPEC_DIST_TOKEN") or None
+    return join(args.nnodes, args.node_rank, args.dist_init_addr, options, source_digest(), token)
 
 
 def _follow(args: argparse.Namespace) -> int:
@@ -106,7 +111,7 @@ def _follow(args: argparse.Namespace) -> int:
     """
     signal.signal(signal.SIGTERM, lambda *_: log.info("told to stop; this node ends once node 0 does"))
     options = EngineConfig(**engine_options(args))
-    follow(options, join(args.nnodes, args.node_rank, args.dist_init_addr, options, source_digest()))
+    follow(options, _join(args, options))
     log.info("node 0 has ended, and so does this one")
     return 0
 
@@ -134,11 +139,13 @@ def _serve(llm: AsyncLLM, args: argparse.Namespace, listener: socket.socket, kep
         said = ", ".join(f"{name} {value:g}" for name, value in sampling.items())
         log.info("requests that don't say otherwise: %s, by the model's generation_config.json", said)
     parsers = args.reasoning_parser, args.tool_call_parser
-    app = create_app(llm, args.served_model_name, api_key, sampling, *parsers, cors_options(args), kept)
+    hosts = host_names(args, listener.getsockname()[0], bool(api_key))
+    app = create_app(llm, args.served_model_name, api_key, sampling, *parsers, cors_options(args), kept, hosts)
     connections = allow_open_files(args.max_connections)
     config = uvicorn.Config(
         app,
         http=partial(Connection, max_connections=connections, idle_timeout=args.idle_timeout),
+        ws="none",  # a WebSocket would be without the connection's limits, and no route takes one
         lifespan="off",  # the app has none; a second Ctrl-C would end uvicorn's with a traceback
         log_config=None,
         log_level=max(logging.getLevelNamesMapping()[args.log_level.upper()], logging.WARNING),
