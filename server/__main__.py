@@ -2,7 +2,8 @@
 
 Invariants: what a user can get wrong (a flag, a file, a port in use) is one line on stderr and exit status 2, and the
 port is tried before the model is loaded. Told to stop, the process ends within `--drain-seconds` and `LAST_SECONDS`,
-whatever hangs; one whose engine has died or doesn't come back ends by itself, with exit status 1.
+whatever hangs; where Python itself does, `stop_watcher` ends it a second later. One whose engine has died or doesn't
+come back ends by itself, with exit status 1.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
+from types import FrameType
 from typing import NoReturn
 
 import jax
@@ -43,6 +45,7 @@ from server.cli.options import UsageError, parse
 from server.http.connections import Connection, allow_open_files
 from server.http.cors import cors_options, host_names
 from server.prompt_log import PromptLog
+from server.stop_watcher import StopWatcher
 
 log = logging.getLogger("jaxspec.server")
 
@@ -55,6 +58,7 @@ LAST_SECONDS = 5  # for that, and for those whose requests were cut off to be to
 # Daemons, but the interpreter's end waits for what they run, or trips over it.
 WAITED_FOR = ("jaxspec-engine", "jaxspec-programs", "jaxspec-weights")
 _loaded = threading.Event()  # there is an engine to be closed
+_watcher = StopWatcher()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -66,6 +70,7 @@ def main(argv: list[str] | None = None) -> int:
         logs.set_up(args.log_level, args.log_format)
         if args.node_rank:
             return _follow(args)
+        _watcher.start(args.drain_seconds + LAST_SECONDS + 1, args.log_format)
         log_of = lambda path: nullcontext() if path is None else closing(PromptLog(path))  # noqa: E731
         with _bind(args.host, args.port) as listener, log_of(args.log_prompts) as kept:
             llm = _start(args)
@@ -83,6 +88,8 @@ def main(argv: list[str] | None = None) -> int:
     except EngineDead as error:
         print(f"{called('serve', 'server')}: {error}", file=sys.stderr)
         return 1
+    finally:
+        _watcher.stop()
     return 0
 
 
@@ -208,6 +215,10 @@ class _Server(uvicorn.Server):
         if self.started:
             log.info("%s", self._greeting)
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        _watcher.heard()
+        super().handle_exit(sig, frame)
+
     async def on_tick(self, counter: int) -> bool:
         self.failed = self._engine_failed()
         return await super().on_tick(counter) or self.failed
@@ -302,6 +313,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 def _interrupt(*_: object) -> None:
     """End `main`, from loading or after serving; the process too, if that takes too long, as compiling does."""
+    _watcher.heard()
     timer = threading.Timer(LAST_SECONDS, _leave)
     timer.daemon = True
     timer.start()
