@@ -2,7 +2,8 @@
 
 Invariants: what a user can get wrong (a flag, a file, a port in use) is one line on stderr and exit status 2, and the
 port is tried before the model is loaded. Told to stop, the process ends within `--drain-seconds` and `LAST_SECONDS`,
-whatever hangs; one whose engine has died or doesn't come back ends by itself, with exit status 1.
+whatever hangs; where Python itself does, `stop_watcher` ends it a second later. One whose engine has died or doesn't
+come back ends by itself, with exit status 1.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
+from types import FrameType
 from typing import NoReturn
 
 import jax
@@ -31,7 +33,7 @@ from jaxspec.compiling.executable_store import source_digest
 from jaxspec.config.flags import engine_options
 from jaxspec.config.lazy_transformers import spare_torch
 from jaxspec.engine.async_llm import EngineDead
-from jaxspec.parallel.hosts import join
+from jaxspec.parallel.hosts import Follower, Leader, join
 from jaxspec.replicas.data_parallel import DataParallelLLM
 from jaxspec.replicas.follower import follow
 from jaxspec.text.errors import TokenizerError
@@ -41,8 +43,9 @@ from server.app import create_app
 from server.chat.speech import why_no_chat
 from server.cli.options import UsageError, parse
 from server.http.connections import Connection, allow_open_files
-from server.http.cors import cors_options
+from server.http.cors import cors_options, host_names
 from server.prompt_log import PromptLog
+from server.stop_watcher import StopWatcher
 
 log = logging.getLogger("jaxspec.server")
 
@@ -55,6 +58,7 @@ LAST_SECONDS = 5  # for that, and for those whose requests were cut off to be to
 # Daemons, but the interpreter's end waits for what they run, or trips over it.
 WAITED_FOR = ("jaxspec-engine", "jaxspec-programs", "jaxspec-weights")
 _loaded = threading.Event()  # there is an engine to be closed
+_watcher = StopWatcher()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -66,6 +70,7 @@ def main(argv: list[str] | None = None) -> int:
         logs.set_up(args.log_level, args.log_format)
         if args.node_rank:
             return _follow(args)
+        _watcher.start(args.drain_seconds + LAST_SECONDS + 1, args.log_format)
         log_of = lambda path: nullcontext() if path is None else closing(PromptLog(path))  # noqa: E731
         with _bind(args.host, args.port) as listener, log_of(args.log_prompts) as kept:
             llm = _start(args)
@@ -83,6 +88,8 @@ def main(argv: list[str] | None = None) -> int:
     except EngineDead as error:
         print(f"{called('serve', 'server')}: {error}", file=sys.stderr)
         return 1
+    finally:
+        _watcher.stop()
     return 0
 
 
@@ -95,8 +102,13 @@ def _start(args: argparse.Namespace) -> AsyncLLM | DataParallelLLM:
     if args.dp_size > 1:
         return DataParallelLLM(**options, **limits)
     if args.nnodes > 1:
-        limits["hosts"] = join(args.nnodes, 0, args.dist_init_addr, EngineConfig(**options), source_digest())
+        limits["hosts"] = _join(args, EngineConfig(**options))
     return AsyncLLM(**options, **limits)
+
+
+def _join(args: argparse.Namespace, options: EngineConfig) -> Leader | Follower:
+    token = args.dist_token or os.environ.get("JAXSPEC_DIST_TOKEN") or None
+    return join(args.nnodes, args.node_rank, args.dist_init_addr, options, source_digest(), token)
 
 
 def _follow(args: argparse.Namespace) -> int:
@@ -106,7 +118,7 @@ def _follow(args: argparse.Namespace) -> int:
     """
     signal.signal(signal.SIGTERM, lambda *_: log.info("told to stop; this node ends once node 0 does"))
     options = EngineConfig(**engine_options(args))
-    follow(options, join(args.nnodes, args.node_rank, args.dist_init_addr, options, source_digest()))
+    follow(options, _join(args, options))
     log.info("node 0 has ended, and so does this one")
     return 0
 
@@ -134,11 +146,13 @@ def _serve(llm: AsyncLLM, args: argparse.Namespace, listener: socket.socket, kep
         said = ", ".join(f"{name} {value:g}" for name, value in sampling.items())
         log.info("requests that don't say otherwise: %s, by the model's generation_config.json", said)
     parsers = args.reasoning_parser, args.tool_call_parser
-    app = create_app(llm, args.served_model_name, api_key, sampling, *parsers, cors_options(args), kept)
+    hosts = host_names(args, listener.getsockname()[0], bool(api_key))
+    app = create_app(llm, args.served_model_name, api_key, sampling, *parsers, cors_options(args), kept, hosts)
     connections = allow_open_files(args.max_connections)
     config = uvicorn.Config(
         app,
         http=partial(Connection, max_connections=connections, idle_timeout=args.idle_timeout),
+        ws="none",  # a WebSocket would be without the connection's limits, and no route takes one
         lifespan="off",  # the app has none; a second Ctrl-C would end uvicorn's with a traceback
         log_config=None,
         log_level=max(logging.getLevelNamesMapping()[args.log_level.upper()], logging.WARNING),
@@ -200,6 +214,10 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             log.info("%s", self._greeting)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        _watcher.heard()
+        super().handle_exit(sig, frame)
 
     async def on_tick(self, counter: int) -> bool:
         self.failed = self._engine_failed()
@@ -295,6 +313,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 def _interrupt(*_: object) -> None:
     """End `main`, from loading or after serving; the process too, if that takes too long, as compiling does."""
+    _watcher.heard()
     timer = threading.Timer(LAST_SECONDS, _leave)
     timer.daemon = True
     timer.start()

@@ -5,7 +5,7 @@ Invariant: a route that generates refuses a request (wrong model, bad field, dea
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -33,6 +33,7 @@ def create_app(
     tool_call_parser: str = "auto",
     cors: dict[str, Any] | None = None,
     prompt_log: PromptLog | None = None,
+    hosts: Sequence[str] | None = None,
 ) -> FastAPI:
     """The server's application over a running engine, which stays the caller's to close.
 
@@ -40,11 +41,13 @@ def create_app(
     come with every request but those to `gate.OPEN_PATHS`; `sampling` is what holds of `SamplingParams` for requests
     that don't say otherwise; `reasoning_parser` and `tool_call_parser` are names of `server.parsers`, "auto" for what
     the chat template shows, or "none"; `cors` is `CORSMiddleware`'s options, None for no page of another origin;
-    `prompt_log` keeps texts, and stays the caller's to close.
+    `prompt_log` keeps texts, and stays the caller's to close; `hosts` are names that it answers to beside this
+    machine's own, None for any.
     """
     app = FastAPI(title="jaxspec", version=jaxspec.__version__, docs_url=None, redoc_url=None)
     app.router.route_class = BodyRoute
-    app.add_middleware(Gate, api_key=api_key)
+    origins = cors["allow_origins"] if cors else ()
+    app.add_middleware(Gate, api_key=api_key, hosts=hosts, origins=origins)
     if cors is not None:
         app.add_middleware(CORSMiddleware, expose_headers=EXPOSED, **cors)
     errors.install(app)

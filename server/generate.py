@@ -155,16 +155,18 @@ async def run(
     llm: AsyncLLM, jobs: list[Job], metrics: Metrics, running: dict[str, str], watch: Watch | None = None
 ) -> Deltas:
     """Generate for all prompts at once; yields (number of the prompt, delta) as they come. `watch` sees them too.
-    Meanwhile `running` has the jobs' ids whose response has another, and that id.
+    Meanwhile `running` has the jobs' ids, and those of their responses.
 
-    **Raises:** `RequestError` before any prompt has started, if one can't be served.
+    **Raises:** `RequestError` before any prompt has started, if one can't be served, or its `rid` is in use.
     """
     if len(jobs) > 1:
         await llm.check([(job.ids, job.params) for job in jobs])
+    if chosen := {job.name for job in jobs if job.chosen}.intersection(running.values()):
+        raise RequestError(f"another request with the rid {min(chosen)!r} is running; choose another", "rid")
     watches = [metrics.watch(job.params) for job in jobs]
     streams = [llm.generate(job.ids, job.params, job.id) for job in jobs]
     metrics.load += 1
-    named = {job.id: job.response for job in jobs if job.response is not None}
+    named = {job.id: job.name for job in jobs}
     running.update(named)
     try:
         async with aclosing(_merge(streams)) as merged:

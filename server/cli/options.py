@@ -23,6 +23,7 @@ from server.cli.translate import name_of, pairs, translate, without_launcher
 from server.http.cors import add_cors_flags
 from server.parsers import PARSERS, REASONING_PARSERS
 
+_token = checked(str, "must not be empty", str.strip)
 _seconds = checked(float, "must be a number of seconds above 0", lambda value: 0 < value < math.inf)
 
 
@@ -38,7 +39,8 @@ LIMITS = (
     ("--watchdog-timeout", _seconds, 300, "SECONDS", "time after which a step counts as stuck: /health is 503, and "
      "the server ends if the step doesn't return within --drain-seconds more"),
     ("--drain-seconds", _seconds, 5, "SECONDS", "time for running requests to finish once the server is told to stop"),
-    ("--idle-timeout", _seconds, 60, "SECONDS", "time after which a client that neither sends nor reads is cut off"),
+    ("--idle-timeout", _seconds, 60, "SECONDS", "time after which a client that neither sends nor reads is cut off; "
+     "headers have twice as long, and a body comes at 240 bytes a second or faster"),
     ("--max-connections", positive, 8192, "N", "connections open at once; requests on further ones get 503"),
 )  # fmt: skip
 
@@ -113,6 +115,8 @@ def _add_host_flags(parser: argparse.ArgumentParser) -> None:
     hosts.add_argument("--node-rank", type=natural, default=0, metavar="R", help=rank)
     address = "address of node 0, the same on all; the port after it is used too (default: none)"
     hosts.add_argument("--dist-init-addr", metavar="HOST:PORT", help=address)
+    token = "secret that nodes prove to each other to know, the same on all (default: $JAXSPEC_DIST_TOKEN)"
+    hosts.add_argument("--dist-token", type=_token, metavar="TOKEN", help=token)
 
 
 def check_hosts(args: argparse.Namespace) -> None:

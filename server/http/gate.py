@@ -1,7 +1,8 @@
 """Gate before the routes: the API key, the size of a body, the request's id, and the log of refusals.
 
 Pure ASGI, because a wrapper that reads the request (Starlette's BaseHTTPMiddleware) would hide a client's disconnect.
-Invariants: with a key set, nothing but `OPEN_PATHS` answers a request that doesn't carry it. Every response has an
+Invariants: with a key set, nothing but `OPEN_PATHS` answers a request that doesn't carry it; without, pages of other
+origins are kept away (`origin`). Every response has an
 `X-Request-Id`, and one that isn't a success has a line in the log, or is counted in one: one line, of at most a few
 hundred characters, whatever the client sent, and no more lines than a disk can bear.
 """
@@ -14,6 +15,7 @@ import json
 import logging
 import re
 import secrets
+from collections.abc import Sequence
 
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse
@@ -21,6 +23,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.http.errors import FAILED, GONE, ApiError
+from server.http.origin import check_host, check_origin
 from server.protocol.base import REQUEST_ID, shown
 
 log = logging.getLogger("jaxspec.server")
@@ -36,12 +39,22 @@ MAX_LINE = 300  # characters of a message; 100 of a path
 class Gate:
     """Refuse with 401 a request without `Authorization: Bearer <api_key>`, with 413 a body over `max_body` bytes.
 
+    Refuse with 403 a host name that is neither in `hosts` nor this machine's own, unless that is None; and without a
+    key what would change something and comes from a page whose origin isn't in `origins`.
+
     The request's id, which is the client's `X-Request-Id`, or a new one where that is none, is
     `request.state.request_id`.
     """
 
-    def __init__(self, app: ASGIApp, api_key: str | None = None, max_body: int = MAX_BODY_BYTES):
-        self.app = app
+    def __init__(
+        self,
+        app: ASGIApp,
+        api_key: str | None = None,
+        max_body: int = MAX_BODY_BYTES,
+        hosts: Sequence[str] | None = None,
+        origins: Sequence[str] = (),
+    ):
+        self.app, self.hosts, self.origins = app, hosts, origins
         self.key = api_key.encode() if api_key else None
         self.max_body = max_body
         self.refusals = Refusals()
@@ -66,7 +79,7 @@ class Gate:
             await send(message)
 
         try:
-            self._check(scope["path"], headers)
+            self._check(scope["method"], scope["path"], headers)
             await self.app(scope, self._counted(receive), answer)
         except ApiError as error:
             challenge = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
@@ -77,9 +90,13 @@ class Gate:
                 error = ApiError(500, FAILED, kind="server_error")
                 await JSONResponse(error.body, 500)(scope, receive, answer)
 
-    def _check(self, path: str, headers: Headers) -> None:
+    def _check(self, method: str, path: str, headers: Headers) -> None:
         """**Raises:** `ApiError` for a request that is refused by its headers alone."""
-        if self.key is not None and path not in OPEN_PATHS:
+        if self.hosts is not None:
+            check_host(headers, self.hosts)
+        if self.key is None:
+            check_origin(method, path, headers, self.origins)
+        elif path not in OPEN_PATHS:
             scheme, _, given = headers.get("authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("latin-1"), self.key):
                 found = "the API key is wrong" if "authorization" in headers else "an API key is required"

@@ -164,11 +164,11 @@ class ResponsesReply:
         self._response |= {"status": status, "usage": self._usage(), "completed_at": int(time.time())}
         if status == "incomplete":
             self._response["incomplete_details"] = {"reason": "max_output_tokens"}
+        self._response |= self._speculation.fields()
         if status == "failed":
             self._response["error"] = {"code": "server_error", "message": "the request was aborted"}
         else:
             self._done(self._response)
-        self._response |= self._speculation.fields()
         return events
 
     def _usage(self) -> dict[str, Any]:

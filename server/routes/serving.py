@@ -35,7 +35,7 @@ class Serving:
     sampling: Mapping[str, Any]
     formats: Formats
     prompt_log: PromptLog | None = None
-    running: dict[str, str] = field(default_factory=dict)  # the engine's requests, with their responses' ids
+    running: dict[str, str] = field(default_factory=dict)  # the engine's requests, with the ids that clients know
 
     def __post_init__(self):
         self.texts, self.ids = TokenNames(self.llm.tokenizer), TokenNames(self.llm.tokenizer, as_ids=True)
@@ -66,7 +66,7 @@ class Serving:
         **Raises:** `EngineDead`.
         """
         named = [each for each, response in list(self.running.items()) if response == name]
-        for each in (*named, name):
+        for each in {*named, name}:
             self.llm.abort(each)
 
     async def answer(

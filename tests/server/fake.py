@@ -52,6 +52,7 @@ class FakeLLM:
     endless: bool = False  # the text is told again and again
     step_seconds: float = 0.0
     engines: int = 0  # as of `DataParallelLLM`, which lists them
+    lost: dict[int, str] = field(default_factory=dict)  # why some of them have ended
     watchdog_timeout: float = 300.0
     started: list[tuple[list[int], SamplingParams]] = field(default_factory=list)
     running: int = 0
@@ -154,7 +155,8 @@ class FakeLLM:
 
     def stats(self) -> dict:
         figures = self._figures()
-        listed = [figures | {"engine": i, "held": i, "ready": i == 0} for i in range(self.engines)]
+        each = lambda i: {"engine": i, "held": i, "ready": i == 0, "error": self.lost.get(i)}  # noqa: E731
+        listed = [figures | each(i) for i in range(self.engines)]
         return figures | ({"engines": listed} if listed else {})
 
     def _figures(self) -> dict:

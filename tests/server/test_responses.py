@@ -1,6 +1,7 @@
 """`/v1/responses` through the official client, against the fake engine."""
 
 import json
+import tracemalloc
 from dataclasses import dataclass, field
 
 import pytest
@@ -16,7 +17,7 @@ from server.protocol.responses import messages
 from server.replies import Prompt
 from server.replies.logprobs import TokenNames
 from server.replies.responses import ResponsesReply
-from server.routes.responses import ResponseStore
+from server.response_store import MAX_SHARE, OVERHEAD, ResponseStore
 from tests.server.fake import TEXT, byte_tokenizer
 from tests.server.live import serving
 from tests.server.test_tools import Scripted
@@ -216,13 +217,30 @@ def test_the_store_forgets_what_was_used_longest_ago():
     assert store.get("a") is not None
     store.put({"id": "c"}, [])
     assert [store.get(name) is not None for name in "abc"] == [True, False, True]
-    small = ResponseStore(max_chars=60)
-    for name in "ab":
-        small.put({"id": name}, [{"text": "x" * 20}])
-    assert small.get("a") is None and small.get("b") is not None
-    small.put({"id": "c"}, [{"text": "x" * 100}])
-    assert small.get("c") is None and small.get("b") is not None, "what is too large displaces nothing"
+    small = ResponseStore(max_bytes=MAX_SHARE * (OVERHEAD + 100))
+    names = "abcdefghijklmnopq"
+    for name in names:
+        small.put({"id": name}, [{"text": "x" * 60}])
+    assert small.get("a") is None and all(small.get(name) for name in names[1:])
+    small.put({"id": "z"}, [{"text": "x" * 100}])
+    assert small.get("z") is None and small.get("b") is not None, "what is too large displaces nothing"
     assert small.remove("b") and not small.remove("b")
+
+
+def test_the_store_bounds_memory_whatever_is_kept():
+    """Empty objects take a hundred times as much memory as characters, and some characters four bytes."""
+    most = 2**18
+    room = most // MAX_SHARE - OVERHEAD - 100
+    for item in ({}, {"a": []}, "\U0001f600", "\ud800"):
+        items = [item] * (room // len(json.dumps(item, separators=(",", ":")) + ","))
+        store = ResponseStore(max_bytes=most)
+        tracemalloc.start()
+        for i in range(2 * MAX_SHARE):
+            store.put({"id": str(i)}, items)
+        used = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        assert used < 1.2 * most
+        assert store.get("31").items == items and store.get("31").response == {"id": "31"}
 
 
 @pytest.mark.parametrize("fields,param,says", [

@@ -239,6 +239,27 @@ def test_a_response_is_aborted_by_its_id(url, http, fake, path, body, prefix):
     wait_for(lambda: fake.running == 0)
 
 
+@pytest.mark.parametrize("first, second", [
+    (("/v1/chat/completions", CHAT), ("/v1/chat/completions", CHAT)),
+    (("/v1/completions", {"prompt": ["hi", "ho"]}), ("/generate", {"text": "hi"})),
+    (("/generate", {"text": "hi"}), ("/v1/chat/completions", CHAT)),
+    (("/generate", {"text": "hi"}), ("/generate", {"text": "ho"})),
+])  # fmt: skip
+def test_a_rid_that_is_in_use_is_refused(http, fake, first, second):
+    """An abort would end both, and no client could say which answer is whose."""
+    fake.open, rid = False, {"rid": "mine"}
+    path, body = first
+    with http.stream("POST", path, json=body | rid | {"stream": True}) as reply:
+        wait_for(lambda: fake.running == len(body.get("prompt", "1")))
+        for stream in (False, True):
+            refused = http.post(second[0], json=second[1] | rid | {"stream": stream})
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == "rid"
+            assert "rid 'mine' is running" in refused.json()["error"]["message"]
+        fake.open = True
+        assert b"[DONE]" in reply.read()
+    assert http.post(second[0], json=second[1] | rid).status_code == 200
+
+
 def test_abort_needs_a_name(http):
     assert http.post("/abort_request", json={}).status_code == 400
 

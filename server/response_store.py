@@ -1,0 +1,72 @@
+"""Responses that later requests may go on from.
+
+Invariant: at most `max_count` responses are kept, in at most `max_bytes` of memory, in which they are kept as JSON: as
+objects, `{}` takes a hundred times as much. The least recently used go first. A restart forgets them all.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+MAX_COUNT = 1000
+MAX_BYTES = 64 * 2**20
+MAX_SHARE = 16  # the largest response that is kept takes this part of all
+OVERHEAD = 1024  # bytes of a response beside its JSON
+
+
+@dataclass(slots=True, frozen=True)
+class Stored:
+    """A response, and all items of its conversation, its own output last, as JSON."""
+
+    _response: bytes
+    _items: bytes
+
+    @property
+    def response(self) -> dict[str, Any]:
+        return json.loads(self._response)
+
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        return json.loads(self._items)
+
+    @property
+    def size(self) -> int:
+        return OVERHEAD + len(self._response) + len(self._items)
+
+
+class ResponseStore:
+    def __init__(self, max_count: int = MAX_COUNT, max_bytes: int = MAX_BYTES):
+        self._max_count, self._max_bytes = max_count, max_bytes
+        self._kept: OrderedDict[str, Stored] = OrderedDict()
+        self._bytes = 0
+
+    def put(self, response: dict[str, Any], items: list[dict[str, Any]]) -> None:
+        """Keep a response under its id. One that takes more than a share of what may be kept is not."""
+        stored = Stored(_written(response), _written(items))
+        if stored.size > self._max_bytes // MAX_SHARE:
+            return
+        self.remove(response["id"])
+        self._kept[response["id"]] = stored
+        self._bytes += stored.size
+        while len(self._kept) > self._max_count or self._bytes > self._max_bytes:
+            self._bytes -= self._kept.popitem(last=False)[1].size
+
+    def get(self, name: str) -> Stored | None:
+        """A response by its id, which counts as a use; None if it isn't kept."""
+        if name in self._kept:
+            self._kept.move_to_end(name)
+        return self._kept.get(name)
+
+    def remove(self, name: str) -> bool:
+        """Forget a response. False if it wasn't kept."""
+        stored = self._kept.pop(name, None)
+        if stored is not None:
+            self._bytes -= stored.size
+        return stored is not None
+
+
+def _written(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
