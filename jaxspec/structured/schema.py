@@ -15,6 +15,7 @@ from jaxspec.config.request import MAX_NESTING
 
 ANY = frozenset({"null", "boolean", "number", "string", "array", "object"})  # a number may be an integer
 NEVER = {"not": {}}  # what the schema `false` says
+EXCEPT = "x-except"  # a keyword of our own: values that are forbidden
 
 # Names of types that schemas have though JSON Schema doesn't; vLLM knows these too.
 NAMES = {
@@ -94,24 +95,24 @@ def resolve(schema: Any, root: Any) -> dict[str, Any]:
     return merged
 
 
-def types(schema: Any, root: Any) -> frozenset[str]:
+def types(schema: Any, root: Any, implied: bool = True) -> frozenset[str]:
     """JSON types that a value may have, of `ANY` and "integer"; the latter only where no other number may stand.
 
-    An object that has keywords of one type alone, such as `properties`, is of that type. Options that are references in
-    a circle say nothing.
+    `implied`: a schema that has keywords of one type alone, such as `properties`, is of that type. Options that are
+    references in a circle say nothing.
     """
-    return _types(schema, root, {}, 0)
+    return _types(schema, root, implied, {}, 0)
 
 
-def _types(schema: Any, root: Any, known: dict[int, frozenset[str]], depth: int) -> frozenset[str]:
+def _types(schema: Any, root: Any, implied: bool, known: dict[int, frozenset[str]], depth: int) -> frozenset[str]:
     if (place := id(schema)) in known or depth > MAX_NESTING:
         return known.get(place, ANY)
     known[place] = ANY
     whole = resolve(schema, root)
-    found = _own_types(whole)
+    found = _own_types(whole, implied)
     for keyword in ("anyOf", "oneOf"):
         for options in _groups(whole, keyword):
-            found = meet(found, join(*(_types(option, root, known, depth + 1) for option in options)))
+            found = meet(found, join(*(_types(option, root, implied, known, depth + 1) for option in options)))
     if whole.get("nullable") is True and found and not ("enum" in whole or "const" in whole):
         found |= {"null"}
     known[place] = found
@@ -125,7 +126,7 @@ def _groups(whole: Mapping[str, Any], keyword: str) -> Iterator[list[Any]]:
             yield options
 
 
-def _own_types(whole: Mapping[str, Any]) -> frozenset[str]:
+def _own_types(whole: Mapping[str, Any], implied: bool) -> frozenset[str]:
     """Types by `type`, `enum` and `const`, or else by the keywords that a schema has."""
     if whole.get("not") in ({}, True):
         return frozenset()
@@ -138,9 +139,8 @@ def _own_types(whole: Mapping[str, Any]) -> frozenset[str]:
             found = meet(found, join(map(type_of, part["enum"])))
         if "const" in part:
             found = meet(found, frozenset({type_of(part["const"])}))
-    if found == ANY and len(implied := [kind for kind, keywords in IMPLIED.items() if keywords & whole.keys()]) == 1:
-        return frozenset(implied)
-    return found
+    kinds = [kind for kind, keywords in IMPLIED.items() if keywords & whole.keys()]
+    return frozenset(kinds) if implied and found == ANY and len(kinds) == 1 else found
 
 
 def type_of(value: Any) -> str:
@@ -178,23 +178,31 @@ def _all(value: Any) -> Iterator[Mapping[str, Any]]:
 
 def _conjuncts(schema: Any, root: Any, seen: set[int]) -> Iterator[dict[str, Any]]:
     """Schemas that hold together, none with a reference or `allOf`. A schema counts once: again it says nothing."""
-    waiting = [schema]
+    waiting = [(schema, True)]
     while waiting:
-        schema = waiting.pop()
+        schema, first = waiting.pop()
         if schema is False:
             yield NEVER
         if not isinstance(schema, Mapping) or id(schema) in seen:
             continue
         seen.add(id(schema))
         own = {key: value for key, value in schema.items() if key not in ("$ref", "allOf")}
+        if own.get("nullable") is True and ("type" in own or not first):
+            own |= {"type": [*_list(own["type"]), "null"]} if "type" in own else {}
+            del own["nullable"]
         parts = schema["allOf"] if isinstance(schema.get("allOf"), list) else []
         if "$ref" in schema:
             if (target := refer(schema["$ref"], root)) is None:
                 own["$ref"] = schema["$ref"]
             else:
                 parts = [target, *parts]
-        yield own
-        waiting += reversed(parts)
+        leads = next((key for key in schema if key in ("properties", "required", "$ref", "allOf")), None)
+        later = leads in ("$ref", "allOf") and own.keys() & {"properties", "required"}
+        if later and not own.keys() & {"$ref", "unevaluatedProperties", "unevaluatedItems"}:
+            waiting.append((own, first))  # members come in the order in which the schema has them
+        else:
+            yield own
+        waiting += [(part, False) for part in reversed(parts)]
 
 
 def _merge(whole: dict[str, Any], part: Mapping[str, Any]) -> None:
@@ -236,7 +244,7 @@ def _merge_objects(whole: dict[str, Any], part: dict[str, Any]) -> None:
     ours, theirs = (each.get(names, {}) for each in sides)
     members = {}
     for name in (*ours, *(name for name in theirs if name not in ours)):
-        wanted = [side.get(name, each.get(others, True)) for side, each in ((ours, whole), (theirs, part))]
+        wanted = [side.get(name, each.get(others, {})) for side, each in ((ours, whole), (theirs, part))]
         members[name] = _both(*wanted)
     rest = _both(whole.get(others, True), part.get(others, True))
     if names in whole or names in part:
@@ -285,4 +293,4 @@ def _texts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
-_MERGE = {"type": _types_of_both, "enum": _enum_of_both, "required": _required_of_both}
+_MERGE = {"type": _types_of_both, "enum": _enum_of_both, "required": _required_of_both, EXCEPT: lambda a, b: [*a, *b]}
