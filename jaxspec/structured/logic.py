@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxspec.structured.schema import ANNOTATIONS, ANY, EXCEPT, NEVER, join, meet, resolve, same, type_of, types
+from jaxspec.structured.texts import matches
 
 MAX_COMPARED = 20_000  # pairs of schemas that are looked at to tell whether two are disjoint
 MAX_DEPTH = 8
@@ -77,14 +77,6 @@ def values(schema: Mapping[str, Any]) -> list[Any] | None:
     return schema["enum"] if isinstance(schema.get("enum"), list) else None
 
 
-def matches(pattern: Any, text: str) -> bool | None:
-    """Whether a schema's pattern finds itself in a text; None if that can't be told."""
-    try:
-        return re.search(pattern.replace("$", r"\Z"), text, re.ASCII) is not None
-    except (AttributeError, re.error, RecursionError):
-        return None
-
-
 def _required(schema: Mapping[str, Any]) -> Iterator[str]:
     names = schema.get("required")
     yield from (name for name in names if isinstance(name, str)) if isinstance(names, list) else ()
@@ -153,30 +145,3 @@ _OPPOSITE = {
     "minItems": lambda count: {"type": "array", "maxItems": count - 1} if count else NEVER,
     "maxItems": lambda count: {"type": "array", "minItems": count + 1},
 }
-
-
-def other_texts(texts: Sequence[str]) -> str:
-    """A regular expression of every text but these."""
-    tree: dict[str, Any] = {}
-    for text in texts:
-        node = tree
-        for char in text:
-            node = node.setdefault(char, {})
-        node[""] = {}
-    return f"^{_other_than(tree)}$"
-
-
-def _other_than(node: Mapping[str, Any]) -> str:
-    chars = [char for char in node if char]
-    options = [escape(char) + _other_than(node[char]) for char in chars]
-    options.append(f"[^{''.join(map(_in_class, chars))}][\\s\\S]*" if chars else "[\\s\\S]+")
-    return f"(?:{'|'.join(options)}){'' if '' in node else '?'}"
-
-
-def escape(text: str) -> str:
-    """A regular expression of this text alone, in Python's syntax and in Rust's."""
-    return re.sub(r"[\\.^$|?*+()\[\]{}]", lambda sign: f"\\{sign[0]}", text)
-
-
-def _in_class(char: str) -> str:
-    return f"\\{char}" if char in "\\]^-[&~" else char

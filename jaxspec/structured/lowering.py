@@ -7,11 +7,10 @@ nothing are left out, and what can't be enforced raises an error with its path: 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxspec.structured.logic import Disjoint, escape, matches, negation, other_texts, values
+from jaxspec.structured.logic import Disjoint, negation, values
 from jaxspec.structured.schema import (
     ANNOTATIONS,
     ANY,
@@ -27,35 +26,13 @@ from jaxspec.structured.schema import (
     type_of,
     types,
 )
+from jaxspec.structured.texts import FORMAT_PATTERNS, FORMATS, escape, matches, other_texts, without_lookahead
 
 MAX_LOWERED = 20_000  # schemas, with the options of several unions multiplied out
 MAX_COUNT = 2**31  # more items, members or characters than any text has
 MOST_INT, LEAST_INT = 2**63 - 1, -9223372036854774784  # the library's bounds of integers; the least is a float's
 MOST_NUMBER = 10**17  # its bound of other numbers
 MOST_DOUBLE, LEAST_NORMAL = 1.7976931348623157e308, 2.2250738585072014e-308
-FORMATS = frozenset(  # of all drafts
-    {
-        *("color", "date", "date-time", "duration", "email", "hostname", "host-name", "idn-email", "idn-hostname"),
-        *("ip-address", "ipv4", "ipv6", "iri", "iri-reference", "json-pointer", "phone", "regex"),
-        *("relative-json-pointer", "style", "time", "uri", "uri-reference", "uri-template", "utc-millisec", "uuid"),
-    }
-)
-# Patterns that libraries write with look-around, which the grammar library lacks, and their equals without; digits are
-# written out.
-_DAYS = "([0-9]+Y([0-9]+M)?([0-9]+D)?|[0-9]+M([0-9]+D)?|[0-9]+D)"
-_SECONDS = r"[0-9]+([.,][0-9]+)?S"
-_TIME = f"([0-9]+H([0-9]+M)?({_SECONDS})?|[0-9]+M({_SECONDS})?|{_SECONDS})"
-SAME_PATTERNS = {
-    # pydantic's Decimal
-    r"^(?!^[-+.]*$)[+-]?0*[0-9]*\.?[0-9]*$": r"^[+-]?(\d+\.?\d*|\.\d+)$",
-    # Zod's duration
-    "^P(?:([0-9]+W)|(?!.*W)(?=[0-9]|T[0-9])([0-9]+Y)?([0-9]+M)?([0-9]+D)?"
-    "(T(?=[0-9])([0-9]+H)?([0-9]+M)?([0-9]+([.,][0-9]+)?S)?)?)$": f"^P([0-9]+W|{_DAYS}(T{_TIME})?|T{_TIME})$",
-    # Zod's email, before 4.2
-    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": (
-        r"^([A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
-    ),
-}
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _UNIONS = ("anyOf", "oneOf")
 _CONDITIONS = ("dependentRequired", "dependentSchemas", "dependencies")
@@ -69,15 +46,15 @@ class SchemaError(ValueError):
         super().__init__(f"at {path or '/'}: {why}")
 
 
-def lower(root: Any, *, strict: bool = False, arguments: bool = False) -> Any:
-    """The schema as the grammar library takes it. **Raises:** `SchemaError`.
+def lower(root: Any, part: Any = None, *, strict: bool = False, arguments: bool = False) -> Any:
+    """The schema as the grammar library takes it, or a `part` that refers to it. **Raises:** `SchemaError`.
 
     Two things are weaker than the schema unless `strict`, which refuses them: `oneOf` whose options may overlap allows
     what any of them does, and `uniqueItems` isn't enforced. `arguments`: these are a tool's arguments, whose objects
     have no further members unless the schema lets them, and whose keywords imply a type.
     """
     lowering = _Lowering(root, strict, arguments)
-    lowered = lowering.lower(root, "")
+    lowered = lowering.lower(root if part is None else part, "")
     return {**lowered, "$defs": lowering.definitions} if lowering.definitions else lowered
 
 
@@ -239,7 +216,7 @@ class _Lowering:
     def _string(self, whole: Mapping[str, Any], path: str) -> dict[str, Any]:
         found = _counts(whole, path, "minLength", "maxLength")
         if isinstance(pattern := whole.get("pattern", ""), str):
-            pattern, *ahead = _without_lookahead(SAME_PATTERNS.get(pattern.replace(r"\d", "[0-9]"), pattern))
+            pattern, *ahead = without_lookahead(pattern)
             found |= {"pattern": pattern} if pattern else {}
             found |= {"allOf": [{"type": "string", "pattern": each} for each in ahead]} if ahead else {}
         else:
@@ -322,30 +299,10 @@ class _Lowering:
         if "pattern" in text or not text:
             return text.get("pattern", True)
         if "format" in text:
-            raise SchemaError(path, "names with a format and no pattern can't be enforced")
+            if text["format"] not in FORMAT_PATTERNS:
+                raise SchemaError(path, f"names of the format {text['format']} can't be enforced")
+            return FORMAT_PATTERNS[text["format"]]
         return f"^[\\s\\S]{{{text.get('minLength', 0)},{text.get('maxLength', '')}}}$"
-
-
-def _without_lookahead(pattern: str) -> list[str]:
-    """Patterns that hold together where this one does, which begins with looks ahead: `^(?=A)B$` is `^B$` and `^A`."""
-    found, rest = [], pattern
-    while rest.startswith("^(?=") and (ends := _signs(rest, ")")):
-        found.append(f"^(?:{rest[4 : ends[0]]})")
-        rest = "^" + rest[ends[0] + 1 :]
-    return [pattern] if _signs(rest, "|") else [rest, *found]
-
-
-def _signs(pattern: str, sign: str) -> list[int]:
-    """Where a sign stands in a regular expression outside of its groups, or ends one of those."""
-    depth, places = 0, []
-    for found in _SIGNS.finditer(pattern):
-        depth += (found[0] == "(") - (found[0] == ")")
-        if found[0] == sign and depth == 0:
-            places.append(found.start())
-    return places
-
-
-_SIGNS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[()|]", re.DOTALL)
 
 
 def _mapping(whole: Mapping[str, Any], key: str, path: str) -> Mapping[str, Any]:
