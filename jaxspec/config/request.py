@@ -86,7 +86,8 @@ class StructuredOutput:
     - `choice`: the texts to choose from.
     - `grammar`: a context-free grammar, in Lark's syntax or as GBNF (llama.cpp's EBNF).
     - `whitespace_pattern`: with `json`, a regular expression of what may stand between its parts; "" is nothing.
-
+    - `strict`: with `json`, refuse a schema of which a part can't be enforced exactly. Otherwise `oneOf` whose options
+      may overlap is `anyOf`, and `uniqueItems` is left to the model.
     - `name`: the field that errors name, as the client wrote it, in place of one of the first four.
 
     **Attributes:** `kind`, which of the four it is; `text`, that as text; `prefix`, see `after`; `field`, its `name` or
@@ -100,6 +101,7 @@ class StructuredOutput:
     choice: InitVar[Sequence[str] | None] = None
     grammar: InitVar[str | None] = None
     whitespace_pattern: str | None = None
+    strict: bool = False
     name: str | None = field(default=None, compare=False)
     kind: str = field(init=False)
     text: str = field(init=False, repr=False)

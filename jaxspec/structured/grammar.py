@@ -12,7 +12,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
@@ -21,6 +20,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from jaxspec.checkpoint import Model
 from jaxspec.config.request import RequestError, StructuredOutput
 from jaxspec.structured.limits import Watch, check
+from jaxspec.structured.lowering import lower
 from jaxspec.structured.masks import ALL, allows, only, without
 from jaxspec.structured.programs import words
 from jaxspec.structured.regex import JSON_SPACE, with_classes
@@ -29,13 +29,6 @@ from jaxspec.text.tokenizer import Tokenizer
 IDLE = 128  # matchers of ended completions kept for a grammar, some 30 KiB each
 KEPT = 64  # compiled grammars: agents send the same schemas again and again
 WHITESPACE = r"[ \t\r\n]{1,64}"  # between a JSON text's parts: without an end, some models write nothing else
-FORMATS = frozenset(  # of all drafts
-    {
-        *("color", "date", "date-time", "duration", "email", "hostname", "host-name", "idn-email", "idn-hostname"),
-        *("ip-address", "ipv4", "ipv6", "iri", "iri-reference", "json-pointer", "phone", "regex"),
-        *("relative-json-pointer", "style", "time", "uri", "uri-reference", "uri-template", "utc-millisec", "uuid"),
-    }
-)
 LIMITS = LLParserLimits(verbose_errors=False)
 NOWHERE = -1  # in a round: the row of a token that no draft stands for
 
@@ -233,27 +226,13 @@ def source(wanted: StructuredOutput) -> str:
     if wanted.kind == "json":
         space = WHITESPACE if wanted.whitespace_pattern is None else wanted.whitespace_pattern
         options = {"whitespace_pattern": with_classes(space, JSON_SPACE)} if space else {"whitespace_flexible": False}
-        schema = json.loads(wanted.text)
-        _drop_unknown_formats(schema)
-        return LLMatcher.grammar_from_json_schema(schema, overrides=options)
+        schema = lower(json.loads(wanted.text), strict=wanted.strict)
+        return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
     if wanted.kind == "regex":
         return LLMatcher.grammar_from_regex(with_classes(wanted.text))
     if wanted.kind == "choice":
         return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(wanted.text))))
     return LLMatcher.grammar_from_lark(any_to_lark(wanted.text))  # of text that isn't GBNF, that changes nothing
-
-
-def _drop_unknown_formats(schema: dict[str, Any]) -> None:
-    """Formats that no draft defines say nothing, by JSON Schema itself; the library would refuse them."""
-    waiting: list[Any] = [schema]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, list):
-            waiting += value
-        elif isinstance(value, dict):
-            if isinstance(value.get("format"), str) and value["format"] not in FORMATS:
-                del value["format"]
-            waiting += [inner for key, inner in value.items() if key not in ("const", "enum", "default", "examples")]
 
 
 def behind(base: str, opens: str, closes: str, tokens: Mapping[str, int]) -> str:

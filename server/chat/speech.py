@@ -132,7 +132,7 @@ class Formats:
     def messages(self, body: ChatRequest) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
         """The messages and tools for the chat template. **Raises:** `RequestError` if it can't show them."""
         messages = [message.as_dict() for message in body.messages]
-        tools = body.tools if body.tool_choice != "none" else None
+        tools = [_shown(tool) for tool in body.tools or ()] if body.tool_choice != "none" else None
         if tools and self.tools is None:
             raise RequestError(
                 "tools need a tool call parser, and this server has none for its model; start it with "
@@ -172,6 +172,11 @@ class Formats:
             return None
         tail = tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False).rstrip()
         return "prompt" if tail.endswith(kind.OPENS) else "off" if tail.endswith(kind.CLOSES) else None
+
+
+def _shown(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as templates write it: `strict` is for the grammar alone."""
+    return {**tool, "function": {key: value for key, value in tool["function"].items() if key != "strict"}}
 
 
 def why_no_chat(tokenizer: Tokenizer | None, vocab_size: int) -> str | None:

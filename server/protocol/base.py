@@ -4,6 +4,7 @@ elements are read."""
 from __future__ import annotations
 
 import difflib
+from collections.abc import Collection
 from typing import Annotated, Any, ClassVar, TypedDict
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -57,6 +58,12 @@ def must_be(kind: type, what: str) -> BeforeValidator:
         return value
 
     return BeforeValidator(check)
+
+
+def refuse_unknown(given: dict[str, Any], known: Collection[str], where: str = "") -> None:
+    """**Raises:** `RequestError` naming a field of `given` that isn't `known`. One that is null isn't there."""
+    if unknown := sorted(key for key, value in given.items() if value is not None and key not in known):
+        raise RequestError(f"{where}unknown field {unknown[0]!r}; known: {', '.join(known)}", unknown[0])
 
 
 def _bounds() -> dict[str, dict[str, float]]:

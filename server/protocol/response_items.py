@@ -10,7 +10,7 @@ from typing import Annotated, Literal, NotRequired
 from pydantic import Field
 
 from server.protocol.base import Object, Open
-from server.protocol.structured import NAMED_SCHEMA
+from server.protocol.structured import NAMED_SCHEMA, OBJECT
 from server.protocol.tools import MAX_TOOLS, Name, ToolFunction
 
 MAX_ITEMS = 4096
@@ -74,7 +74,12 @@ Choice = Literal["auto", "none", "required"] | _Chosen
 
 FORMAT = {
     "anyOf": [
-        {"properties": {"type": {"enum": ["text", "json_object"]}}, "required": ["type"]},
+        {"properties": {"type": {"const": "text"}}, "required": ["type"], "additionalProperties": False},
+        {
+            "properties": {"type": {"const": "json_object"}, "schema": OBJECT},
+            "required": ["type"],
+            "additionalProperties": False,
+        },
         {
             "properties": {"type": {"const": "json_schema"}, **NAMED_SCHEMA},
             "required": ["type", "name"],
