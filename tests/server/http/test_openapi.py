@@ -128,7 +128,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         {"type": "namespace", "name": "a", "description": "b", "tools": [{"type": "function", "name": "f"}]},
         {"type": "custom", "name": "c", "format": {"type": "grammar", "syntax": "lark", "definition": "start: /a/"}},
         {"type": "mcp", "server_label": "m"},
-    ], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "custom", "name": "c"}]}}),
+    ], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp"}]}}),
     ("/v1/responses", {"input": [
         ITEM, {**CALL, "namespace": "a"}, {"type": "custom_tool_call", "call_id": "d", "name": "c", "input": "x"},
         {"type": "custom_tool_call_output", "call_id": "d", "output": "y"},
