@@ -147,6 +147,12 @@ def check_drafter(options: EngineConfig) -> None:
             mtp.check(target, options.load_format)
 
 
+def check_devices(options: EngineConfig) -> None:
+    """**Raises:** `ConfigError` as a start would for these options on several devices, before any model is found."""
+    method = options.draft.partition("?")[0].partition(":")[0]
+    _check_devices(Combined if combined.parts(options.draft) else DRAFTERS.get(method, MtpModules), options)
+
+
 def _check_devices(cls: type[Drafter], options: EngineConfig) -> None:
     """**Raises:** `ConfigError` for a drafter, or an option of one, that can't be divided among several devices."""
     if options.tp_size == 1:

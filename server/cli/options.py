@@ -8,18 +8,23 @@ import math
 import shlex
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import yaml
+from huggingface_hub import try_to_load_from_cache
 
 import jaxspec
-from jaxspec import ConfigError, EngineConfig
+from jaxspec import CheckpointError, ConfigError, EngineConfig
+from jaxspec.checkpoint.shards import read_json
 from jaxspec.cli import called
 from jaxspec.config.flags import add_engine_flags, checked, engine_options, natural, positive
-from jaxspec.config.foreign_flags import ELSEWHERE, SEVERAL_GPUS, SWITCHES, meant
+from jaxspec.config.foreign_flags import ELSEWHERE, SEVERAL_GPUS, SWITCHES, meant, unabbreviated
 from jaxspec.config.options import flag
+from jaxspec.drafters.loading import check_devices
+from jaxspec.drafters.registry import entries
+from jaxspec.models.model_config import ModelConfig
 from server import logs
-from server.cli.translate import name_of, pairs, translate, without_launcher
+from server.cli.translate import environment, full_name, name_of, pairs, translate, without_launcher
 from server.http.cors import add_cors_flags
 from server.parsers import PARSERS, REASONING_PARSERS
 
@@ -182,12 +187,14 @@ def _parse_known(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpar
 
 def _spelt(name: str, argv: Sequence[str]) -> str:
     """A flag as it was typed."""
-    return next(word.partition("=")[0] for word in argv if word.startswith("-") and name_of(word) == name)
+    return next(
+        word.partition("=")[0] for word in argv if word.startswith("-") and name in (name_of(word), full_name(word))
+    )
 
 
 def _from_elsewhere(name: str) -> bool:
     """Whether a flag of that name has another name here."""
-    return name.partition(".")[0] in ELSEWHERE
+    return unabbreviated(name.partition(".")[0]) in ELSEWHERE
 
 
 def _without_one_gpu(argv: Sequence[str]) -> list[str]:
@@ -211,9 +218,12 @@ def _translation(parser: argparse.ArgumentParser, argv: Sequence[str]) -> str:
     actions = {name_of(name): action for name, action in _flags(parser).items() if name not in ("--help", "--version")}
     known = {name: (action.nargs != 0, action.choices) for name, action in actions.items()}
     words, left = translate(argv, known, lambda words: _refusal(parser, words))
-    command = shlex.join([*called("serve", "server").split(), *words])
+    kept = [
+        f"{name}={shlex.quote(value)} " for name, _, value in (word.partition("=") for word in environment(argv)[0])
+    ]
+    command = "".join(kept) + shlex.join([*called("serve", "server").split(), *words])
     lines = ["\nIn jaxspec's flags:", f"  {command}", *(f"left out: {each}" for each in left)]
-    if why := _refusal(parser, words, check_hosts):
+    if why := _refusal(parser, words, check_hosts) or _refused_later(parser, words):
         lines.append(f"to be changed: {why}")
     return "\n".join(lines)
 
@@ -230,6 +240,43 @@ def _refusal(
     except (UsageError, ConfigError) as error:
         return str(error)
     return None
+
+
+def _refused_later(parser: argparse.ArgumentParser, argv: Sequence[str]) -> str | None:
+    """Why a start would refuse this command line, as far as that shows without a download; None: it doesn't."""
+    options = EngineConfig(**engine_options(_parse_known(parser, argv)))
+    for method, target, known in entries():
+        if known.source and known.source.lower() == options.model.lower():
+            return _drafter_alone(options.model, target, f"{method}:{known.source}")
+    try:
+        check_devices(options)
+    except ConfigError as error:
+        return str(error)
+    try:
+        hf = _config_at_hand(options)
+        if "speculators_config" in hf or (not hf and "-speculator" in options.model):  # vLLM's form of one argument
+            verifier = (hf.get("speculators_config") or {}).get("verifier") or {}
+            return _drafter_alone(options.model, str(verifier.get("name_or_path", "TARGET")), options.model)
+        if hf:
+            ModelConfig.from_hf(hf)
+    except (ConfigError, CheckpointError) as error:
+        return f"--model {options.model}: {error}"
+    return None
+
+
+def _drafter_alone(model: str, target: str, draft: str) -> str:
+    return f"--model {model} is a drafter; name its target as the model: --model {target} --draft {draft}"
+
+
+def _config_at_hand(options: EngineConfig) -> dict[str, Any]:
+    """The config.json of the model's folder, or of what was downloaded before; {} for neither."""
+    file = Path(options.model).expanduser() / "config.json"
+    if not file.is_file():
+        try:
+            file = try_to_load_from_cache(options.model, "config.json", revision=options.revision)
+        except ValueError:  # no hub id
+            return {}
+    return read_json(Path(file)) if isinstance(file, str | Path) else {}
 
 
 def _from_file(parser: argparse.ArgumentParser, path: str) -> list[str]:
@@ -262,8 +309,13 @@ def _words_of(place: str, name: str, action: argparse.Action, node: yaml.Node) -
         if kind != "bool":
             raise UsageError(f"{place} takes true or false, got {node.value if kind not in ('seq', 'map') else kind}")
         return [name] if node.value.lower() in ("true", "yes", "on") else []
-    if kind == "seq" and action.metavar == "LIST" and all(isinstance(each, yaml.ScalarNode) for each in node.value):
-        return [f"{name}={json.dumps([each.value for each in node.value])}"]
+    if (
+        kind == "seq"
+        and action.metavar in ("LIST", "SIZES")
+        and all(isinstance(e, yaml.ScalarNode) for e in node.value)
+    ):
+        values = [each.value for each in node.value]
+        return [f"{name}={json.dumps(values) if action.metavar == 'LIST' else ','.join(values)}"]
     if not isinstance(node, yaml.ScalarNode):
         raise UsageError(f"{place} takes one value, got a {'list' if kind == 'seq' else 'mapping'}")
     return [f"{name}={node.value}"]

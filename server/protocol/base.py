@@ -11,6 +11,14 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from jaxspec.config.request import INTEGERS, NUMBERS, POSITIVE, TINY, RequestError, shown
 
+# Fields of other servers, and how this one takes the same.
+ELSEWHERE = {
+    **dict.fromkeys(
+        ("enable_thinking", "thinking"),
+        'templates with such a switch take it as "chat_template_kwargs": {"enable_thinking": false}',
+    ),
+    **dict.fromkeys(("penalty_score", "repeat_penalty"), "here it is repetition_penalty"),
+}
 REQUEST_ID = r"[A-Za-z0-9._:/+=@-]{1,128}"  # of a client
 MAX_NAME = 64  # characters of an unknown field for which a known one is sought that is spelt alike
 
@@ -127,5 +135,6 @@ class Body(BaseModel):
             else:
                 near = difflib.get_close_matches(name, known, n=1) if len(name) <= MAX_NAME else ()
                 hint = f"did you mean {near[0]}?" if near else f"known fields: {', '.join(sorted(known))}"
+                hint = ELSEWHERE.get(name, hint)
                 raise RequestError(f"unknown field {name!r}; {hint}", name)
         return kept

@@ -21,7 +21,7 @@ from server.protocol.base import BOUNDS, REQUEST_ID, Body, Integer, TokenId, at_
 from server.protocol.described import add_rules, any_of, is_true, null
 from server.protocol.structured import ONE_GRAMMAR, StructuredFields
 
-StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+StopString = Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
 Stop = StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)]
 BiasedToken = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
 Biases = Annotated[dict[BiasedToken, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_LOGIT_BIAS)]
@@ -33,7 +33,7 @@ def _stop(value: Any) -> list[str]:
         raise RequestError(f"takes at most {MAX_STOPS} strings, got {len(strings)}")
     if not isinstance(strings, list) or not all(isinstance(item, str) for item in strings):
         raise RequestError(f"must be a string or a list of strings, got {shown(value)}")
-    return [check_text(item) for item in strings]
+    return [check_text(item) for item in strings if item]  # an empty one is none
 
 
 def _logit_bias(value: Any) -> dict[int, float]:
