@@ -29,10 +29,13 @@ def id_maps(offsets: np.ndarray | None, size: int, vocab_size: int, source: str)
 
     Where a token of the target has none, `draft_ids` is `size`. Without offsets (dummy weights), ids are spread evenly.
 
-    **Raises:** `CheckpointError` for an id that the target lacks, or that two draft tokens share.
+    **Raises:** `CheckpointError` for an id that the target lacks, or that two draft tokens share, and for offsets that
+    aren't whole numbers.
     """
     own = np.arange(size, dtype=np.int64)
-    ids = own * vocab_size // size if offsets is None else own + offsets
+    if offsets is not None and offsets.dtype.kind not in "iu":
+        raise CheckpointError(f"{source}: d2t is stored as {offsets.dtype}; it must be whole numbers")
+    ids = own * vocab_size // size if offsets is None else own + offsets.astype(np.int64)
     if (ids < 0).any() or (ids >= vocab_size).any():
         i = int(np.argmax((ids < 0) | (ids >= vocab_size)))
         raise CheckpointError(f"{source}: d2t maps draft token {i} to {ids[i]}; the target has {vocab_size} tokens")
