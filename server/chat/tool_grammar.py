@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxspec.config.request import RequestError, StructuredOutput
+from jaxspec.structured.schema import types
 from server.parsers import PARSERS, REASONING_PARSERS
 from server.parsers.hermes import Hermes
 from server.parsers.llama3_json import Llama3Json
 from server.parsers.mistral import Mistral
-from server.parsers.qwen3_coder import Qwen3Coder, types
+from server.parsers.qwen3_coder import Qwen3Coder
 from server.parsers.think import Think
 
 # JSON as models are shown it, which leaves nothing to choose between its parts
@@ -141,7 +142,7 @@ def _xml(lark: _Lark, function: Mapping[str, Any]) -> str:
     parts = [lark.literal(f"<function={function['name']}>\n")]
     for key, wanted in (schema.get("properties") or {}).items():
         opening = lark.literal(f"<parameter={key}>\n")
-        if "string" not in types(wanted):
+        if "string" not in types(wanted, schema):
             definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
             value = f"{lark.json({**definitions, **wanted})} {lark.literal(chr(10) + '</parameter>')}"
         elif options := _texts(wanted):
