@@ -194,6 +194,11 @@ def why_no_chat(tokenizer: Tokenizer | None, vocab_size: int) -> str | None:
     return None
 
 
+def was_cut(last: Delta) -> bool:
+    """Whether a choice, by its last delta, ended before the model ended it: at a limit or a stop of the request's."""
+    return last.finish_reason != "stop" or last.stop_reason is not None
+
+
 class Calls:
     """The calls of one choice, as far as they have come: `any`, and the arguments of the last."""
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxspec.config.request import Delta, SamplingParams, TokenLogprobs
-from server.chat.speech import Calls, Speech
+from server.chat.speech import Calls, Speech, was_cut
 from server.parsers import ARGUMENTS, CALL, CONTENT, REASONING, Piece
 from server.protocol.response_tools import INPUT, Origin
 from server.replies.custom_input import CustomInput
@@ -99,7 +99,7 @@ class ResponsesReply:
         self._untold += delta.logprobs or ()
         pieces = self._parser.push(delta.text)
         if delta.finish_reason is not None:
-            pieces += self._parser.finish()
+            pieces += self._parser.finish(was_cut(delta))
         pieces = self._speech.kept(pieces)
         self._calls.add(pieces)
         events = "".join([self._take(piece) for piece in pieces])

@@ -344,9 +344,9 @@ def test_the_store_forgets_what_was_used_longest_ago():
     assert small.get("a") is None and all(small.get(name) for name in names[1:])
     small.put({"id": "z"}, [{"text": "x" * 100}])
     assert small.get("z") is None and small.get("b") is not None, "what is too large displaces nothing"
-    small.put({"id": "d"}, [{"id": "item", "text": "x"}])
-    assert small.item("item") == {"id": "item", "text": "x"} and small.item("other") is None
-    assert small.remove("d") and small.item("item") is None
+    store.put({"id": "d"}, [{"id": "item", "text": "x"}])
+    assert store.item("item") == {"id": "item", "text": "x"} and store.item("other") is None
+    assert store.remove("d") and store.item("item") is None
     assert small.remove("b") and not small.remove("b")
 
 
