@@ -187,6 +187,7 @@ def test_an_output_shows_its_first_completion():
     ("logit_bias", [1, 2]),
     ("ignore_eos", 3),
     ("speculative", "no"),
+    ("fixed_drafts", 1),
     ("skip_special_tokens", 0),
     ("include_stop_str_in_output", "yes"),
 ])  # fmt: skip
