@@ -42,9 +42,9 @@ async function answer(messages, text) {
       list();
     }
     if (current !== conversation) return; // another was opened meanwhile
-    if (reply.anything) finish(turn, current.messages.length - 1, request);
-    else if (error) giveBack(text);
-    context(reply.usage);
+    finishLast(reply.anything ? request : null);
+    if (!reply.anything && error) giveBack(text);
+    if (reply.usage) context(reply.usage);
     if (error?.status === 401) goTo("key");
     follow();
   });
@@ -74,8 +74,7 @@ export function open(conversation) {
   delete conversation.deleted;
   current = conversation;
   draw(current.messages);
-  const last = current.messages.length - 1;
-  if (current.messages[last]?.shown) finish($("log").lastChild, last);
+  finishLast();
   context(current.messages.findLast((message) => message.shown)?.shown.usage);
   list();
   document.querySelector("main").scrollTop = 1e9;
@@ -115,24 +114,27 @@ function tools(...buttons) {
   return bar;
 }
 
-/* The last reply can be made anew, and its calls answered; if it has no drafts, it says so. */
-function finish(node, at, request) {
+/* The last reply can be made anew, and its calls answered; if most of it came without drafts, it says so. */
+function finishLast(request) {
+  const at = current.messages.length - 1;
   const message = current.messages[at];
+  if (message?.role !== "assistant") return;
+  const node = $("log").children[at];
   node.querySelector(":scope > .tools")?.remove();
   const again = button("Regenerate", "Make this reply anew", () => answer(current.messages.slice(0, at)));
   node.append(tools(copier(() => message.content, "Copy this reply"), again));
-  if (request && node.reply.undrafted) node.append(rested(request, at));
+  if (request && node.reply.rested) node.append(rested(request, at));
   if (message.tool_calls) node.append(results(message.tool_calls));
 }
 
-/* Why a reply has no drafts, and a way to get them. */
+/* Why a reply came without drafts, or most of it, and a way to get them. */
 function rested(request, at) {
   const told = element("p", "notice small");
   if (request.speculative === false) told.append("Drafts are off. ");
   else if (drafter() === "none") {
     told.append("This server has no drafter; start it with --draft ngram, for example.");
     return told;
-  } else if (request.fixed_drafts) told.append("The drafter had nothing to propose here.");
+  } else if (request.fixed_drafts) told.append("The drafter had nothing to propose for most of this reply.");
   else told.append("Drafts rest: at this load the server finds plain decoding faster. ");
   if (!request.fixed_drafts) {
     const ask = button("Ask for drafts", "", () => {

@@ -25,6 +25,7 @@ export const start = () => verdict(VERDICT, explain($("order").value));
 export async function compare(text) {
   const order = $("order").value;
   const replies = {};
+  const seed = Math.floor(Math.random() * 2 ** 31);
   const asked = (drafts, more) => {
     const { fixed_drafts: _, speculative: __, ...rest } = body([{ role: "user", content: text }], {
       ...($("seed").value === "" && { seed }),
@@ -33,7 +34,6 @@ export async function compare(text) {
     });
     return { ...rest, ...DRAFTS[drafts], ...more };
   };
-  const seed = Math.floor(Math.random() * 2 ** 31);
   const watch = () => {
     const longest = Math.max(...Object.values(replies).map((reply) => reply.elapsed));
     for (const [side, reply] of Object.entries(replies)) {

@@ -1,7 +1,10 @@
 /* Markdown as the model writes it, rendered.
 
    Invariant: the result has the elements and attributes listed here and no others, links lead to the web or to mail,
-   and nothing is loaded. Raw HTML in the text is shown as text. */
+   and nothing is loaded. Raw HTML in the text is shown as text.
+
+   vendor/ has marked (npm's lib/marked.esm.js) and DOMPurify (dist/purify.min.js) as published, but for the line that
+   names a source map. Their first lines say the versions. */
 
 import { Marked } from "./vendor/marked.js";
 import "./vendor/purify.js"; // sets globalThis.DOMPurify
@@ -30,8 +33,9 @@ const marked = new Marked({
   },
 });
 
-/* Returns a fragment of the document. */
-export function rendered(text) {
+/* Returns a fragment of the document. An answer that is a JSON object, or a list of them, is shown as code. */
+export function rendered(answer) {
+  const text = /^\s*(\[\s*)?\{/.test(answer) ? `~~~~~~json\n${answer}\n~~~~~~` : answer;
   const fragment = DOMPurify.sanitize(marked.parse(text), ALLOWED);
   for (const link of fragment.querySelectorAll("a[href]")) {
     link.title = link.getAttribute("href"); // where it leads, whatever its text says

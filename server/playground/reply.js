@@ -98,6 +98,11 @@ export class Reply {
     return this.tokens.length > this.inFirst ? (this.tokens.length - this.inFirst) / (this.lastAt - this.firstAt) : NaN;
   }
 
+  /* Whether drafts might have been made, and most tokens came without any. */
+  get rested() {
+    return this.tokens.length > 1 && 2 * this.counts.plain > this.tokens.length;
+  }
+
   /* Whether drafts might have been made and none was. */
   get undrafted() {
     return this.tokens.length > 1 && this.counts.plain === this.tokens.length;

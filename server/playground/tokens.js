@@ -27,10 +27,11 @@ export function colour(fragment, pieces) {
   for (const node of nodes) {
     const owned = [];
     for (const line of node.data.split(/(?<=\n)/)) {
-      const at = source.indexOf(line, position);
-      if (at >= 0 && line.trim()) {
-        for (let i = 0; i < line.length; i++) owned.push(owners[at + i]);
-        position = at + line.length;
+      const text = line.replace(/\n$/, ""); // code ends in a line break that the model may not have written
+      const at = source.indexOf(text, position);
+      if (at >= 0 && text.trim()) {
+        for (let i = 0; i < line.length; i++) owned.push(source[at + i] === line[i] ? owners[at + i] : null);
+        position = at + text.length;
       } else {
         for (const char of line.split("")) {
           const found = source.indexOf(char, position);

@@ -216,6 +216,14 @@ def test_markdown_is_rendered_and_coloured(window, fake):
     assert "".join(text for text, _ in tokens(window, "#log")) == MARKDOWN, "and token by token it is all there"
 
 
+def test_an_answer_in_json_is_shown_as_code(window, fake):
+    fake.text = '{"city": "Paris"\n,\n"country": "*France*"}'
+    say(window, "hello")
+    idle(window)
+    assert shown(window, "#log .rendered pre") == [f"{fake.text}\n"]
+    assert "".join(text for text, _ in tokens(window, "#log")) == fake.text
+
+
 HOSTILE = """\
 <script>window.hit = 1</script><img src=x onerror="window.hit = 2">
 
@@ -318,7 +326,7 @@ def test_a_setting_that_is_no_json_is_said_and_shown(window, fake):
 
 
 def test_where_drafts_rest_the_page_says_so_and_asks(window, fake, monkeypatch):
-    monkeypatch.setattr(rules, "TOKEN_SOURCES", ("plain",))
+    monkeypatch.setattr(rules, "TOKEN_SOURCES", ("plain", "plain", "bonus"))  # none but before they rested
     monkeypatch.setattr(fake, "config", replace(fake.config, draft="eagle3"))
     window.run("return import('./playground/status.js').then((m) => m.poll())")
     settings(window, drafts="server")
@@ -455,6 +463,10 @@ def test_an_error_is_a_sentence_and_the_message_given_back(window, fake):
     assert told.startswith("The engine stopped on RuntimeError") and told.endswith(".") and "secret" not in told
     assert window.run("return document.getElementById('prompt').value") == "hello"
     assert shown(window, "#conversations li") == []
+    fake.error = None
+    say(window, "")
+    idle(window)
+    assert tokens(window, "#log") == COLOURED and shown(window, "#log [role=alert]") == []
     assert all("503" in line for line in window.console()), "which the browser itself notes"
 
 
