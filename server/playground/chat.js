@@ -27,7 +27,7 @@ async function answer(messages, text) {
     request = body(conversations.plain(messages));
   } catch (error) {
     new Reply(turn).end(error);
-    giveBack(text);
+    failed(turn, text);
     if (error instanceof FieldError) goTo(error.field);
     return;
   }
@@ -42,15 +42,20 @@ async function answer(messages, text) {
       list();
     }
     if (current !== conversation) return; // another was opened meanwhile
-    finishLast(reply.anything ? request : null);
-    if (!reply.anything && error) giveBack(text);
+    if (reply.anything) finishLast(request);
+    else if (error) failed(turn, text);
     if (reply.usage) context(reply.usage);
     if (error?.status === 401) goTo("key");
     follow();
   });
 }
 
-function giveBack(text) {
+/* Shows the conversation as it still is, below it the error, and gives the message back. */
+function failed(turn, text) {
+  draw(current.messages);
+  finishLast();
+  $("log").append(turn);
+  $("welcome").hidden = true;
   if (text && !$("prompt").value) $("prompt").value = text;
 }
 

@@ -356,6 +356,11 @@ def test_a_message_is_edited_and_a_reply_made_anew(window, fake):
     idle(window)
     assert shown(window, "#log .asked p") == ["three"] and shown(window, "#log .text") == ["anew\n"]
     assert "one" not in prompt_of(fake.started[-1]) and "three" in prompt_of(fake.started[-1])
+    fake.error = RuntimeError("a secret")
+    window.run("document.querySelector('[aria-label^=\"Make this reply\"]').click()")
+    idle(window)
+    assert shown(window, "#log .text")[0] == "anew\n" and len(shown(window, "#log [role=alert]")) == 1, "it stays"
+    window.console()  # the browser notes the 503
 
 
 def test_conversations_are_kept_until_they_are_deleted(window, url, fake):
