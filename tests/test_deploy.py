@@ -50,6 +50,7 @@ def test_the_image_copies_what_is_there_and_sent():
 
 @pytest.mark.parametrize("path,kept", [
     ("server/playground/index.html", True),
+    ("server/playground/vendor/purify.js", True),
     ("jaxspec/drafters/shipped/smollm2-135m-instruct-eagle3/config.json", True),
     ("jaxspec/__pycache__/engine.cpython-312.pyc", False),
     (".git/config", False),

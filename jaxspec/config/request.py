@@ -233,6 +233,7 @@ class SamplingParams:
     - `repetition_penalty`: divides (multiplies, if negative) the logits of tokens in prompt or output; 1 is off.
     - `logit_bias`: token id -> number added to its logit.
     - `speculative`: False decodes this request without drafts.
+    - `fixed_drafts`: rounds with this request have all drafts, as with `--draft-policy fixed`.
     - `token_sources`: report of each token how it came, one of `TOKEN_SOURCES`.
     - `structured`: a grammar that the text follows, a `StructuredOutput`. It ends where the grammar does. Everything
       else means what it means without; with `ignore_eos`, the text doesn't end before it must.
@@ -261,6 +262,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     speculative: bool = True
+    fixed_drafts: bool = False
     token_sources: bool = False
     structured: StructuredOutput | None = None
 
@@ -296,10 +298,12 @@ class SamplingParams:
                 raise RequestError(
                     f"logit_bias takes numbers from -100 to 100, got {shown(bias)} for the token {token}", "logit_bias"
                 )
+        if self.fixed_drafts and not self.speculative:
+            raise RequestError("fixed_drafts asks for drafts and speculative: false for none; send one", "fixed_drafts")
         if self.structured is not None and not isinstance(self.structured, StructuredOutput):
             raise RequestError(f"structured takes a StructuredOutput, got {self.structured!r}", "structured")
-        switches = ("ignore_eos", "speculative", "skip_special_tokens", "include_stop_str_in_output", "token_sources")
-        for name in switches:
+        switches = ("ignore_eos", "speculative", "fixed_drafts", "token_sources")
+        for name in (*switches, "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, got {shown(getattr(self, name))}", name)
 

@@ -47,7 +47,7 @@ class Request:
     stop_ids: frozenset[int]
     limit: int
     mode: str  # the first of `programs.MODES` that serves it
-    seeded: bool  # it samples under a seed that was given, so its text must not depend on other requests
+    fixed_drafts: bool  # as asked, or it samples under a seed: its text must not depend on other requests
     added: float
     matchers: list[Matcher] | None = None  # of its completions, if a grammar constrains them
     choices: list[Choice] = field(default_factory=list)
@@ -75,6 +75,7 @@ class Intake:
             )
         stop_ids = self._stop_ids(params)
         limit = self.scheduler.check(len(tokens), params.max_tokens, params.min_tokens)
+        seeded = params.seed is not None or self.config.seed is not None
         return Request(
             id=request_id or secrets.token_hex(8),
             prompt=prompt if isinstance(prompt, str) else None,
@@ -84,7 +85,7 @@ class Intake:
             stop_ids=stop_ids,
             limit=limit,
             mode=_mode(params),
-            seeded=params.temperature > 0 and not (params.seed is None and self.config.seed is None),
+            fixed_drafts=params.fixed_drafts or (params.temperature > 0 and seeded),
             added=time.monotonic(),
             matchers=None if params.structured is None else self._matchers(params),
         )

@@ -137,7 +137,7 @@ class Engine:
         for index in range(params.n):  # all of them are made before the scheduler sees one
             seq = SequenceState(list(request.tokens), len(request.tokens), request.limit)
             seq.score = request.prompt_logprobs is not None and index == 0
-            seq.stepwise, seq.seeded = request.matchers is not None, request.seeded
+            seq.stepwise, seq.fixed_drafts = request.matchers is not None, request.fixed_drafts
             how = {"min_tokens": params.min_tokens, "prompt_ids": request.tokens, "kept": params.kept_special_tokens}
             how |= {"skip_special_tokens": params.skip_special_tokens, "keep_stop": params.include_stop_str_in_output}
             detokenizer = Detokenizer(self.tokenizer, params.stop, **how) if self.tokenizer else None
@@ -240,9 +240,10 @@ class Engine:
         """How many drafts a round has, and the group of programs it was chosen from; None if there was no choice.
 
         Where a drafter gives probabilities, sampled text depends on how many drafts there are, though its distribution
-        doesn't. So none is chosen beside a request that samples under a seed: its text must not depend on the load.
+        doesn't. So none is chosen beside a request that samples under a seed: its text must not depend on the load. Nor
+        beside one that asks for `fixed_drafts`.
         """
-        if self.chooser is None or any(seq.owner.request.seeded for seq in seqs):
+        if self.chooser is None or any(seq.owner.request.fixed_drafts for seq in seqs):
             return self.runner.drafts[-1], None
         name = of_rounds(rounds)
         chosen = group(name, mode, fit(len(seqs), sizes_of(self.runner.shapes, name, mode)))

@@ -355,7 +355,7 @@ class Scheduler:
         seq.source, seq.points = None, []
         shares = self.prefix_cache and not seq.score
         # The last position is always computed: a first token, or a drafter, needs more of it than its keys and values.
-        missed = self.resting and not seq.seeded
+        missed = self.resting and not seq.fixed_drafts
         pages, node = self.tree.match(seq.keys, self._due(seq) - 1, missed) if shares else ([], self.tree.root)
         missing = self._missing(seq, 2) - len(pages)  # up to the first round, and what comes before it yields a token
         # One page on top for each that runs: admitting into the last pages would only get someone preempted at once.

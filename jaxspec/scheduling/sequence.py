@@ -34,7 +34,7 @@ class SequenceState:
     - `score`: log-probabilities of the prompt are requested, so all of it is computed: no cached prefix, chunks of at
       most `score_tokens`, each alone in its prefill. Cleared by the engine once it has them.
     - `stepwise`: no program runs several of its rounds.
-    - `seeded`: it samples under a seed, so its text depends on its drafts, and it never goes without.
+    - `fixed_drafts`: it never goes without drafts, as asked or because a seed's text depends on them.
     - `overridden`: for prompt positions whose embedding isn't their token's, a key of what it is instead, 64 bits.
     - `salt`: a key of what else its keys and values depend on, 64 bits; 0: of nothing else.
     - `drafter_seen`: positions that the drafter has seen, if it missed what came then; None: it misses nothing. Set by
@@ -53,7 +53,7 @@ class SequenceState:
     owner: Any = field(default=None, repr=False)
     score: bool = False
     stepwise: bool = False
-    seeded: bool = False
+    fixed_drafts: bool = False
     overridden: Mapping[int, int] = field(default_factory=dict, repr=False)
     salt: int = 0
     drafter_seen: int | None = None

@@ -1,10 +1,10 @@
 """Gate before the routes: the API key, the size of a body, the request's id, and the log of refusals.
 
 Pure ASGI, because a wrapper that reads the request (Starlette's BaseHTTPMiddleware) would hide a client's disconnect.
-Invariants: with a key set, nothing but `OPEN_PATHS` answers a request that doesn't carry it; without, pages of other
-origins are kept away (`origin`). Every response has an
-`X-Request-Id`, and one that isn't a success has a line in the log, or is counted in one: one line, of at most a few
-hundred characters, whatever the client sent, and no more lines than a disk can bear.
+Invariants: with a key set, nothing but `OPEN_PATHS` and `OPEN_FOLDER` answers a request that doesn't carry it; without,
+pages of other origins are kept away (`origin`). Every response has an `X-Request-Id`, and one that isn't a success has
+a line in the log, or is counted in one: one line, of at most a few hundred characters, whatever the client sent, and no
+more lines than a disk can bear.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ log = logging.getLogger("jaxspec.server")
 
 # Browsers, probes and scrapers rarely carry a key.
 OPEN_PATHS = ("/", "/health", "/ready", "/ping", "/health_generate", "/metrics")
+OPEN_FOLDER = "/playground/"
 MAX_BODY_BYTES = 64 * 2**20
 LINES = 60  # in each PERIOD
 PERIOD = 60.0  # seconds
@@ -96,7 +97,7 @@ class Gate:
             check_host(headers, self.hosts)
         if self.key is None:
             check_origin(method, path, headers, self.origins)
-        elif path not in OPEN_PATHS:
+        elif path not in OPEN_PATHS and not path.startswith(OPEN_FOLDER):
             scheme, _, given = headers.get("authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("latin-1"), self.key):
                 found = "the API key is wrong" if "authorization" in headers else "an API key is required"

@@ -143,6 +143,7 @@ class Generation(StructuredFields, Sampled):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     token_sources: bool | None = None
+    fixed_drafts: bool | None = None
     request_id: Id | None = None  # vLLM's: what the response's id ends in
     rid: Id | None = None  # SGLang's: the response's id
 
