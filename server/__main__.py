@@ -28,7 +28,7 @@ import jax
 import uvicorn
 
 from jaxspec import AsyncLLM, CheckpointError, ConfigError, EngineConfig
-from jaxspec.cli import called
+from jaxspec.cli import called, without_traceback
 from jaxspec.compiling.executable_store import source_digest
 from jaxspec.config.flags import engine_options
 from jaxspec.config.lazy_transformers import spare_torch
@@ -125,7 +125,7 @@ def _follow(args: argparse.Namespace) -> int:
 
 def run() -> NoReturn:
     """`main` as a process of its own, which ends even if a thread of it doesn't."""
-    status = main()
+    status = without_traceback(main)
     logging.shutdown()
     threads = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
     left = any(not thread.daemon or thread.name in WAITED_FOR for thread in threads)
