@@ -122,9 +122,9 @@ def walk(llm: LLM, chosen: list[Case], result: Result) -> list[Case]:
         compiled.append(case)
         for data, valid in case.instances:
             tokens = tokenizer.encode(json.dumps(data, ensure_ascii=False), add_special_tokens=False)
-            matcher = grammar.take()
+            lexer, matcher = grammar.take()
             accepted = matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
-            grammar.give_back(matcher)
+            grammar.give_back(lexer, matcher.is_error())
             counts[f"{'valid' if valid else 'invalid'}_{'accepted' if accepted else 'rejected'}"] += 1
     facts = {"schemas": len(chosen), "compiled": len(compiled), "slowest_compile_s": slowest, **counts}
     result.fact(**facts, refused=dict(refused.most_common()))

@@ -22,6 +22,7 @@ MAX_N = 128
 # own after all drafts of the round were accepted; as its own where nothing was drafted, like the first after a prompt.
 TOKEN_SOURCES = ("accepted", "corrected", "bonus", "plain")
 MAX_GRAMMAR, MAX_NESTING = 2**18, 64  # characters of a grammar, levels of a schema
+MAX_WHITESPACE = 1024  # characters of a whitespace pattern, which stands between any two parts of a text
 TINY = 1e-30  # the device's float32 makes nothing of numbers much smaller, and infinity of what is divided by them
 
 
@@ -55,6 +56,10 @@ class RequestError(ValueError):
     def __init__(self, message: str, param: str | None = None, code: str | None = None):
         super().__init__(message)
         self.param, self.code = param, code
+
+
+class Busy(RuntimeError):
+    """Refusal of a request that can't be served right now, for no fault of its own. Send it again later."""
 
 
 _short = reprlib.Repr(maxstring=60, maxlong=60, maxother=60)
@@ -120,9 +125,7 @@ class StructuredOutput:
         except ValueError as error:
             raise RequestError(f"{self.label} {error}", self.field) from None
         if len(text) > MAX_GRAMMAR:
-            raise RequestError(
-                f"{self.label} has {len(text)} characters, at most {MAX_GRAMMAR} are allowed", self.field
-            )
+            raise RequestError(f"{self.label} {_too_long(text)}", self.field)
         if self.whitespace_pattern is not None:
             if kind != "json":
                 raise RequestError(
@@ -132,6 +135,12 @@ class StructuredOutput:
             if not isinstance(self.whitespace_pattern, str):
                 raise RequestError(
                     f"whitespace_pattern must be a string, got {shown(self.whitespace_pattern)}", "whitespace_pattern"
+                )
+            if len(self.whitespace_pattern) > MAX_WHITESPACE:
+                raise RequestError(
+                    f"whitespace_pattern has {len(self.whitespace_pattern)} characters, at most {MAX_WHITESPACE} are "
+                    "allowed",
+                    "whitespace_pattern",
                 )
         object.__setattr__(self, "text", text)
 
@@ -153,10 +162,16 @@ class StructuredOutput:
         return behind
 
 
+def _too_long(text: str) -> str:
+    return f"has {len(text)} characters, at most {MAX_GRAMMAR} are allowed"
+
+
 def _schema(value: Any) -> str:
     if value is True:
         value = {"type": "object"}
     if isinstance(value, str):
+        if len(value) > MAX_GRAMMAR:  # before anyone reads it
+            raise ValueError(_too_long(value))
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:

@@ -12,12 +12,19 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxspec.config.json_values import shown
-from jaxspec.config.request import MAX_STOP_IDS, RequestError, RequestMetrics, SamplingParams, TokenLogprobs
+from jaxspec.config.request import (
+    MAX_STOP_IDS,
+    RequestError,
+    RequestMetrics,
+    SamplingParams,
+    StructuredOutput,
+    TokenLogprobs,
+)
 from jaxspec.engine.runner import Runner
 from jaxspec.rounds.programs import GREEDY, LOGPROBS, SAMPLED
 from jaxspec.scheduling.scheduler import Scheduler
 from jaxspec.scheduling.sequence import SequenceState
-from jaxspec.structured.grammar import Matcher
+from jaxspec.structured.grammar import Grammar, Matcher
 from jaxspec.text.detokenizer import Detokenizer
 from jaxspec.text.errors import TokenizerError
 
@@ -62,19 +69,34 @@ class Intake:
         self.scheduler = scheduler
         self._seeds = np.random.default_rng(self.config.seed)
 
+    def check(self, prompt: str | list[int], params: SamplingParams) -> None:
+        """Check a request as `prepare` does, but for its grammar. **Raises:** `RequestError`."""
+        self._checked(prompt, params)
+
+    def compile(self, wanted: StructuredOutput) -> Grammar:
+        """Compile a grammar, or find it compiled. Takes up to seconds: not for an event loop.
+
+        **Raises:** `RequestError` naming the field; `Busy` while others are compiled.
+        """
+        if self.grammars is not None:
+            return self.grammars.compile(wanted)
+        if self.config.disable_structured_output:
+            flag = "deterministic" if self.config.deterministic else "disable-structured-output"
+            why = f"this engine was started with --{flag}; start it without"
+        elif self.model.tokenizer is None:
+            why = (
+                f"{self.model.name} has no tokenizer, and a grammar needs one; add tokenizer.json to the model's folder"
+            )
+        else:
+            why = f"{self.model.name} names no end token, and a grammar needs one; add eos_token_id to its config"
+        raise RequestError(f"structured output can't be served: {why}", wanted.name or wanted.kind)
+
     def prepare(self, prompt: str | list[int], params: SamplingParams, request_id: str | None = None) -> Request:
         """Check a request against model and pool, and tokenise it. Touches no engine state.
 
-        **Raises:** `RequestError` for anything that could never be served.
+        **Raises:** `RequestError` for anything that could never be served; `Busy` as `compile`.
         """
-        tokens = self._tokens(prompt)
-        self._check_ids(tokens, params)
-        if params.stop and self.model.tokenizer is None:
-            raise RequestError(
-                "stop strings need a tokenizer, which this model doesn't have; use stop_token_ids", "stop"
-            )
-        stop_ids = self._stop_ids(params)
-        limit = self.scheduler.check(len(tokens), params.max_tokens, params.min_tokens)
+        tokens, stop_ids, limit = self._checked(prompt, params)
         seeded = params.seed is not None or self.config.seed is not None
         return Request(
             id=request_id or secrets.token_hex(8),
@@ -89,6 +111,18 @@ class Intake:
             added=time.monotonic(),
             matchers=None if params.structured is None else self._matchers(params),
         )
+
+    def _checked(self, prompt: str | list[int], params: SamplingParams) -> tuple[list[int], frozenset[int], int]:
+        """A request's tokens, end tokens and limit."""
+        tokens = self._tokens(prompt)
+        self._check_ids(tokens, params)
+        if params.stop and self.model.tokenizer is None:
+            raise RequestError(
+                "stop strings need a tokenizer, which this model doesn't have; use stop_token_ids", "stop"
+            )
+        stop_ids = self._stop_ids(params)
+        limit = self.scheduler.check(len(tokens), params.max_tokens, params.min_tokens)
+        return tokens, stop_ids, limit
 
     def _check_ids(self, tokens: list[int], params: SamplingParams) -> None:
         """Check that all token ids of a request are of the vocabulary."""
@@ -115,18 +149,8 @@ class Intake:
         return stop_ids
 
     def _matchers(self, params: SamplingParams) -> list[Matcher]:
-        wanted, name = params.structured, self.model.name
-        if self.grammars is not None:
-            grammar = self.grammars.compile(wanted)
-            return [self.grammars.start(grammar, avoid_end=params.ignore_eos) for _ in range(params.n)]
-        if self.config.disable_structured_output:
-            flag = "deterministic" if self.config.deterministic else "disable-structured-output"
-            why = f"this engine was started with --{flag}; start it without"
-        elif self.model.tokenizer is None:
-            why = f"{name} has no tokenizer, and a grammar needs one; add tokenizer.json to the model's folder"
-        else:
-            why = f"{name} names no end token, and a grammar needs one; add eos_token_id to its config"
-        raise RequestError(f"structured output can't be served: {why}", wanted.name or wanted.kind)
+        grammar = self.compile(params.structured)
+        return [self.grammars.start(grammar, avoid_end=params.ignore_eos) for _ in range(params.n)]
 
     def _tokens(self, prompt: str | list[int] | np.ndarray) -> list[int]:
         if isinstance(prompt, np.ndarray):

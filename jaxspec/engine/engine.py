@@ -57,7 +57,7 @@ class InFlight:
 
 
 class Engine:
-    """Serves requests one `step` at a time. Not thread-safe, except `prepare` and `stats`.
+    """Serves requests one `step` at a time. Not thread-safe, except `check`, `compile`, `prepare` and `stats`.
 
     **Raises:** `ConfigError` or `CheckpointError` when made, for options or files that can't work.
     """
@@ -89,7 +89,8 @@ class Engine:
             snapshot_interval=self.config.state_snapshot_interval,
         )
         self.grammars = self.runner.grammars
-        self.prepare = Intake(self.runner, self.scheduler).prepare
+        intake = Intake(self.runner, self.scheduler)
+        self.check, self.compile, self.prepare = intake.check, intake.compile, intake.prepare
         self.requests: dict[str, Request] = {}
         self.counts = Counts(self.runner.yields, self.runner.drafts)
         self.chooser = self._chooser()

@@ -30,7 +30,7 @@ from jaxspec.cache.memory_plan import claim_device
 from jaxspec.checkpoint import CheckpointError
 from jaxspec.config.lazy_transformers import spare_torch
 from jaxspec.config.options import ConfigError
-from jaxspec.config.request import Delta, RequestError
+from jaxspec.config.request import Busy, Delta, RequestError
 from jaxspec.engine.async_llm import AsyncLLM, EngineDead, RequestFailed, described_devices
 from jaxspec.parallel.channel import Channel
 from jaxspec.text.errors import TokenizerError
@@ -39,7 +39,7 @@ log = logging.getLogger("jaxspec")
 
 STATS_SECONDS = 0.25  # between two reports of the figures, which take 40 us; one more before each completion's end
 SWITCH_SECONDS = 0.0002  # as the server's
-KNOWN = (ConfigError, CheckpointError, TokenizerError, RequestError, RequestFailed, EngineDead)
+KNOWN = (ConfigError, CheckpointError, TokenizerError, RequestError, Busy, RequestFailed, EngineDead)
 
 
 class Worker:

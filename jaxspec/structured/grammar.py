@@ -7,55 +7,66 @@ matcher stands where its tokens end.
 
 from __future__ import annotations
 
-import json
+import itertools
+import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from functools import cache
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from jaxspec.checkpoint import Model
 from jaxspec.config.request import RequestError, StructuredOutput
-from jaxspec.structured.limits import Watch, check
-from jaxspec.structured.lowering import lower
+from jaxspec.structured.compiler import Compiler, deeply, unreadable
+from jaxspec.structured.limits import parser_limits
 from jaxspec.structured.masks import ALL, allows, only, without
 from jaxspec.structured.programs import words
-from jaxspec.structured.regex import JSON_SPACE, with_classes
 from jaxspec.text.tokenizer import Tokenizer
 
-IDLE = 128  # matchers of ended completions kept for a grammar, some 30 KiB each
 KEPT = 64  # compiled grammars: agents send the same schemas again and again
-WHITESPACE = r"[ \t\r\n]{1,64}"  # between a JSON text's parts: without an end, some models write nothing else
-LIMITS = LLParserLimits(verbose_errors=False)
+KEPT_BYTES = 256 * 2**20  # of those, as they were measured when each was compiled
+LIGHT_SECONDS = 0.02  # a grammar that compiles in less may be compiled several times
+MOST_LEXERS = min(16, os.cpu_count() or 1)  # of a light grammar
 NOWHERE = -1  # in a round: the row of a token that no draft stands for
 
 
 class Grammar:
-    """A compiled grammar, which makes matchers that share nothing.
+    """A compiled grammar, which makes matchers. Thread-safe.
 
-    The library's copies of a matcher share what they find out of the grammar, behind a lock: 128 masks took as long on
-    twelve threads as on one. A completion that ends gives its matcher back, with all that it has found out.
+    The library's copies of a matcher cost nothing, and share a lexer: what they find out of the grammar, behind a lock.
+    128 masks of one lexer took as long on twelve threads as on one. So the completions of a light grammar have up to
+    `most` lexers. They go with the last completion that has them, except one.
     """
 
-    def __init__(self, make: Callable[[], LLMatcher], first: LLMatcher):
-        self._make = make
-        self._idle = [first]
+    def __init__(self, make: Callable[[], LLMatcher], first: LLMatcher, most: int = 1, bytes: int = 0):
+        self.bytes = bytes
+        self._make, self._most = make, most
+        self._numbers = itertools.count()
+        number = next(self._numbers)
+        self._fresh = {number: first}  # by the lexer's number, a matcher before its first token
+        self._users = {number: 0}
+        self._changing = threading.Lock()
 
-    def take(self) -> LLMatcher:
-        """A matcher before its first token; it is the caller's alone."""
-        try:
-            return self._idle.pop()
-        except IndexError:
-            return self._make()
+    def take(self) -> tuple[int, LLMatcher]:
+        """A lexer's number, and a matcher of it before its first token, which is the caller's alone."""
+        with self._changing:
+            number = min(self._users, key=lambda each: self._users[each], default=None)
+            if number is None or (self._users[number] and len(self._users) < self._most):
+                number = next(self._numbers)
+                self._fresh[number], self._users[number] = self._make(), 0
+            self._users[number] += 1
+            return number, self._fresh[number].deep_copy()
 
-    def give_back(self, matcher: LLMatcher) -> None:
-        """Keep a matcher for another completion, unless it has failed."""
-        if not matcher.is_error() and len(self._idle) < IDLE:
-            matcher.reset()
-            self._idle.append(matcher)
+    def give_back(self, number: int, failed: bool) -> None:
+        """A completion has ended. A lexer in which one has failed is given up, since it may be full."""
+        with self._changing:
+            if number in self._users:
+                self._users[number] -= 1
+                if failed or (not self._users[number] and len(self._users) > 1):
+                    del self._users[number], self._fresh[number]
 
 
 class GrammarFailed(RequestError):
@@ -67,7 +78,8 @@ class Matcher:
     come, they may not. `epoch` is that of the sequence's slot in which the device knows its forced drafts."""
 
     def __init__(self, grammar: Grammar, end_ids: Sequence[int], avoid_end: bool = False):
-        self._grammar, self._matcher = grammar, grammar.take()
+        self._grammar, self._closed = grammar, False
+        self._lexer, self._matcher = grammar.take()
         self._ends, self._avoid_end = tuple(end_ids), avoid_end
         self._last: int | None = None
         self._musts: set[int] = set()  # rows of the last round where one token alone was allowed
@@ -75,8 +87,12 @@ class Matcher:
         self.epoch: int | None = None
 
     def close(self) -> None:
-        """The completion has ended: give the library's matcher back to its grammar for another."""
-        self._grammar.give_back(self._matcher)
+        """The completion has ended, or will never begin."""
+        if not self._closed:
+            self._closed = True
+            self._grammar.give_back(self._lexer, self._matcher.is_error())
+
+    __del__ = close
 
     def advance(self, tokens: Sequence[int]) -> int:
         """Consume these tokens, the outputs of the round that `rows` was last called for. Returns how many of them the
@@ -168,10 +184,12 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer, vocab: int, end_ids: Sequence[int]):
         self._tokenizer, self._vocab, self._end_ids = tokenizer, vocab, tuple(end_ids)
         self._compiled: OrderedDict[StructuredOutput, Grammar] = OrderedDict()
+        self._coming: dict[StructuredOutput, Future[Grammar]] = {}
         self._vocabulary: LLTokenizer | None = None
         self._unreadable: str | None = None
-        self._watch = Watch()
         self._making, self._turn = threading.Lock(), threading.Lock()
+        end_ids = list(end_ids)
+        self._compiler = Compiler(lambda: (tokenizer.to_json(), vocab, end_ids, dict(tokenizer.added_tokens)))
 
     def warm_up(self) -> None:
         """Read the vocabulary. A tokenizer that the library can't read is reported by `compile`."""
@@ -181,82 +199,66 @@ class Grammars:
                     text = self._tokenizer.to_json()
                     self._vocabulary = LLTokenizer(text, n_vocab=self._vocab, eos_token=list(self._end_ids))
                 except Exception as error:
-                    self._unreadable = _reason(str(error))
+                    self._unreadable = str(error)
+
+    def keeps(self, wanted: StructuredOutput) -> bool:
+        """Whether a grammar is compiled already."""
+        with self._turn:
+            return wanted in self._compiled
 
     def compile(self, wanted: StructuredOutput) -> Grammar:
-        """A grammar, from the last few dozen if it is among them.
+        """A grammar, from the last few dozen if it is among them. Takes up to seconds: not for an event loop.
 
-        **Raises:** `RequestError` naming the field, with the library's reason.
+        **Raises:** `RequestError` naming the field, with the library's reason; `Busy` while others are compiled.
         """
         with self._turn:
             if (found := self._compiled.get(wanted)) is not None:
                 self._compiled.move_to_end(wanted)
                 return found
-        check(wanted)
+            coming = self._coming.get(wanted)
+            if mine := coming is None:
+                coming = self._coming[wanted] = Future()
+        if not mine:
+            try:
+                return coming.result()
+            except RequestError:
+                return self._compile(wanted)  # whose error names this request's field
+        try:
+            grammar = self._compile(wanted)
+        except BaseException as error:
+            coming.set_exception(error)
+            raise
+        else:
+            coming.set_result(grammar)
+            return grammar
+        finally:
+            with self._turn:
+                del self._coming[wanted]
+
+    def _compile(self, wanted: StructuredOutput) -> Grammar:
         self.warm_up()
         if (vocabulary := self._vocabulary) is None:
-            why = f"the grammar library can't read this model's tokenizer: {self._unreadable}"
-            raise RequestError(f"structured output can't be served: {why}", wanted.field)
-        make = lambda: LLMatcher(vocabulary, self._source(wanted), log_level=0, limits=LIMITS)  # noqa: E731
-        try:
-            matcher = self._watch.run(wanted, make)
-        except RequestError:
-            raise
-        except Exception as error:  # what a text that isn't a grammar sets off in one of the library's readers
-            raise _refused(wanted, str(error)) from error
-        if matcher.is_error():
-            raise _refused(wanted, matcher.get_error())
+            raise unreadable(wanted, self._unreadable or "")
+        with self._compiler.turn():
+            proven = self._compiler.compile(wanted)
+            limits = parser_limits(wanted.kind)
+            make = lambda: deeply(lambda: LLMatcher(vocabulary, proven.text, log_level=0, limits=limits))  # noqa: E731
+            grammar = Grammar(make, make(), MOST_LEXERS if proven.seconds < LIGHT_SECONDS else 1, proven.bytes)
         with self._turn:
-            grammar = self._compiled[wanted] = Grammar(make, matcher)
-            while len(self._compiled) > KEPT:
+            self._compiled[wanted] = grammar
+            while len(self._compiled) > 1 and (
+                len(self._compiled) > KEPT or sum(each.bytes for each in self._compiled.values()) > KEPT_BYTES
+            ):
                 self._compiled.popitem(last=False)
         return grammar
 
-    def _source(self, wanted: StructuredOutput) -> str:
-        base = source(wanted)
-        return base if wanted.prefix is None else behind(base, *wanted.prefix, self._tokenizer.added_tokens)
-
     def start(self, grammar: Grammar, avoid_end: bool = False) -> Matcher:
-        """A completion's matcher, before its first token. It takes a millisecond or two if none is idle."""
+        """A completion's matcher, before its first token."""
         return Matcher(grammar, self._end_ids, avoid_end)
 
-
-def source(wanted: StructuredOutput) -> str:
-    """The grammar as the library takes it. **Raises:** anything, for text that can't be read."""
-    if wanted.kind == "json":
-        space = WHITESPACE if wanted.whitespace_pattern is None else wanted.whitespace_pattern
-        options = {"whitespace_pattern": with_classes(space, JSON_SPACE)} if space else {"whitespace_flexible": False}
-        schema = lower(json.loads(wanted.text), strict=wanted.strict)
-        return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
-    if wanted.kind == "regex":
-        return LLMatcher.grammar_from_regex(with_classes(wanted.text))
-    if wanted.kind == "choice":
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(wanted.text))))
-    return LLMatcher.grammar_from_lark(any_to_lark(wanted.text))  # of text that isn't GBNF, that changes nothing
-
-
-def behind(base: str, opens: str, closes: str, tokens: Mapping[str, int]) -> str:
-    """A grammar behind free text between markers: see `StructuredOutput.after`. A marker that is one of the added
-    `tokens` is written as that token, since special ones aren't text."""
-    mark = lambda marker: f"<[{tokens[marker]}]>" if marker in tokens else json.dumps(marker)  # noqa: E731
-    ends = f"inner: ANY {mark(closes)}" if closes in tokens else f"inner[suffix={mark(closes)}]: ANY"
-    start = f"start: block? @body\nblock: {mark(opens)} inner SPACE" if opens else "start: inner SPACE @body"
-    around = f"%llguidance {{}}\n{start}\n{ends}\nANY: /(.|\\n)*/\nSPACE: /[ \\t\\r\\n]{{0,8}}/\n"
-    (body,) = json.loads(base)["grammars"] if base.startswith('{"grammars"') else [{"lark_grammar": base}]
-    return json.dumps({"grammars": [{"lark_grammar": around}, {**body, "name": "body"}]})
-
-
-def _refused(wanted: StructuredOutput, text: str) -> RequestError:
-    what = {"json": "the JSON schema", "regex": "the regular expression", "choice": "the choices"}
-    kind = what.get(wanted.kind, "the grammar")
-    return RequestError(f"{wanted.label}: {kind} can't be compiled: {_reason(text)}", wanted.field)
-
-
-def _reason(text: str) -> str:
-    """The library's message as one line: its first one, and what a regular expression's parser says at the end."""
-    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("<")]
-    reasons = [line[:200] for line in (*lines[:1], *lines[1:]) if line is lines[0] or line.startswith("error:")]
-    return " ".join(reasons[:2]) or "the grammar library gives no reason"
+    def close(self) -> None:
+        """Compile nothing more."""
+        self._compiler.close()
 
 
 def grammars_of(model: Model, lazily: bool) -> Grammars | None:

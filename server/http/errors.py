@@ -18,7 +18,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 
-from jaxspec.config.request import RequestError
+from jaxspec.config.request import Busy, RequestError
 from jaxspec.engine.async_llm import EngineDead, Overloaded, RequestFailed, RequestTimeout
 from server.protocol.base import shown
 
@@ -71,6 +71,8 @@ def describe(error: Exception, engine_error: BaseException | None) -> ApiError:
         return engine_died(engine_error) if engine_error else ApiError(503, STOPPING, kind="server_error")
     if isinstance(error, Overloaded):
         return ApiError(429, str(error), kind="rate_limit_error", code="queue_full", retry_after=1)
+    if isinstance(error, Busy):
+        return ApiError(503, str(error), kind="server_error", code="busy", retry_after=2)
     if isinstance(error, RequestTimeout):
         return ApiError(504, str(error), kind="server_error", code="request_timeout")
     if isinstance(error, RequestFailed):

@@ -1,5 +1,6 @@
 """Structured output over HTTP: every spelling means one grammar; the real engine keeps to it; tool calls read back."""
 
+import asyncio
 import json
 
 import httpx
@@ -9,6 +10,7 @@ from openai import OpenAI
 from pydantic import BaseModel, Field
 
 from jaxspec import AsyncLLM, SamplingParams, StructuredOutput
+from jaxspec.structured import compiler, grammar
 from jaxspec.structured.grammar import Grammars
 from server.app import create_app
 from server.chat.speech import Speech
@@ -125,6 +127,41 @@ def engine_url():
     llm.close()
 
 
+def test_a_batch_compiles_its_grammar_once_and_beside_the_event_loop(engine_url, monkeypatch):
+    """Neither the prompts nor the choices of each compile it again."""
+    made, making, matcher = [], Grammars._compile, grammar.LLMatcher
+    note = lambda: made.append(asyncio._get_running_loop())  # noqa: E731
+    monkeypatch.setattr(Grammars, "_compile", lambda *args: (note(), making(*args))[1])
+    monkeypatch.setattr(grammar, "LLMatcher", lambda *args, **options: (note(), matcher(*args, **options))[1])
+    schema = {"type": "object", "properties": {f"property{i}": {"type": "string"} for i in range(1000)}}
+    body = {"model": "tiny", "prompt": [[65 + i] for i in range(4)], "n": 2, "max_tokens": 1, "guided_json": schema}
+    reply = httpx.post(f"{engine_url}/v1/completions", json=body, timeout=100)
+    assert reply.status_code == 200 and len(reply.json()["choices"]) == 8
+    assert made == [None, None]  # proven by another process, then compiled here
+
+
+def test_who_meets_a_busy_compiler_is_asked_to_come_again(engine_url, monkeypatch):
+    monkeypatch.setattr(compiler, "MAX_WAITING", 0)
+    body = {"model": "tiny", "prompt": [65], "max_tokens": 1}
+    refused = httpx.post(f"{engine_url}/v1/completions", json={**body, "regex": "never seen"})
+    assert refused.status_code == 503 and refused.headers["retry-after"] == "2"
+    assert refused.json()["error"]["code"] == "busy"
+    assert httpx.post(f"{engine_url}/v1/completions", json=body, timeout=100).status_code == 200
+
+
+@pytest.mark.parametrize("fields,param", [
+    ({"guided_json": '{"multipleOf": 1e999}'}, "guided_json"),
+    ({"guided_json": '{"multipleOf": NaN}'}, "guided_json"),
+    ({"guided_json": '{"items": {"pattern": "a{%s}"}}' % ("9" * 5000)}, "guided_json"),
+    ({"structured_outputs": {"regex": "(ab){1,%s}" % ("9" * 5000)}}, "structured_outputs.regex"),
+    ({"guided_json": {}, "guided_whitespace_pattern": " ?" * 1000}, "guided_json.whitespace_pattern"),
+])  # fmt: skip
+def test_what_can_not_be_computed_is_the_clients_mistake(engine_url, fields, param):
+    body = {"model": "tiny", "prompt": [65], "max_tokens": 1, **fields}
+    reply = httpx.post(f"{engine_url}/v1/completions", json=body, timeout=100)
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == param
+
+
 @pytest.fixture
 def real(engine_url):
     with OpenAI(base_url=f"{engine_url}/v1", api_key="none", max_retries=0) as client:
@@ -213,6 +250,6 @@ def test_reasoning_may_come_before(wanted, markers, texts, others):
     tokenizer = byte_tokenizer()
     compiled = Grammars(tokenizer, BYTE_VOCAB, [258]).compile(wanted.after(*markers))
     for text in (*texts, *others):
-        matcher, tokens = compiled.take(), tokenizer.encode(text)
+        (_, matcher), tokens = compiled.take(), tokenizer.encode(text)
         whole = matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
         assert whole == (text in texts), text

@@ -1,7 +1,6 @@
 """Grammars are refused by name if they can't compile, bounded if they could cost anything, and kept for reuse."""
 
 import json
-import threading
 import time
 
 import pytest
@@ -9,7 +8,7 @@ import pytest
 from jaxspec import LLM, RequestError, SamplingParams, StructuredOutput
 from jaxspec.config.request import MAX_GRAMMAR
 from jaxspec.structured import grammar, limits
-from jaxspec.structured.grammar import Grammars
+from jaxspec.structured.grammar import Grammar, Grammars
 from tests.server.fake import byte_tokenizer
 from tests.support.tiny import BYTE_VOCAB, tiny_checkpoint
 
@@ -20,7 +19,7 @@ def grammars():
 
 
 def accepts(grammars, structured, text):
-    matcher = grammars.compile(structured).take()
+    _, matcher = grammars.compile(structured).take()
     return matcher.try_consume_tokens(list(text.encode())) == len(text.encode()) and matcher.is_accepting()
 
 
@@ -66,6 +65,8 @@ def nested(depth, leaf):
     ({"grammar": None, "choice": []}, "choice", "list of non-empty strings"),
     ({"regex": "a", "whitespace_pattern": " "}, "whitespace_pattern", "applies to json alone"),
     ({"json": {}, "whitespace_pattern": 3}, "whitespace_pattern", "string"),
+    ({"json": {}, "whitespace_pattern": " ?" * 600}, "whitespace_pattern", "1200 characters, at most 1024"),
+    ({"json": " " * 2**18 + "{}"}, "json", "at most 262144"),
 ])  # fmt: skip
 def test_what_is_refused_when_made(given, param, words):
     with pytest.raises(RequestError, match=words) as caught:
@@ -95,6 +96,19 @@ def test_it_is_a_field_of_the_sampling_parameters():
     ({"json": {"allOf": [{"multipleOf": 99999989}]}}, "at most 10000"),
     ({"grammar": "start: /(a{500}){500}/"}, "250000 characters"),
     ({"json": {}, "whitespace_pattern": " {100000}"}, "100000 characters"),
+    ({"regex": "a{%s}" % ("9" * 5000)}, "too many characters"),
+    ({"json": {"pattern": "(a{99999}){%s}" % ("9" * 5000)}}, "too many characters"),
+    ({"json": {"multipleOf": float("inf")}}, "finite number above 0, got inf"),
+    ({"json": {"anyOf": [{"multipleOf": float("nan")}]}}, "finite number above 0, got nan"),
+    ({"json": {"multipleOf": 10**400}}, "at most 10000"),
+    ({"json": {"multipleOf": -3}}, "finite number above 0, got -3"),
+    ({"json": {"const": "x" * 20_000}}, "20000 characters, at most 16384"),
+    ({"choice": ["a", "x" * 20_000]}, "20000 characters, at most 16384"),
+    ({"grammar": 'start: "' + "x" * 20_000 + '"'}, "20000 characters, at most 16384"),
+    ({"json": {"$defs": {"a": {"properties": {f"p{i}": {} for i in range(5000)}}}}}, "5000 optional properties"),
+    ({"grammar": 'start: a\na: %json {"multipleOf": 99999989}'}, "at most 10000"),
+    ({"grammar": 'start: "%json" a\na: %json\n {"items": {"pattern": "(a{500}){500}"}}'}, "250000 characters"),
+    ({"grammar": "start: a\na: %json {"}, "isn't followed by a JSON text"),
 ])  # fmt: skip
 def test_what_does_not_compile_says_why_in_a_line(grammars, given, words):
     wanted = StructuredOutput(**given, name="the_field")
@@ -114,22 +128,6 @@ def test_how_much_a_regular_expression_stands_for(regex, size):
     assert limits.expanded(regex) == size
 
 
-def test_a_compilation_that_takes_too_long_is_given_up(monkeypatch):
-    """Two may go on at once; then others wait for them to end."""
-    monkeypatch.setattr(limits, "COMPILE_SECONDS", 0.05)
-    watch, wanted, gate = limits.Watch(), StructuredOutput(regex="a"), threading.Event()
-    for _ in range(limits.MAX_LATE):
-        with pytest.raises(RequestError, match="takes longer than"):
-            watch.run(wanted, gate.wait)
-    with pytest.raises(RequestError, match="try again later"):
-        watch.run(wanted, lambda: 1)
-    gate.set()
-    end = time.monotonic() + 10
-    while watch._late:
-        assert time.monotonic() < end
-    assert watch.run(wanted, lambda: 1) == 1
-
-
 def test_the_last_grammars_are_kept(grammars, monkeypatch):
     monkeypatch.setattr(grammar, "KEPT", 2)
     one, *others = (StructuredOutput(regex=f"[{char}]+") for char in "abc")
@@ -141,23 +139,50 @@ def test_the_last_grammars_are_kept(grammars, monkeypatch):
     assert grammars.compile(one) is not kept
 
 
-def test_a_matcher_that_is_given_back_starts_anew_and_a_failed_one_is_not_kept(grammars):
-    grammar = grammars.compile(StructuredOutput(regex="[ab]+"))
-    used = grammar.take()
-    other = grammar.take()
-    assert other is not used
-    assert used.try_consume_tokens(list(b"ab")) == 2
-    grammar.give_back(used)
-    assert grammar.take() is used and used.try_consume_tokens(list(b"ba")) == 2
-    other.consume_token(ord("c"))
-    assert other.is_error()
-    grammar.give_back(other)
-    assert grammar.take() is not other
+def test_kept_grammars_are_bounded_by_their_bytes(grammars, monkeypatch):
+    first, second = (StructuredOutput(choice=[f"{char}{i}" for i in range(3000)]) for char in "yz")
+    size = grammars.compile(first).bytes
+    assert size > 2**18
+    monkeypatch.setattr(grammar, "KEPT_BYTES", size + 2**10)
+    assert grammars.keeps(first)
+    grammars.compile(second)
+    assert grammars.keeps(second) and not grammars.keeps(first)
+
+
+def test_completions_of_a_light_grammar_have_lexers_of_their_own_and_those_of_others_share_one(grammars):
+    proven = grammars.compile(StructuredOutput(regex="[ab]+"))
+    for most in (1, 2):
+        one = Grammar(proven._make, proven._fresh[0].deep_copy(), most)
+        (first, used), (second, other), (third, _) = (one.take() for _ in range(3))
+        assert len({first, second, third}) == most and used is not other
+        assert used.try_consume_tokens(list(b"ab")) == 2 and other.try_consume_tokens(list(b"ba")) == 2
+        for number in (first, second, third):
+            one.give_back(number, failed=False)
+        assert len(one._users) == 1
+
+
+def test_a_lexer_in_which_a_completion_failed_is_given_up(grammars):
+    wanted = grammars.compile(StructuredOutput(regex="[ab]+x"))
+    number, matcher = wanted.take()
+    matcher.consume_token(ord("c"))
+    assert matcher.is_error()
+    wanted.give_back(number, failed=True)
+    another, fresh = wanted.take()
+    assert another != number
+    assert fresh.try_consume_tokens(list(b"ab")) == 2
+
+
+def test_a_completion_that_never_begins_gives_its_matcher_back(grammars):
+    wanted = grammars.compile(StructuredOutput(regex="[ab]+y"))
+    never = grammars.start(wanted)
+    assert sum(wanted._users.values()) == 1
+    del never
+    assert sum(wanted._users.values()) == 0
 
 
 def test_padding_of_the_vocabulary_is_never_allowed():
     grammars = Grammars(byte_tokenizer(), BYTE_VOCAB + 70, [258])
-    bits = grammars.compile(StructuredOutput(regex="(.|\n)*")).take().compute_bitmask()
+    bits = grammars.compile(StructuredOutput(regex="(.|\n)*")).take()[1].compute_bitmask()
     allowed = [t for t in range(len(bits) * 8) if bits[t >> 3] >> (t & 7) & 1]
     assert max(allowed) == 258 and len(bits) == -(-(BYTE_VOCAB + 70) // 32) * 4
 
