@@ -1,4 +1,4 @@
-"""What JSON schemas say of one another: whether two exclude each other, and a schema of the values that one forbids."""
+"""Logic of JSON schemas: whether two exclude each other, and a schema of the values that one forbids."""
 
 from __future__ import annotations
 

@@ -197,7 +197,7 @@ class _Lowering:
         return _without(lowered, whole[EXCEPT], path) if EXCEPT in whole else lowered
 
     def _apart(self, part: dict[str, Any], path: str) -> Any:
-        """What couldn't be merged with the rest, which says whether an object is closed."""
+        """Lower what couldn't be merged with the rest, which says whether an object is closed."""
         return self.lower(part, path) if part.keys() & {*_UNIONS} else self._plain(part, path, beside=True)
 
     def _kinds(self, whole: Mapping[str, Any], path: str) -> list[str]:

@@ -28,10 +28,10 @@ def grammars():
 
 
 def accepts(grammar, value) -> bool:
-    matcher = grammar.take()
+    lexer, matcher = grammar.take()
     tokens = list(json.dumps(value, ensure_ascii=False).encode())
     accepted = matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
-    grammar.give_back(matcher)
+    grammar.give_back(lexer, failed=matcher.is_error())
     return accepted
 
 
