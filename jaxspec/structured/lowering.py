@@ -28,7 +28,7 @@ from jaxspec.structured.schema import (
 )
 from jaxspec.structured.texts import FORMAT_PATTERNS, FORMATS, escape, matches, other_texts, without_lookahead
 
-MAX_LOWERED = 20_000  # schemas, with the options of several unions multiplied out
+MAX_PARTS, MAX_OPTIONS = 20_000, 1000  # of a schema; and of its unions, where several are multiplied out
 MAX_COUNT = 2**31  # more items, members or characters than any text has
 MOST_INT, LEAST_INT = 2**63 - 1, -9223372036854774784  # the library's bounds of integers; the least is a float's
 MOST_NUMBER = 10**17  # its bound of other numbers
@@ -67,7 +67,7 @@ class _Lowering:
         self.definitions: dict[str, Any] = {}
         self._known: dict[str, Any] = {}  # a part, lowered, by its text; a definition's name while it is made
         self._circular: set[str] = set()
-        self._count = 0
+        self._count = self._options = 0
 
     def lower(self, schema: Any, path: str) -> Any:
         """A part of the schema."""
@@ -76,8 +76,8 @@ class _Lowering:
         if not isinstance(schema, Mapping):
             raise SchemaError(path, f"a schema is an object, true or false, not {json.dumps(schema)[:60]}")
         self._count += 1
-        if self._count > MAX_LOWERED:
-            raise SchemaError(path, f"the schema has more than {MAX_LOWERED} parts, with its unions multiplied out")
+        if self._count > MAX_PARTS:
+            raise SchemaError(path, f"the schema has more than {MAX_PARTS} parts")
         if not schema.keys() & {"$ref", "allOf", *_UNIONS}:
             return self._merged(schema, path)
         text = json.dumps({key: value for key, value in schema.items() if key not in ANNOTATIONS or key == "nullable"})
@@ -156,6 +156,9 @@ class _Lowering:
 
     def _union(self, keyword: str, options: list[Any], rest: dict[str, Any], path: str) -> Any:
         rest = {key: value for key, value in rest.items() if key != "allOf" or value}
+        self._options += len(options) if rest else 0
+        if self._options > MAX_OPTIONS:
+            raise SchemaError(path, f"its unions have more than {MAX_OPTIONS} options, multiplied out")
         each = [{"allOf": [rest, option]} if rest else option for option in options]
         if keyword == "oneOf" and self.strict and not Disjoint(self.root, self.arguments).all(each):
             raise SchemaError(path, "oneOf has options that may overlap, which strict: true can't allow; use anyOf")
@@ -189,7 +192,14 @@ class _Lowering:
         if "array" in allowed and OF_ARRAYS & whole.keys():
             lowered |= self._array(whole, path)
         if "object" in allowed and (OF_OBJECTS & whole.keys() or kinds == ["object"]):
-            lowered |= self._object(whole, path, beside)
+            found = self._object(whole, path, beside)
+            if _impossible(found):
+                kinds = sorted(allowed - {"object"})
+                if not kinds:
+                    return False
+                lowered["type"] = kinds
+            else:
+                lowered |= found
         if apart := whole.get("allOf"):
             lowered["allOf"] = [*lowered.get("allOf", ()), *(self._apart(part, path) for part in apart)]
         if listed == []:
@@ -303,6 +313,13 @@ class _Lowering:
                 raise SchemaError(path, f"names of the format {text['format']} can't be enforced")
             return FORMAT_PATTERNS[text["format"]]
         return f"^[\\s\\S]{{{text.get('minLength', 0)},{text.get('maxLength', '')}}}$"
+
+
+def _impossible(found: Mapping[str, Any]) -> bool:
+    """Whether a lowered object can't have a member that it must."""
+    members = found.get("properties", {})
+    others = found.get("additionalProperties") is not False or "patternProperties" in found
+    return any(members.get(name, others) is False for name in found.get("required", ()))
 
 
 def _mapping(whole: Mapping[str, Any], key: str, path: str) -> Mapping[str, Any]:
