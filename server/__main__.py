@@ -13,6 +13,7 @@ import errno
 import gc
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -44,6 +45,7 @@ from server.chat.speech import why_no_chat
 from server.cli.options import UsageError, parse
 from server.http.connections import Connection, allow_open_files
 from server.http.cors import cors_options, host_names
+from server.http.gate import Refusals
 from server.prompt_log import PromptLog
 from server.stop_watcher import StopWatcher
 
@@ -88,9 +90,22 @@ def main(argv: list[str] | None = None) -> int:
     except EngineDead as error:
         print(f"{called('serve', 'server')}: {error}", file=sys.stderr)
         return 1
+    except (MemoryError, OSError, RuntimeError) as error:
+        if not _lacks_memory(error):
+            raise
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        allowed = "" if limit == resource.RLIM_INFINITY else f"; RLIMIT_AS (`ulimit -v`) allows {limit / 2**20:.0f} MiB"
+        print(f"{called('serve', 'server')}: the system gives this process no more memory{allowed}", file=sys.stderr)
+        return 2
     finally:
         _watcher.stop()
     return 0
+
+
+def _lacks_memory(error: Exception) -> bool:
+    """Whether an allocation failed: of objects, of a thread's stack, or of a process or file in memory."""
+    no_room = isinstance(error, OSError) and error.errno in (errno.ENOMEM, errno.EAGAIN)
+    return isinstance(error, MemoryError) or no_room or "can't start new thread" in str(error)
 
 
 def _start(args: argparse.Namespace) -> AsyncLLM | DataParallelLLM:
@@ -151,7 +166,7 @@ def _serve(llm: AsyncLLM, args: argparse.Namespace, listener: socket.socket, kep
     connections = allow_open_files(args.max_connections)
     config = uvicorn.Config(
         app,
-        http=partial(Connection, max_connections=connections, idle_timeout=args.idle_timeout),
+        http=partial(Connection, max_connections=connections, idle_timeout=args.idle_timeout, refusals=Refusals()),
         ws="none",  # a WebSocket would be without the connection's limits, and no route takes one
         lifespan="off",  # the app has none; a second Ctrl-C would end uvicorn's with a traceback
         log_config=None,

@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from server.http.errors import INVALID, error_body
+from server.http.gate import Refusals
 
 log = logging.getLogger("jaxspec.server")
 
@@ -42,12 +43,21 @@ class Connection(HttpToolsProtocol):
     """uvicorn's connection, with limits.
 
     **Arguments:** `max_connections` that may be open; a request on one more is answered with 503. `idle_timeout`, in
-    seconds, for the next bytes of a request that has begun to arrive, and for a response's to be read.
+    seconds, for the next bytes of a request that has begun to arrive, and for a response's to be read. `refusals` logs
+    for all connections.
     """
 
-    def __init__(self, *args: Any, max_connections: int, idle_timeout: float, **kwargs: Any):
+    def __init__(
+        self,
+        *args: Any,
+        max_connections: int,
+        idle_timeout: float,
+        refusals: Refusals | None = None,
+        **kwargs: Any,
+    ):
         super().__init__(*args, **kwargs)
         self._max_connections, self._idle_timeout = max_connections, idle_timeout
+        self._refusals = refusals or Refusals()
         self._part: str | None = HEAD  # of a request that is due; None: a request is complete
         self._since = self._heard = self._read = self.loop.time()  # begin of the part; last bytes in; last bytes out
         self._body = 0  # bytes since `_since`
@@ -134,7 +144,7 @@ class Connection(HttpToolsProtocol):
         if self._refused or self.transport.is_closing():
             return
         self._refused = True
-        log.info("%d: %s", status, INVALID_HEAD[status])
+        self._refusals.note_connection(self.client, f"was sent {status}: {INVALID_HEAD[status]}")
         if self._responding():
             if self.cycle.response_started or self._part == HEAD:  # another response goes first
                 return self.transport.abort()
@@ -168,8 +178,7 @@ class Connection(HttpToolsProtocol):
             self._since, self._body = now, 0
 
     def _cut_off(self, did: str) -> None:
-        host = self.client[0] if self.client else "a client"
-        log.info("%s %s; the connection is cut (--idle-timeout)", host, did)
+        self._refusals.note_connection(self.client, f"{did}; the connection is cut (--idle-timeout)")
         self.transport.abort()  # `close` would wait until what is left has been read
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -127,7 +127,7 @@ class Gate:
 
 
 class Refusals:
-    """Logs responses of status 400 and above: `LINES` in each `PERIOD`, then how many more there were."""
+    """Logs what was refused, failed or cut off: `LINES` in each `PERIOD`, then how many more there were."""
 
     def __init__(self) -> None:
         self._logged = self._suppressed = 0
@@ -135,12 +135,8 @@ class Refusals:
 
     def note(self, status: int, asked: str, request_id: str, body: bytes) -> None:
         """Log a response. `asked` is its request's method and path, `body` OpenAI's error object."""
-        if self._ends is None:
-            self._ends = asyncio.get_running_loop().call_later(PERIOD, self._end)
-        if self._logged == LINES:
-            self._suppressed += 1
+        if not self._has_room():
             return
-        self._logged += 1
         level = logging.WARNING if status >= 500 else logging.INFO
         message, field = _cause(body)
         log.log(
@@ -152,6 +148,21 @@ class Refusals:
             safe(message, MAX_LINE),
             request_id,
         )
+
+    def note_connection(self, client: tuple[str, int] | None, did: str) -> None:
+        """Log why a connection ends before a request is there, or its response."""
+        if self._has_room():
+            log.info("%s %s", client[0] if client else "a client", did)
+
+    def _has_room(self) -> bool:
+        """Count a line, and say whether it may be written."""
+        if self._ends is None:
+            self._ends = asyncio.get_running_loop().call_later(PERIOD, self._end)
+        if self._logged == LINES:
+            self._suppressed += 1
+            return False
+        self._logged += 1
+        return True
 
     def _end(self) -> None:
         if self._suppressed:

@@ -13,6 +13,7 @@ import pytest
 from server.app import create_app
 from server.http import connections
 from server.http.connections import Connection, allow_open_files
+from server.http.gate import LINES, Refusals
 from tests.server.fake import FakeLLM
 from tests.server.live import serving, wait_for
 
@@ -248,3 +249,16 @@ def test_the_limit_of_open_files_is_raised_and_told_if_too_low(monkeypatch, capl
     assert allow_open_files(1000) == allowed
     assert set_to == ([] if limit is None else [(limit, hard)])
     assert ("768 connections instead of 1000" in caplog.text) == (allowed < 1000)
+
+
+def test_a_flood_of_connections_has_few_lines(caplog):
+    caplog.set_level("INFO", "jaxspec.server")
+    limits = partial(Connection, max_connections=200, idle_timeout=30, refusals=Refusals())
+    with serving(create_app(FakeLLM()), http=limits) as url:
+        before = len(caplog.records)
+        for _ in range(LINES + 20):
+            with connect(url) as client:
+                client.sendall(b"nonsense\r\n\r\n")
+                assert answer(client)[0] == 400
+    lines = [record.getMessage() for record in caplog.records[before:]]
+    assert len(lines) == LINES and lines[0].startswith("127.0.0.1 was sent 400: this is not a valid HTTP/1.1 request")
