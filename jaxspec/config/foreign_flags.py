@@ -33,6 +33,10 @@ ELSEWHERE = {
     "speculative_num_steps": "num_steps",
     "speculative_token_map": "draft_token_map",
 }
+# Variables of the environment that stand for one of our switches where they are 1 or true.
+ENVIRONMENT = dict.fromkeys(
+    ("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"), "allow_longer_context"
+)
 SEVERAL_GPUS = frozenset(
     {
         *("pp", "pp_size", "pipeline_parallel_size"),

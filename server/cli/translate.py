@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxspec.config.foreign_flags import ELSEWHERE, NEEDLESS, SEVERAL_GPUS, SWITCHES, UNSUPPORTED
+from jaxspec.config.foreign_flags import ELSEWHERE, ENVIRONMENT, NEEDLESS, SEVERAL_GPUS, SWITCHES, UNSUPPORTED
 from jaxspec.config.options import flag
 from server.cli.speculation import speculation
 
@@ -77,9 +77,12 @@ def translate(
     **Arguments:** `known` has our options, by their names with underscores: whether each takes a value, and the values
     that it may have, or None. `refusal` says why our parser refuses a command line; None: it doesn't.
     """
-    argv, server = without_launcher(argv)
+    (argv, server), whole = without_launcher(argv), argv
     left: list[str] = []
     ours, foreign = _sorted(argv, known, left)
+    for name, _, value in (word.partition("=") for word in whole[: len(whole) - len(argv)]):
+        if name in ENVIRONMENT and value.lower() in ("1", "true"):
+            ours[ENVIRONMENT[name]] = None
     ours |= speculation(foreign, left)
     if server == "vllm":
         ours.setdefault("port", str(VLLM_PORT))
