@@ -25,6 +25,7 @@ from jaxspec.cache.memory_plan import (
     MemoryPlan,
     StateSlots,
     claim_device,
+    memory_in_use,
     plan_memory,
     resident_memory,
     workspace_estimate,
@@ -93,6 +94,9 @@ class Runner:
             )
         self.hosts = hosts
         claim_device()
+        given = [each.params if each else () for each in (model, draft)]
+        own = sharding.bytes_of(given[0]) + sharding.bytes_of(given[1], given[0])
+        self._other_bytes = max(memory_in_use(options.tp_size) - own, 0)
         enable_compilation_cache()
         log.info("kernels: %s", portable.told())
         self.compiles = xla_options.compile_counter()
@@ -235,6 +239,7 @@ class Runner:
             max_snapshots=config.max_state_snapshots if slot and not config.disable_prefix_cache else 0,
             memory=self._memory,
             devices=config.tp_size,
+            other_bytes=self._other_bytes,
         )
         plan = plan if self.hosts is None else _same_plan(plan, self.hosts)
         return plan, PageLayout(plan.num_pages, config.page_size, dtype)
