@@ -152,17 +152,22 @@ def _refusals(param: str, context: int) -> Iterator[None]:
 
 
 async def run(
-    llm: AsyncLLM, jobs: list[Job], metrics: Metrics, running: dict[str, str], watch: Watch | None = None
+    llm: AsyncLLM,
+    jobs: list[Job],
+    metrics: Metrics,
+    running: dict[str, str],
+    watch: Watch | None = None,
+    client: str = "",
 ) -> Deltas:
     """Generate for all prompts at once; yields (number of the prompt, delta) as they come. `watch` sees them too.
-    Meanwhile `running` has the jobs' ids whose response has another, and that id.
+    Meanwhile `running` has the jobs' ids whose response has another, and that id. `client`: whose they are.
 
     **Raises:** `RequestError` before any prompt has started, if one can't be served.
     """
     if len(jobs) > 1:
         await llm.check([(job.ids, job.params) for job in jobs])
     watches = [metrics.watch(job.params) for job in jobs]
-    streams = [llm.generate(job.ids, job.params, job.id) for job in jobs]
+    streams = [llm.generate(job.ids, job.params, job.id, client) for job in jobs]
     metrics.load += 1
     named = {job.id: job.response for job in jobs if job.response is not None}
     running.update(named)

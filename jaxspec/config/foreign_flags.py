@@ -59,7 +59,7 @@ NEEDLESS = {
     "distributed_executor_backend": "one process serves on the GPUs of each host",
     **dict.fromkeys(("torch_compile_max_bs", "enable_torch_compile"), "every step is one compiled program"),
     **dict.fromkeys(("schedule_policy", "schedule_conservativeness", "scheduling_policy"),
-                    "requests are served first come, first served"),
+                    "a client's requests are served first come, first served, and clients take turns"),
     **dict.fromkeys(("max_prefill_tokens", "max_num_partial_prefills", "long_prefill_token_threshold"),
                     "--chunked-prefill-size and --max-itl-ms limit prompts"),
     **dict.fromkeys(("guided_decoding_backend", "grammar_backend", "structured_outputs_config"),

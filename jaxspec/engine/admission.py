@@ -49,6 +49,7 @@ class Request:
     mode: str  # the first of `programs.MODES` that serves it
     seeded: bool  # it samples under a seed that was given, so its text must not depend on other requests
     added: float
+    client: str = ""  # as of `AsyncLLM.generate`
     matchers: list[Matcher] | None = None  # of its completions, if a grammar constrains them
     choices: list[Choice] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -62,7 +63,9 @@ class Intake:
         self.scheduler = scheduler
         self._seeds = np.random.default_rng(self.config.seed)
 
-    def prepare(self, prompt: str | list[int], params: SamplingParams, request_id: str | None = None) -> Request:
+    def prepare(
+        self, prompt: str | list[int], params: SamplingParams, request_id: str | None = None, client: str = ""
+    ) -> Request:
         """Check a request against model and pool, and tokenise it. Touches no engine state.
 
         **Raises:** `RequestError` for anything that could never be served.
@@ -86,6 +89,7 @@ class Intake:
             mode=_mode(params),
             seeded=params.temperature > 0 and not (params.seed is None and self.config.seed is None),
             added=time.monotonic(),
+            client=client,
             matchers=None if params.structured is None else self._matchers(params),
         )
 

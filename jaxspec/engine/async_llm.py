@@ -148,9 +148,10 @@ class AsyncLLM:
         atexit.register(self.close, EXIT_SECONDS)
 
     async def generate(
-        self, prompt: str | list[int], params: SamplingParams, request_id: str | None = None
+        self, prompt: str | list[int], params: SamplingParams, request_id: str | None = None, client: str = ""
     ) -> AsyncIterator[Delta]:
-        """Stream one request's deltas, all completions interleaved. Closing the iterator aborts the request.
+        """Stream one request's deltas, all completions interleaved. Closing the iterator aborts the request. Prompts of
+        several clients, each known by a key, `client`, are computed in equal shares.
 
         **Raises:** `Overloaded`, or `RequestError` for a request that can't be served, at the first iteration;
         `RequestFailed` or its `RequestTimeout` at a later one; `EngineDead`.
@@ -160,9 +161,9 @@ class AsyncLLM:
         unfinished, stream, timer = params.n, None, None
         try:
             if params.structured is not None or (isinstance(prompt, str) and len(prompt) > LONG_PROMPT):
-                request = await asyncio.to_thread(self.engine.prepare, prompt, params, request_id)
+                request = await asyncio.to_thread(self.engine.prepare, prompt, params, request_id, client)
             else:
-                request = self.engine.prepare(prompt, params, request_id)
+                request = self.engine.prepare(prompt, params, request_id, client)
             loop = asyncio.get_running_loop()
             mine = Stream(loop, asyncio.Queue())
             if self._streams.setdefault(request.id, mine) is not mine:

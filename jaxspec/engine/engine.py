@@ -135,7 +135,7 @@ class Engine:
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None] * len(request.tokens)
         for index in range(params.n):  # all of them are made before the scheduler sees one
-            seq = SequenceState(list(request.tokens), len(request.tokens), request.limit)
+            seq = SequenceState(list(request.tokens), len(request.tokens), request.limit, client=request.client)
             seq.score = request.prompt_logprobs is not None and index == 0
             seq.stepwise, seq.seeded = request.matchers is not None, request.seeded
             how = {"min_tokens": params.min_tokens, "prompt_ids": request.tokens, "kept": params.kept_special_tokens}

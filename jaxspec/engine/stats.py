@@ -111,7 +111,7 @@ def figures(counts: Counts, scheduler: Scheduler, runner: Runner, chooser: Choos
     totals = counts.totals
     rounds = totals["verify_rounds"]
     return {
-        "num_running": len(scheduler.running) + (scheduler.prefilling is not None),
+        "num_running": len(scheduler.running) + len(scheduler.prefilling),
         "num_waiting": len(scheduler.waiting),
         "total_pages": runner.plan.num_pages - 1,
         "free_pages": scheduler.free_pages,

@@ -45,6 +45,9 @@ WORLDS = {
     "crowd": dict(num_slots=12, num_pages=70, chunk_tokens=8, held_tokens=24),
     "replays": dict(replays=True, num_pages=19, page_size=3, context_length=48),
     "replays, several rounds": dict(replays=True, rounds=3, num_pages=19, page_size=3, context_length=48),
+    "clients": dict(clients=3, num_pages=45),
+    "clients, tight": dict(clients=2, num_pages=19, page_size=3, context_length=48, rounds=3),
+    "clients, states": dict(clients=3, snapshots=range(5, 21), snapshot_interval=4, chunk_tokens=8),
     "crowd, tight": dict(num_slots=11, num_pages=30, page_size=3, context_length=48, held_tokens=99),
 }
 SEEN = Counter()
@@ -82,7 +85,7 @@ def test_the_mix_had_everything_in_it():
         pytest.skip("runs after test_any_mix_of_operations")
     aborted = [f"abort {state}" for state in ("waiting", "prefill", "running")]
     events = ("done", "shared", "scored", "several rounds", "preempted", "drained", "stale result", "drafter caught up")
-    for event in (*events, "held", "snapshots", "gone on from a snapshot", *aborted):
+    for event in (*events, "unfinished prompts of several", "held", "snapshots", "gone on from a snapshot", *aborted):
         assert SEEN[event] > 10, (event, SEEN)
     assert not SEEN["drained at lag 0"]
 
