@@ -230,6 +230,7 @@ class SamplingParams:
     - `presence_penalty`, `frequency_penalty`: subtracted from logits of tokens generated so far, as OpenAI defines.
     - `repetition_penalty`: divides (multiplies, if negative) the logits of tokens in prompt or output; 1 is off.
     - `logit_bias`: token id -> number added to its logit.
+    - `no_tokens`: nothing of the text is asked for, so its one token (`max_tokens` is 1) needs no room in the context.
     - `speculative`: False decodes this request without drafts.
     - `token_sources`: report of each token how it came, one of `TOKEN_SOURCES`.
     - `structured`: a grammar that the text follows, a `StructuredOutput`. It ends where the grammar does. Everything
@@ -258,6 +259,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    no_tokens: bool = False
     speculative: bool = True
     token_sources: bool = False
     structured: StructuredOutput | None = None

@@ -77,7 +77,7 @@ class Intake:
                 "stop strings need a tokenizer, which this model doesn't have; use stop_token_ids", "stop"
             )
         stop_ids = self._stop_ids(params)
-        limit = self.scheduler.check(len(tokens), params.max_tokens, params.min_tokens)
+        limit = self.scheduler.check(len(tokens), params.max_tokens, params.min_tokens, params.no_tokens)
         return Request(
             id=request_id or secrets.token_hex(8),
             prompt=prompt if isinstance(prompt, str) else None,

@@ -137,6 +137,8 @@ class Scheduler:
         if prompt_len < 1:
             raise RequestError("the prompt is empty; it must have at least one token", "prompt")
         completion = 1 if max_tokens is None else max_tokens
+        if no_tokens and prompt_len == context:
+            completion = 0
         if prompt_len + completion > context:
             raise RequestError(
                 f"This model's maximum context length is {context} tokens. However, you requested "
@@ -161,12 +163,12 @@ class Scheduler:
                 f"{self.page_size} tokens. Lower min_tokens or shorten the prompt",
                 "min_tokens",
             )
-        return prompt_len + completion
+        return prompt_len + max(completion, 1)
 
     def add(self, seq: SequenceState) -> None:
         """Queue a new sequence. **Raises:** `ValueError` if `check` wouldn't allow its tokens or limit."""
-        fits = self._pages_for(seq.limit + self.lookahead) < self.pool.num_pages
-        if not (1 <= len(seq.tokens) < seq.limit <= self.context_length and fits):
+        fits = self._pages_for(self._most(seq)) < self.pool.num_pages
+        if not (1 <= len(seq.tokens) < seq.limit <= max(self.context_length, len(seq.tokens) + 1) and fits):
             raise ValueError(
                 f"a sequence of {len(seq.tokens)} tokens with limit {seq.limit} can't be served within a context of "
                 f"{self.context_length} and {self.pool.num_pages - 1} pages; take the limit from check()"
@@ -257,7 +259,11 @@ class Scheduler:
     def _missing(self, seq: SequenceState, rounds: int) -> int:
         """Pages that `seq` lacks for that many more rounds. The last of all rounds starts below the limit."""
         end = len(seq.tokens) + seq.replayed - 1 + (seq.in_flight + rounds - 1) * self.width + self.lookahead
-        return max(self._pages_for(min(end, seq.limit + self.lookahead)) - len(seq.pages), 0)
+        return max(self._pages_for(min(end, self._most(seq))) - len(seq.pages), 0)
+
+    def _most(self, seq: SequenceState) -> int:
+        """Positions that it may ever have. Of a prompt that fills the context, the token after it has none."""
+        return min(seq.limit, self.context_length) + self.lookahead
 
     def _give(self, seq: SequenceState, pages: int) -> None:
         held = len(seq.pages)

@@ -233,6 +233,29 @@ def test_queue_is_strict(prefix_cache):
     assert list(s.waiting) == [small]
 
 
+@pytest.mark.parametrize("size", [4, 3])
+def test_a_prompt_that_fills_the_context_is_scored(size):
+    """Its one token needs no position: no round follows it."""
+    s = make(context_length=30, page_size=size, num_pages=-(-33 // size) + 1)
+    with pytest.raises(RequestError, match=r"requested 31 tokens \(30 in the prompt, 1 in the completion\)"):
+        s.check(30, 1)
+    with pytest.raises(RequestError, match="requested 32 tokens"):
+        s.check(31, 1, no_tokens=True)
+    assert (s.check(30, 1, no_tokens=True), s.check(29, 1, no_tokens=True)) == (31, 30)
+    seq = SequenceState([1] * 30, 30, 31, score=True)
+    s.add(seq)
+    plans = []
+    while not seq.in_flight:
+        plans.append(s.plan())
+        audit(s)
+    assert sum(chunk.count for plan in plans for chunk in plan.prefill) == 30
+    assert (plans[-1].first, plans[-1].rows, s.plan().rows) == ([seq], [], [])
+    assert len(seq.pages) <= s.pages_per_seq
+    s.append(seq, [7])
+    s.finish(seq)
+    audit(s)
+
+
 def test_head_of_the_queue_is_matched_again_only_when_that_could_help():
     s = make(num_pages=13, context_length=40)
     first = sequence(s, [1] * 16)
