@@ -48,6 +48,7 @@ SEVERAL_GPUS = frozenset(
 NEEDLESS = {
     **dict.fromkeys(("enable_prefix_caching", "enable_chunked_prefill", "async_scheduling"), "it is always on"),
     **dict.fromkeys(("enable_metrics", "enable_cache_report", "enable_mixed_chunk"), "it is always on"),
+    "enable_nan_detection": "it is always on: a request whose logits are NaN or infinite ends with an error",
     **dict.fromkeys(("enforce_eager", "disable_cuda_graph", "compilation_config", "cuda_graph_max_bs", "cuda_graph_bs"),
                     "every step is one compiled program"),
     **dict.fromkeys(("attention_backend", "sampling_backend", "speculative_attention_mode", "device"),
@@ -113,7 +114,7 @@ SWITCHES = frozenset(
         *("enable_auto_tool_choice", "enable_expert_parallel", "is_embedding", "enable_multimodal"),
         *("enable_deterministic_inference", "enable_hierarchical_cache", "speculative_adaptive", "enable_dp_attention"),
         *("enable_torch_compile", "return_tokens_as_token_ids", "skip_server_warmup", "no_enable_chunked_prefill"),
-        *("enable_sleep_mode", "h", "help", "version"),
+        *("enable_nan_detection", "enable_sleep_mode", "h", "help", "version"),
     }
 )
 

@@ -57,6 +57,10 @@ class RequestError(ValueError):
         self.param, self.code = param, code
 
 
+class LogitsError(RuntimeError):
+    """The end of a completion whose logits aren't finite numbers, so that no token follows."""
+
+
 _short = reprlib.Repr(maxstring=60, maxlong=60, maxother=60)
 _WORDS = {None: "null", True: "true", False: "false"}
 

@@ -23,7 +23,7 @@ import jax
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.json_values import shown
 from jaxspec.config.options import ConfigError
-from jaxspec.config.request import Delta, RequestError, SamplingParams
+from jaxspec.config.request import Delta, LogitsError, RequestError, SamplingParams
 from jaxspec.engine.admission import Request
 from jaxspec.engine.engine import Engine
 from jaxspec.parallel.hosts import Leader
@@ -185,7 +185,9 @@ class AsyncLLM:
                 if isinstance(delta.error, RequestError):
                     raise delta.error
                 if delta.error is not None:
-                    raise RequestFailed(f"request {request.id} failed on {type(delta.error).__name__}") from delta.error
+                    known = isinstance(delta.error, LogitsError)
+                    why = f": {delta.error}" if known else f" on {type(delta.error).__name__}"
+                    raise RequestFailed(f"request {request.id} failed{why}") from delta.error
                 unfinished -= delta.finish_reason is not None
                 yield delta
         finally:

@@ -371,6 +371,14 @@ class Runner:
         )
         self.state = self.programs.admit(self.state, packed)
 
+    def clear(self, pages: list[int]) -> None:
+        """Put zeros into pages that nobody holds, some at a time."""
+        most = self.shapes.pages_per_seq
+        for start in range(0, len(pages), most):
+            packed = np.zeros(most, np.int32)  # the dummy page where there are fewer
+            packed[: len(pages[start : start + most])] = pages[start : start + most]
+            self.state = self.programs.clear(self.state, packed)
+
     def prefill(self, chunks: list[Chunk], table: np.ndarray) -> jax.Array | None:
         """Dispatch the keys and values of prompt chunks, before or after their sequences are admitted.
 
