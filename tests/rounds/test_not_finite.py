@@ -12,6 +12,7 @@ from jaxspec.rounds.programs import GREEDY, NO_TOKEN, SAMPLED, Masks, tokens_if_
 from jaxspec.sampling.acceptance import Tree
 from jaxspec.structured import programs as structured
 from tests.support.exact import slots_for
+from tests.support.sample import rare
 
 B, Q, V = 4, 4, 32
 LOGITS = np.random.default_rng(0).standard_normal((B, Q, V)).astype(np.float32)
@@ -44,7 +45,8 @@ def chosen(how, logits, drafts):
 
 
 @pytest.mark.parametrize("how", [
-    "greedy", "sampled", "by blocks", "in a tree", "deterministic", "in a grammar", "greedy in a grammar"
+    "greedy", "by blocks", "in a tree", "greedy in a grammar", rare("sampled"), rare("deterministic"),
+    rare("in a grammar"),
 ])  # fmt: skip
 def test_no_token_follows_logits_that_are_not_finite(how):
     drafts = np.zeros((B, Q - 1), np.int32)
