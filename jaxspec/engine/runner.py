@@ -94,11 +94,11 @@ class Runner:
             )
         self.hosts = hosts
         claim_device()
+        enable_compilation_cache()
+        log.info("kernels: %s", portable.told())
         given = [each.params if each else () for each in (model, draft)]
         own = sharding.bytes_of(given[0]) + sharding.bytes_of(given[1], given[0])
         self._other_bytes = max(memory_in_use(options.tp_size) - own, 0)
-        enable_compilation_cache()
-        log.info("kernels: %s", portable.told())
         self.compiles = xla_options.compile_counter()
         started = time.monotonic()
         loading = None if model or draft or hosts else Loading.of(options)

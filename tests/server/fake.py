@@ -180,6 +180,7 @@ class FakeLLM:
             "accepted_per_position": [3, 1],
             "step_tokens": {"bounds": [1, 8], "counts": [0, 2, 1], "sum": 25},
             "forced_tokens_total": 0,
+            "nonfinite_total": 0,
             "preemptions_total": 0,
             "compiles_total": 6,
             "dispatches": {"round": 4},
