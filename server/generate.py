@@ -152,10 +152,15 @@ def _refusals(param: str, context: int) -> Iterator[None]:
 
 
 async def run(
-    llm: AsyncLLM, jobs: list[Job], metrics: Metrics, running: dict[str, str], watch: Watch | None = None
+    llm: AsyncLLM,
+    jobs: list[Job],
+    metrics: Metrics,
+    running: dict[str, str],
+    watch: Watch | None = None,
+    client: str = "",
 ) -> Deltas:
     """Generate for all prompts at once; yields (number of the prompt, delta) as they come. `watch` sees them too.
-    Meanwhile `running` has the jobs' ids, and those of their responses.
+    Meanwhile `running` has the jobs' ids, and those of their responses. `client`: whose they are.
 
     **Raises:** `RequestError` before any prompt has started, if one can't be served, or its `rid` is in use.
     """
@@ -164,7 +169,7 @@ async def run(
     if chosen := {job.name for job in jobs if job.chosen}.intersection(running.values()):
         raise RequestError(f"another request with the rid {min(chosen)!r} is running; choose another", "rid")
     watches = [metrics.watch(job.params) for job in jobs]
-    streams = [llm.generate(job.ids, job.params, job.id) for job in jobs]
+    streams = [llm.generate(job.ids, job.params, job.id, client) for job in jobs]
     metrics.load += 1
     named = {job.id: job.name for job in jobs}
     running.update(named)

@@ -79,6 +79,7 @@ COUNTERS = (
     ("verified_tokens_total", "jaxspec_verified_tokens", "Tokens that verify rounds yielded, bonus included"),
     ("forced_tokens_total", "jaxspec_forced_tokens", "Tokens generated that a grammar left no choice about"),
     ("preemptions_total", "jaxspec_preemptions", SET_BACK),
+    ("nonfinite_total", "jaxspec_nonfinite_logits", "Completions that ended because their logits were NaN or infinite"),
     ("refused_total", "jaxspec_refused", "Prompts refused with 429 because the queue was full"),
     ("engine_failures_total", "jaxspec_engine_failures", "Engine steps that failed, each with the requests in it"),
     ("compiles_total", "jaxspec_compiles", "Programs compiled; moves after start only with --skip-warmup"),

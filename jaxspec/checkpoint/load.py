@@ -158,6 +158,11 @@ def load_model(
             "%s: its tokenizer has token ids up to %d, the model 0 to %d; texts with those beyond are refused",
             *(source.name, largest, config.vocab_size - 1),
         )
+    if beyond := [token for token in config.eos_token_ids if token >= config.vocab_size]:
+        log.warning(
+            "%s: its end token %d is beyond the vocabulary of %d tokens, and is left out",
+            *(source.name, beyond[0], config.vocab_size),
+        )
     if (how or source.files.packed) and load_format != "dummy":
         scales = kv_scales.read_kv_scales(source.files, config.decoder, renamed)
     return Model(config, params, dtype, source.name, source.path, tokenizer, sampling, how, tp_size, scales)
@@ -222,14 +227,20 @@ def load_target(options: EngineConfig) -> Model:
 
 def _given(options: EngineConfig) -> dict[str, Any]:
     """The arguments that `load_model` and `_declared` have in common."""
-    names = "dtype", "load_format", "revision", "quantization", "tp_size", "ep_size", "context_length"
-    return {name: getattr(options, name) for name in names} | {"fp8_activations": options.fp8_activations == "on"}
+    names = "dtype", "load_format", "revision", "quantization", "tp_size", "ep_size"
+    return {name: getattr(options, name) for name in names} | {
+        "fp8_activations": options.fp8_activations == "on",
+        "context_length": None if options.allow_longer_context else options.context_length,
+    }
 
 
 def check_context(length: int | None, config: ModelConfig, name: str) -> None:
     """**Raises:** `ConfigError` for a context longer than the model's positions."""
     if length is not None and length > (most := config.max_position):
-        raise ConfigError(f"--context-length {length} exceeds the {most} positions of {name}; give {most} or less")
+        raise ConfigError(
+            f"--context-length {length} exceeds the {most} positions of {name}; give {most} or less, or add "
+            "--allow-longer-context"
+        )
 
 
 def in_format(

@@ -121,6 +121,9 @@ class EngineConfig:
         least=2,
         common=True,
     )
+    allow_longer_context: bool = option(
+        False, "allow --context-length beyond the positions that the model was made for", group=MODEL
+    )
     seed: int | None = option(
         None, "seed of dummy weights, and of requests that give none", "N", group=MODEL, shown="none", least=0
     )

@@ -47,6 +47,7 @@ NEEDLESS = {
     **dict.fromkeys(("enable_prefix_caching", "enable_chunked_prefill", "async_scheduling"), "it is always on"),
     **dict.fromkeys(("enable_metrics", "enable_cache_report"), "it is always on"),
     "enable_mixed_chunk": "each step runs prompts and rounds, in a program of each",
+    "enable_nan_detection": "it is always on: a request whose logits are NaN or infinite ends with an error",
     **dict.fromkeys(("enforce_eager", "disable_cuda_graph", "compilation_config", "disable_cuda_graph_padding",
                      "enable_piecewise_cuda_graph", "disable_piecewise_cuda_graph", "enforce_piecewise_cuda_graph",
                      "piecewise_cuda_graph_compiler"),
@@ -73,7 +74,7 @@ NEEDLESS = {
     "distributed_executor_backend": "one process serves on the GPUs of each host",
     **dict.fromkeys(("torch_compile_max_bs", "enable_torch_compile"), "every step is one compiled program"),
     **dict.fromkeys(("schedule_policy", "schedule_conservativeness", "scheduling_policy"),
-                    "requests are served first come, first served"),
+                    "a client's requests are served first come, first served, and clients take turns"),
     **dict.fromkeys(("max_prefill_tokens", "max_num_partial_prefills", "long_prefill_token_threshold"),
                     "--chunked-prefill-size and --max-itl-ms limit prompts"),
     **dict.fromkeys(("guided_decoding_backend", "grammar_backend", "structured_outputs_config"),
@@ -127,7 +128,7 @@ SWITCHES = frozenset(
         *("enable_auto_tool_choice", "enable_expert_parallel", "is_embedding", "enable_multimodal"),
         *("enable_deterministic_inference", "enable_hierarchical_cache", "speculative_adaptive", "enable_dp_attention"),
         *("enable_torch_compile", "return_tokens_as_token_ids", "skip_server_warmup", "no_enable_chunked_prefill"),
-        *("enable_sleep_mode", "h", "help", "version", "sleep_on_idle", "requests_all_greedy"),
+        *("enable_nan_detection", "enable_sleep_mode", "h", "help", "version", "sleep_on_idle", "requests_all_greedy"),
         *("enable_piecewise_cuda_graph", "disable_piecewise_cuda_graph", "enforce_piecewise_cuda_graph"),
         "disable_cuda_graph_padding",
     }
@@ -147,8 +148,12 @@ THEIRS = frozenset({*ELSEWHERE, *SEVERAL_GPUS, *NEEDLESS, *UNSUPPORTED, *SWITCHE
 # Words of the environment that are the others' own, and our flag for a value, or a sentence.
 ENVIRONMENT: dict[str, dict[str, str]] = {
     "SGLANG_ENABLE_SPEC_V2": {"0": "--disable-overlap", "": "drafts overlap unless --disable-overlap is given"},
-    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": {"": "a context is at most the model's positions, of its config.json"},
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": {
+        "1": "--allow-longer-context",
+        "": "a context is at most the model's, unless --allow-longer-context is given",
+    },
 }
+ENVIRONMENT["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = ENVIRONMENT["VLLM_ALLOW_LONG_MAX_MODEL_LEN"]
 ENVIRONMENT["SGLANG_ENABLE_DFLASH_SPEC_V2"] = ENVIRONMENT["SGLANG_ENABLE_SPEC_V2"]
 ENVIRONMENT["SGLANG_ENABLE_OVERLAP_PLAN_STREAM"] = {"": ENVIRONMENT["SGLANG_ENABLE_SPEC_V2"][""]}
 

@@ -62,6 +62,10 @@ class Busy(RuntimeError):
     """Refusal of a request that can't be served right now, for no fault of its own. Send it again later."""
 
 
+class LogitsError(RuntimeError):
+    """The end of a completion whose logits aren't finite numbers, so that no token follows."""
+
+
 _short = reprlib.Repr(maxstring=60, maxlong=60, maxother=60)
 _WORDS = {None: "null", True: "true", False: "false"}
 
@@ -247,6 +251,7 @@ class SamplingParams:
     - `presence_penalty`, `frequency_penalty`: subtracted from logits of tokens generated so far, as OpenAI defines.
     - `repetition_penalty`: divides (multiplies, if negative) the logits of tokens in prompt or output; 1 is off.
     - `logit_bias`: token id -> number added to its logit.
+    - `no_tokens`: nothing of the text is asked for, so its one token (`max_tokens` is 1) needs no room in the context.
     - `speculative`: False decodes this request without drafts.
     - `fixed_drafts`: rounds with this request have all drafts, as with `--draft-policy fixed`.
     - `token_sources`: report of each token how it came, one of `TOKEN_SOURCES`.
@@ -276,6 +281,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    no_tokens: bool = False
     speculative: bool = True
     fixed_drafts: bool = False
     token_sources: bool = False

@@ -246,8 +246,8 @@ TOP_TOKENS = {Norm: frozenset({"eps"})}  # what the kernel implements that norms
 
 def top_tokens(
     params: dict[str, Any], norm: Norm, scale: Float[Array, " d"], x: Float[Array, "b t d"] | None
-) -> Int[Array, "b t"] | None:
-    """The tokens with the highest logits of rows before their final norm; None where no kernel serves."""
+) -> tuple[Int[Array, "b t"], Float[Array, "b t"]] | None:
+    """The tokens with the highest logits of rows before their final norm, and these; None where no kernel serves."""
     return BEST.run(params, norm, scale, x) if BEST.takes(params, norm, scale, x) else None
 
 
@@ -261,7 +261,8 @@ def _best_refused(params, norm, scale, x) -> str | None:
 
 def _best(params, norm, scale, x):
     b, t, _ = x.shape
-    return few_rows.top_tokens(flat(x), scale, params["embed"], eps=norm.eps).reshape(b, -1)[:, :t]
+    found = few_rows.top_tokens(flat(x), scale, params["embed"], eps=norm.eps)
+    return tuple(each.reshape(b, -1)[:, :t] for each in found)
 
 
 BEST = Implementation("top_tokens", HOPPER, _best_refused, _best)

@@ -180,7 +180,7 @@ class DFlash(OwnLayers):
             return eagle_tree.of_block(logits, self.topk, n, params, batch), hidden.cache
         if batch.greedy:
             found = top_tokens(params, self.config.decoder.norm, params["norm"], hidden.unnormed)
-        top = None if found is None else self._drafting(found)
+        top = None if found is None else self._drafting(found[0])
         choose = partial(batch.choose, vocab=known_tokens(params, self.config.vocab_size))
         tokens, probs = jax.vmap(choose, in_axes=(1, 0, 1), out_axes=1)(logits, jnp.arange(n), top)
         tokens, probs = as_targets(params, tokens, probs)

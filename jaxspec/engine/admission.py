@@ -56,6 +56,7 @@ class Request:
     mode: str  # the first of `programs.MODES` that serves it
     fixed_drafts: bool  # as asked, or it samples under a seed: its text must not depend on other requests
     added: float
+    client: str = ""  # as of `AsyncLLM.generate`
     matchers: list[Matcher] | None = None  # of its completions, if a grammar constrains them
     choices: list[Choice] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -91,7 +92,9 @@ class Intake:
             why = f"{self.model.name} names no end token, and a grammar needs one; add eos_token_id to its config"
         raise RequestError(f"structured output can't be served: {why}", wanted.name or wanted.kind)
 
-    def prepare(self, prompt: str | list[int], params: SamplingParams, request_id: str | None = None) -> Request:
+    def prepare(
+        self, prompt: str | list[int], params: SamplingParams, request_id: str | None = None, client: str = ""
+    ) -> Request:
         """Check a request against model and pool, and tokenise it. Touches no engine state.
 
         **Raises:** `RequestError` for anything that could never be served; `Busy` as `compile`.
@@ -109,6 +112,7 @@ class Intake:
             mode=_mode(params),
             fixed_drafts=params.fixed_drafts or (params.temperature > 0 and seeded),
             added=time.monotonic(),
+            client=client,
             matchers=None if params.structured is None else self._matchers(params),
         )
 
@@ -121,7 +125,7 @@ class Intake:
                 "stop strings need a tokenizer, which this model doesn't have; use stop_token_ids", "stop"
             )
         stop_ids = self._stop_ids(params)
-        limit = self.scheduler.check(len(tokens), params.max_tokens, params.min_tokens)
+        limit = self.scheduler.check(len(tokens), params.max_tokens, params.min_tokens, params.no_tokens)
         return tokens, stop_ids, limit
 
     def _check_ids(self, tokens: list[int], params: SamplingParams) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 
 import jax
 
@@ -15,6 +16,8 @@ from jaxspec.parallel import sharding
 from jaxspec.rounds import ragged_verification
 from jaxspec.rounds.packing import Shapes, ladder
 from jaxspec.scheduling.draft_count import SKIP_DRAFTER, rungs
+
+log = logging.getLogger("jaxspec")
 
 SCORE_TOKENS = 128  # prompt tokens scored at once, since each needs logits over the vocabulary
 SMALL_MODEL = 2**30  # bytes of weights below which that is worth it
@@ -92,7 +95,13 @@ def resolve(
     """
     defaults = defaults or here()
     context = options.context_length or model.config.max_position
-    check_context(context, model.config, model.name)
+    if not options.allow_longer_context:
+        check_context(context, model.config, model.name)
+    elif context > model.config.max_position:
+        log.warning(
+            "--context-length %d exceeds the %d positions that %s was made for: text beyond them may be nonsense",
+            *(context, model.config.max_position, model.name),
+        )
     if (options.num_draft_tokens or 0) >= context:
         raise ConfigError(
             f"--num-draft-tokens {options.num_draft_tokens}: a draft must be shorter than --context-length {context}. "

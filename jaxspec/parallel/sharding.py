@@ -304,18 +304,20 @@ def embed(table: Float[Array, "v d"], tokens: Int[Array, "*b"]) -> Float[Array, 
     return total(jnp.where(here[..., None], table[jnp.clip(row, 0, len(table) - 1)], 0))
 
 
-def top_tokens(logits: Float[Array, "*b v"], vocab: int | None = None) -> Int[Array, "*b"]:
-    """The argmax, the lowest of equals. `vocab`: logits are this device's part of so many, and devices exchange the
-    best of each; None: they are whole."""
+def top_tokens(logits: Float[Array, "*b v"], vocab: int | None = None) -> tuple[Int[Array, "*b"], Float[Array, "*b"]]:
+    """The argmax, the lowest of equals, and its logit: NaN if there is one. `vocab`: logits are this device's part of
+    so many, and devices exchange the best of each; None: they are whole."""
     if devices() == 1 or vocab is None:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return best, jnp.take_along_axis(logits, best[..., None], axis=-1)[..., 0]
     rank, width = jax.lax.axis_index(AXIS), logits.shape[-1]
     logits = jnp.where(rank * width + jnp.arange(width) < vocab, logits, -jnp.inf)  # what pads the vocabulary
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     bits = jax.lax.bitcast_convert_type(logits.max(-1).astype(jnp.float32), jnp.int32)
     both = all_gather(jnp.stack([bits, best + rank * width]))
     values, ids = jax.lax.bitcast_convert_type(both[:, 0], jnp.float32), both[:, 1]
-    return jnp.take_along_axis(ids, jnp.argmax(values, axis=0)[None], axis=0)[0]
+    of = jnp.argmax(values, axis=0)[None]
+    return tuple(jnp.take_along_axis(each, of, axis=0)[0] for each in (ids, values))
 
 
 def _each(b: int) -> int:

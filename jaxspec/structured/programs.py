@@ -20,8 +20,18 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from jaxspec.decoder.forward import unembed
 from jaxspec.drafters.base import Drafter, Proposal
 from jaxspec.models.model_config import ModelConfig
-from jaxspec.parallel.sharding import all_gather_requests, logits_of_my_requests, my_requests
-from jaxspec.rounds.programs import GREEDY, Masks, State, batch_of, keep_replay, of_prompts, propose, run_rows
+from jaxspec.parallel.sharding import all_gather_requests, logits_of_my_requests, my_requests, top_tokens
+from jaxspec.rounds.programs import (
+    GREEDY,
+    Masks,
+    State,
+    batch_of,
+    keep_replay,
+    of_prompts,
+    propose,
+    run_rows,
+    tokens_if_finite,
+)
 from jaxspec.rounds.programs import conclude as end
 from jaxspec.sampling import sampling
 
@@ -154,7 +164,7 @@ def _score(
     masks = Masks(unpack(my_requests(bits), vocab), forced)
     if mode != GREEDY:
         return logits, masks
-    best = jnp.argmax(sampling.allow(logits, logits, masks.allowed), axis=-1).astype(jnp.int32)
+    best = tokens_if_finite(*top_tokens(sampling.allow(logits, logits, masks.allowed)))
     return all_gather_requests(best, b), masks
 
 

@@ -65,7 +65,8 @@ def environment(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     for word in filter(_is_word, before):
         name, _, value = word.partition("=")
         known = ENVIRONMENT.get(name, {})
-        answer = known.get(value.lower().replace("false", "0"), known.get("", "it has no counterpart here"))
+        value = {"false": "0", "true": "1"}.get(value.lower(), value)
+        answer = known.get(value, known.get("", "it has no counterpart here"))
         if not THEIR_WORDS.match(name):
             kept.append(word)
         elif answer.startswith("--"):

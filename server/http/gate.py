@@ -10,6 +10,7 @@ more lines than a disk can bear.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import json
 import logging
@@ -44,7 +45,8 @@ class Gate:
     key what would change something and comes from a page whose origin isn't in `origins`.
 
     The request's id, which is the client's `X-Request-Id`, or a new one where that is none, is
-    `request.state.request_id`.
+    `request.state.request_id`. `request.state.client` is a key of whom it is from: of the API key that it carries,
+    unless all must carry the same, or else of its address.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class Gate:
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         request_id = given if re.fullmatch(REQUEST_ID, given) else secrets.token_hex(16)
-        scope.setdefault("state", {})["request_id"] = request_id
+        scope.setdefault("state", {}).update(request_id=request_id, client=self._client(scope, headers))
         asked = f"{scope['method']} {scope['path']}"
         status = 0
 
@@ -90,6 +92,11 @@ class Gate:
             if status == 0:
                 error = ApiError(500, FAILED, kind="server_error")
                 await JSONResponse(error.body, 500)(scope, receive, answer)
+
+    def _client(self, scope: Scope, headers: Headers) -> str:
+        key = headers.get("authorization") if self.key is None else None
+        address, *_ = scope.get("client") or ("",)
+        return hashlib.sha256(f"address {address}".encode() if key is None else key.encode()).hexdigest()[:16]
 
     def _check(self, method: str, path: str, headers: Headers) -> None:
         """**Raises:** `ApiError` for a request that is refused by its headers alone."""

@@ -178,7 +178,7 @@ class Generation(StructuredFields, Sampled):
         """
         check_limit(self.limit, self.min_tokens)
         if self.no_tokens:
-            overrides["max_tokens"] = 1
+            overrides |= {"max_tokens": 1, "no_tokens": True}
         given = {name: getattr(self, name) for name in _SHARED if getattr(self, name) is not None}
         return SamplingParams(**{**defaults, "structured": self.structured(), **given, **overrides})
 

@@ -68,7 +68,7 @@ class Sampling(Sampled):
                 given["structured"] = StructuredOutput(**{GRAMMARS[name]: value, "name": name})
         check_limit(self.max_new_tokens, self.min_new_tokens)
         if self.no_tokens:
-            given["max_new_tokens"] = 1
+            given |= {"max_new_tokens": 1, "no_tokens": True}
         for ours, theirs in (*NAMES.items(), ("include_stop_str_in_output", "no_stop_trim")):
             if theirs in given:
                 given[ours] = given.pop(theirs)

@@ -79,7 +79,7 @@ class Serving:
                 reply = await making
                 jobs, kept = reply.jobs(), self.prompt_log if store is not False else None
                 watch = kept.watch(jobs, request.url.path) if kept else None
-                deltas = run(self.llm, jobs, self.metrics, self.running, watch)
+                deltas = run(self.llm, jobs, self.metrics, self.running, watch, request.state.client)
                 if stream:
                     return EventStream(self.llm, reply, await anext(deltas), deltas)
                 whole = await collect(deltas, reply)

@@ -60,6 +60,7 @@ class FakeLLM:
     flushed: int = 0
     aborts: set[str | None] = field(default_factory=set)
     names: list[str | None] = field(default_factory=list)
+    clients: list[str] = field(default_factory=list)
 
     @property
     def said(self) -> str:
@@ -89,12 +90,15 @@ class FakeLLM:
         if params.max_tokens is not None and params.max_tokens > CONTEXT:
             raise RequestError(f"the context is {CONTEXT} tokens; lower max_tokens", "max_tokens")
 
-    async def generate(self, prompt: list[int], params: SamplingParams, request_id=None) -> AsyncIterator[Delta]:
+    async def generate(
+        self, prompt: list[int], params: SamplingParams, request_id=None, client=""
+    ) -> AsyncIterator[Delta]:
         self.prepare(prompt, params)
         if self.error is not None:
             raise EngineDead("the engine has stopped") from self.error
         self.started.append((prompt, params))
         self.names.append(request_id)
+        self.clients.append(client)
         self.running += 1
         done = False
         try:
@@ -178,6 +182,7 @@ class FakeLLM:
             "accepted_per_position": [3, 1],
             "step_tokens": {"bounds": [1, 8], "counts": [0, 2, 1], "sum": 25},
             "forced_tokens_total": 0,
+            "nonfinite_total": 0,
             "preemptions_total": 0,
             "compiles_total": 6,
             "dispatches": {"round": 4},

@@ -61,6 +61,11 @@ HERE = "--model Qwen/Qwen3-8B"
      f"{HERE} --tp-size 4 --nnodes 2 --node-rank 1 --dist-init-addr 10.0.0.1:29501 --port 8000"),
     (f"{VLLM} -tp 4 -n 2 --master-port 9 --master-addr 10.0.0.1",
      f"{HERE} --tp-size 4 --nnodes 2 --dist-init-addr 10.0.0.1:9 --port 8000"),
+    (f"VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 A=2 {VLLM} --max-model-len 65535",
+     f"A=2 {HERE} --context-length 65535 --allow-longer-context --port 8000"),
+    (f"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=true {SGLANG} --context-length 65535",
+     f"{HERE} --context-length 65535 --allow-longer-context"),
+    (f"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=0 {SGLANG}", HERE),
     (f'''{VLLM} --speculative-config='{{"method":"ngram","num_speculative_tokens":5,"prompt_lookup_max":4}}' ''',
      f"{HERE} --draft 'ngram?max_match=4' --num-draft-tokens 5 --port 8000"),
     (f'''{VLLM} --speculative-config '{{"model":"a/b","num_speculative_tokens":5}}' ''',
@@ -201,14 +206,14 @@ def test_what_is_missing_for_several_hosts_is_told():
 
 
 def test_words_of_the_environment_are_kept_translated_or_named():
-    words = "CUDA_VISIBLE_DEVICES=4,5 SGLANG_ENABLE_SPEC_V2=1 VLLM_USE_V1=1 SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1"
+    words = "CUDA_VISIBLE_DEVICES=4,5 SGLANG_ENABLE_SPEC_V2=1 VLLM_USE_V1=1 SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=0"
     command, left = answer(f"{words} {SGLANG}")
     assert command == f"CUDA_VISIBLE_DEVICES=4,5 {HERE}"
     assert left == [
         "left out: SGLANG_ENABLE_SPEC_V2=1: drafts overlap unless --disable-overlap is given",
         "left out: VLLM_USE_V1=1: it has no counterpart here",
-        "left out: SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1: a context is at most the model's positions, of its "
-        "config.json",
+        "left out: SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=0: a context is at most the model's, unless "
+        "--allow-longer-context is given",
     ]
 
 
