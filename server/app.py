@@ -18,6 +18,7 @@ from server.http import errors, openapi
 from server.http.body import BodyRoute
 from server.http.cors import EXPOSED
 from server.http.gate import Gate
+from server.http.request_times import RequestTimes
 from server.metrics import Metrics
 from server.prompt_log import PromptLog
 from server.routes import generation, health, information, playground, profile, responses, sglang, tokens
@@ -53,6 +54,7 @@ def create_app(
     formats = Formats.of(llm.model_config.model_type, template, reasoning_parser, tool_call_parser)
     formats.log(reasoning_parser, tool_call_parser)
     metrics = Metrics(llm.stats, llm.config, name)
+    app.add_middleware(RequestTimes, observe=metrics.http.observe)  # outermost
     serving = Serving(llm, name, metrics, sampling or {}, formats, prompt_log)
     for routes in (generation, responses, sglang, tokens, health, information, profile, playground):
         routes.add(app, serving)
