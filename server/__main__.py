@@ -43,6 +43,7 @@ from server.cli.options import UsageError, parse
 from server.http.connections import Connection, allow_open_files
 from server.http.cors import cors_options
 from server.prompt_log import PromptLog
+from server.tracing import Tracer
 
 log = logging.getLogger("jaxspec.server")
 
@@ -67,11 +68,13 @@ def main(argv: list[str] | None = None) -> int:
         if args.node_rank:
             return _follow(args)
         log_of = lambda path: nullcontext() if path is None else closing(PromptLog(path))  # noqa: E731
+        endpoint, name = args.otlp_traces_endpoint, args.served_model_name or args.model
+        tracer = None if endpoint is None else Tracer(endpoint, name)
         with _bind(args.host, args.port) as listener, log_of(args.log_prompts) as kept:
             llm = _start(args)
             _loaded.set()
             try:
-                status = _serve(llm, args, listener, kept)
+                status = _serve(llm, args, listener, kept, tracer)
             finally:
                 ended = llm.close(CLOSE_SECONDS)
             return status if ended else 1
@@ -124,7 +127,13 @@ def run() -> NoReturn:
     sys.exit(status)
 
 
-def _serve(llm: AsyncLLM, args: argparse.Namespace, listener: socket.socket, kept: PromptLog | None = None) -> int:
+def _serve(
+    llm: AsyncLLM,
+    args: argparse.Namespace,
+    listener: socket.socket,
+    kept: PromptLog | None = None,
+    tracer: Tracer | None = None,
+) -> int:
     sys.setswitchinterval(SWITCH_SECONDS)
     api_key = args.api_key or os.environ.get("JAXSPEC_API_KEY")
     if api_key == "":
@@ -134,7 +143,7 @@ def _serve(llm: AsyncLLM, args: argparse.Namespace, listener: socket.socket, kep
         said = ", ".join(f"{name} {value:g}" for name, value in sampling.items())
         log.info("requests that don't say otherwise: %s, by the model's generation_config.json", said)
     parsers = args.reasoning_parser, args.tool_call_parser
-    app = create_app(llm, args.served_model_name, api_key, sampling, *parsers, cors_options(args), kept)
+    app = create_app(llm, args.served_model_name, api_key, sampling, *parsers, cors_options(args), kept, tracer)
     connections = allow_open_files(args.max_connections)
     config = uvicorn.Config(
         app,

@@ -23,6 +23,7 @@ from server.metrics import Metrics
 from server.prompt_log import PromptLog
 from server.routes import generation, health, information, playground, profile, responses, sglang, tokens
 from server.routes.serving import Serving
+from server.tracing import Tracer
 
 
 def create_app(
@@ -34,6 +35,7 @@ def create_app(
     tool_call_parser: str = "auto",
     cors: dict[str, Any] | None = None,
     prompt_log: PromptLog | None = None,
+    tracer: Tracer | None = None,
 ) -> FastAPI:
     """The server's application over a running engine, which stays the caller's to close.
 
@@ -41,7 +43,7 @@ def create_app(
     come with every request but those to `gate.OPEN_PATHS`; `sampling` is what holds of `SamplingParams` for requests
     that don't say otherwise; `reasoning_parser` and `tool_call_parser` are names of `server.parsers`, "auto" for what
     the chat template shows, or "none"; `cors` is `CORSMiddleware`'s options, None for no page of another origin;
-    `prompt_log` keeps texts, and stays the caller's to close.
+    `prompt_log` keeps texts, and stays the caller's to close; `tracer` sends traces.
     """
     app = FastAPI(title="jaxspec", version=jaxspec.__version__, docs_url=None, redoc_url=None)
     app.router.route_class = BodyRoute
@@ -55,7 +57,7 @@ def create_app(
     formats.log(reasoning_parser, tool_call_parser)
     metrics = Metrics(llm.stats, llm.config, name)
     app.add_middleware(RequestTimes, observe=metrics.http.observe)  # outermost
-    serving = Serving(llm, name, metrics, sampling or {}, formats, prompt_log)
+    serving = Serving(llm, name, metrics, sampling or {}, formats, prompt_log, tracer)
     for routes in (generation, responses, sglang, tokens, health, information, profile, playground):
         routes.add(app, serving)
     openapi.describe(app, llm.model_config.vocab_size)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from typing import Any
@@ -26,6 +27,7 @@ from server.metrics import Metrics
 from server.prompt_log import Watch
 from server.protocol import ChatRequest, CompletionRequest
 from server.replies import Answer, Job, Prompt
+from server.tracing import Trace
 from server.workers import Together, Workers
 
 Deltas = AsyncGenerator[tuple[int, Delta]]
@@ -152,10 +154,15 @@ def _refusals(param: str, context: int) -> Iterator[None]:
 
 
 async def run(
-    llm: AsyncLLM, jobs: list[Job], metrics: Metrics, running: dict[str, str], watch: Watch | None = None
+    llm: AsyncLLM,
+    jobs: list[Job],
+    metrics: Metrics,
+    running: dict[str, str],
+    watch: Watch | None = None,
+    trace: Trace | None = None,
 ) -> Deltas:
-    """Generate for all prompts at once; yields (number of the prompt, delta) as they come. `watch` sees them too.
-    Meanwhile `running` has the jobs' ids whose response has another, and that id.
+    """Generate for all prompts at once; yields (number of the prompt, delta) as they come. `watch` and `trace` see them
+    too. Meanwhile `running` has the jobs' ids whose response has another, and that id.
 
     **Raises:** `RequestError` before any prompt has started, if one can't be served.
     """
@@ -172,8 +179,12 @@ async def run(
                 watches[number].see(delta)
                 if watch is not None:
                     watch.see(number, delta)
+                if trace is not None:
+                    trace.see(delta)
                 yield number, delta
     finally:
+        if trace is not None:
+            trace.end(sys.exception())
         metrics.load -= 1
         for each in named:
             del running[each]
