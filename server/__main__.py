@@ -48,6 +48,7 @@ from server.http.cors import cors_options, host_names
 from server.http.gate import Refusals
 from server.prompt_log import PromptLog
 from server.stop_watcher import StopWatcher
+from server.tracing import Tracer
 
 log = logging.getLogger("jaxspec.server")
 
@@ -74,11 +75,13 @@ def main(argv: list[str] | None = None) -> int:
             return _follow(args)
         _watcher.start(args.drain_seconds + LAST_SECONDS + 1, args.log_format)
         log_of = lambda path: nullcontext() if path is None else closing(PromptLog(path))  # noqa: E731
+        endpoint, name = args.otlp_traces_endpoint, args.served_model_name or args.model
+        tracer = None if endpoint is None else Tracer(endpoint, name)
         with _bind(args.host, args.port) as listener, log_of(args.log_prompts) as kept:
             llm = _start(args)
             _loaded.set()
             try:
-                status = _serve(llm, args, listener, kept)
+                status = _serve(llm, args, listener, kept, tracer)
             finally:
                 ended = llm.close(CLOSE_SECONDS)
             return status if ended else 1
@@ -151,7 +154,13 @@ def run() -> NoReturn:
     sys.exit(status)
 
 
-def _serve(llm: AsyncLLM, args: argparse.Namespace, listener: socket.socket, kept: PromptLog | None = None) -> int:
+def _serve(
+    llm: AsyncLLM,
+    args: argparse.Namespace,
+    listener: socket.socket,
+    kept: PromptLog | None = None,
+    tracer: Tracer | None = None,
+) -> int:
     sys.setswitchinterval(SWITCH_SECONDS)
     api_key = args.api_key or os.environ.get("JAXSPEC_API_KEY")
     if api_key == "":
@@ -162,7 +171,7 @@ def _serve(llm: AsyncLLM, args: argparse.Namespace, listener: socket.socket, kep
         log.info("requests that don't say otherwise: %s, by the model's generation_config.json", said)
     parsers = args.reasoning_parser, args.tool_call_parser
     hosts = host_names(args, listener.getsockname()[0], bool(api_key))
-    app = create_app(llm, args.served_model_name, api_key, sampling, *parsers, cors_options(args), kept, hosts)
+    app = create_app(llm, args.served_model_name, api_key, sampling, *parsers, cors_options(args), kept, hosts, tracer)
     connections = allow_open_files(args.max_connections)
     config = uvicorn.Config(
         app,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from typing import Any
@@ -26,6 +27,7 @@ from server.metrics import Metrics
 from server.prompt_log import Watch
 from server.protocol import ChatRequest, CompletionRequest
 from server.replies import Answer, Job, Prompt
+from server.tracing import Trace
 from server.workers import Together, Workers
 
 Deltas = AsyncGenerator[tuple[int, Delta]]
@@ -158,9 +160,10 @@ async def run(
     running: dict[str, str],
     watch: Watch | None = None,
     client: str = "",
+    trace: Trace | None = None,
 ) -> Deltas:
-    """Generate for all prompts at once; yields (number of the prompt, delta) as they come. `watch` sees them too.
-    Meanwhile `running` has the jobs' ids, and those of their responses. `client`: whose they are.
+    """Generate for all prompts at once; yields (number of the prompt, delta) as they come. `watch` and `trace` see them
+    too. Meanwhile `running` has the jobs' ids, and those of their responses. `client`: whose they are.
 
     **Raises:** `RequestError` before any prompt has started, if one can't be served, or its `rid` is in use.
     """
@@ -179,8 +182,12 @@ async def run(
                 watches[number].see(delta)
                 if watch is not None:
                     watch.see(number, delta)
+                if trace is not None:
+                    trace.see(delta)
                 yield number, delta
     finally:
+        if trace is not None:
+            trace.end(sys.exception())
         metrics.load -= 1
         for each in named:
             del running[each]

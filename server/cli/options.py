@@ -102,6 +102,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--access-log", action="store_true", help="log a line per HTTP request (default: off)")
     texts = "append each finished text to this file as token ids, for jaxspec.train --data (default: off)"
     add("--log-prompts", type=Path, metavar="FILE", help=texts)
+    traces = "send a trace of each request to this OTLP collector, http://host:4318/v1/traces (default: off)"
+    add("--otlp-traces-endpoint", metavar="URL", help=traces)
     add_cors_flags(server)
     _add_host_flags(parser)
     limits = parser.add_argument_group("limits")

@@ -105,6 +105,18 @@ def test_a_prompt_is_scored_without_a_token(http):
     assert out["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
 
 
+def test_the_body_of_sglangs_send_one(http, fake):
+    """With --json and --stream: the schema is a word for any object."""
+    fake.text = "{}"
+    settings = {"temperature": 0.0, "max_new_tokens": 50, "json_schema": "$$ANY$$", "frequency_penalty": 0.0}
+    body = {"text": "Human: Hi\n\nAssistant:", "sampling_params": settings, "return_logprob": False, "stream": True}
+    events = http.post("/generate", json=body).text.split("\n\n")
+    last = json.loads([each for each in events if each.startswith("data: {")][-1].removeprefix("data: "))
+    assert last["text"] == "{}" and {"completion_tokens", "e2e_latency", "spec_verify_ct"} <= last["meta_info"].keys()
+    structured = fake.started[-1][1].structured
+    assert structured.kind == "json" and json.loads(structured.text) == {"type": "object"}
+
+
 @pytest.mark.parametrize("grammar", [{"json_schema": '{"type": "object"}'}, {"regex": "a+"}, {"ebnf": 'root ::= "a"'}])
 def test_grammars_reach_the_engine(http, fake, grammar):
     ask(http, text="hi", sampling_params=grammar)
