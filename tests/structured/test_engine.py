@@ -139,7 +139,7 @@ def test_finished_texts_follow_their_grammars():
 
 
 def own_matcher(structured):
-    from jaxspec.structured.grammar import source
+    from jaxspec.structured.source import source
 
     tokenizer = LLTokenizer(engine("none").engine.tokenizer.to_json(), n_vocab=lossless.VOCAB, eos_token=END)
     return LLMatcher(tokenizer, source(structured))

@@ -11,7 +11,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from jaxspec.config.request import RequestError
-from jaxspec.structured.grammar import source
+from jaxspec.structured.source import source
 from server.chat.tool_grammar import tool_call_grammar
 from server.parsers import parse
 from tests.server.fake import byte_tokenizer
