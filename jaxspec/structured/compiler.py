@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxspec.config.request import Busy, RequestError, StructuredOutput
-from jaxspec.structured.compile_server import STACK_BYTES, STATUS, WALL_SECONDS
+from jaxspec.structured.compile_server import DONE, STACK_BYTES, STATUS, WALL_SECONDS
 from jaxspec.structured.limits import COMPILE_BYTES, COMPILE_SECONDS
 
 AT_ONCE = 2  # grammars that compile
@@ -84,14 +84,14 @@ class Compiler:
         **Raises:** `Refused` if it doesn't compile; `Busy` if the process couldn't try.
         """
         answer = self._ask(wanted) or self._ask(wanted)
-        if len(answer) < STATUS.size:
+        done, status = STATUS.unpack(answer[-STATUS.size :].rjust(STATUS.size))
+        if done != DONE:
             raise Busy("the process that compiles grammars has ended; send the request again")
-        answer, (status,) = answer[: -STATUS.size], STATUS.unpack(answer[-STATUS.size :])
         if status == -signal.SIGALRM:
             raise Busy(f"compiling took longer than {WALL_SECONDS} seconds on a busy machine; send the request again")
         if status:
             raise Refused(_ending(status))
-        said = json.loads(answer)
+        said = json.loads(answer[: -STATUS.size])
         if "costly" in said:
             raise Refused(said["costly"])
         if "error" in said:
@@ -199,9 +199,9 @@ def _end(process: subprocess.Popen, control: socket.socket) -> None:
 
 def _ending(status: int) -> str:
     """Why a grammar's fork ended before it had answered."""
-    if status in (-signal.SIGXCPU, -signal.SIGKILL):
+    if status == -signal.SIGXCPU:
         return f"it takes longer than {COMPILE_SECONDS} seconds to compile"
-    if status in (-signal.SIGABRT, 1):
+    if status in (-signal.SIGABRT, -signal.SIGKILL, 1):
         return f"it takes more than {COMPILE_BYTES >> 20} MiB to compile"
     return "its rules are nested too deep to compile"
 

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import os
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import cache
@@ -50,11 +50,13 @@ class Grammar:
         number = next(self._numbers)
         self._fresh = {number: first}  # by the lexer's number, a matcher before its first token
         self._users = {number: 0}
+        self._ended: deque[tuple[int, bool]] = deque()
         self._changing = threading.Lock()
 
     def take(self) -> tuple[int, LLMatcher]:
         """A lexer's number, and a matcher of it before its first token, which is the caller's alone."""
         with self._changing:
+            self._forget()
             number = min(self._users, key=lambda each: self._users[each], default=None)
             if number is None or (self._users[number] and len(self._users) < self._most):
                 number = next(self._numbers)
@@ -64,7 +66,17 @@ class Grammar:
 
     def give_back(self, number: int, failed: bool) -> None:
         """A completion has ended. A lexer in which one has failed is given up, since it may be full."""
-        with self._changing:
+        self._ended.append((number, failed))
+        if self._changing.acquire(blocking=False):  # the garbage collector may call this within `take`
+            try:
+                self._forget()
+            finally:
+                self._changing.release()
+
+    def _forget(self) -> None:
+        """Count those who have ended."""
+        while self._ended:
+            number, failed = self._ended.popleft()
             if number in self._users:
                 self._users[number] -= 1
                 if failed or (not self._users[number] and len(self._users) > 1):
@@ -80,8 +92,9 @@ class Matcher:
     come, they may not. `epoch` is that of the sequence's slot in which the device knows its forced drafts."""
 
     def __init__(self, grammar: Grammar, end_ids: Sequence[int], avoid_end: bool = False):
-        self._grammar, self._closed = grammar, False
+        self._grammar, self._closed = grammar, True
         self._lexer, self._matcher = grammar.take()
+        self._closed = False
         self._ends, self._avoid_end = tuple(end_ids), avoid_end
         self._last: int | None = None
         self._musts: set[int] = set()  # rows of the last round where one token alone was allowed
