@@ -24,7 +24,7 @@ from jaxspec.engine.runner import Runner
 from jaxspec.rounds.programs import GREEDY, LOGPROBS, SAMPLED
 from jaxspec.scheduling.scheduler import Scheduler
 from jaxspec.scheduling.sequence import SequenceState
-from jaxspec.structured.grammar import Grammar, Matcher
+from jaxspec.structured.grammar import Grammars, Matcher
 from jaxspec.text.detokenizer import Detokenizer
 from jaxspec.text.errors import TokenizerError
 
@@ -74,13 +74,16 @@ class Intake:
         """Check a request as `prepare` does, but for its grammar. **Raises:** `RequestError`."""
         self._checked(prompt, params)
 
-    def compile(self, wanted: StructuredOutput) -> Grammar:
-        """Compile a grammar, or find it compiled. Takes up to seconds: not for an event loop.
+    async def compiled(self, wanted: StructuredOutput) -> None:
+        """Have a grammar compiled beside the event loop, so that `prepare` finds it.
 
         **Raises:** `RequestError` naming the field; `Busy` while others are compiled.
         """
+        await self._grammars(wanted).compiled(wanted)
+
+    def _grammars(self, wanted: StructuredOutput) -> Grammars:
         if self.grammars is not None:
-            return self.grammars.compile(wanted)
+            return self.grammars
         if self.config.disable_structured_output:
             flag = "deterministic" if self.config.deterministic else "disable-structured-output"
             why = f"this engine was started with --{flag}; start it without"
@@ -97,7 +100,7 @@ class Intake:
     ) -> Request:
         """Check a request against model and pool, and tokenise it. Touches no engine state.
 
-        **Raises:** `RequestError` for anything that could never be served; `Busy` as `compile`.
+        **Raises:** `RequestError` for anything that could never be served; `Busy` as `compiled`.
         """
         tokens, stop_ids, limit = self._checked(prompt, params)
         seeded = params.seed is not None or self.config.seed is not None
@@ -153,8 +156,9 @@ class Intake:
         return stop_ids
 
     def _matchers(self, params: SamplingParams) -> list[Matcher]:
-        grammar = self.compile(params.structured)
-        return [self.grammars.start(grammar, avoid_end=params.ignore_eos) for _ in range(params.n)]
+        grammars = self._grammars(params.structured)
+        grammar = grammars.compile(params.structured)
+        return [grammars.start(grammar, avoid_end=params.ignore_eos) for _ in range(params.n)]
 
     def _tokens(self, prompt: str | list[int] | np.ndarray) -> list[int]:
         if isinstance(prompt, np.ndarray):

@@ -15,7 +15,6 @@ import secrets
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +23,7 @@ import jax
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.json_values import shown
 from jaxspec.config.options import ConfigError
-from jaxspec.config.request import Busy, Delta, LogitsError, RequestError, SamplingParams, StructuredOutput
+from jaxspec.config.request import Delta, LogitsError, RequestError, SamplingParams
 from jaxspec.engine.admission import Request
 from jaxspec.engine.engine import Engine
 from jaxspec.parallel.hosts import Leader
@@ -32,7 +31,6 @@ from jaxspec.parallel.hosts import Leader
 log = logging.getLogger("jaxspec")
 
 LONG_PROMPT = 20_000  # characters; tokenising more than this would hold up the event loop
-MAX_COMPILING = 64  # requests that wait for a grammar; a few compile, and the others wait for one of these
 MAX_UNREAD = 4096  # deltas that wait for one caller; a request whose caller reads slower than that is aborted
 QUIET_SECONDS = 0.2  # without a request, after which what is left of a start in stages is done
 CLOSE_SECONDS = 10.0  # that `close` waits for the step that runs
@@ -141,8 +139,6 @@ class AsyncLLM:
         self._streams: dict[str, Stream] = {}
         self._early: list[tuple[Request, Stream]] = []  # whose programs a start in stages has still to bring
         self._closed = False
-        self._compiling = 0  # requests whose grammars are being compiled
-        self._compilers = ThreadPoolExecutor(MAX_COMPILING, "jaxspec-grammar")
         self._thread = threading.Thread(target=self._run, name="jaxspec-engine", daemon=True)
         self._thread.start()
         self._hosts = hosts
@@ -165,7 +161,7 @@ class AsyncLLM:
         unfinished, stream, timer = params.n, None, None
         try:
             if params.structured is not None:
-                await self._compile(params.structured)
+                await self.engine.compiled(params.structured)
             if params.structured is not None or (isinstance(prompt, str) and len(prompt) > LONG_PROMPT):
                 request = await asyncio.to_thread(self.engine.prepare, prompt, params, request_id, client)
             else:
@@ -211,21 +207,9 @@ class AsyncLLM:
         **Raises:** `RequestError` for the first that can't be served; `Busy`.
         """
         for wanted in dict.fromkeys(params.structured for _, params in requests if params.structured is not None):
-            await self._compile(wanted)
+            await self.engine.compiled(wanted)
         for each in requests:
             self.engine.check(*each)
-
-    async def _compile(self, wanted: StructuredOutput) -> None:
-        """Have a grammar compiled beside the event loop. **Raises:** `RequestError`; `Busy`."""
-        if self.engine.grammars is not None and self.engine.grammars.keeps(wanted):
-            return
-        if self._compiling >= MAX_COMPILING:
-            raise Busy(f"{self._compiling} requests wait for their grammars; send the request again later")
-        self._compiling += 1
-        try:
-            await asyncio.get_running_loop().run_in_executor(self._compilers, self.engine.compile, wanted)
-        finally:
-            self._compiling -= 1
 
     @property
     def devices(self) -> list[str]:
@@ -290,7 +274,6 @@ class AsyncLLM:
             self._closed = True
             self._calls.put(None)
             self.engine.runner.programs.stop()
-            self._compilers.shutdown(wait=False, cancel_futures=True)
             if self.engine.grammars is not None:
                 self.engine.grammars.close()
         self._thread.join(timeout)

@@ -68,7 +68,7 @@ class InFlight:
 
 
 class Engine:
-    """Serves requests one `step` at a time. Not thread-safe, except `check`, `compile`, `prepare` and `stats`.
+    """Serves requests one `step` at a time. Not thread-safe, except `check`, `compiled`, `prepare` and `stats`.
 
     **Raises:** `ConfigError` or `CheckpointError` when made, for options or files that can't work.
     """
@@ -101,7 +101,7 @@ class Engine:
         )
         self.grammars = self.runner.grammars
         intake = Intake(self.runner, self.scheduler)
-        self.check, self.compile, self.prepare = intake.check, intake.compile, intake.prepare
+        self.check, self.compiled, self.prepare = intake.check, intake.compiled, intake.prepare
         self.requests: dict[str, Request] = {}
         self.counts = Counts(self.runner.yields, self.runner.drafts)
         self.chooser = self._chooser()

@@ -32,7 +32,7 @@ WALL_SECONDS = 4 * COMPILE_SECONDS  # on a busy machine
 STACK_BYTES = 24 * 2**20  # compiling recurses for each rule and property
 STEP_STACK_BYTES = 2 * 2**20  # of the library's own threads, which make masks
 TRIED_TOKENS = 48  # of a text, to see that it can be followed
-STATUS = struct.Struct("i")
+STATUS, DONE = struct.Struct("4si"), b"done"  # behind an answer, which may be cut off or missing
 PAGE = resource.getpagesize()
 
 
@@ -89,7 +89,7 @@ def _reap(jobs: dict[int, socket.socket]) -> None:
         if not pid:
             return
         with jobs.pop(pid) as job, suppress(OSError):  # who asked may be gone
-            job.sendall(STATUS.pack(os.waitstatus_to_exitcode(status)))
+            job.sendall(STATUS.pack(DONE, os.waitstatus_to_exitcode(status)))
 
 
 def _work(job: socket.socket, vocabulary: LLTokenizer, added: dict[str, int]) -> None:
@@ -99,7 +99,7 @@ def _work(job: socket.socket, vocabulary: LLTokenizer, added: dict[str, int]) ->
         wanted, seconds, most = pickle.load(stream)
     virtual, before = _memory()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     resource.setrlimit(resource.RLIMIT_AS, (virtual + most, virtual + most))
     hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
     stack = STACK_BYTES if hard == resource.RLIM_INFINITY else min(STACK_BYTES, hard)

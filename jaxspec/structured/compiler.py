@@ -22,11 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxspec.config.request import Busy, RequestError, StructuredOutput
-from jaxspec.structured.compile_server import STACK_BYTES, STATUS, WALL_SECONDS
+from jaxspec.structured.compile_server import DONE, STACK_BYTES, STATUS, WALL_SECONDS
 from jaxspec.structured.limits import COMPILE_BYTES, COMPILE_SECONDS
 
 AT_ONCE = 2  # grammars that compile
-MAX_WAITING = 16
 WAIT_SECONDS = 3.0  # for a turn
 START_SECONDS = 60.0  # that reading the vocabulary may take
 KINDS = {"json": "the JSON schema", "regex": "the regular expression", "choice": "the choices"}
@@ -43,8 +42,12 @@ main(int(sys.argv[2]))
 _stack = threading.Lock()  # its size is every new thread's
 
 
+class Refused(Exception):
+    """A grammar that doesn't compile within its limits; the message says why, without its field."""
+
+
 @dataclass(frozen=True)
-class Compiled:
+class Proven:
     """Text of a grammar that compiles: in so many seconds of CPU time, to so many bytes."""
 
     text: str
@@ -61,7 +64,6 @@ class Compiler:
     def __init__(self, vocabulary: Callable[[], tuple[str, int, list[int], dict[str, int]]]):
         self._vocabulary = vocabulary
         self._starting, self._turns = threading.Lock(), threading.BoundedSemaphore(AT_ONCE)
-        self._waiting = 0
         self._control: socket.socket | None = None
         self._closed = False
         self._end: Callable[[], None] = lambda: None
@@ -69,41 +71,32 @@ class Compiler:
     @contextmanager
     def turn(self) -> Iterator[None]:
         """Within, this caller is one of the few that compile. **Raises:** `Busy`."""
-        if self._waiting >= MAX_WAITING or not self._turn_came():
+        if not self._turns.acquire(timeout=WAIT_SECONDS):
             raise Busy("the server is compiling other grammars, as many as it can; send the request again later")
         try:
             yield
         finally:
             self._turns.release()
 
-    def _turn_came(self) -> bool:
-        self._waiting += 1
-        try:
-            return self._turns.acquire(timeout=WAIT_SECONDS)
-        finally:
-            self._waiting -= 1
+    def prove(self, wanted: StructuredOutput) -> Proven:
+        """Have a grammar compiled within its limits.
 
-    def compile(self, wanted: StructuredOutput) -> Compiled:
-        """Have a grammar proven.
-
-        **Raises:** `RequestError` naming the field, if it doesn't compile within its limits; `Busy` if the process
-        couldn't try.
+        **Raises:** `Refused` if it doesn't compile; `Busy` if the process couldn't try.
         """
         answer = self._ask(wanted) or self._ask(wanted)
-        if len(answer) < STATUS.size:
+        done, status = STATUS.unpack(answer[-STATUS.size :].rjust(STATUS.size))
+        if done != DONE:
             raise Busy("the process that compiles grammars has ended; send the request again")
-        answer, (status,) = answer[: -STATUS.size], STATUS.unpack(answer[-STATUS.size :])
         if status == -signal.SIGALRM:
             raise Busy(f"compiling took longer than {WALL_SECONDS} seconds on a busy machine; send the request again")
         if status:
-            raise _refusal(wanted, _ending(status))
-        said = json.loads(answer)
+            raise Refused(_ending(status))
+        said = json.loads(answer[: -STATUS.size])
         if "costly" in said:
-            raise _refusal(wanted, said["costly"])
+            raise Refused(said["costly"])
         if "error" in said:
-            kind = KINDS.get(wanted.kind, "the grammar")
-            raise _refusal(wanted, f"{kind} can't be compiled: {reason(said['error'])}")
-        return Compiled(**said)
+            raise Refused(f"{KINDS.get(wanted.kind, 'the grammar')} can't be compiled: {reason(said['error'])}")
+        return Proven(**said)
 
     def close(self) -> None:
         """End the process; who waits for it hears `Busy`."""
@@ -116,7 +109,7 @@ class Compiler:
         with ours:
             ours.settimeout(WALL_SECONDS + COMPILE_SECONDS)
             with theirs:
-                control = self._started(wanted)
+                control = self._started()
                 try:
                     socket.send_fds(control, [b"j"], [theirs.fileno()])
                 except OSError:
@@ -135,16 +128,16 @@ class Compiler:
                 self._control = None
         return b""
 
-    def _started(self, wanted: StructuredOutput) -> socket.socket:
+    def _started(self) -> socket.socket:
         """The socket of the process, which is started if it isn't there."""
         with self._starting:
             if self._closed:
                 raise Busy("the engine was closed")
             if self._control is None:
-                self._control = self._start(wanted)
+                self._control = self._start()
             return self._control
 
-    def _start(self, wanted: StructuredOutput) -> socket.socket:
+    def _start(self) -> socket.socket:
         ours, theirs = socket.socketpair()
         package = str(Path(__file__).parents[1])
         with theirs:
@@ -168,7 +161,7 @@ class Compiler:
         if said != "ready":
             self._end()
             if said.startswith("unreadable: "):
-                raise unreadable(wanted, said.removeprefix("unreadable: "))
+                raise unreadable(said.removeprefix("unreadable: "))
             raise Busy(
                 f"the process that compiles grammars doesn't start: {said or 'it ended'}; send the request again"
             )
@@ -176,9 +169,10 @@ class Compiler:
         return ours
 
 
-def deeply[T](work: Callable[[], T]) -> T:
-    """Call `work` in a thread with a stack as deep as the other process had, and more."""
+def deeply[T](work: Callable[[], T]) -> Future[T]:
+    """Call `work` in a thread with a stack as deep as the other process had, and more. No exit waits for it."""
     result: Future[T] = Future()
+    result.set_running_or_notify_cancel()  # one of those who wait can't cancel it for the others
 
     def call() -> None:
         try:
@@ -186,14 +180,14 @@ def deeply[T](work: Callable[[], T]) -> T:
         except BaseException as error:
             result.set_exception(error)
 
-    thread = threading.Thread(target=call, name="jaxspec-compile", daemon=True)
+    thread = threading.Thread(target=call, name="jaxspec-grammar", daemon=True)
     with _stack:
         usual = threading.stack_size(STACK_BYTES + 8 * 2**20)
         try:
             thread.start()
         finally:
             threading.stack_size(usual)
-    return result.result()
+    return result
 
 
 def _end(process: subprocess.Popen, control: socket.socket) -> None:
@@ -205,20 +199,24 @@ def _end(process: subprocess.Popen, control: socket.socket) -> None:
 
 def _ending(status: int) -> str:
     """Why a grammar's fork ended before it had answered."""
-    if status in (-signal.SIGXCPU, -signal.SIGKILL):
+    if status == -signal.SIGXCPU:
         return f"it takes longer than {COMPILE_SECONDS} seconds to compile"
-    if status in (-signal.SIGABRT, 1):
+    if status in (-signal.SIGABRT, -signal.SIGKILL, 1):
         return f"it takes more than {COMPILE_BYTES >> 20} MiB to compile"
     return "its rules are nested too deep to compile"
 
 
-def unreadable(wanted: StructuredOutput, text: str) -> RequestError:
-    why = f"the grammar library can't read this model's tokenizer: {reason(text)}"
-    return RequestError(f"structured output can't be served: {why}", wanted.field)
+def unreadable(text: str) -> Refused:
+    return Refused(f"the grammar library can't read this model's tokenizer: {reason(text)}")
 
 
-def _refusal(wanted: StructuredOutput, why: str) -> RequestError:
-    return RequestError(f"{wanted.label}: {why}", wanted.field)
+@contextmanager
+def refusals(wanted: StructuredOutput) -> Iterator[None]:
+    """Within, a refusal becomes a `RequestError` that names the field, as this request wrote it."""
+    try:
+        yield
+    except Refused as error:
+        raise RequestError(f"{wanted.label}: {error}", wanted.field) from error
 
 
 def reason(text: str) -> str:

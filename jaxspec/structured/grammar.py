@@ -7,10 +7,11 @@ matcher stands where its tokens end.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import cache
@@ -19,8 +20,8 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from jaxspec.checkpoint import Model
-from jaxspec.config.request import RequestError, StructuredOutput
-from jaxspec.structured.compiler import Compiler, deeply, unreadable
+from jaxspec.config.request import Busy, RequestError, StructuredOutput
+from jaxspec.structured.compiler import Compiler, deeply, refusals, unreadable
 from jaxspec.structured.limits import parser_limits
 from jaxspec.structured.masks import ALL, allows, only, without
 from jaxspec.structured.programs import words
@@ -28,6 +29,7 @@ from jaxspec.text.tokenizer import Tokenizer
 
 KEPT = 64  # compiled grammars: agents send the same schemas again and again
 KEPT_BYTES = 256 * 2**20  # of those, as they were measured when each was compiled
+MAX_COMING = 16  # grammars that compile or wait for that
 LIGHT_SECONDS = 0.02  # a grammar that compiles in less may be compiled several times
 MOST_LEXERS = min(16, os.cpu_count() or 1)  # of a light grammar
 NOWHERE = -1  # in a round: the row of a token that no draft stands for
@@ -48,11 +50,13 @@ class Grammar:
         number = next(self._numbers)
         self._fresh = {number: first}  # by the lexer's number, a matcher before its first token
         self._users = {number: 0}
+        self._ended: deque[tuple[int, bool]] = deque()
         self._changing = threading.Lock()
 
     def take(self) -> tuple[int, LLMatcher]:
         """A lexer's number, and a matcher of it before its first token, which is the caller's alone."""
         with self._changing:
+            self._forget()
             number = min(self._users, key=lambda each: self._users[each], default=None)
             if number is None or (self._users[number] and len(self._users) < self._most):
                 number = next(self._numbers)
@@ -62,7 +66,17 @@ class Grammar:
 
     def give_back(self, number: int, failed: bool) -> None:
         """A completion has ended. A lexer in which one has failed is given up, since it may be full."""
-        with self._changing:
+        self._ended.append((number, failed))
+        if self._changing.acquire(blocking=False):  # the garbage collector may call this within `take`
+            try:
+                self._forget()
+            finally:
+                self._changing.release()
+
+    def _forget(self) -> None:
+        """Count those who have ended."""
+        while self._ended:
+            number, failed = self._ended.popleft()
             if number in self._users:
                 self._users[number] -= 1
                 if failed or (not self._users[number] and len(self._users) > 1):
@@ -78,8 +92,9 @@ class Matcher:
     come, they may not. `epoch` is that of the sequence's slot in which the device knows its forced drafts."""
 
     def __init__(self, grammar: Grammar, end_ids: Sequence[int], avoid_end: bool = False):
-        self._grammar, self._closed = grammar, False
+        self._grammar, self._closed = grammar, True
         self._lexer, self._matcher = grammar.take()
+        self._closed = False
         self._ends, self._avoid_end = tuple(end_ids), avoid_end
         self._last: int | None = None
         self._musts: set[int] = set()  # rows of the last round where one token alone was allowed
@@ -201,56 +216,56 @@ class Grammars:
                 except Exception as error:
                     self._unreadable = str(error)
 
-    def keeps(self, wanted: StructuredOutput) -> bool:
-        """Whether a grammar is compiled already."""
-        with self._turn:
-            return wanted in self._compiled
-
     def compile(self, wanted: StructuredOutput) -> Grammar:
         """A grammar, from the last few dozen if it is among them. Takes up to seconds: not for an event loop.
 
         **Raises:** `RequestError` naming the field, with the library's reason; `Busy` while others are compiled.
         """
+        with refusals(wanted):
+            return self._compiling(wanted).result()
+
+    async def compiled(self, wanted: StructuredOutput) -> Grammar:
+        """The result of `compile`, for an event loop. Nothing ends when its caller leaves."""
+        with refusals(wanted):
+            return await asyncio.wrap_future(self._compiling(wanted))
+
+    def _compiling(self, wanted: StructuredOutput) -> Future[Grammar]:
+        """A grammar that is there, or comes. All who ask for it meanwhile wait for the same."""
         with self._turn:
             if (found := self._compiled.get(wanted)) is not None:
                 self._compiled.move_to_end(wanted)
-                return found
-            coming = self._coming.get(wanted)
-            if mine := coming is None:
-                coming = self._coming[wanted] = Future()
-        if not mine:
-            try:
-                return coming.result()
-            except RequestError:
-                return self._compile(wanted)  # whose error names this request's field
+                done: Future[Grammar] = Future()
+                done.set_result(found)
+                return done
+            if (coming := self._coming.get(wanted)) is not None:
+                return coming
+            if len(self._coming) >= MAX_COMING:
+                raise Busy(f"{len(self._coming)} other grammars are to be compiled; send the request again later")
+            coming = self._coming[wanted] = deeply(lambda: self._compile(wanted))
+            return coming
+
+    def _compile(self, wanted: StructuredOutput) -> Grammar:
         try:
-            grammar = self._compile(wanted)
-        except BaseException as error:
-            coming.set_exception(error)
-            raise
-        else:
-            coming.set_result(grammar)
+            self.warm_up()
+            if (vocabulary := self._vocabulary) is None:
+                raise unreadable(self._unreadable or "")
+            with self._compiler.turn():
+                proven = self._compiler.prove(wanted)
+                limits = parser_limits(wanted.kind)
+                compile_here = lambda: LLMatcher(vocabulary, proven.text, log_level=0, limits=limits)  # noqa: E731
+                first = compile_here()
+            make = lambda: deeply(compile_here).result()  # noqa: E731
+            grammar = Grammar(make, first, MOST_LEXERS if proven.seconds < LIGHT_SECONDS else 1, proven.bytes)
+            with self._turn:
+                self._compiled[wanted] = grammar
+                while len(self._compiled) > 1 and (
+                    len(self._compiled) > KEPT or sum(each.bytes for each in self._compiled.values()) > KEPT_BYTES
+                ):
+                    self._compiled.popitem(last=False)
             return grammar
         finally:
             with self._turn:
                 del self._coming[wanted]
-
-    def _compile(self, wanted: StructuredOutput) -> Grammar:
-        self.warm_up()
-        if (vocabulary := self._vocabulary) is None:
-            raise unreadable(wanted, self._unreadable or "")
-        with self._compiler.turn():
-            proven = self._compiler.compile(wanted)
-            limits = parser_limits(wanted.kind)
-            make = lambda: deeply(lambda: LLMatcher(vocabulary, proven.text, log_level=0, limits=limits))  # noqa: E731
-            grammar = Grammar(make, make(), MOST_LEXERS if proven.seconds < LIGHT_SECONDS else 1, proven.bytes)
-        with self._turn:
-            self._compiled[wanted] = grammar
-            while len(self._compiled) > 1 and (
-                len(self._compiled) > KEPT or sum(each.bytes for each in self._compiled.values()) > KEPT_BYTES
-            ):
-                self._compiled.popitem(last=False)
-        return grammar
 
     def start(self, grammar: Grammar, avoid_end: bool = False) -> Matcher:
         """A completion's matcher, before its first token."""

@@ -10,7 +10,7 @@ from openai import OpenAI
 from pydantic import BaseModel, Field
 
 from jaxspec import AsyncLLM, SamplingParams, StructuredOutput
-from jaxspec.structured import compiler, grammar
+from jaxspec.structured import grammar
 from jaxspec.structured.grammar import Grammars
 from server.app import create_app
 from server.chat.speech import Speech
@@ -141,7 +141,7 @@ def test_a_batch_compiles_its_grammar_once_and_beside_the_event_loop(engine_url,
 
 
 def test_who_meets_a_busy_compiler_is_asked_to_come_again(engine_url, monkeypatch):
-    monkeypatch.setattr(compiler, "MAX_WAITING", 0)
+    monkeypatch.setattr(grammar, "MAX_COMING", 0)
     body = {"model": "tiny", "prompt": [65], "max_tokens": 1}
     refused = httpx.post(f"{engine_url}/v1/completions", json={**body, "regex": "never seen"})
     assert refused.status_code == 503 and refused.headers["retry-after"] == "2"

@@ -127,7 +127,7 @@ def drawn(rng):
     kind = rng.choice(["json", "json", "json", "regex", "grammar", "grammar", "gbnf", "choice"])
     if kind == "json":
         space = {"whitespace_pattern": rng.choice(["", " ", r"\s*", regex(rng, 1)])} if rng.random() < 0.2 else {}
-        return {"json": schema(rng), **space}
+        return {"json": {} if (value := schema(rng)) is None else value, **space}
     if kind == "choice":
         return {"choice": rng.choices([*ODD[13:17], "b", "x" * 20_000, '"\\'], k=rng.randrange(4))}
     return {"grammar": gbnf(rng)} if kind == "gbnf" else {kind: regex(rng) if kind == "regex" else lark(rng)}
