@@ -117,12 +117,9 @@ def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
         kind = given.get("type", sorted(types(given, given)))
         raise RequestError(f"{what} must have the type object, got {shown(kind)}", "tools")
     try:
-        lowered = lower(given, {"allOf": [given, _OBJECT]}, strict=function.get("strict") is True, arguments=True)
+        return lower(given, {"allOf": [given, _OBJECT]}, strict=function.get("strict") is True, arguments=True)
     except SchemaError as error:
         raise RequestError(f"{what}: {error}", "tools") from None
-    if lowered is False:
-        raise RequestError(f"{what} allow no arguments", "tools")
-    return lowered
 
 
 def _object(lark: _Lark, function: Mapping[str, Any], key: str) -> str:
@@ -202,18 +199,26 @@ def _value(lark: _Lark, schema: Any, root: Mapping[str, Any]) -> str | None:
     if schema is False:
         return None
     kinds, closes = types(schema, root), f"{chr(10)}</parameter>"
-    texts, options = [], []
-    if "string" in kinds:
-        alone = lower(definitions, {"allOf": [schema, {"type": "string"}]})
-        texts = [] if alone is False else _leaves(alone, {**definitions, **alone})
-    string_first = not (others := kinds - {"string"}) or _first_kind(schema, root) == "string"
-    if others := others & {"null"} if string_first else others:
-        beside = lower(definitions, {"allOf": [schema, {"type": sorted(others)}]})
-        if beside is not False:
-            options.append(f"{lark.json({**definitions, **beside})} {lark.literal(closes)}")
+    texts: list[dict[str, Any]] = []
+    options: list[str] = []
+    if alone := _of_types(schema, ["string"], definitions):
+        texts = _leaves(alone, {**definitions, **alone})
+    others = kinds - {"string"}
+    if texts and _first_kind(schema, root) == "string":
+        others &= {"null"}
+    if others and (beside := _of_types(schema, sorted(others), definitions)):
+        options.append(f"{lark.json({**definitions, **beside})} {lark.literal(closes)}")
     never = "" if schema in (True, {}) else "".join(f" & ~{_READ_AS[kind]}" for kind in sorted(others))
     options += [lark.terminal(f"({_text(text)} & {UNMARKED}{never}) {json.dumps(closes)}") for text in texts]
     return lark.choice(options) if options else None
+
+
+def _of_types(schema: Any, kinds: list[str], definitions: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What a lowered schema allows of some types, or None."""
+    try:
+        return lower(definitions, {"allOf": [schema, {"type": kinds}]})
+    except SchemaError:  # no value of these
+        return None
 
 
 def _first_kind(schema: Any, root: Mapping[str, Any]) -> str | None:
