@@ -38,6 +38,13 @@ _READ_AS = {
     "array": r"/\s*\[(?s:.*)/",
     "object": r"/\s*\{(?s:.*)/",
 }
+_BEGINS_A_NUMBER = r"/\s*[-+0-9.](?s:.*)/"
+_SCALARS = {
+    "null": '"null"',
+    "boolean": '("true" | "false")',
+    "integer": "/-?(0|[1-9][0-9]*)/",
+    "number": r"/-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?/",
+}
 
 
 def tool_call_grammar(
@@ -206,10 +213,23 @@ def _value(lark: _Lark, schema: Any, root: Mapping[str, Any]) -> str | None:
     others = kinds - {"string"}
     if texts and _first_kind(schema, root) == "string":
         others &= {"null"}
-    if others and (beside := _of_types(schema, sorted(others), definitions)):
-        options.append(f"{lark.json({**definitions, **beside})} {lark.literal(closes)}")
+    scalars: list[str] = []
+    in_json: set[str] = set()
+    for leaf in _leaves(_of_types(schema, sorted(others), definitions) or {}, root) if others else ():
+        listed = leaf.get("enum", [leaf["const"]] if "const" in leaf else None)
+        scalars += [json.dumps(json.dumps(each)) for each in listed or () if not isinstance(each, dict | list)]
+        for kind in types(leaf, root) & others:
+            plain = listed is None and (kind in ("null", "boolean") or leaf.keys() <= {"type", "$defs"})
+            scalars += [_SCALARS[kind]] if plain and kind in _SCALARS else []
+            in_json |= {kind} if kind in ("array", "object") or not (plain or listed is not None) else set()
+    if in_json:
+        beside = _of_types(schema, sorted(in_json), definitions)
+        options.append(f"{lark.json({**definitions, **(beside or {})})} {lark.literal(closes)}")
     never = "" if schema in (True, {}) else "".join(f" & ~{_READ_AS[kind]}" for kind in sorted(others))
-    options += [lark.terminal(f"({_text(text)} & {UNMARKED}{never}) {json.dumps(closes)}") for text in texts]
+    never += f" & ~{_BEGINS_A_NUMBER}" if in_json & {"integer", "number"} else ""
+    scalars += [f"({_text(text)} & {UNMARKED}{never})" for text in texts]
+    if scalars:  # one terminal, since of several the lexer would take the longest
+        options.append(lark.terminal(f"({' | '.join(scalars)}) {json.dumps(closes)}"))
     return lark.choice(options) if options else None
 
 
