@@ -20,6 +20,7 @@ from jaxspec.structured.schema import (
     OF_ARRAYS,
     OF_NUMBERS,
     OF_OBJECTS,
+    UNEVALUATED,
     meet,
     resolve,
     same,
@@ -55,6 +56,9 @@ def lower(root: Any, part: Any = None, *, strict: bool = False, arguments: bool 
     """
     lowering = _Lowering(root, strict, arguments)
     lowered = lowering.lower(root if part is None else part, "")
+    if lowered is False:
+        raise SchemaError("", "the schema allows no value")
+    lowered = {} if lowered is True else lowered
     return {**lowered, "$defs": lowering.definitions} if lowering.definitions else lowered
 
 
@@ -109,6 +113,12 @@ class _Lowering:
                 if key in part:
                     why = "isn't within this schema, and the server does not fetch others"
                     raise SchemaError(path, f"{key} {part[key]!r} {why}")
+        if any(whole.get(key, True) not in (True, {}) for key in UNEVALUATED):
+            others = ("not", "contains") + ("if",) * whole.keys().isdisjoint({"then", "else"})
+            if unseen := [key for key in others if key in whole]:
+                raise SchemaError(path, f"unevaluated members beside {unseen[0]} can't be enforced")
+            if "unevaluatedItems" in whole and any(OF_ARRAYS & part.keys() for part in whole.get("allOf", ())):
+                raise SchemaError(path, "unevaluatedItems beside several lists of items can't be enforced")
         for keyword, options, rest in self._unions(whole, path):
             return self._union(keyword, options, rest, path)
         return self._plain(whole, path)
@@ -117,7 +127,7 @@ class _Lowering:
         """Unions of a merged schema, each with what holds beside it. Conditions are unions, too."""
         apart = whole.get("allOf", [])
         for i, part in enumerate((whole, *apart)):
-            if i and part.keys() & {"unevaluatedProperties", "unevaluatedItems"}:
+            if i and part.keys() & UNEVALUATED:
                 continue  # they see its unions
             for keyword in (*_UNIONS, *_CONDITIONS, "if"):
                 if keyword not in part:
@@ -143,7 +153,7 @@ class _Lowering:
             return [True], {}
         (name, wanted), *left = given.items()
         wanted = {"required": wanted} if isinstance(wanted, list) else wanted
-        return [{"properties": {name: False}}, wanted], dict(left)
+        return [{"properties": {name: False}}, {"required": [name], "allOf": [wanted]}], dict(left)
 
     def _condition(self, part: Mapping[str, Any], path: str) -> list[Any]:
         if not part.keys() & {"then", "else"}:
@@ -159,7 +169,7 @@ class _Lowering:
         self._options += len(options) if rest else 0
         if self._options > MAX_OPTIONS:
             raise SchemaError(path, f"its unions have more than {MAX_OPTIONS} options, multiplied out")
-        each = [{"allOf": [rest, option]} if rest else option for option in options]
+        each = [{**rest, "allOf": [*rest.get("allOf", ()), option]} if rest else option for option in options]
         if keyword == "oneOf" and self.strict and not Disjoint(self.root, self.arguments).all(each):
             raise SchemaError(path, "oneOf has options that may overlap, which strict: true can't allow; use anyOf")
         lowered = [self.lower(option, f"{path}/{keyword}/{i}") for i, option in enumerate(each)]

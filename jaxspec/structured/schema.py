@@ -48,6 +48,8 @@ ANNOTATIONS = frozenset(
         *("$schema", "$id", "id", "$anchor", "$comment", "$defs", "definitions", "components", "nullable"),
     }
 )
+_OLD = tuple(f"http://json-schema.org/draft-0{i}" for i in (3, 4, 6, 7))  # in which nothing counts beside $ref
+UNEVALUATED = frozenset({"unevaluatedProperties", "unevaluatedItems"})
 # Keywords that mean something only together
 _GROUPS = (
     ("properties", "patternProperties", "additionalProperties"),
@@ -90,7 +92,13 @@ def resolve(schema: Any, root: Any) -> dict[str, Any]:
     A circle of references is dropped.
     """
     merged: dict[str, Any] = {}
-    for part in _conjuncts(schema, root, set()):
+    parts = [part for part in _conjuncts(schema, root, set()) if part]
+    alone = sum(bool(part.keys() - ANNOTATIONS) for part in parts) == 1
+    for i, part in enumerate(parts):
+        own = i == 0 and isinstance(schema, Mapping) and schema.keys() & UNEVALUATED
+        if part.keys() & UNEVALUATED and not (own or alone):
+            merged["allOf"] = [*merged.get("allOf", ()), part]  # where it stands, it sees what `part` has and no more
+            part = {key: value for key, value in part.items() if key not in UNEVALUATED}
         _merge(merged, part)
     return merged
 
@@ -178,7 +186,7 @@ def _all(value: Any) -> Iterator[Mapping[str, Any]]:
 
 def _conjuncts(schema: Any, root: Any, seen: set[int]) -> Iterator[dict[str, Any]]:
     """Schemas that hold together, none with a reference or `allOf`. A schema counts once: again it says nothing."""
-    waiting = [(schema, True)]
+    waiting, old = [(schema, True)], isinstance(root, Mapping) and str(root.get("$schema")).startswith(_OLD)
     while waiting:
         schema, first = waiting.pop()
         if schema is False:
@@ -191,6 +199,8 @@ def _conjuncts(schema: Any, root: Any, seen: set[int]) -> Iterator[dict[str, Any
             own |= {"type": [*_list(own["type"]), "null"]} if "type" in own else {}
             del own["nullable"]
         parts = schema["allOf"] if isinstance(schema.get("allOf"), list) else []
+        if old and "$ref" in schema:
+            own, parts = {}, []
         if "$ref" in schema:
             if (target := refer(schema["$ref"], root)) is None:
                 own["$ref"] = schema["$ref"]
@@ -198,7 +208,7 @@ def _conjuncts(schema: Any, root: Any, seen: set[int]) -> Iterator[dict[str, Any
                 parts = [target, *parts]
         leads = next((key for key in schema if key in ("properties", "required", "$ref", "allOf")), None)
         later = leads in ("$ref", "allOf") and own.keys() & {"properties", "required"}
-        if later and not own.keys() & {"$ref", "unevaluatedProperties", "unevaluatedItems"}:
+        if later and not own.keys() & {"$ref", *UNEVALUATED}:
             waiting.append((own, first))  # members come in the order in which the schema has them
         else:
             yield own
@@ -207,9 +217,6 @@ def _conjuncts(schema: Any, root: Any, seen: set[int]) -> Iterator[dict[str, Any
 
 def _merge(whole: dict[str, Any], part: Mapping[str, Any]) -> None:
     """Let `whole` hold what `part` says, too; what can't be written in one object goes into its `allOf`."""
-    if whole.keys() - ANNOTATIONS and part.keys() & {"unevaluatedProperties", "unevaluatedItems"}:
-        whole["allOf"] = [*whole.get("allOf", ()), part]  # where it stands, it sees what `part` has and no more
-        part = {key: value for key, value in part.items() if not key.startswith("unevaluated")}
     part, apart = dict(part), {}
     _merge_objects(whole, part)
     for group in _GROUPS:
@@ -223,6 +230,8 @@ def _merge(whole: dict[str, Any], part: Mapping[str, Any]) -> None:
             both = _MERGE[key](whole[key], value) if key in _MERGE else None
             if both is None:
                 apart[key] = value
+            elif both == []:  # no type
+                whole |= NEVER
             else:
                 whole[key] = both
     if apart:
@@ -276,7 +285,7 @@ def _types_of_both(one: Any, other: Any) -> Any:
     if not all(isinstance(name, str) for each in (one, other) for name in _list(each)):
         return None
     both = sorted(meet(frozenset(_list(one)), frozenset(_list(other))))
-    return (both[0] if len(both) == 1 else both) if both else None
+    return both[0] if len(both) == 1 else both
 
 
 def _enum_of_both(one: Any, other: Any) -> Any:

@@ -38,6 +38,13 @@ _READ_AS = {
     "array": r"/\s*\[(?s:.*)/",
     "object": r"/\s*\{(?s:.*)/",
 }
+_BEGINS_A_NUMBER = r"/\s*[-+0-9.](?s:.*)/"
+_SCALARS = {
+    "null": '"null"',
+    "boolean": '("true" | "false")',
+    "integer": "/-?(0|[1-9][0-9]*)/",
+    "number": r"/-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?/",
+}
 
 
 def tool_call_grammar(
@@ -117,12 +124,9 @@ def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
         kind = given.get("type", sorted(types(given, given)))
         raise RequestError(f"{what} must have the type object, got {shown(kind)}", "tools")
     try:
-        lowered = lower(given, {"allOf": [given, _OBJECT]}, strict=function.get("strict") is True, arguments=True)
+        return lower(given, {"allOf": [given, _OBJECT]}, strict=function.get("strict") is True, arguments=True)
     except SchemaError as error:
         raise RequestError(f"{what}: {error}", "tools") from None
-    if lowered is False:
-        raise RequestError(f"{what} allow no arguments", "tools")
-    return lowered
 
 
 def _object(lark: _Lark, function: Mapping[str, Any], key: str) -> str:
@@ -202,18 +206,39 @@ def _value(lark: _Lark, schema: Any, root: Mapping[str, Any]) -> str | None:
     if schema is False:
         return None
     kinds, closes = types(schema, root), f"{chr(10)}</parameter>"
-    texts, options = [], []
-    if "string" in kinds:
-        alone = lower(definitions, {"allOf": [schema, {"type": "string"}]})
-        texts = [] if alone is False else _leaves(alone, {**definitions, **alone})
-    string_first = not (others := kinds - {"string"}) or _first_kind(schema, root) == "string"
-    if others := others & {"null"} if string_first else others:
-        beside = lower(definitions, {"allOf": [schema, {"type": sorted(others)}]})
-        if beside is not False:
-            options.append(f"{lark.json({**definitions, **beside})} {lark.literal(closes)}")
+    texts: list[dict[str, Any]] = []
+    options: list[str] = []
+    if alone := _of_types(schema, ["string"], definitions):
+        texts = _leaves(alone, {**definitions, **alone})
+    others = kinds - {"string"}
+    if texts and _first_kind(schema, root) == "string":
+        others &= {"null"}
+    scalars: list[str] = []
+    in_json: set[str] = set()
+    for leaf in _leaves(_of_types(schema, sorted(others), definitions) or {}, root) if others else ():
+        listed = leaf.get("enum", [leaf["const"]] if "const" in leaf else None)
+        scalars += [json.dumps(json.dumps(each)) for each in listed or () if not isinstance(each, dict | list)]
+        for kind in types(leaf, root) & others:
+            plain = listed is None and (kind in ("null", "boolean") or leaf.keys() <= {"type", "$defs"})
+            scalars += [_SCALARS[kind]] if plain and kind in _SCALARS else []
+            in_json |= {kind} if kind in ("array", "object") or not (plain or listed is not None) else set()
+    if in_json:
+        beside = _of_types(schema, sorted(in_json), definitions)
+        options.append(f"{lark.json({**definitions, **(beside or {})})} {lark.literal(closes)}")
     never = "" if schema in (True, {}) else "".join(f" & ~{_READ_AS[kind]}" for kind in sorted(others))
-    options += [lark.terminal(f"({_text(text)} & {UNMARKED}{never}) {json.dumps(closes)}") for text in texts]
+    never += f" & ~{_BEGINS_A_NUMBER}" if in_json & {"integer", "number"} else ""
+    scalars += [f"({_text(text)} & {UNMARKED}{never})" for text in texts]
+    if scalars:  # one terminal, since of several the lexer would take the longest
+        options.append(lark.terminal(f"({' | '.join(scalars)}) {json.dumps(closes)}"))
     return lark.choice(options) if options else None
+
+
+def _of_types(schema: Any, kinds: list[str], definitions: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What a lowered schema allows of some types, or None."""
+    try:
+        return lower(definitions, {"allOf": [schema, {"type": kinds}]})
+    except SchemaError:  # no value of these
+        return None
 
 
 def _first_kind(schema: Any, root: Mapping[str, Any]) -> str | None:

@@ -88,6 +88,66 @@ def test_strings_of_any_text_end_at_their_marker():
         assert not accepts(wanted, text.replace("</x>", end)), "the parser would end the value there"
 
 
+INT, TEXT = {"type": "integer"}, {"type": "string"}
+AB = {"oneOf": [{"properties": {"k": {"const": "a"}, "x": INT}, "required": ["k", "x"]},
+                {"properties": {"k": {"const": "b"}, "y": TEXT}, "required": ["k", "y"]}]}  # fmt: skip
+DECIMAL = {"anyOf": [{"type": "number"}, {**TEXT, "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"}]}
+
+
+def members(**properties):
+    return {"type": "object", "properties": properties, "required": [*properties]}
+
+
+def call(format, arguments) -> str:
+    """A call of `f` as models write it."""
+    said = json.dumps(arguments, ensure_ascii=False)
+    if format == "qwen3_coder":
+        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
+        said = "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in texts.items())
+        return f"<tool_call>\n<function=f>\n{said}</function>\n</tool_call>"
+    body = f'{{"name": "f", "{"parameters" if format == "llama3_json" else "arguments"}": {said}}}'
+    marks = {"hermes": ("<tool_call>\n", "\n</tool_call>"), "mistral": ("[TOOL_CALLS][", "]")}.get(format, ("", ""))
+    return body.join(marks)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("parameters,yes,no", [
+    (members(a=INT), [{"a": 1}], [{"a": 1, "b": 2}, {}, {"a": "x"}]),
+    ({**members(a={"$ref": "#/$defs/N[int]"}), "$defs": {"N[int]": INT}}, [{"a": 1}], [{"a": "x"}]),
+    (members(a={**TEXT, "minLength": 2, "maxLength": 3}), [{"a": "ab"}, {"a": "é é"}], [{"a": "a"}, {"a": "abcd"}]),
+    (members(a={**TEXT, "pattern": "^[a-z]+/\\d$"}), [{"a": "ab/1"}], [{"a": "a"}, {"a": "a/1b"}]),
+    (members(a={**TEXT, "pattern": "^a|b"}), [{"a": "xbc"}, {"a": "ac"}], [{"a": "xac"}]),
+    (members(a={**TEXT, "format": "date"}), [{"a": "2026-01-31"}], [{"a": "x"}]),
+    (members(a={"enum": ["x", "y", None]}), [{"a": "x"}, {"a": None}], [{"a": "z"}]),
+    (members(a={"anyOf": [{"enum": ["x"]}, {"type": "null"}]}), [{"a": "x"}, {"a": None}], [{"a": "z"}, {"a": 3}]),
+    (members(a={"type": ["string", "null"]}), [{"a": "any"}, {"a": None}], []),
+    (members(a={"anyOf": [{**INT, "minimum": 3}, TEXT]}), [{"a": "any"}, {"a": 5}], [{"a": 1}, {"a": [1]}]),
+    (members(a={"anyOf": [{"type": "array", "items": INT}, TEXT]}), [{"a": "y"}, {"a": [1]}], [{"a": ["q"]}]),
+    (members(a={"const": "k"}, b={"enum": [1, "a", True]}), [{"a": "k", "b": True}],
+     [{"a": "z", "b": 1}, {"a": "k", "b": 2}]),
+    (members(a=DECIMAL), [{"a": 1.5}], [{"a": "x"}]),
+    (AB, [{"k": "a", "x": 1}, {"k": "b", "y": "q"}], [{"k": "a", "y": "q"}, {"k": "b", "y": "q", "x": 1}]),
+    ({"allOf": [members(a=INT), {"$ref": "#/$defs/B"}], "$defs": {"B": members(b=TEXT)}},
+     [{"a": 1, "b": "x"}], [{"a": 1}, {"a": 1, "b": "x", "c": "y"}]),
+    ({"type": "object", "additionalProperties": TEXT}, [{"z": "q", "y": "r"}, {}], []),
+    ({"type": "object"}, [{}], [{"a": 1}]),
+    (members(m={"type": "object"}, n={"properties": {"z": INT}}), [{"m": {"a": 1}, "n": {"z": 1}}],
+     [{"m": {}, "n": {"y": 1}}, {"m": {}, "n": 3}]),
+    ({**members(a=TEXT), "additionalProperties": True}, [{"a": "x"}, {"a": "x", "z": "q"}], [{"z": "q"}]),
+    (members(a={"type": "str"}, b={"items": INT}), [{"a": "x", "b": [1]}], [{"a": "x", "b": 3}]),
+])  # fmt: skip
+def test_every_format_constrains_arguments_alike(format, parameters, yes, no):
+    wanted = tool_call_grammar([{"type": "function", "function": {"name": "f", "parameters": parameters}}], format)
+    found = [accepts(wanted, call(format, arguments)) for arguments in (*yes, *no)]
+    assert found == [True] * len(yes) + [False] * len(no)
+
+
+def test_strict_closes_what_says_that_anything_may_follow():
+    function = {"name": "f", "parameters": {**members(a=TEXT), "additionalProperties": True}, "strict": True}
+    wanted = tool_call_grammar([{"type": "function", "function": function}], "hermes")
+    assert accepts(wanted, call("hermes", {"a": "x"})) and not accepts(wanted, call("hermes", {"a": "x", "z": "q"}))
+
+
 @pytest.mark.parametrize("reasoning,thinking,begins,never", [
     (None, None, "", "<think>a</think>\n\n"),
     ("qwen3", None, "<think>\na < b\n</think>\n\n", "a</think>"),
@@ -117,8 +177,19 @@ def test_what_cannot_be_demanded_is_refused():
         tool_call_grammar(TOOLS, "harmony")
     with pytest.raises(RequestError, match="'absent'"):
         tool_call_grammar(TOOLS, "hermes", "absent")
-    with pytest.raises(RequestError, match="of the function 'f': at /: 'objekt' isn't a type"):
-        tool_call_grammar([{"function": {"name": "f", "parameters": {"type": "objekt"}}}], "hermes")
+    for wrong, why in (
+        ({"type": "string"}, "of the function 'f' must have the type object, got 'string'"),
+        ({"type": "objekt"}, "of the function 'f': at /: 'objekt' isn't a type"),
+        (members(a={"type": "array", "items": {"type": "strange"}}), "'f': at /properties/a/items: 'strange'"),
+    ):
+        with pytest.raises(RequestError, match=why) as caught:
+            tool_call_grammar([{"function": {"name": "f", "parameters": wrong}}], "hermes")
+        assert caught.value.param == "tools"
+    with pytest.raises(RequestError, match="'f': at /properties/a: oneOf has options that may overlap"):
+        overlapping = members(a={"oneOf": [INT, {"type": "number"}]})
+        tool_call_grammar([{"function": {"name": "f", "strict": True, "parameters": overlapping}}], "hermes")
+    with pytest.raises(RequestError, match="'f' in this format: the pattern .* has anchors within"):
+        tool_call_grammar([tool("f", a={**TEXT, "pattern": "x(^a|b$)"})], "qwen3_coder")
     huge = [tool("f", x={"type": "string", "description": "x" * 2**18})]
     with pytest.raises(RequestError, match="at most"):
         tool_call_grammar(huge, "hermes")
