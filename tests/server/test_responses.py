@@ -237,7 +237,8 @@ def test_the_store_forgets_what_was_used_longest_ago():
     ({"background": True}, "background", "not supported"),
     ({"truncation": "auto"}, "truncation", "not supported"),
     ({"conversation": "c"}, "conversation", "not supported"),
-    ({"reasoning": {"effort": "most"}}, "reasoning.effort", "'low', 'medium' or 'high'"),
+    ({"reasoning": {"effort": "most"}}, "reasoning.effort", "'high', 'xhigh' or 'max'"),
+    ({"text": {"verbosity": "most"}}, "text.verbosity", "'low', 'medium' or 'high'"),
     ({"text": {"format": {"type": "json"}}}, "text.format.type", "text.format.type must be one of"),
     ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name", "name must be a string"),
     (
