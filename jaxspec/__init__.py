@@ -3,7 +3,10 @@
 Each name is imported when it is first used, so that a command such as `jaxspec --help` needs no jax.
 """
 
+import sys
+from functools import partial
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -68,8 +71,6 @@ _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("draft", "options"):  # which a user's drafter imports
-        return import_module(f"jaxspec.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'jaxspec' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_HOMES[name]), name)
@@ -78,3 +79,14 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+def _attribute(module: str, name: str) -> Any:
+    return getattr(import_module(module), name)
+
+
+# Names under which a user's drafter imports these.
+for _name, _home in (("jaxspec.draft", "jaxspec.drafters.base"), ("jaxspec.options", "jaxspec.config.options")):
+    sys.modules[_name] = ModuleType(_name, f"`{_home}` by the name under which a user's drafter imports it.")
+    sys.modules[_name].__getattr__ = partial(_attribute, _home)
+draft, options = sys.modules["jaxspec.draft"], sys.modules["jaxspec.options"]

@@ -68,7 +68,7 @@ async def chat_prompt(body: ChatRequest, tokenizer: Tokenizer | None, formats: F
     if tokenizer is None:
         raise RequestError("this model has no tokenizer and can't chat; send token ids to /v1/completions", "messages")
     messages, tools = formats.messages(body)
-    opens = body.add_generation_prompt
+    opens, variables = body.add_generation_prompt, formats.variables(body)
 
     # Roles are text too, and the template writes some for each message and may look at each of its variables.
     size = sum(8 + len(message["role"]) + len(message["content"]) for message in messages) + len(str(tools or ""))
@@ -87,10 +87,10 @@ async def chat_prompt(body: ChatRequest, tokenizer: Tokenizer | None, formats: F
             tools=tools,
             add_generation_prompt=not body.continue_final_message if opens is None else opens,
             continue_final_message=bool(body.continue_final_message),
-            **body.template_variables,
+            **variables,
         )
 
-    size += sum(map(_weight, body.template_variables.values()))
+    size += sum(map(_weight, variables.values()))
     with _refusals("messages", context):
         if size <= BRIEF and len(messages) <= FEW:
             return Prompt(await _brief_chats.run((tokenizer, write())))

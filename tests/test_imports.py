@@ -16,9 +16,9 @@ ROOT = Path(__file__).resolve().parent.parent
 # From the bottom up: a room's modules import from their own room and from those before it here.
 ORDER = """
     config models text scheduling pallas parallel decoder cache checkpoint sampling drafters rounds structured compiling
-    engine replicas cli bench train draft options __main__
+    engine replicas cli bench train __main__
 """
-FILES = ("__main__", "cli", "draft", "options")  # that are no rooms
+FILES = ("__main__", "cli")  # that are no rooms
 ROOMS = ORDER.split()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from jinja2 import TemplateSyntaxError
 
 from jaxspec.config.lazy_transformers import imported
+from jaxspec.text.chat_forms import in_form
 from jaxspec.text.errors import TokenizerError
 
 
@@ -22,7 +23,7 @@ def write_chat(
     continue_final_message: bool = False,
     **kwargs: Any,
 ) -> str:
-    """A chat's text, special tokens included, as the model's own template writes it.
+    """A chat's text, special tokens included, as the model's own template writes it, all of its messages.
 
     **Arguments:**
 
@@ -32,7 +33,8 @@ def write_chat(
       the last message, which the model is to go on with.
     - `kwargs`: the template's own variables.
 
-    **Raises:** `TokenizerError` with the template's own complaint when it refuses, or when there is no template.
+    **Raises:** `TokenizerError` with the template's own complaint when it refuses, for a message that it doesn't write
+    in any form (`chat_forms`), or when there is no template.
     """
     if (template := fast.chat_template) is None:
         raise TokenizerError("this model's tokenizer has no chat template; use the completions endpoint instead")
@@ -48,12 +50,20 @@ def write_chat(
     }
     if clash := sorted(reserved_template_variables() & kwargs.keys()):
         raise TokenizerError(f"{', '.join(clash)} can't be set as a variable of the chat template")
-    try:
-        return fast.apply_chat_template(messages, **options, **kwargs)
-    except TemplateSyntaxError as error:
-        raise TokenizerError(f"the chat template has a mistake in line {error.lineno}: {error.message}") from error
-    except Exception as error:  # a template is a program from the checkpoint: it may raise anything
-        raise TokenizerError(f"the chat template refused the messages: {error}") from error
+    if isinstance(template, dict):
+        template = template["tool_use" if tools is not None and "tool_use" in template else "default"]
+
+    def render(messages: list[dict[str, Any]]) -> str:
+        try:
+            return fast.apply_chat_template(messages, **options, **kwargs)
+        except TemplateSyntaxError as error:
+            raise TokenizerError(f"the chat template has a mistake in line {error.lineno}: {error.message}") from error
+        except Exception as error:  # a template is a program from the checkpoint: it may raise anything
+            raise TokenizerError(f"the chat template refused the messages: {error}") from error
+
+    if all(isinstance(message, dict) for message in messages):
+        messages = in_form(messages, template, options | kwargs, render)
+    return render(messages)
 
 
 @cache

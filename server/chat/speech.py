@@ -15,6 +15,7 @@ from typing import Any
 from jaxspec.config.request import Delta, RequestError, SamplingParams, StructuredOutput
 from jaxspec.text.tokenizer import Tokenizer, TokenizerError
 from server import parsers
+from server.chat.effort import effort_variables
 from server.chat.harmony import as_template_takes
 from server.chat.tool_grammar import tool_call_grammar
 from server.http.json_reader import parse
@@ -105,12 +106,13 @@ PLAIN = Speech(None, None)  # text as it comes
 
 @dataclass(frozen=True)
 class Formats:
-    """The served model's formats (names of `REASONING_PARSERS` and `PARSERS`, or None), and whether its chat template
-    writes `tools` itself."""
+    """The served model's formats (names of `REASONING_PARSERS` and `PARSERS`, or None), whether its chat template
+    writes `tools` itself, and that template."""
 
     reasoning: str | None
     tools: str | None
     in_template: bool
+    template: str | None = None
 
     @classmethod
     def of(cls, model_type: str, template: str | None, reasoning: str = "auto", tools: str = "auto") -> Formats:
@@ -119,7 +121,8 @@ class Formats:
         chosen = [
             default if given == "auto" else given for given, default in zip((reasoning, tools), found, strict=True)
         ]
-        return cls(*(None if name == "none" else name for name in chosen), parsers.mentions_tools(template or ""))
+        names = (None if name == "none" else name for name in chosen)
+        return cls(*names, parsers.mentions_tools(template or ""), template)
 
     def log(self, reasoning: str, tools: str) -> None:
         """Say at start what was chosen, and whether by flag."""
@@ -128,6 +131,12 @@ class Formats:
             log.info("%s parser: %s, %s", kind, name or "none", why)
         if self.tools and not self.in_template:
             log.warning("the chat template doesn't mention tools: they are described to the model in a system message")
+
+    def variables(self, body: ChatRequest) -> dict[str, Any]:
+        """Variables that the chat template sees beside messages and tools; those that the request names count most."""
+        effort = {} if body.reasoning_effort is None else effort_variables(body.reasoning_effort, self.template)
+        verbosity = {} if body.verbosity is None else {"verbosity": body.verbosity}
+        return effort | verbosity | (body.chat_template_kwargs or {})
 
     def messages(self, body: ChatRequest) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
         """The messages and tools for the chat template. **Raises:** `RequestError` if it can't show them."""
@@ -233,7 +242,7 @@ def write_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[s
         written.append({"role": "system", "content": introduction})
     for message in messages:
         plain = {key: value for key, value in message.items() if key not in ("tool_calls", "tool_call_id")}
-        if plain["role"] == "system" and [each["role"] for each in written] == ["system"]:
+        if plain["role"] in ("system", "developer") and [each["role"] for each in written] == ["system"]:
             written[0] = {**plain, "content": f"{plain['content']}\n\n{written[0]['content']}"}
         elif plain["role"] == "tool":
             result = f"<tool_response>\n{plain['content']}\n</tool_response>"
@@ -249,5 +258,6 @@ def write_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[s
 
 
 def _call(function: Mapping[str, Any]) -> str:
-    said = {"name": function["name"], "arguments": function["arguments"]}
-    return f"<tool_call>\n{json.dumps(said, ensure_ascii=False)}\n</tool_call>"
+    name, arguments = json.dumps(function["name"], ensure_ascii=False), function["arguments"]
+    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return f'<tool_call>\n{{"name": {name}, "arguments": {written}}}\n</tool_call>'

@@ -66,7 +66,12 @@ class Parser:
     **Arguments:** `reasoning` and `tools_format` are names of `REASONING_PARSERS` and `PARSERS`, or None for text that
     is to pass as it is. `tools`: the request's, as OpenAI writes them; None if they aren't known. `thinking`: "prompt"
     where the prompt ended in the opening marker of reasoning, "off" where it closed an empty block, else None.
+
+    `cut`, set before `finish`: the reply ended before the model ended it. Otherwise arguments that the model left open
+    are closed, so that they are JSON.
     """
+
+    cut = True
 
     def __init__(
         self,
@@ -101,11 +106,10 @@ class Parser:
             return self._tools.push(text) if self._tools else [Piece(CONTENT, text)]
         return self._through(self._think.push(text))
 
-    def finish(self, cut: bool = True) -> list[Piece]:
-        """No more text comes; returns what was held back. `cut`: the reply ended before the model ended it. Otherwise
-        arguments that were left open are closed, so that they are JSON."""
-        pieces = self._through(self._think.finish(cut)) if self._think else []
-        return pieces + self._tools.finish(cut) if self._tools else pieces
+    def finish(self) -> list[Piece]:
+        """No more text comes; returns what was held back."""
+        pieces = self._through(self._think.finish()) if self._think else []
+        return pieces + self._tools.finish(self.cut) if self._tools else pieces
 
     def _through(self, pieces: list[Piece]) -> list[Piece]:
         """Let the content among these be searched for calls."""
@@ -124,8 +128,8 @@ def parse(
     """A whole reply from its pieces, cut anywhere: `reasoning_content` and `content` (None where there is none), and
     `tool_calls`, each with `name` and `arguments`.
 
-    `format`: a tool format, a reasoning format, or both, as "qwen3+hermes" or ("qwen3", "hermes"). `cut` is
-    `Parser.finish`'s; the other arguments are `Parser`'s.
+    `format`: a tool format, a reasoning format, or both, as "qwen3+hermes" or ("qwen3", "hermes"). `cut` and
+    the other arguments are `Parser`'s.
 
     **Raises:** `ValueError` for a format that isn't in the tables, with those that are.
     """
@@ -138,8 +142,8 @@ def parse(
             f"tool formats: {', '.join(PARSERS)}; both are joined as qwen3+hermes"
         )
     parser = Parser(*names, tools, thinking)
-    found = [piece for text in pieces for piece in parser.push(text)]
-    return join(found + parser.finish(cut))
+    found, parser.cut = [piece for text in pieces for piece in parser.push(text)], cut
+    return join(found + parser.finish())
 
 
 def reasoning_default(model_type: str, template: str | None) -> str | None:

@@ -88,7 +88,7 @@ class Qwen3Coder(ToolScanner):
 
         def say(text: str) -> None:
             nonlocal head
-            if not value.marked:
+            if not value.marked and len(head) < MAX_NAME:
                 head += text[:MAX_NAME]
             if string:
                 self.arguments(escape(text))

@@ -93,7 +93,7 @@ class Scanner:
         return self._take()
 
     def _take(self) -> list[Piece]:
-        """Pieces that were read since, as few as say it."""
+        """Take the pieces read since, neighbours of one kind joined."""
         runs = [[*run] for _, run in groupby(self.pieces, lambda piece: (piece.kind, piece.index))]
         self.pieces = []
         return [run[0]._replace(text="".join(piece.text for piece in run)) for run in runs]

@@ -116,6 +116,7 @@ class Body(BaseModel):
     IGNORED: ClassVar[frozenset[str]] = frozenset()
     # Fields that other servers know and that would change the answer, with the values of each that ask for nothing.
     UNSUPPORTED: ClassVar[dict[str, tuple]] = {}
+    LENIENT: ClassVar[bool] = False  # other fields pass unread, unless they are nearly spelled as a known one
 
     @model_validator(mode="before")
     @classmethod
@@ -133,7 +134,10 @@ class Body(BaseModel):
                 if value not in cls.UNSUPPORTED[name]:
                     raise RequestError(f"{name} is not supported by this server; leave it out", name)
             else:
-                near = difflib.get_close_matches(name, known, n=1) if len(name) <= MAX_NAME else ()
+                cutoff = 0.85 if cls.LENIENT else 0.6
+                near = difflib.get_close_matches(name, known, 1, cutoff) if len(name) <= MAX_NAME else ()
+                if cls.LENIENT and not near:
+                    continue
                 hint = f"did you mean {near[0]}?" if near else f"known fields: {', '.join(sorted(known))}"
                 hint = ELSEWHERE.get(name, hint)
                 raise RequestError(f"unknown field {name!r}; {hint}", name)

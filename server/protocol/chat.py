@@ -63,15 +63,11 @@ def _describe_message(schema: dict[str, Any]) -> None:
 
 
 class Message(Body):
-    """One chat message. A reply of this server can be sent back as it is: its empty extra fields are accepted."""
+    """One chat message. A reply of any server can be sent back as it is: what this one doesn't know is left out."""
 
-    model_config = ConfigDict(json_schema_extra=_describe_message)
-    UNSUPPORTED: ClassVar[dict[str, tuple]] = {
-        "refusal": (),
-        "annotations": ([],),
-        "audio": (),
-        "function_call": (),
-    }
+    model_config = ConfigDict(extra="ignore", json_schema_extra=_describe_message)
+    LENIENT = True
+    UNSUPPORTED: ClassVar[dict[str, tuple]] = {"refusal": (), "audio": (), "function_call": ()}
     role: Text
     content: Annotated[str, PlainValidator(_content, json_schema_input_type=str | Parts)] | None = None
     name: Text | None = None
@@ -129,7 +125,8 @@ def _describe_variables(schema: dict[str, Any]) -> None:
     }
 
 
-Effort = Literal["low", "medium", "high"]  # vLLM's; a variable of the template, which may not look at it
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Verbosity = Literal["low", "medium", "high"]
 Variables = Annotated[Object, Field(json_schema_extra=_describe_variables)]
 
 
@@ -140,7 +137,7 @@ class ChatRequest(Generation):
 
     UNSUPPORTED: ClassVar[dict[str, tuple]] = {
         **Generation.UNSUPPORTED,
-        **dict.fromkeys(("function_call", "audio", "verbosity", "web_search_options"), ()),
+        **dict.fromkeys(("function_call", "audio", "web_search_options"), ()),
         **dict.fromkeys(("chat_template", "documents"), ()),
         "functions": ([],),
         "modalities": (["text"],),
@@ -158,6 +155,7 @@ class ChatRequest(Generation):
     continue_final_message: bool | None = None
     chat_template_kwargs: Variables | None = None
     reasoning_effort: Effort | None = None
+    verbosity: Verbosity | None = None  # for templates that read it
     tools: Annotated[list[dict], PlainValidator(read_tools, json_schema_input_type=Tools)] | None = None
     tool_choice: Annotated[str | Named, PlainValidator(read_choice, json_schema_input_type=Choice)] | None = None
     parallel_tool_calls: bool | None = None
@@ -186,20 +184,15 @@ class ChatRequest(Generation):
             )
         if bad := sorted(reserved_template_variables() & variables.keys()):
             raise RequestError(f"{bad[0]!r} can't be set here; it is not the template's to see", "chat_template_kwargs")
-        effort = self.reasoning_effort
-        if effort is not None and (other := variables.get("reasoning_effort", effort)) != effort:
-            raise RequestError(
-                f"reasoning_effort ({effort}) and the variable of that name in chat_template_kwargs ({shown(other)}) "
-                "mean the same and differ; send one",
-                "reasoning_effort",
-            )
+        for name in ("reasoning_effort", "verbosity"):
+            given = getattr(self, name)
+            if given is not None and (other := variables.get(name, given)) != given:
+                raise RequestError(
+                    f"{name} ({given}) and the variable of that name in chat_template_kwargs ({shown(other)}) mean the "
+                    "same and differ; send one",
+                    name,
+                )
         return self
-
-    @property
-    def template_variables(self) -> dict[str, Any]:
-        """Variables that the chat template sees beside messages and tools."""
-        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        return {**(self.chat_template_kwargs or {}), **effort}
 
     @property
     def limit_name(self) -> str:

@@ -13,13 +13,13 @@ from pydantic import ConfigDict, Field, PlainValidator
 
 from jaxspec.config.request import MAX_LOGPROBS, MAX_STOP_IDS, RequestError
 from server.protocol.base import Body, Integer, Text, TokenId, at_most, check_text, describe_ranges, must_be, shown
-from server.protocol.chat import Effort, Variables
+from server.protocol.chat import Effort, Variables, Verbosity
 from server.protocol.described import NULL, add_rules, any_of, checked_later, fields
 from server.protocol.generation import Biases, Sampled, Stop
 from server.protocol.response_items import MAX_ITEMS, Choice, Format, Input, Tools
 from server.protocol.response_tools import Toolbox, as_arguments, called
 
-ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 LOGPROBS = "message.output_text.logprobs"
 # Reasoning comes unencrypted, which serves as well. The others are of images and hosted tools, which never come.
@@ -35,6 +35,7 @@ PLACES = {
     "max_tokens": "max_output_tokens",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
+    "verbosity": "text.verbosity",
     "logprobs": "include",
 }
 SAME = (
@@ -79,7 +80,7 @@ def _message(item: Any) -> dict[str, Any]:
         role = item.get("role")
         if not isinstance(role, str) or role not in ROLES:
             raise RequestError(f"the role must be one of {', '.join(ROLES)}, got {shown(role)}")
-        return {"role": ROLES[role], "content": _text(item.get("content"), "content")}
+        return {"role": role, "content": _text(item.get("content"), "content")}
     if kind == "reasoning":
         text = _text(item.get("content"), "content") or _text(item.get("summary"), "content")
         return {"role": "assistant", "reasoning_content": text}
@@ -132,7 +133,8 @@ def messages(instructions: str | None, items: Iterable[dict[str, Any]]) -> list[
     for item in items:
         message = _message(item)
         last = found[-1] if found else {}
-        if message["role"] == "system" and [each["role"] for each in found] == ["system"]:
+        instructs = message["role"] in ("system", "developer")
+        if instructs and [each["role"] for each in found] in (["system"], [message["role"]]):
             last["content"] += "\n\n" + message["content"]
         elif message["role"] == "assistant" == last.get("role") and _goes_on(last, message):
             last.setdefault("tool_calls", [])
@@ -155,10 +157,10 @@ def _goes_on(last: dict[str, Any], message: dict[str, Any]) -> bool:
 
 
 class TextConfig(Body):
-    """`text`: the format of the output."""
+    """`text`: the format of the output, and how long it should be."""
 
-    UNSUPPORTED: ClassVar[dict[str, tuple]] = {"verbosity": ("medium",)}
     format: Format | None = None
+    verbosity: Annotated[Any, checked_later(Verbosity)] | None = None
 
 
 class Reasoning(Body):
@@ -244,6 +246,8 @@ class ResponsesRequest(Sampled):
             chat |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
         if self.reasoning is not None and self.reasoning.effort is not None:
             chat["reasoning_effort"] = self.reasoning.effort
+        if self.text is not None and self.text.verbosity is not None:
+            chat["verbosity"] = self.text.verbosity
         if self.text is not None and self.text.format is not None:
             chat["response_format"] = given = self.text.format
             if given.get("type") == "json_schema":

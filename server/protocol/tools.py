@@ -1,14 +1,13 @@
 """Tools in a chat's body: the request's `tools` and `tool_choice`, and the calls and results in its history.
 
 Invariant: lengths are checked before elements are looked at, and what passes is plain data that a chat template can
-write: names are words, schemas are objects, and the arguments of earlier calls are mappings.
+write: names are words, schemas are objects, and the arguments of earlier calls are mappings, or text.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NotRequired
 
@@ -123,7 +122,8 @@ def read_choice(value: Any) -> str | Named:
 
 
 def read_calls(value: Any) -> list[dict[str, Any]]:
-    """An earlier message's `tool_calls`, their arguments parsed: templates write them as mappings."""
+    """An earlier message's `tool_calls`, their arguments parsed: templates write them as mappings. What a model wrote
+    that is no JSON object stays text."""
     _check_list(value, "tool calls")
     return [_call(call, f"call {place}") for place, call in enumerate(value)]
 
@@ -134,13 +134,16 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(name, str) or call.get("type", "function") != "function":
         raise RequestError(f"{where} must have an id, the type function, and a function with a name and arguments")
     given = function.get("arguments")
-    try:
-        arguments = {} if given in (None, "") else parse(given.encode()) if isinstance(given, str) else None
-    except ValueError:  # not JSON, or not UTF-8
-        arguments = None
-    if not isinstance(arguments, Mapping):
+    if not isinstance(given, str | None):
         raise RequestError(f"{where} needs a JSON object, as a string, as its arguments, got {shown(given)}")
     check_text(name + str(call.get("id") or ""))
+    arguments = given or {}
+    if isinstance(arguments, str):
+        try:
+            read = parse(check_text(arguments).encode())
+            arguments = read if isinstance(read, dict) else arguments
+        except ValueError:  # not JSON
+            pass
     check_text(json.dumps(arguments, ensure_ascii=False))
     named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     return {**named, "type": "function", "function": {"name": name, "arguments": arguments}}

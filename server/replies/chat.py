@@ -63,7 +63,8 @@ class ChatReply(Reply):
         parser = self._parsers.get(index) or self._parsers.setdefault(index, self.speech.parser())
         pieces = parser.push(delta.text)
         if delta.finish_reason is not None:
-            pieces += parser.finish(was_cut(delta))
+            parser.cut = was_cut(delta)
+            pieces += parser.finish()
         pieces = self.speech.kept(pieces)
         calls = self._calls.setdefault(index, Calls()).add(pieces)
         return {
@@ -75,7 +76,8 @@ class ChatReply(Reply):
 
     def _whole_choice(self, prompt: int, index: int, choice: Choice) -> dict[str, Any]:
         parser = self.speech.parser()
-        pieces = self.speech.kept(parser.push("".join(choice.text)) + parser.finish(was_cut(choice.last)))
+        parser.cut = was_cut(choice.last)
+        pieces = self.speech.kept(parser.push("".join(choice.text)) + parser.finish())
         return {
             "index": index,
             "message": self._message(pieces),

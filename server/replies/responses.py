@@ -99,7 +99,8 @@ class ResponsesReply:
         self._untold += delta.logprobs or ()
         pieces = self._parser.push(delta.text)
         if delta.finish_reason is not None:
-            pieces += self._parser.finish(was_cut(delta))
+            self._parser.cut = was_cut(delta)
+            pieces += self._parser.finish()
         pieces = self._speech.kept(pieces)
         self._calls.add(pieces)
         events = "".join([self._take(piece) for piece in pieces])

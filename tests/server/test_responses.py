@@ -392,7 +392,8 @@ def test_the_store_bounds_memory_whatever_is_kept():
     ({"background": True}, "background", "not supported"),
     ({"truncation": "end"}, "truncation", "'auto' or 'disabled'"),
     ({"conversation": "c"}, "conversation", "not supported"),
-    ({"reasoning": {"effort": "most"}}, "reasoning.effort", "'low', 'medium' or 'high'"),
+    ({"reasoning": {"effort": "most"}}, "reasoning.effort", "'high', 'xhigh' or 'max'"),
+    ({"text": {"verbosity": "most"}}, "text.verbosity", "'low', 'medium' or 'high'"),
     ({"text": {"format": {"type": "json"}}}, "text.format.type", "text.format.type must be one of"),
     ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name", "name must be a string"),
     (

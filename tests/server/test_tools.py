@@ -335,7 +335,7 @@ def test_the_text_shows_the_markers_of_its_parsers():
         "can't have tool_calls",
     ),
     (
-        {"messages": [{"role": "assistant", "tool_calls": [as_sent("f", '{"a": ')]}]},
+        {"messages": [{"role": "assistant", "tool_calls": [as_sent("f", ["a"])]}]},
         "messages[0].tool_calls",
         "call 0 needs a JSON object",
     ),

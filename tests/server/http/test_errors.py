@@ -125,7 +125,8 @@ def test_bad_completion(http, fake, fields, param, says, stream):
     ({"functions": [{}]}, "functions", "not supported"),
     ({"modalities": ["audio"]}, "modalities", "not supported"),
     ({"audio": {}}, "audio", "not supported"),
-    ({"reasoning_effort": "xhigh"}, "reasoning_effort", "'low', 'medium' or 'high'"),
+    ({"reasoning_effort": "higher"}, "reasoning_effort", "'medium', 'high', 'xhigh' or 'max'"),
+    ({"verbosity": "max"}, "verbosity", "'low', 'medium' or 'high'"),
     (
         {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
         "reasoning_effort",

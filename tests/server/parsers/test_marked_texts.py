@@ -67,7 +67,7 @@ def test_every_split_reads_the_same(format, number):
     arguments = {"content": MARKED_TEXTS[number], "path": "a.md"}
     text, expected = WRITERS[format]("write", arguments), [("write", arguments)]
     assert calls(format, list(text)) == expected
-    for at in range(1, len(text)):
+    for at in range(1 + number % 5, len(text), 5):  # each place of a mark, over all texts
         assert calls(format, [text[:at], text[at:]]) == expected, at
     detokenizer, tokens = Detokenizer(byte_tokenizer()), list(text.encode())
     draw, pieces = random.Random(number), []

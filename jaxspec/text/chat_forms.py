@@ -1,0 +1,156 @@
+"""Chats in a form that a template writes whole: templates drop or refuse roles that their model wasn't trained on.
+
+Invariant: each text of a chat reaches the prompt, or the chat is refused with the message at fault. A probe decides:
+the chat with a mark in place of each text, rendered once for each shape of a chat. So what templates trim, or strip of
+earlier turns' reasoning, doesn't count as lost.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from typing import Any
+
+from jaxspec.text.errors import TokenizerError
+
+Messages = list[dict[str, Any]]
+Form = Callable[[Messages], Messages]
+
+MAX_SHAPES = 1024  # remembered
+
+_lock = threading.Lock()
+_forms: dict[Any, Form] = {}  # by template and shape, the oldest first
+
+
+def in_form(messages: Messages, template: str, options: dict[str, Any], render: Callable[[Messages], str]) -> Messages:
+    """The messages in the first form whose texts `render` all writes.
+
+    The forms: as they are; developer's messages as system's, which comes first where the template doesn't mention
+    developers; all of these as one that comes first; that one at the beginning of the user's first message. Each with
+    an assistant's text apart from its calls, and with arguments that are no JSON objects as an object.
+
+    **Raises:** `TokenizerError` where none does; the template's own complaint, if it has one.
+    """
+    key = template, tuple(map(_shape, messages)), repr(sorted((options | {"tools": bool(options["tools"])}).items()))
+    if (form := _forms.get(key)) is not None:
+        return form(messages)
+    tried: list[Messages] = []
+    complaint: TokenizerError | None = None
+    for form in _candidates("developer" in template):
+        if (changed := form(messages)) in tried:
+            continue
+        tried.append(changed)
+        try:
+            lost = _lost(changed, render)
+        except TokenizerError as error:
+            complaint = complaint or error
+            continue
+        if lost is None:
+            with _lock:
+                while len(_forms) >= MAX_SHAPES:
+                    del _forms[next(iter(_forms))]
+                _forms[key] = form
+            return changed
+        role, shown = lost["role"], lost["content"].strip()[:60]
+        complaint = complaint or TokenizerError(
+            f"the chat template doesn't write the message of role {role!r} that begins {shown!r}; leave it out, or "
+            "send its text in a role that the model knows, such as user"
+        )
+    raise complaint
+
+
+def _candidates(knows_developer: bool) -> Iterator[Form]:
+    roles = [_as_they_are, _developer_as_system, _one_system_message, _system_in_user_message]
+    if not knows_developer:
+        roles = [*roles[1:], roles[0]]
+    for arguments, calls, role in product((_as_they_are, _arguments_as_objects), (_as_they_are, _calls_apart), roles):
+        yield partial(_in_turn, (role, calls, arguments))
+
+
+def _in_turn(forms: tuple[Form, ...], messages: Messages) -> Messages:
+    for form in forms:
+        messages = form(messages)
+    return messages
+
+
+def _shape(message: dict[str, Any]) -> Any:
+    """All that decides how a template writes a message, beside its text."""
+    text = message.get("content")
+    said = bool(text.strip()) if isinstance(text, str) else type(text)
+    calls = [type(call["function"]["arguments"]) for call in _calls(message)]
+    return message.get("role"), said, tuple(calls), tuple(sorted(message))
+
+
+def _lost(messages: Messages, render: Callable[[Messages], str]) -> dict[str, Any] | None:
+    """The first message whose text the template doesn't write."""
+    marks = {}
+    for number, message in enumerate(messages):
+        if isinstance(message.get("content"), str) and message["content"].strip():
+            marks[number] = f"Mark{number}of{len(messages)}."
+    text = render([{**each, "content": marks.get(n, each.get("content"))} for n, each in enumerate(messages)])
+    return next((messages[number] for number, mark in marks.items() if mark not in text), None)
+
+
+def _calls(message: dict[str, Any]) -> list[dict[str, Any]]:
+    calls = message.get("tool_calls")
+    whole = isinstance(calls, list) and all(
+        isinstance(each, dict) and isinstance(each.get("function"), dict) and "arguments" in each["function"]
+        for each in calls
+    )
+    return calls if whole else []
+
+
+def _is_system(message: dict[str, Any]) -> bool:
+    return message.get("role") in ("system", "developer") and isinstance(message.get("content"), str)
+
+
+def _as_they_are(messages: Messages) -> Messages:
+    return messages
+
+
+def _developer_as_system(messages: Messages) -> Messages:
+    return [{**each, "role": "system"} if each.get("role") == "developer" else each for each in messages]
+
+
+def _one_system_message(messages: Messages) -> Messages:
+    found = [each for each in messages if _is_system(each)]
+    if not found:
+        return messages
+    first = {**found[0], "role": "system", "content": "\n\n".join(each["content"] for each in found)}
+    return [first, *(each for each in messages if not _is_system(each))]
+
+
+def _system_in_user_message(messages: Messages) -> Messages:
+    first, *others = _one_system_message(messages)
+    if not _is_system(first):
+        return messages
+    asked = next((n for n, each in enumerate(others) if each.get("role") == "user"), None)
+    if asked is None or not isinstance(others[asked].get("content"), str):
+        return [{**first, "role": "user"}, *others]
+    others[asked] = {**others[asked], "content": f"{first['content']}\n\n{others[asked]['content']}"}
+    return others
+
+
+def _calls_apart(messages: Messages) -> Messages:
+    spread: Messages = []
+    for message in messages:
+        if message.get("content") and _calls(message):
+            spread.append({key: value for key, value in message.items() if key != "tool_calls"})
+            message = {key: value for key, value in message.items() if key != "reasoning_content"} | {"content": ""}
+        spread.append(message)
+    return spread
+
+
+def _arguments_as_objects(messages: Messages) -> Messages:
+    def whole(call: dict[str, Any]) -> dict[str, Any]:
+        arguments = call["function"]["arguments"]
+        if not isinstance(arguments, str):
+            return call
+        return {**call, "function": {**call["function"], "arguments": {"arguments": arguments}}}
+
+    return [
+        {**each, "tool_calls": [whole(call) for call in calls]} if (calls := _calls(each)) else each
+        for each in messages
+    ]
