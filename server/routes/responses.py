@@ -60,7 +60,7 @@ def add(app: FastAPI, serving: Serving) -> None:
 
             def keep(response: dict[str, Any]) -> None:
                 if body.store is not False:
-                    store.put(response, [*({"id": new_id("item"), **item} for item in given), *response["output"]])
+                    store.put(response, [*map(_with_id, given), *response["output"]])
 
             async def make() -> ResponsesReply:
                 prompt = await (_truncated if body.truncation == "auto" else Serving.chat_prompt)(serving, chat)
@@ -130,6 +130,11 @@ def _head(body: ResponsesRequest, params: SamplingParams, model: str) -> dict[st
         "max_tool_calls": body.max_tool_calls,
         "metadata": body.metadata or {},
     }
+
+
+def _with_id(item: dict[str, Any]) -> dict[str, Any]:
+    """An item with an id of its own, where the client gave it none."""
+    return item if isinstance(item.get("id"), str) else {**item, "id": new_id("item")}
 
 
 def _listed(item: dict[str, Any]) -> dict[str, Any]:

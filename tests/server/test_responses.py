@@ -31,6 +31,10 @@ def prompt_text(fake):
     return byte_tokenizer().decode(fake.started[-1][0], skip_special_tokens=False)
 
 
+def prompts(fake):
+    return [byte_tokenizer().decode(prompt, skip_special_tokens=False) for prompt, _ in fake.started]
+
+
 def test_text(client, fake):
     reply = client.responses.create(**ASK, instructions="Be brief.", temperature=0.5, metadata={"a": "b"}, user="me")
     assert reply.output_text == TEXT and reply.status == "completed" and reply.id.startswith("resp_")
@@ -217,7 +221,10 @@ def test_items_are_referred_to_and_listed(client, fake):
     (message,) = first.output
     more = [{"type": "item_reference", "id": message.id}, {"role": "user", "content": "more"}]
     second = client.responses.create(**MODEL, input=more, max_tool_calls=3)
-    assert f"assistant\n{TEXT}<|im_end|>\n<|im_start|>user\nmore" in prompt_text(fake)
+    client.responses.create(
+        **MODEL, input=[{"role": "user", "content": "a", "id": odd} for odd in (None, {}, "x", "x")]
+    )
+    assert any(f"assistant\n{TEXT}<|im_end|>\n<|im_start|>user\nmore" in prompt for prompt in prompts(fake))
     listed = client.responses.input_items.list(second.id).data
     assert [item.role for item in listed] == ["user", "assistant"] and listed[1].id == message.id
     assert (listed[0].content[0].type, listed[0].content[0].text) == ("input_text", "more")
