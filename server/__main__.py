@@ -236,6 +236,7 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        _watcher.listen()  # uvicorn wakes the loop ten times a second, which is when Python then hears a signal
         if self.started:
             log.info("%s", self._greeting)
 

@@ -52,7 +52,12 @@ class StopWatcher:
                 self._socket.close()
                 self._socket = None
                 return
-        signal.set_wakeup_fd(self._socket.fileno(), warn_on_full_buffer=False)
+        self.listen()
+
+    def listen(self) -> None:
+        """Take the signals' numbers, which an event loop may have taken to itself: uvloop does when it starts."""
+        if self._socket is not None:
+            signal.set_wakeup_fd(self._socket.fileno(), warn_on_full_buffer=False)
 
     def heard(self) -> None:
         """Say that a handler of this process has run."""

@@ -215,6 +215,7 @@ def faulty(self, *args):
     if fault == "stuck" and len(rounds) > 5:
         time.sleep(1000)
     if fault == "held" and len(rounds) > 5:
+        print("held", file=sys.stderr, flush=True)
         ctypes.PyDLL(None).usleep(10**9)  # unlike CDLL, it keeps the interpreter's lock
     if fault == "dead" and len(rounds) > 5:
         raise RuntimeError("the device is gone")
@@ -307,7 +308,7 @@ def test_a_server_with_a_stuck_step_can_be_stopped():
 def test_a_server_whose_interpreter_is_held_hears_and_ends():
     running = process("held", "--drain-seconds", "1")
     with running as (server, url, lines), meanwhile(partial(ask_all, url), [LONG]):
-        time.sleep(3)
+        wait_for(lambda: "held\n" in lines)
         server.send_signal(signal.SIGTERM)
         began = time.monotonic()
         wait_for(lambda: any("told to stop, but a call into C" in line for line in lines), 20)
