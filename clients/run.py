@@ -1,7 +1,8 @@
 """`make clients`: people's own clients, unchanged, against a live server of the demo model.
 
 Each client has an environment of its own in `.venv-clients/`, with the versions that `clients/requirements/CLIENT.txt`
-pins, because they don't agree on the versions of what they share. Prints a table: client, version, check, outcome.
+pins, because they don't agree on the versions of what they share. One in JavaScript has a `CLIENT.json`, which npm
+reads, and needs Node 20. Prints a table: client, version, check, outcome.
 
     python clients/run.py                       all clients, against a server that is started and stopped here
     python clients/run.py openai litellm        these alone
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -32,7 +34,10 @@ from urllib.request import urlopen
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 VENVS = ROOT / ".venv-clients"
-CLIENTS = ("openai", "langchain", "instructor", "litellm", "guidellm", "aiperf", "bench_serving", "lm_eval")
+CLIENTS = (
+    *("openai", "openai_agents", "pydantic_ai", "langchain", "vercel_ai", "instructor", "litellm"),
+    *("guidellm", "aiperf", "bench_serving", "lm_eval"),
+)
 MODEL = "smollm2-135m-instruct"
 START_SECONDS, CLIENT_SECONDS, INSTALL_SECONDS = 1800, 3600, 3600
 
@@ -66,16 +71,17 @@ def outcomes(
 ) -> Iterator[tuple[str, str, float, bool, str]]:
     """(version, check, seconds, whether it passed, a few words) of each of a client's checks."""
     began = time.monotonic()
+    javascript = (HERE / "requirements" / f"{client}.json").exists()
     try:
-        python = environment(client, base)
-    except subprocess.SubprocessError as error:
+        command, version = node(client) if javascript else python(client, base)
+    except (subprocess.SubprocessError, OSError) as error:
         last = (getattr(error, "stdout", None) or str(error)).strip().splitlines()[-1]
         yield "?", "install", time.monotonic() - began, False, last
         return
-    version = installed(python, client)
-    command = [python, str(HERE / f"use_{client}.py"), url, model, tokenizer]
     with tempfile.TemporaryFile("w+") as complaints:
-        script = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=complaints, text=True)
+        script = subprocess.Popen(
+            [*command, url, model, tokenizer], stdout=subprocess.PIPE, stderr=complaints, text=True
+        )
         limit = threading.Timer(CLIENT_SECONDS, script.kill)
         limit.start()
         for line in script.stdout:
@@ -88,6 +94,31 @@ def outcomes(
             said = " ".join(complaints.read().split())[-400:]
             seconds = time.monotonic() - began
             yield version, "all", seconds, False, f"exit status {status} (it has {CLIENT_SECONDS} s): {said}"
+
+
+def python(client: str, base: str) -> tuple[list[str], str]:
+    """The command of a client in Python, and its version."""
+    made = environment(client, base)
+    return [made, str(HERE / f"use_{client}.py")], installed(made, client)
+
+
+def node(client: str) -> tuple[list[str], str]:
+    """The command of a client in JavaScript, in a folder with its packages, and its version: the first package's."""
+    wanted, folder = HERE / "requirements" / f"{client}.json", VENVS / client
+    folder.mkdir(parents=True, exist_ok=True)
+    there = folder / "package.json"
+    if not there.exists() or there.read_bytes() != wanted.read_bytes():
+        print(f"installing {client}", file=sys.stderr, flush=True)
+        shutil.copy(wanted, there)
+        npm = ["npm", "install", "--no-audit", "--no-fund", "--no-package-lock", "--prefix", str(folder)]
+        shell = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        try:
+            subprocess.run(npm, check=True, timeout=INSTALL_SECONDS, **shell)
+        except BaseException:
+            there.unlink()
+            raise
+    script = shutil.copy(HERE / f"use_{client}.mjs", folder)  # beside its packages, where Node looks
+    return ["node", str(script)], next(iter(json.loads(wanted.read_text())["dependencies"].values()))
 
 
 def environment(client: str, base: str) -> str:

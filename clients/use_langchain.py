@@ -1,6 +1,8 @@
 """LangChain's ChatOpenAI: invoke, stream, tools, structured output."""
 
 from checks import WEATHER, check, main, weather_arguments
+from langchain.agents import create_agent
+from langchain.agents.middleware import wrap_model_call
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
@@ -19,6 +21,13 @@ class City(BaseModel):
 def get_weather(city: str, unit: str) -> str:
     """The weather in a city; unit is celsius or fahrenheit."""
     return "sunny"
+
+
+@wrap_model_call
+def first_a_tool(request, handler):
+    """Demand a call of the first turn, and an answer of the second."""
+    called = any(message.type == "tool" for message in request.messages)
+    return handler(request.override(tool_choice="none" if called else "required"))
 
 
 def chat(url, model, **settings):
@@ -65,6 +74,15 @@ def with_structured_output(url, model, tokenizer):
         assert isinstance(made, City), made
         said.append(f"{method}: {made!r}")
     return "; ".join(said)
+
+
+@check
+def agent(url, model, tokenizer):
+    made = create_agent(chat(url, model), [get_weather], middleware=[first_a_tool])
+    messages = made.invoke({"messages": WEATHER})["messages"]
+    kinds = [each.type for each in messages]
+    assert kinds == ["human", "ai", *(["tool"] * (len(kinds) - 3)), "ai"] and messages[2].content == "sunny", messages
+    return f"{messages[1].tool_calls[0]['args']}, then {messages[-1].content[:60]!r}"
 
 
 main()

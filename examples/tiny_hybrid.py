@@ -164,7 +164,7 @@ class HybridObjective(MtpObjective):
     def loss(self, trained, frozen, target_params, batch, keys):
         layers = self.drafter.feature_layers
         hidden = forward(self.target.decoder, trained, batch.tokens, batch.positions, WholeTexts(), None, layers)
-        logits, answers = unembed(trained, hidden.last)[:, :-1], batch.answer[:, 1:]
+        logits, answers = unembed(trained, hidden.last, self.target.decoder)[:, :-1], batch.answer[:, 1:]
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.tokens[:, 1:])
         own = (losses * answers).sum() / answers.sum()
         shared = {"embed": trained["embed"], "head": {"embed": trained["embed"]}}

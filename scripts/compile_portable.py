@@ -31,7 +31,7 @@ from jaxspec.models.weights import Mxfp4, Weight
 from jaxspec.pallas import portable
 from jaxspec.pallas.experts import experts_mlp, top_experts
 from jaxspec.pallas.portable import attention, delta, fp8
-from jaxspec.pallas.recurrence import gated_delta
+from jaxspec.pallas.recurrence import delta_pool, gated_delta
 
 DUMPED = Path(os.environ["XLA_FLAGS"].partition("=")[2])  # where XLA says what it launches
 
@@ -115,7 +115,7 @@ def packed(tokens: int, width: int = 2880, e: int = 32, k: int = 4) -> tuple:
 
 def steps(b: int, t: int, m: int = 16, n: int = 32, width: int = 128) -> tuple:
     heads = dict(key_heads=m, value_heads=n, key_width=width, value_width=width)
-    pool = jax.eval_shape(lambda: gated_delta.empty(2, b + 1, t, **heads, dtype="float32", key_dtype="bfloat16"))
+    pool = jax.eval_shape(lambda: delta_pool.empty(2, b + 1, t, **heads, dtype="float32", key_dtype="bfloat16"))
     rows = lambda *s: shape((b, t, *s), jnp.bfloat16)  # noqa: E731
     slots, gates = shape((b,), jnp.int32), shape((b, t, n), jnp.float32)
     operands = rows(m, width), rows(m, width), rows(n, width), gates, gates

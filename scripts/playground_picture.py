@@ -1,6 +1,7 @@
 """Make docs/playground.png anew: `python scripts/playground_picture.py http://127.0.0.1:30000/ docs/playground.png`.
 
-Runs one prompt both ways on a live server and takes a picture of the comparison. Needs chromium and chromedriver.
+Asks a live server for a function and takes a picture of the reply, with the card of a corrected token. Needs chromium
+and chromedriver.
 """
 
 import sys
@@ -11,18 +12,25 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tests.server.browser import browser
 
-PROMPT = (
-    "Copy this text exactly: Speculative decoding drafts several tokens with something cheap, and verifies all of them "
-    "with the large model in one pass."
-)
+PROMPT = "Write a Python function that adds two numbers."
+TO_THE_TOP = """
+document.querySelector("main").scrollTop = 0;
+return new Promise((scrolled) => setTimeout(scrolled, 200));
+"""
+POINT = """
+const tokens = Array.from(document.querySelectorAll("#log .t.corrected"));
+const seen = tokens.filter((each) => each.closest("p") && each.getBoundingClientRect().bottom < 320);
+seen.at(-1).dispatchEvent(new PointerEvent("pointerover", { bubbles: true }));
+"""
 url, target = sys.argv[1:]
 with tempfile.TemporaryDirectory() as profile, browser(profile) as window:
-    window.cdp("Emulation.setDeviceMetricsOverride", width=1120, height=520, deviceScaleFactor=1.5, mobile=False)
+    window.cdp("Emulation.setDeviceMetricsOverride", width=1120, height=660, deviceScaleFactor=1.2, mobile=False)
     window.cdp("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "light"}])
     window.open(url)
-    window.click("#to-compare")
     window.type(PROMPT + "\ue007")
-    window.until("!running && document.getElementById('verdict').textContent.startsWith('Identical')", 300)
+    window.until("document.querySelector('.reply .tools') && !document.body.classList.contains('busy')", 300)
     window.until("document.getElementById('running').textContent === '0'")
-    print(window.run("return document.getElementById('verdict').textContent"))
+    window.run(TO_THE_TOP)
+    window.run(POINT)
+    print(window.run("return document.querySelector('#log .figures').textContent"))
     Path(target).write_bytes(window.screenshot())

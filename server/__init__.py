@@ -13,7 +13,8 @@ is served by
     chat/         how the model speaks: tools and reasoning in its prompt, its text and its grammar
     parsers/      text in; reasoning, content and tool calls out
 
-and seen in `metrics`, `logs` and `playground/`. `cli/` has the flags, and translates other servers' command lines.
+`response_store` keeps responses that later requests go on from, and `stop_watcher` hears SIGTERM where Python can't.
+All is seen in `metrics`, `logs` and `playground/`. `cli/` has the flags, and translates other servers' command lines.
 
 Only `routes` and `generate` talk to the engine; nothing in here touches an array.
 """

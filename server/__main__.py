@@ -2,7 +2,8 @@
 
 Invariants: what a user can get wrong (a flag, a file, a port in use) is one line on stderr and exit status 2, and the
 port is tried before the model is loaded. Told to stop, the process ends within `--drain-seconds` and `LAST_SECONDS`,
-whatever hangs; one whose engine has died or doesn't come back ends by itself, with exit status 1.
+whatever hangs; where Python itself does, `stop_watcher` ends it a second later. One whose engine has died or doesn't
+come back ends by itself, with exit status 1.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import errno
 import gc
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -20,18 +22,19 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
+from types import FrameType
 from typing import NoReturn
 
 import jax
 import uvicorn
 
 from jaxspec import AsyncLLM, CheckpointError, ConfigError, EngineConfig
-from jaxspec.cli import called
+from jaxspec.cli import called, without_traceback
 from jaxspec.compiling.executable_store import source_digest
 from jaxspec.config.flags import engine_options
 from jaxspec.config.lazy_transformers import spare_torch
 from jaxspec.engine.async_llm import EngineDead
-from jaxspec.parallel.hosts import join
+from jaxspec.parallel.hosts import Follower, Leader, join
 from jaxspec.replicas.data_parallel import DataParallelLLM
 from jaxspec.replicas.follower import follow
 from jaxspec.text.errors import TokenizerError
@@ -41,8 +44,11 @@ from server.app import create_app
 from server.chat.speech import why_no_chat
 from server.cli.options import UsageError, parse
 from server.http.connections import Connection, allow_open_files
-from server.http.cors import cors_options
+from server.http.cors import cors_options, host_names
+from server.http.gate import Refusals
 from server.prompt_log import PromptLog
+from server.stop_watcher import StopWatcher
+from server.tracing import Tracer
 
 log = logging.getLogger("jaxspec.server")
 
@@ -55,6 +61,7 @@ LAST_SECONDS = 5  # for that, and for those whose requests were cut off to be to
 # Daemons, but the interpreter's end waits for what they run, or trips over it.
 WAITED_FOR = ("jaxspec-engine", "jaxspec-programs", "jaxspec-weights")
 _loaded = threading.Event()  # there is an engine to be closed
+_watcher = StopWatcher()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -66,12 +73,15 @@ def main(argv: list[str] | None = None) -> int:
         logs.set_up(args.log_level, args.log_format)
         if args.node_rank:
             return _follow(args)
+        _watcher.start(args.drain_seconds + LAST_SECONDS + 1, args.log_format)
         log_of = lambda path: nullcontext() if path is None else closing(PromptLog(path))  # noqa: E731
+        endpoint, name = args.otlp_traces_endpoint, args.served_model_name or args.model
+        tracer = None if endpoint is None else Tracer(endpoint, name)
         with _bind(args.host, args.port) as listener, log_of(args.log_prompts) as kept:
             llm = _start(args)
             _loaded.set()
             try:
-                status = _serve(llm, args, listener, kept)
+                status = _serve(llm, args, listener, kept, tracer)
             finally:
                 ended = llm.close(CLOSE_SECONDS)
             return status if ended else 1
@@ -83,7 +93,22 @@ def main(argv: list[str] | None = None) -> int:
     except EngineDead as error:
         print(f"{called('serve', 'server')}: {error}", file=sys.stderr)
         return 1
+    except (MemoryError, OSError, RuntimeError) as error:
+        if not _lacks_memory(error):
+            raise
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        allowed = "" if limit == resource.RLIM_INFINITY else f"; RLIMIT_AS (`ulimit -v`) allows {limit / 2**20:.0f} MiB"
+        print(f"{called('serve', 'server')}: the system gives this process no more memory{allowed}", file=sys.stderr)
+        return 2
+    finally:
+        _watcher.stop()
     return 0
+
+
+def _lacks_memory(error: Exception) -> bool:
+    """Whether an allocation failed: of objects, of a thread's stack, or of a process or file in memory."""
+    no_room = isinstance(error, OSError) and error.errno in (errno.ENOMEM, errno.EAGAIN)
+    return isinstance(error, MemoryError) or no_room or "can't start new thread" in str(error)
 
 
 def _start(args: argparse.Namespace) -> AsyncLLM | DataParallelLLM:
@@ -95,8 +120,13 @@ def _start(args: argparse.Namespace) -> AsyncLLM | DataParallelLLM:
     if args.dp_size > 1:
         return DataParallelLLM(**options, **limits)
     if args.nnodes > 1:
-        limits["hosts"] = join(args.nnodes, 0, args.dist_init_addr, EngineConfig(**options), source_digest())
+        limits["hosts"] = _join(args, EngineConfig(**options))
     return AsyncLLM(**options, **limits)
+
+
+def _join(args: argparse.Namespace, options: EngineConfig) -> Leader | Follower:
+    token = args.dist_token or os.environ.get("JAXSPEC_DIST_TOKEN") or None
+    return join(args.nnodes, args.node_rank, args.dist_init_addr, options, source_digest(), token)
 
 
 def _follow(args: argparse.Namespace) -> int:
@@ -106,14 +136,14 @@ def _follow(args: argparse.Namespace) -> int:
     """
     signal.signal(signal.SIGTERM, lambda *_: log.info("told to stop; this node ends once node 0 does"))
     options = EngineConfig(**engine_options(args))
-    follow(options, join(args.nnodes, args.node_rank, args.dist_init_addr, options, source_digest()))
+    follow(options, _join(args, options))
     log.info("node 0 has ended, and so does this one")
     return 0
 
 
 def run() -> NoReturn:
     """`main` as a process of its own, which ends even if a thread of it doesn't."""
-    status = main()
+    status = without_traceback(main)
     logging.shutdown()
     threads = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
     left = any(not thread.daemon or thread.name in WAITED_FOR for thread in threads)
@@ -124,7 +154,13 @@ def run() -> NoReturn:
     sys.exit(status)
 
 
-def _serve(llm: AsyncLLM, args: argparse.Namespace, listener: socket.socket, kept: PromptLog | None = None) -> int:
+def _serve(
+    llm: AsyncLLM,
+    args: argparse.Namespace,
+    listener: socket.socket,
+    kept: PromptLog | None = None,
+    tracer: Tracer | None = None,
+) -> int:
     sys.setswitchinterval(SWITCH_SECONDS)
     api_key = args.api_key or os.environ.get("JAXSPEC_API_KEY")
     if api_key == "":
@@ -134,11 +170,13 @@ def _serve(llm: AsyncLLM, args: argparse.Namespace, listener: socket.socket, kep
         said = ", ".join(f"{name} {value:g}" for name, value in sampling.items())
         log.info("requests that don't say otherwise: %s, by the model's generation_config.json", said)
     parsers = args.reasoning_parser, args.tool_call_parser
-    app = create_app(llm, args.served_model_name, api_key, sampling, *parsers, cors_options(args), kept)
+    hosts = host_names(args, listener.getsockname()[0], bool(api_key))
+    app = create_app(llm, args.served_model_name, api_key, sampling, *parsers, cors_options(args), kept, hosts, tracer)
     connections = allow_open_files(args.max_connections)
     config = uvicorn.Config(
         app,
-        http=partial(Connection, max_connections=connections, idle_timeout=args.idle_timeout),
+        http=partial(Connection, max_connections=connections, idle_timeout=args.idle_timeout, refusals=Refusals()),
+        ws="none",  # a WebSocket would be without the connection's limits, and no route takes one
         lifespan="off",  # the app has none; a second Ctrl-C would end uvicorn's with a traceback
         log_config=None,
         log_level=max(logging.getLevelNamesMapping()[args.log_level.upper()], logging.WARNING),
@@ -200,6 +238,10 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             log.info("%s", self._greeting)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        _watcher.heard()
+        super().handle_exit(sig, frame)
 
     async def on_tick(self, counter: int) -> bool:
         self.failed = self._engine_failed()
@@ -295,6 +337,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 def _interrupt(*_: object) -> None:
     """End `main`, from loading or after serving; the process too, if that takes too long, as compiling does."""
+    _watcher.heard()
     timer = threading.Timer(LAST_SECONDS, _leave)
     timer.daemon = True
     timer.start()

@@ -5,7 +5,7 @@ Invariant: a route that generates refuses a request (wrong model, bad field, dea
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -18,10 +18,12 @@ from server.http import errors, openapi
 from server.http.body import BodyRoute
 from server.http.cors import EXPOSED
 from server.http.gate import Gate
+from server.http.request_times import RequestTimes
 from server.metrics import Metrics
 from server.prompt_log import PromptLog
 from server.routes import generation, health, information, playground, profile, responses, sglang, tokens
 from server.routes.serving import Serving
+from server.tracing import Tracer
 
 
 def create_app(
@@ -33,6 +35,8 @@ def create_app(
     tool_call_parser: str = "auto",
     cors: dict[str, Any] | None = None,
     prompt_log: PromptLog | None = None,
+    hosts: Sequence[str] | None = None,
+    tracer: Tracer | None = None,
 ) -> FastAPI:
     """The server's application over a running engine, which stays the caller's to close.
 
@@ -40,11 +44,13 @@ def create_app(
     come with every request but those to `gate.OPEN_PATHS`; `sampling` is what holds of `SamplingParams` for requests
     that don't say otherwise; `reasoning_parser` and `tool_call_parser` are names of `server.parsers`, "auto" for what
     the chat template shows, or "none"; `cors` is `CORSMiddleware`'s options, None for no page of another origin;
-    `prompt_log` keeps texts, and stays the caller's to close.
+    `prompt_log` keeps texts, and stays the caller's to close; `hosts` are names that it answers to beside this
+    machine's own, None for any; `tracer` sends traces.
     """
     app = FastAPI(title="jaxspec", version=jaxspec.__version__, docs_url=None, redoc_url=None)
     app.router.route_class = BodyRoute
-    app.add_middleware(Gate, api_key=api_key)
+    origins = cors["allow_origins"] if cors else ()
+    app.add_middleware(Gate, api_key=api_key, hosts=hosts, origins=origins)
     if cors is not None:
         app.add_middleware(CORSMiddleware, expose_headers=EXPOSED, **cors)
     errors.install(app)
@@ -53,7 +59,8 @@ def create_app(
     formats = Formats.of(llm.model_config.model_type, template, reasoning_parser, tool_call_parser)
     formats.log(reasoning_parser, tool_call_parser)
     metrics = Metrics(llm.stats, llm.config, name)
-    serving = Serving(llm, name, metrics, sampling or {}, formats, prompt_log)
+    app.add_middleware(RequestTimes, observe=metrics.http.observe)  # outermost
+    serving = Serving(llm, name, metrics, sampling or {}, formats, prompt_log, tracer)
     for routes in (generation, responses, sglang, tokens, health, information, profile, playground):
         routes.add(app, serving)
     openapi.describe(app, llm.model_config.vocab_size)

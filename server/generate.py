@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from typing import Any
@@ -26,6 +27,7 @@ from server.metrics import Metrics
 from server.prompt_log import Watch
 from server.protocol import ChatRequest, CompletionRequest
 from server.replies import Answer, Job, Prompt
+from server.tracing import Trace
 from server.workers import Together, Workers
 
 Deltas = AsyncGenerator[tuple[int, Delta]]
@@ -152,19 +154,27 @@ def _refusals(param: str, context: int) -> Iterator[None]:
 
 
 async def run(
-    llm: AsyncLLM, jobs: list[Job], metrics: Metrics, running: dict[str, str], watch: Watch | None = None
+    llm: AsyncLLM,
+    jobs: list[Job],
+    metrics: Metrics,
+    running: dict[str, str],
+    watch: Watch | None = None,
+    client: str = "",
+    trace: Trace | None = None,
 ) -> Deltas:
-    """Generate for all prompts at once; yields (number of the prompt, delta) as they come. `watch` sees them too.
-    Meanwhile `running` has the jobs' ids whose response has another, and that id.
+    """Generate for all prompts at once; yields (number of the prompt, delta) as they come. `watch` and `trace` see them
+    too. Meanwhile `running` has the jobs' ids, and those of their responses. `client`: whose they are.
 
-    **Raises:** `RequestError` before any prompt has started, if one can't be served.
+    **Raises:** `RequestError` before any prompt has started, if one can't be served, or its `rid` is in use.
     """
     if len(jobs) > 1:
         await llm.check([(job.ids, job.params) for job in jobs])
+    if chosen := {job.name for job in jobs if job.chosen}.intersection(running.values()):
+        raise RequestError(f"another request with the rid {min(chosen)!r} is running; choose another", "rid")
     watches = [metrics.watch(job.params) for job in jobs]
-    streams = [llm.generate(job.ids, job.params, job.id) for job in jobs]
+    streams = [llm.generate(job.ids, job.params, job.id, client) for job in jobs]
     metrics.load += 1
-    named = {job.id: job.response for job in jobs if job.response is not None}
+    named = {job.id: job.name for job in jobs}
     running.update(named)
     try:
         async with aclosing(_merge(streams)) as merged:
@@ -172,8 +182,12 @@ async def run(
                 watches[number].see(delta)
                 if watch is not None:
                     watch.see(number, delta)
+                if trace is not None:
+                    trace.see(delta)
                 yield number, delta
     finally:
+        if trace is not None:
+            trace.end(sys.exception())
         metrics.load -= 1
         for each in named:
             del running[each]

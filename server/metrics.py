@@ -70,6 +70,7 @@ COUNTERS = (
     ("prompt_tokens_total", "vllm:prompt_tokens", "Prompt tokens taken in"),
     ("generation_tokens_total", "vllm:generation_tokens", "Tokens generated"),
     ("cached_tokens_total", "vllm:prefix_cache_hits", "Prompt tokens whose KV came from the prefix tree"),
+    ("cached_tokens_total", "vllm:prompt_tokens_cached", "Prompt tokens whose KV came from the prefix tree"),
     ("preemptions_total", "vllm:num_preemptions", SET_BACK),
     ("prompt_tokens_total", "jaxspec_prompt_tokens", "Prompt tokens taken in"),
     ("cached_tokens_total", "jaxspec_cached_prompt_tokens", "Prompt tokens whose KV came from the prefix tree"),
@@ -79,6 +80,7 @@ COUNTERS = (
     ("verified_tokens_total", "jaxspec_verified_tokens", "Tokens that verify rounds yielded, bonus included"),
     ("forced_tokens_total", "jaxspec_forced_tokens", "Tokens generated that a grammar left no choice about"),
     ("preemptions_total", "jaxspec_preemptions", SET_BACK),
+    ("nonfinite_total", "jaxspec_nonfinite_logits", "Completions that ended because their logits were NaN or infinite"),
     ("refused_total", "jaxspec_refused", "Prompts refused with 429 because the queue was full"),
     ("engine_failures_total", "jaxspec_engine_failures", "Engine steps that failed, each with the requests in it"),
     ("compiles_total", "jaxspec_compiles", "Programs compiled; moves after start only with --skip-warmup"),
@@ -102,11 +104,13 @@ OF_EACH_ENGINE = (  # of several, with --dp-size
     (CounterMetricFamily, "cached_tokens_total", "jaxspec_engine_cached_prompt_tokens", "Those whose KV it had"),
     (CounterMetricFamily, "generation_tokens_total", "jaxspec_engine_generation_tokens", "Tokens an engine generated"),
 )
+ENGINE = "0"
 FINISH_REASONS = ("stop", "length", "abort")
 
 
 class Family:
-    """Makes metric families. Those with vLLM's names carry the label `model_name`, ours don't."""
+    """Makes metric families. Those with vLLM's names carry its labels `model_name` and `engine`, ours don't. Several
+    engines count as one here, "0"; `OF_EACH_ENGINE` has them apart."""
 
     def __init__(self, model: str):
         self._model = model
@@ -130,7 +134,7 @@ class Family:
         return family
 
     def _labels(self, name: str) -> tuple[list[str], list[str]]:
-        return (["model_name"], [self._model]) if name.startswith("vllm:") else ([], [])
+        return (["model_name", "engine"], [self._model, ENGINE]) if name.startswith("vllm:") else ([], [])
 
 
 class EngineCollector(Collector):
@@ -144,6 +148,9 @@ class EngineCollector(Collector):
         stats, family = self._stats(), self._family
         for key, name, text in GAUGES:
             yield family.one(GaugeMetricFamily, name, text, stats[key])
+        waiting = {"capacity": stats["num_waiting"], "deferred": 0}  # nothing here but slots and pages is waited for
+        name, text = "vllm:num_requests_waiting_by_reason", "Completions waiting, by what they wait for"
+        yield family.several(GaugeMetricFamily, name, text, "reason", waiting)
         used = stats["total_pages"] - stats["free_pages"] - stats["cached_pages"]
         share = max(used, 0) / max(stats["total_pages"], 1)
         for name in ("vllm:kv_cache_usage_perc", "jaxspec_kv_page_usage"):
@@ -184,6 +191,7 @@ class EngineCollector(Collector):
     def _cache_config(self, stats: Stats) -> Metric:
         config = self._config
         labels = {
+            "engine": ENGINE,
             "block_size": stats["page_size"],
             "num_gpu_blocks": stats["total_pages"],
             "cache_dtype": config.kv_cache_dtype,
@@ -260,6 +268,33 @@ class Watch:
             noted.finished(delta.metrics, self._params)
 
 
+class HttpRequests(Collector):
+    """Answered HTTP requests by route, method and class of status, with the seconds until the end of each answer.
+
+    The names are those of prometheus-fastapi-instrumentator, which vLLM's server has.
+    """
+
+    def __init__(self):
+        self._tallies: dict[tuple[str, str, str], Tally] = {}
+
+    def observe(self, handler: str, method: str, status: int, seconds: float) -> None:
+        """Note a request. `handler`: the route's path."""
+        key = handler, method, f"{status // 100}xx"
+        if key not in self._tallies:
+            self._tallies[key] = Tally(REQUEST)
+        self._tallies[key].observe(seconds)
+
+    def collect(self) -> Iterator[Metric]:
+        labels = "handler", "method", "status"
+        count = CounterMetricFamily("http_requests", "HTTP requests answered", labels=labels)
+        times = HistogramMetricFamily("http_request_duration_seconds", "Until an answer's last byte", labels=labels)
+        ends = [*map(floatToGoString, REQUEST), "+Inf"]
+        for key, tally in list(self._tallies.items()):
+            count.add_metric(key, sum(tally.counts))
+            times.add_metric(key, list(zip(ends, accumulate(tally.counts), strict=True)), tally.sum)
+        return iter((count, times))
+
+
 class Metrics:
     """A server's registry, and how many generating requests it has in hand (`load`)."""
 
@@ -270,6 +305,8 @@ class Metrics:
         self._registry.register(EngineCollector(stats, config, model))
         self._observations = Observations(config.context_length, model)
         self._registry.register(self._observations)
+        self.http = HttpRequests()
+        self._registry.register(self.http)
         ProcessCollector(registry=self._registry)
         self.load = 0
 

@@ -1,5 +1,7 @@
 """The command `jaxspec`: which module each subcommand runs, and with what arguments."""
 
+import os
+import shlex
 import subprocess
 import sys
 
@@ -7,6 +9,8 @@ import pytest
 
 import jaxspec
 from jaxspec import cli
+from jaxspec.bench import __main__ as bench
+from server.cli import collect_env, completion
 
 
 @pytest.mark.parametrize("argv,module,passed", [
@@ -14,6 +18,9 @@ from jaxspec import cli
     (["bench", "decode"], "jaxspec.bench.__main__", ["decode"]),
     (["train"], "jaxspec.train.__main__", []),
     (["compile", "--model", "m"], "jaxspec.engine.precompile", ["--model", "m"]),
+    (["chat", "http://a"], "server.cli.chat", ["http://a"]),
+    (["collect-env"], "server.cli.collect_env", []),
+    (["completion", "bash"], "server.cli.completion", ["bash"]),
     (["vllm", "serve", "a/b"], "server.__main__", ["vllm", "serve", "a/b"]),
 ])  # fmt: skip
 def test_commands(monkeypatch, argv, module, passed):
@@ -38,12 +45,78 @@ def test_what_else_is_typed(monkeypatch, capsys, argv, status):
     monkeypatch.setattr(sys, "argv", ["jaxspec", *argv])
     assert cli.main() == status
     told = capsys.readouterr()
-    assert "jaxspec serve" in told.out + told.err and ("no command 'sevre'" in told.err) == (status == 2)
+    assert "jaxspec serve" in told.out + told.err
+    assert ("no command 'sevre'; did you mean serve?" in told.err) == (status == 2)
 
 
 def test_version(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["jaxspec", "--version"])
     assert cli.main() == 0 and capsys.readouterr().out == f"jaxspec {jaxspec.__version__}\n"
+
+
+@pytest.mark.parametrize("argv", [["--version"], ["--help"]])
+def test_it_answers_at_once(argv):
+    """Without jax, which takes seconds to import: a twentieth of a second of processor time more than Python's own."""
+    code = (
+        "import sys, time; from jaxspec import cli; cli.main(); "
+        "sys.exit(bool({'jax', 'numpy', 'transformers'} & sys.modules.keys()) or time.process_time() > 0.3)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True)
+    assert done.returncode == 0 and "jaxspec" in done.stdout
+
+
+def test_a_closed_pipe_ends_it_without_a_traceback():
+    command = f"{sys.executable} -m jaxspec completion --help | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.stderr == "" and done.returncode in (0, cli.PIPE_CLOSED)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as closed:
+        done = subprocess.run([sys.executable, "-m", "jaxspec", "--help"], stdout=closed, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (cli.PIPE_CLOSED, b"")
+
+
+@pytest.mark.parametrize("argv,says", [
+    (["decod"], "no command 'decod'; did you mean decode?"),
+    (["decode", "--promt-len", "3"], "unknown argument --promt-len; did you mean --prompt-len?"),
+    (["decode", "--max-num-seqs", "3", "--x"], "--max-num-seqs; here it is --max-running-requests, --x; --help lists"),
+    (["zzz"], "no command 'zzz'; there are decode, "),
+])  # fmt: skip
+def test_errors_of_benchmarks_name_the_nearest(capsys, argv, says):
+    with pytest.raises(SystemExit) as error:
+        bench.main(argv)
+    assert error.value.code == 2 and says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words,completed", [
+    (["s"], ["serve"]),
+    (["serve", "a/b", "--draft-p"], ["--draft-policy"]),
+    (["serve", "a/b", "--draft-policy", ""], ["auto", "ragged", "fixed"]),
+    (["bench", "sums", "--js"], ["--json"]),
+    (["bench", "struct"], ["structured"]),
+    (["train", "eag"], ["eagle3"]),
+    (["completion", ""], ["bash", "zsh"]),
+    (["collect-env", ""], []),
+])  # fmt: skip
+def test_completion(completion_script, words, completed):
+    typed = shlex.join(["jaxspec", *words])
+    code = f"{completion_script}\nCOMP_WORDS=({typed}); COMP_CWORD={len(words)}; _jaxspec; echo ${{COMPREPLY[*]}}"
+    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True)
+    assert done.stdout.split() == completed and done.stderr == ""
+
+
+@pytest.fixture(scope="module")
+def completion_script():
+    return completion.script().replace("complete -o", ": complete -o")
+
+
+def test_the_environment_is_collected_without_secrets(monkeypatch, capsys):
+    monkeypatch.setenv("HF_TOKEN", "a secret")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert collect_env.main([]) == 0
+    told = capsys.readouterr().out
+    assert f"jaxspec: {jaxspec.__version__} in " in told and "\njaxlib: " in told and "devices: cpu:0" in told
+    assert "HF_TOKEN: (set)\n" in told and "JAX_PLATFORMS: cpu\n" in told and "a secret" not in told
 
 
 def test_the_library_does_not_import_the_server():

@@ -50,6 +50,7 @@ def test_the_image_copies_what_is_there_and_sent():
 
 @pytest.mark.parametrize("path,kept", [
     ("server/playground/index.html", True),
+    ("server/playground/vendor/purify.js", True),
     ("jaxspec/drafters/shipped/smollm2-135m-instruct-eagle3/config.json", True),
     ("jaxspec/__pycache__/engine.cpython-312.pyc", False),
     (".git/config", False),
@@ -115,7 +116,7 @@ def test_the_unit_starts_the_server_and_gives_it_time_to_drain():
     unit.read(DEPLOY / "jaxspec.service")
     service = unit["Service"]
     argv = shlex.split(service["ExecStart"])
-    assert argv[argv.index("-m") + 1] == "server" and "--config" in argv
+    assert argv[:3] == ["/opt/jaxspec/bin/jaxspec", "serve", "--config"]
     assert service["Restart"] == "on-failure" and service["RestartPreventExitStatus"] == "2"
     drain = float(argv[argv.index("--drain-seconds") + 1])
     assert int(service["TimeoutStopSec"]) > drain + LAST_SECONDS
@@ -125,7 +126,7 @@ def test_the_unit_starts_the_server_and_gives_it_time_to_drain():
 def test_systemd_knows_every_setting_of_the_unit(tmp_path):
     """It ignores unknown ones, with a warning."""
     unit = tmp_path / "jaxspec.service"
-    unit.write_text((DEPLOY / "jaxspec.service").read_text().replace("/opt/jaxspec/bin/python", sys.executable))
+    unit.write_text((DEPLOY / "jaxspec.service").read_text().replace("/opt/jaxspec/bin/jaxspec", sys.executable))
     done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True)
     said = [line for line in (done.stdout + done.stderr).splitlines() if str(unit) in line or unit.name in line]
     assert (done.returncode, said) == (0, [])
@@ -160,7 +161,7 @@ def test_grafana_finds_prometheus_and_the_dashboard():
 
 
 def test_the_kubernetes_pods_run_the_server_as_the_image_does():
-    secret, deployment, service = yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
+    secret, claim, deployment, service = yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
     pod = deployment["spec"]["template"]
     (container,) = pod["spec"]["containers"]
     args = parse(container["args"])
@@ -168,7 +169,12 @@ def test_the_kubernetes_pods_run_the_server_as_the_image_does():
     assert port["containerPort"] == parse(json.loads(LAST["ENTRYPOINT"])[3:]).port
     assert {each["targetPort"] for each in service["spec"]["ports"]} == {port["name"]}
     assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
-    assert pod["spec"]["terminationGracePeriodSeconds"] > args.drain_seconds + LAST_SECONDS
+    (sleep, seconds) = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert sleep == "sleep" and int(seconds) >= 5, "as long as a Service may still send requests to an ending pod"
+    assert pod["spec"]["terminationGracePeriodSeconds"] > int(seconds) + args.drain_seconds + LAST_SECONDS
+    (cache,) = [each for each in pod["spec"]["volumes"] if each["name"] == "cache"]
+    assert cache["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"], "for several replicas"
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert container[probe]["httpGet"]["path"] in OPEN_PATHS
     assert container["envFrom"] == [{"secretRef": {"name": secret["metadata"]["name"]}}]

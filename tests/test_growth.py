@@ -43,7 +43,7 @@ def test_youngest_gives_way_and_nothing_is_lost():
     assert tokens == [2] * 8 + [5] + [5, 6] * ((len(tokens) - 9) // 2)
     assert s.preemptions == 1
     sequence(s, [9], 1)
-    assert s.waiting[0] is third
+    assert next(iter(s.waiting)) is third
     s.finish(first)
     plan = s.plan()
     assert third in plan.admit

@@ -32,7 +32,8 @@ from jaxspec.bench import (
 from jaxspec.bench.results import BenchError, Result, check_writable
 from jaxspec.cache.memory_plan import claim_device
 from jaxspec.checkpoint import CheckpointError
-from jaxspec.cli import called
+from jaxspec.cli import called, without_traceback
+from jaxspec.config.flags import parse
 from jaxspec.config.lazy_transformers import spare_torch
 from jaxspec.config.options import ConfigError
 from jaxspec.config.request import RequestError
@@ -47,9 +48,8 @@ SUBCOMMANDS = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; returns the exit status."""
-    argv = list(sys.argv[1:] if argv is None else argv)
+def make_parser() -> argparse.ArgumentParser:
+    """The parser, with a subcommand for each benchmark."""
     parser = argparse.ArgumentParser(prog=called("bench", "jaxspec.bench"), description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, module in SUBCOMMANDS.items():
@@ -58,7 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         output.add_argument("--json", type=Path, metavar="FILE", help="write figures and circumstances here")
         output.add_argument("--plot", type=Path, metavar="FILE", help="draw them here, as PNG (needs matplotlib)")
     _add(commands, "report", report)
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand; returns the exit status."""
+    argv, parser = list(sys.argv[1:] if argv is None else argv), make_parser()
+    args = parse(parser, argv)
     try:
         if args.command == "report":
             report.run(args.folder, {name: module.TABLES for name, module in SUBCOMMANDS.items()}, args.plot)
@@ -102,4 +108,4 @@ def _measure(module: ModuleType, args: argparse.Namespace, argv: list[str]) -> N
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(without_traceback(main))

@@ -121,10 +121,10 @@ async def _follow(reader: asyncio.StreamReader, reply: Reply) -> None:
     last, rest = b"", b""
     async for piece in _body(reader):
         events, _, rest = (rest + piece).rpartition(b"\n\n")
-        told = [event for event in events.split(b"\n\n") if event.startswith(EVENT) and not event.endswith(DONE)]
-        if told:
-            last = told[-1]
-            if NO_CHOICES not in told[0]:  # what comes at once came from one round
+        chunks = [event for event in events.split(b"\n\n") if event.startswith(EVENT) and not event.endswith(DONE)]
+        if chunks:
+            last = chunks[-1]
+            if NO_CHOICES not in chunks[0]:  # what comes at once came from one round
                 reply.arrivals.append(time.perf_counter())
     try:
         usage = json.loads(last[len(EVENT) :])["usage"]

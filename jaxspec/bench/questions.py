@@ -32,11 +32,11 @@ class Question:
 @dataclass(frozen=True)
 class Format:
     """`title`: the benchmark's name in tables; None if files of several have this format. `fields`: all that a line has
-    in this format and in none before it. `text`: the question of a line."""
+    in this format and in none before it. `text`: the question of a line; None: it has none, and is skipped."""
 
     title: str | None
     fields: tuple[str, ...]
-    text: Callable[[Line], str]
+    text: Callable[[Line], str | None]
 
 
 def _human_eval(line: Line) -> str:
@@ -63,11 +63,18 @@ def _first_turn(line: Line) -> str:
     return first["content"] if isinstance(first, dict) else first  # Arena-Hard's are objects
 
 
+def _first_of_a_conversation(line: Line) -> str | None:
+    """ShareGPT's file also has conversations without an answer, or that go on from a page before: they are skipped."""
+    turns = line["conversations"]
+    return turns[0]["value"] if len(turns) > 1 and turns[0]["from"] in ("human", "user") else None
+
+
 FORMATS = {
     "humaneval": Format("HumanEval", ("task_id", "prompt", "entry_point"), _human_eval),
     "mbpp": Format("MBPP", ("task_id", "test_list"), _mbpp),
     "livecodebench": Format("LiveCodeBench", ("question_content",), _live_code_bench),
     "spec-bench": Format(None, ("turns",), _first_turn),  # and MT-Bench, Arena-Hard, DeepSpec's eval_datasets
+    "sharegpt": Format("ShareGPT", ("conversations",), _first_of_a_conversation),
     "alpaca": Format("Alpaca", ("instruction",), _alpaca),
     "math": Format("MATH", ("problem",), lambda line: line["problem"]),
     "gsm8k": Format("GSM8K", ("question", "answer"), lambda line: line["question"]),
@@ -88,6 +95,8 @@ def read(path: Path, format_name: str | None = None) -> tuple[str, list[Question
     for number, line in enumerate(lines, 1):
         try:
             text, category = found.text(line), line.get("category") if found.title is None else None
+            if text is None:
+                continue
             if not isinstance(text, str) or not isinstance(category, str | None):
                 raise TypeError("a question or a category isn't text")
         except (KeyError, TypeError, IndexError, AttributeError) as error:
@@ -97,6 +106,8 @@ def read(path: Path, format_name: str | None = None) -> tuple[str, list[Question
                 f"({type(error).__name__}: {error})"
             ) from error
         categories[category].append(Question(text, category))
+    if not categories:
+        raise BenchError(f"--data {path} has no questions")
     in_turn = itertools.chain.from_iterable(itertools.zip_longest(*categories.values()))
     return found.title or path.name.split(".")[0], [question for question in in_turn if question is not None]
 

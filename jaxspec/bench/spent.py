@@ -101,15 +101,15 @@ def bins(recording: Recording) -> dict[str, Any]:
 
 def draw(row: Row, axes: Sequence[Any]) -> None:
     """Two plots of a row with `bins`: what the device did, and requests and tokens."""
-    told, (device, requests) = row["bins"], axes
-    x = told["seconds"]
-    device.stackplot(x, [told["shares"][name] for name in LANES], labels=LANES, colors=COLOURS)
+    recorded, (device, requests) = row["bins"], axes
+    x = recorded["seconds"]
+    device.stackplot(x, [recorded["shares"][name] for name in LANES], labels=LANES, colors=COLOURS)
     device.set(ylim=(0, 1), xlim=(0, x[-1]), ylabel="share of the device's time", title=row["load"])
     device.legend(loc="lower right", fontsize="small")
-    requests.plot(x, told["running"], label="running")
-    requests.plot(x, told["waiting"], label="waiting")
+    requests.plot(x, recorded["running"], label="running")
+    requests.plot(x, recorded["waiting"], label="waiting")
     requests.set(xlabel="seconds", ylabel="requests", ylim=(0, None), xlim=(0, x[-1]))
     requests.legend(loc="upper left", fontsize="small")
     rate = requests.twinx()
-    rate.plot(x, told["tokens_per_s"], "k:", linewidth=0.8)
+    rate.plot(x, recorded["tokens_per_s"], "k:", linewidth=0.8)
     rate.set(ylabel="tokens a second (dotted)", ylim=(0, None))

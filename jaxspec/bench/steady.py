@@ -123,10 +123,10 @@ class Load:
             for delta in deltas:
                 gained[delta.request_id] += len(delta.token_ids)
             # as much may be gained by the program in flight, and by the one that the next step dispatches
-            ahead = 2 * self._burst * engine.runner.width
+            margin = 2 * self._burst * engine.runner.width
             if phase in ("closing", "ending"):
                 phase = "ending"
-            elif max(gained.values()) + ahead >= output_len:
+            elif max(gained.values()) + margin >= output_len:
                 phase = "closing"
             elif all(gained.values()):
                 phase, settling = "filling" if settling else "steady", max(settling - 1, 0)

@@ -73,6 +73,7 @@ def _parts(plan: MemoryPlan) -> str:
         ("KV cache", plan.kv_bytes),
         ("request slots", plan.slot_bytes + plan.states.total),
         ("workspace", plan.workspace_bytes),
+        *([("other arrays", plan.other_bytes)] if plan.other_bytes else []),
     )
     return ", ".join(f"{name} {gib(size)}" for name, size in parts)
 

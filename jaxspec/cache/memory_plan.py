@@ -23,6 +23,7 @@ SNAPSHOT_BYTES = 2**28
 
 POOL_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # XLA's own option: what it takes of a GPU, when first used
 POOL_SHARES = (POOL_SHARE, "XLA_CLIENT_MEM_FRACTION")  # its names, of which XLA refuses to have both
+CLAIMED_SHARE = 0.95  # what an engine lets it take
 DEFAULT_SHARE = 0.75  # XLA's own
 STUCK = "--xla_gpu_nccl_termination_timeout_seconds"  # XLA's own flag: how long a device may keep NCCL's others waiting
 STUCK_SECONDS = 30
@@ -41,13 +42,13 @@ def claim_device() -> None:
     if _pool_share() is not None:
         return
     if not xla_bridge.backends_are_initialized():
-        os.environ[POOL_SHARE] = "0.95"
+        os.environ[POOL_SHARE] = str(CLAIMED_SHARE)
     elif memory := device_memory():
         log.warning(
             "jax had used the device before the engine was made, so XLA keeps its default share, %s of %s. For more, "
-            "make the LLM before anything else uses jax, or set %s=0.95 in the environment",
+            "make the LLM before anything else uses jax, or set %s=%s in the environment",
             *(gib(size) for size in reversed(memory)),
-            POOL_SHARE,
+            *(POOL_SHARE, CLAIMED_SHARE),
         )
 
 
@@ -66,6 +67,12 @@ def device_memory(devices: int = 1) -> tuple[int, int] | None:
     limits = [(device.memory_stats() or {}).get("bytes_limit") for device in jax.local_devices()[:devices]]
     usable = None if None in limits else min(limits)
     return None if usable is None else (int(usable / (_pool_share() or DEFAULT_SHARE)), usable)
+
+
+def memory_in_use(devices: int = 1) -> int:
+    """Bytes of a device's memory that this process' arrays take now; 0 where the device doesn't say. Of several
+    devices, the most."""
+    return max((device.memory_stats() or {}).get("bytes_in_use", 0) for device in jax.local_devices()[:devices])
 
 
 def _pool_share() -> float | None:
@@ -104,6 +111,7 @@ class MemoryPlan:
     page_size: int
     states: StateSlots = StateSlots()
     devices: int = 1  # each of which has all of the above
+    other_bytes: int = 0  # of arrays that were there before the engine
     host_bytes: int = 0  # resident in this process once it is ready; on a CPU, all of the above is part of it
 
     @property
@@ -115,7 +123,7 @@ class MemoryPlan:
     def total(self) -> int:
         """Bytes of all of it."""
         static = self.weight_bytes + self.draft_weight_bytes + self.kv_bytes + self.slot_bytes + self.states.total
-        return static + self.workspace_bytes
+        return static + self.workspace_bytes + self.other_bytes
 
     def __str__(self) -> str:
         rows = [
@@ -131,6 +139,8 @@ class MemoryPlan:
             rows.insert(
                 -1, ("state slots", states.total, f"{note}; a copy for each verified row: {gib(states.copies)} more")
             )
+        if self.other_bytes:
+            rows.append(("other arrays", self.other_bytes, "that were on the device before"))
         if self.device_bytes is not None:
             rows.append(("left", self.device_bytes - self.total, f"of {gib(self.device_bytes)}"))
         if self.host_bytes:
@@ -180,6 +190,7 @@ def plan_memory(
     max_snapshots: int | None = 0,
     memory: tuple[int, int] | None = None,
     devices: int = 1,
+    other_bytes: int = 0,
 ) -> MemoryPlan:
     """Plan the page pool: `mem_fraction` of the device's memory, less weights, slots and states. Of several `devices`,
     all sizes are one's.
@@ -191,12 +202,20 @@ def plan_memory(
     `most_useful_tokens`, what all slots together could ever hold; on a CPU it is at most 2 GiB unless
     `max_total_tokens` says otherwise, since host memory is everyone's.
 
+    Where jax was used before the engine, XLA has less of the device than an engine claims, and arrays of others may
+    take `other_bytes` of that. The pool then shrinks with what is left of XLA's share.
+
     `memory`: of a device that isn't here, as `device_memory` tells it; None: of the one that is.
 
     **Raises:** `ConfigError` with the arithmetic when nothing is left for a single page.
     """
     device, usable = memory or device_memory(devices) or (None, None)
-    budget = min(int(device * mem_fraction), usable - workspace_bytes - _trials(usable)) if device else None
+    budget = None
+    if device:
+        free = usable - other_bytes
+        budget = min(int(device * mem_fraction), free - workspace_bytes - _trials(usable))
+        if memory is None and _pool_share() is None:
+            budget = min(budget, int(free * mem_fraction / CLAIMED_SHARE))
     weights = weight_bytes + draft_weight_bytes
     if max_snapshots is None:
         room = SNAPSHOT_BYTES if budget is None else int((budget - weights) * SNAPSHOT_SHARE)
@@ -231,4 +250,5 @@ def plan_memory(
         page_size=page_size,
         states=states,
         devices=devices,
+        other_bytes=other_bytes,
     )

@@ -18,7 +18,7 @@ from jaxspec.cache.recurrent import NOTHING, States, empty_states
 from jaxspec.decoder.functions import causal_attention
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas import hopper
-from jaxspec.pallas.recurrence import accumulate, causal_conv, gated_delta, sequential
+from jaxspec.pallas.recurrence import accumulate, causal_conv, delta_pool, gated_delta, sequential
 from jaxspec.pallas.recurrence.causal_conv import conv_chunk, conv_step, empty_windows, split_heads
 
 BLOCK = 32  # tokens of a whole text that recurrent layers take at once
@@ -72,8 +72,8 @@ class WholeTexts:
         out, _ = conv_chunk(windows, jnp.int32(0), *slots, x[..., :channels], weight.T)
         return out if mix is None else split_heads(out, mix), cache
 
-    def recur(self, cache, layer, q, k, v, decay, beta, filled):
-        return _filled(_in_blocks(gated_delta.chunk, q, k, v, decay, beta), filled), cache
+    def recur(self, cache, layer, q, k, v, decay, beta, padded_rows):
+        return _padded(_in_blocks(gated_delta.chunk, q, k, v, decay, beta), padded_rows), cache
 
     def accumulate(self, cache, layer, q, k, u, decay):
         return _in_blocks(accumulate.chunk, q, k, u, decay), cache
@@ -90,7 +90,7 @@ def _in_blocks(chunk: Callable[..., tuple[Array, Any]], q: Array, k: Array, v: A
     nothing = jnp.full((b * count,), NOTHING, jnp.int32)
     slots = text, jnp.where(block == 0, NOTHING, text), nothing, jnp.minimum(t - block * BLOCK, BLOCK)
     widths = {"key_heads": k.shape[2], "value_heads": v.shape[2], "key_width": k.shape[3], "value_width": v.shape[3]}
-    pool = gated_delta.empty(1, b, 1, **widths, dtype=jnp.float32, key_dtype=k.dtype)
+    pool = delta_pool.empty(1, b, 1, **widths, dtype=jnp.float32, key_dtype=k.dtype)
     out, _ = chunk(pool, jnp.int32(0), *slots, *map(cut, (q, k, v, *gates)))
     return out.reshape(b, -1, *out.shape[2:])[:, :t]
 
@@ -156,10 +156,10 @@ class PromptBlocks(_OverCache):
             out, windows = causal_conv.chunk(*of, x, weight, mix, self.rows.fixed > 0)
         return out, self._with(cache, windows=windows)
 
-    def recur(self, cache, layer, q, k, v, decay, beta, filled):
+    def recur(self, cache, layer, q, k, v, decay, beta, padded_rows):
         chunk = sequential.chunk if self.rows.fixed and not hopper.multiprocessors() else gated_delta.chunk
         out, delta = chunk(cache.states[self.number].delta, layer, *self._blocks, q, k, v, decay, beta)
-        return _filled(out, filled), self._with(cache, delta=delta)
+        return _padded(out, padded_rows), self._with(cache, delta=delta)
 
     def accumulate(self, cache, layer, q, k, u, decay):
         out, delta = accumulate.chunk(cache.states[self.number].delta, layer, *self._blocks, q, k, u, decay)
@@ -184,12 +184,12 @@ class RoundRows(_OverCache):
             out, windows = causal_conv.step(*of, x, weight, mix, self.rows.fixed > 0)
         return out, self._with(cache, windows=windows)
 
-    def recur(self, cache, layer, q, k, v, decay, beta, filled):
+    def recur(self, cache, layer, q, k, v, decay, beta, padded_rows):
         of = cache.states[self.number].delta, layer, self.slots, self.replay, q, k, v, decay, beta
         if self.rows.fixed:
             out, delta = sequential.step(*of)
-            return _filled(out, filled), self._with(cache, delta=delta)
-        out, delta = gated_delta.step(*of, filled)
+            return _padded(out, padded_rows), self._with(cache, delta=delta)
+        out, delta = gated_delta.step(*of, padded_rows)
         return out, self._with(cache, delta=delta)
 
     def accumulate(self, cache, layer, q, k, u, decay):
@@ -206,6 +206,6 @@ class RoundRows(_OverCache):
         return out, self._with(cache, delta=delta)
 
 
-def _filled(x: Array, rows: int) -> Array:
+def _padded(x: Array, rows: int) -> Array:
     """[b, t, ...] with zeros up to so many rows a request."""
     return jnp.pad(x, ((0, 0), (0, rows - x.shape[1]), *[(0, 0)] * (x.ndim - 2)))

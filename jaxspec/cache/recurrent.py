@@ -2,7 +2,7 @@
 
 Each group of layers whose states have one shape has a pool of state slots: 0 to n - 1 are those of the n request slots,
 n is the dummy's, and those from n + 1 on hold snapshots, states behind prefixes in the prefix tree. All groups have the
-same slots. What a round adds to a state is kept as records, which the next round replays (`pallas.gated_delta`).
+same slots. What a round adds to a state is kept as records, which the next round replays (`delta_pool`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import jax
 
 from jaxspec.models.description import Recurrence
 from jaxspec.models.model_config import ModelConfig
-from jaxspec.pallas.recurrence import gated_delta
+from jaxspec.pallas.recurrence import delta_pool
 from jaxspec.pallas.recurrence.causal_conv import Windows, empty_windows
-from jaxspec.pallas.recurrence.gated_delta import DeltaPool
+from jaxspec.pallas.recurrence.delta_pool import DeltaPool
 
 NOTHING = -1  # as a state slot to start from: the state before any token; to keep a snapshot in: none is kept
 
@@ -32,7 +32,7 @@ def empty_states(config: ModelConfig, slots: int, rows: int, dtype: str, state_d
     """States before any token, of each group, in `state_dtype`; a convolution's are inputs, in `dtype`."""
 
     def empty(memory: Recurrence, layers: int) -> States:
-        delta = gated_delta.empty(
+        delta = delta_pool.empty(
             layers,
             slots,
             rows,

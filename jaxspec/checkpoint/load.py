@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +37,13 @@ from jaxspec.text.tokenizer import Tokenizer
 log = logging.getLogger("jaxspec")
 
 MTP = "mtp."  # what the names of a multi-token prediction module's tensors begin with, beside the model's own
+# In DeepSeek's layout, parts of a module beside its layer, and what Qwen's calls them.
+MTP_PARTS = {
+    "enorm.": "pre_fc_norm_embedding.",
+    "hnorm.": "pre_fc_norm_hidden.",
+    "eh_proj.": "fc.",
+    "shared_head.norm.": "norm.",
+}
 OTHER_PARTS = ("visual.", "vision_tower.", "multi_modal_projector.")  # of multimodal models, beside the text model
 
 
@@ -115,7 +123,7 @@ def load_model(
     of = path_or_id, dtype, load_format, revision, quantization, fp8_activations, tp_size, ep_size, context_length
     source, config, dtype, declared = _declared(*of)
     mesh, how = sharding.mesh_of(tp_size), source.files.quantization
-    online = quantization is not None and how is None
+    online, renamed = quantization is not None and how is None, partial(text_name, layers=config.num_layers)
     beside = ThreadPoolExecutor(1, "tokenizer")  # which takes seconds, most of them imports
     reading = beside.submit(_tokenizer, source)
     beside.shutdown(wait=False)
@@ -126,7 +134,7 @@ def load_model(
         else:
             if (how_packed := source.files.packed) is not None:
                 log.info("%s: %s", source.name, packed.told(how_packed, dtype, quantization))
-            options = {"rename": text_name, "progress": progress, "fp8_activations": fp8_activations, "mesh": mesh}
+            options = {"rename": renamed, "progress": progress, "fp8_activations": fp8_activations, "mesh": mesh}
             started = time.monotonic()
             params = read_params(declared, source.files, source.name, dtype, **options)
             _tell(params, time.monotonic() - started)
@@ -150,8 +158,13 @@ def load_model(
             "%s: its tokenizer has token ids up to %d, the model 0 to %d; texts with those beyond are refused",
             *(source.name, largest, config.vocab_size - 1),
         )
+    if beyond := [token for token in config.eos_token_ids if token >= config.vocab_size]:
+        log.warning(
+            "%s: its end token %d is beyond the vocabulary of %d tokens, and is left out",
+            *(source.name, beyond[0], config.vocab_size),
+        )
     if (how or source.files.packed) and load_format != "dummy":
-        scales = kv_scales.read_kv_scales(source.files, config.decoder, text_name)
+        scales = kv_scales.read_kv_scales(source.files, config.decoder, renamed)
     return Model(config, params, dtype, source.name, source.path, tokenizer, sampling, how, tp_size, scales)
 
 
@@ -214,14 +227,20 @@ def load_target(options: EngineConfig) -> Model:
 
 def _given(options: EngineConfig) -> dict[str, Any]:
     """The arguments that `load_model` and `_declared` have in common."""
-    names = "dtype", "load_format", "revision", "quantization", "tp_size", "ep_size", "context_length"
-    return {name: getattr(options, name) for name in names} | {"fp8_activations": options.fp8_activations == "on"}
+    names = "dtype", "load_format", "revision", "quantization", "tp_size", "ep_size"
+    return {name: getattr(options, name) for name in names} | {
+        "fp8_activations": options.fp8_activations == "on",
+        "context_length": None if options.allow_longer_context else options.context_length,
+    }
 
 
 def check_context(length: int | None, config: ModelConfig, name: str) -> None:
     """**Raises:** `ConfigError` for a context longer than the model's positions."""
     if length is not None and length > (most := config.max_position):
-        raise ConfigError(f"--context-length {length} exceeds the {most} positions of {name}; give {most} or less")
+        raise ConfigError(
+            f"--context-length {length} exceeds the {most} positions of {name}; give {most} or less, or add "
+            "--allow-longer-context"
+        )
 
 
 def in_format(
@@ -247,12 +266,37 @@ def _sampling(generation: Mapping[str, Any], name: str) -> dict[str, float]:
     return usable
 
 
-def text_name(name: str) -> str | None:
-    """A tensor's name in the text model alone; None for other parts: a vision tower, an MTP module."""
+def text_name(name: str, layers: int) -> str | None:
+    """A tensor's name in the text model alone, of so many layers; None for other parts: a vision tower, MTP modules."""
     name = name.removeprefix("language_model.")  # of all, as Gemma 3 was first published
     if name.removeprefix("model.").startswith(OTHER_PARTS) or name.startswith(MTP):
         return None
-    return name.replace("model.language_model.", "model.", 1)
+    name = name.replace("model.language_model.", "model.", 1)
+    return None if _further_layer(name, layers) else name
+
+
+def mtp_name(name: str, layers: int) -> str | None:
+    """An MTP tensor's name in Qwen's layout, `mtp.*`; None for other tensors, and for copies of the model's own.
+
+    DeepSeek's layout has modules as further layers of the model, behind its `layers`, each with norms of its own.
+    """
+    if name.startswith(MTP):
+        return name
+    if (found := _further_layer(name, layers)) is None:
+        return None
+    module, part = found
+    if part.startswith(("embed_tokens.", "shared_head.head.")):
+        return None
+    for theirs, ours in MTP_PARTS.items():
+        if part.startswith(theirs):
+            return f"{MTP}{ours}{part.removeprefix(theirs)}" if module == 0 else f"{MTP}layers.{module}.{part}"
+    return f"{MTP}layers.{module}.{part}"
+
+
+def _further_layer(name: str, layers: int) -> tuple[int, str] | None:
+    """Which layer a tensor belongs to behind a model's own, from 0, and its name there; None if to none."""
+    found = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
+    return (int(found[1]) - layers, found[2]) if found and int(found[1]) >= layers else None
 
 
 def read_params(

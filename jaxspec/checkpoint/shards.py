@@ -2,6 +2,8 @@
 
 One shard is open at a time and one tensor is copied out of it at a time. Weights are safetensors; without those,
 `pytorch_model.bin`, whose pickle is read without running any of it (`tensor_pickle`).
+
+Where there is an index, it decides which tensors there are, and from which file each is read.
 """
 
 from __future__ import annotations
@@ -9,7 +11,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
-from collections.abc import Callable, Container, Iterator
+import logging
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,8 +30,12 @@ from jaxspec.models.model_config import ModelConfig, end_tokens, is_token
 from jaxspec.text.errors import TokenizerError
 from jaxspec.text.tokenizer import Tokenizer
 
+log = logging.getLogger("jaxspec")
+
 _BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes of an element, for the dtypes that weights may have
-_INDICES = {"I64": 8, "BOOL": 1}  # and those of maps between vocabularies, which drafters come with
+_INDICES = {"I64": 8, "BOOL": 1}  # and those of other tensors that models come with
+_MAPS = ("d2t", "t2d")  # maps between vocabularies, which drafters come with
+_INTEGERS = {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1}  # theirs
 _SAFETENSORS = "model.safetensors"
 _BIN = "pytorch_model.bin"
 _TOKENIZER_JSON = (
@@ -53,7 +60,7 @@ class ModelFolder:
         # How words hold weights, which are dequantised as they are read.
         self.packed = packed.read(self.hf, config_file)
         self.quantization = None if self.packed else quantization.read(self.hf, config_file)
-        self.files = find_shards(folder) if weights else ()
+        self.files, self._index = find_shards(folder) if weights else ((), None)
         for file in self.files:
             refuse_stand_in(file)
 
@@ -81,58 +88,74 @@ class ModelFolder:
 
         **Raises:** `CheckpointError` for a damaged file, an unusable dtype or an incomplete weight.
         """
-        found = self._stored()
+        found = {name: info for held in self._stored.values() for name, info in held.items()}
         return found if self.packed is None else self.packed.tensors(found, self.path)
 
-    def _stored(self) -> dict[str, TensorInfo]:
-        found: dict[str, TensorInfo] = {}
-        for file in self.files:
+    @functools.cached_property
+    def _stored(self) -> dict[Path, dict[str, TensorInfo]]:
+        """By file, the tensors that are read from it."""
+        stored: dict[Path, dict[str, TensorInfo]] = {file: {} for file in self.files}
+        strays = 0
+        for file, held in stored.items():
             with _open(file) as shard:
                 for name in shard.keys():  # noqa: SIM118 - a safe_open handle isn't a mapping
-                    if name in found:
-                        raise CheckpointError(f"{file}: tensor {name} is also in another file of {self.path}")
-                    view = shard.get_slice(name)
-                    shape, dtype = tuple(view.get_shape()), view.get_dtype()
-                    if dtype in (quantization.F8, quantization.U8) and self.quantization is None:
-                        raise CheckpointError(
-                            f"{file}: {name} is stored as {dtype}, and config.json has no quantization_config to say "
-                            "how its scales are kept; get the config.json that came with these weights"
-                        )
-                    more = {self.quantization.dtype: 1} if self.quantization else {}
-                    more |= {"I32": 4} if self.packed else {}
-                    if (size := (_BYTES | _INDICES | more).get(dtype)) is None:
-                        known = ", ".join(_BYTES | more)
-                        raise CheckpointError(f"{file}: {name} is stored as {dtype}; supported: {known}")
-                    found[name] = TensorInfo(shape, size * int(np.prod(shape, dtype=np.int64)), dtype)
-        return found
+                    if self._index is None or self._index.get(name) == file.name:
+                        held[name] = self._info(file, name, shard.get_slice(name))
+                    else:
+                        strays += name not in self._index
+        if strays:
+            log.warning(
+                "%s: its index doesn't name %d of the tensors in its files; they are ignored", self.path, strays
+            )
+        lacking = [name for name, file in (self._index or {}).items() if name not in stored[self.path / file]]
+        if lacking:
+            where = self._index[lacking[0]]
+            log.warning(
+                "%s: its index names %d tensors that aren't in their files: %s isn't in %s",
+                *(self.path, len(lacking), lacking[0], where),
+            )
+        return stored
+
+    def _info(self, file: Path, name: str, view: Any) -> TensorInfo:
+        shape, dtype = tuple(view.get_shape()), view.get_dtype()
+        is_map = name.rpartition(".")[2] in _MAPS
+        if dtype in (quantization.F8, quantization.U8) and self.quantization is None and not is_map:
+            raise CheckpointError(
+                f"{file}: {name} is stored as {dtype}, and config.json has no quantization_config to say how its "
+                "scales are kept; get the config.json that came with these weights"
+            )
+        more = {self.quantization.dtype: 1} if self.quantization else {}
+        more |= {"I32": 4} if self.packed else {}
+        known = _INTEGERS if is_map else _BYTES | more
+        if (size := (_INDICES | known).get(dtype)) is None:
+            raise CheckpointError(f"{file}: {name} is stored as {dtype}; supported: {', '.join(known)}")
+        return TensorInfo(shape, size * int(np.prod(shape, dtype=np.int64)), dtype)
 
     def read(self) -> Iterator[tuple[str, np.ndarray]]:
         """Every tensor that `tensors` lists, shard by shard, as a host array: in the dtype it is stored in, packed
         weights in float32."""
-        tensors = self._read()
-        return tensors if self.packed is None else self.packed.read(tensors, self._stored())
+        if self.packed is None:
+            return self._read()
+        return self.packed.read(self._read(), [name for held in self._stored.values() for name in held])
 
     def _read(self) -> Iterator[tuple[str, np.ndarray]]:
-        for file in self.files:
+        for file, held in self._stored.items():
             with _open(file) as shard:
                 places = _places(file) if self.quantization and file.suffix != ".bin" else {}
                 for name in shard.offset_keys():  # in the file's order, so that the disk is read forwards
-                    yield name, places[name]() if name in places else shard.get_tensor(name)
+                    if name in held:
+                        yield name, places[name]() if name in places else shard.get_tensor(name)
 
     def tensor(self, name: str) -> np.ndarray:
         """One of the tensors that `tensors` lists, as a host array in the dtype it is stored in."""
-        for file in self.files:
-            with _open(file) as shard:
-                if name in shard.keys():  # noqa: SIM118
-                    return shard.get_tensor(name)
-        raise KeyError(name)
+        return dict(self.some((name,)))[name]
 
     def some(self, names: Container[str]) -> Iterator[tuple[str, np.ndarray]]:
         """Read only the tensors in `names`, as `read` gives all."""
-        for file in self.files:
-            with _open(file) as shard:
-                for name in shard.keys():  # noqa: SIM118
-                    if name in names:
+        for file, held in self._stored.items():
+            if here := [name for name in held if name in names]:
+                with _open(file) as shard:
+                    for name in here:
                         yield name, shard.get_tensor(name)
 
     def tokenizer(self) -> Tokenizer | None:
@@ -226,9 +249,10 @@ def _places(file: Path) -> dict[str, Callable[[], np.ndarray]]:
     return {name: functools.partial(read, info) for name, info in e4m3.items()}
 
 
-def find_shards(folder: Path) -> tuple[Path, ...]:
+def find_shards(folder: Path) -> tuple[tuple[Path, ...], Mapping[str, str] | None]:
     """The weight files of a folder: those its index names, or `model.safetensors`, or its only safetensors file. A
-    folder without safetensors may have `pytorch_model.bin`, or its index and shards.
+    folder without safetensors may have `pytorch_model.bin`, or its index and shards. Beside them, what the index says:
+    the name of the file that each tensor is read from.
 
     **Raises:** `CheckpointError` when there are none, when it is unclear which, or when one that the index names is
     missing.
@@ -237,10 +261,10 @@ def find_shards(folder: Path) -> tuple[Path, ...]:
         if (index := folder / f"{single}.index.json").is_file():
             return _indexed(index, folder)
         if _named(file := folder / single):
-            return (file,)
+            return (file,), None
         if single == _SAFETENSORS and (files := sorted(folder.glob("*.safetensors"))):
             if len(files) == 1:
-                return (files[0],)
+                return (files[0],), None
             raise CheckpointError(
                 f"{folder} has {len(files)} safetensors files and no {index.name} to say which belong together. "
                 "Download it"
@@ -260,8 +284,8 @@ def _named(file: Path) -> bool:
     return file.is_file() or file.is_symlink()
 
 
-def _indexed(index: Path, folder: Path) -> tuple[Path, ...]:
-    """The files that an index names, which must lie beside it and be of its format."""
+def _indexed(index: Path, folder: Path) -> tuple[tuple[Path, ...], Mapping[str, str]]:
+    """The files that an index names, which must lie beside it and be of its format, and its map."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map; download it again")
@@ -272,7 +296,7 @@ def _indexed(index: Path, folder: Path) -> tuple[Path, ...]:
     files = [folder / name for name in sorted(set(weight_map.values()))]
     if missing := [file.name for file in files if not _named(file)]:
         raise CheckpointError(f"{index} names files that are not there: {', '.join(missing)}. Download them")
-    return tuple(files)
+    return tuple(files), weight_map
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -43,6 +43,7 @@ from jaxspec.rounds.programs import (
     SAMPLED,
     State,
     admit,
+    clear,
     decode_round,
     decode_rounds,
     first,
@@ -89,13 +90,16 @@ class Programs:
             run = partial(f, config, by, *static)
             return jax.jit(run if division is None else divided(f, run, division), donate_argnums=2)
 
-        admitting = admit
-        if division is not None:
-            given = division.state, EVERYWHERE
-            admitting = spread(admit, division.mesh, given, division.state)
+        def writing(f: Callable) -> Callable:
+            """A program of the state and one array, without weights."""
+            if division is not None:
+                f = spread(f, division.mesh, (division.state, EVERYWHERE), division.state)
+            return jax.jit(f, donate_argnums=0)
+
         whole = Ragged(drafter, self.width - 1) if shapes.ragged else drafter
         self._jits = {
-            "admit": jax.jit(admitting, donate_argnums=0),
+            "admit": writing(admit),
+            "clear": writing(clear),
             "prefill": jit(prefill, shapes.block, False),
             "score": jit(prefill, shapes.block, True),
             **{f"first_{mode}": jit(first, mode) for mode in MODES},
@@ -132,10 +136,17 @@ class Programs:
             self._jits[f"rounds_{mode}_{drafts}"] = self._jit(decode_rounds, mode, self.shapes.rounds, by=by)
 
     def admit(self, state: State, packed: np.ndarray) -> State:
-        self.dispatches["admit"] += 1
+        return self._write("admit", state, packed)
+
+    def clear(self, state: State, pages: np.ndarray) -> State:
+        """Put zeros into pages. It isn't in the ladder, but compiled when it is first needed."""
+        return self._write("clear", state, pages)
+
+    def _write(self, kind: str, state: State, packed: np.ndarray) -> State:
+        self.dispatches[kind] += 1
         if self.broadcast is not None:
-            self.broadcast("admit", packed)
-        return self._program("admit", len(packed), state)(state, packed)
+            self.broadcast(kind, packed)
+        return self._program(kind, len(packed), state)(state, packed)
 
     def prefill(self, state: State, packed: np.ndarray) -> State:
         return self.dispatch("prefill", state, packed)[0]
@@ -393,7 +404,7 @@ class Programs:
         return (None, draft) if kind.partition("_")[0] in ("draft", "conclude") else (target, draft)
 
     def _arguments(self, kind: str, size: int, state: State) -> tuple:
-        if kind == "admit":
+        if kind in ("admit", "clear"):
             return state, np.zeros(size, np.int32)
         columns = packing.block_columns(self.shapes.block) if kind in ("prefill", "score") else 1
         if kind.partition("_")[0] in ("draft", "forward", "conclude", "masked"):

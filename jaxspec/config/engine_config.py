@@ -121,6 +121,9 @@ class EngineConfig:
         least=2,
         common=True,
     )
+    allow_longer_context: bool = option(
+        False, "allow --context-length beyond the positions that the model was made for", group=MODEL
+    )
     seed: int | None = option(
         None, "seed of dummy weights, and of requests that give none", "N", group=MODEL, shown="none", least=0
     )
@@ -235,6 +238,20 @@ class EngineConfig:
     deterministic: bool = option(False, "a text is the same whatever batch it runs in", group=RUNNING)
     skip_warmup: bool = option(False, "compile on first use instead of at start", group=RUNNING)
     few_programs: bool = option(False, "compile one batch size alone: ready sooner, slower at low load", group=RUNNING)
+    batch_sizes: str | None = option(
+        None,
+        "numbers of requests that rounds are compiled for, as 1,2,4,8; --max-running-requests is always one",
+        "SIZES",
+        group=RUNNING,
+        shown="powers of two",
+    )
+    prefill_sizes: str | None = option(
+        None,
+        "numbers of prompt tokens that prefills are compiled for, as 256,512; --chunked-prefill-size is always one",
+        "SIZES",
+        group=RUNNING,
+        shown="powers of two times a block, of 64 tokens on a GPU",
+    )
     kernels: str = option(
         "auto",
         "auto: Hopper's on an H100 or H200, portable ones on other GPUs; portable: these on Hopper, too; plain: none",
@@ -250,6 +267,18 @@ class EngineConfig:
         method = method.lower() if method.lower() in ("none", "auto") else METHODS.get(method.lower(), method)
         object.__setattr__(self, "draft", method + cut + rest)  # the dataclass is frozen
         self._check_drafts()
+        for name in ("batch_sizes", "prefill_sizes"):
+            self.listed(name)
+        if self.batch_sizes is not None and self.few_programs:
+            raise ConfigError("--batch-sizes lists sizes and --few-programs compiles one alone; drop one of the two")
+
+    def listed(self, name: str) -> tuple[int, ...]:
+        """The numbers of an option that lists some, ascending; none where it isn't given. **Raises:** `ConfigError`."""
+        given = getattr(self, name)
+        texts = [] if given is None else [text.strip() for text in given.split(",")]
+        if not all(text.isascii() and text.isdecimal() and 0 < int(text) < 10**6 for text in texts):
+            raise ConfigError(f"{flag(name)} must be integers of at least 1 with commas between, got {given!r}")
+        return tuple(sorted(set(map(int, texts))))
 
     def _check_drafts(self) -> None:
         """Check that drafts, steps and top-k agree. A chain's steps are its drafts; drafters read the latter alone."""

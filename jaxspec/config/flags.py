@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Container, Mapping
-from typing import Any
+import difflib
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any, NoReturn
 
 from jaxspec.config.engine_config import EngineConfig
+from jaxspec.config.foreign_flags import meant
 from jaxspec.config.options import Option, flag, options_of
 
 
@@ -79,6 +81,30 @@ def checked[T](
         raise argparse.ArgumentTypeError(f"{says}, got {text!r}")
 
     return parse
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """Read a command line; errors about an unknown subcommand or flag name the nearest there is, and exit."""
+    nested = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    for action in nested:
+        if argv and not argv[0].startswith("-") and argv[0] not in action.choices:
+            near = difflib.get_close_matches(argv[0], action.choices, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(action.choices)}"
+            parser.error(f"no command {argv[0]!r}; {hint}")
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        chosen = nested[0].choices[args.command] if nested else parser
+        _refuse(chosen, unknown)
+    return args
+
+
+def _refuse(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
+    known = [name.lstrip("-").replace("-", "_") for action in parser._actions for name in action.option_strings]
+    flags = [word.partition("=")[0] for word in unknown if word.startswith("-")] or list(unknown)
+    told = [
+        name + (meant(name.lstrip("-").replace("-", "_"), known, flag) or "; --help lists the flags") for name in flags
+    ]
+    parser.error(f"unknown argument{'s' * (len(told) > 1)} {', '.join(told)}")
 
 
 def add_value(

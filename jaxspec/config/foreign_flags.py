@@ -7,7 +7,7 @@ in an error message, and `server.cli.translate` rewrites a whole command line.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 ELSEWHERE = {
     **dict.fromkeys(("max_model_len", "context_len"), "context_length"),
@@ -17,6 +17,9 @@ ELSEWHERE = {
     **dict.fromkeys(("disable_radix_cache", "no_enable_prefix_caching"), "disable_prefix_cache"),
     **dict.fromkeys(("mamba_ssm_dtype", "mamba_ssm_cache_dtype"), "state_dtype"),
     **dict.fromkeys(("disable_overlap_schedule", "no_async_scheduling"), "disable_overlap"),
+    **dict.fromkeys(("cuda_graph_bs", "cudagraph_capture_sizes", "cuda_graph_sizes"), "batch_sizes"),
+    "piecewise_cuda_graph_tokens": "prefill_sizes",
+    **dict.fromkeys(("nccl_init_addr", "master_addr"), "dist_init_addr"),  # the server's, which isn't an engine's
     "block_size": "page_size",
     "enable_deterministic_inference": "deterministic",
     "generation_config": "sampling_defaults",  # the server's, which isn't an engine's
@@ -27,7 +30,7 @@ ELSEWHERE = {
     "random_seed": "seed",
     **dict.fromkeys(("speculative_draft_model_quantization", "speculative_model_quantization"), "draft_quantization"),
     **dict.fromkeys(("tp", "tensor_parallel_size"), "tp_size"),
-    **dict.fromkeys(("ep", "expert_parallel_size"), "ep_size"),
+    **dict.fromkeys(("ep", "expert_parallel_size", "enable_expert_parallel"), "ep_size"),
     **dict.fromkeys(("dp", "data_parallel_size"), "dp_size"),
     "speculative_eagle_topk": "topk",
     "speculative_num_steps": "num_steps",
@@ -35,19 +38,35 @@ ELSEWHERE = {
 }
 SEVERAL_GPUS = frozenset(
     {
-        *("pp", "pp_size", "pipeline_parallel_size"),
-        *("enable_expert_parallel", "speculative_draft_tensor_parallel_size"),
+        *("pp", "pp_size", "pipeline_parallel_size", "speculative_draft_tensor_parallel_size"),
     }
 )
 
 # Options of no use here, and why. Those in SWITCHES, like them, take no value.
 NEEDLESS = {
     **dict.fromkeys(("enable_prefix_caching", "enable_chunked_prefill", "async_scheduling"), "it is always on"),
-    **dict.fromkeys(("enable_metrics", "enable_cache_report", "enable_mixed_chunk"), "it is always on"),
-    **dict.fromkeys(("enforce_eager", "disable_cuda_graph", "compilation_config", "cuda_graph_max_bs", "cuda_graph_bs"),
+    **dict.fromkeys(("enable_metrics", "enable_cache_report"), "it is always on"),
+    "enable_mixed_chunk": "each step runs prompts and rounds, in a program of each",
+    "enable_nan_detection": "it is always on: a request whose logits are NaN or infinite ends with an error",
+    **dict.fromkeys(("enforce_eager", "disable_cuda_graph", "compilation_config", "disable_cuda_graph_padding",
+                     "enable_piecewise_cuda_graph", "disable_piecewise_cuda_graph", "enforce_piecewise_cuda_graph",
+                     "piecewise_cuda_graph_compiler"),
                     "every step is one compiled program"),
-    **dict.fromkeys(("attention_backend", "sampling_backend", "speculative_attention_mode", "device"),
+    **dict.fromkeys(("cuda_graph_max_bs", "max_cudagraph_capture_size"),
+                    "every step is one compiled program, up to --max-running-requests; --batch-sizes lists the sizes"),
+    "piecewise_cuda_graph_max_tokens":
+        "every step is one compiled program, up to --chunked-prefill-size; --prefill-sizes lists the sizes",
+    **dict.fromkeys(("attention_backend", "sampling_backend", "speculative_attention_mode", "device",
+                     "prefill_attention_backend", "decode_attention_backend", "mm_attention_backend",
+                     "speculative_draft_attention_backend", "moe_runner_backend", "fp8_gemm_backend"),
                     "it is chosen from model and machine"),
+    "sleep_on_idle": "the engine waits for requests without a loop",
+    **dict.fromkeys(("mamba_scheduler_strategy", "mamba_track_interval", "mamba_radix_cache_strategy"),
+                    "drafts, overlap and prefix cache of hybrids go together; --state-snapshot-interval sets how often "
+                    "states are kept"),
+    "requests_all_greedy": "a batch of greedy requests alone runs in programs that sample nothing",
+    "nccl_port": "GPUs of one host need no port; for several hosts --dist-init-addr names one",
+    **dict.fromkeys(("base_gpu_id", "gpu_id_step"), "CUDA_VISIBLE_DEVICES in the environment chooses the GPUs"),
     **dict.fromkeys(("disable_log_requests", "no_enable_log_requests", "disable_log_stats", "log_level_http",
                      "uvicorn_log_level"),
                     "requests are logged with --access-log alone"),
@@ -55,7 +74,7 @@ NEEDLESS = {
     "distributed_executor_backend": "one process serves on the GPUs of each host",
     **dict.fromkeys(("torch_compile_max_bs", "enable_torch_compile"), "every step is one compiled program"),
     **dict.fromkeys(("schedule_policy", "schedule_conservativeness", "scheduling_policy"),
-                    "requests are served first come, first served"),
+                    "a client's requests are served first come, first served, and clients take turns"),
     **dict.fromkeys(("max_prefill_tokens", "max_num_partial_prefills", "long_prefill_token_threshold"),
                     "--chunked-prefill-size and --max-itl-ms limit prompts"),
     **dict.fromkeys(("guided_decoding_backend", "grammar_backend", "structured_outputs_config"),
@@ -87,7 +106,7 @@ UNSUPPORTED = {
     **dict.fromkeys(("limit_mm_per_prompt", "mm_processor_kwargs", "enable_multimodal"),
                     "only a model's text part is served"),
     **dict.fromkeys(("ssl_keyfile", "ssl_certfile"), "TLS is not supported; put a proxy before the server"),
-    **dict.fromkeys(("master_addr", "master_port", "nccl_init_addr", "data_parallel_address", "data_parallel_rpc_port"),
+    **dict.fromkeys(("master_port", "data_parallel_address", "data_parallel_rpc_port"),
                     "with --nnodes, --dist-init-addr HOST:PORT says where node 0 is"),
     "enable_dp_attention": "attention is divided by heads (--tp-size), and whole engines are repeated (--dp-size)",
     **dict.fromkeys(("task", "runner", "is_embedding"), "only text generation is supported"),
@@ -109,7 +128,9 @@ SWITCHES = frozenset(
         *("enable_auto_tool_choice", "enable_expert_parallel", "is_embedding", "enable_multimodal"),
         *("enable_deterministic_inference", "enable_hierarchical_cache", "speculative_adaptive", "enable_dp_attention"),
         *("enable_torch_compile", "return_tokens_as_token_ids", "skip_server_warmup", "no_enable_chunked_prefill"),
-        *("enable_sleep_mode", "h", "help", "version"),
+        *("enable_nan_detection", "enable_sleep_mode", "h", "help", "version", "sleep_on_idle", "requests_all_greedy"),
+        *("enable_piecewise_cuda_graph", "disable_piecewise_cuda_graph", "enforce_piecewise_cuda_graph"),
+        "disable_cuda_graph_padding",
     }
 )
 
@@ -117,14 +138,36 @@ SWITCHES = frozenset(
 METHODS = {
     **{method: method for method in ("ngram", "suffix", "standalone", "eagle", "eagle3", "mtp")},
     **{method: method for method in ("dflash", "dflash2", "dspark")},
+    "naive_eagle": "eagle",  # one draft a round
     **dict.fromkeys(("nextn", "deepseek_mtp", "qwen3_next_mtp", "qwen3_5_mtp", "glm4_moe_mtp", "mimo_mtp"), "mtp"),
     **dict.fromkeys(("draft_model", "draft"), "standalone"),
     **dict.fromkeys(("[ngram]", "lookahead", "prompt_lookup"), "ngram"),
 }
 
+THEIRS = frozenset({*ELSEWHERE, *SEVERAL_GPUS, *NEEDLESS, *UNSUPPORTED, *SWITCHES})
+# Words of the environment that are the others' own, and our flag for a value, or a sentence.
+ENVIRONMENT: dict[str, dict[str, str]] = {
+    "SGLANG_ENABLE_SPEC_V2": {"0": "--disable-overlap", "": "drafts overlap unless --disable-overlap is given"},
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": {
+        "1": "--allow-longer-context",
+        "": "a context is at most the model's, unless --allow-longer-context is given",
+    },
+}
+ENVIRONMENT["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = ENVIRONMENT["VLLM_ALLOW_LONG_MAX_MODEL_LEN"]
+ENVIRONMENT["SGLANG_ENABLE_DFLASH_SPEC_V2"] = ENVIRONMENT["SGLANG_ENABLE_SPEC_V2"]
+ENVIRONMENT["SGLANG_ENABLE_OVERLAP_PLAN_STREAM"] = {"": ENVIRONMENT["SGLANG_ENABLE_SPEC_V2"][""]}
+
+
+def unabbreviated(name: str, known: Iterable[str] = ()) -> str:
+    """The flag that a name begins, as argparse lets users cut flags short; the name itself if none or several do."""
+    every = THEIRS.union(known)
+    begun = {each for each in every if each.startswith(name)} if name not in every and len(name) > 1 else ()
+    return next(iter(begun)) if len(begun) == 1 else name
+
 
 def meant(name: str, known: Sequence[str], spell: Callable[[str], str] = str) -> str:
     """Hint at what an option outside `known` may have meant, to be added to an error; "" without a guess."""
+    name = name if name in known else unabbreviated(name)
     if name in SEVERAL_GPUS:
         return "; of several GPUs, --tp-size, --ep-size and --dp-size are supported"
     for table in (UNSUPPORTED, NEEDLESS):

@@ -1,6 +1,6 @@
 """Progress bars of a start on stderr, and with `--log-level debug` the time that each of its parts took.
 
-A terminal's bar moves; a file, such as a container's log, gets one every ten seconds.
+A terminal alone has bars: in a file, such as a container's log, lines of the log say what was loaded.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ log = logging.getLogger("jaxspec")
 
 
 def progress_bar(total: int, desc: str, unit: str, shown: bool = True, **options: Any) -> tqdm:
-    """A bar that counts to `total`, or none if it isn't `shown`. `options` are tqdm's."""
-    seconds = 0.1 if sys.stderr.isatty() else 10
-    return tqdm(total=total, desc=desc, unit=unit, disable=not shown, mininterval=seconds, **options)
+    """A bar that counts to `total`, or none if it isn't `shown` or stderr is no terminal. `options` are tqdm's."""
+    return tqdm(total=total, desc=desc, unit=unit, disable=not (shown and sys.stderr.isatty()), **options)
 
 
 @contextlib.contextmanager

@@ -62,6 +62,10 @@ class Busy(RuntimeError):
     """Refusal of a request that can't be served right now, for no fault of its own. Send it again later."""
 
 
+class LogitsError(RuntimeError):
+    """The end of a completion whose logits aren't finite numbers, so that no token follows."""
+
+
 _short = reprlib.Repr(maxstring=60, maxlong=60, maxother=60)
 _WORDS = {None: "null", True: "true", False: "false"}
 
@@ -91,7 +95,8 @@ class StructuredOutput:
     - `choice`: the texts to choose from.
     - `grammar`: a context-free grammar, in Lark's syntax or as GBNF (llama.cpp's EBNF).
     - `whitespace_pattern`: with `json`, a regular expression of what may stand between its parts; "" is nothing.
-
+    - `strict`: with `json`, refuse a schema of which a part can't be enforced exactly. Otherwise `oneOf` whose options
+      may overlap is `anyOf`, and `uniqueItems` is left to the model.
     - `name`: the field that errors name, as the client wrote it, in place of one of the first four.
 
     **Attributes:** `kind`, which of the four it is; `text`, that as text; `prefix`, see `after`; `field`, its `name` or
@@ -105,6 +110,7 @@ class StructuredOutput:
     choice: InitVar[Sequence[str] | None] = None
     grammar: InitVar[str | None] = None
     whitespace_pattern: str | None = None
+    strict: bool = False
     name: str | None = field(default=None, compare=False)
     kind: str = field(init=False)
     text: str = field(init=False, repr=False)
@@ -245,7 +251,9 @@ class SamplingParams:
     - `presence_penalty`, `frequency_penalty`: subtracted from logits of tokens generated so far, as OpenAI defines.
     - `repetition_penalty`: divides (multiplies, if negative) the logits of tokens in prompt or output; 1 is off.
     - `logit_bias`: token id -> number added to its logit.
+    - `no_tokens`: nothing of the text is asked for, so its one token (`max_tokens` is 1) needs no room in the context.
     - `speculative`: False decodes this request without drafts.
+    - `fixed_drafts`: rounds with this request have all drafts, as with `--draft-policy fixed`.
     - `token_sources`: report of each token how it came, one of `TOKEN_SOURCES`.
     - `structured`: a grammar that the text follows, a `StructuredOutput`. It ends where the grammar does. Everything
       else means what it means without; with `ignore_eos`, the text doesn't end before it must.
@@ -273,7 +281,9 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    no_tokens: bool = False
     speculative: bool = True
+    fixed_drafts: bool = False
     token_sources: bool = False
     structured: StructuredOutput | None = None
 
@@ -309,10 +319,12 @@ class SamplingParams:
                 raise RequestError(
                     f"logit_bias takes numbers from -100 to 100, got {shown(bias)} for the token {token}", "logit_bias"
                 )
+        if self.fixed_drafts and not self.speculative:
+            raise RequestError("fixed_drafts asks for drafts and speculative: false for none; send one", "fixed_drafts")
         if self.structured is not None and not isinstance(self.structured, StructuredOutput):
             raise RequestError(f"structured takes a StructuredOutput, got {self.structured!r}", "structured")
-        switches = ("ignore_eos", "speculative", "skip_special_tokens", "include_stop_str_in_output", "token_sources")
-        for name in switches:
+        switches = ("ignore_eos", "speculative", "fixed_drafts", "token_sources")
+        for name in (*switches, "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, got {shown(getattr(self, name))}", name)
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.decoder.matmul import Quantised, gate, gating, matmul, project
 from jaxspec.decoder.mixings.kind import Weights
-from jaxspec.models.description import Mixture, Mlp
+from jaxspec.models.description import Mixture, Mlp, SigmoidScores
 from jaxspec.pallas.experts.experts_mlp import NOBODY, experts_mlp
 from jaxspec.pallas.experts.top_experts import top_experts
 from jaxspec.parallel.sharding import AXIS, devices
@@ -77,10 +77,36 @@ def mix_experts(
     **further: Any,
 ) -> Float[Array, "r d"] | tuple[Float[Array, "r d"], Any]:
     """Mix flat rows' experts by the router's logits; all else as in `mix_chosen`."""
-    shared = (rows, weights["shared_gate"].dequantised(rows.dtype)) if m.shared else None
+    positions = positions.reshape(-1)
+    shared = (rows, weights["shared_gate"].dequantised(rows.dtype)) if m.shared and m.shared_gated else None
     with jax.named_scope("experts"):
-        ids, scores = top_experts(logits, positions.reshape(-1), shared, m.per_token, m.renormalised)
+        if isinstance(m.scores, SigmoidScores):
+            ids, scores = corrected_experts(m, logits, weights["router_correction"], positions)
+        else:
+            ids, scores = top_experts(logits, positions, shared, m.per_token, m.renormalised)
+        if m.shared and not m.shared_gated:
+            always = jnp.where(positions < 0, NOBODY, m.experts)[:, None]
+            ids = jnp.concatenate([ids[:, : m.per_token], always], axis=1)
+            scores = jnp.concatenate([scores[:, : m.per_token], jnp.ones_like(scores[:, :1])], axis=1)
     return mix_chosen(m, weights, rows, ids, scores, residual, **further)
+
+
+def corrected_experts(
+    m: Mixture, logits: Float[Array, "r e"], correction: Float[Array, " e"], positions: Int[Array, " r"]
+) -> tuple[Int[Array, "r k"], Float[Array, "r k"]]:
+    """The experts with the best corrected sigmoids, and their weights, float32; see `SigmoidScores`."""
+    s, scores = m.scores, jax.nn.sigmoid(logits)
+    choice = scores + correction
+    if s.groups > 1:
+        groups = choice.reshape(len(choice), s.groups, -1)
+        _, best = jax.lax.top_k(jax.lax.top_k(groups, 2)[0].sum(-1), s.top_groups)
+        allowed = jax.nn.one_hot(best, s.groups, dtype=bool).any(axis=1)
+        choice = jnp.where(allowed[..., None], groups, -jnp.inf).reshape(choice.shape)
+    ids = top_experts(choice, positions, None, m.per_token, True)[0][:, : m.per_token]
+    weights = jnp.take_along_axis(scores, jnp.where(ids == NOBODY, 0, ids), axis=1)
+    if m.renormalised:
+        weights = weights / (weights.sum(axis=1, keepdims=True) + 1e-20)
+    return ids, weights * s.scale
 
 
 @jax.named_scope("experts")

@@ -218,13 +218,14 @@ def _dtype(pages: Array | None) -> str | None:
     return None if pages is None else jnp.dtype(pages.dtype).name
 
 
-def unembed(
-    params: dict[str, Any], hidden: Float[Array, "*b d"], decoder: Decoder | None = None
-) -> Float[Array, "*b v"]:
-    """Final hidden states to logits, float32; of this device's part of the vocabulary. `decoder`: whose they are, if
-    it may be deterministic."""
-    if decoder is not None and decoder.deterministic:
-        return deterministic.unembed(params["head"], hidden)
+def unembed(params: dict[str, Any], hidden: Float[Array, "*b d"], decoder: Decoder) -> Float[Array, "*b v"]:
+    """Final hidden states of this decoder to logits, float32; of this device's part of the vocabulary."""
+    product = deterministic.unembed(params["head"], hidden) if decoder.deterministic else head_logits(params, hidden)
+    return product if decoder.logit_scale == 1 else product * decoder.logit_scale
+
+
+def head_logits(params: dict[str, Any], hidden: Float[Array, "*b d"]) -> Float[Array, "*b v"]:
+    """The product with the head, or with tied embeddings, float32: logits but for a decoder's scale."""
     if (head := _head(params, hidden)) is not None:
         return logits(hidden, head)
     return jnp.einsum("...d,vd->...v", hidden, params["embed"], preferred_element_type=jnp.float32)
@@ -245,8 +246,8 @@ TOP_TOKENS = {Norm: frozenset({"eps"})}  # what the kernel implements that norms
 
 def top_tokens(
     params: dict[str, Any], norm: Norm, scale: Float[Array, " d"], x: Float[Array, "b t d"] | None
-) -> Int[Array, "b t"] | None:
-    """The tokens with the highest logits of rows before their final norm; None where no kernel serves."""
+) -> tuple[Int[Array, "b t"], Float[Array, "b t"]] | None:
+    """The tokens with the highest logits of rows before their final norm, and these; None where no kernel serves."""
     return BEST.run(params, norm, scale, x) if BEST.takes(params, norm, scale, x) else None
 
 
@@ -260,7 +261,8 @@ def _best_refused(params, norm, scale, x) -> str | None:
 
 def _best(params, norm, scale, x):
     b, t, _ = x.shape
-    return few_rows.top_tokens(flat(x), scale, params["embed"], eps=norm.eps).reshape(b, -1)[:, :t]
+    found = few_rows.top_tokens(flat(x), scale, params["embed"], eps=norm.eps)
+    return tuple(each.reshape(b, -1)[:, :t] for each in found)
 
 
 BEST = Implementation("top_tokens", HOPPER, _best_refused, _best)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from jaxspec.models.description import Attention, LinearScaling, Norm, RopeScaling, Yarn
+from jaxspec.models.description import Attention, LinearScaling, Norm, NoRotation, RopeScaling, Yarn
 
 
 @jax.named_scope("norm")
@@ -49,6 +49,8 @@ def rope_frequencies(attention: Attention) -> Float[Array, " half"]:
             return _llama3(frequency, rope.scaling)
         case Yarn():
             return _yarn(frequency, rope.theta, rope.scaling)
+        case NoRotation():
+            return jnp.zeros_like(frequency)
 
 
 def _llama3(frequency: Array, scaling: RopeScaling) -> Array:

@@ -51,10 +51,10 @@ class RecurrentMixer(Mixer, Protocol):
         """
         ...
 
-    def recur(self, cache, layer, q, k, v, decay, beta, filled) -> tuple[Array, Any]:
+    def recur(self, cache, layer, q, k, v, decay, beta, padded_rows) -> tuple[Array, Any]:
         """The gated delta rule, S = decay S + beta (v - decay S k) k', out = S q; key head i serves n/m value heads.
 
-        q and k are [b t m k], v [b t n v], decay and beta [b t n]. The result has r = `filled` rows a request, of which
+        q and k are [b t m k], v [b t n v], decay and beta [b t n]. The result has r = `padded_rows` rows a request;
         those from t on are padding and may hold anything.
         """
         ...

@@ -1,7 +1,7 @@
 """Layers one after the other, each matmul by itself: every description runs so, on any device.
 
 A layer's weights are a dict of `Weight`s and arrays; q, k, v are one matmul, gate and up another: fewer, larger reads
-of weights. Layers with post norms add norm(out(...)) and norm(feed(...)) instead.
+of weights. Layers with post norms add norm(out(...)) and norm(feed(...)) instead; without pre norms, mix and feed x.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from jaxspec.decoder.mixings import mixing_of
 from jaxspec.decoder.mixings.kind import Weights
 from jaxspec.decoder.path import MIXTURE, Path, implementing
 from jaxspec.decoder.stack import Ops
-from jaxspec.models.description import ClampedSwiglu, Layer, Mixture, Mlp, Norm, Rope
+from jaxspec.models.description import ClampedSwiglu, Layer, Mixture, Mlp, Norm, Rope, SigmoidScores
 from jaxspec.models.weights import Fp8, Mxfp4
 from jaxspec.parallel.peers import summed
 from jaxspec.parallel.sharding import devices, total
 
 IMPLEMENTS = implementing({
-    Layer: {"post_norm"}, Mlp: {"bias", "activation"}, Norm: {"centred"}, Rope: {"columns", "interleaved"},
-    Mixture: {*MIXTURE, "bias", "router_bias", "activation", "groups"}, ClampedSwiglu: {"alpha", "limit"},
+    Layer: {"pre_norm", "post_norm", "residual_scale"}, Mlp: {"bias", "activation"}, Norm: {"centred"},
+    Rope: {"columns", "interleaved"},
+    Mixture: {*MIXTURE, "shared_gated", "scores", "bias", "router_bias", "activation", "groups"},
+    ClampedSwiglu: {"alpha", "limit"}, SigmoidScores: {"groups", "top_groups", "scale"},
     Fp8: {"block", "activations"}, Mxfp4: set(),
 })  # fmt: skip
 
@@ -46,7 +48,7 @@ class Plain(Ops):
     def project(self, layer, weights, x, given):
         if given is None:
             readers = [weights[name] for name in mixing_of(layer).projections]
-            given = normed_for(readers, x, weights["attn_norm"], layer.norm)
+            given = normed_for(readers, x, weights["attn_norm"], layer.norm) if layer.pre_norm else x
         return products(layer, weights, given, self.positions)
 
     @jax.named_scope("output_projection")
@@ -77,12 +79,18 @@ def added(
 
     Of weights that are divided among devices, each device has a part of the sum.
     """
-    if devices() == 1 and not layer.post_norm:
+    changed = layer.post_norm or layer.residual_scale != 1
+    if devices() == 1 and not changed:
         return sub(x)
     part = sub(None)
-    if not layer.post_norm:
+    if not changed:
         return summed(part.reshape(-1, part.shape[-1]), x.reshape(-1, x.shape[-1])).reshape(x.shape)
-    return x + normed(total(part), weights[name], layer.norm)
+    whole = total(part)
+    if layer.post_norm:
+        whole = normed(whole, weights[name], layer.norm)
+    if layer.residual_scale != 1:
+        whole = (whole.astype(jnp.float32) * layer.residual_scale).astype(x.dtype)
+    return x + whole
 
 
 def feed(
@@ -90,7 +98,7 @@ def feed(
 ) -> Float[Array, "b t d"]:
     """x + feed(norm(x)). Padding, at negative positions, is no row of an MLP and chooses no expert."""
     readers = [] if isinstance(layer.feed, Mixture) else [weights["gate_up"]]
-    rows = normed_for(readers, x, weights["mlp_norm"], layer.norm)
+    rows = normed_for(readers, x, weights["mlp_norm"], layer.norm) if layer.pre_norm else x
     if isinstance(layer.feed, Mixture):
         return added(layer, weights, "mlp_post_norm", x, lambda x: mixture(layer.feed, weights, x, rows, positions))
     valid = valid_count(positions)

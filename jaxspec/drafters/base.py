@@ -65,7 +65,7 @@ class DraftBatch:
         (`sharding.logits_of_my_requests`), and the probabilities are of the requests that it decides for.
         """
         if self.greedy:
-            return (sharding.top_tokens(logits, vocab) if top is None else top), None
+            return (sharding.top_tokens(logits, vocab)[0] if top is None else top), None
         settings, length = sharding.my_requests((self.sampling, self.length))
         p = sampling.probabilities(sharding.logits_of_my_requests(logits, vocab)[:, None], settings)[:, 0]
         key = sampling.round_keys(settings.seed, length, jnp.asarray(step), sampling.DRAFT)

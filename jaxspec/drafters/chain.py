@@ -19,16 +19,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.cache.paged import KV, Rows, kv_bytes_per_token
-from jaxspec.decoder.forward import unembed
+from jaxspec.cache.paged import KV, Rows
+from jaxspec.decoder.forward import head_logits
 from jaxspec.decoder.functions import row_of
-from jaxspec.drafters.base import Drafter, Proposal
-from jaxspec.drafters.vocabulary import as_targets, known_tokens, maps_of, rows_of
-from jaxspec.models.model_config import ModelConfig
+from jaxspec.drafters.own_weights import OwnLayers
+from jaxspec.drafters.vocabulary import Chained, maps_of, rows_of
 
 
 @dataclass(frozen=True)
-class Chain(Drafter):
+class Chain(OwnLayers):
     """Shared part of EAGLE and MTP: everything but what features, layer and head compute.
 
     `config` is that of the drafter's one layer.
@@ -38,7 +37,6 @@ class Chain(Drafter):
     accepted as often as the target draws just that. The price is one array [b, drafts, v] in rounds that sample.
     """
 
-    config: ModelConfig
     dtype: str
     feature_layers: tuple[int, ...] = ()
     num_draft_tokens: int = 3
@@ -53,33 +51,19 @@ class Chain(Drafter):
         maps = maps_of(params, ids, self.config.vocab_size)
         return {**params, "head": rows_of(params["head"], ids), **maps}
 
-    def on_one_of(self, size):
-        return replace(self, config=self.config.on_one_of(size))
-
-    def kv_bytes_per_token(self, dtype):
-        return kv_bytes_per_token(self.config, dtype)
-
     def init_state(self, layout, num_slots):
         hidden = jnp.zeros((num_slots, self.config.hidden_size), self.dtype)
-        return {"kv": layout.kv(self.config), "hidden": hidden}
+        return {"kv": super().init_state(layout, num_slots), "hidden": hidden}
 
     def propose(self, params, state, batch):
         hidden, kv = state["hidden"][batch.slots][:, None], state["kv"]
-        tokens, probs, logits = [], [], []
+        drafts = Chained(params, batch, self.config.vocab_size)
         for step in range(self.num_draft_tokens):
             if step:
                 rows = batch.rows(step - 2, 1)
-                hidden, kv = self._layer(params, kv, tokens[-1][:, None], self._feedback(params, hidden), rows)
-            logits.append(self._logits(params, hidden[:, 0]))
-            top = self._top(params, hidden) if batch.greedy else None
-            token, p = batch.choose(logits[-1], step, top, known_tokens(params, self.config.vocab_size))
-            token, p = as_targets(params, token, p)
-            tokens.append(token)
-            probs.append(p)
-        count = jnp.where(batch.live, self.num_draft_tokens, 0)
-        stacked = None if batch.greedy else jnp.stack(probs, axis=1)
-        proposal = Proposal(jnp.stack(tokens, axis=1), count, stacked, jnp.stack(logits, axis=1))
-        return proposal, {"kv": kv, "hidden": state["hidden"]}
+                hidden, kv = self._layer(params, kv, drafts.tokens[-1][:, None], self._feedback(params, hidden), rows)
+            drafts.draw(self._logits(params, hidden[:, 0]), self._top(params, hidden) if batch.greedy else None)
+        return drafts.proposal(self.num_draft_tokens), {"kv": kv, "hidden": state["hidden"]}
 
     def narrowed(self, drafts):
         return replace(self, num_draft_tokens=drafts) if drafts else super().narrowed(0)
@@ -147,7 +131,7 @@ class Chain(Drafter):
 
     def _logits(self, params: Any, out: Float[Array, "*b d"]) -> Float[Array, "*b w"]:
         """Over the drafter's vocabulary."""
-        return unembed(params["head"], out)
+        return head_logits(params["head"], out)
 
     def _top(self, params: Any, out: Float[Array, "b r d"]) -> Int[Array, " b"] | None:
         """Where the logits of each first row are highest, if that can be had without them."""

@@ -22,15 +22,15 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Shaped
 
-from jaxspec.cache.paged import KV, Rows, kv_bytes_per_token
+from jaxspec.cache.paged import KV, Rows
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
-from jaxspec.decoder.forward import Hidden, forward, top_tokens, unembed, write_keys_values
+from jaxspec.decoder.forward import Hidden, forward, head_logits, top_tokens, write_keys_values
 from jaxspec.decoder.matmul import product
 from jaxspec.drafters import dflash_checkpoint as checkpoint
 from jaxspec.drafters import eagle_tree
-from jaxspec.drafters.base import DraftBatch, Drafter, Proposal
-from jaxspec.drafters.own_weights import borrowed, load_weights, own_dtype
+from jaxspec.drafters.base import DraftBatch, Proposal
+from jaxspec.drafters.own_weights import OwnLayers, borrowed, load_weights, own_dtype
 from jaxspec.drafters.vocabulary import as_targets, id_maps, known_tokens, maps_of, rows_of
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.weights import Layout, Weight
@@ -39,7 +39,7 @@ from jaxspec.parallel.sharding import AXIS, EVERYWHERE
 
 
 @dataclass(frozen=True)
-class DFlash(Drafter):
+class DFlash(OwnLayers):
     """`config` is that of the drafter's own layers; embeddings and head are the target's, unless the file has others.
 
     A block is the newest token and masks, `block_size` tokens at most. Row `first` drafts the first token: row 1, the
@@ -47,12 +47,12 @@ class DFlash(Drafter):
     them if `causal[i]`; and nothing its window or more positions away.
 
     `draft_ids`: how many tokens it knows, of a drafter with a vocabulary of its own. Logits are multiplied by
-    `multiplier`, then squashed below `softcap`. `filled`: drafts that a block has rows for, if fewer are verified.
+    `multiplier`, then squashed below `softcap`. `padded_drafts`: drafts that a block has rows for, if
+    fewer are verified.
 
     With `topk` above 1 drafts are a tree over a block's first `num_steps` places. All its branches come of one pass.
     """
 
-    config: ModelConfig
     mask_token: int
     block_size: int
     causal: tuple[bool, ...]
@@ -62,7 +62,7 @@ class DFlash(Drafter):
     draft_ids: int | None = None
     multiplier: float = 1.0
     softcap: float | None = None
-    filled: int | None = None
+    padded_drafts: int | None = None
     topk: int = 1
     num_steps: int | None = None
 
@@ -92,7 +92,7 @@ class DFlash(Drafter):
     @property
     def rows(self) -> int:
         """Rows of a block: those that draft, and those before them."""
-        return (self.filled or self.longest) + self.first
+        return (self.padded_drafts or self.longest) + self.first
 
     @classmethod
     def load(cls, target, source, options):
@@ -172,15 +172,6 @@ class DFlash(Drafter):
         head = less["head"] if "head" in less else Weight(less["embed"].T)  # all embeddings are still read for inputs
         return {**params, "head": head, **maps}
 
-    def on_one_of(self, size):
-        return replace(self, config=self.config.on_one_of(size))
-
-    def kv_bytes_per_token(self, dtype):
-        return kv_bytes_per_token(self.config, dtype)
-
-    def init_state(self, layout, num_slots):
-        return layout.kv(self.config)
-
     def propose(self, params, state, batch):
         n, found = self.num_draft_tokens, None
         hidden = self._fill(params, state, batch)
@@ -189,7 +180,7 @@ class DFlash(Drafter):
             return eagle_tree.of_block(logits, self.topk, n, params, batch), hidden.cache
         if batch.greedy:
             found = top_tokens(params, self.config.decoder.norm, params["norm"], hidden.unnormed)
-        top = None if found is None else self._drafting(found)
+        top = None if found is None else self._drafting(found[0])
         choose = partial(batch.choose, vocab=known_tokens(params, self.config.vocab_size))
         tokens, probs = jax.vmap(choose, in_axes=(1, 0, 1), out_axes=1)(logits, jnp.arange(n), top)
         tokens, probs = as_targets(params, tokens, probs)
@@ -199,7 +190,7 @@ class DFlash(Drafter):
         """The block stays whole, since its rows see each other: its first drafts are the same however many count."""
         if not drafts:
             return super().narrowed(0)
-        return replace(self, num_draft_tokens=drafts, filled=self.filled or self.num_draft_tokens)
+        return replace(self, num_draft_tokens=drafts, padded_drafts=self.padded_drafts or self.num_draft_tokens)
 
     def idle(self, params, state, batch):
         return state  # a block leaves nothing that is read later
@@ -225,7 +216,7 @@ class DFlash(Drafter):
 
     def _logits(self, params: Any, rows: Float[Array, "b n d"]) -> Float[Array, "b n w"]:
         """Over the drafter's vocabulary, float32, of rows after the final norm."""
-        logits = unembed(params, rows)
+        logits = head_logits(params, rows)
         if self.multiplier != 1:
             logits = logits * self.multiplier
         return logits if self.softcap is None else jnp.tanh(logits / self.softcap) * self.softcap

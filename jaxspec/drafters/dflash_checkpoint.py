@@ -20,7 +20,6 @@ import numpy as np
 
 from jaxspec.checkpoint import CheckpointError, ModelFolder, locate
 from jaxspec.config.options import ConfigError
-from jaxspec.models.description import Decoder
 from jaxspec.models.families import qwen3
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.weights import WHOLE, Weight, embedding, head, is_param, linear, norm_scale
@@ -115,8 +114,11 @@ def read_config(own: Mapping[str, Any], target: ModelConfig) -> tuple[ModelConfi
         if ours != theirs:
             raise ConfigError(f"it was made for a model with {key} {ours}, and this one has {theirs}")
     causal, windows = sight(own, own.get("is_causal"), config.num_layers)
-    decoder = dataclasses.replace(_windowed(config.decoder, windows), embed_scale=number(own, "input_embedding_scale"))
-    return dataclasses.replace(config, decoder=decoder), causal
+    replace, decoder = dataclasses.replace, config.decoder
+    sees = zip(decoder.layers, windows, strict=True)
+    layers = tuple(replace(layer, mixing=replace(layer.mixing, window=window)) for layer, window in sees)
+    scale = number(own, "input_embedding_scale")
+    return replace(config, decoder=replace(decoder, layers=layers, embed_scale=scale)), causal
 
 
 def parameters(config: ModelConfig, features: int, heads: int | None, found: Container[str]) -> dict[str, Any]:
@@ -232,10 +234,3 @@ def sight(hf: Mapping[str, Any], is_causal: Any, num_layers: int) -> tuple[tuple
     sliding = [kind == "sliding_attention" for kind in kinds]
     causal = tuple(s if is_causal is None else bool(is_causal) for s in sliding)
     return causal, tuple(window if s else None for s in sliding)
-
-
-def _windowed(decoder: Decoder, windows: tuple[int | None, ...]) -> Decoder:
-    """The decoder with each layer's window."""
-    mixing = [dataclasses.replace(layer.mixing, window=w) for layer, w in zip(decoder.layers, windows, strict=True)]
-    layers = [dataclasses.replace(layer, mixing=each) for layer, each in zip(decoder.layers, mixing, strict=True)]
-    return dataclasses.replace(decoder, layers=tuple(layers))

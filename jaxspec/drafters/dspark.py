@@ -23,9 +23,9 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.config.options import ConfigError, option
 from jaxspec.drafters import dflash_checkpoint as checkpoint
-from jaxspec.drafters.base import Drafter, Proposal
+from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.dflash import DFlash
-from jaxspec.drafters.vocabulary import as_targets, columns_of
+from jaxspec.drafters.vocabulary import Chained, columns_of
 from jaxspec.models.weights import Layout, Param, bias, linear, matmul
 
 HEADS = ("vanilla", "gated", "rnn")
@@ -102,7 +102,7 @@ class DSpark(DFlash):
         rows = self._drafting(hidden.last)
         base, token = self._logits(params, rows), batch.tokens(-1, 1)[:, 0]
         memory = jnp.zeros((len(token), self.rank), rows.dtype)
-        tokens, probs, logits, befores = [], [], [], []
+        drafts, befores = Chained(params, batch, self.config.vocab_size), []
         for step in range(self.num_draft_tokens):
             own = base[:, step]
             if self.rank:
@@ -110,19 +110,14 @@ class DSpark(DFlash):
                 latent, memory = self.latent(params, before, rows[:, step], memory)
                 own = own + matmul(latent, params["markov_after"], jnp.float32)
                 befores.append(before)
-            token, p = as_targets(params, *batch.choose(own, step))
-            tokens.append(token)
-            probs.append(p)
-            logits.append(own)
-        stack = lambda each: jnp.stack(each, axis=1)  # noqa: E731
+            token = drafts.draw(own)
         count, confidence = self.num_draft_tokens, None
         if self.guesses:
-            confidence = jax.nn.sigmoid(self.odds(params, rows, stack(befores) if self.guesses_by_draft else None))
+            before = jnp.stack(befores, axis=1) if self.guesses_by_draft else None
+            confidence = jax.nn.sigmoid(self.odds(params, rows, before))
         if self.confidence is not None:
             count = self.standing(confidence)
-        count = jnp.where(batch.live, count, 0)
-        probs = None if batch.greedy else stack(probs)
-        return Proposal(stack(tokens), count, probs, stack(logits), confidence=confidence), hidden.cache
+        return drafts.proposal(count, confidence), hidden.cache
 
     def standing(self, confidence: Float[Array, "b n"]) -> Int[Array, " b"]:
         """How many drafts are verified: those before the first that the drafter trusts less than `self.confidence`."""

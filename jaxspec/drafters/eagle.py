@@ -139,4 +139,4 @@ class Eagle3(EagleDrafter):
 
     def _top(self, params, out):
         top = top_tokens(params["head"], self.config.decoder.norm, params["norm"], out)
-        return None if top is None else top[:, 0]
+        return None if top is None else top[0][:, 0]

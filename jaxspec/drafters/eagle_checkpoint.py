@@ -61,7 +61,6 @@ class Found:
     declared: dict[str, Any]
     skip: tuple[str, ...] = _MAPS
     draft_ids: int | None = None  # how many, of a drafter with a vocabulary of its own
-    vocab_size: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)  # more of the drafter's fields
 
     def read(self, dtype: str, options: EngineConfig) -> dict[str, Any]:
@@ -71,7 +70,7 @@ class Found:
         names = [name for name in self.files.tensors() if canonical(name) == "d2t"]
         offsets = self.files.tensor(names[0]) if names else None
         if self.draft_ids is not None:
-            params |= id_maps(offsets, self.draft_ids, self.vocab_size, self.source)
+            params |= id_maps(offsets, self.draft_ids, self.config.vocab_size, self.source)
         return params
 
 
@@ -127,16 +126,8 @@ def find_eagle3(source: str, target: ModelConfig, load_format: str) -> Found:
     if "embed_tokens.weight" in found or d != target.hidden_size:
         declared["embed"] = embedding(config.vocab_size, d, "embed_tokens.weight")
     ids = _declare_head(source, declared, files, found, config, d != target.hidden_size)
-    return Found(
-        source=source,
-        files=files,
-        config=config,
-        layers=layers,
-        declared=declared,
-        draft_ids=ids,
-        vocab_size=config.vocab_size,
-        settings={key: bool(settings.get(key)) for key in ("norm_output", "norm_before_residual")},
-    )
+    more = {key: bool(settings.get(key)) for key in ("norm_output", "norm_before_residual")}
+    return Found(source, files, config, layers, declared, draft_ids=ids, settings=more)
 
 
 def _declare_head(
@@ -174,7 +165,7 @@ def _open(source: str, target: ModelConfig, load_format: str) -> tuple[ModelFold
     if (nested := hf.get("transformer_layer_config")) is not None:
         from transformers import AutoConfig  # what was saved are differences from the defaults that it knows
 
-        hf = AutoConfig.for_model(nested.get("model_type", "qwen3"), **_without_type(nested)).to_dict()
+        hf = AutoConfig.for_model(**{"model_type": "qwen3", **nested}).to_dict()
     has = lambda name: f"{_LAYER}{name}" in found  # noqa: E731
     hf |= {
         "model_type": "qwen3" if has("self_attn.q_norm.weight") else "llama",
@@ -193,10 +184,6 @@ def _open(source: str, target: ModelConfig, load_format: str) -> tuple[ModelFold
     if config.vocab_size != target.vocab_size:
         raise ConfigError(_other_model(source, "vocab_size", config.vocab_size, target.vocab_size))
     return files, found, config
-
-
-def _without_type(nested: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in nested.items() if key != "model_type"}
 
 
 def _target_layers(source: str, hf: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:

@@ -147,6 +147,12 @@ def check_drafter(options: EngineConfig) -> None:
             mtp.check(target, options.load_format)
 
 
+def check_devices(options: EngineConfig) -> None:
+    """**Raises:** `ConfigError` as a start would for these options on several devices, before any model is found."""
+    method = options.draft.partition("?")[0].partition(":")[0]
+    _check_devices(Combined if combined.parts(options.draft) else DRAFTERS.get(method, MtpModules), options)
+
+
 def _check_devices(cls: type[Drafter], options: EngineConfig) -> None:
     """**Raises:** `ConfigError` for a drafter, or an option of one, that can't be divided among several devices."""
     if options.tp_size == 1:
@@ -202,7 +208,7 @@ def _find_class(draft: str, target: str, load_format: str) -> tuple[type[Drafter
         if source:
             raise ConfigError(f"--draft {draft}: {method} takes no model; use --draft {method}")
         return DRAFTERS[method], None
-    if _is_class(draft):
+    if re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", draft):  # module:Class
         return _import(draft), None
     return _by_config(draft, load_format), draft
 
@@ -231,7 +237,7 @@ def _with_options(drafter: Drafter, own: dict[str, Any], draft: str) -> Drafter:
 def outlined(draft: str, model: Model, options: EngineConfig) -> str | None:
     """`draft`, or what `auto` stands for, if the drafter's shapes follow from its config; else None."""
     if draft == "auto":
-        if model.config.recurrent and options.load_format != "dummy":
+        if (model.config.recurrent or model.config.mtp_layers) and options.load_format != "dummy":
             return None  # its files decide
         draft = _automatic(model, options)
     if draft == "none":
@@ -258,10 +264,6 @@ def _known(method: str, target: str) -> str:
         f"--draft {method}: no drafter is known for {target}. Name one with --draft {method}:PATH_OR_ID. "
         f"Known targets: {', '.join(sorted(KNOWN[method])) or 'none'}"
     )
-
-
-def _is_class(draft: str) -> bool:
-    return re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", draft) is not None
 
 
 def _import(draft: str) -> type[Drafter]:

@@ -1,21 +1,22 @@
-"""MTP: the multi-token prediction module that Qwen3-Next and Qwen3.5 were trained with, out of their own checkpoint.
+"""MTP: the multi-token prediction module that a model was trained with, out of its own checkpoint.
 
 It is one decoder layer of the target's kind, with full attention. It reads pairs: the target's final hidden state at a
 position (after the last norm), and the token that follows. It was trained for one token ahead. Further drafts continue
 from its own normed output, as EAGLE's do, whose chains and caches these are (`chain`). Embedding and head are the
 target's. Where a checkpoint counts several modules, each drafts one token: `mtp_modules`.
 
-Names are `mtp.*` beside the model's own, in all public layouts. Experts can be one by one there and stacked in the
-body, or the other way round.
+Names are `mtp.*` beside the model's own (Qwen3-Next, Qwen3.5), or those of a layer behind the model's last (DeepSeek's
+layout: GLM-4.5). Experts can be one by one there and stacked in the body, or the other way round.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from jaxspec.checkpoint import MTP, Model, ModelFolder, Source, locate
+from jaxspec.checkpoint import MTP, Model, ModelFolder, Source, locate, mtp_name
 from jaxspec.config.options import ConfigError
 from jaxspec.decoder.forward import run_layer
 from jaxspec.decoder.functions import normed
@@ -39,7 +40,7 @@ class Mtp(Chain):
         or don't fit."""
         check(target, options.load_format)
         config, modules = module_config(target.config), max(target.config.mtp_layers, 1)
-        dtype, own = own_dtype(target, options), lambda name: name if name.startswith(MTP) else None
+        dtype, own = own_dtype(target, options), partial(mtp_name, layers=target.config.num_layers)
         declared = parameters(config, modules)
         if options.load_format == "dummy":
             params = made_up(declared, target.quantization, dtype, options)
@@ -102,17 +103,20 @@ def check(target: Model | Source, load_format: str) -> None:
     """**Raises:** `ConfigError` for a target without a module to draft with."""
     if not found(target, load_format):
         raise ConfigError(
-            f"--draft mtp: {target.name} (model_type {target.config.model_type}) brings no MTP module; Qwen3-Next "
-            "and Qwen3.5 checkpoints do, as tensors mtp.*. Use --draft ngram, which needs nothing"
+            f"--draft mtp: {target.name} (model_type {target.config.model_type}) brings no MTP module; Qwen3-Next, "
+            "Qwen3.5 and GLM-4.5 checkpoints do, as tensors mtp.* or as a layer behind the last. Use --draft ngram, "
+            "which needs nothing"
         )
 
 
 def found(target: Model | Source, load_format: str) -> bool:
-    """Whether the target brings a module to draft with: tensors in its checkpoint, or, without weights, any hybrid."""
-    if not target.config.recurrent or load_format == "dummy":
-        return target.config.recurrent
-    files = locate(target.path) if target.path is not None else None
-    return isinstance(files, ModelFolder) and any(name.startswith(MTP) for name in files.tensors())
+    """Whether the target brings a module to draft with: tensors in its checkpoint, or, without weights, any hybrid and
+    any model whose config counts one."""
+    may = target.config.recurrent or target.config.mtp_layers > 0
+    if not may or load_format == "dummy":
+        return may
+    files, layers = locate(target.path) if target.path is not None else None, target.config.num_layers
+    return isinstance(files, ModelFolder) and any(mtp_name(name, layers) for name in files.tensors())
 
 
 def preferred(target: Model, load_format: str) -> bool:

@@ -25,9 +25,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.cache.paged import Rows
 from jaxspec.decoder.functions import row_of
-from jaxspec.drafters.base import Proposal
 from jaxspec.drafters.mtp import Mtp
-from jaxspec.drafters.vocabulary import as_targets, known_tokens
+from jaxspec.drafters.vocabulary import Chained
 
 
 class _Blocks(NamedTuple):
@@ -65,36 +64,28 @@ class MtpModules(Mtp):
         """`behind[slot]` is the position after the first module's last row."""
         hidden = tuple(jnp.zeros((num_slots, self.config.hidden_size), self.dtype) for _ in range(self.modules))
         kv = tuple(layout.kv(self.config) for _ in range(self.modules))
-        places = {name: jnp.full((num_slots,), -1, jnp.int32) for name in ("behind", "begun")}
-        return {"kv": kv, "hidden": hidden, **places}
+        positions = {name: jnp.full((num_slots,), -1, jnp.int32) for name in ("behind", "begun")}
+        return {"kv": kv, "hidden": hidden, **positions}
 
     def propose(self, params, state, batch):
         kept, begun = [hidden[batch.slots] for hidden in state["hidden"]], state["begun"][batch.slots]
         kv, out, last = list(state["kv"]), kept[0][:, None], self.modules - 1
-        newest, tokens, probs, logits = out, [], [], []
+        newest, drafts = out, Chained(params, batch, self.config.vocab_size)
         for step in range(self.num_draft_tokens):
             if 0 < step <= last:  # this module's rows of all drafts so far
                 made = out if step > 1 else out[:, :0]
-                drafts, start = jnp.stack(tokens, axis=1), batch.length - 1
-                missing, drafts, paired = _paired(step, begun, start, drafts, kept[step - 1], made)
+                known, start = jnp.stack(drafts.tokens, axis=1), batch.length - 1
+                missing, known, paired = _paired(step, begun, start, known, kept[step - 1], made)
                 rows = batch.rows(-step - 1, step)
                 rows = rows.replace(start=rows.start + missing, count=jnp.maximum(rows.count - missing, 0))
-                out, kv[step] = self._module(params, step, kv[step], drafts, self._feedback(params, paired), rows)
+                out, kv[step] = self._module(params, step, kv[step], known, self._feedback(params, paired), rows)
                 out = out[:, :step]
                 newest = row_of(out, step - 1 - missing)
             elif step:
                 paired, rows = self._feedback(params, newest), batch.rows(step - last - 2, 1)
-                newest, kv[last] = self._module(params, last, kv[last], tokens[-1][:, None], paired, rows)
-            logits.append(self._logits(params, newest[:, 0]))
-            top = self._top(params, newest) if batch.greedy else None
-            token, p = batch.choose(logits[-1], step, top, known_tokens(params, self.config.vocab_size))
-            token, p = as_targets(params, token, p)
-            tokens.append(token)
-            probs.append(p)
-        count = jnp.where(batch.live, self.num_draft_tokens, 0)
-        stacked = None if batch.greedy else jnp.stack(probs, axis=1)
-        proposal = Proposal(jnp.stack(tokens, axis=1), count, stacked, jnp.stack(logits, axis=1))
-        return proposal, {**state, "kv": tuple(kv)}
+                newest, kv[last] = self._module(params, last, kv[last], drafts.tokens[-1][:, None], paired, rows)
+            drafts.draw(self._logits(params, newest[:, 0]), self._top(params, newest) if batch.greedy else None)
+        return drafts.proposal(self.num_draft_tokens), {**state, "kv": tuple(kv)}
 
     def commit(self, params, state, batch, verified):
         rows, slots = Rows(batch.length - 1, verified.accepted, batch.table), batch.slots
@@ -140,8 +131,8 @@ class MtpModules(Mtp):
             kv.append(written)
             hidden.append(state["hidden"][j].at[into].set(ending, mode="drop"))
         note = lambda name, value: state[name].at[into].set(value, mode="drop")  # noqa: E731
-        places = {"behind": note("behind", rows.start + rows.count), "begun": note("begun", begun)}
-        return {"kv": tuple(kv), "hidden": tuple(hidden), **places}
+        positions = {"behind": note("behind", rows.start + rows.count), "begun": note("begun", begun)}
+        return {"kv": tuple(kv), "hidden": tuple(hidden), **positions}
 
     def _module(self, params, j, kv, tokens, paired, rows):
         return self._layer({**params, "layer": params["layers"][j]}, kv, tokens, paired, rows)
@@ -163,6 +154,6 @@ def _paired(
     missing = lambda j: jnp.clip(begun + j - start, 0, j)  # noqa: E731
     shift, at = missing(j) - missing(j - 1), jnp.arange(tokens.shape[1])
     known = jnp.concatenate([kept[:, None], out], axis=1)
-    pick = lambda x, places: jnp.minimum(at + places[:, None], x.shape[1] - 1)  # noqa: E731
+    pick = lambda x, positions: jnp.minimum(at + positions[:, None], x.shape[1] - 1)  # noqa: E731
     tokens = jnp.take_along_axis(tokens, pick(tokens, missing(j)), axis=1)
     return missing(j), tokens, jnp.take_along_axis(known, pick(known, shift)[..., None], axis=1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,15 +19,34 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from jaxspec.cache.paged import kv_bytes_per_token
 from jaxspec.checkpoint import Model, ModelFolder, dummy, in_format, read_params
 from jaxspec.checkpoint.quantization import Quantization
 from jaxspec.config.engine_config import EngineConfig
+from jaxspec.drafters.base import Drafter
 from jaxspec.models import fp8
 from jaxspec.models.fp8 import BLOCK
-from jaxspec.models.weights import Fp8, Layout, Unquantised, Weight
+from jaxspec.models.model_config import ModelConfig
+from jaxspec.models.weights import Fp8, Layout, Weight
 from jaxspec.parallel import sharding
 
 log = logging.getLogger("jaxspec")
+
+
+@dataclass(frozen=True)
+class OwnLayers(Drafter):
+    """A drafter with decoder layers of its own, of this `config`. Their keys and values are over the target's pages."""
+
+    config: ModelConfig
+
+    def on_one_of(self, size):
+        return replace(self, config=self.config.on_one_of(size))
+
+    def kv_bytes_per_token(self, dtype):
+        return kv_bytes_per_token(self.config, dtype)
+
+    def init_state(self, layout, num_slots):
+        return layout.kv(self.config)
 
 
 def own_dtype(target: Model, options: EngineConfig) -> str:
@@ -78,7 +98,7 @@ def borrowed(target: Model, dtype: str) -> dict[str, Any]:
 
 def _in_dtype(weight: jax.Array | Weight, dtype: str) -> jax.Array | Weight:
     """Cast a weight to `dtype`, if it has another. A quantised weight takes any activations as it is."""
-    if weight.dtype == dtype or (isinstance(weight, Weight) and not isinstance(weight.format, Unquantised)):
+    if weight.dtype == dtype or (isinstance(weight, Weight) and weight.quantised):
         return weight
     return jax.tree.map(lambda array: array.astype(dtype), weight)
 
@@ -97,7 +117,7 @@ def with_head_copy(params: dict[str, Any]) -> dict[str, Any]:
         return {**params, "head": with_head_copy(params["head"])}
     head, axis = (params["embed"], 0) if "head" not in params else (params["head"], 1)
     if isinstance(head, Weight):
-        if not isinstance(head.format, Unquantised):
+        if head.quantised:
             return params
         head = head.unquantised
     inputs = head.shape[1 - axis]

@@ -10,21 +10,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import jax.numpy as jnp
-
-from jaxspec.cache.paged import Rows, kv_bytes_per_token
+from jaxspec.cache.paged import Rows
 from jaxspec.checkpoint import Model, Source, load_model, resolve
 from jaxspec.config.options import ConfigError
 from jaxspec.decoder.forward import forward, unembed
-from jaxspec.drafters.base import Drafter, Proposal
-from jaxspec.models.model_config import ModelConfig
+from jaxspec.drafters.own_weights import OwnLayers
+from jaxspec.drafters.vocabulary import Chained
 
 
 @dataclass(frozen=True)
-class Standalone(Drafter):
+class Standalone(OwnLayers):
     """`config` is the draft model's. Drafts are drawn as each request samples; rejection uses their probabilities."""
 
-    config: ModelConfig
     num_draft_tokens: int = 4
     steps: ClassVar[bool] = True
     rests: ClassVar[bool] = True
@@ -43,28 +40,12 @@ class Standalone(Drafter):
         )
         return cls(model.config, options.num_draft_tokens or 4), model.params
 
-    def on_one_of(self, size):
-        return replace(self, config=self.config.on_one_of(size))
-
-    def kv_bytes_per_token(self, dtype):
-        return kv_bytes_per_token(self.config, dtype)
-
-    def init_state(self, layout, num_slots):
-        return layout.kv(self.config)
-
     def propose(self, params, state, batch):
-        tokens, probs, logits = [], [], []
-        current, first = batch.tokens(-2, 2), -2
+        drafts, current, first = Chained(params, batch, self.config.vocab_size), batch.tokens(-2, 2), -2
         for step in range(self.num_draft_tokens):
             hidden, state = self._forward(params, state, current, batch.rows(first, current.shape[1]))
-            logits.append(unembed(params, hidden[:, -1]))
-            token, p = batch.choose(logits[-1], step, vocab=self.config.vocab_size)
-            tokens.append(token)
-            probs.append(p)
-            current, first = token[:, None], step
-        count = jnp.where(batch.live, self.num_draft_tokens, 0)
-        stacked = None if batch.greedy else jnp.stack(probs, axis=1)
-        return Proposal(jnp.stack(tokens, axis=1), count, stacked, jnp.stack(logits, axis=1)), state
+            current, first = drafts.draw(unembed(params, hidden[:, -1], self.config.decoder))[:, None], step
+        return drafts.proposal(self.num_draft_tokens), state
 
     def narrowed(self, drafts):
         return replace(self, num_draft_tokens=drafts) if drafts else super().narrowed(0)

@@ -134,14 +134,6 @@ class Reference:
         self._cached: dict[Hashable, int] = {}  # the text of each request in `_shared`, the oldest first
         self._next = 0
 
-    @property
-    def active_requests(self):
-        return self._own.keys()
-
-    @property
-    def cached_requests(self):
-        return self._cached.keys()
-
     def start_request(self, req_id: Hashable, prompt_token_ids: Sequence[int]) -> None:
         """Begin a request. **Raises:** `ValueError` if it has begun already."""
         if req_id in self._own:

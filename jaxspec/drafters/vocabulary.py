@@ -20,7 +20,8 @@ from jaxtyping import Array, Float, Int
 from jaxspec.checkpoint import CheckpointError
 from jaxspec.checkpoint.bin_file import read_ids
 from jaxspec.config.options import ConfigError
-from jaxspec.models.weights import Unquantised, Weight
+from jaxspec.drafters.base import DraftBatch, Proposal
+from jaxspec.models.weights import Weight
 
 
 def id_maps(offsets: np.ndarray | None, size: int, vocab_size: int, source: str) -> dict[str, Array]:
@@ -28,10 +29,13 @@ def id_maps(offsets: np.ndarray | None, size: int, vocab_size: int, source: str)
 
     Where a token of the target has none, `draft_ids` is `size`. Without offsets (dummy weights), ids are spread evenly.
 
-    **Raises:** `CheckpointError` for an id that the target lacks, or that two draft tokens share.
+    **Raises:** `CheckpointError` for an id that the target lacks, or that two draft tokens share, and for offsets that
+    aren't whole numbers.
     """
     own = np.arange(size, dtype=np.int64)
-    ids = own * vocab_size // size if offsets is None else own + offsets
+    if offsets is not None and offsets.dtype.kind not in "iu":
+        raise CheckpointError(f"{source}: d2t is stored as {offsets.dtype}; it must be whole numbers")
+    ids = own * vocab_size // size if offsets is None else own + offsets.astype(np.int64)
     if (ids < 0).any() or (ids >= vocab_size).any():
         i = int(np.argmax((ids < 0) | (ids >= vocab_size)))
         raise CheckpointError(f"{source}: d2t maps draft token {i} to {ids[i]}; the target has {vocab_size} tokens")
@@ -59,6 +63,28 @@ def as_targets(
         return tokens, None
     padding = [(0, 0)] * (probs.ndim - 1) + [(0, 1)]  # the column added is for all other tokens
     return tokens, jnp.pad(probs, padding)[..., params["draft_ids"]]
+
+
+class Chained:
+    """Drafts of a chain, which are drawn one after another. `tokens` are the target's, i32[b] each."""
+
+    def __init__(self, params: Any, batch: DraftBatch, vocab_size: int):
+        """`vocab_size` is the target's; `params` say which of its tokens the drafter knows."""
+        self._params, self._batch, self._known = params, batch, known_tokens(params, vocab_size)
+        self.tokens, self._probs, self._logits = [], [], []
+
+    def draw(self, logits: Float[Array, "b w"], top: Int[Array, " b"] | None = None) -> Int[Array, " b"]:
+        """The next token. `top`: as of `DraftBatch.choose`."""
+        token, probs = as_targets(self._params, *self._batch.choose(logits, len(self.tokens), top, self._known))
+        for kept, one in ((self.tokens, token), (self._probs, probs), (self._logits, logits)):
+            kept.append(one)
+        return token
+
+    def proposal(self, count: int | Int[Array, " b"], confidence: Float[Array, "b n"] | None = None) -> Proposal:
+        """All that were drawn, of which so many are verified."""
+        tokens, logits = jnp.stack(self.tokens, axis=1), jnp.stack(self._logits, axis=1)
+        probs = None if self._batch.greedy else jnp.stack(self._probs, axis=1)
+        return Proposal(tokens, jnp.where(self._batch.live, count, 0), probs, logits, confidence=confidence)
 
 
 def read_token_map(path: str, vocab_size: int) -> Int[np.ndarray, " n"]:
@@ -113,7 +139,7 @@ def rows_of(head: dict[str, Any], ids: Int[np.ndarray, " n"]) -> dict[str, Any]:
 
 def columns_of(weight: Weight, ids: Int[np.ndarray, " n"], dtype: Any) -> Weight:
     """A copy of these outputs of a weight [k, v]; those of a quantised one in `dtype`."""
-    values = weight.unquantised if isinstance(weight.format, Unquantised) else weight.dequantised(dtype)
+    values = weight.dequantised(dtype) if weight.quantised else weight.unquantised
     return Weight(values[:, ids])
 
 

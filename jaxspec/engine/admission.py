@@ -54,8 +54,9 @@ class Request:
     stop_ids: frozenset[int]
     limit: int
     mode: str  # the first of `programs.MODES` that serves it
-    seeded: bool  # it samples under a seed that was given, so its text must not depend on other requests
+    fixed_drafts: bool  # as asked, or it samples under a seed: its text must not depend on other requests
     added: float
+    client: str = ""  # as of `AsyncLLM.generate`
     matchers: list[Matcher] | None = None  # of its completions, if a grammar constrains them
     choices: list[Choice] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -94,12 +95,15 @@ class Intake:
             why = f"{self.model.name} names no end token, and a grammar needs one; add eos_token_id to its config"
         raise RequestError(f"structured output can't be served: {why}", wanted.name or wanted.kind)
 
-    def prepare(self, prompt: str | list[int], params: SamplingParams, request_id: str | None = None) -> Request:
+    def prepare(
+        self, prompt: str | list[int], params: SamplingParams, request_id: str | None = None, client: str = ""
+    ) -> Request:
         """Check a request against model and pool, and tokenise it. Touches no engine state.
 
         **Raises:** `RequestError` for anything that could never be served; `Busy` as `compiled`.
         """
         tokens, stop_ids, limit = self._checked(prompt, params)
+        seeded = params.seed is not None or self.config.seed is not None
         return Request(
             id=request_id or secrets.token_hex(8),
             prompt=prompt if isinstance(prompt, str) else None,
@@ -109,8 +113,9 @@ class Intake:
             stop_ids=stop_ids,
             limit=limit,
             mode=_mode(params),
-            seeded=params.temperature > 0 and not (params.seed is None and self.config.seed is None),
+            fixed_drafts=params.fixed_drafts or (params.temperature > 0 and seeded),
             added=time.monotonic(),
+            client=client,
             matchers=None if params.structured is None else self._matchers(params),
         )
 
@@ -123,7 +128,7 @@ class Intake:
                 "stop strings need a tokenizer, which this model doesn't have; use stop_token_ids", "stop"
             )
         stop_ids = self._stop_ids(params)
-        limit = self.scheduler.check(len(tokens), params.max_tokens, params.min_tokens)
+        limit = self.scheduler.check(len(tokens), params.max_tokens, params.min_tokens, params.no_tokens)
         return tokens, stop_ids, limit
 
     def _check_ids(self, tokens: list[int], params: SamplingParams) -> None:

@@ -23,7 +23,7 @@ import jax
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.json_values import shown
 from jaxspec.config.options import ConfigError
-from jaxspec.config.request import Delta, RequestError, SamplingParams
+from jaxspec.config.request import Delta, LogitsError, RequestError, SamplingParams
 from jaxspec.engine.admission import Request
 from jaxspec.engine.engine import Engine
 from jaxspec.parallel.hosts import Leader
@@ -148,9 +148,10 @@ class AsyncLLM:
         atexit.register(self.close, EXIT_SECONDS)
 
     async def generate(
-        self, prompt: str | list[int], params: SamplingParams, request_id: str | None = None
+        self, prompt: str | list[int], params: SamplingParams, request_id: str | None = None, client: str = ""
     ) -> AsyncIterator[Delta]:
-        """Stream one request's deltas, all completions interleaved. Closing the iterator aborts the request.
+        """Stream one request's deltas, all completions interleaved. Closing the iterator aborts the request. Prompts of
+        several clients, each known by a key, `client`, are computed in equal shares.
 
         **Raises:** `Overloaded`, `Busy`, or `RequestError` for a request that can't be served, at the first iteration;
         `RequestFailed` or its `RequestTimeout` at a later one; `EngineDead`.
@@ -162,9 +163,9 @@ class AsyncLLM:
             if params.structured is not None:
                 await self.engine.compiled(params.structured)
             if params.structured is not None or (isinstance(prompt, str) and len(prompt) > LONG_PROMPT):
-                request = await asyncio.to_thread(self.engine.prepare, prompt, params, request_id)
+                request = await asyncio.to_thread(self.engine.prepare, prompt, params, request_id, client)
             else:
-                request = self.engine.prepare(prompt, params, request_id)
+                request = self.engine.prepare(prompt, params, request_id, client)
             loop = asyncio.get_running_loop()
             mine = Stream(loop, asyncio.Queue())
             if self._streams.setdefault(request.id, mine) is not mine:
@@ -186,7 +187,9 @@ class AsyncLLM:
                 if isinstance(delta.error, RequestError):
                     raise delta.error
                 if delta.error is not None:
-                    raise RequestFailed(f"request {request.id} failed on {type(delta.error).__name__}") from delta.error
+                    known = isinstance(delta.error, LogitsError)
+                    why = f": {delta.error}" if known else f" on {type(delta.error).__name__}"
+                    raise RequestFailed(f"request {request.id} failed{why}") from delta.error
                 unfinished -= delta.finish_reason is not None
                 yield delta
         finally:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 
 import jax
 
 from jaxspec.checkpoint import Model, check_context
 from jaxspec.config.engine_config import EngineConfig
-from jaxspec.config.options import ConfigError
+from jaxspec.config.options import ConfigError, flag
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.loading import LoadedDrafter
 from jaxspec.parallel import sharding
 from jaxspec.rounds import ragged_verification
 from jaxspec.rounds.packing import Shapes, ladder
 from jaxspec.scheduling.draft_count import SKIP_DRAFTER, rungs
+
+log = logging.getLogger("jaxspec")
 
 SCORE_TOKENS = 128  # prompt tokens scored at once, since each needs logits over the vocabulary
 SMALL_MODEL = 2**30  # bytes of weights below which that is worth it
@@ -92,7 +95,13 @@ def resolve(
     """
     defaults = defaults or here()
     context = options.context_length or model.config.max_position
-    check_context(context, model.config, model.name)
+    if not options.allow_longer_context:
+        check_context(context, model.config, model.name)
+    elif context > model.config.max_position:
+        log.warning(
+            "--context-length %d exceeds the %d positions that %s was made for: text beyond them may be nonsense",
+            *(context, model.config.max_position, model.name),
+        )
     if (options.num_draft_tokens or 0) >= context:
         raise ConfigError(
             f"--num-draft-tokens {options.num_draft_tokens}: a draft must be shorter than --context-length {context}. "
@@ -108,6 +117,16 @@ def resolve(
     chunk = options.chunked_prefill_size or (
         defaults.mixture_prefill_size if model.config.decoder.mixture else defaults.chunked_prefill_size
     )
+    chunk = -(-chunk // defaults.block) * defaults.block
+    slots = options.max_running_requests or defaults.max_running_requests
+    for name, bound, most in (
+        ("batch_sizes", "max_running_requests", slots),
+        ("prefill_sizes", "chunked_prefill_size", chunk),
+    ):
+        if (sizes := options.listed(name)) and sizes[-1] > most:
+            raise ConfigError(
+                f"{flag(name)} has {sizes[-1]}, more than {flag(bound)} {most}. Drop it, or raise the latter"
+            )
     rounds = defaults.divided_rounds if options.tp_size > 1 else 1
     rounds = defaults.quick_rounds if rounds_for(options, model) else rounds
     rounds = max(defaults.small_model_rounds, rounds) if small_model(model) else rounds
@@ -119,8 +138,8 @@ def resolve(
         topk=draft.drafter.topk,
         dtype=model.dtype,
         context_length=context,
-        max_running_requests=options.max_running_requests or defaults.max_running_requests,
-        chunked_prefill_size=-(-chunk // defaults.block) * defaults.block,
+        max_running_requests=slots,
+        chunked_prefill_size=chunk,
         page_size=options.page_size or defaults.page_size,
         disable_structured_output=options.disable_structured_output or options.deterministic,
         num_continuous_decode_steps=options.num_continuous_decode_steps or rounds,
@@ -172,6 +191,8 @@ def shapes_of(
     def batches(drafts: int) -> tuple[int, ...]:
         if config.few_programs:
             return (slots,)
+        if listed := config.listed("batch_sizes"):
+            return tuple(sorted({*listed, slots}))
         least = defaults.least_rows
         return tuple(n for n in ladder(slots) if n * (drafts + 1) >= least or n == slots or (n == 1 and alone))
 
@@ -181,13 +202,14 @@ def shapes_of(
         if drafter.rests and defaults.some_drafts and not config.deterministic:
             narrower = SKIP_DRAFTER, *narrower
     shared = [each for each in narrower if each > 0] if config.draft_policy == "ragged" else ()
+    prompts = [-(-tokens // defaults.block) for tokens in config.listed("prefill_sizes")]
     firsts = tuple(sorted({1, min(slots, blocks)}))  # one alone, or as many prompts as a prefill can hold
     return Shapes(
         num_slots=slots,
         capacity=config.context_length,
         pages_per_seq=-(-(config.context_length + drafter.lookahead) // config.page_size),
         block=defaults.block,
-        prefills=ladder(blocks),
+        prefills=tuple(sorted({*prompts, blocks})) if prompts else ladder(blocks),
         score=min(SCORE_TOKENS, config.chunked_prefill_size) // defaults.block,
         firsts=firsts[-1:] if config.few_programs else firsts,
         batches=batches(most),

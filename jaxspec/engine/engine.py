@@ -21,14 +21,25 @@ import numpy as np
 from jaxspec.compiling.ladder import of_rounds, sizes_of
 from jaxspec.compiling.round_timing import group
 from jaxspec.config.engine_config import EngineConfig
-from jaxspec.config.request import Delta, RequestError, RequestMetrics, sources_of
+from jaxspec.config.request import Delta, LogitsError, RequestError, RequestMetrics, sources_of
 from jaxspec.engine.acceptance_watch import Watch
 from jaxspec.engine.admission import Choice, Intake, Request
 from jaxspec.engine.defaults import here
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.stats import Counts, DecodeLog, figures
 from jaxspec.rounds.packing import fit, unpack_logprobs
-from jaxspec.rounds.programs import ACCEPTED, DONE, DRAFTED, EMITTED, GREEDY, LOGPROB_WIDTH, LOGPROBS, MODES, TOKENS
+from jaxspec.rounds.programs import (
+    ACCEPTED,
+    DONE,
+    DRAFTED,
+    EMITTED,
+    GREEDY,
+    LOGPROB_WIDTH,
+    LOGPROBS,
+    MODES,
+    NOT_FINITE,
+    TOKENS,
+)
 from jaxspec.scheduling import skipped_drafts
 from jaxspec.scheduling.audit import audit
 from jaxspec.scheduling.draft_count import SKIP_DRAFTER, Chooser, Group
@@ -100,6 +111,7 @@ class Engine:
         self._read_at = 0.0  # when the last result was read
         self._in_flight: deque[InFlight] = deque()
         self._due = 0  # of them, those to read before anything else is dispatched
+        self._damaged: set[int] = set()  # pages that may hold NaN
         draft = self.runner.draft
         self._watch = Watch(draft.name, self.runner.model.name, draft.card)
         self._decode_log = DecodeLog(self.config.decode_log_interval)
@@ -136,9 +148,9 @@ class Engine:
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None] * len(request.tokens)
         for index in range(params.n):  # all of them are made before the scheduler sees one
-            seq = SequenceState(list(request.tokens), len(request.tokens), request.limit)
+            seq = SequenceState(list(request.tokens), len(request.tokens), request.limit, client=request.client)
             seq.score = request.prompt_logprobs is not None and index == 0
-            seq.stepwise, seq.seeded = request.matchers is not None, request.seeded
+            seq.stepwise, seq.fixed_drafts = request.matchers is not None, request.fixed_drafts
             how = {"min_tokens": params.min_tokens, "prompt_ids": request.tokens, "kept": params.kept_special_tokens}
             how |= {"skip_special_tokens": params.skip_special_tokens, "keep_stop": params.include_stop_str_in_output}
             detokenizer = Detokenizer(self.tokenizer, params.stop, **how) if self.tokenizer else None
@@ -178,6 +190,8 @@ class Engine:
 
     def _dispatch(self, deltas: list[Delta], began: float) -> int:
         """Plan and dispatch one step: how many prompt tokens it has. All but its last result is due, or that too."""
+        if self._damaged:
+            self._clear_damaged()
         self.scheduler.between = self.prefill_budget.tokens()
         read_all = lambda: self._read(deltas, keep=0)  # noqa: E731
         skipped_drafts.renew(self.chooser, self.scheduler, self.prefill_budget.token, read_all)
@@ -241,9 +255,10 @@ class Engine:
         """How many drafts a round has, and the group of programs it was chosen from; None if there was no choice.
 
         Where a drafter gives probabilities, sampled text depends on how many drafts there are, though its distribution
-        doesn't. So none is chosen beside a request that samples under a seed: its text must not depend on the load.
+        doesn't. So none is chosen beside a request that samples under a seed: its text must not depend on the load. Nor
+        beside one that asks for `fixed_drafts`.
         """
-        if self.chooser is None or any(seq.owner.request.seeded for seq in seqs):
+        if self.chooser is None or any(seq.owner.request.fixed_drafts for seq in seqs):
             return self.runner.drafts[-1], None
         name = of_rounds(rounds)
         chosen = group(name, mode, fit(len(seqs), sizes_of(self.runner.shapes, name, mode)))
@@ -328,6 +343,8 @@ class Engine:
         """Give a request the tokens of its rows, those of `rounds` rounds in program."""
         tokens = [token for row in rows for token in row[TOKENS : TOKENS + row[EMITTED]]]
         known = self.scheduler.append(choice.seq, tokens, rounds)
+        if rows[-1][DONE] == NOT_FINITE:
+            return self._fail(choice)
         choice.seq.score = False
         entries, wanted = None, choice.request.params.logprobs
         if wanted is not None:
@@ -348,6 +365,28 @@ class Engine:
             delta.token_sources = list(chain(*sources))[known:][: len(delta.token_ids)]
         return delta
 
+    def _fail(self, choice: Choice) -> Delta:
+        """End a completion whose logits aren't finite numbers."""
+        error = LogitsError(
+            f"the model's logits after {len(choice.seq.tokens)} tokens, the prompt's included, are NaN or infinite. "
+            "Its weights may be damaged, or too large for its dtype (see --dtype)"
+        )
+        log.error("request %s failed: %s; other requests go on", choice.request.id, error)
+        self.counts.totals["nonfinite"] += 1
+        self.scheduler.flush()  # or others would find pages of these tokens
+        self._damaged.update(choice.seq.pages)
+        choice.detokenizer = None
+        delta = self._finish(choice, "error")
+        delta.error = error
+        self._clear_damaged()
+        return delta
+
+    def _clear_damaged(self) -> None:
+        """Clear the damaged pages that nobody holds any more, before they have another owner."""
+        free = [page for page in self._damaged if not self.scheduler.pool.refcount(page)]
+        self._damaged.difference_update(free)
+        self.runner.clear(free)
+
     def _count(self, metrics: RequestMetrics, accepted: int, drafted: int) -> None:
         metrics.verify_rounds += 1
         metrics.verified_tokens += accepted
@@ -364,6 +403,9 @@ class Engine:
         request, after = seq.owner.request, program.chunk.start + 1
         tokens = request.tokens[after : after + program.chunk.count]  # the token after the prompt isn't the prompt's
         rows = result.reshape(-1, LOGPROB_WIDTH)[: len(tokens)]
+        if np.isnan(rows[:, 0].view(np.float32)).any():
+            deltas.append(self._fail(seq.owner))
+            return
         request.prompt_logprobs[after : after + len(tokens)] = unpack_logprobs(
             rows, tokens, request.params.prompt_logprobs
         )
@@ -423,6 +465,7 @@ class Engine:
         """
         self._in_flight.clear()
         self._due = 0
+        self._damaged.clear()
         self.scheduler.flush()  # first, so that no sequence publishes pages whose prefill may not have run
         for request in self.requests.values():
             for choice in filter(_open, request.choices):

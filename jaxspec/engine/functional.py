@@ -102,7 +102,7 @@ def _forward(config, params, tokens, capture=()):
 
 @partial(jax.jit, static_argnums=0)
 def _logits(config, params, tokens):
-    return unembed(params, _forward(config, params, tokens).last)
+    return unembed(params, _forward(config, params, tokens).last, config.decoder)
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -25,7 +25,7 @@ from jaxspec.checkpoint import CheckpointError
 from jaxspec.checkpoint.demo import cache_folder
 from jaxspec.compiling.ladder import ladder_of
 from jaxspec.config.engine_config import EngineConfig
-from jaxspec.config.flags import add_engine_flags, engine_options
+from jaxspec.config.flags import add_engine_flags, engine_options, parse
 from jaxspec.config.lazy_transformers import spare_torch
 from jaxspec.config.options import ConfigError
 from jaxspec.engine.runner import Runner
@@ -34,8 +34,8 @@ from jaxspec.text.errors import TokenizerError
 SERVED = {"draft": "auto"}  # where the server's defaults differ from the library's
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Compile what `argv` asks for; returns the exit status."""
+def make_parser() -> argparse.ArgumentParser:
+    """The parser: the cache to fill, and the engine's flags."""
     summary, _, method = __doc__.partition("\n\n")
     parser = argparse.ArgumentParser(
         "jaxspec compile",
@@ -47,7 +47,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--output", type=Path, metavar="DIR", help="the cache to fill ($JAXSPEC_CACHE, or ~/.cache/jaxspec)")
     add("--check", action="store_true", help="exit with status 1 if a program had to be compiled")
     add_engine_flags(parser, SERVED)
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compile what `argv` asks for; returns the exit status."""
+    parser = make_parser()
+    args = parse(parser, sys.argv[1:] if argv is None else argv)
     spare_torch()
     if args.output is not None:
         os.environ["JAXSPEC_CACHE"] = str(args.output.absolute())

@@ -25,6 +25,7 @@ from jaxspec.cache.memory_plan import (
     MemoryPlan,
     StateSlots,
     claim_device,
+    memory_in_use,
     plan_memory,
     resident_memory,
     workspace_estimate,
@@ -94,7 +95,10 @@ class Runner:
         self.hosts = hosts
         claim_device()
         enable_compilation_cache()
-        log.info("kernels: %s", portable.told())
+        log.info("kernels: %s", portable.kernel_choice())
+        given = [each.params if each else () for each in (model, draft)]
+        own = sharding.bytes_of(given[0]) + sharding.bytes_of(given[1], given[0])
+        self._other_bytes = max(memory_in_use(options.tp_size) - own, 0)
         self.compiles = xla_options.compile_counter()
         started = time.monotonic()
         loading = None if model or draft or hosts else Loading.of(options)
@@ -235,6 +239,7 @@ class Runner:
             max_snapshots=config.max_state_snapshots if slot and not config.disable_prefix_cache else 0,
             memory=self._memory,
             devices=config.tp_size,
+            other_bytes=self._other_bytes,
         )
         plan = plan if self.hosts is None else _same_plan(plan, self.hosts)
         return plan, PageLayout(plan.num_pages, config.page_size, dtype)
@@ -365,6 +370,14 @@ class Runner:
             self.shapes.capacity,
         )
         self.state = self.programs.admit(self.state, packed)
+
+    def clear(self, pages: list[int]) -> None:
+        """Put zeros into pages that nobody holds, some at a time."""
+        most = self.shapes.pages_per_seq
+        for start in range(0, len(pages), most):
+            packed = np.zeros(most, np.int32)  # the dummy page where there are fewer
+            packed[: len(pages[start : start + most])] = pages[start : start + most]
+            self.state = self.programs.clear(self.state, packed)
 
     def prefill(self, chunks: list[Chunk], table: np.ndarray) -> jax.Array | None:
         """Dispatch the keys and values of prompt chunks, before or after their sequences are admitted.

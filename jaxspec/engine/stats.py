@@ -111,7 +111,7 @@ def figures(counts: Counts, scheduler: Scheduler, runner: Runner, chooser: Choos
     totals = counts.totals
     rounds = totals["verify_rounds"]
     return {
-        "num_running": len(scheduler.running) + (scheduler.prefilling is not None),
+        "num_running": len(scheduler.running) + len(scheduler.prefilling),
         "num_waiting": len(scheduler.waiting),
         "total_pages": runner.plan.num_pages - 1,
         "free_pages": scheduler.free_pages,
@@ -126,6 +126,7 @@ def figures(counts: Counts, scheduler: Scheduler, runner: Runner, chooser: Choos
         "verify_rounds_total": rounds,
         "verified_tokens_total": totals["verified_tokens"],
         "forced_tokens_total": totals["forced_tokens"],
+        "nonfinite_total": totals["nonfinite"],
         "avg_spec_accept_length": totals["verified_tokens"] / rounds if rounds else 0.0,
         "drafted_per_position": list(counts.drafted),
         "accepted_per_position": list(counts.accepted),

@@ -212,7 +212,7 @@ class Timeline:
         """Take note of a dispatch, on the engine's thread: as little as possible."""
         if kind != "forward":  # its logits are large, and aren't to be kept any longer
             scheduler = self._engine.scheduler
-            counts = len(scheduler.running) + (scheduler.prefilling is not None), len(scheduler.waiting)
+            counts = len(scheduler.running) + len(scheduler.prefilling), len(scheduler.waiting)
             self._dispatched.put((kind, packed, called, results[-1], *counts))
 
     def _wait(self) -> None:

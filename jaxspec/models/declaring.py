@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxspec.models.description import Attention, Decoder, DeltaRule, Layer, Mixture, Mlp
+from jaxspec.models.description import Attention, Decoder, DeltaRule, Layer, Mixture, Mlp, SigmoidScores
 from jaxspec.models.weights import (
     ONCE,
     WHOLE,
@@ -91,8 +91,11 @@ def attention_tensors(layer: Layer, d: int, prefix: str) -> Tensors:
         split = by_outputs(((a.heads, 1),))
         tree["sinks"] = Param((a.heads,), (prefix + "sinks",), Layout((a.heads,)), split=split)
     if a.qk_norm:
-        tree["q_norm"] = norm_scale(a.head_dim, prefix + "q_norm.weight", a.qk_norm.centred)
-        tree["k_norm"] = norm_scale(a.head_dim, prefix + "k_norm.weight", a.qk_norm.centred)
+        for name, heads in (("q_norm", a.heads), ("k_norm", a.kv_heads)):
+            width, split = a.head_dim, WHOLE
+            if a.qk_norm_all:
+                width, split = heads * a.head_dim, by_outputs(((heads, a.head_dim),))
+            tree[name] = norm_scale(width, f"{prefix}{name}.weight", a.qk_norm.centred, split)
     return tree
 
 
@@ -150,7 +153,7 @@ def mixture_tensors(mixture: Mixture, d: int, prefix: str) -> Tensors:
     this already.
     """
     e, f, s = mixture.experts, mixture.width, mixture.shared
-    each, shared = prefix + "experts.{}.", prefix + "shared_expert."
+    each, shared = prefix + "experts.{}.", prefix + ("shared_expert." if mixture.shared_gated else "shared_experts.")
     halves = lambda width, groups=1: by_outputs(*[((width, 1),)] * 2, groups=groups)  # noqa: E731
     gate_up = {each + "gate_proj.weight": f, each + "up_proj.weight": f}
     down = {each + "down_proj.weight": d}
@@ -163,5 +166,13 @@ def mixture_tensors(mixture: Mixture, d: int, prefix: str) -> Tensors:
         gate_up = {shared + "gate_proj.weight": s, shared + "up_proj.weight": s}
         tree["shared_gate_up"] = expert_stack(1, d, "", gate_up, halves(s))
         tree["shared_down"] = expert_stack(1, s, "", {shared + "down_proj.weight": d}, by_inputs(s))
-        tree["shared_gate"] = linear(d, {prefix + "shared_expert_gate.weight": 1}, exact=True, split=WHOLE)
+        if mixture.shared_gated:
+            tree["shared_gate"] = linear(d, {prefix + "shared_expert_gate.weight": 1}, exact=True, split=WHOLE)
+    if isinstance(mixture.scores, SigmoidScores):
+        tree["router_correction"] = correction(e, prefix + "gate.e_score_correction_bias")
     return tree
+
+
+def correction(experts: int, source: str) -> Param:
+    """Declare the numbers that are added to experts' scores before the choice, float32 [e]."""
+    return Param((experts,), (source,), Layout((experts,)), dtype="float32", init="zeros", split=WHOLE)

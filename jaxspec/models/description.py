@@ -59,6 +59,11 @@ class Yarn:
 
 
 @dataclass(frozen=True)
+class NoRotation:
+    """No rotation at any position (NoPE, https://arxiv.org/abs/2305.19466): SmolLM3's and EXAONE 4's in some layers."""
+
+
+@dataclass(frozen=True)
 class Rope:
     """Rotary positions of base `theta`.
 
@@ -67,7 +72,7 @@ class Rope:
     """
 
     theta: float
-    scaling: RopeScaling | LinearScaling | Yarn | None = None
+    scaling: RopeScaling | LinearScaling | Yarn | NoRotation | None = None
     columns: int | None = None
     interleaved: bool = False
 
@@ -128,9 +133,10 @@ class Kind(Protocol):
 class Attention:
     """Causal attention, grouped heads.
 
-    `qk_norm`: of each query and key head. `gated`: each query head's columns are followed by its gate's, whose sigmoid
-    multiplies what the head mixes. `bias`: of q, k and v. `out_bias`: of the output projection. `window`: how many
-    positions a token sees, its own and those before it; None: all. `scale`: what scores are multiplied by; None:
+    `qk_norm`: of each query and key head; with `qk_norm_all`, of all query heads together and all key heads;
+    `qk_norm_rotated`: after they are rotated. `gated`: each query head's columns are followed by its gate's, whose
+    sigmoid multiplies what the head mixes. `bias`: of q, k and v. `out_bias`: of the output projection. `window`: how
+    many positions a token sees, its own and those before it; None: all. `scale`: what scores are multiplied by; None:
     head_dim**-0.5. `sinks`: each head has a learnt logit more in its softmax, which no value belongs to.
     """
 
@@ -139,6 +145,8 @@ class Attention:
     head_dim: int
     rope: Rope
     qk_norm: Norm | None = None
+    qk_norm_all: bool = False
+    qk_norm_rotated: bool = False
     gated: bool = False
     bias: bool = False
     out_bias: bool = False
@@ -212,12 +220,27 @@ class ClampedSwiglu:
 
 
 @dataclass(frozen=True)
+class SigmoidScores:
+    """Experts scored one by one, by a sigmoid (DeepSeek-V3's, https://arxiv.org/abs/2412.19437, section 2.1.2).
+
+    A learnt correction of each (weight "router_correction") counts in the choice, not in the weights. The experts stand
+    in `groups` of equal size, of which a token has those in the `top_groups` whose two best are best together. `scale`:
+    what the weights are multiplied by.
+    """
+
+    groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
 class Mixture:
     """A mixture of `experts` small MLPs, `width` wide, of which a router picks `per_token`.
 
     `renormalised`: the weights of those picked sum to one, as after a softmax over their logits alone. `shared`: the
-    width of one more, that every token has; 0: there is none. `bias`: of the experts' matrices. `router_bias`: of the
-    router's logits. `groups`: how many groups of devices the experts are divided among; see `weights.Split`.
+    width of one more, that every token has; 0: there is none; `shared_gated`: a sigmoid of its own is its weight,
+    otherwise one. `scores`: of the experts, from the router's logits. `bias`: of the experts' matrices. `router_bias`:
+    of the router's logits. `groups`: how many groups of devices the experts are divided among; see `weights.Split`.
     """
 
     experts: int
@@ -225,6 +248,8 @@ class Mixture:
     width: int
     renormalised: bool = True
     shared: int = 0
+    shared_gated: bool = True
+    scores: Literal["softmax"] | SigmoidScores = "softmax"
     bias: bool = False
     router_bias: bool = False
     activation: Literal["silu"] | ClampedSwiglu = "silu"
@@ -235,20 +260,24 @@ class Mixture:
 class Layer:
     """x + mixing(norm(x)), then x + feed(norm(x)).
 
-    `post_norm`: each sub-layer's output is normed before it is added (weights "attn_post_norm", "mlp_post_norm").
+    `pre_norm`: whether a sub-layer's input is normed (weights "attn_norm", "mlp_norm"). `post_norm`: each sub-layer's
+    output is normed before it is added ("attn_post_norm", "mlp_post_norm"). `residual_scale`: what it is multiplied by.
     """
 
     mixing: Kind
     feed: Mlp | Mixture
     norm: Norm
+    pre_norm: bool = True
     post_norm: bool = False
+    residual_scale: float = 1.0
 
 
 @dataclass(frozen=True)
 class Decoder:
     """A stack of layers, `width` wide, between embedding and head. `tied`: the head is the embedding.
 
-    `embed_scale`: what embeddings are multiplied by, rounded to the activations' dtype. `deterministic`: a row has the
+    `embed_scale`: what embeddings are multiplied by, rounded to the activations' dtype. `logit_scale`: what logits are
+    multiplied by. `deterministic`: a row has the
     same bits whatever rows are beside it, and its attention sums so many tokens by themselves; 0: it needn't.
     """
 
@@ -258,6 +287,7 @@ class Decoder:
     norm: Norm
     tied: bool = False
     embed_scale: float = 1.0
+    logit_scale: float = 1.0
     deterministic: int = 0
 
     @property
@@ -298,6 +328,7 @@ ROPE_SCALINGS: Table = {
     RopeScaling: frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position"}),
     LinearScaling: frozenset({"factor"}),
     Yarn: frozenset({"factor", "original_max_position", "attention_factor", "beta_fast", "beta_slow", "truncate"}),
+    NoRotation: frozenset(),
 }
 
 

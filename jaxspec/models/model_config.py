@@ -72,8 +72,8 @@ class ModelConfig:
 
     def summary(self) -> dict[str, Any]:
         """Sizes and tokens, without the description of each layer."""
-        told = [field.name for field in dataclasses.fields(self) if field.name != "decoder"]
-        told += [
+        names = [field.name for field in dataclasses.fields(self) if field.name != "decoder"]
+        names += [
             "vocab_size",
             "hidden_size",
             "num_layers",
@@ -82,7 +82,7 @@ class ModelConfig:
             "num_kv_heads",
             "head_dim",
         ]
-        return {name: getattr(self, name) for name in told}
+        return {name: getattr(self, name) for name in names}
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> ModelConfig:

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxspec.config.json_values import positive, positive_float, shown
 from jaxspec.config.options import ConfigError
-from jaxspec.models.description import Attention, Decoder, Layer, Mixture, Mlp, Norm
+from jaxspec.models.description import Attention, Decoder, Layer, Mixture, Mlp, Norm, NoRotation, Rope
 from jaxspec.models.rope import rope
 
 Config = Mapping[str, Any]
@@ -87,6 +87,29 @@ def windows(hf: Config, window: int | None, sliding: Callable[[int], bool]) -> l
             "layer slides; change either"
         )
     return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def with_rope(hf: Config, kind: str, thetas: Mapping[str, tuple[str, float]]) -> dict[str, Any]:
+    """The config with the rope of one kind of layer: of `rope_parameters`, or in the keys that came before it.
+
+    `thetas`: of each kind, that key of its base, and the base where the config is silent. A `rope_scaling` is of layers
+    that see all of the text.
+    """
+    named, scaling = hf.get("rope_parameters") or {}, hf.get("rope_scaling") or {}
+    if not isinstance(named, Mapping) or not named.keys() <= thetas.keys():
+        kinds = " and ".join(thetas)
+        raise ConfigError(f"config.json: rope_parameters are by kind of layer, {kinds}; got {shown(named)}")
+    for each, settings in (*named.items(), ("rope_scaling", scaling)):
+        if not isinstance(settings or {}, Mapping):
+            raise ConfigError(f"config.json: rope_parameters of {each} must be a mapping, got {shown(settings)}")
+    key, theta = thetas[kind]
+    settings = {"rope_theta": hf.get(key, theta), **(named.get(kind) or {})}
+    return {**hf, "rope_parameters": settings, "rope_scaling": scaling if kind == "full_attention" else None}
+
+
+def unrotated(rope: Rope) -> Rope:
+    """The rope of layers whose queries and keys don't rotate."""
+    return dataclasses.replace(rope, scaling=NoRotation())
 
 
 def layers(attention: Attention, feeds: list[Mlp | Mixture], norm: Norm, windows: list[int | None]) -> list[Layer]:

@@ -29,14 +29,24 @@ class Format:
     """How the values of a weight are to be read; frozen, static under jit. One outside of this file is a frozen
     dataclass that has `quantise` and `dequantise`, and names the paths that multiply by it.
 
+    - `quantised`: whether the values are something else than the weight's numbers.
     - `inputs_per_value`: how many numbers a value holds.
     - `bytes_each`: that a number takes, about; None: those of the activations' dtype.
+    - `inputs_per_entry`: how many inputs an entry stands for, along that axis of a checkpoint's tensor.
+    - `scales_by_input`: whether scales are [inputs, outputs], not [outputs, inputs] as the values.
     - `implements`: by name of a path, the fields of the format that hold there, beside what the path says itself.
     """
 
+    quantised: ClassVar[bool] = True
     inputs_per_value: ClassVar[int] = 1
     bytes_each: ClassVar[float | None] = None
+    inputs_per_entry: ClassVar[int] = 1
+    scales_by_input: ClassVar[bool] = False
     implements: ClassVar[Mapping[str, frozenset[str]]] = {}
+
+    def per_scale(self, along: str) -> int | None:
+        """How many neighbouring "outputs" or "inputs" share a scale; None: all of them."""
+        return 1
 
     def quantise(self, rows: Float[Array, "*e n k"]) -> tuple[Array, Array | None]:
         """Values and scales of outputs [n, k], as `Weight` has them; what a checkpoint's numbers become on load."""
@@ -51,6 +61,8 @@ class Format:
 class Unquantised(Format):
     """The values are the weight itself, in a floating-point dtype."""
 
+    quantised: ClassVar[bool] = False
+
 
 @dataclass(frozen=True)
 class Fp8(Format):
@@ -64,6 +76,9 @@ class Fp8(Format):
 
     bytes_each: ClassVar[float | None] = 1
 
+    def per_scale(self, along):
+        return self.block if self.block or along == "inputs" else 1
+
     def dequantise(self, values, scales):
         return fp8.dequantise(values, scales, self.block)
 
@@ -74,6 +89,11 @@ class Mxfp4(Format):
 
     inputs_per_value: ClassVar[int] = 2
     bytes_each: ClassVar[float | None] = 17 / 32
+    inputs_per_entry: ClassVar[int] = mxfp4.BLOCK
+    scales_by_input: ClassVar[bool] = True
+
+    def per_scale(self, along):
+        return mxfp4.BLOCK if along == "inputs" else 1
 
     def dequantise(self, values, scales):
         return mxfp4.dequantise(values, scales)
@@ -144,8 +164,12 @@ class Weight:
     scales: Float[Array, "*e c d"] | UInt8[Array, "*e c d"] | None = None
 
     @property
+    def quantised(self) -> bool:
+        return self.format.quantised
+
+    @property
     def _outputs_first(self) -> bool:
-        return self.values.ndim == 3 or not isinstance(self.format, Unquantised)
+        return self.values.ndim == 3 or self.quantised
 
     @property
     def inputs(self) -> int:
@@ -173,13 +197,13 @@ class Weight:
     @property
     def unquantised(self) -> Float[Array, "*e k n"]:
         """The values, for kernels that take no scales. **Raises:** `TypeError` if they aren't the weight itself."""
-        if not isinstance(self.format, Unquantised):
+        if self.quantised:
             raise TypeError(f"a weight in {self.format} was given to a kernel that takes unquantised ones")
         return self.values
 
     def dequantised(self, dtype: Any) -> Float[Array, "*e k n"]:
         """The whole weight in `dtype`, in the shape that unquantised values have."""
-        if isinstance(self.format, Unquantised):
+        if not self.quantised:
             return self.unquantised.astype(dtype)
         whole = self.format.dequantise(self.values, self.scales).astype(dtype)
         return whole if whole.ndim == 3 else whole.T
@@ -236,7 +260,7 @@ def matmul(x: Float[Array, "*b k"], weight: Weight, dtype: Any = None) -> Float[
 def expert_matmul(x: Float[Array, "r k"], stack: Weight, i: Any) -> Float[Array, "r n"]:
     """Multiply x by the i-th expert's weight of a stack, in float32."""
     one = jax.tree.map(lambda array: array[i], stack)
-    if not isinstance(stack.format, Unquantised):
+    if stack.quantised:
         return matmul(x, one, jnp.float32)
     return jnp.einsum("rk,nk->rn", x, one.unquantised.astype(x.dtype), preferred_element_type=jnp.float32)
 
@@ -340,9 +364,9 @@ def bias(sources: dict[str, int], interleave: int = 0, split: Split | None = Non
     return Param((sum(sources.values()),), tuple(sources), layout, init="zeros", split=split)
 
 
-def norm_scale(width: int, source: str, centred: bool = False) -> Param:
+def norm_scale(width: int, source: str, centred: bool = False, split: Split = WHOLE) -> Param:
     """The weight of a norm: `centred`, an offset from one."""
-    return Param((width,), (source,), Layout((width,)), init="zeros" if centred else "ones", split=WHOLE)
+    return Param((width,), (source,), Layout((width,)), init="zeros" if centred else "ones", split=split)
 
 
 def embedding(tokens: int, width: int, source: str) -> Param:

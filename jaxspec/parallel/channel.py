@@ -20,9 +20,10 @@ class ChannelError(ConnectionError):
 
 
 class Channel:
-    """One end. Any thread may send; one thread receives."""
+    """One end. Any thread may send; one thread receives. `most`: bytes of a message that is taken; None: any number."""
 
-    def __init__(self, end: socket.socket):
+    def __init__(self, end: socket.socket, most: int | None = None):
+        self.most = most
         self._socket, self._file = end, end.makefile("rb", 2**18)
         self._sent = self._received = 0
         self._sending = threading.Lock()
@@ -39,6 +40,8 @@ class Channel:
         size, number, checksum = HEAD.unpack(self._read(HEAD.size))
         if number != self._received % 2**32:
             raise ChannelError(f"message {number} came where {self._received % 2**32} was due")
+        if self.most is not None and size > self.most:
+            raise ChannelError(f"a message of {size} bytes was announced, at most {self.most} are taken")
         body = self._read(size)
         if zlib.crc32(body) != checksum:
             raise ChannelError(f"message {number} was damaged: its checksum differs")

@@ -33,7 +33,7 @@ def total(x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
     return jax.lax.psum(x, AXIS) if result is None else result
 
 
-def all_gather(words: Int[Array, "*b"]) -> Int[Array, "n *b"]:
+def all_gather(words: Int[Array, "*b"]) -> Int[Array, " n *b"]:
     """Each device's words. They may go where sums go: as bytes, which bfloat16 has exactly, with zeros elsewhere."""
     if summing.get() is None:
         return jax.lax.all_gather(words, AXIS)

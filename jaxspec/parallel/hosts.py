@@ -6,18 +6,23 @@ in order: the program's name and its arrays from the host, a few kilobytes. So n
 comes next.
 
 Invariant: all nodes start from the same options, source and shapes, or none serves. When one is gone, all end within
-`SILENT_SECONDS`. Messages are JSON and bytes of arrays, and are never unpickled; still, the network must be one where
-nobody else connects, since jax's own service has no keys either.
+`SILENT_SECONDS`. Messages are JSON and bytes of arrays, are never unpickled, and have at most `MAX_MESSAGE` bytes.
+Whoever connects while nodes gather, and says whatever, delays them by nothing and ends none: a node counts once both
+sides have proved that they know the shared token (`--dist-token`), which itself is never sent. Messages aren't
+encrypted, and jax's own service has no keys, so the network must still be one where nobody else connects.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hmac
 import json
 import logging
+import math
 import os
 import queue
+import secrets
 import socket
 import threading
 import time
@@ -37,6 +42,10 @@ START_SECONDS = 300.0  # in which all nodes must have come
 BEAT_SECONDS = 1.0  # between two signs of life
 SILENT_SECONDS = 10.0  # without one, after which a node counts as gone
 NEXT_TRY = 0.2  # seconds
+HELLO_SECONDS = 10.0  # in which whoever connects must have proved to be a node
+MAX_HELLO = 2**16  # bytes of its message
+MAX_GREETED = 64  # connections that prove so at once; a node that finds no room tries again
+MAX_MESSAGE = 2**28  # bytes of any later one
 END_SECONDS = 5.0  # in which a node that was told to ends
 TUNES_ALONE = "--xla_gpu_shard_autotuning=false"
 OWN = ("model", "revision")  # options that may differ: each node has its own folder
@@ -55,12 +64,17 @@ def encode(kind: str, value: Any = None, arrays: tuple[np.ndarray, ...] = ()) ->
 def decode(message: bytes) -> tuple[str, Any, list[np.ndarray]]:
     """Decode a message of `encode`. **Raises:** `ValueError` for anything else."""
     head, _, rest = message.partition(b"\n")
-    kind, value, shapes = json.loads(head)
-    arrays, start = [], 0
-    for dtype, shape in shapes:
-        array = np.frombuffer(rest, np.dtype(dtype), int(np.prod(shape)), start).reshape(shape)
-        start += array.nbytes
-        arrays.append(array)
+    try:
+        kind, value, shapes = json.loads(head)
+        arrays, start = [], 0
+        for dtype, shape in shapes:
+            if not isinstance(dtype, str) or min(shape, default=0) < 0:
+                raise ValueError("not a message of a node: there is no such array")
+            array = np.frombuffer(rest, np.dtype(dtype), math.prod(shape), start).reshape(shape)
+            start += array.nbytes
+            arrays.append(array)
+    except (TypeError, OverflowError, RecursionError, MemoryError) as error:
+        raise ValueError(f"not a message of a node: {type(error).__name__}") from error
     return kind, value, arrays
 
 
@@ -229,18 +243,20 @@ class Follower:
         end_process()
 
 
-def join(nodes: int, rank: int, address: str, options: Any, source: str) -> Leader | Follower:
+def join(nodes: int, rank: int, address: str, options: Any, source: str, token: str | None = None) -> Leader | Follower:
     """Meet the other nodes, check that all are alike, and start `jax.distributed`. Before jax sees a device.
 
     **Arguments:** `address` is HOST:PORT of node 0, where jax's service listens; ours does at the next port. `options`
-    is an `EngineConfig`, `source` a digest of jaxspec's source.
+    is an `EngineConfig`, `source` a digest of jaxspec's source, `token` a secret that all nodes share.
 
     **Raises:** `ConfigError` if not all come in time, or one was started otherwise.
     """
     host, _, port = address.rpartition(":")
     host, own = host.strip("[]"), int(port) + 1
     ours = facts(options, nodes, source)
-    met = _gather(host, own, nodes, ours) if rank == 0 else _come(host, own, rank, ours)
+    if token is None:
+        log.warning("no --dist-token is set: whoever reaches %s port %d can join as a node", host, own)
+    met = _gather(host, own, nodes, ours, token) if rank == 0 else _come(host, own, rank, ours, token)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, which starts the drain
     # XLA would have nodes tune a program's kernels together, so each would wait for all others to compile it. But one
@@ -269,54 +285,108 @@ def refuse_unless_alike(node: Node, ours: dict[str, str], theirs: dict[str, str]
             raise ConfigError(text)
 
 
-def _gather(host: str, port: int, nodes: int, ours: dict[str, str]) -> Leader:
+def _gather(host: str, port: int, nodes: int, ours: dict[str, str], token: str | None) -> Leader:
     try:
         listener = socket.create_server((host, port))
     except OSError as error:
         raise ConfigError(f"--dist-init-addr: node 0 can't listen on {host} port {port}: {error.strerror}") from error
     leader, theirs = Leader(), {}
+    came: queue.SimpleQueue[tuple[int, dict[str, str], Channel]] = queue.SimpleQueue()
+    greeting: list[threading.Thread] = []
+    listener.settimeout(NEXT_TRY)
     end = time.monotonic() + START_SECONDS
     with listener:
         while len(theirs) < nodes - 1:
-            listener.settimeout(max(end - time.monotonic(), 0.01))
-            try:
-                came, where = listener.accept()
-            except TimeoutError as error:
+            if time.monotonic() > end:
                 missing = ", ".join(str(rank) for rank in range(1, nodes) if rank not in theirs)
-                raise ConfigError(
-                    f"--nnodes {nodes}: node {missing} didn't come in {START_SECONDS:g} seconds"
-                ) from error
-            channel = Channel(_prepared(came))
-            try:
-                kind, value, _ = decode(channel.receive())
-                rank = int(value["rank"])
-                if kind != "hello" or not 0 < rank < nodes or rank in theirs:
-                    raise ValueError(f"no node {rank} is due")
-            except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-                log.warning("a connection from %s isn't one of the nodes: %s", where[0], error)
-                channel.close()
-                continue
-            theirs[rank] = value["facts"]
-            leader.add(rank, channel)
+                raise ConfigError(f"--nnodes {nodes}: node {missing} didn't come in {START_SECONDS:g} seconds")
+            with contextlib.suppress(TimeoutError):
+                connection, (where, *_) = listener.accept()
+                greeting = [thread for thread in greeting if thread.is_alive()]
+                if len(greeting) == MAX_GREETED:
+                    connection.close()
+                    continue
+                given = Channel(_prepared(connection), MAX_HELLO), where, nodes, token, came
+                greeting.append(threading.Thread(target=_greet, args=given, name="jaxspec-greet", daemon=True))
+                greeting[-1].start()
+            while not came.empty():
+                rank, facts, channel = came.get()
+                if rank in theirs:
+                    log.warning("node %d came twice; the second is sent away", rank)
+                    channel.close()
+                else:
+                    theirs[rank] = facts
+                    leader.add(rank, channel)
     leader.welcome(ours, theirs)
     return leader
 
 
-def _come(host: str, port: int, rank: int, ours: dict[str, str]) -> Follower:
+def _greet(channel: Channel, where: str, nodes: int, token: str | None, came: queue.SimpleQueue) -> None:
+    """Find out, in a thread of its own, if a connection is a node's; put its rank, facts and channel in `came`."""
+    limit = threading.Timer(HELLO_SECONDS, channel.close)  # which wakes whoever waits for a byte now and then
+    limit.start()
+    try:
+        ours = secrets.token_hex(16)
+        channel.send(encode("challenge", ours))
+        kind, said, _ = decode(channel.receive())
+        rank, facts, theirs, proof = (said[name] for name in ("rank", "facts", "nonce", "proof"))
+        if kind != "hello" or type(rank) is not int or not 0 < rank < nodes:
+            raise ValueError("no such node is due")
+        if not all(isinstance(text, str) for text in (theirs, proof, *facts, *facts.values())):
+            raise ValueError("its facts aren't texts")
+        if not _proves(proof, token, "node", ours, theirs, rank, facts):
+            channel.send(encode("refused", f"--dist-token of node {rank} isn't node 0's; give all nodes the same"))
+            raise ValueError("its --dist-token differs from this node's")
+        channel.send(encode("accepted", _proof(token, "node 0", ours, theirs)))
+        channel.most = MAX_MESSAGE
+        came.put((rank, facts, channel))
+    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
+        log.warning("a connection from %s isn't one of the nodes: %s", where, error)
+        channel.close()
+    finally:
+        limit.cancel()
+
+
+def _come(host: str, port: int, rank: int, ours: dict[str, str], token: str | None) -> Follower:
     end = time.monotonic() + START_SECONDS
     while True:
         try:
-            end_here = _prepared(socket.create_connection((host, port), SILENT_SECONDS))
+            channel = Channel(_prepared(socket.create_connection((host, port), SILENT_SECONDS)), MAX_MESSAGE)
+            _introduce(channel, rank, ours, token)
             break
-        except OSError as error:
+        except ConfigError:
+            raise
+        except (OSError, EOFError, ValueError, TypeError) as error:
             if time.monotonic() > end:
                 raise ConfigError(f"--dist-init-addr: node 0 isn't at {host} port {port}: {error}") from error
             time.sleep(NEXT_TRY)
-    channel = Channel(end_here)
-    channel.send(encode("hello", {"rank": rank, "facts": ours}))
     follower = Follower(rank, channel)
     follower.welcomed()
     return follower
+
+
+def _introduce(channel: Channel, rank: int, facts: dict[str, str], token: str | None) -> None:
+    """Prove to be a node, and have node 0 prove to be that. **Raises:** `ConfigError`; what a connection raises."""
+    kind, theirs, _ = decode(channel.receive())
+    if kind != "challenge":
+        raise ValueError("what listens there is not node 0")
+    ours = secrets.token_hex(16)
+    proof = _proof(token, "node", theirs, ours, rank, facts)
+    channel.send(encode("hello", {"rank": rank, "facts": facts, "nonce": ours, "proof": proof}))
+    kind, said, _ = decode(channel.receive())
+    if kind == "refused":
+        raise ConfigError(said)
+    if kind != "accepted" or not _proves(said, token, "node 0", theirs, ours):
+        raise ConfigError("what answers as node 0 doesn't know this node's --dist-token")
+
+
+def _proof(token: str | None, *said: Any) -> str:
+    """A text that only those can make for what was said who know the token. Nonces in it make it good but once."""
+    return hmac.new((token or "").encode(), json.dumps(said).encode(), "sha256").hexdigest()
+
+
+def _proves(proof: str, token: str | None, *said: Any) -> bool:
+    return hmac.compare_digest(proof.encode(), _proof(token, *said).encode())
 
 
 def _prepared(end: socket.socket) -> socket.socket:

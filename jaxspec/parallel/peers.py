@@ -43,7 +43,7 @@ class Peers(NamedTuple):
 class Workspaces(NamedTuple):
     """An engine's: `memory` must live as long as programs that were given `peers` may run."""
 
-    memory: Int[Array, "words"]
+    memory: Int[Array, " words"]
     peers: Peers  # int32[n, 2] on all devices, int32[n] divided among them
 
 
@@ -110,7 +110,7 @@ def _over(mesh, run, given):
     return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=given, out_specs=PartitionSpec(axis), check_vma=False))
 
 
-def table_of(memory: Int[Array, "words"]) -> np.ndarray:
+def table_of(memory: Int[Array, " words"]) -> np.ndarray:
     """int32[n, 2]: the address of each device's part of an array, low and high word."""
     shards = sorted(memory.addressable_shards, key=lambda shard: shard.index[0].start or 0)
     return np.array([shard.data.unsafe_buffer_pointer() for shard in shards], np.uint64).view(np.int32).reshape(-1, 2)

@@ -24,8 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxspec.config.options import ConfigError
-from jaxspec.models import fp8, mxfp4
-from jaxspec.models.weights import Fp8, Layout, Mxfp4, Param, Parts, Unquantised, Weight, run_length
+from jaxspec.models.weights import Layout, Param, Parts, Weight, run_length
 from jaxspec.parallel.collectives import AXIS, all_gather, devices, total
 
 # How arguments and results of programs are divided: the same on all devices; requests by who decides for them;
@@ -68,7 +67,7 @@ def check_params(declared: Any, size: int) -> None:
             raise ConfigError(
                 f"--tp-size {size}: how to divide {param.sources[0]} isn't decided; --tp-size 1 serves it"
             )
-        (_, block), among = _grain(param, False), size // param.split.groups
+        block, among = param.format.per_scale(param.split.along) or 1, size // param.split.groups
         more = ", or --ep-size to divide experts whole" if param.stacked else ""
         for i in range(len(param.split.parts)):
             for units, width in _parts(param, i):
@@ -147,10 +146,10 @@ def cut(param: Param, i: int, tensor: Any, rank: int, size: int, scale: bool = F
         return of.array(tensor)
     if split.along == "once":
         return of.zeros_like(tensor)
-    axis, (grain, _) = _source_axis(param), _grain(param, scale)
-    if scale and isinstance(param.format, Fp8) and param.format.block is None:
+    axis, grain = _source_axis(param), _grain(param, scale)
+    if scale:
         values = list(param.stored_values().values())[i]
-        if split.along == "inputs" or tensor.ndim <= axis or tensor.shape[axis] != values[axis]:
+        if grain is None or tensor.ndim <= axis or tensor.shape[axis] * grain < values[axis]:
             return of.array(tensor)  # scales of whole outputs, or of a whole matrix
     pieces = []
     for start, stop, lack in _spans(_parts(param, i), rank, size, split.padded):
@@ -192,21 +191,17 @@ def _source_axis(param: Param) -> int:
     return len(param.shape) - 1 - _axis(param) if param.transpose else _axis(param)
 
 
-def _grain(param: Param, scale: bool) -> tuple[int, int]:
-    """How many numbers along the divided axis an entry of a source stands for, or of its scales; how many share one."""
-    match param.format:
-        case Mxfp4() if param.split.along == "inputs":
-            return mxfp4.BLOCK, mxfp4.BLOCK
-        case Fp8(int()):
-            return fp8.BLOCK if scale else 1, fp8.BLOCK
-    return 1, 1
+def _grain(param: Param, scale: bool) -> int | None:
+    """How many numbers along the divided axis an entry of a source stands for, or of its scales; None: all of them."""
+    if scale:
+        return param.format.per_scale(param.split.along)
+    return param.format.inputs_per_entry if param.split.along == "inputs" else 1
 
 
 def joined(param: Param, parts: Sequence[Any], mesh: Mesh) -> Any:
     """One array or `Weight` of what each device has, `parts` in order of rank. On several hosts: of those here."""
     axis = {"whole": None, "once": 0}.get(param.split.along, _axis(param))
-    quantised = param.of_matmul and not isinstance(param.format, Unquantised)
-    if quantised and not param.stacked and axis is not None:
+    if param.of_matmul and param.format.quantised and not param.stacked and axis is not None:
         axis = 1 - axis  # values are [outputs, inputs]
     if param.split.groups > 1:
         axis = 0  # one device's experts after the other's, whatever it has of them
@@ -214,9 +209,9 @@ def joined(param: Param, parts: Sequence[Any], mesh: Mesh) -> Any:
         return _global(axis, parts, mesh)
     scales = None
     if parts[0].scales is not None:
-        by_output = isinstance(param.format, Fp8) and param.format.block is None and param.split.along == "inputs"
-        of_scales = 3 - axis if axis and isinstance(param.format, Mxfp4) else axis  # these are [inputs, outputs]
-        scales = _global(None if by_output else of_scales, [weight.scales for weight in parts], mesh)
+        of_scales = 3 - axis if axis and param.format.scales_by_input else axis
+        repeated = param.format.per_scale(param.split.along) is None
+        scales = _global(None if repeated else of_scales, [weight.scales for weight in parts], mesh)
     return parts[0].replace(values=_global(axis, [weight.values for weight in parts], mesh), scales=scales)
 
 
@@ -309,18 +304,20 @@ def embed(table: Float[Array, "v d"], tokens: Int[Array, "*b"]) -> Float[Array, 
     return total(jnp.where(here[..., None], table[jnp.clip(row, 0, len(table) - 1)], 0))
 
 
-def top_tokens(logits: Float[Array, "*b v"], vocab: int | None = None) -> Int[Array, "*b"]:
-    """The argmax, the lowest of equals. `vocab`: logits are this device's part of so many, and devices exchange the
-    best of each; None: they are whole."""
+def top_tokens(logits: Float[Array, "*b v"], vocab: int | None = None) -> tuple[Int[Array, "*b"], Float[Array, "*b"]]:
+    """The argmax, the lowest of equals, and its logit: NaN if there is one. `vocab`: logits are this device's part of
+    so many, and devices exchange the best of each; None: they are whole."""
     if devices() == 1 or vocab is None:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return best, jnp.take_along_axis(logits, best[..., None], axis=-1)[..., 0]
     rank, width = jax.lax.axis_index(AXIS), logits.shape[-1]
     logits = jnp.where(rank * width + jnp.arange(width) < vocab, logits, -jnp.inf)  # what pads the vocabulary
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     bits = jax.lax.bitcast_convert_type(logits.max(-1).astype(jnp.float32), jnp.int32)
     both = all_gather(jnp.stack([bits, best + rank * width]))
     values, ids = jax.lax.bitcast_convert_type(both[:, 0], jnp.float32), both[:, 1]
-    return jnp.take_along_axis(ids, jnp.argmax(values, axis=0)[None], axis=0)[0]
+    of = jnp.argmax(values, axis=0)[None]
+    return tuple(jnp.take_along_axis(each, of, axis=0)[0] for each in (ids, values))
 
 
 def _each(b: int) -> int:

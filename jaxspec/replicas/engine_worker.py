@@ -141,12 +141,14 @@ class Worker:
         task = self._tasks[key] = self._loop.create_task(answer())
         task.add_done_callback(lambda _: self._tasks.pop(key))
 
-    async def _generate(self, key: int, before: asyncio.Task | None, prompt: Any, params: Any, name: str) -> None:
+    async def _generate(
+        self, key: int, before: asyncio.Task | None, prompt: Any, params: Any, name: str, client: str
+    ) -> None:
         """Stream a request to the other side. `before` had its id, and may be being cancelled."""
         if before is not None:
             await asyncio.wait((before,))
         try:
-            async with aclosing(self._llm.generate(prompt, params, name)) as deltas:
+            async with aclosing(self._llm.generate(prompt, params, name, client)) as deltas:
                 async for delta in deltas:
                     self._post(key, brief(delta))
         except Exception as error:

@@ -33,8 +33,8 @@ def replay(runner: Runner, hosts: Follower) -> None:
         stage = kind.partition("_")[0]
         if stage == "reset":
             runner.reset()
-        elif stage == "admit":
-            runner.state = runner.programs.admit(runner.state, *arrays)
+        elif stage in ("admit", "clear"):
+            runner.state = getattr(runner.programs, stage)(runner.state, *arrays)
         else:
             packed, *masks = arrays
             handed = opened if stage == "conclude" else (opened[0].replace(probs=None),) if stage == "forward" else ()

@@ -38,8 +38,11 @@ from jaxspec.sampling.acceptance import Tree
 MODES = GREEDY, SAMPLED, LOGPROBS = "greedy", "sampled", "logprobs"
 
 # Columns of a round's packed output: counts, then as many tokens as it yields at most (q, or a tree's height and one),
-# then (in mode logprobs) what `_pack_logprobs` packs. DRAFTED is how many drafts it could have accepted.
+# then (in mode logprobs) what `_pack_logprobs` packs. DRAFTED is how many drafts it could have accepted. DONE is 1
+# where a request ends, and NOT_FINITE where it ends because the logits after its newest token are NaN or infinite.
 EMITTED, ACCEPTED, DRAFTED, DONE, TOKENS = range(5)
+NOT_FINITE = 2
+NO_TOKEN = -1  # that such logits give
 DRAWN_ROWS = 8  # that a deterministic engine draws at a time
 LOGPROB_WIDTH = 1 + 2 * MAX_LOGPROBS  # the token's own, then the ids and the values of the top ones
 
@@ -91,6 +94,16 @@ def empty_state(
 
 def admit(state: State, packed: Int[Array, " k"]) -> State:
     return state.replace(slots=packing.admit(state.slots, packed))
+
+
+def clear(state: State, pages: Int[Array, " n"]) -> State:
+    """Put zeros into these pages, the target's and the drafter's. NaN there would reach their next owners, at weight
+    zero too."""
+    count = state.cache.kv[0].shape[1]
+    paged = lambda x: x.ndim == state.cache.kv[0].ndim and x.shape[1] == count  # noqa: E731
+    cleared = lambda x: x.at[:, pages].set(0) if paged(x) else x  # noqa: E731
+    kv, draft = jax.tree.map(cleared, (state.cache.kv, state.draft))
+    return state.replace(cache=state.cache.replace(kv=kv), draft=draft)
 
 
 def prefill(
@@ -264,15 +277,20 @@ def batch_of(state: State, ids: Int[Array, " b"], table: Int[Array, "b p"], mode
 
 def _score(config: ModelConfig, params: Any, hidden: Hidden, mode: str) -> Array:
     """The logits, f32[b, q, v], of the requests that this device decides for; in mode greedy the argmax of all,
-    i32[b, q]."""
+    i32[b, q], as `tokens_if_finite` gives it."""
     if mode == GREEDY and not config.decoder.deterministic:  # there all modes have the same logits
         top = top_tokens(params, config.decoder.norm, params["norm"], hidden.unnormed)
         if top is not None:
-            return top
+            return tokens_if_finite(*top)
     logits = unembed(params, hidden.last, config.decoder)
     if mode == GREEDY:
-        return sharding.top_tokens(logits, config.vocab_size)
+        return tokens_if_finite(*sharding.top_tokens(logits, config.vocab_size))
     return logits_of_my_requests(logits, config.vocab_size)
+
+
+def tokens_if_finite(tokens: Int[Array, "b q"], top: Float[Array, "b q"]) -> Int[Array, "b q"]:
+    """The tokens whose logits, the `top` of their rows, are finite numbers; NO_TOKEN for others."""
+    return jnp.where(jnp.isfinite(top), tokens, NO_TOKEN)
 
 
 @flax.struct.dataclass
@@ -323,7 +341,7 @@ def conclude(
         within = jnp.arange(tree.depth.shape[1]) <= drafted[:, None]
         drafted = jnp.where(within, jnp.minimum(tree.depth, tree.height), 0).max(axis=1)
     accepted = jnp.where(batch.live, accepted, 0)
-    emitted, done = _stop(slots, outputs, accepted)
+    emitted, done, broken = _stop(slots, outputs, accepted)
     commit = drafter.commit if masks is None else drafter.commit_others
     draft = commit(draft_params, state.draft, batch, Verified(tokens, outputs, emitted, features))
     state = state.replace(slots=_advance(state.slots, batch.slots, slots.length, outputs, emitted, done), draft=draft)
@@ -331,7 +349,8 @@ def conclude(
         last = jnp.take_along_axis(forced, jnp.maximum(emitted - 1, 0)[:, None, None], axis=1)[:, 0]
         state = state.replace(forced=state.forced.at[batch.slots].set(last))
 
-    columns = [jnp.stack([emitted, accepted, drafted, done.astype(jnp.int32)], axis=1), outputs]
+    ended = jnp.where(broken, NOT_FINITE, done.astype(jnp.int32))
+    columns = [jnp.stack([emitted, accepted, drafted, ended], axis=1), outputs]
     if mode == LOGPROBS:
         columns.append(all_of(_pack_logprobs(scores, mine(outputs))).reshape(b, -1))
     return state, jnp.concatenate(columns, axis=1)
@@ -343,8 +362,9 @@ def _accept(
     """For a chain: the outputs, and how many of them count."""
     settings, count = slots.sampling, proposal.count
     if mode != GREEDY and proposal.probs is not None:
-        p = _probabilities(scores, slots, proposal, None, masks)
+        p, finite = _probabilities(scores, slots, proposal, None, masks)
         outputs, accepted = acceptance.block(p, proposal.tokens, count, proposal.probs, settings.seed, slots.length)
+        outputs = jnp.where(finite, outputs, NO_TOKEN)
     else:
         chosen = _drawn(scores, slots, proposal) if fixed and mode != GREEDY else None
         chosen = _choose(scores, slots, proposal, None, mode, masks) if chosen is None else chosen
@@ -374,9 +394,10 @@ def _choose(
     """The target's token at every row, as plain decoding would choose it there."""
     if mode == GREEDY:
         return scores
-    p = _probabilities(scores, slots, proposal, tree, masks)
+    p, finite = _probabilities(scores, slots, proposal, tree, masks)
     depth = jnp.arange(scores.shape[1]) if tree is None else tree.depth
-    return sampling.draw(p, sampling.keys(slots.sampling.seed, slots.length[:, None] + depth, sampling.SAMPLE))
+    drawn = sampling.draw(p, sampling.keys(slots.sampling.seed, slots.length[:, None] + depth, sampling.SAMPLE))
+    return jnp.where(finite, drawn, NO_TOKEN)
 
 
 def _drawn(logits: Float[Array, "b q v"], slots: Slots, proposal: Proposal) -> Int[Array, "b q"]:
@@ -388,30 +409,36 @@ def _drawn(logits: Float[Array, "b q v"], slots: Slots, proposal: Proposal) -> I
 
     def draw(rows, settings, position):
         p = sampling.probabilities(rows[:, None], settings)[:, 0]
-        return sampling.draw(p, sampling.keys(settings.seed, position, sampling.SAMPLE))
+        drawn = sampling.draw(p, sampling.keys(settings.seed, position, sampling.SAMPLE))
+        return jnp.where(sampling.finite(rows), drawn, NO_TOKEN)
 
     return sliced(draw, DRAWN_ROWS, adjusted.reshape(b * q, -1), settings, position).reshape(b, q)
 
 
 def _probabilities(
     logits: Array, slots: Slots, proposal: Proposal, tree: Tree | None, masks: Masks | None
-) -> Float[Array, "b q v"]:
+) -> tuple[Float[Array, "b q v"], Bool[Array, "b q"]]:
+    """The distribution of each row, and whether its logits are finite numbers."""
     follows = None if tree is None else tree.drafts
     known = slots.history, slots.prompt, slots.length, proposal.tokens
     adjusted = sampling.adjust(logits, slots.sampling, *known, follows)
     if masks is not None:
         adjusted = sampling.allow(adjusted, logits, masks.allowed)
-    return sampling.probabilities(adjusted, slots.sampling)
+    return sampling.probabilities(adjusted, slots.sampling), sampling.finite(adjusted)
 
 
-def _stop(slots: Slots, outputs: Int[Array, "b q"], accepted: Int[Array, " b"]) -> tuple[Array, Array]:
-    """How many of the accepted tokens stand after stop ids and the length limit, and whether the request ends."""
+def _stop(slots: Slots, outputs: Int[Array, "b q"], accepted: Int[Array, " b"]) -> tuple[Array, Array, Array]:
+    """How many of the accepted tokens stand after stop ids and the length limit, whether the request ends, and whether
+    it does because the token after those is NO_TOKEN."""
     row = jnp.arange(outputs.shape[1])
     stops = (outputs[..., None] == slots.sampling.stop_ids[:, None]).any(-1)
     stop = jnp.min(jnp.where(stops, row + 1, len(row) + 1), axis=1)  # tokens up to the first that is one
     emitted = jnp.minimum(jnp.minimum(accepted, stop), slots.limit - slots.length)
     emitted = jnp.where(slots.done, 0, emitted)
-    return emitted, slots.done | (stop <= emitted) | (slots.length + emitted >= slots.limit)
+    sound = jnp.min(jnp.where(outputs == NO_TOKEN, row, len(row)), axis=1)  # tokens before the first that is none
+    broken = sound < emitted
+    emitted = jnp.minimum(emitted, sound)
+    return emitted, slots.done | broken | (stop <= emitted) | (slots.length + emitted >= slots.limit), broken
 
 
 def _advance(slots: Slots, ids: Array, length: Array, outputs: Array, emitted: Array, done: Array) -> Slots:

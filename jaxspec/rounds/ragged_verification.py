@@ -164,11 +164,11 @@ class PackedRows(RoundRows):
         out, cache = super().convolve(cache, layer, self.packed.spread(x, self.width), weight, mix)
         return jax.tree.map(self.packed.take, out), cache
 
-    def recur(self, cache, layer, q, k, v, decay, beta, filled):
+    def recur(self, cache, layer, q, k, v, decay, beta, padded_rows):
         rows = (self.packed.spread(x, self.width) for x in (q, k, v, decay, beta))
         out, cache = super().recur(cache, layer, *rows, self.width)
         out = self.packed.take(out)
-        return jnp.pad(out, ((0, 0), (0, filled - 1), (0, 0), (0, 0))), cache
+        return jnp.pad(out, ((0, 0), (0, padded_rows - 1), (0, 0), (0, 0))), cache
 
     def accumulate(self, cache, layer, *of):
         out, cache = super().accumulate(cache, layer, *(self.packed.spread(x, self.width) for x in of))

@@ -103,6 +103,11 @@ def _or_drop(ids: Array, keep: Array, v: int) -> Array:
     return jnp.where(keep, ids, v)
 
 
+def finite(logits: Float[Array, "*b v"]) -> Bool[Array, "*b"]:
+    """Which rows have a largest logit that is a finite number: neither NaN nor infinity is among them."""
+    return jnp.isfinite(logits.max(-1))
+
+
 def probabilities(logits: Float[Array, "b q v"], sampling: Sampling) -> Float[Array, "b q v"]:
     """The distribution a token is drawn from: temperature, min-p, top-k, top-p. Temperature 0 is all on the argmax.
 

@@ -16,19 +16,20 @@ pages, from which a later prompt with the same beginning continues. Generated te
 A round costs nearly as much for few requests as for many. So while a crowd waits for free slots, prompts go first, and
 rounds are *held* for a while.
 
-Order is strict, first come first served. Everything admitted is older than everything waiting (the youngest is
-preempted first), and at most one prompt is unfinished at a time, the youngest admitted.
+Of one client, order is strict, first come first served: at most one prompt is unfinished at a time, and those that wait
+came later. Clients take turns, so that each has as many prompt tokens computed (`fair_share`). What was admitted last
+is preempted first, and returns before all others.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable
 
 import numpy as np
 
 from jaxspec.config.request import CONTEXT_EXCEEDED, RequestError
+from jaxspec.scheduling.fair_share import FairShare
 from jaxspec.scheduling.prefix_cache import Node, PagePool, PrefixTree, Snapshots
 from jaxspec.scheduling.sequence import Chunk, Plan, SequenceState, Status
 
@@ -53,9 +54,9 @@ class Scheduler:
       `snapshot_interval`: prompt tokens between two of them, rounded up to whole blocks and pages.
 
     `table`, i32[num_slots + 1, pages_per_seq], holds the pages of each slot in order, 0 beyond them; the last row is of
-    the dummy slot, all 0. It changes in place: copy the rows that a program reads. `waiting`, `prefilling` and
-    `running` (in order of arrival) are for looking at. `between`, which may be set before each plan, is how many prompt
-    tokens there may be between two rounds, crowd or not, but for a block; None: as above.
+    the dummy slot, all 0. It changes in place: copy the rows that a program reads. `waiting`, `prefilling`
+    (unfinished prompts, one a client) and `running` are for looking at. `between`, which may be set before each plan,
+    is how many prompt tokens there may be between two rounds, crowd or not, but for a block; None: as above.
     """
 
     def __init__(
@@ -102,14 +103,14 @@ class Scheduler:
         self.tree = PrefixTree(self.pool, page_size, reach, self.snapshots)
         self.pages_per_seq = self._pages_for(context_length + lookahead)
         self.table = np.zeros((num_slots + 1, self.pages_per_seq), np.int32)
-        self.waiting: deque[SequenceState] = deque()
-        self.prefilling: SequenceState | None = None
+        self.waiting = FairShare()
+        self.prefilling: list[SequenceState] = []
         self.running: list[SequenceState] = []
         self.preemptions = 0
         self.resting = False  # prompts may continue from pages that the drafter missed; set by the engine
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._since = 0  # prompt tokens planned since the last round, or since there is a request for one
-        self._refused = False  # the head of `waiting` didn't fit, and no sequence has left since: don't match it again
+        self._refused = False  # the next that waits didn't fit, and no sequence has left since: don't match it again
 
     @property
     def free_pages(self) -> int:
@@ -124,11 +125,11 @@ class Scheduler:
     @property
     def unfinished(self) -> int:
         """Sequences that were added and haven't finished."""
-        return len(self.waiting) + len(self.running) + (self.prefilling is not None)
+        return len(self.waiting) + len(self.running) + len(self.prefilling)
 
-    def check(self, prompt_len: int, max_tokens: int | None, min_tokens: int = 0) -> int:
+    def check(self, prompt_len: int, max_tokens: int | None, min_tokens: int = 0, no_tokens: bool = False) -> int:
         """The most tokens in all that such a request may reach: `prompt_len + max_tokens`, or as many as fit if that is
-        None.
+        None. `no_tokens`: as of `SamplingParams`; then one may be beyond the context, where no round follows it.
 
         **Raises:** `RequestError` with the arithmetic if it could never be served, however idle the engine.
         """
@@ -136,6 +137,8 @@ class Scheduler:
         if prompt_len < 1:
             raise RequestError("the prompt is empty; it must have at least one token", "prompt")
         completion = 1 if max_tokens is None else max_tokens
+        if no_tokens and prompt_len == context:
+            completion = 0
         if prompt_len + completion > context:
             raise RequestError(
                 f"This model's maximum context length is {context} tokens. However, you requested "
@@ -160,19 +163,19 @@ class Scheduler:
                 f"{self.page_size} tokens. Lower min_tokens or shorten the prompt",
                 "min_tokens",
             )
-        return prompt_len + completion
+        return prompt_len + max(completion, 1)
 
     def add(self, seq: SequenceState) -> None:
         """Queue a new sequence. **Raises:** `ValueError` if `check` wouldn't allow its tokens or limit."""
-        fits = self._pages_for(seq.limit + self.lookahead) < self.pool.num_pages
-        if not (1 <= len(seq.tokens) < seq.limit <= self.context_length and fits):
+        fits = self._pages_for(self._most(seq)) < self.pool.num_pages
+        if not (1 <= len(seq.tokens) < seq.limit <= max(self.context_length, len(seq.tokens) + 1) and fits):
             raise ValueError(
                 f"a sequence of {len(seq.tokens)} tokens with limit {seq.limit} can't be served within a context of "
                 f"{self.context_length} and {self.pool.num_pages - 1} pages; take the limit from check()"
             )
         if seq.status is not Status.WAITING:
             raise ValueError(f"only a new sequence can be added; this one is {seq.status.value}")
-        self.waiting.append(seq)
+        self.waiting.add(seq)
 
     def plan(self) -> Plan:
         """The next programs, with slots and pages assigned; their rounds count as in flight from now on.
@@ -236,7 +239,7 @@ class Scheduler:
         return self.tree.clear()
 
     def _admitted(self) -> list[SequenceState]:
-        return self.running + ([self.prefilling] if self.prefilling else [])
+        return self.running + self.prefilling
 
     def _pages_for(self, positions: int) -> int:
         return -(-positions // self.page_size)
@@ -256,7 +259,11 @@ class Scheduler:
     def _missing(self, seq: SequenceState, rounds: int) -> int:
         """Pages that `seq` lacks for that many more rounds. The last of all rounds starts below the limit."""
         end = len(seq.tokens) + seq.replayed - 1 + (seq.in_flight + rounds - 1) * self.width + self.lookahead
-        return max(self._pages_for(min(end, seq.limit + self.lookahead)) - len(seq.pages), 0)
+        return max(self._pages_for(min(end, self._most(seq))) - len(seq.pages), 0)
+
+    def _most(self, seq: SequenceState) -> int:
+        """Positions that it may ever have. Of a prompt that fills the context, the token after it has none."""
+        return min(seq.limit, self.context_length) + self.lookahead
 
     def _give(self, seq: SequenceState, pages: int) -> None:
         held = len(seq.pages)
@@ -276,7 +283,7 @@ class Scheduler:
         while missing > self._available():
             if any(other.in_flight for other in self.running):
                 return False  # their results may end some of them, and tell how much the others really need
-            victim = self.prefilling or self.running[-1]
+            victim = (self.prefilling or self.running)[-1]
             self.preempt(victim)
             if victim is seq:
                 return True
@@ -313,15 +320,19 @@ class Scheduler:
         return max((size for size in self.prefills if size <= blocks), default=self.prefills[0])
 
     def _fill(self) -> tuple[list[SequenceState], list[Chunk]]:
-        """Admissions and chunks within one program's budget: the unfinished prompt first, then new ones in order."""
+        """Admissions and chunks within one program's budget, in the order of `fair_share`. A prompt that is scored has
+        a program alone, and is charged for all of it."""
         admit, chunks, blocks = [], [], self._room()
         while blocks:
-            if not self.prefilling:
-                if not (seq := self._admit_next(alone=not chunks)):
-                    break
+            seq = self.waiting.next(self.prefilling, bool(self._free_slots) and not self._refused)
+            if seq is None or (seq.score and chunks):
+                break
+            if seq.status is Status.WAITING:
+                if not self._admitted_now(seq):
+                    continue
                 admit.append(seq)
-            seq = self.prefilling
             chunks.append(self._next_chunk(seq, blocks))
+            self.waiting.charge(seq, blocks * self.block if seq.score else chunks[-1].count)
             blocks = 0 if seq.score else blocks - len(chunks[-1].blocks(self.block))
         return admit, chunks
 
@@ -342,28 +353,26 @@ class Scheduler:
         self._publish(seq, min(seq.computed, len(seq.tokens) - 1))
         chunk = Chunk(seq, start, seq.computed - start, source, self._keep(seq, start))
         if seq.computed == due:
-            self.prefilling = None
+            self.prefilling.remove(seq)
             self.running.append(seq)
             seq.status = Status.RUNNING
         return chunk
 
-    def _admit_next(self, alone: bool) -> SequenceState | None:
-        """Give the head of the queue its slot and pages, if there are any. `alone`: no other's chunk is planned yet."""
-        if not self.waiting or not self._free_slots or self._refused or (self.waiting[0].score and not alone):
-            return None
-        seq = self.waiting[0]
+    def _admitted_now(self, seq: SequenceState) -> bool:
+        """Give a sequence that waits a slot and its pages. False: there are too few pages, and none is admitted before
+        a sequence has left."""
         seq.source, seq.points = None, []
         shares = self.prefix_cache and not seq.score
         # The last position is always computed: a first token, or a drafter, needs more of it than its keys and values.
-        missed = self.resting and not seq.seeded
+        missed = self.resting and not seq.fixed_drafts
         pages, node = self.tree.match(seq.keys, self._due(seq) - 1, missed) if shares else ([], self.tree.root)
         missing = self._missing(seq, 2) - len(pages)  # up to the first round, and what comes before it yields a token
         # One page on top for each that runs: admitting into the last pages would only get someone preempted at once.
         if missing + len(self.running) > self._available():
             self.pool.release(pages)
             self._refused = True
-            return None
-        self.waiting.popleft()
+            return False
+        self.waiting.remove(seq)
         if shares and self.snapshots is not None:
             seq.source, seq.points = node.snapshot, self._points(seq, node)
         seq.node = node if self.prefix_cache else None
@@ -375,8 +384,8 @@ class Scheduler:
         seq.slot = self._free_slots.pop()
         self.table[seq.slot, : len(seq.pages)] = seq.pages
         seq.status = Status.PREFILL
-        self.prefilling = seq
-        return seq
+        self.prefilling.append(seq)
+        return True
 
     def _points(self, seq: SequenceState, start: Node) -> list[int]:
         """Positions at which snapshots of a prompt's state are due, beyond the node that it starts from: at every
@@ -418,7 +427,7 @@ class Scheduler:
             )
 
     def preempt(self, seq: SequenceState) -> None:
-        """Back to the head of the queue. All its results have been read, so only its KV is lost."""
+        """Back to the queue, before all others. All its results have been read, so only its KV is lost."""
         self._vacate(seq)
         if self.replays:
             seq.replayed += len(seq.tokens) - seq.prompt_len
@@ -426,7 +435,7 @@ class Scheduler:
         seq.status = Status.WAITING
         seq.preemptions += 1
         self.preemptions += 1
-        self.waiting.appendleft(seq)
+        self.waiting.set_back(seq)
 
     def _vacate(self, seq: SequenceState) -> None:
         """Publish the committed pages, then give back slot and pages."""
@@ -436,7 +445,7 @@ class Scheduler:
             self.running.remove(seq)
         else:
             self._publish(seq, seq.computed, leaving=True)
-            self.prefilling = None
+            self.prefilling.remove(seq)
         self.pool.release(seq.pages)
         self.table[seq.slot] = 0
         self._free_slots.append(seq.slot)

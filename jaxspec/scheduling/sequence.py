@@ -34,8 +34,9 @@ class SequenceState:
     - `score`: log-probabilities of the prompt are requested, so all of it is computed: no cached prefix, chunks of at
       most `score_tokens`, each alone in its prefill. Cleared by the engine once it has them.
     - `stepwise`: no program runs several of its rounds.
-    - `seeded`: it samples under a seed, so its text depends on its drafts, and it never goes without.
+    - `fixed_drafts`: it never goes without drafts, as asked or because a seed's text depends on them.
     - `overridden`: for prompt positions whose embedding isn't their token's, a key of what it is instead, 64 bits.
+    - `client`: a key of whom it is for; prompts are computed in equal shares for all clients (`fair_share`).
     - `salt`: a key of what else its keys and values depend on, 64 bits; 0: of nothing else.
     - `drafter_seen`: positions that the drafter has seen, if it missed what came then; None: it misses nothing. Set by
       the engine, and at admission.
@@ -43,8 +44,9 @@ class SequenceState:
     The rest is the scheduler's: `slot` and `pages` while admitted; `computed`, positions whose KV was cached or has
     been dispatched as prefill; `cached`, tokens found in the prefix tree when first admitted; `in_flight`, rounds not
     read yet, of which the first token is one; `epoch`, which changes whenever slot and pages are lost, so that older
-    results are recognised; `replayed`, tokens that were read before a preemption and aren't again yet; `source`, the
-    snapshot that the first chunk starts from; `points`, positions where snapshots are due.
+    results are recognised; `arrival`, its number in the order of arrival; `replayed`, tokens that were read before a
+    preemption and aren't again yet; `source`, the snapshot that the first chunk starts from; `points`, positions where
+    snapshots are due.
     """
 
     tokens: list[int] = field(repr=False)
@@ -53,9 +55,10 @@ class SequenceState:
     owner: Any = field(default=None, repr=False)
     score: bool = False
     stepwise: bool = False
-    seeded: bool = False
+    fixed_drafts: bool = False
     overridden: Mapping[int, int] = field(default_factory=dict, repr=False)
     salt: int = 0
+    client: str = ""
     drafter_seen: int | None = None
     slot: int = -1
     pages: list[int] = field(default_factory=list, repr=False)
@@ -63,6 +66,7 @@ class SequenceState:
     cached: int = 0
     in_flight: int = 0
     epoch: int = 0
+    arrival: int = 0
     replayed: int = 0
     status: Status = Status.WAITING
     preemptions: int = 0

@@ -20,8 +20,18 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from jaxspec.decoder.forward import unembed
 from jaxspec.drafters.base import Drafter, Proposal
 from jaxspec.models.model_config import ModelConfig
-from jaxspec.parallel.sharding import all_gather_requests, logits_of_my_requests, my_requests
-from jaxspec.rounds.programs import GREEDY, Masks, State, batch_of, keep_replay, of_prompts, propose, run_rows
+from jaxspec.parallel.sharding import all_gather_requests, logits_of_my_requests, my_requests, top_tokens
+from jaxspec.rounds.programs import (
+    GREEDY,
+    Masks,
+    State,
+    batch_of,
+    keep_replay,
+    of_prompts,
+    propose,
+    run_rows,
+    tokens_if_finite,
+)
 from jaxspec.rounds.programs import conclude as end
 from jaxspec.sampling import sampling
 
@@ -112,7 +122,7 @@ def forward(
     features that the drafter asks for."""
     slots, batch = _requests(drafter, state, packed, GREEDY)
     hidden, state = run_rows(config, drafter, params, state, slots, batch, proposal)
-    return state, unembed(params, hidden.last), hidden.features
+    return state, unembed(params, hidden.last, config.decoder), hidden.features
 
 
 def conclude(
@@ -142,7 +152,7 @@ def first(
     """`programs.first` among the tokens that `bits` u32[b, 1, w] allow; `forced` is i32[b, 1, k]."""
     slots, batch = _requests(drafter, state, packed, mode)
     nothing, hidden = of_prompts(state, batch)
-    scores, masks = _score(unembed(params, hidden.last), bits, forced, mode, config.vocab_size)
+    scores, masks = _score(unembed(params, hidden.last, config.decoder), bits, forced, mode, config.vocab_size)
     return end(drafter, mode, draft_params, state, slots, batch, nothing, scores, hidden.features, masks)
 
 
@@ -154,7 +164,7 @@ def _score(
     masks = Masks(unpack(my_requests(bits), vocab), forced)
     if mode != GREEDY:
         return logits, masks
-    best = jnp.argmax(sampling.allow(logits, logits, masks.allowed), axis=-1).astype(jnp.int32)
+    best = tokens_if_finite(*top_tokens(sampling.allow(logits, logits, masks.allowed)))
     return all_gather_requests(best, b), masks
 
 

@@ -16,17 +16,11 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from jaxspec.config.request import StructuredOutput
 from jaxspec.structured.limits import check_lark, check_literal, check_regex, check_schema, schemas_within
+from jaxspec.structured.lowering import lower
 from jaxspec.structured.regex import JSON_SPACE, with_classes
 
 WHITESPACE = r"[ \t\r\n]{1,64}"  # between a JSON text's parts: without an end, some models write nothing else
 MANY_PATTERNS = 16  # of one object; the library's time grows with their number's cube
-FORMATS = frozenset(  # of all drafts
-    {
-        *("color", "date", "date-time", "duration", "email", "hostname", "host-name", "idn-email", "idn-hostname"),
-        *("ip-address", "ipv4", "ipv6", "iri", "iri-reference", "json-pointer", "phone", "regex"),
-        *("relative-json-pointer", "style", "time", "uri", "uri-reference", "uri-template", "utc-millisec", "uuid"),
-    }
-)
 
 
 def source(wanted: StructuredOutput) -> str:
@@ -53,16 +47,9 @@ def _of_schema(wanted: StructuredOutput) -> str:
     options = {"whitespace_pattern": with_classes(space, JSON_SPACE)} if space else {"whitespace_flexible": False}
     schema = json.loads(wanted.text)
     check_schema(schema, wanted.kind)
-    _drop_unknown_formats(schema)
+    schema = lower(schema, strict=wanted.strict)
     _merge_patterns(schema)
-    return LLMatcher.grammar_from_json_schema(schema, overrides=options)
-
-
-def _drop_unknown_formats(schema: Any) -> None:
-    """Formats that no draft defines say nothing, by JSON Schema itself; the library would refuse them."""
-    for each in schemas_within(schema):
-        if isinstance(each.get("format"), str) and each["format"] not in FORMATS:
-            del each["format"]
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
 
 
 def _merge_patterns(schema: Any) -> None:

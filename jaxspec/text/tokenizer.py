@@ -18,6 +18,14 @@ from jaxspec.text.chat_template import write_chat
 from jaxspec.text.errors import TokenizerError, TooLong
 from jaxspec.text.length_bounds import PIECE, UNCUT, Measure
 
+# Texts of special tokens that end a turn, of models whose chat template writes them. Harmony ends each message of a
+# turn with <|end|>, and the turn with <|return|>.
+ENDS_OF_TURN = (
+    *("<|im_end|>", "<|eot_id|>", "<|eot|>", "<end_of_turn>", "<turn|>", "<|end_of_turn|>", "<|endofturn|>"),
+    *("<|end|>", "<|return|>", "</s>", "<|endoftext|>", "<|end_of_text|>", "<|END_OF_TURN_TOKEN|>", "<EOT>", "[EOT]"),
+    *("[|endofturn|]", "<end_of_utterance>", "<｜end▁of▁sentence｜>", "[e~["),
+)
+
 
 class Tokenizer:
     """A fast tokenizer and its chat template.
@@ -25,7 +33,8 @@ class Tokenizer:
     **Attributes:**
 
     - `vocab_size`: one more than the largest token id. A model may have more rows (padding); those decode to nothing.
-    - `eos_token_ids`: the tokenizer's own end token, if it has one. The model's config may name more.
+    - `eos_token_ids`: the tokenizer's own end token, if it has one, and special tokens with which its chat template
+      ends turns. The model's config may name more.
     - `added_tokens`: by their text, the ids of tokens that text is cut at before anything else, such as `<think>`; some
       are special.
     - `chat_template`: the Jinja source of the default template, or None.
@@ -54,10 +63,17 @@ class Tokenizer:
         self.added_tokens = {token.content: index for index, token in backend.get_added_tokens_decoder().items()}
         self._shown = {(): self._plain_bytes}  # by the special tokens kept
         self.vocab_size: int = max(self._bytes, default=-1) + 1
-        self.eos_token_ids: tuple[int, ...] = () if fast.eos_token_id is None else (fast.eos_token_id,)
         self.measure = Measure(backend, self._bytes.values())
         template = fast.chat_template
         self.chat_template: str | None = template.get("default") if isinstance(template, dict) else template
+        own = () if fast.eos_token_id is None else (fast.eos_token_id,)
+        self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys((*own, *self._ends_of_turn())))
+
+    def _ends_of_turn(self) -> list[int]:
+        written = self.chat_template or ""
+        texts = {self._specials[token].decode(): token for token in self._specials}
+        found = [text for text in ENDS_OF_TURN if text in texts and text in written]
+        return [texts[text] for text in found if text != "<|end|>" or "<|return|>" not in found]
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:

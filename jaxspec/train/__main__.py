@@ -23,8 +23,9 @@ from jaxtyping import Int
 
 from jaxspec.cache.memory_plan import claim_device
 from jaxspec.checkpoint import CheckpointError, Model, load_model, locate, resolve
+from jaxspec.cli import without_traceback
 from jaxspec.compiling.executable_store import enable_compilation_cache
-from jaxspec.config.flags import engine_options
+from jaxspec.config.flags import engine_options, parse
 from jaxspec.config.options import ConfigError
 from jaxspec.config.request import RequestError
 from jaxspec.engine.llm import LLM
@@ -62,7 +63,7 @@ _OF_TEXTS = "texts", "data_sha256"  # facts that are known once the texts are wr
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns the exit status."""
     parser = flags.parser()
-    args = parser.parse_args(argv)
+    args = parse(parser, sys.argv[1:] if argv is None else argv)
     claim_device()
     try:
         with terminable():
@@ -292,4 +293,4 @@ def _dtype(args: argparse.Namespace) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(without_traceback(main))

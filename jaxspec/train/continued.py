@@ -22,7 +22,7 @@ from jaxspec.drafters.eagle import Eagle3
 from jaxspec.drafters.eagle_checkpoint import canonical as eagle_name
 from jaxspec.drafters.eagle_checkpoint import find_eagle3
 from jaxspec.drafters.loading import load_drafter
-from jaxspec.models.weights import Unquantised, Weight, formats
+from jaxspec.models.weights import Weight, formats
 from jaxspec.train.data import TrainError
 from jaxspec.train.export import Fresh, checkpoint_tensors, write_tensors
 
@@ -80,7 +80,7 @@ def heads_alone(fresh: Continued, names: Container[str], dtype: str) -> Continue
 def _untrainable(drafter: Any, params: Any, method: str) -> str | None:
     """Why training wouldn't compute what the drafter does, or None if it does."""
     weights = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Weight))
-    if set(formats(weights)) - {Unquantised()}:
+    if any(each.quantised for each in formats(weights)):
         return "its weights are quantised"
     if isinstance(drafter, Eagle3):
         return None

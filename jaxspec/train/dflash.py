@@ -62,10 +62,10 @@ class DFlashObjective(Objective):
         anchors, drawn = self._draw(batch, keys)
         out = self._blocks(params, hidden.features, batch, anchors)[:, :, self.drafter.first :]
         take = lambda x, at: jnp.take_along_axis(x, at.reshape(*at.shape, *(1,) * (x.ndim - 2)), axis=1)  # noqa: E731
-        ahead = jnp.arange(1, n + 1)
-        at = jnp.minimum(anchors[..., None] + ahead, batch.tokens.shape[1] - 1)
+        distance = jnp.arange(1, n + 1)
+        at = jnp.minimum(anchors[..., None] + distance, batch.tokens.shape[1] - 1)
         valid = jnp.stack([take(batch.draftable(j), anchors) & drawn for j in range(1, n + 1)])  # [n, b, a]
-        weights = valid * jnp.exp(-(ahead - 1.0) / self.gamma)[:, None, None]
+        weights = valid * jnp.exp(-(distance - 1.0) / self.gamma)[:, None, None]
         b, a = anchors.shape
         flat = at.reshape(b, a * n)
         before = take(batch.tokens, at.reshape(b, a * n) - 1).reshape(b, a, n)

@@ -110,8 +110,8 @@ class Eagle3Objective(Objective):
 
     def _same(self, batch: Batch, step: int) -> Array:
         """Whether the token that step predicts at a row belongs to the row's own text."""
-        ahead, t = step + 2, batch.tokens.shape[1]
-        return (jnp.roll(batch.first, -ahead, axis=1) == batch.first) & (jnp.arange(t) < t - ahead)
+        offset, t = step + 2, batch.tokens.shape[1]
+        return (jnp.roll(batch.first, -offset, axis=1) == batch.first) & (jnp.arange(t) < t - offset)
 
     def _logits(self, head: Any, frozen: Any, out: Array) -> Array:
         return self.drafter._logits({**frozen, **self.cast(head)}, out)
@@ -127,6 +127,7 @@ class MtpObjective(Eagle3Objective):
         if not isinstance(self.drafter, MtpModules):
             return super()._unroll(params, features, batch)
         hidden, outputs, last = self.drafter._fuse(params, features), [], self.drafter.modules - 1
+        cache: list = []
         for i in range(self.steps):
             module, further = min(i, last), max(i - last, 0)
             cache = cache if further else []

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.decoder.forward import unembed
+from jaxspec.decoder.forward import head_logits, unembed
 from jaxspec.models.model_config import ModelConfig
 
 KINDS = {
@@ -78,7 +78,7 @@ class Scorer:
         teacher, text, weights = given
         frozen, target_params = fixed
         logits = self.student(head, frozen, student)
-        truth = unembed(target_params, teacher)
+        truth = unembed(target_params, teacher, self.target.decoder)
         favourite, guess = jnp.argmax(truth, axis=-1), jnp.argmax(logits, axis=-1)
         everything = jax.nn.logsumexp(truth, axis=-1, keepdims=True)
         answer = text if self.kind == "hard" else favourite
@@ -115,7 +115,7 @@ def frozen_logits(params: Any, hidden: Float[Array, "*b d"]) -> Float[Array, "*b
 
     Their gradient is rounded to the hidden states' dtype: a multiplication of float32 takes several times as long.
     """
-    return unembed(params, hidden)
+    return head_logits(params, hidden)
 
 
 def _frozen_forward(params, hidden):

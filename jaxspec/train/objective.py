@@ -33,10 +33,10 @@ class Batch:
         """Position of each token in its own text."""
         return jnp.arange(self.tokens.shape[1]) - self.first
 
-    def draftable(self, ahead: int) -> Bool[Array, "b t"]:
-        """Where a round can begin with the token at a row, and the answer goes on for `ahead` tokens after it."""
-        there = lambda x: jnp.roll(x, -ahead, axis=1)  # noqa: E731
-        inside = jnp.arange(self.tokens.shape[1]) < self.tokens.shape[1] - ahead
+    def draftable(self, length: int) -> Bool[Array, "b t"]:
+        """Where a round can begin with the token at a row, and the answer goes on for `length` tokens after it."""
+        there = lambda x: jnp.roll(x, -length, axis=1)  # noqa: E731
+        inside = jnp.arange(self.tokens.shape[1]) < self.tokens.shape[1] - length
         return self.answer & there(self.answer) & (there(self.first) == self.first) & inside
 
 

@@ -132,7 +132,7 @@ class Formats:
     def messages(self, body: ChatRequest) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
         """The messages and tools for the chat template. **Raises:** `RequestError` if it can't show them."""
         messages = [message.as_dict() for message in body.messages]
-        tools = body.tools if body.tool_choice != "none" else None
+        tools = [_shown(tool) for tool in body.tools or ()] if body.tool_choice != "none" else None
         if tools and self.tools is None:
             raise RequestError(
                 "tools need a tool call parser, and this server has none for its model; start it with "
@@ -174,6 +174,11 @@ class Formats:
         return "prompt" if tail.endswith(kind.OPENS) else "off" if tail.endswith(kind.CLOSES) else None
 
 
+def _shown(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as templates write it: `strict` is for the grammar alone."""
+    return {**tool, "function": {key: value for key, value in tool["function"].items() if key != "strict"}}
+
+
 def why_no_chat(tokenizer: Tokenizer | None, vocab_size: int) -> str | None:
     """Why the model can't answer even a short chat; None if it can."""
     if tokenizer is None:
@@ -187,6 +192,11 @@ def why_no_chat(tokenizer: Tokenizer | None, vocab_size: int) -> str | None:
     if (largest := max(ids)) >= vocab_size:
         return f"they have token id {largest}, and the model's are 0 to {vocab_size - 1}; get the tokenizer made for it"
     return None
+
+
+def was_cut(last: Delta) -> bool:
+    """Whether a choice, by its last delta, ended before the model ended it: at a limit or a stop of the request's."""
+    return last.finish_reason != "stop" or last.stop_reason is not None
 
 
 class Calls:

@@ -7,22 +7,37 @@ the tools given, their arguments valid by the tools' schemas. The model may reas
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxspec.config.request import RequestError, StructuredOutput
+from jaxspec.config.request import RequestError, StructuredOutput, shown
+from jaxspec.structured.lowering import SchemaError, lower
+from jaxspec.structured.regex import with_classes
+from jaxspec.structured.schema import resolve, types
+from jaxspec.structured.texts import FORMAT_PATTERNS, escape, whole
 from server.parsers import PARSERS, REASONING_PARSERS
 from server.parsers.hermes import Hermes
 from server.parsers.llama3_json import Llama3Json
 from server.parsers.mistral import Mistral
-from server.parsers.qwen3_coder import Qwen3Coder, types
+from server.parsers.qwen3_coder import Qwen3Coder
 from server.parsers.think import Think
 
 # JSON as models are shown it, which leaves nothing to choose between its parts
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_OBJECT = {"type": "object", "properties": {}}
 TEXT = r"/(?s:.*)/"
-# A parameter's text in XML: anything that its parser doesn't take for the end.
-VALUE = r"(/(?s:.*)/ & ~/(?s:.*)(<\/parameter>|\n<\/function>|\n<parameter=)(?s:.*)/)"
+# What a parameter's text in XML can't have: its parser may take it for the end.
+UNMARKED = r"~/(?s:.*)(<\/parameter>|\n<\/function>|\n<parameter=)(?s:.*)/"
+# Texts that the parser may read as a value of another type.
+_READ_AS = {
+    "null": r"/\s*([nN][uU][lL][lL]|[nN][oO][nN][eE])\s*/",
+    "boolean": r"/\s*([tT][rR][uU][eE]|[fF][aA][lL][sS][eE])\s*/",
+    "integer": (_NUMBER := r"/\s*[-+]?([0-9._]+([eE][-+]?[0-9]+)?|0[xXoObB][0-9a-fA-F_]+)\s*/"),
+    "number": _NUMBER,
+    "array": r"/\s*\[(?s:.*)/",
+    "object": r"/\s*\{(?s:.*)/",
+}
 
 
 def tool_call_grammar(
@@ -82,6 +97,7 @@ class _Lark:
         return name
 
     def json(self, schema: Mapping[str, Any]) -> str:
+        """JSON by a lowered schema."""
         return self.rule(f"%json {json.dumps({**schema, 'x-guidance': SPACING})}")
 
     def until(self, marker: str) -> str:
@@ -95,13 +111,18 @@ class _Lark:
 
 
 def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a tool's arguments: an object, and an empty one where the tool names no parameters."""
-    schema = function.get("parameters") or {"properties": {}, "additionalProperties": False}
-    if (kind := schema.get("type", "object")) != "object":
-        raise RequestError(
-            f"the parameters of the function {function['name']!r} must have the type object, got {kind!r}", "tools"
-        )
-    return {**schema, "type": "object"}
+    """The schema of a tool's arguments, lowered: an object, and an empty one where the tool names no parameters."""
+    given, what = function.get("parameters") or {}, f"the parameters of the function {function['name']!r}"
+    if "object" not in types(given, given):
+        kind = given.get("type", sorted(types(given, given)))
+        raise RequestError(f"{what} must have the type object, got {shown(kind)}", "tools")
+    try:
+        lowered = lower(given, {"allOf": [given, _OBJECT]}, strict=function.get("strict") is True, arguments=True)
+    except SchemaError as error:
+        raise RequestError(f"{what}: {error}", "tools") from None
+    if lowered is False:
+        raise RequestError(f"{what} allow no arguments", "tools")
+    return lowered
 
 
 def _object(lark: _Lark, function: Mapping[str, Any], key: str) -> str:
@@ -137,27 +158,95 @@ def _coder(lark: _Lark, functions: Sequence[Mapping[str, Any]], parallel: bool) 
 
 def _xml(lark: _Lark, function: Mapping[str, Any]) -> str:
     """A call in XML: parameters in the schema's order, those that aren't required optional."""
-    schema = _arguments(function)
-    parts = [lark.literal(f"<function={function['name']}>\n")]
-    for key, wanted in (schema.get("properties") or {}).items():
-        opening = lark.literal(f"<parameter={key}>\n")
-        if "string" not in types(wanted):
-            definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-            value = f"{lark.json({**definitions, **wanted})} {lark.literal(chr(10) + '</parameter>')}"
-        elif options := _texts(wanted):
-            value = f"{lark.choice(options)} {lark.literal(chr(10) + '</parameter>')}"
-        else:
-            value = lark.terminal(f"{VALUE} {lark.literal(chr(10) + '</parameter>')}")
-        parameter = f"{opening} {value} {lark.literal(chr(10))}"
-        parts.append(parameter if key in (schema.get("required") or ()) else f"({parameter})?")
-    return " ".join([*parts, lark.literal("</function>")])
+    schema, name = _arguments(function), function["name"]
+    try:
+        options = [_parameters(lark, each, schema) for each in _leaves(schema, schema)]
+    except ValueError as error:
+        raise RequestError(f"the parameters of the function {name!r} in this format: {error}", "tools") from None
+    return f"{lark.literal(f'<function={name}>', chr(10))} ({' | '.join(options)}) {lark.literal('</function>')}"
 
 
-def _texts(schema: Any) -> list[str]:
-    """The texts that a parameter's schema lists, each as a literal."""
-    schema = schema if isinstance(schema, Mapping) else {}
-    listed = [schema["const"]] if "const" in schema else schema.get("enum") or ()
-    return [json.dumps(each) for each in listed if isinstance(each, str)]
+def _leaves(schema: Any, root: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The options of a lowered schema, none of them a union."""
+    whole = resolve(schema, root)
+    options = [each for each in whole.get("anyOf", ()) if each is not False]
+    return [leaf for each in options for leaf in _leaves(each, root)] if options else [whole]
+
+
+def _parameters(lark: _Lark, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+    """An object's members. **Raises:** `ValueError` for a schema that parameters in XML can't follow."""
+    if unable := schema.keys() & {"allOf", "minProperties", "maxProperties"}:
+        raise ValueError(f"{min(unable)} can't be enforced")
+    members, required, parts = schema.get("properties") or {}, schema.get("required") or (), []
+    others = schema.get("additionalProperties", not schema.get("patternProperties"))
+    for key in [*members, *(key for key in required if key not in members)]:
+        value = _value(lark, members.get(key, others), root)
+        if value and not set(key) & set("<>\n"):
+            parameter = f"{lark.literal(f'<parameter={key}>' + chr(10))} {value} {lark.literal(chr(10))}"
+            parts.append(parameter if key in required else f"({parameter})?")
+        elif key in required:
+            raise ValueError(f"the parameter {key!r} can't be written")
+    if value := _value(lark, others, root):
+        taken = "".join(f" & ~/{_in_lark(escape(key))}/" for key in members)
+        key = lark.terminal(rf'"<parameter=" (/[^<>\n]{{1,128}}/{taken}) ">\n"')
+        parts.append(f"({key} {value} {lark.literal(chr(10))})*")
+    return " ".join(parts) or '""'
+
+
+def _value(lark: _Lark, schema: Any, root: Mapping[str, Any]) -> str | None:
+    """A parameter's text and the marker that closes it; None where there is none.
+
+    Its parser reads a text as a string if the schema names that type before others, and else as JSON where it is some.
+    """
+    definitions = {"$defs": root.get("$defs", {})}
+    if schema is False:
+        return None
+    kinds, closes = types(schema, root), f"{chr(10)}</parameter>"
+    texts, options = [], []
+    if "string" in kinds:
+        alone = lower(definitions, {"allOf": [schema, {"type": "string"}]})
+        texts = [] if alone is False else _leaves(alone, {**definitions, **alone})
+    string_first = not (others := kinds - {"string"}) or _first_kind(schema, root) == "string"
+    if others := others & {"null"} if string_first else others:
+        beside = lower(definitions, {"allOf": [schema, {"type": sorted(others)}]})
+        if beside is not False:
+            options.append(f"{lark.json({**definitions, **beside})} {lark.literal(closes)}")
+    never = "" if schema in (True, {}) else "".join(f" & ~{_READ_AS[kind]}" for kind in sorted(others))
+    options += [lark.terminal(f"({_text(text)} & {UNMARKED}{never}) {json.dumps(closes)}") for text in texts]
+    return lark.choice(options) if options else None
+
+
+def _first_kind(schema: Any, root: Mapping[str, Any]) -> str | None:
+    """The type, other than null, that a schema names first."""
+    for leaf in _leaves(schema, root):
+        given = leaf.get("type", sorted(types(leaf, root)))
+        for kind in given if isinstance(given, list) else [given]:
+            if kind != "null":
+                return kind
+    return None
+
+
+def _text(schema: Mapping[str, Any]) -> str:
+    """Texts of a lowered schema of strings, as a terminal. **Raises:** `ValueError` for what can't be one."""
+    parts = []
+    for part in (schema, *schema.get("allOf", ())):
+        for listed in (part.get("enum"), [part["const"]] if "const" in part else None):
+            if listed is not None:
+                parts.append(f"({' | '.join(json.dumps(text) for text in listed if isinstance(text, str))})")
+        patterns = [part["pattern"]] if "pattern" in part else []
+        if "format" in part:
+            if part["format"] not in FORMAT_PATTERNS:
+                raise ValueError(f"texts of the format {part['format']} can't be enforced")
+            patterns.append(FORMAT_PATTERNS[part["format"]])
+        parts += [f"/{_in_lark(with_classes(whole(pattern)))}/" for pattern in patterns]
+        if part.keys() & {"minLength", "maxLength"}:
+            parts.append(f"/(?s:.{{{part.get('minLength', 0)},{part.get('maxLength', '')}}})/")
+    return " & ".join(parts or [TEXT])
+
+
+def _in_lark(regex: str) -> str:
+    """A regular expression as it stands between slashes."""
+    return re.sub(r"\\.|/|\n", lambda sign: {"/": r"\/", "\n": r"\n"}.get(sign[0], sign[0]), regex, flags=re.DOTALL)
 
 
 def _thought(lark: _Lark, reasoning: str | None, thinking: str | None) -> str:

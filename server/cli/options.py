@@ -8,21 +8,27 @@ import math
 import shlex
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import yaml
+from huggingface_hub import try_to_load_from_cache
 
 import jaxspec
-from jaxspec import ConfigError, EngineConfig
+from jaxspec import CheckpointError, ConfigError, EngineConfig
+from jaxspec.checkpoint.shards import read_json
 from jaxspec.cli import called
 from jaxspec.config.flags import add_engine_flags, checked, engine_options, natural, positive
-from jaxspec.config.foreign_flags import ELSEWHERE, SEVERAL_GPUS, SWITCHES, meant
+from jaxspec.config.foreign_flags import ELSEWHERE, SEVERAL_GPUS, SWITCHES, meant, unabbreviated
 from jaxspec.config.options import flag
+from jaxspec.drafters.loading import check_devices
+from jaxspec.drafters.registry import entries
+from jaxspec.models.model_config import ModelConfig
 from server import logs
-from server.cli.translate import name_of, pairs, translate, without_launcher
+from server.cli.translate import environment, full_name, name_of, pairs, translate, without_launcher
 from server.http.cors import add_cors_flags
 from server.parsers import PARSERS, REASONING_PARSERS
 
+_token = checked(str, "must not be empty", str.strip)
 _seconds = checked(float, "must be a number of seconds above 0", lambda value: 0 < value < math.inf)
 
 
@@ -38,7 +44,8 @@ LIMITS = (
     ("--watchdog-timeout", _seconds, 300, "SECONDS", "time after which a step counts as stuck: /health is 503, and "
      "the server ends if the step doesn't return within --drain-seconds more"),
     ("--drain-seconds", _seconds, 5, "SECONDS", "time for running requests to finish once the server is told to stop"),
-    ("--idle-timeout", _seconds, 60, "SECONDS", "time after which a client that neither sends nor reads is cut off"),
+    ("--idle-timeout", _seconds, 60, "SECONDS", "time after which a client that neither sends nor reads is cut off; "
+     "headers have twice as long, and a body comes at 240 bytes a second or faster"),
     ("--max-connections", positive, 8192, "N", "connections open at once; requests on further ones get 503"),
 )  # fmt: skip
 
@@ -95,6 +102,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--access-log", action="store_true", help="log a line per HTTP request (default: off)")
     texts = "append each finished text to this file as token ids, for jaxspec.train --data (default: off)"
     add("--log-prompts", type=Path, metavar="FILE", help=texts)
+    traces = "send a trace of each request to this OTLP collector, http://host:4318/v1/traces (default: off)"
+    add("--otlp-traces-endpoint", metavar="URL", help=traces)
     add_cors_flags(server)
     _add_host_flags(parser)
     limits = parser.add_argument_group("limits")
@@ -113,6 +122,8 @@ def _add_host_flags(parser: argparse.ArgumentParser) -> None:
     hosts.add_argument("--node-rank", type=natural, default=0, metavar="R", help=rank)
     address = "address of node 0, the same on all; the port after it is used too (default: none)"
     hosts.add_argument("--dist-init-addr", metavar="HOST:PORT", help=address)
+    token = "secret that nodes prove to each other to know, the same on all (default: $JAXSPEC_DIST_TOKEN)"
+    hosts.add_argument("--dist-token", type=_token, metavar="TOKEN", help=token)
 
 
 def check_hosts(args: argparse.Namespace) -> None:
@@ -178,12 +189,14 @@ def _parse_known(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpar
 
 def _spelt(name: str, argv: Sequence[str]) -> str:
     """A flag as it was typed."""
-    return next(word.partition("=")[0] for word in argv if word.startswith("-") and name_of(word) == name)
+    return next(
+        word.partition("=")[0] for word in argv if word.startswith("-") and name in (name_of(word), full_name(word))
+    )
 
 
 def _from_elsewhere(name: str) -> bool:
     """Whether a flag of that name has another name here."""
-    return name.partition(".")[0] in ELSEWHERE
+    return unabbreviated(name.partition(".")[0]) in ELSEWHERE
 
 
 def _without_one_gpu(argv: Sequence[str]) -> list[str]:
@@ -207,9 +220,12 @@ def _translation(parser: argparse.ArgumentParser, argv: Sequence[str]) -> str:
     actions = {name_of(name): action for name, action in _flags(parser).items() if name not in ("--help", "--version")}
     known = {name: (action.nargs != 0, action.choices) for name, action in actions.items()}
     words, left = translate(argv, known, lambda words: _refusal(parser, words))
-    command = shlex.join([*called("serve", "server").split(), *words])
+    kept = [
+        f"{name}={shlex.quote(value)} " for name, _, value in (word.partition("=") for word in environment(argv)[0])
+    ]
+    command = "".join(kept) + shlex.join([*called("serve", "server").split(), *words])
     lines = ["\nIn jaxspec's flags:", f"  {command}", *(f"left out: {each}" for each in left)]
-    if why := _refusal(parser, words, check_hosts):
+    if why := _refusal(parser, words, check_hosts) or _refused_later(parser, words):
         lines.append(f"to be changed: {why}")
     return "\n".join(lines)
 
@@ -226,6 +242,43 @@ def _refusal(
     except (UsageError, ConfigError) as error:
         return str(error)
     return None
+
+
+def _refused_later(parser: argparse.ArgumentParser, argv: Sequence[str]) -> str | None:
+    """Why a start would refuse this command line, as far as that shows without a download; None: it doesn't."""
+    options = EngineConfig(**engine_options(_parse_known(parser, argv)))
+    for method, target, known in entries():
+        if known.source and known.source.lower() == options.model.lower():
+            return _drafter_alone(options.model, target, f"{method}:{known.source}")
+    try:
+        check_devices(options)
+    except ConfigError as error:
+        return str(error)
+    try:
+        hf = _config_at_hand(options)
+        if "speculators_config" in hf or (not hf and "-speculator" in options.model):  # vLLM's form of one argument
+            verifier = (hf.get("speculators_config") or {}).get("verifier") or {}
+            return _drafter_alone(options.model, str(verifier.get("name_or_path", "TARGET")), options.model)
+        if hf:
+            ModelConfig.from_hf(hf)
+    except (ConfigError, CheckpointError) as error:
+        return f"--model {options.model}: {error}"
+    return None
+
+
+def _drafter_alone(model: str, target: str, draft: str) -> str:
+    return f"--model {model} is a drafter; name its target as the model: --model {target} --draft {draft}"
+
+
+def _config_at_hand(options: EngineConfig) -> dict[str, Any]:
+    """The config.json of the model's folder, or of what was downloaded before; {} for neither."""
+    file = Path(options.model).expanduser() / "config.json"
+    if not file.is_file():
+        try:
+            file = try_to_load_from_cache(options.model, "config.json", revision=options.revision)
+        except ValueError:  # no hub id
+            return {}
+    return read_json(Path(file)) if isinstance(file, str | Path) else {}
 
 
 def _from_file(parser: argparse.ArgumentParser, path: str) -> list[str]:
@@ -258,8 +311,13 @@ def _words_of(place: str, name: str, action: argparse.Action, node: yaml.Node) -
         if kind != "bool":
             raise UsageError(f"{place} takes true or false, got {node.value if kind not in ('seq', 'map') else kind}")
         return [name] if node.value.lower() in ("true", "yes", "on") else []
-    if kind == "seq" and action.metavar == "LIST" and all(isinstance(each, yaml.ScalarNode) for each in node.value):
-        return [f"{name}={json.dumps([each.value for each in node.value])}"]
+    if (
+        kind == "seq"
+        and action.metavar in ("LIST", "SIZES")
+        and all(isinstance(e, yaml.ScalarNode) for e in node.value)
+    ):
+        values = [each.value for each in node.value]
+        return [f"{name}={json.dumps(values) if action.metavar == 'LIST' else ','.join(values)}"]
     if not isinstance(node, yaml.ScalarNode):
         raise UsageError(f"{place} takes one value, got a {'list' if kind == 'seq' else 'mapping'}")
     return [f"{name}={node.value}"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from jaxspec.config.foreign_flags import METHODS
+from jaxspec.config.foreign_flags import METHODS, NEEDLESS
 from jaxspec.config.json_values import shown
 from jaxspec.config.options import flag
 
@@ -36,11 +36,13 @@ def speculation(foreign: Flags, left: list[str]) -> dict[str, str]:
     found = METHODS.get(str(method).lower()) if method else None
     if method and not found:
         left.append(f"speculation by {shown(method)}: the methods are {', '.join(sorted(set(METHODS.values())))}")
-        return {}
+        if not isinstance(model, str):
+            return {}
     if found == "eagle" and not model and "method" not in config:
         found = "mtp"  # SGLang's name for a model's own module
     ours = {
         "draft": _draft(found, model, _own_options(found, foreign, config)),
+        **({"num_draft_tokens": 1} if str(method).lower() == "naive_eagle" else {}),
         **_counts(foreign, config),
         "draft_quantization": _quantization(found, foreign, config, left),
         "draft_token_map": foreign.pop("speculative_token_map", None),
@@ -48,7 +50,7 @@ def speculation(foreign: Flags, left: list[str]) -> dict[str, str]:
     size = foreign.pop("speculative_draft_tensor_parallel_size", None) or config.get("draft_tensor_parallel_size", 1)
     if str(size) != "1":
         left.append(f"a drafter on {shown(size)} GPUs: it is divided as its target is, by --tp-size")
-    left += [f"{flag(name)}: it has no counterpart here" for name in foreign]
+    left += [f"{flag(name)}: {NEEDLESS.get(name, 'it has no counterpart here')}" for name in foreign]
     return {name: str(value) for name, value in ours.items() if value is not None}
 
 
@@ -83,7 +85,8 @@ def _counts(foreign: Flags, config: dict[str, Any]) -> dict[str, Any]:
     rows = foreign.pop(COUNTS_ROOT, None)
     chain = topk in (None, "1")
     drafts = drafts or (steps if chain else None) or (_less_one(rows) if rows else None)
-    return ({} if chain else {"topk": topk, "num_steps": steps}) | {"num_draft_tokens": drafts}
+    counts = {"num_draft_tokens": drafts} if chain else {"topk": topk, "num_steps": steps, "num_draft_tokens": drafts}
+    return {name: count for name, count in counts.items() if count is not None}
 
 
 def _quantization(found: str | None, foreign: Flags, config: dict[str, Any], left: list[str]) -> str | None:

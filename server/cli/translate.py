@@ -7,10 +7,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxspec.config.foreign_flags import ELSEWHERE, NEEDLESS, SEVERAL_GPUS, SWITCHES, UNSUPPORTED
+from jaxspec.config.foreign_flags import (
+    ELSEWHERE,
+    ENVIRONMENT,
+    NEEDLESS,
+    SEVERAL_GPUS,
+    SWITCHES,
+    THEIRS,
+    UNSUPPORTED,
+    unabbreviated,
+)
 from jaxspec.config.options import flag
 from server.cli.speculation import speculation
 
@@ -23,8 +32,11 @@ LAUNCHERS = (
     ("-m", "sglang.srt.entrypoints.http_server"),
 )
 VLLM_PORT = 8000  # where its clients look, who were told no port
+MASTER_PORT = 29501  # vLLM's for several hosts
+THEIR_WORDS = re.compile("(SGLANG|SGL|VLLM)_")  # of the environment; others are kept
 SHORT = {"sc": "speculative_config", "q": "quantization", "n": "nnodes", "r": "node_rank"}  # vLLM's, with one dash
 LISTS = {"api_key", "served_model_name", "lora_modules", "lora_paths"}  # which may have several values there
+SIZE_LISTS = {"batch_sizes", "prefill_sizes"}  # our flags whose value is a list where theirs has several values
 SIZES = {"context_length", "chunked_prefill_size", "max_running_requests", "max_total_tokens"}
 UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}  # vLLM's
 READ_FROM_CHECKPOINT = re.compile("awq|gptq|compressed.tensors|mxfp4|gguf|w4a16|w8a16")
@@ -33,12 +45,35 @@ READ_FROM_CHECKPOINT = re.compile("awq|gptq|compressed.tensors|mxfp4|gguf|w4a16|
 def without_launcher(argv: Sequence[str]) -> tuple[list[str], str | None]:
     """A command line without another server's name at its beginning, and that name: "vllm", "sglang", or None."""
     rest = list(argv)
-    while rest and (re.fullmatch(r"\w+=.*", rest[0]) or re.fullmatch(r"(.*/)?python[\d.]*", rest[0])):
+    while rest and (_is_word(rest[0]) or re.fullmatch(r"env|(.*/)?python[\d.]*", rest[0])):
         rest.pop(0)
     for launcher in LAUNCHERS:
         if tuple(rest[: len(launcher)]) == launcher:
             return rest[len(launcher) :], "vllm" if "vllm" in " ".join(launcher) else "sglang"
     return list(argv), None
+
+
+def _is_word(text: str) -> bool:
+    """Whether this is a word of the environment, as a shell takes them before a command."""
+    return re.fullmatch(r"[A-Za-z_]\w*=.*", text, re.DOTALL) is not None
+
+
+def environment(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """Words of the environment to keep, flags in place of others, and a sentence about each of the rest."""
+    before = argv[: len(argv) - len(without_launcher(argv)[0])]
+    kept, flags, left = [], [], []
+    for word in filter(_is_word, before):
+        name, _, value = word.partition("=")
+        known = ENVIRONMENT.get(name, {})
+        value = {"false": "0", "true": "1"}.get(value.lower(), value)
+        answer = known.get(value, known.get("", "it has no counterpart here"))
+        if not THEIR_WORDS.match(name):
+            kept.append(word)
+        elif answer.startswith("--"):
+            flags.append(answer)
+        else:
+            left.append(f"{word}: {answer}")
+    return kept, flags, left
 
 
 def name_of(word: str) -> str:
@@ -48,20 +83,34 @@ def name_of(word: str) -> str:
     return (SHORT.get(bare, bare) if not name.startswith("--") else bare) + dot + keys.replace("-", "_")
 
 
-def pairs(argv: Sequence[str], switches: frozenset[str] | set[str]) -> Iterator[tuple[str | None, str | None]]:
+def full_name(word: str, known: Collection[str] = ()) -> str:
+    """A flag's name as `name_of` has it, and whole where it is abbreviated."""
+    name, dot, keys = name_of(word).partition(".")
+    return (unabbreviated(name, known) if word.startswith("--") else name) + dot + keys
+
+
+def pairs(
+    argv: Sequence[str], switches: frozenset[str] | set[str], known: Collection[str] = (), stray: bool = True
+) -> Iterator[tuple[str | None, str | None]]:
     """(option with underscores, value) of each flag, (None, value) of what is none; a flag with several values comes
-    as often."""
+    as often.
+
+    Abbreviated flags have their whole names. A flag that neither they nor `known` have may have any number of values,
+    and if not `stray`, all flags may: every word then belongs to the flag before it.
+    """
     rest = list(argv)
     while rest:
         word = rest.pop(0)
         if not word.startswith("-"):
             yield None, word
             continue
-        name, (_, equals, value) = name_of(word), word.partition("=")
+        name, (_, equals, value) = full_name(word, known), word.partition("=")
+        whole = name.partition(".")[0]
+        several = not stray or name in LISTS or ELSEWHERE.get(name) in SIZE_LISTS or whole not in THEIRS.union(known)
         if not equals:
             value = None if name in switches or not rest or _is_flag(rest[0]) else rest.pop(0)
         yield name, value
-        while name in LISTS and rest and not _is_flag(rest[0]):
+        while several and value is not None and rest and not _is_flag(rest[0]):
             yield name, rest.pop(0)
 
 
@@ -77,10 +126,11 @@ def translate(
     **Arguments:** `known` has our options, by their names with underscores: whether each takes a value, and the values
     that it may have, or None. `refusal` says why our parser refuses a command line; None: it doesn't.
     """
+    _, flags, left = environment(argv)
     argv, server = without_launcher(argv)
-    left: list[str] = []
-    ours, foreign = _sorted(argv, known, left)
+    ours, foreign = _sorted([*argv, *flags], known, left, stray=server != "sglang")
     ours |= speculation(foreign, left)
+    ours = {name: ours[name] for name in ("model", *ours) if name in ours}
     if server == "vllm":
         ours.setdefault("port", str(VLLM_PORT))
     ours = {name: value for name, value in ours.items() if not _is_default(name, value, known[name][1], left)}
@@ -93,14 +143,15 @@ def translate(
 
 
 def _sorted(
-    argv: Sequence[str], known: Mapping[str, tuple[bool, Any]], left: list[str]
+    argv: Sequence[str], known: Mapping[str, tuple[bool, Any]], left: list[str], stray: bool = True
 ) -> tuple[dict[str, str | None], dict[str, str | None]]:
-    """Separate our options from the other server's for speculative decoding. `left`: as of `speculation`."""
+    """Separate our options from the other server's for speculative decoding. `left`: as of `speculation`, `stray` as of
+    `pairs`."""
     ours: dict[str, str | None] = {}
     foreign: dict[str, str | None] = {}
     dotted: dict[str, Any] = {}
     switches = SWITCHES | {name for name, (takes, _) in known.items() if not takes}
-    for name, value in pairs(argv, switches):
+    for name, value in pairs(argv, switches, known, stray):
         if name is None or name in ("model_path", "model_tag"):
             if ours.setdefault("model", value) != value:
                 left.append(f"{value}: only one model is served")
@@ -119,8 +170,14 @@ def _sorted(
             if value != "1":
                 given = f"{flag(name)} {value or ''}".strip()
                 left.append(f"{given}: of several GPUs, --tp-size, --ep-size and --dp-size are supported")
+        elif name == "enable_expert_parallel":
+            foreign[name] = value
         elif is_switch and here is not None:
             ours |= {} if str(value).lower() == "false" else {here: None}
+        elif whole in ("master_addr", "master_port"):
+            foreign[whole] = value
+        elif here in SIZE_LISTS:
+            ours[here] = ",".join(filter(None, (ours.get(here), value)))
         elif here is None:
             why = UNSUPPORTED.get(whole) or NEEDLESS.get(whole) or "it has no counterpart here"
             left.append(f"{flag(name)}: {why}")
@@ -128,6 +185,13 @@ def _sorted(
             left.append(f"{flag(name)} {value}: there can be but one here")
         else:
             ours[here] = _value(name, here, value)
+    if "master_addr" in foreign:
+        ours["dist_init_addr"] = f"{foreign.pop('master_addr')}:{foreign.pop('master_port', MASTER_PORT)}"
+    if "enable_expert_parallel" in foreign and str(foreign.pop("enable_expert_parallel")).lower() != "false":
+        if (size := ours.get("tp_size", "1")) != "1":
+            ours.setdefault("ep_size", size)
+        else:
+            left.append("--enable-expert-parallel: it divides experts among --tp-size GPUs, and there is one")
     if dotted:
         foreign["speculative_config"] = _merged(foreign.get("speculative_config"), dotted)
     return ours, foreign
@@ -185,7 +249,7 @@ def _is_default(name: str, value: str | None, allowed: Any, left: list[str]) -> 
     if name in ("tp_size", "ep_size", "dp_size") and value == "1":
         return True
     if name == "chunked_prefill_size" and value == "-1":
-        left.append("--chunked-prefill-size -1: long prompts are always prefilled in chunks")
+        left.append("--chunked-prefill-size -1: long prompts are always prefilled in chunks; a large size comes near")
         return True
     if name == "context_length" and value in ("-1", "auto"):
         left.append(f"--context-length {value}: it is the model's anyway")

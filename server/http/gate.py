@@ -1,19 +1,22 @@
 """Gate before the routes: the API key, the size of a body, the request's id, and the log of refusals.
 
 Pure ASGI, because a wrapper that reads the request (Starlette's BaseHTTPMiddleware) would hide a client's disconnect.
-Invariants: with a key set, nothing but `OPEN_PATHS` answers a request that doesn't carry it. Every response has an
-`X-Request-Id`, and one that isn't a success has a line in the log, or is counted in one: one line, of at most a few
-hundred characters, whatever the client sent, and no more lines than a disk can bear.
+Invariants: with a key set, nothing but `OPEN_PATHS` and `OPEN_FOLDER` answers a request that doesn't carry it; without,
+pages of other origins are kept away (`origin`). Every response has an `X-Request-Id`, and one that isn't a success has
+a line in the log, or is counted in one: one line, of at most a few hundred characters, whatever the client sent, and no
+more lines than a disk can bear.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import json
 import logging
 import re
 import secrets
+from collections.abc import Sequence
 
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse
@@ -21,12 +24,14 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.http.errors import FAILED, GONE, ApiError
+from server.http.origin import check_host, check_origin
 from server.protocol.base import REQUEST_ID, shown
 
 log = logging.getLogger("jaxspec.server")
 
 # Browsers, probes and scrapers rarely carry a key.
 OPEN_PATHS = ("/", "/health", "/ready", "/ping", "/health_generate", "/metrics")
+OPEN_FOLDER = "/playground/"
 MAX_BODY_BYTES = 64 * 2**20
 LINES = 60  # in each PERIOD
 PERIOD = 60.0  # seconds
@@ -36,12 +41,23 @@ MAX_LINE = 300  # characters of a message; 100 of a path
 class Gate:
     """Refuse with 401 a request without `Authorization: Bearer <api_key>`, with 413 a body over `max_body` bytes.
 
+    Refuse with 403 a host name that is neither in `hosts` nor this machine's own, unless that is None; and without a
+    key what would change something and comes from a page whose origin isn't in `origins`.
+
     The request's id, which is the client's `X-Request-Id`, or a new one where that is none, is
-    `request.state.request_id`.
+    `request.state.request_id`. `request.state.client` is a key of whom it is from: of the API key that it carries,
+    unless all must carry the same, or else of its address.
     """
 
-    def __init__(self, app: ASGIApp, api_key: str | None = None, max_body: int = MAX_BODY_BYTES):
-        self.app = app
+    def __init__(
+        self,
+        app: ASGIApp,
+        api_key: str | None = None,
+        max_body: int = MAX_BODY_BYTES,
+        hosts: Sequence[str] | None = None,
+        origins: Sequence[str] = (),
+    ):
+        self.app, self.hosts, self.origins = app, hosts, origins
         self.key = api_key.encode() if api_key else None
         self.max_body = max_body
         self.refusals = Refusals()
@@ -52,7 +68,7 @@ class Gate:
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         request_id = given if re.fullmatch(REQUEST_ID, given) else secrets.token_hex(16)
-        scope.setdefault("state", {})["request_id"] = request_id
+        scope.setdefault("state", {}).update(request_id=request_id, client=self._client(scope, headers))
         asked = f"{scope['method']} {scope['path']}"
         status = 0
 
@@ -66,7 +82,7 @@ class Gate:
             await send(message)
 
         try:
-            self._check(scope["path"], headers)
+            self._check(scope["method"], scope["path"], headers)
             await self.app(scope, self._counted(receive), answer)
         except ApiError as error:
             challenge = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
@@ -77,9 +93,18 @@ class Gate:
                 error = ApiError(500, FAILED, kind="server_error")
                 await JSONResponse(error.body, 500)(scope, receive, answer)
 
-    def _check(self, path: str, headers: Headers) -> None:
+    def _client(self, scope: Scope, headers: Headers) -> str:
+        key = headers.get("authorization") if self.key is None else None
+        address, *_ = scope.get("client") or ("",)
+        return hashlib.sha256(f"address {address}".encode() if key is None else key.encode()).hexdigest()[:16]
+
+    def _check(self, method: str, path: str, headers: Headers) -> None:
         """**Raises:** `ApiError` for a request that is refused by its headers alone."""
-        if self.key is not None and path not in OPEN_PATHS:
+        if self.hosts is not None:
+            check_host(headers, self.hosts)
+        if self.key is None:
+            check_origin(method, path, headers, self.origins)
+        elif path not in OPEN_PATHS and not path.startswith(OPEN_FOLDER):
             scheme, _, given = headers.get("authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("latin-1"), self.key):
                 found = "the API key is wrong" if "authorization" in headers else "an API key is required"
@@ -109,7 +134,7 @@ class Gate:
 
 
 class Refusals:
-    """Logs responses of status 400 and above: `LINES` in each `PERIOD`, then how many more there were."""
+    """Logs what was refused, failed or cut off: `LINES` in each `PERIOD`, then how many more there were."""
 
     def __init__(self) -> None:
         self._logged = self._suppressed = 0
@@ -117,12 +142,8 @@ class Refusals:
 
     def note(self, status: int, asked: str, request_id: str, body: bytes) -> None:
         """Log a response. `asked` is its request's method and path, `body` OpenAI's error object."""
-        if self._ends is None:
-            self._ends = asyncio.get_running_loop().call_later(PERIOD, self._end)
-        if self._logged == LINES:
-            self._suppressed += 1
+        if not self._has_room():
             return
-        self._logged += 1
         level = logging.WARNING if status >= 500 else logging.INFO
         message, field = _cause(body)
         log.log(
@@ -134,6 +155,21 @@ class Refusals:
             safe(message, MAX_LINE),
             request_id,
         )
+
+    def note_connection(self, client: tuple[str, int] | None, did: str) -> None:
+        """Log why a connection ends before a request is there, or its response."""
+        if self._has_room():
+            log.info("%s %s", client[0] if client else "a client", did)
+
+    def _has_room(self) -> bool:
+        """Count a line, and say whether it may be written."""
+        if self._ends is None:
+            self._ends = asyncio.get_running_loop().call_later(PERIOD, self._end)
+        if self._logged == LINES:
+            self._suppressed += 1
+            return False
+        self._logged += 1
+        return True
 
     def _end(self) -> None:
         if self._suppressed:

@@ -1,11 +1,12 @@
 """JSON from strangers: a parser that other threads can interrupt, with limits that hold before memory is spent.
 
 `json.loads` keeps the interpreter's lock from a document's first byte to its last, so 60 MB of `{},` stop every stream
-for seconds, even from another thread. This parser walks the structure in Python, where the lock changes hands, and
-leaves strings and runs of integers to C, a bounded piece at a time. C reads a small document whole.
+for seconds, even from another thread. So C reads a document at once only if that takes a few milliseconds, whatever it
+holds: what it holds is counted before, by a few calls into C. Any other document, and one that C refuses, is walked in
+Python, where the lock changes hands; strings and runs of integers are left to C, a bounded piece at a time.
 
-Invariants: whatever it returns, `json.loads` returns too. It builds at most `MAX_VALUES` values, of which `MAX_ITEMS`
-aren't integers, and no call into C handles more than `MAX_STRING` bytes.
+Invariants: whatever `parse` returns, `json.loads` returns too. It builds at most `MAX_VALUES` values, of which
+`MAX_ITEMS` aren't integers, and no call into C handles more than `MAX_STRING` bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import Any
 
 from jaxspec.config.request import RequestError
 
-SMALL = 16 * 2**10  # bytes of a document that C reads in a tenth of a millisecond, whatever it holds
+AT_ONCE = 2**20  # bytes that C reads at once, in 3 ms if they are all escapes
+VALUES_AT_ONCE = 40_000  # and values, in 4 ms if they are all objects
 MAX_DEPTH = 100  # arrays and objects within one another
 MAX_ITEMS = 50_000  # keys, strings, arrays, objects, fractions, true, false and null
 MAX_VALUES = 2**20  # these and integers: the token ids of a batch of prompts
@@ -27,7 +29,8 @@ MAX_STRING = 4 * 2**20  # bytes
 MAX_KEY = 2**16  # bytes
 MAX_DIGITS = 4000  # of one number; Python converts no integer of more than 4300
 
-_TOO_LONG = re.compile(rb"\d{%d}" % (MAX_DIGITS + 1))
+_DIGITS = b"0123456789"
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _SPACE = re.compile(rb"[ \t\n\r]{0,4096}")
 _INTEGERS = re.compile(rb"(?:-?(?:0|[1-9]\d{0,18})[ \n]{0,2},[ \n]{0,2}){1,1024}+")
 _NUMBER = re.compile(rb"(-?(?:0|[1-9]\d{0,%d}))((?:\.\d{1,%d})?(?:[eE][-+]?\d{1,%d})?)" % (3 * (MAX_DIGITS,)))
@@ -50,10 +53,41 @@ def parse(body: bytes) -> Any:
 
     **Raises:** `RequestError` that says where the document isn't JSON, or which limit it passes.
     """
-    if len(body) <= SMALL and body.count(b"[") + body.count(b"{") <= MAX_DEPTH and not _TOO_LONG.search(body):
-        with suppress(ValueError):  # the reader says what is wrong
+    if _takes_no_time(body):
+        with suppress(ValueError):  # the walk says what is wrong
             return json.loads(body.decode("utf-8-sig"))
     return walk(body)
+
+
+def _takes_no_time(body: bytes) -> bool:
+    """Whether a document is so small, in bytes and in values, that C may read it at once, and within every limit."""
+    if len(body) > AT_ONCE:
+        return False
+    if b"\\" in body:
+        body = body.replace(b"\\\\", b"__").replace(b'\\"', b"__")  # now each quote begins or ends a string
+    parts = body.split(b'"')
+    rest = b"".join(parts[::2])
+    if len(parts) // 2 + rest.count(b",") + rest.count(b"[") + rest.count(b"{") > VALUES_AT_ONCE:
+        return False
+    if len(body) > MAX_KEY and any(
+        len(text) > MAX_KEY and after.lstrip().startswith(b":")
+        for text, after in zip(parts[1::2], parts[2::2], strict=False)
+    ):
+        return False
+    brackets = rest.translate(None, _NO_BRACKETS)
+    for _ in range(MAX_DEPTH):
+        brackets = brackets.replace(b"[]", b"").replace(b"{}", b"") if brackets else b""
+    return not brackets and not _has_long_number(rest)
+
+
+def _has_long_number(text: bytes) -> bool:
+    """Whether there are more than `MAX_DIGITS` digits in a row, which would be at one of the places that are looked
+    at."""
+    for place in range(MAX_DIGITS, len(text), MAX_DIGITS):
+        before, after = text[place - MAX_DIGITS : place], text[place : place + MAX_DIGITS]
+        if len(before) - len(before.rstrip(_DIGITS)) + len(after) - len(after.lstrip(_DIGITS)) > MAX_DIGITS:
+            return True
+    return False
 
 
 def walk(body: bytes) -> Any:

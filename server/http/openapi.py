@@ -20,6 +20,7 @@ PAGE = Path(__file__).parent / "reference" / "index.html"
 
 ALWAYS = {
     401: "The API key is missing or wrong",
+    403: "The host name, or the page that sent this, is not allowed",
     500: "The server failed on this request",
     503: "The engine can't serve now",
 }

@@ -101,10 +101,11 @@ class Parser:
             return self._tools.push(text) if self._tools else [Piece(CONTENT, text)]
         return self._through(self._think.push(text))
 
-    def finish(self) -> list[Piece]:
-        """No more text comes; returns what was held back."""
-        pieces = self._through(self._think.finish()) if self._think else []
-        return pieces + self._tools.finish() if self._tools else pieces
+    def finish(self, cut: bool = True) -> list[Piece]:
+        """No more text comes; returns what was held back. `cut`: the reply ended before the model ended it. Otherwise
+        arguments that were left open are closed, so that they are JSON."""
+        pieces = self._through(self._think.finish(cut)) if self._think else []
+        return pieces + self._tools.finish(cut) if self._tools else pieces
 
     def _through(self, pieces: list[Piece]) -> list[Piece]:
         """Let the content among these be searched for calls."""
@@ -118,12 +119,13 @@ def parse(
     pieces: Iterable[str],
     tools: Sequence[Mapping[str, Any]] | None = None,
     thinking: str | None = None,
+    cut: bool = True,
 ) -> dict[str, Any]:
     """A whole reply from its pieces, cut anywhere: `reasoning_content` and `content` (None where there is none), and
     `tool_calls`, each with `name` and `arguments`.
 
-    `format`: a tool format, a reasoning format, or both, as "qwen3+hermes" or ("qwen3", "hermes"). The other arguments
-    are `Parser`'s.
+    `format`: a tool format, a reasoning format, or both, as "qwen3+hermes" or ("qwen3", "hermes"). `cut` is
+    `Parser.finish`'s; the other arguments are `Parser`'s.
 
     **Raises:** `ValueError` for a format that isn't in the tables, with those that are.
     """
@@ -137,7 +139,7 @@ def parse(
         )
     parser = Parser(*names, tools, thinking)
     found = [piece for text in pieces for piece in parser.push(text)]
-    return join(found + parser.finish())
+    return join(found + parser.finish(cut))
 
 
 def reasoning_default(model_type: str, template: str | None) -> str | None:

@@ -17,6 +17,7 @@ START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>")
 MAX_HEADER = 1024  # characters; a longer one is text
 
+_MESSAGE_ENDS = stops(*ENDS, START, CHANNEL)
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w*)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CUT_OFF = re.compile(r"(?:<\|\w+\|>|assistant|analysis|commentary|final|json|\s)*(?:to=\S*|\w*|<[|\w]*)")
@@ -59,6 +60,11 @@ class Harmony(ToolScanner):
 
     def _call(self, name: str) -> Steps:
         self.call(name)
+        yield from self.space()
+        if (yield from self.more()) and self.buffer[self.at] == "{":
+            yield from self.json(self.arguments)
+            yield from self.text(self.content, _MESSAGE_ENDS)
+            return
         empty = True
 
         def say(text: str) -> None:
@@ -66,7 +72,7 @@ class Harmony(ToolScanner):
             empty = False
             self.arguments(text)
 
-        yield from self.text(say, stops(*ENDS, START, CHANNEL))
+        yield from self.text(say, _MESSAGE_ENDS)
         if empty:
             self.arguments("{}")
 
@@ -79,4 +85,4 @@ class Harmony(ToolScanner):
             apart = False
             self._said.add(kind)
 
-        yield from self.text(say, stops(*ENDS, START, CHANNEL))
+        yield from self.text(say, _MESSAGE_ENDS)

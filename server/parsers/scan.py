@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Generator, Sequence
 from functools import lru_cache
+from itertools import groupby
 from typing import NamedTuple
 
 REASONING, CONTENT, CALL, ARGUMENTS = "reasoning", "content", "call", "arguments"
@@ -67,6 +68,7 @@ class Scanner:
 
     def __init__(self):
         self.buffer, self.at, self.ended = "", 0, False
+        self.cut = True  # the reply ended before the model ended it
         self.pieces: list[Piece] = []
         self.openings = 0  # markers read that begin a part of the reply, such as `<think>`
         self._mark: int | None = None
@@ -83,16 +85,18 @@ class Scanner:
         next(self._steps)
         return self._take()
 
-    def finish(self) -> list[Piece]:
-        """No more text comes; returns what was held back."""
-        self.ended = True
+    def finish(self, cut: bool = True) -> list[Piece]:
+        """No more text comes; returns what was held back. `cut`: the model would have gone on."""
+        self.ended, self.cut = True, cut
         for _ in self._steps:
             raise RuntimeError(f"{type(self).__name__} waits for text after the end")
         return self._take()
 
     def _take(self) -> list[Piece]:
-        pieces, self.pieces = self.pieces, []
-        return pieces
+        """Pieces that were read since, as few as say it."""
+        runs = [[*run] for _, run in groupby(self.pieces, lambda piece: (piece.kind, piece.index))]
+        self.pieces = []
+        return [run[0]._replace(text="".join(piece.text for piece in run)) for run in runs]
 
     # What to do with text
 

@@ -19,10 +19,11 @@ from typing import Any
 from server.parsers.scan import ARGUMENTS, CALL, CONTENT, Emit, Piece, Scanner, Steps, stops
 
 MAX_NAME = 256  # characters of a tool's name, and of the keys beside it
-KEYS = ("name", "arguments", "type", "id")  # of a call (and parameters); an object with others before these is none
+# Of a call (and parameters); an object with others before these is none. A function holds name and arguments.
+KEYS = ("name", "arguments", "type", "id", "function")
 
-_QUOTED = re.compile(r'["\\]')
-_STRUCTURE = re.compile(r'["{}\[\]<]')
+_CONTROLS = re.compile(r"[\x00-\x1f]")
+_SIGNS = stops(*'"{}[]<,:')
 _UNESCAPED = {'"': '"', "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 _STRING_STOPS = stops('"', "\\")
 
@@ -37,8 +38,8 @@ class ToolScanner(Scanner):
         self._blank, self._held = True, ""  # only whitespace since the start or the last call, and that whitespace
         super().__init__()
 
-    def finish(self) -> list[Piece]:
-        pieces = super().finish()
+    def finish(self, cut: bool = True) -> list[Piece]:
+        pieces = super().finish(cut)
         if self._held and not self.calls:
             pieces.append(Piece(CONTENT, self._held))
         return pieces
@@ -110,6 +111,11 @@ class ToolScanner(Scanner):
                 early = []
                 if not (yield from self.value(name, self.arguments if name else early.append)):
                     return False
+            elif key == "function" and (yield from self.more()) and self.buffer[self.at] == "{":
+                if not (yield from self.json_call(marked)):
+                    return False
+                yield from self._closing()
+                return True
             elif key is None or (yield from self.string(MAX_NAME)) is None:
                 return False
             if name and early is not None:
@@ -148,7 +154,7 @@ class ToolScanner(Scanner):
         if (yield from self.literal("}", ",")) == ",":
             yield from self.space()
             if (yield from self.more()) and self.buffer[self.at] == '"':
-                yield from self._balanced(lambda _: None, depth=1)
+                yield from self.json(lambda _: None, "}")
             else:
                 self.at = after
 
@@ -165,46 +171,87 @@ class ToolScanner(Scanner):
         if opening and name is not None:
             self.call(name)
         if opening == "{":
-            yield from self._balanced(emit)
+            yield from self.json(emit)
         elif opening == '"':
             yield from self._string_body(emit)
         elif opening == "null":
             emit("{}")
         return opening is not None
 
-    def _balanced(self, emit: Emit, depth: int = 0) -> Steps:
-        """Pass JSON on until its brackets balance, of which `depth` are open, or until a `<` outside of strings, which
-        no JSON has."""
-        quoted, escaped = False, False
-        while True:
-            at, end = self.at, len(self.buffer)
-            while at < end:
-                if escaped:
-                    at, escaped = at + 1, False
-                    continue
-                found = (_QUOTED if quoted else _STRUCTURE).search(self.buffer, at)
-                if not found:
-                    at = end
-                    break
-                at, sign = found.end(), found.group()
-                if sign == '"':
-                    quoted = not quoted
-                elif sign == "\\":
-                    escaped = True
-                elif sign in "{[":
-                    depth += 1
-                elif sign == "<":
-                    at, depth = at - 1, 0
-                else:
-                    depth -= 1
-                if depth == 0:
-                    break
-            if at > self.at:
-                emit(self.buffer[self.at : at])
-            self._drop(at)
-            if depth == 0 or self.ended:
+    def json(self, emit: Emit, brackets: str = "") -> Steps:
+        """Pass on a JSON object or list that begins here, or of which these closing `brackets` are to come, innermost
+        last. It ends with its last bracket, or at a `<` outside of strings, which no JSON has, or with the reply.
+
+        What is no JSON for a plain reason is mended: raw control characters and unknown escapes in strings, a comma at
+        the end, brackets that are missing or don't match; and, unless the reply was cut, an end that is missing.
+        """
+        comma, state = "", ""  # a comma and space that wait for a member; the sign or kind of value before
+
+        def say(text: str) -> None:
+            nonlocal comma, state
+            if (comma + text).strip() in ("", ","):
+                comma += text
+                if "," not in comma:
+                    emit(comma)
+                    comma = ""
                 return
-            yield
+            emit(comma + text)
+            comma, state = "", "value" if not text.isspace() else state
+
+        def close(bracket: str) -> None:
+            nonlocal comma, state
+            emit({"key": ": null", ":": "null"}.get(state, "") + comma.replace(",", "") + bracket)
+            comma, state = "", "value"
+
+        while sign := (yield from self.text(say, _SIGNS)):
+            if sign == "<":
+                break
+            self.at += 1
+            if sign in "{[":
+                say(sign)
+                brackets, state = brackets + ("}" if sign == "{" else "]"), sign
+            elif sign in "}]":
+                while brackets and sign in brackets and brackets[-1] != sign:
+                    close(brackets[-1])
+                    brackets = brackets[:-1]
+                if sign in brackets:
+                    close(sign)
+                    brackets = brackets[:-1]
+                if not brackets:
+                    return
+            elif sign == '"':
+                key = brackets[-1:] == "}" and state in ("{", ",", "")
+                say(sign)
+                yield from self._quoted(emit)
+                state = "key" if key else "value"
+            elif sign == ",":
+                say(sign)
+                state = sign
+            else:
+                say(sign)
+                state = sign
+        if sign or not self.cut:
+            for bracket in reversed(brackets):
+                close(bracket)
+
+    def _quoted(self, emit: Emit) -> Steps:
+        """Pass on the rest of a JSON string, as JSON."""
+        while sign := (yield from self.text(lambda text: emit(_CONTROLS.sub(_escaped, text)), _STRING_STOPS)):
+            self.at += 1
+            if sign == '"':
+                emit(sign)
+                return
+            if not (yield from self.more()):
+                break
+            sign = self.buffer[self.at]
+            self.at += 1
+            if sign == "u":
+                digits = yield from self._hex()
+                emit(f"\\u{digits}" if len(digits) == 4 else f"\\\\u{digits}")
+            else:
+                emit("\\" + sign if sign in _UNESCAPED else "\\\\" + _CONTROLS.sub(_escaped, sign))
+        if not self.cut:
+            emit('\\\\"' if sign else '"')
 
     def _string_body(self, emit: Emit) -> Steps:
         """Pass on what a JSON string says, up to its closing quote, which is read. A bad escape stands for itself."""
@@ -246,6 +293,10 @@ def _character(digits: str, low: str) -> str:
         return "\\u" + digits
     alone = "\ufffd" if 0xD800 <= int(digits, 16) < 0xE000 else chr(int(digits, 16))
     return alone + (_character(low, "") if low else "")
+
+
+def _escaped(control: re.Match[str]) -> str:
+    return escape(control.group())
 
 
 def escape(text: str) -> str:

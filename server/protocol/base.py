@@ -4,12 +4,21 @@ elements are read."""
 from __future__ import annotations
 
 import difflib
+from collections.abc import Collection
 from typing import Annotated, Any, ClassVar, TypedDict
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from jaxspec.config.request import INTEGERS, NUMBERS, POSITIVE, TINY, RequestError, shown
 
+# Fields of other servers, and how this one takes the same.
+ELSEWHERE = {
+    **dict.fromkeys(
+        ("enable_thinking", "thinking"),
+        'templates with such a switch take it as "chat_template_kwargs": {"enable_thinking": false}',
+    ),
+    **dict.fromkeys(("penalty_score", "repeat_penalty"), "here it is repetition_penalty"),
+}
 REQUEST_ID = r"[A-Za-z0-9._:/+=@-]{1,128}"  # of a client
 MAX_NAME = 64  # characters of an unknown field for which a known one is sought that is spelt alike
 
@@ -57,6 +66,12 @@ def must_be(kind: type, what: str) -> BeforeValidator:
         return value
 
     return BeforeValidator(check)
+
+
+def refuse_unknown(given: dict[str, Any], known: Collection[str], where: str = "") -> None:
+    """**Raises:** `RequestError` naming a field of `given` that isn't `known`. One that is null isn't there."""
+    if unknown := sorted(key for key, value in given.items() if value is not None and key not in known):
+        raise RequestError(f"{where}unknown field {unknown[0]!r}; known: {', '.join(known)}", unknown[0])
 
 
 def _bounds() -> dict[str, dict[str, float]]:
@@ -120,5 +135,6 @@ class Body(BaseModel):
             else:
                 near = difflib.get_close_matches(name, known, n=1) if len(name) <= MAX_NAME else ()
                 hint = f"did you mean {near[0]}?" if near else f"known fields: {', '.join(sorted(known))}"
+                hint = ELSEWHERE.get(name, hint)
                 raise RequestError(f"unknown field {name!r}; {hint}", name)
         return kept

@@ -21,7 +21,7 @@ from server.protocol.base import BOUNDS, REQUEST_ID, Body, Integer, TokenId, at_
 from server.protocol.described import add_rules, any_of, is_true, null
 from server.protocol.structured import ONE_GRAMMAR, StructuredFields
 
-StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+StopString = Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
 Stop = StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)]
 BiasedToken = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
 Biases = Annotated[dict[BiasedToken, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_LOGIT_BIAS)]
@@ -33,7 +33,7 @@ def _stop(value: Any) -> list[str]:
         raise RequestError(f"takes at most {MAX_STOPS} strings, got {len(strings)}")
     if not isinstance(strings, list) or not all(isinstance(item, str) for item in strings):
         raise RequestError(f"must be a string or a list of strings, got {shown(value)}")
-    return [check_text(item) for item in strings]
+    return [check_text(item) for item in strings if item]  # an empty one is none
 
 
 def _logit_bias(value: Any) -> dict[int, float]:
@@ -143,6 +143,7 @@ class Generation(StructuredFields, Sampled):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     token_sources: bool | None = None
+    fixed_drafts: bool | None = None
     request_id: Id | None = None  # vLLM's: what the response's id ends in
     rid: Id | None = None  # SGLang's: the response's id
 
@@ -177,7 +178,7 @@ class Generation(StructuredFields, Sampled):
         """
         check_limit(self.limit, self.min_tokens)
         if self.no_tokens:
-            overrides["max_tokens"] = 1
+            overrides |= {"max_tokens": 1, "no_tokens": True}
         given = {name: getattr(self, name) for name in _SHARED if getattr(self, name) is not None}
         return SamplingParams(**{**defaults, "structured": self.structured(), **given, **overrides})
 

@@ -198,7 +198,10 @@ class ModelList(Object):
 
 
 class Health(Object):
-    status: Literal["ok"]
+    """`lost`: of several engines those that have ended, by their numbers, with the reasons."""
+
+    status: Literal["ok", "degraded"]
+    lost: dict[str, str] | None = None
 
 
 class Started(Object):

@@ -7,7 +7,7 @@ routes. Items become messages here, one by one, and any that can't is refused by
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, PlainValidator
 
@@ -17,11 +17,17 @@ from server.protocol.chat import Effort, Variables
 from server.protocol.described import NULL, add_rules, any_of, checked_later, fields
 from server.protocol.generation import Biases, Sampled, Stop
 from server.protocol.response_items import MAX_ITEMS, Choice, Format, Input, Tools
+from server.protocol.response_tools import Toolbox, as_arguments, called
 
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 LOGPROBS = "message.output_text.logprobs"
-INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")  # reasoning comes unencrypted, which serves as well
+# Reasoning comes unencrypted, which serves as well. The others are of images and hosted tools, which never come.
+INCLUDABLE = (
+    *(LOGPROBS, "reasoning.encrypted_content", "message.input_image.image_url", "code_interpreter_call.outputs"),
+    *("file_search_call.results", "web_search_call.results", "web_search_call.action.sources"),
+    "computer_call_output.output.image_url",
+)
 # Where this route's fields stand in a chat's body, for errors that name them.
 PLACES = {
     "messages": "input",
@@ -48,10 +54,18 @@ def _items(value: Any) -> list[dict[str, Any]]:
         raise RequestError(f"has {len(value)} items, at most {MAX_ITEMS} are allowed")
     for place, item in enumerate(value):
         try:
-            _message(item)
+            if reference(item) is None:
+                _message(item)
         except RequestError as error:
             raise RequestError(f"item {place}: {error}") from None
     return value
+
+
+def reference(item: Any) -> str | None:
+    """The id of the item that an `item_reference` stands for, whose type may be left out; None for another item."""
+    if not isinstance(item, dict) or (item.get("type") != "item_reference" and item.keys() != {"id"}):
+        return None
+    return _string(item, "id")
 
 
 def _message(item: Any) -> dict[str, Any]:
@@ -69,15 +83,18 @@ def _message(item: Any) -> dict[str, Any]:
     if kind == "reasoning":
         text = _text(item.get("content"), "content") or _text(item.get("summary"), "content")
         return {"role": "assistant", "reasoning_content": text}
+    if kind == "custom_tool_call":
+        item, kind = item | {"arguments": as_arguments(_string(item, "input"))}, "function_call"
     if kind == "function_call":
-        call = {"name": _string(item, "name"), "arguments": _string(item, "arguments")}
+        call = {"name": called(item, _string(item, "name")), "arguments": _string(item, "arguments")}
         calls = [{"id": _string(item, "call_id"), "type": "function", "function": call}]
         return {"role": "assistant", "tool_calls": calls}
-    if kind == "function_call_output":
+    if kind in ("function_call_output", "custom_tool_call_output"):
         output = _text(item.get("output"), "output")
         return {"role": "tool", "tool_call_id": _string(item, "call_id"), "content": output}
     raise RequestError(
-        f"items of type {shown(kind)} are not supported; send message, function_call, function_call_output or reasoning"
+        f"items of type {shown(kind)} are not supported; send message, reasoning, item_reference, function_call, "
+        "custom_tool_call, or the output of one"
     )
 
 
@@ -137,16 +154,6 @@ def _goes_on(last: dict[str, Any], message: dict[str, Any]) -> bool:
     return "content" not in message or ("content" not in last and not last.get("tool_calls"))
 
 
-def _tools(value: Any) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or len(value) > MAX_ITEMS:
-        raise RequestError(f"must be a list of tools, at most {MAX_ITEMS}, got {shown(value)}")
-    for place, tool in enumerate(value):
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if kind != "function":
-            raise RequestError(f"tool {place} has the type {shown(kind)}; this server takes functions only")
-    return value
-
-
 class TextConfig(Body):
     """`text`: the format of the output."""
 
@@ -184,9 +191,8 @@ class ResponsesRequest(Sampled):
     )
     UNSUPPORTED: ClassVar[dict[str, tuple]] = {
         "priority": (0,),  # routers add it
-        **dict.fromkeys(("conversation", "prompt", "max_tool_calls", "context_management", "moderation"), ()),
+        **dict.fromkeys(("conversation", "prompt", "context_management", "moderation"), ()),
         "background": (False,),
-        "truncation": ("disabled",),
     }
 
     input: Annotated[list[dict], PlainValidator(_items, json_schema_input_type=Input)]
@@ -200,9 +206,12 @@ class ResponsesRequest(Sampled):
     ) = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
-    tools: Annotated[list[dict], PlainValidator(_tools, json_schema_input_type=Tools)] | None = None
+    tools: Annotated[Toolbox, PlainValidator(Toolbox.of, json_schema_input_type=Tools)] | None = None
     tool_choice: Annotated[Any, checked_later(Choice)] | None = None
     parallel_tool_calls: bool | None = None
+    # Of the calls of hosted tools, which are never made: calls of the client's own tools don't count.
+    max_tool_calls: Annotated[Integer, Field(ge=1)] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     store: bool | None = None
     previous_response_id: str | None = None
     metadata: Annotated[dict[str, str], must_be(dict, "an object")] | None = None
@@ -219,12 +228,16 @@ class ResponsesRequest(Sampled):
     def wants_logprobs(self) -> bool:
         return LOGPROBS in (self.include or ())
 
-    def chat(self, history: Iterable[dict[str, Any]] = ()) -> dict[str, Any]:
-        """The body of the chat that this is, after the items of `history`. **Raises:** `RequestError`."""
+    @property
+    def toolbox(self) -> Toolbox:
+        return self.tools or Toolbox()
+
+    def chat(self, items: Iterable[dict[str, Any]]) -> dict[str, Any]:
+        """The body of the chat that this is, with the items of the whole conversation. **Raises:** `RequestError`."""
         if bad := [name for name in self.include or () if name not in INCLUDABLE]:
             raise RequestError(f"{bad[0]!r} can't be included; this server has {', '.join(INCLUDABLE)}", "include")
         chat = {name: value for name in SAME if (value := getattr(self, name)) is not None}
-        chat["messages"] = messages(self.instructions, [*history, *self.input])
+        chat["messages"] = messages(self.instructions, items)
         if self.max_output_tokens is not None:
             chat["max_completion_tokens"] = self.max_output_tokens
         if self.wants_logprobs:
@@ -235,11 +248,12 @@ class ResponsesRequest(Sampled):
             chat["response_format"] = given = self.text.format
             if given.get("type") == "json_schema":
                 chat["response_format"] = {"type": "json_schema", "json_schema": _without(given, "type")}
-        if self.tools:
-            chat["tools"] = [{"type": "function", "function": _without(tool, "type")} for tool in self.tools]
-        choice = self.tool_choice
-        if isinstance(choice, dict) and choice.get("type") == "function":
-            choice = {"type": "function", "function": _without(choice, "type")}
+        try:
+            tools, choice = self.toolbox.choose(self.tool_choice)
+        except RequestError as error:
+            raise RequestError(str(error), "tool_choice") from None
+        if tools:
+            chat["tools"] = tools
         if choice is not None:
             chat["tool_choice"] = choice
         return chat

@@ -19,6 +19,7 @@ from server.protocol.structured import Grammar, Regex, Schema, naming
 
 # SGLang's names of `SamplingParams`' fields, where they differ.
 NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
+ANY_JSON = "$$ANY$$"  # SGLang's schema of any object, which its send_one --json sends
 GRAMMARS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}  # and the keyword of each in StructuredOutput
 
 
@@ -65,10 +66,11 @@ class Sampling(Sampled):
             raise RequestError(f"{first} and {second} each say what the text must be; send one", second)
         for name, value in grammars.items():
             with naming(name):
+                value = True if (name, value) == ("json_schema", ANY_JSON) else value
                 given["structured"] = StructuredOutput(**{GRAMMARS[name]: value, "name": name})
         check_limit(self.max_new_tokens, self.min_new_tokens)
         if self.no_tokens:
-            given["max_new_tokens"] = 1
+            given |= {"max_new_tokens": 1, "no_tokens": True}
         for ours, theirs in (*NAMES.items(), ("include_stop_str_in_output", "no_stop_trim")):
             if theirs in given:
                 given[ours] = given.pop(theirs)

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from jaxspec.config.request import RequestError
 from server.http.json_reader import parse
-from server.protocol.base import Open, check_text, shown, text_size
+from server.protocol.base import Open, check_text, refuse_unknown, shown, text_size
 
 MAX_TOOLS = 128  # OpenAI's limit; also of the calls in one message
 MAX_TOOLS_LENGTH = 2**19  # characters of JSON
@@ -95,9 +95,10 @@ def _check_list(value: Any, what: str) -> None:
 def _function(tool: Any, where: str) -> dict[str, Any]:
     if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
         raise RequestError(f'{where} must be {{"type": "function", "function": {{...}}}}, got {shown(tool)}')
-    if not isinstance(tool["function"].get("strict"), bool | None):
-        raise RequestError(f"{where} needs true or false as its strict, got {shown(tool['function']['strict'])}")
-    function = {key: value for key, value in tool["function"].items() if value is not None and key != "strict"}
+    refuse_unknown(tool, ("type", "function", "cache_control"), f"{where}: ")
+    function = {key: value for key, value in tool["function"].items() if value is not None}
+    if not isinstance(function.get("strict", False), bool):
+        raise RequestError(f"{where} needs true or false as its strict, got {shown(function['strict'])}")
     name = function.get("name")
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise RequestError(f"{where} needs a name of up to 128 letters, digits, and _ - . : /, got {shown(name)}")
@@ -116,6 +117,8 @@ def read_choice(value: Any) -> str | Named:
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
         raise RequestError(f'must be "auto", "none", "required" or {json.dumps(NAMED)}, got {shown(value)}')
+    refuse_unknown(value, ("type", "function"))
+    refuse_unknown(function, ("name",), "function: ")
     return Named(name)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxspec.config.request import Delta, SamplingParams
-from server.chat.speech import PLAIN, Calls, Speech
+from server.chat.speech import PLAIN, Calls, Speech, was_cut
 from server.parsers import ARGUMENTS, CALL, CONTENT, REASONING, Parser, Piece
 from server.replies.logprobs import chat_logprobs
 from server.replies.reasoning import ReasoningTokens
@@ -63,7 +63,7 @@ class ChatReply(Reply):
         parser = self._parsers.get(index) or self._parsers.setdefault(index, self.speech.parser())
         pieces = parser.push(delta.text)
         if delta.finish_reason is not None:
-            pieces += parser.finish()
+            pieces += parser.finish(was_cut(delta))
         pieces = self.speech.kept(pieces)
         calls = self._calls.setdefault(index, Calls()).add(pieces)
         return {
@@ -75,7 +75,7 @@ class ChatReply(Reply):
 
     def _whole_choice(self, prompt: int, index: int, choice: Choice) -> dict[str, Any]:
         parser = self.speech.parser()
-        pieces = self.speech.kept(parser.push("".join(choice.text)) + parser.finish())
+        pieces = self.speech.kept(parser.push("".join(choice.text)) + parser.finish(was_cut(choice.last)))
         return {
             "index": index,
             "message": self._message(pieces),

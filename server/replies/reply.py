@@ -48,12 +48,18 @@ def event(data: str) -> str:
 @dataclass(slots=True)
 class Job:
     """A prompt for the engine, with the request id that the engine is to know it by. `response`: the response's id, by
-    which a client may abort it, where that is another."""
+    which a client may abort it, where that is another. `chosen`: the client chose that id, for this request alone."""
 
     ids: list[int]
     params: SamplingParams
     id: str
     response: str | None = None
+    chosen: bool = False
+
+    @property
+    def name(self) -> str:
+        """The id that its client knows."""
+        return self.response or self.id
 
 
 class Answer(Protocol):
@@ -100,6 +106,7 @@ class Reply:
         self.include_usage, self.report_prompt = include_usage, report_prompt
         self.return_token_ids = return_token_ids
         self._continuous_usage, self._no_tokens = continuous_usage, no_tokens
+        self._chosen = id is not None
         self.id = id or self.PREFIX + (request_id or secrets.token_hex(16))
         self._base = {"created": int(time.time()), "model": model}
         head = encode({"id": self.id, "object": self.CHUNK, **self._base})
@@ -120,7 +127,7 @@ class Reply:
         """The prompts by the response's id, so that the log calls a request what its client does, and some digits:
         clients may send an `X-Request-Id` again while it is in use, and the engine takes an id once."""
         own = lambda: f"{self.id}-{secrets.token_hex(4)}"  # noqa: E731
-        return [Job(prompt.ids, self.params, own(), self.id) for prompt in self.prompts]
+        return [Job(prompt.ids, self.params, own(), self.id, self._chosen) for prompt in self.prompts]
 
     def chunks(self, prompt: int, delta: Delta) -> str:
         """The events to send for a delta; empty when it has nothing to show yet."""

@@ -12,8 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxspec.config.request import Delta, SamplingParams, TokenLogprobs
-from server.chat.speech import Calls, Speech
+from server.chat.speech import Calls, Speech, was_cut
 from server.parsers import ARGUMENTS, CALL, CONTENT, REASONING, Piece
+from server.protocol.response_tools import INPUT, Origin
+from server.replies.custom_input import CustomInput
 from server.replies.logprobs import TokenNames, chat_logprobs
 from server.replies.reasoning import ReasoningTokens
 from server.replies.reply import Job, Prompt, encode
@@ -24,7 +26,8 @@ PARTS = {CONTENT: "output_text", REASONING: "reasoning_text"}
 
 class ResponsesReply:
     """**Arguments:** `head` has the fields of the response that the request decides; `speech` reads the text;
-    `done` is called with the response once it has ended without failing.
+    `origin` gives the tool that a function's name stands for; `done` is called with the response once it has ended
+    without failing.
     """
 
     def __init__(
@@ -36,17 +39,20 @@ class ResponsesReply:
         speech: Speech,
         *,
         stream: bool = False,
+        origin: Callable[[str], Origin] = Origin,
         done: Callable[[dict[str, Any]], None] = lambda response: None,
     ):
-        self.id = _new_id("resp")
+        self.id = new_id("resp")
         self._prompt, self._params, self._names = prompt, params, names
         self._speech, self._parser, self._stream, self._done = speech, speech.parser(), stream, done
+        self._origin = origin
         self._response = {"id": self.id, "object": "response", "created_at": int(time.time()), "status": "in_progress"}
         self._response |= {"error": None, "incomplete_details": None, **head, "output": [], "usage": None}
         self._calls = Calls()
         self._sequence = 0
         self._kind: str | None = None  # of the item that is open
         self._text: list[str] = []  # of its part, or its arguments
+        self._custom: CustomInput | None = None  # of a custom tool's call
         self._logprobs: list[TokenLogprobs] = []  # of its part
         self._untold: list[TokenLogprobs] = []  # of tokens whose text hasn't come yet
         self._tokens = self._cached = 0
@@ -93,7 +99,7 @@ class ResponsesReply:
         self._untold += delta.logprobs or ()
         pieces = self._parser.push(delta.text)
         if delta.finish_reason is not None:
-            pieces += self._parser.finish()
+            pieces += self._parser.finish(was_cut(delta))
         pieces = self._speech.kept(pieces)
         self._calls.add(pieces)
         events = "".join([self._take(piece) for piece in pieces])
@@ -107,6 +113,8 @@ class ResponsesReply:
             return events
         self._text.append(piece.text)
         told, self._untold = self._untold, []
+        if piece.kind == ARGUMENTS and self._custom:
+            return events + self._input_delta(self._custom.push(piece.text))
         if piece.kind == ARGUMENTS:
             return events + self._of_item("response.function_call_arguments.delta", delta=piece.text)
         more: dict[str, Any] = {}
@@ -117,10 +125,12 @@ class ResponsesReply:
 
     def _open(self, piece: Piece) -> str:
         """Add the item that a piece begins."""
-        self._kind, self._text, self._logprobs = piece.kind, [], []
-        item: dict[str, Any] = {"id": _new_id({CONTENT: "msg", REASONING: "rs", CALL: "fc"}[piece.kind])}
+        self._kind, self._text, self._logprobs, self._custom = piece.kind, [], [], None
+        item: dict[str, Any] = {"id": new_id({CONTENT: "msg", REASONING: "rs", CALL: "fc"}[piece.kind])}
         if piece.kind == CALL:
-            item |= {"type": "function_call", "call_id": piece.id, "name": piece.text, "arguments": ""}
+            origin = self._origin(piece.text)
+            self._custom = CustomInput() if origin.custom else None
+            item |= origin.call(piece.id)
         elif piece.kind == REASONING:
             item |= {"type": "reasoning", "summary": [], "content": []}
         else:
@@ -136,7 +146,11 @@ class ResponsesReply:
         if self._kind is None:
             return ""
         text, item = "".join(self._text), self._item
-        if self._kind == CALL:
+        if self._custom:
+            events = self._input_delta(self._custom.finish())
+            item[INPUT] = self._custom.text
+            events += self._of_item("response.custom_tool_call_input.done", input=item[INPUT])
+        elif self._kind == CALL:
             item["arguments"] = text
             events = self._of_item("response.function_call_arguments.done", name=item["name"], arguments=text)
         else:
@@ -164,11 +178,11 @@ class ResponsesReply:
         self._response |= {"status": status, "usage": self._usage(), "completed_at": int(time.time())}
         if status == "incomplete":
             self._response["incomplete_details"] = {"reason": "max_output_tokens"}
+        self._response |= self._speculation.fields()
         if status == "failed":
             self._response["error"] = {"code": "server_error", "message": "the request was aborted"}
         else:
             self._done(self._response)
-        self._response |= self._speculation.fields()
         return events
 
     def _usage(self) -> dict[str, Any]:
@@ -200,6 +214,9 @@ class ResponsesReply:
     def _names_of(self, entries: list[TokenLogprobs]) -> list[dict[str, Any]]:
         return chat_logprobs(self._names, entries)["content"] if entries else []
 
+    def _input_delta(self, text: str) -> str:
+        return self._of_item("response.custom_tool_call_input.delta", delta=text) if text else ""
+
     def _of_part(self, kind: str, **fields: Any) -> str:
         return self._of_item(kind, content_index=0, **fields)
 
@@ -213,5 +230,6 @@ class ResponsesReply:
         return f"event: {kind}\ndata: {encode({'type': kind, 'sequence_number': number, **fields})}\n\n"
 
 
-def _new_id(prefix: str) -> str:
+def new_id(prefix: str) -> str:
+    """A new item's or response's id."""
     return f"{prefix}_{secrets.token_hex(16)}"

@@ -26,6 +26,15 @@ def check_ready(llm: AsyncLLM) -> None:
         raise ApiError(503, "the engine is not ready", kind="server_error")
 
 
+def health_of(llm: AsyncLLM) -> Health:
+    """**Raises:** as `check_ready`."""
+    check_ready(llm)
+    engines = llm.stats().get("engines", ())
+    if lost := {str(each["engine"]): each["error"] for each in engines if each["error"] is not None}:
+        return Health(status="degraded", lost=lost)
+    return Health(status="ok")
+
+
 class Probe:
     """Finds out whether the engine generates. Probes that overlap share one request."""
 
@@ -63,21 +72,21 @@ def add(app: FastAPI, serving: Serving) -> None:
     @app.head("/health", include_in_schema=False)
     @app.head("/ready", include_in_schema=False)
     @app.head("/ping", include_in_schema=False)
-    @app.get("/health")
-    @app.get("/ready")
-    @app.get("/ping")
-    @app.post("/ping")
+    @app.get("/health", response_model_exclude_none=True)
+    @app.get("/ready", response_model_exclude_none=True)
+    @app.get("/ping", response_model_exclude_none=True)
+    @app.post("/ping", response_model_exclude_none=True)
     async def health() -> Health:
-        """200 while requests can be served, else 503."""
-        check_ready(llm)
-        return Health(status="ok")
+        """200 while requests can be served, else 503. With several engines, the status is `degraded` once some have
+        ended."""
+        return health_of(llm)
 
-    @app.get("/health_generate")
+    @app.get("/health_generate", response_model_exclude_none=True)
     async def health_generate() -> Health:
         """200 once the engine has generated a token, 503 if it doesn't in time."""
         check_ready(llm)
         await probe()
-        return Health(status="ok")
+        return health_of(llm)
 
     @app.get("/load")
     async def load() -> dict:

@@ -18,11 +18,11 @@ from server.routes.serving import Serving
 
 
 def add(app: FastAPI, serving: Serving) -> None:
-    started, llm, name = time.time(), serving.llm, serving.name
+    started, llm, name = time.monotonic(), serving.llm, serving.name  # the wall's clock may be set meanwhile
     card = {
         "id": name,
         "object": "model",
-        "created": int(started),
+        "created": int(time.time()),
         "owned_by": "jaxspec",
         "root": llm.config.model,
         "max_model_len": llm.config.context_length,
@@ -94,7 +94,7 @@ def _server_info(llm: AsyncLLM, name: str, started: float) -> dict:
         "model": llm.config.model,
         "draft": llm.config.draft,
         "served_model_name": name,
-        "uptime_seconds": time.time() - started,
+        "uptime_seconds": time.monotonic() - started,
         "avg_spec_accept_length": stats["avg_spec_accept_length"],
         "versions": {
             "jaxspec": jaxspec.__version__,

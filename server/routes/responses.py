@@ -1,72 +1,27 @@
-"""`/v1/responses`: OpenAI's Responses API over the same chats, and the responses that later requests may go on from.
-
-Invariant: at most `max_count` responses and `max_chars` characters are kept, in memory; the least recently used go
-first. A restart forgets them all.
-"""
+"""`/v1/responses`: OpenAI's Responses API over the same chats, and the responses that later requests may go on from."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from pydantic import ValidationError
 
-from jaxspec.config.request import RequestError, SamplingParams
+from jaxspec.config.request import CONTEXT_EXCEEDED, RequestError, SamplingParams
 from server.http.errors import ApiError
 from server.protocol import ChatRequest
-from server.protocol.responses import PLACES, ResponsesRequest
-from server.replies.responses import ResponsesReply
+from server.protocol.responses import PLACES, ResponsesRequest, reference
+from server.replies import Prompt
+from server.replies.responses import ResponsesReply, new_id
+from server.response_store import ResponseStore, Stored
 from server.routes.serving import Serving
 
-MAX_COUNT = 1000
-MAX_CHARS = 64 * 2**20
-
-
-@dataclass(slots=True)
-class Stored:
-    """A response, and all items of its conversation, its own output last."""
-
-    response: dict[str, Any]
-    items: list[dict[str, Any]]
-    size: int
-
-
-class ResponseStore:
-    def __init__(self, max_count: int = MAX_COUNT, max_chars: int = MAX_CHARS):
-        self._max_count, self._max_chars = max_count, max_chars
-        self._kept: OrderedDict[str, Stored] = OrderedDict()
-        self._chars = 0
-
-    def put(self, response: dict[str, Any], items: list[dict[str, Any]]) -> None:
-        """Keep a response under its id. One that is larger than all that may be kept is not."""
-        size = len(json.dumps(items)) + len(json.dumps(response))
-        if size > self._max_chars:
-            return
-        self._kept[response["id"]] = Stored(response, items, size)
-        self._chars += size
-        while len(self._kept) > self._max_count or self._chars > self._max_chars:
-            self._chars -= self._kept.popitem(last=False)[1].size
-
-    def get(self, name: str) -> Stored | None:
-        """A response by its id, which counts as a use; None if it isn't kept."""
-        if name in self._kept:
-            self._kept.move_to_end(name)
-        return self._kept.get(name)
-
-    def remove(self, name: str) -> bool:
-        """Forget a response. False if it wasn't kept."""
-        stored = self._kept.pop(name, None)
-        if stored is not None:
-            self._chars -= stored.size
-        return stored is not None
+LEADING = ("system", "developer")  # roles whose messages at a conversation's beginning are never truncated
 
 
 def add(app: FastAPI, serving: Serving) -> None:
@@ -83,25 +38,35 @@ def add(app: FastAPI, serving: Serving) -> None:
             raise ApiError(404, message, param=param, code="response_not_found")
         return found
 
+    def resolved(item: dict[str, Any]) -> dict[str, Any]:
+        """An item, or the one that it refers to. **Raises:** `ApiError` for one that isn't kept."""
+        if (name := reference(item)) is None:
+            return item
+        if (found := store.item(name)) is None:
+            message = f"the item {name[:100]!r} is of no response that is kept; send the item itself"
+            raise ApiError(404, message, param="input", code="item_not_found")
+        return found
+
     @app.post("/v1/responses")
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         """Respond to text, or to a conversation's items."""
         serving.check(body.model)
         before = body.previous_response_id
         history = [] if before is None else stored(before, "previous_response_id").items
+        given = [*history, *map(resolved, body.input)]
         with _their_fields():
-            chat = ChatRequest.model_validate(body.chat(history))
+            chat = ChatRequest.model_validate(body.chat(given))
             params = chat.sampling(serving.sampling)
 
             def keep(response: dict[str, Any]) -> None:
                 if body.store is not False:
-                    store.put(response, [*history, *body.input, *response["output"]])
+                    store.put(response, [*({"id": new_id("item"), **item} for item in given), *response["output"]])
 
             async def make() -> ResponsesReply:
-                prompt = await serving.chat_prompt(chat)
+                prompt = await (_truncated if body.truncation == "auto" else Serving.chat_prompt)(serving, chat)
                 speech = serving.speech(chat, prompt)
                 settings, head = speech.sampling(params), _head(body, params, serving.name)
-                options = {"stream": bool(body.stream), "done": keep}
+                options = {"stream": bool(body.stream), "done": keep, "origin": body.toolbox.origin}
                 return ResponsesReply(prompt, settings, serving.texts, head, speech, **options)
 
             return await serving.answer(request, make(), body.stream, body.store)
@@ -114,6 +79,26 @@ def add(app: FastAPI, serving: Serving) -> None:
             raise ApiError(400, "a kept response can't be streamed again; leave stream out", param="stream")
         return found.response
 
+    @app.get("/v1/responses/{name}/input_items")
+    async def input_items(
+        name: str,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+        after: str | None = None,
+    ) -> dict[str, Any]:
+        """The items that a kept response answers, those of the responses before it too; the newest first."""
+        found = stored(name)
+        items = found.items[: len(found.items) - len(found.response["output"])]
+        items = items[::-1] if order == "desc" else items
+        if after is not None:
+            places = [place for place, item in enumerate(items) if item["id"] == after]
+            if not places:
+                raise ApiError(404, f"the response has no input item {after[:100]!r}", param="after")
+            items = items[places[0] + 1 :]
+        page = [_listed(item) for item in items[:limit]]
+        ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
+        return {"object": "list", "data": page, **ends, "has_more": len(items) > limit}
+
     @app.delete("/v1/responses/{name}")
     async def delete_response(name: str) -> dict[str, Any]:
         """Forget a response."""
@@ -124,7 +109,8 @@ def add(app: FastAPI, serving: Serving) -> None:
 
 def _head(body: ResponsesRequest, params: SamplingParams, model: str) -> dict[str, Any]:
     """The fields of a response that say what was asked for."""
-    tools = [{"description": None, "parameters": None, "strict": False, **tool} for tool in body.tools or ()]
+    blank = {"description": None, "parameters": None, "strict": False}
+    tools = [{**(blank if tool["type"] == "function" else {}), **tool} for tool in body.toolbox.given]
     return {
         "model": model,
         "instructions": body.instructions,
@@ -140,9 +126,58 @@ def _head(body: ResponsesRequest, params: SamplingParams, model: str) -> dict[st
         "previous_response_id": body.previous_response_id,
         "store": body.store is not False,
         "background": False,
-        "truncation": "disabled",
+        "truncation": body.truncation or "disabled",
+        "max_tool_calls": body.max_tool_calls,
         "metadata": body.metadata or {},
     }
+
+
+def _listed(item: dict[str, Any]) -> dict[str, Any]:
+    """An item as lists have it: messages have a type, and their content in parts."""
+    if not isinstance(item.get("role"), str):
+        return item
+    content = item.get("content")
+    if isinstance(content, str):
+        kind = "output_text" if item["role"] == "assistant" else "input_text"
+        content = [{"type": kind, "text": content} | ({"annotations": []} if kind == "output_text" else {})]
+    return {"status": "completed", **item, "type": "message", "content": content or []}
+
+
+async def _truncated(serving: Serving, chat: ChatRequest) -> Prompt:
+    """A chat's prompt, without as many of its oldest turns as it takes to fit the context and the output's limit.
+
+    A turn begins at a user's message. System messages at the beginning stay, and so does the last turn.
+    **Raises:** `RequestError`.
+    """
+    messages, room = chat.messages, serving.llm.config.context_length - (chat.limit or 1)
+    head = next((place for place, message in enumerate(messages) if message.role not in LEADING), len(messages))
+    turns = [head, *(place for place in range(head + 1, len(messages)) if messages[place].role == "user")]
+
+    async def prompt(turn: int) -> Prompt:
+        return await serving.chat_prompt(
+            chat.model_copy(update={"messages": messages[:head] + messages[turns[turn] :]})
+        )
+
+    async def fits(turn: int) -> Prompt | None:
+        try:
+            found = await prompt(turn)
+        except RequestError as error:
+            if error.code != CONTEXT_EXCEEDED:
+                raise
+            return None
+        return found if len(found.ids) <= room else None
+
+    if (found := await fits(0)) is not None:
+        return found
+    low, high = 0, len(turns) - 1  # the first that fits is above `low`; `high` is taken if none does
+    best = await fits(high) or await prompt(high)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if (found := await fits(middle)) is None:
+            low = middle
+        else:
+            high, best = middle, found
+    return best
 
 
 @contextmanager

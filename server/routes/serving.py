@@ -5,6 +5,7 @@ Invariant: a request for another model, or to an engine that is dead, is refused
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,12 +23,14 @@ from server.protocol import ChatRequest, CompletionRequest
 from server.protocol.base import shown
 from server.replies import Answer, Prompt, encode
 from server.replies.logprobs import TokenNames
+from server.tracing import Tracer
 
 
 @dataclass
 class Serving:
     """An engine under its name in the API. `sampling` holds of `SamplingParams` where a request doesn't say; `formats`
-    is how its model speaks in chats; `prompt_log` is where texts are kept, if they are."""
+    is how its model speaks in chats; `prompt_log` is where texts are kept, if they are;
+    `tracer` sends traces, if they are wanted."""
 
     llm: AsyncLLM
     name: str
@@ -35,7 +38,8 @@ class Serving:
     sampling: Mapping[str, Any]
     formats: Formats
     prompt_log: PromptLog | None = None
-    running: dict[str, str] = field(default_factory=dict)  # the engine's requests, with their responses' ids
+    tracer: Tracer | None = None
+    running: dict[str, str] = field(default_factory=dict)  # the engine's requests, with the ids that clients know
 
     def __post_init__(self):
         self.texts, self.ids = TokenNames(self.llm.tokenizer), TokenNames(self.llm.tokenizer, as_ids=True)
@@ -66,7 +70,7 @@ class Serving:
         **Raises:** `EngineDead`.
         """
         named = [each for each, response in list(self.running.items()) if response == name]
-        for each in (*named, name):
+        for each in {*named, name}:
             self.llm.abort(each)
 
     async def answer(
@@ -74,12 +78,14 @@ class Serving:
     ) -> Response:
         """Make a reply, run its prompts and send it, whole or as events. `store` False keeps it out of the log of
         prompts. **Raises:** `RequestError`, `ApiError`."""
+        began = time.time()
         try:
             with UnlessGone(request.receive):
                 reply = await making
                 jobs, kept = reply.jobs(), self.prompt_log if store is not False else None
                 watch = kept.watch(jobs, request.url.path) if kept else None
-                deltas = run(self.llm, jobs, self.metrics, self.running, watch)
+                trace = self.tracer and self.tracer.begin(request.headers, request.url.path, jobs, began)
+                deltas = run(self.llm, jobs, self.metrics, self.running, watch, request.state.client, trace)
                 if stream:
                     return EventStream(self.llm, reply, await anext(deltas), deltas)
                 whole = await collect(deltas, reply)

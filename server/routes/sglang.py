@@ -29,7 +29,7 @@ def add(app: FastAPI, serving: Serving) -> None:
             async def make() -> GenerateReply:
                 prompts = await serving.prompts(CompletionRequest(prompt=body.prompts))
                 work = zip(prompts, params, body.ids(), strict=True)
-                jobs = [Job(prompt.ids, each, name) for prompt, each, name in work]
+                jobs = [Job(prompt.ids, each, name, chosen=body.rid is not None) for prompt, each, name in work]
                 options = {"several": body.several, "name_tokens": bool(body.return_text_in_logprobs)}
                 return GenerateReply(jobs, body.starts(), body.no_tokens(), serving.texts, **options)
 
@@ -52,8 +52,7 @@ def _their_fields(prompt: str) -> Iterator[None]:
         message = str(error)
         for ours, theirs in NAMES.items():
             message = re.sub(rf"\b{ours}\b", theirs, message)
-        if error.param in ("request_id", "prompt"):
-            param = {"request_id": "rid", "prompt": prompt}[error.param]
-        else:
-            param = error.param and f"sampling_params.{NAMES.get(error.param, error.param)}"
+        param = {"request_id": "rid", "rid": "rid", "prompt": prompt}.get(error.param)
+        if param is None and error.param:
+            param = f"sampling_params.{NAMES.get(error.param, error.param)}"
         raise RequestError(message, param, error.code) from error

@@ -30,6 +30,9 @@ CASES = {
     ),
     "GSM8K": ({"question": "1+1?", "answer": "#### 2"}, ["1+1?"]),
     "Alpaca": ({"instruction": "Name it.", "input": "A cat", "output": ""}, ["Name it.\n\nA cat"]),
+    "ShareGPT": (
+        {"id": "a", "conversations": [{"from": "human", "value": "Hi?"}, {"from": "gpt", "value": "Hi."}]}, ["Hi?"],
+    ),
     "file": ({"question_id": 81, "category": "writing", "turns": ["Write.", "Again."], "reference": []}, ["Write."]),
 }  # fmt: skip
 
@@ -61,6 +64,16 @@ def test_a_gzipped_file_and_categories_in_turn(tmp_path):
     file.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
     name, asked = questions.read(file)
     assert name == "q" and [each.text for each in asked] == ["qa0", "math0", "qa1", "qa2"]
+
+
+def test_conversations_without_a_question_and_an_answer_are_skipped(tmp_path):
+    file = tmp_path / "sharegpt.json"
+    ask, answer = {"from": "human", "value": "Hi?"}, {"from": "gpt", "value": "Hi."}
+    file.write_text(json.dumps([{"conversations": each} for each in ([], [answer, ask], [ask], [ask, answer])]))
+    assert [each.text for each in questions.read(file, "sharegpt")[1]] == ["Hi?"]
+    file.write_text('{"conversations": []}')
+    with pytest.raises(BenchError, match="has no questions"):
+        questions.read(file)
 
 
 @pytest.mark.parametrize("data, message", [

@@ -21,7 +21,7 @@ MIB = 2**20
 
 def plan(monkeypatch, device_bytes, share="1", **changes):
     """A plan on a device of which XLA may use `device_bytes`, which is `share` of it."""
-    monkeypatch.setenv(POOL_SHARE, share)
+    monkeypatch.setenv(POOL_SHARE, share) if share else monkeypatch.delenv(POOL_SHARE, raising=False)
     stats = None if device_bytes is None else {"bytes_limit": device_bytes}
     monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(memory_stats=lambda: stats)])
     figures = {
@@ -52,6 +52,19 @@ def test_workspace_and_room_to_compile_are_never_given_away(monkeypatch):
 def test_the_fraction_is_of_the_whole_device(monkeypatch):
     assert plan(monkeypatch, 200 * MIB, share="0.5", mem_fraction=0.4).kv_bytes == (0.4 * 400 - 55) * MIB
     assert plan(monkeypatch, 200 * MIB, share="0.5", mem_fraction=0.9).kv_bytes == (200 - 8 - 10 - 55) * MIB
+
+
+def test_jax_that_was_used_before_leaves_less(monkeypatch):
+    """XLA then has its default share, and others' arrays take of that: the engine needs the room it has elsewhere."""
+    stats = {"bytes_limit": 150 * MIB, "bytes_in_use": 20 * MIB}
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(memory_stats=lambda: stats)])
+    assert cache.memory_in_use() == 20 * MIB
+    for others in (0, 20 * MIB):
+        made = plan(monkeypatch, 150 * MIB, None, mem_fraction=0.88, other_bytes=others, workspace_bytes=0)
+        assert made.device_bytes == 200 * MIB
+        free = 150 * MIB - others
+        assert made.total - others == pytest.approx(free * 0.88 / 0.95, rel=1e-3)
+    assert re.search(r"other arrays +20\.0 MiB", str(made))
 
 
 def claim(monkeypatch, caplog, used, **environment):

@@ -85,6 +85,37 @@ def test_shards_in_any_order_equal_one_file(folder):
     assert_same(load(folder).params, expected)
 
 
+def test_the_index_decides_which_file_a_tensor_is_read_from(folder, caplog):
+    """An overlay over old copies, whichever file comes first; a tensor that no index names isn't there."""
+    expected, tensors = load(folder).params, load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = list(tensors)
+    write_shards(folder, tensors, [names[::2], names[1::2]])
+    stale = {name: tensor + 1 for name, tensor in tensors.items()} | {"model.extra.weight": np.ones(3, np.int8)}
+    save_file(stale, folder / "a-old.safetensors")
+    save_file({names[1]: tensors[names[1]]} | {n: stale[n] for n in names[2:]}, folder / "z-overlay.safetensors")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    (folder / "model-00002-of-00002.safetensors").rename(folder / "b.safetensors")
+    index |= {name: "b.safetensors" for name in names[3::2]} | {names[1]: "z-overlay.safetensors"}
+    index |= {"model.layers.0.self_attn.rotary_emb.inv_freq": "a-old.safetensors"}  # names the old copies' file, too
+    edit_json(folder / "model.safetensors.index.json", weight_map=index)
+    assert_same(load(folder).params, expected)
+    files = ModelFolder(folder, folder / "config.json")
+    assert files.tensors().keys() == set(names)
+    np.testing.assert_array_equal(files.tensor(names[1]), tensors[names[1]])
+    assert {name: array.tolist() for name, array in files.some(names[:4])} == {
+        n: tensors[n].tolist() for n in names[:4]
+    }
+    assert "its index doesn't name 1 of the tensors in its files; they are ignored" in caplog.text
+    assert (
+        "1 tensors that aren't in their files: model.layers.0.self_attn.rotary_emb.inv_freq isn't in a-old"
+        in caplog.text
+    )
+    edit_json(folder / "model.safetensors.index.json", weight_map=index | {names[0]: "b.safetensors"})
+    with pytest.raises(CheckpointError, match=f"missing {names[0]}"):  # though two other files have it
+        load(folder)
+
+
 @pytest.mark.parametrize("stored", [np.float32, ml_dtypes.bfloat16, np.float16])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", None])
 def test_params_are_cast(folder, stored, dtype):
@@ -423,7 +454,7 @@ def test_dummy_activations_stay_moderate_in_a_deep_model(tmp_path):
         model.params
     )
     assert 0.3 < jnp.std(hidden.features[0]) < 30
-    assert 0.1 < jnp.std(unembed(model.params, hidden.last)) < 10
+    assert 0.1 < jnp.std(unembed(model.params, hidden.last, model.config.decoder)) < 10
 
 
 def test_dummy_still_refuses_what_it_does_not_know(tmp_path):

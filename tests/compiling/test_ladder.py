@@ -9,6 +9,7 @@ import pytest
 from jaxspec import LLM, SamplingParams, StructuredOutput
 from jaxspec.compiling.ladder import ladder_of, sizes_of
 from jaxspec.config.engine_config import EngineConfig
+from jaxspec.config.options import ConfigError
 from jaxspec.engine import defaults, runner
 from jaxspec.engine.defaults import CPU, GPU, seldom_sizes, shapes_of
 from jaxspec.rounds.packing import ladder
@@ -42,6 +43,7 @@ def shapes(of: defaults.Defaults, requests: int, **options):
     (GPU, 128, {"disable_structured_output": True}, 64),
     (GPU, 128, {"few_programs": True}, 21),
     (CPU, 4, {}, 42),
+    (GPU, 128, {"batch_sizes": "64,8", "prefill_sizes": "100,512", "disable_structured_output": True}, 33),
 ])  # fmt: skip
 def test_how_many_programs_there_are(of, requests, options, count):
     made = shapes(of, requests, **options)
@@ -53,6 +55,14 @@ def test_how_many_programs_there_are(of, requests, options, count):
     assert kinds["round_greedy"] == kinds["round_sampled"] == len(made.batches)
     for name, mode in (("round", GREEDY), ("round", SAMPLED), ("round", LOGPROBS)):
         assert {n for kind, n in programs if kind == f"{name}_{mode}"} == set(sizes_of(made, name, mode))
+
+
+def test_listed_sizes_take_the_ladders_place():
+    made = shapes(GPU, 128, batch_sizes="64, 8,8", prefill_sizes="100,512")
+    assert made.batches == (8, 64, 128) and made.prefills == (2, 8, 32), "of 64 tokens each"
+    assert all(sizes == (8, 64, 128) for _, sizes in made.narrower)
+    with pytest.raises(ConfigError, match="--batch-sizes has 8, more than --max-running-requests 4"):
+        LLM(checkpoint(), "none", **OPTIONS | {"few_programs": False, "max_running_requests": 4, "batch_sizes": "2,8"})
 
 
 def test_padding_to_the_next_size_changes_no_text():

@@ -35,6 +35,9 @@ from jaxspec.drafters.registry import DRAFTERS
     (dict(draft="eagle", num_steps=0), ["--num-steps", "at least 1", "0"]),
     (dict(draft="eagle", topk=0), ["--topk", "at least 1", "0"]),
     (dict(draft="eagle", topk=None), ["--topk", "integer", "None"]),
+    (dict(batch_sizes="1,x"), ["--batch-sizes must be integers of at least 1 with commas between", "'1,x'"]),
+    (dict(prefill_sizes="0"), ["--prefill-sizes must be integers", "'0'"]),
+    (dict(batch_sizes="1,2", few_programs=True), ["--batch-sizes lists sizes and --few-programs compiles one"]),
     (dict(draft="eagle", num_steps=3, num_draft_tokens=4), ["--num-steps 3", "--num-draft-tokens 4", "--topk"]),
 ])  # fmt: skip
 def test_an_engine_option_is_refused_by_its_flag(options, words):
@@ -76,7 +79,7 @@ def test_an_unknown_option_gets_the_nearest_name():
         EngineConfig.from_options(tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="'generation_config'; options: "):
         EngineConfig.from_options(generation_config="auto")  # the server knows what is meant
-    known = {*(fields := EngineConfig.__dataclass_fields__), "sampling_defaults"}
+    known = {*(fields := EngineConfig.__dataclass_fields__), "sampling_defaults", "dist_init_addr"}
     assert set(ELSEWHERE.values()) <= known
     assert not set(fields) & {*ELSEWHERE, *SEVERAL_GPUS}
 

@@ -76,6 +76,7 @@ def test_messages_name_what_was_given_and_what_is_allowed():
     assert str(refusal(logit_bias={7: "a"})) == "logit_bias takes numbers from -100 to 100, got 'a' for the token 7"
     assert str(refusal(stop=["a", "", "b"])) == "stop takes non-empty strings, got ''"
     assert "min_tokens (9) must not exceed max_tokens (8)" in str(refusal(min_tokens=9, max_tokens=8))
+    assert "speculative: false for none; send one" in str(refusal(fixed_drafts=True, speculative=False))
 
 
 @pytest.mark.parametrize("value,said", [
@@ -187,6 +188,7 @@ def test_an_output_shows_its_first_completion():
     ("logit_bias", [1, 2]),
     ("ignore_eos", 3),
     ("speculative", "no"),
+    ("fixed_drafts", 1),
     ("skip_special_tokens", 0),
     ("include_stop_str_in_output", "yes"),
 ])  # fmt: skip

@@ -25,8 +25,10 @@ from jaxspec.models.description import (
     Mixture,
     Mlp,
     Norm,
+    NoRotation,
     Rope,
     RopeScaling,
+    SigmoidScores,
     Yarn,
     beyond,
 )
@@ -41,6 +43,7 @@ PLAINEST = {
     Norm: NORM,
     RopeScaling: SCALING,
     LinearScaling: LinearScaling(4.0),
+    NoRotation: NoRotation(),
     Yarn: Yarn(4.0, 4096, 1.1),
     Rope: Rope(1e4),
     Attention: Attention(8, 4, 128, Rope(1e4)),
@@ -48,6 +51,7 @@ PLAINEST = {
     Mlp: Mlp(1024),
     Mixture: Mixture(8, 2, 128),
     ClampedSwiglu: ClampedSwiglu(1.702, 7.0),
+    SigmoidScores: SigmoidScores(),
     Unquantised: Unquantised(),
     Fp8: Fp8(128),
     Mxfp4: Mxfp4(),
@@ -80,6 +84,8 @@ FIELDS = {
         "head_dim": (64, ALL),
         "rope": (Rope(1e6), ALL),
         "qk_norm": (NORM, ALL),
+        "qk_norm_all": (True, {EVERY}),
+        "qk_norm_rotated": (True, {EVERY}),
         "gated": (True, {EVERY, FUSED, FP8}),
         "bias": (True, {EVERY, FEW, STREAM, FP8S, HEADS}),
         "out_bias": (True, {EVERY, FEW, HEADS}),
@@ -88,6 +94,7 @@ FIELDS = {
         "sinks": (True, {EVERY, FEW, HEADS}),
     },
     LinearScaling: {"factor": (2.0, ALL)},
+    NoRotation: {},
     Yarn: {
         "factor": (2.0, ALL),
         "original_max_position": (8192, ALL),
@@ -112,12 +119,15 @@ FIELDS = {
     Fp8: {"block": (None, {EVERY, FEW, FUSED, FP8, FP8S}), "activations": (True, {EVERY})},
     Mxfp4: {},
     ClampedSwiglu: {"alpha": (1.0, {EVERY, FEW}), "limit": (3.0, {EVERY, FEW})},
+    SigmoidScores: {"groups": (2, {EVERY}), "top_groups": (2, {EVERY}), "scale": (2.5, {EVERY})},
     Mixture: {
         "experts": (16, {EVERY, FEW, FUSED, FP8}),
         "per_token": (4, {EVERY, FEW, FUSED, FP8}),
         "width": (256, {EVERY, FEW, FUSED, FP8}),
         "renormalised": (False, {EVERY, FEW, FUSED, FP8}),
         "shared": (128, {EVERY, FEW, FUSED, FP8}),
+        "shared_gated": (False, {EVERY}),
+        "scores": (SigmoidScores(), {EVERY}),
         "bias": (True, {EVERY, FEW}),
         "router_bias": (True, {EVERY, FEW}),
         "activation": (ClampedSwiglu(1.702, 7.0), {EVERY, FEW}),
@@ -127,7 +137,9 @@ FIELDS = {
         "mixing": (Attention(8, 8, 128, Rope(1e4)), {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
         "feed": (Mlp(512), {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
         "norm": (Norm(1e-5), {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
+        "pre_norm": (False, {EVERY}),
         "post_norm": (True, {EVERY}),
+        "residual_scale": (0.5, {EVERY}),
     },
     Decoder: {
         "vocab_size": (1024, {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
@@ -136,6 +148,7 @@ FIELDS = {
         "norm": (Norm(1e-5), {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
         "tied": (True, {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
         "embed_scale": (8.0, {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
+        "logit_scale": (0.5, {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
         "deterministic": (256, set()),  # a path of its own
     },
 }
@@ -145,7 +158,7 @@ def test_every_field_of_every_description_is_decided_on():
     for kind, plainest in PLAINEST.items():
         assert FIELDS[kind].keys() == {field.name for field in dataclasses.fields(plainest)}, kind
     kinds = [kind for kind in vars(paths).values() if dataclasses.is_dataclass(kind)]
-    assert {kind for kind in kinds if kind.__module__.endswith("spec")} <= set(FIELDS)
+    assert {kind for kind in kinds if kind.__module__.endswith("description")} <= set(FIELDS)
 
 
 @pytest.mark.parametrize("kind,field", [(kind, field) for kind, fields in FIELDS.items() for field in fields])

@@ -20,7 +20,7 @@ import jaxspec
 from jaxspec import EngineConfig, SamplingParams, load_drafter, load_model
 from jaxspec.cache.paged import PageLayout
 from jaxspec.compiling.programs import Programs
-from jaxspec.decoder.forward import forward, unembed
+from jaxspec.decoder.forward import forward, head_logits
 from jaxspec.decoder.functions import rms_norm, rope
 from jaxspec.decoder.mixer import OnlyAttention
 from jaxspec.drafters.base import DraftBatch
@@ -207,7 +207,7 @@ def drafts_everywhere(loaded, text, features):
         return jnp.einsum("bnts,bsnh->btnh", weights, values), None
 
     hidden = forward(c.decoder, params, block, positions, OnlyAttention(attention))
-    return unembed(params, hidden.last[:, 1:])
+    return head_logits(params, hidden.last[:, 1:])
 
 
 @dataclass(frozen=True)

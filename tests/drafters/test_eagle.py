@@ -147,6 +147,16 @@ def test_without_a_vocabulary_of_its_own_the_head_is_the_targets(tmp_path):
     assert jax.eval_shape(loaded.drafter._logits, loaded.params, jnp.zeros((2, 32))).shape == (2, 96)
 
 
+@pytest.mark.parametrize("d2t,t2d", [
+    (np.int32, np.uint8), (np.uint16, np.bool_), (np.uint64, np.int8), rare(np.int16, np.int64),
+])  # fmt: skip
+def test_maps_of_tokens_may_be_of_any_integer_type(tmp_path, d2t, t2d):
+    stored = load_file(GOLDEN / "safeailab-eagle3" / "model.safetensors")
+    changes = {"d2t": stored["d2t"].astype(d2t), "t2d": stored["t2d"].astype(t2d)}
+    ids = load(variant("safeailab-eagle3", tmp_path, **changes)).params["target_ids"]
+    assert ids.tolist() == (np.arange(40) + stored["d2t"]).tolist()
+
+
 def test_norm_output_is_what_is_fed_back(tmp_path):
     """Compare two chains: the first drafts agree, since the head's norm is always there, and the second don't."""
     golden = np.load(GOLDEN / "safeailab-eagle3.npz")
@@ -212,6 +222,8 @@ def test_dummy_weights_need_a_config_alone(tmp_path):
     ("safeailab-eagle3", {"drop": ["midlayer.mlp.up_proj.weight"]}, ["missing layers.0.mlp.up_proj.weight"]),
     ("safeailab-eagle3", {"drop": ["d2t"]}, ["missing d2t", "40 of 96"]),
     ("safeailab-eagle3", {"d2t": np.zeros(39, np.int64)}, ["d2t has shape [39]", "40"]),
+    ("safeailab-eagle3", {"d2t": np.zeros(40, np.float32)}, ["d2t is stored as F32; supported: I64, I32"]),
+    ("safeailab-eagle3", {"d2t": np.zeros(40, np.bool_)}, ["d2t is stored as bool; it must be whole numbers"]),
     ("safeailab-eagle3", {"d2t": np.full(40, 57)}, ["draft token 39 to 96", "96 tokens"]),
     ("safeailab-eagle3", {"d2t": -np.arange(40)}, ["draft tokens 0 and 39 to the same token, 0"]),
     ("safeailab-eagle3", {"lm_head.weight": np.zeros((96, 32), np.float32)}, ["misshapen lm_head.weight"]),

@@ -66,18 +66,18 @@ def formula(family="qwen3_5"):
     def drafts(known, count):
         text, n, logits = np.zeros((1, LONGEST), np.int32), len(known), []
         text[0, :n] = known
-        paired = reads(jnp.asarray(text))
+        feedback = paired = reads(jnp.asarray(text))
         for j in range(count):
-            ahead = min(j, MODULES - 1) + 1
-            shifted = np.pad(text[:, ahead:], ((0, 0), (0, ahead)))
-            row = n - 2 + j - (ahead - 1)  # past the last module the chain goes on
+            offset = min(j, MODULES - 1) + 1
+            shifted = np.pad(text[:, offset:], ((0, 0), (0, offset)))
+            row = n - 2 + j - (offset - 1)  # past the last module the chain goes on
             if j >= MODULES:
-                paired = paired.at[:, row].set(made[:, row - 1])
-            made, scores = module(params["layers"][ahead - 1], jnp.asarray(shifted), paired)
+                paired = paired.at[:, row].set(feedback[:, row - 1])
+            feedback, scores = module(params["layers"][offset - 1], jnp.asarray(shifted), paired)
             logits.append(np.asarray(scores[0, row]))
             text[0, n + j] = logits[-1].argmax()
             if j < MODULES - 1:
-                paired = made
+                paired = feedback
         return text[0, n : n + count].tolist(), np.stack(logits)
 
     return model, loaded, drafts

@@ -10,7 +10,7 @@ import pytest
 from jaxspec import AsyncLLM, EngineDead, RequestError
 from jaxspec.engine.async_llm import Overloaded, RequestFailed, RequestTimeout
 from tests.support.engines import VOCAB, engine, idle, mixed_load, params, tokens, unharmed
-from tests.support.faults import out_of_memory
+from tests.support.faults import damaged, out_of_memory
 
 
 @pytest.fixture
@@ -52,6 +52,19 @@ async def test_streams_add_up_to_what_a_whole_call_returns(serve):
             assert [delta.finish_reason for delta in mine] == [None] * (len(mine) - 1) + [completion.finish_reason]
         assert len(deltas) > 1 or len(out.token_ids) <= 4
         assert (deltas[0].prompt_logprobs is None) == (out.prompt_logprobs is None)
+
+
+async def test_a_caller_is_told_of_logits_that_are_not_finite(serve):
+    llm, (prompt, other) = serve(), (tokens(20), tokens(31, 9))
+    token = next(token for token in prompt if token not in other)
+    with damaged(engine("ngram"), token):
+        bad, good = await asyncio.gather(
+            gather(llm, prompt, params(), "mine"), gather(llm, other, params(max_tokens=2)), return_exceptions=True
+        )
+    assert isinstance(bad, RequestFailed) and good[-1].finish_reason == "length"
+    assert str(bad).startswith(
+        "request mine failed: the model's logits after 20 tokens, the prompt's included, are NaN"
+    )
 
 
 async def test_closing_the_iterator_aborts(serve):

@@ -13,10 +13,11 @@ import pytest
 
 import jaxspec
 from jaxspec import LLM, StructuredOutput
-from jaxspec.config.request import Delta
+from jaxspec.config.request import Delta, RequestError
 from jaxspec.engine.engine import InFlight
 from jaxspec.scheduling.audit import audit
 from tests.support.engines import (
+    CONTEXT,
     COUNT_UP,
     DRAFTERS,
     MEANINGS,
@@ -24,6 +25,7 @@ from tests.support.engines import (
     PAGE,
     SELF,
     VOCAB,
+    assert_own,
     checkpoint,
     expected_meanings,
     idle,
@@ -184,6 +186,19 @@ def test_nothing_compiles_after_warm_up():
     stats = llm.engine.stats()
     assert stats["preemptions_total"] > 0
     assert stats["compiles_total"] == before
+    idle(llm.engine)
+
+
+def test_a_prompt_that_fills_the_context_is_scored():
+    llm = engine("ngram")
+    prompt, settings = tokens(CONTEXT, 7), {"max_tokens": 1, "prompt_logprobs": 1}
+    with pytest.raises(RequestError, match=f"maximum context length is {CONTEXT}"):
+        llm.generate([prompt], params(**settings))
+    whole, shorter = llm.generate([prompt, prompt[:-1]], params(**settings, no_tokens=True))
+    assert len(whole.prompt_logprobs) == CONTEXT and whole.prompt_logprobs[-1].token_id == prompt[-1]
+    for found, expected in zip(whole.prompt_logprobs[1:-1], shorter.prompt_logprobs[1:], strict=True):
+        assert found.logprob == pytest.approx(expected.logprob, abs=1e-4)
+    assert_own(llm.engine.runner.model, [whole])
     idle(llm.engine)
 
 

@@ -67,7 +67,7 @@ def test_hidden_states_lead_to_the_logits(model):
     first, last = jaxspec.hidden_states(model, [PROMPT], (0, 1))
     assert first.shape == last.shape == (1, len(PROMPT), 32) and last.dtype == jnp.float32
     normed = rms_norm(last, model.params["norm"], model.config.decoder.norm.eps)
-    logits = unembed(model.params, normed)
+    logits = unembed(model.params, normed, model.config.decoder)
     np.testing.assert_allclose(logits, jaxspec.logits(model, [PROMPT]), atol=1e-5)
     swapped = jaxspec.hidden_states(model, [PROMPT], [1, 0])
     np.testing.assert_array_equal(swapped, np.stack([last, first]))

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from jaxspec import load_drafter, load_model
-from jaxspec.checkpoint import CheckpointError
+from jaxspec.checkpoint import CheckpointError, load_target
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
 from jaxspec.engine import defaults, runner
@@ -30,6 +30,18 @@ def test_on_a_cpu_few_programs_are_compiled(resolve):
     assert (config.page_size, config.chunked_prefill_size, config.num_continuous_decode_steps) == (16, 256, 1)
     assert (shapes.block, shapes.score, shapes.prefills) == (32, 4, (1, 2, 4, 8))
     assert (shapes.firsts, shapes.batches, shapes.rounds) == ((1, 4), (1, 2, 4), 1)
+
+
+def test_a_longer_context_is_served_with_a_warning_where_it_is_allowed(resolve, caplog):
+    with pytest.raises(ConfigError, match=r"exceeds the 1024 .* give 1024 or less, or add --allow-longer-context"):
+        resolve("cpu", context_length=9999)
+    config, shapes = resolve("cpu", context_length=9999, allow_longer_context=True)
+    assert config.context_length == shapes.capacity == 9999
+    assert "--context-length 9999 exceeds the 1024 positions that" in caplog.text and "nonsense" in caplog.text
+    caplog.clear()
+    assert resolve("cpu", allow_longer_context=True)[0].context_length == 1024 and not caplog.text
+    options = EngineConfig(model=str(tiny_checkpoint()), context_length=9999, allow_longer_context=True)
+    assert load_target(options).config.max_position == 1024
 
 
 def test_on_a_gpu_programs_are_for_many_rows(resolve):

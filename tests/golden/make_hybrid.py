@@ -1,4 +1,4 @@
-"""Make tests/golden/hybrid: tiny Qwen3-Next and Qwen3.5 models in each public layout, and what transformers computes.
+"""Make tests/golden/hybrid: tiny models with an MTP module in each public layout, and what transformers computes.
 
 Needs PyTorch, which jaxspec and its tests do not. Make an environment for it once, then run this from anywhere:
 
@@ -9,7 +9,8 @@ Needs PyTorch, which jaxspec and its tests do not. Make an environment for it on
 `hybrid/NAME` is a Hugging Face folder; weights are in bfloat16 for their size, and computed with in float32. Layouts:
 Qwen3-Next has experts one by one and interleaved projections; the Qwen3.5s have their text model below
 `model.language_model` beside a vision tower (a stand-in of one tensor), or alone; Qwen3.5-MoE's experts are fused in
-the body and one by one in the MTP module, or the other way round. Each has an MTP module.
+the body and one by one in the MTP module, or the other way round. Each has an MTP module; GLM-4.5's is one layer more
+of the model, with copies of its embedding and head.
 
 `hybrid/NAME.npz` holds `ids` i32[150]; `logits` f32[150, v], those after each of them (every shorter prompt's are the
 same); `greedy` i32[len(PROMPTS), 48], how `ids[:n]` goes on, for each n in PROMPTS; and of the MTP module, run as one
@@ -21,12 +22,15 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
 from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     PreTrainedModel,
     Qwen3_5ForCausalLM,
     Qwen3_5MoeForCausalLM,
@@ -93,6 +97,16 @@ VARIANTS = {
         ),
         False, False, True,
     ),
+    "glm4_moe": (
+        Glm4MoeForCausalLM,
+        Glm4MoeConfig(
+            **{key: value for key, value in SIZES.items() if not key.startswith("linear")}, intermediate_size=40,
+            num_hidden_layers=3, moe_intermediate_size=16, n_routed_experts=8, num_experts_per_tok=3, n_group=2,
+            topk_group=1, routed_scaling_factor=1.5, use_qk_norm=True,
+            rope_parameters={**ROPE, "partial_rotary_factor": 0.5},
+        ),
+        False, False, False,
+    ),
 }  # fmt: skip
 MTP_NAMES = {
     "layers.0.eh_proj.": "fc.",
@@ -103,13 +117,13 @@ MTP_NAMES = {
 }
 
 
-def randomise(module: torch.nn.Module, tied: bool) -> None:
+def randomise(module: torch.nn.Module, tied: bool, plain: bool = False) -> None:
     """Draw every parameter, to what bfloat16 holds. A fresh model has norms at 0 or 1, where mistakes go unnoticed."""
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             noise = torch.randn(parameter.shape)
-            if name.endswith("linear_attn.norm.weight"):
-                noise = 1 + 0.3 * noise  # the one norm whose weight isn't an offset from 1
+            if name.endswith("linear_attn.norm.weight") or (plain and parameter.ndim == 1):
+                noise = 1 + 0.3 * noise  # the norms whose weight isn't an offset from 1
             elif parameter.ndim == 1:  # other norms, A_log, dt_bias: decays from nearly none to within a few tokens
                 noise = 0.3 * noise - (2.0 if name.endswith(("A_log", "dt_bias")) else 0.0)
             elif "embed_tokens" in name:
@@ -117,12 +131,15 @@ def randomise(module: torch.nn.Module, tied: bool) -> None:
             else:
                 noise = noise * parameter.shape[-1] ** -0.5
             parameter.copy_(noise.bfloat16())
+        for name, buffer in module.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_((0.3 * torch.randn(buffer.shape)).bfloat16())
 
 
 def mtp_module(model: PreTrainedModel) -> MtpModel:
     model.config.num_mtp_layers, model.config.mtp_layer_types = 1, ["full_attention"]
     module = MtpModel(model, 1).float().eval()
-    randomise(module.layers, False)
+    randomise(module.layers, False, plain=isinstance(model, Glm4MoeForCausalLM))
     return module
 
 
@@ -159,6 +176,21 @@ def chain(model: PreTrainedModel, mtp: MtpModel, ids: torch.Tensor) -> tuple[int
     return following, drafts, logits
 
 
+def as_a_layer(module: dict[str, torch.Tensor], prefix: str, body: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The module under DeepSeek's names, with copies of the model's embedding and head."""
+    names = {
+        ours: theirs.removeprefix("layers.0.").replace("post_norm", "shared_head.norm")
+        for theirs, ours in MTP_NAMES.items()
+    }
+    names["layers.0."] = ""
+    renamed = {}
+    for key, tensor in module.items():
+        ours = next(ours for ours in names if key.removeprefix("mtp.").startswith(ours))
+        renamed[prefix + names[ours] + key.removeprefix("mtp." + ours)] = tensor
+    copies = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
+    return renamed | {f"{prefix}{theirs}.weight": body[f"{ours}.weight"] for theirs, ours in copies.items()}
+
+
 def one_by_one(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Fused experts as older checkpoints have them: a tensor for each and each of its matrices."""
     split = {}
@@ -182,6 +214,8 @@ def save(name: str, model: PreTrainedModel, mtp: MtpModel, multimodal: bool, fus
         for ours, theirs in MTP_NAMES.items():
             if key.startswith(ours):
                 module["mtp." + theirs + key.removeprefix(ours)] = tensor
+    if isinstance(model, Glm4MoeForCausalLM):
+        module = as_a_layer(module, f"model.layers.{model.config.num_hidden_layers}.", body)
     config = {**model.config.to_dict(), "mtp_num_hidden_layers": 1, "eos_token_id": 1}
     for key in ("num_mtp_layers", "mtp_layer_types", "_name_or_path"):
         config.pop(key, None)
@@ -206,12 +240,14 @@ def save(name: str, model: PreTrainedModel, mtp: MtpModel, multimodal: bool, fus
 
 
 def main() -> None:
-    shutil.rmtree(HERE, ignore_errors=True)
     for seed, (name, (kind, config, multimodal, fused, fused_mtp)) in enumerate(VARIANTS.items()):
+        if name not in (sys.argv[1:] or VARIANTS):
+            continue
+        shutil.rmtree(HERE / name, ignore_errors=True)
         torch.manual_seed(seed)
         config._attn_implementation = "eager"
         model = kind(config).float().eval()
-        randomise(model, config.tie_word_embeddings)
+        randomise(model, config.tie_word_embeddings, plain=kind is Glm4MoeForCausalLM)
         mtp = mtp_module(model)
         save(name, model, mtp, multimodal, fused, fused_mtp)
         with torch.no_grad():

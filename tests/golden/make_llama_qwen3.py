@@ -22,12 +22,21 @@ import torch
 from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
+    Ernie4_5Config,
+    Exaone4Config,
     Gemma3TextConfig,
     Glm4Config,
+    GraniteConfig,
+    HunYuanDenseV1Config,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    Phi3Config,
     Qwen2Config,
     Qwen3Config,
+    SeedOssConfig,
+    SmolLM3Config,
 )
 
 HERE = Path(__file__).resolve().parent
@@ -92,12 +101,59 @@ VARIANTS = {
         **SIZES, head_dim=32, query_pre_attn_scalar=32, sliding_window=7, attention_bias=True, rms_norm_eps=EPS,
         tie_word_embeddings=False, layer_types=["full_attention", "sliding_attention", "sliding_attention"],
     ),
+    "granite-untied": GraniteConfig(
+        **SIZES, embedding_multiplier=6.0, attention_multiplier=0.4, residual_multiplier=0.3, logits_scaling=3.0,
+    ),
+    "granite-tied": GraniteConfig(
+        **SIZES, tie_word_embeddings=True, attention_bias=True, mlp_bias=True, rms_norm_eps=EPS,
+        embedding_multiplier=12.0, attention_multiplier=0.1, residual_multiplier=0.7, logits_scaling=0.5,
+    ),
+    "smollm3-tied": SmolLM3Config(**SIZES, no_rope_layer_interval=2, **IDS),
+    "smollm3-untied": SmolLM3Config(
+        **SIZES, tie_word_embeddings=False, no_rope_layers=[0, 1, 1], attention_bias=True, rms_norm_eps=EPS,
+        rope_parameters=YARN, **IDS,
+    ),
+    "seed_oss-untied": SeedOssConfig(**SIZES, head_dim=16),
+    "seed_oss-tied": SeedOssConfig(
+        **SIZES, head_dim=32, tie_word_embeddings=True, attention_out_bias=True, rms_norm_eps=EPS,
+    ),
+    "ernie4_5-tied": Ernie4_5Config(**SIZES, head_dim=16),
+    "ernie4_5-untied": Ernie4_5Config(
+        **SIZES, head_dim=24, tie_word_embeddings=False, use_bias=True, rms_norm_eps=EPS,
+    ),
+    "olmo2-untied": Olmo2Config(**SIZES, **IDS),
+    "olmo2-tied": Olmo2Config(
+        **{**SIZES, "num_key_value_heads": 4}, tie_word_embeddings=True, attention_bias=True, rms_norm_eps=EPS, **IDS,
+    ),
+    "olmo3-untied": Olmo3Config(
+        **SIZES, sliding_window=20, layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        rope_parameters=dict(full_attention=YARN, sliding_attention=dict(rope_type="default", rope_theta=500.0)), **IDS,
+    ),
+    "olmo3-tied": Olmo3Config(
+        **SIZES, tie_word_embeddings=True, attention_bias=True, sliding_window=33, rms_norm_eps=EPS, **IDS
+    ),
+    "exaone4-untied": Exaone4Config(
+        **SIZES, sliding_window=None, layer_types=["full_attention"] * 3, rms_norm_eps=EPS, rope_parameters=LLAMA3,
+    ),
+    "exaone4-tied": Exaone4Config(**SIZES, tie_word_embeddings=True, sliding_window=20, sliding_window_pattern=3),
+    "hunyuan_v1_dense-tied": HunYuanDenseV1Config(
+        **SIZES, head_dim=16, tie_word_embeddings=True,
+        rope_parameters=dict(rope_type="dynamic", rope_theta=500.0, alpha=50.0, factor=1.0),
+    ),
+    "hunyuan_v1_dense-untied": HunYuanDenseV1Config(
+        **SIZES, head_dim=24, attention_bias=True, rms_norm_eps=EPS,
+    ),
+    "phi3-untied": Phi3Config(**SIZES, **IDS),
+    "phi3-tied": Phi3Config(
+        **SIZES, tie_word_embeddings=True, sliding_window=33, rms_norm_eps=EPS,
+        rope_parameters=dict(rope_type="default", rope_theta=500.0, partial_rotary_factor=0.5), **IDS,
+    ),
 }  # fmt: skip
 
 
 def randomise(model: torch.nn.Module, tied: bool) -> None:
     """Draw every parameter: transformers starts biases at 0 and norms at 1, where leaving them out goes unnoticed."""
-    centre = 0 if model.config.model_type.startswith("gemma") else 1
+    centre = 0 if type(model).__name__.startswith("Gemma") else 1
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape)

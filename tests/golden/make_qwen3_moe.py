@@ -1,4 +1,4 @@
-"""Add tiny qwen3_moe models, and what transformers computes, to tests/golden/checkpoints and tests/golden/expected.
+"""Add tiny mixtures, and what transformers computes, to tests/golden/checkpoints and tests/golden/expected.
 
 Runs in the same environment as make_llama_qwen3.py, and makes files of the same kind. Each variant stores its experts
 in one of the layouts that published checkpoints have: `single`, a tensor for each matrix of each expert, over several
@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import torch
-from make_llama_qwen3 import HERE, SIZES, expected, randomise
+from make_llama_qwen3 import EPS, HERE, SIZES, expected, randomise
 from safetensors.torch import save_file
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3NextConfig
+from transformers import AutoModelForCausalLM, Glm4MoeConfig, MiniMaxM2Config, Qwen3MoeConfig, Qwen3NextConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextSparseMoeBlock
 
+ROUTED = dict(num_experts_per_tok=3, moe_intermediate_size=24, head_dim=16)
 EXPERTS = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, head_dim=16)
 VARIANTS = {
     "qwen3-moe-single": (
@@ -28,7 +30,49 @@ VARIANTS = {
         "stacked",
         Qwen3MoeConfig(**SIZES, **EXPERTS, norm_topk_prob=False, decoder_sparse_step=2, attention_bias=True),
     ),
+    "glm4-moe-single": (
+        "single",
+        Glm4MoeConfig(
+            **SIZES,
+            **ROUTED,
+            n_routed_experts=12,
+            n_group=4,
+            topk_group=2,
+            n_shared_experts=2,
+            use_qk_norm=True,
+            routed_scaling_factor=2.5,
+            first_k_dense_replace=1,
+            rms_norm_eps=EPS,
+            num_mtp_layers=0,
+        ),
+    ),
+    "glm4-moe-stacked": (
+        "stacked",
+        Glm4MoeConfig(
+            **SIZES,
+            **ROUTED,
+            n_routed_experts=8,
+            norm_topk_prob=False,
+            attention_bias=True,
+            num_mtp_layers=0,
+            first_k_dense_replace=0,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "minimax-m2-single": (
+        "mixtral",
+        MiniMaxM2Config(
+            **{**SIZES, "intermediate_size": 24},
+            num_local_experts=8,
+            num_experts_per_tok=3,
+            head_dim=16,
+            rotary_dim=8,
+            rms_norm_eps=EPS,
+        ),
+    ),
 }
+
+MIXTRAL = {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 
 
 def save(model: torch.nn.Module, layout: str, folder: Path) -> None:
@@ -48,6 +92,9 @@ def save(model: torch.nn.Module, layout: str, folder: Path) -> None:
             for i, matrix in enumerate(tensor):
                 gate, up = matrix.chunk(2)
                 tensors |= {f"{stem}.{i}.gate_proj.weight": gate, f"{stem}.{i}.up_proj.weight": up}
+    if layout == "mixtral":
+        for ours, theirs in MIXTRAL.items():
+            tensors = {name.replace(ours, theirs): tensor for name, tensor in tensors.items()}
     tensors = {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
     if layout == "stacked":
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -79,11 +126,16 @@ def shared_block() -> dict[str, torch.Tensor]:
 def main() -> None:
     (HERE / "expected").mkdir(exist_ok=True)
     for seed, (name, (layout, config)) in enumerate(VARIANTS.items(), start=20):
+        if name not in (sys.argv[1:] or VARIANTS):
+            continue
         torch.manual_seed(seed)
         config._attn_implementation = "eager"
         config._experts_implementation = "eager"
-        model = Qwen3MoeForCausalLM(config).float().eval()
+        model = AutoModelForCausalLM.from_config(config).float().eval()
         randomise(model, config.tie_word_embeddings)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape))
         save(model, layout, HERE / "checkpoints" / name)
         tensors = expected(model)
         save_file(tensors, HERE / "expected" / f"{name}.safetensors")

@@ -32,8 +32,8 @@ VARIANTS = sorted(folder.name for folder in (GOLDEN / "checkpoints").iterdir())
 PLAIN = sorted(name for name, family in MODELS.items() if name not in HYBRIDS)
 # Of each architecture, and each option that changes more than numbers, one: for what doesn't depend on the others.
 FEW = {
-    "gemma3-tied", "glm4-untied", "gpt-oss-mxfp4", "llama-biases", "mistral-window", "qwen2-yarn",
-    "qwen3-moe-stacked", "qwen3-untied",
+    "gemma3-tied", "glm4-untied", "gpt-oss-mxfp4", "granite-tied", "llama-biases", "mistral-window", "olmo3-untied",
+    "qwen2-yarn", "qwen3-moe-stacked", "qwen3-untied",
 }  # fmt: skip
 # For what layers share, whatever their sizes and scaling.
 FEWER = {"gemma3-tied", "llama-biases", "qwen3-moe-stacked"}
@@ -142,7 +142,9 @@ def test_a_wanted_row_is_what_it_is_among_all(variant):
     tokens, wanted = np.stack([expected["ids_64"]] * 3), np.array([63, 0, 30])
     hidden = forward(model, tokens, capture=(0,), wanted=wanted)
     assert hidden.last.shape == (3, 1, model.config.hidden_size)
-    np.testing.assert_allclose(unembed(model.params, hidden.last)[:, 0], expected["logits_64"][wanted], **CLOSE)
+    np.testing.assert_allclose(
+        unembed(model.params, hidden.last, model.config.decoder)[:, 0], expected["logits_64"][wanted], **CLOSE
+    )
     np.testing.assert_allclose(hidden.features[0][0], expected["hidden_64"][0], **CLOSE)
 
 
@@ -160,7 +162,9 @@ def test_rows_stand_in_for_embeddings():
     rows, positions = model.params["embed"][tokens[0, 5:9]], np.arange(17)[None]
     of = np.where(at < 0, tokens, 0), positions, WholeTexts()
     run = jax.jit(lambda params: decoder_forward(model.config.decoder, params, *of, overrides=(rows, at)).last)
-    np.testing.assert_allclose(unembed(model.params, run(model.params))[0], expected["logits_17"], **CLOSE)
+    np.testing.assert_allclose(
+        unembed(model.params, run(model.params), model.config.decoder)[0], expected["logits_17"], **CLOSE
+    )
 
 
 def test_golden_llama3_scaling_is_in_play():
@@ -175,7 +179,7 @@ def test_golden_llama3_scaling_is_in_play():
     mixing = dataclasses.replace(layer.mixing, rope=dataclasses.replace(rope, scaling=None))
     layers = (dataclasses.replace(layer, mixing=mixing),) * model.config.num_layers
     plain = dataclasses.replace(model.config, decoder=dataclasses.replace(model.config.decoder, layers=layers))
-    logits = unembed(model.params, forward(model, expected["ids_150"][None], config=plain).last)
+    logits = unembed(model.params, forward(model, expected["ids_150"][None], config=plain).last, model.config.decoder)
     assert abs(logits[0] - expected["logits_150"]).max() > 0.5
 
 
@@ -184,10 +188,19 @@ def test_goldens_cover_what_a_config_can_say():
     configs = [golden(variant)[0].config for variant in VARIANTS]
     for family in PLAIN:
         mine = [c for c in configs if c.model_type == family]
-        assert {c.decoder.tied for c in mine} == {True, False}
-        if family != "qwen2":  # whose configs have no head_dim
+        if family != "minimax_m2":  # whose heads are never tied
+            assert {c.decoder.tied for c in mine} == {True, False}
+        if family not in (
+            "exaone4",
+            "granite",
+            "olmo2",
+            "olmo3",
+            "phi3",
+            "qwen2",
+            "smollm3",
+        ):  # configs have no head_dim
             assert any(c.head_dim * c.num_heads != c.hidden_size for c in mine)
-        if family != "mistral":  # which has none
+        if family not in ("exaone4", "minimax_m2", "mistral", "phi3"):  # which have none
             assert any(c.decoder.attention.bias for c in mine)
         assert any(1 < c.num_kv_heads < c.num_heads for c in mine)
     assert any(getattr(c.decoder.layers[0].feed, "bias", False) for c in configs)
@@ -198,7 +211,7 @@ def test_bfloat16_stays_bfloat16_but_logits_are_float32(variant):
     model, expected = golden(variant, "bfloat16")
     hidden = forward(model, expected["ids_64"][None], capture=(1,))
     assert hidden.last.dtype == hidden.features[0].dtype == jnp.bfloat16
-    logits = unembed(model.params, hidden.last)
+    logits = unembed(model.params, hidden.last, model.config.decoder)
     assert logits.dtype == jnp.float32
     # 8 bits of mantissa through three layers: each logit is off by a few hundredths of their spread.
     error = np.asarray(logits[0]) - expected["logits_64"]
@@ -235,7 +248,7 @@ def test_golden_rope_scaling_is_in_play(variant, scaling):
         assert attention.rope.scaling.attention_factor > 1.1
     layers = tuple(dataclasses.replace(layer, mixing=bare) for layer in model.config.decoder.layers)
     plain = dataclasses.replace(model.config, decoder=dataclasses.replace(model.config.decoder, layers=layers))
-    logits = unembed(model.params, forward(model, expected["ids_150"][None], config=plain).last)
+    logits = unembed(model.params, forward(model, expected["ids_150"][None], config=plain).last, model.config.decoder)
     assert abs(logits[0] - expected["logits_150"]).max() > 0.3
 
 
@@ -258,18 +271,25 @@ def test_gemma3_is_read_from_a_multimodal_checkpoint(before, after, tmp_path):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", PLAIN)
 def test_parameters_name_each_checkpoint_tensor_once(family, tied, bias):
-    hf = tiny_config(family, tie_word_embeddings=tied, attention_bias=bias, mlp_bias=bias)
+    keys = dict.fromkeys(("attention_bias", "attention_out_bias", "mlp_bias", "use_bias"), bias)
+    hf = tiny_config(family, tie_word_embeddings=tied, **keys)
     declared = jax.tree.leaves(
         MODELS[family].tensors(ModelConfig.from_hf(hf).decoder), is_leaf=lambda p: isinstance(p, Param)
     )
     names = [name for param in declared for name in param.sources]
     assert len(set(names)) == len(names)
     assert ("lm_head.weight" in names) == (not tied)
-    assert ("model.layers.1.self_attn.o_proj.bias" in names) == (bias and family not in ("glm4", "qwen2"))
-    assert ("model.layers.1.self_attn.q_proj.bias" in names) == (bias or family == "qwen2")
-    without = ("gemma3", "glm4", "gpt_oss", "qwen3_moe")
-    assert ("model.layers.1.mlp.down_proj.bias" in names) == (bias and family not in without)
-    assert ("model.layers.0.self_attn.q_norm.weight" in names) == (family in ("gemma3", "qwen3", "qwen3_moe"))
+    assert ("model.layers.1.self_attn.o_proj.bias" in names) == (
+        bias and family not in ("exaone4", "glm4", "glm4_moe", "minimax_m2", "phi3", "qwen2")
+    )
+    assert ("model.layers.1.self_attn.q_proj.bias" in names) == (
+        family == "qwen2" or (bias and family not in ("exaone4", "minimax_m2", "phi3"))
+    )
+    with_biases = ("ernie4_5", "granite", "llama", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3")
+    assert ("model.layers.1.mlp.down_proj.bias" in names) == (bias and family in with_biases)
+    assert ("model.layers.0.self_attn.q_norm.weight" in names) == (
+        family in ("exaone4", "gemma3", "minimax_m2", "olmo2", "olmo3", "qwen3", "qwen3_moe")
+    )
     for param in declared:
         if param.sources != (param.whole,):
             assert len(param.sources) == len(param.layout.splits) * (param.shape[0] if param.stacked else 1)

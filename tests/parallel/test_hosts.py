@@ -3,6 +3,7 @@ same state. Two servers as two hosts are in `test_two_processes_serve_as_one`.""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from pathlib import Path
 
 import httpx
@@ -23,7 +25,7 @@ from jaxspec.compiling.programs import Programs
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.runner import Runner
 from jaxspec.parallel import hosts as module
-from jaxspec.parallel.channel import Channel
+from jaxspec.parallel.channel import HEAD, Channel
 from jaxspec.parallel.hosts import Follower, HostLost, Leader, decode, encode, facts
 from jaxspec.replicas.follower import replay
 from server.cli.options import UsageError, parse
@@ -72,14 +74,30 @@ def ends(monkeypatch):
     return noted
 
 
+MALFORMED = (
+    b"",
+    b"[1]",
+    b"\xff\xfe",
+    b'["a", null, [["int32", [2]]]]\nabc',
+    b'["a", null, [["object", [1]]]]\n' + bytes(8),
+    b'["a", null, [["int32", [9223372036854775807, 4]]]]',
+    b'["a", null, [["int32", [18446744073709551616]]]]',
+    b'["a", null, [["int32", [-5]]]]',
+    b'["a", null, [[[], []]]]',
+    b'["a", null, 5]',
+    b"[" * 60_000,
+    b'["hello", {"a":' + b'{"a":' * 9_000,
+)
+
+
 def test_a_message_is_what_was_sent():
     arrays = np.arange(6, dtype=np.int32).reshape(2, 3), np.zeros((0, 4), np.uint32), np.array([b"\n"[0]], np.uint8)
     kind, value, got = decode(encode("run", {"a": [1]}, arrays))
     assert (kind, value) == ("run", {"a": [1]})
     for x, y in zip(arrays, got, strict=True):
         assert x.dtype == y.dtype and x.shape == y.shape and (x == y).all()
-    for wrong in (b"", b"[1]", b'["a", null, [["int32", [2]]]]\nabc'):
-        with pytest.raises((ValueError, TypeError)):
+    for wrong in MALFORMED:
+        with pytest.raises(ValueError):
             decode(wrong)
 
 
@@ -140,6 +158,98 @@ def test_a_lost_node_is_noticed_on_both_sides(ends, monkeypatch, caplog):
     nodes({}, {})
     wait_for(lambda: lost, 5)
     assert "hasn't been heard for 0.3 seconds" in caplog.text
+
+
+FACTS = {"--page-size": "8"}
+
+
+def gather(nodes: int = 2, token: str | None = "secret", facts: dict[str, str] = FACTS) -> tuple[int, list]:
+    """Node 0 while others come: its port, and what it has to say once they have."""
+    port, answers = free_ports(), []
+    given = "127.0.0.1", port, nodes, facts, token
+    threading.Thread(target=lambda: answers.append(outcome(module._gather, *given)), daemon=True).start()
+    return port, answers
+
+
+def call(port: int) -> socket.socket:
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port), 20)
+        except ConnectionRefusedError:
+            time.sleep(0.01)
+
+
+def part(leader: Leader, ends: list, followers: int) -> None:
+    """End nodes, all before the test that they are of."""
+    leader.close(0.1)
+    wait_for(lambda: len(ends) == followers)
+
+
+def test_nodes_meet_whoever_else_connects(monkeypatch, caplog, ends):
+    """Malformed, huge, false and silent ones delay nobody and end nothing."""
+    monkeypatch.setattr(module, "MAX_GREETED", 200)
+    port, answers = gather(nodes=3)
+    hello = {"rank": 1, "facts": FACTS, "nonce": "n", "proof": "p"}
+    messages = [encode("hello", hello | wrong) for wrong in (
+        {}, {"rank": 0}, {"rank": 3}, {"rank": "1"}, {"rank": True}, {"rank": None}, {"facts": None}, {"facts": []},
+        {"facts": {"a": {}}}, {"proof": 5}, {"proof": "\u00e9"}, {"nonce": None},
+    )]  # fmt: skip
+    messages += [encode("hello", {name: hello[name] for name in hello if name != left}) for left in hello]
+    messages += [encode("hello"), encode("sizes", [1]), *MALFORMED]
+    packets = [HEAD.pack(len(body), 0, zlib.crc32(body)) + body for body in messages]
+    packets += [HEAD.pack(size, 0, 0) for size in (2**46, 2**63, 2**64 - 1, module.MAX_HELLO + 1)]
+    packets += [b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", bytes(1000), b"\xff" * 1000, b""]
+    with contextlib.ExitStack() as opened:
+        callers = [opened.enter_context(call(port)) for _ in packets]
+        for caller, packet in zip(callers, packets, strict=True):
+            caller.sendall(packet)
+        silent = [opened.enter_context(call(port)) for _ in range(20)]
+        began = time.monotonic()
+        with meanwhile(lambda rank: module._come("127.0.0.1", port, rank, FACTS, "secret"), 2, 1) as followers:
+            pass
+        assert time.monotonic() - began < module.HELLO_SECONDS * 0.8
+        assert [each.rank for each in followers] == [2, 1] and silent
+        wait_for(lambda: answers)
+        assert [node.rank for node in answers[0]._nodes] == [1, 2]
+        said = "\n".join(record.getMessage() for record in caplog.records)
+        assert "70368744177664 bytes was announced" in said and "no such node is due" in said and "secret" not in said
+    part(answers[0], ends, 2)
+
+
+def test_a_token_that_differs_is_refused_on_both_sides(monkeypatch, caplog):
+    monkeypatch.setattr(module, "START_SECONDS", 3.0)
+    port, answers = gather()
+    for token in ("another", None):
+        with pytest.raises(ConfigError, match="--dist-token of node 1 isn't node 0's"):
+            module._come("127.0.0.1", port, 1, FACTS, token)
+    assert "its --dist-token differs" in caplog.text and not answers
+    wait_for(lambda: answers, 20)
+    assert isinstance(answers[0], ConfigError) and "node 1 didn't come" in str(answers[0])
+
+
+def test_neither_side_takes_another_that_repeats_what_it_heard(ends):
+    """A node's proof is of both sides' nonces, and node 0 has one to give, too."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        meanwhile(
+            lambda port: outcome(module._come, "127.0.0.1", port, 1, FACTS, "secret"), listener.getsockname()[1]
+        ) as answers,
+    ):
+        end = Channel(listener.accept()[0])
+        end.send(encode("challenge", "n"))
+        sent = end.receive()
+        assert b"secret" not in sent
+        end.send(encode("accepted", decode(sent)[1]["proof"]))
+    assert isinstance(answers[0], ConfigError) and "doesn't know this node's --dist-token" in str(answers[0])
+    port, others = gather()
+    with call(port) as caller:
+        channel = Channel(caller)
+        channel.receive()
+        channel.send(sent)
+        assert decode(channel.receive())[0] == "refused" and not others
+    module._come("127.0.0.1", port, 1, FACTS, "secret")
+    wait_for(lambda: others)
+    part(others[0], ends, 1)
 
 
 @dataclasses.dataclass

@@ -223,7 +223,8 @@ def test_a_lost_engine_takes_its_requests_and_no_others(llm, url):
         assert reply.status_code == (500 if i in failed and i < 2 else 200)
         assert i in failed or json.loads(replies[i].text.split("data: ")[-2] if i > 1 else reply.text)["choices"]
     assert [ask(url, prompt="z" * i, max_tokens=2).status_code for i in range(1, 5)] == [200] * 4
-    assert httpx.get(f"{url}/health").status_code == 200
+    health = httpx.get(f"{url}/health")
+    assert health.status_code == 200 and health.json()["status"] == "degraded" and [*health.json()["lost"]] == ["1"]
     assert counts(llm, "ready") == [True, False] and "SIGKILL ended its process" in counts(llm, "error")[1]
     assert llm.stats()["total_pages"] == counts(llm, "total_pages")[0]
     os.kill(llm._members[0].process.pid, signal.SIGKILL)

@@ -252,6 +252,7 @@ def test_an_fp8_cache_samples_the_target_with_rounded_keys_and_values():
         return unembed(
             model().params,
             forward(model().config.decoder, model().params, tokens, positions, OnlyAttention(attend)).last,
+            model().config.decoder,
         )
 
     rounded = partial(exact, logits=lambda tokens: logits(jnp.asarray(tokens)))

@@ -45,6 +45,9 @@ WORLDS = {
     "crowd": dict(num_slots=12, num_pages=70, chunk_tokens=8, held_tokens=24),
     "replays": dict(replays=True, num_pages=19, page_size=3, context_length=48),
     "replays, several rounds": dict(replays=True, rounds=3, num_pages=19, page_size=3, context_length=48),
+    "clients": dict(clients=3, num_pages=45),
+    "clients, tight": dict(clients=2, num_pages=19, page_size=3, context_length=48, rounds=3),
+    "clients, states": dict(clients=3, snapshots=range(5, 21), snapshot_interval=4, chunk_tokens=8),
     "crowd, tight": dict(num_slots=11, num_pages=30, page_size=3, context_length=48, held_tokens=99),
 }
 SEEN = Counter()
@@ -82,7 +85,7 @@ def test_the_mix_had_everything_in_it():
         pytest.skip("runs after test_any_mix_of_operations")
     aborted = [f"abort {state}" for state in ("waiting", "prefill", "running")]
     events = ("done", "shared", "scored", "several rounds", "preempted", "drained", "stale result", "drafter caught up")
-    for event in (*events, "held", "snapshots", "gone on from a snapshot", *aborted):
+    for event in (*events, "unfinished prompts of several", "held", "snapshots", "gone on from a snapshot", *aborted):
         assert SEEN[event] > 10, (event, SEEN)
     assert not SEEN["drained at lag 0"]
 
@@ -228,6 +231,29 @@ def test_queue_is_strict(prefix_cache):
     s.finish(first)
     assert s.plan().admit == [big]
     assert list(s.waiting) == [small]
+
+
+@pytest.mark.parametrize("size", [4, 3])
+def test_a_prompt_that_fills_the_context_is_scored(size):
+    """Its one token needs no position: no round follows it."""
+    s = make(context_length=30, page_size=size, num_pages=-(-33 // size) + 1)
+    with pytest.raises(RequestError, match=r"requested 31 tokens \(30 in the prompt, 1 in the completion\)"):
+        s.check(30, 1)
+    with pytest.raises(RequestError, match="requested 32 tokens"):
+        s.check(31, 1, no_tokens=True)
+    assert (s.check(30, 1, no_tokens=True), s.check(29, 1, no_tokens=True)) == (31, 30)
+    seq = SequenceState([1] * 30, 30, 31, score=True)
+    s.add(seq)
+    plans = []
+    while not seq.in_flight:
+        plans.append(s.plan())
+        audit(s)
+    assert sum(chunk.count for plan in plans for chunk in plan.prefill) == 30
+    assert (plans[-1].first, plans[-1].rows, s.plan().rows) == ([seq], [], [])
+    assert len(seq.pages) <= s.pages_per_seq
+    s.append(seq, [7])
+    s.finish(seq)
+    audit(s)
 
 
 def test_head_of_the_queue_is_matched_again_only_when_that_could_help():

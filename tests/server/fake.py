@@ -52,6 +52,7 @@ class FakeLLM:
     endless: bool = False  # the text is told again and again
     step_seconds: float = 0.0
     engines: int = 0  # as of `DataParallelLLM`, which lists them
+    lost: dict[int, str] = field(default_factory=dict)  # why some of them have ended
     watchdog_timeout: float = 300.0
     started: list[tuple[list[int], SamplingParams]] = field(default_factory=list)
     running: int = 0
@@ -59,6 +60,7 @@ class FakeLLM:
     flushed: int = 0
     aborts: set[str | None] = field(default_factory=set)
     names: list[str | None] = field(default_factory=list)
+    clients: list[str] = field(default_factory=list)
 
     @property
     def said(self) -> str:
@@ -88,12 +90,15 @@ class FakeLLM:
         if params.max_tokens is not None and params.max_tokens > CONTEXT:
             raise RequestError(f"the context is {CONTEXT} tokens; lower max_tokens", "max_tokens")
 
-    async def generate(self, prompt: list[int], params: SamplingParams, request_id=None) -> AsyncIterator[Delta]:
+    async def generate(
+        self, prompt: list[int], params: SamplingParams, request_id=None, client=""
+    ) -> AsyncIterator[Delta]:
         self.prepare(prompt, params)
         if self.error is not None:
             raise EngineDead("the engine has stopped") from self.error
         self.started.append((prompt, params))
         self.names.append(request_id)
+        self.clients.append(client)
         self.running += 1
         done = False
         try:
@@ -154,7 +159,8 @@ class FakeLLM:
 
     def stats(self) -> dict:
         figures = self._figures()
-        listed = [figures | {"engine": i, "held": i, "ready": i == 0} for i in range(self.engines)]
+        each = lambda i: {"engine": i, "held": i, "ready": i == 0, "error": self.lost.get(i)}  # noqa: E731
+        listed = [figures | each(i) for i in range(self.engines)]
         return figures | ({"engines": listed} if listed else {})
 
     def _figures(self) -> dict:
@@ -176,6 +182,7 @@ class FakeLLM:
             "accepted_per_position": [3, 1],
             "step_tokens": {"bounds": [1, 8], "counts": [0, 2, 1], "sum": 25},
             "forced_tokens_total": 0,
+            "nonfinite_total": 0,
             "preemptions_total": 0,
             "compiles_total": 6,
             "dispatches": {"round": 4},

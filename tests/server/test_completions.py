@@ -86,6 +86,14 @@ def test_no_tokens_is_an_empty_text(client, fake, stream):
     assert stream or (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (3, 0)
 
 
+def test_no_tokens_need_no_room_in_the_context(client, http, fake):
+    client.completions.create(**MODEL, prompt="ab", max_tokens=0, logprobs=1, echo=True)
+    assert http.post("/generate", json={"text": "a", "sampling_params": {"max_new_tokens": 0}}).status_code == 200
+    assert [(params.max_tokens, params.no_tokens) for _, params in fake.started] == [(1, True)] * 2
+    client.completions.create(**MODEL, prompt="ab", max_tokens=1)
+    assert not fake.started[-1][1].no_tokens
+
+
 def test_usage_in_each_chunk(client):
     options = {"include_usage": True, "continuous_usage_stats": True}
     asked = {**MODEL, "prompt": ["ab", "c"], "n": 2, "max_tokens": 4}

@@ -203,7 +203,7 @@ async def test_many_connections_at_once():
 
 
 FAULTY = """
-import sys, time
+import ctypes, sys, time
 from jaxspec.engine.runner import Runner
 from server import __main__ as command
 
@@ -214,6 +214,8 @@ def faulty(self, *args):
     rounds.append(0)
     if fault == "stuck" and len(rounds) > 5:
         time.sleep(1000)
+    if fault == "held" and len(rounds) > 5:
+        ctypes.PyDLL(None).usleep(10**9)  # unlike CDLL, it keeps the interpreter's lock
     if fault == "dead" and len(rounds) > 5:
         raise RuntimeError("the device is gone")
     time.sleep(0.01)
@@ -231,12 +233,13 @@ command.run()
 
 
 @contextmanager
-def process(fault, *flags):
+def process(fault, *flags, env=None):
     """A server process with a fault in it, and its address."""
+    env = env or as_here()
     options = [f"--{name.replace('_', '-')}={value}" for name, value in ENGINE.items() if value is not True]
     argv = [fault, "--model", checkpoint(), "--draft", "ngram", "--port", "0", *options, *flags]
     argv += ["--skip-warmup", "--few-programs"]
-    server = subprocess.Popen([sys.executable, "-c", FAULTY, *argv], stderr=subprocess.PIPE, text=True, env=as_here())
+    server = subprocess.Popen([sys.executable, "-c", FAULTY, *argv], stderr=subprocess.PIPE, text=True, env=env)
     lines = []
     try:
         for line in server.stderr:
@@ -298,6 +301,38 @@ def test_a_server_with_a_stuck_step_can_be_stopped():
         began = time.monotonic()
         assert server.wait(20) == 1 and time.monotonic() - began < 1 + 5 + 5
     assert replies[0][0].status_code == 503
+
+
+@pytest.mark.exhaustive
+def test_a_server_whose_interpreter_is_held_hears_and_ends():
+    running = process("held", "--drain-seconds", "1")
+    with running as (server, url, lines), meanwhile(partial(ask_all, url), [LONG]):
+        time.sleep(3)
+        server.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        wait_for(lambda: any("told to stop, but a call into C" in line for line in lines), 20)
+        assert server.wait(20) == -signal.SIGKILL and time.monotonic() - began < 1 + 5 + 1 + 5
+
+
+@pytest.mark.exhaustive
+def test_servers_that_start_at_once_share_an_empty_cache_and_damage_costs_a_compilation(tmp_path):
+    env = {name: value for name, value in as_here().items() if name != "JAX_COMPILATION_CACHE_DIR"}
+    env |= {"JAXSPEC_CACHE": str(tmp_path / "cache")}
+
+    def said(_):
+        with process("none", env=env) as (_, url, _):
+            return [ask(url, QUICK | {"temperature": heat, "seed": 1}).json()["choices"][0]["text"] for heat in (0, 1)]
+
+    with meanwhile(said, 0, 1) as texts:
+        pass
+    assert texts[0] == texts[1] == said(2)
+    kept = [path for path in (tmp_path / "cache").rglob("*-cache") if path.is_file()]
+    assert len(kept) > 5 and kept[0].parent.stat().st_mode & 0o077 == 0
+    for place, path in enumerate(kept):
+        data = bytearray(path.read_bytes())
+        data[len(data) * place // len(kept)] ^= 1 << place % 8
+        path.write_bytes(data)
+    assert said(3) == texts[0]
 
 
 @pytest.mark.soak

@@ -26,6 +26,15 @@ def test_probes_say_whether_requests_can_be_served(http, fake, method, path):
     assert http.request(method, path).status_code == 503
 
 
+def test_probes_say_that_an_engine_of_several_has_ended(http, fake):
+    fake.engines = 3
+    assert http.get("/health").json() == {"status": "ok"}
+    fake.lost[1] = "SIGKILL ended its process, perhaps for lack of memory"
+    for path in ("/health", "/ready", "/ping", "/health_generate"):
+        reply = http.get(path)
+        assert reply.status_code == 200 and reply.json() == {"status": "degraded", "lost": {"1": fake.lost[1]}}
+
+
 def test_probes_need_no_key_and_others_do():
     with serving(create_app(FakeLLM(), api_key="secret")) as url:
         for path in ("/health", "/ready", "/ping", "/health_generate", "/metrics"):

@@ -1,5 +1,7 @@
 """The routes that tell about the server: models, server_info, flush_cache."""
 
+import time
+
 import httpx
 
 from server.app import create_app
@@ -28,6 +30,13 @@ def test_server_info(http):
     assert (info["model"], info["draft"], info["avg_spec_accept_length"]) == ("fake/model", "none", 2.25)
     assert info["engine"]["page_size"] is None and info["model_config"]["vocab_size"] and info["versions"]["jax"]
     assert info["stats"]["accepted_per_position"] == [3, 1]
+
+
+def test_a_clock_that_is_set_back_changes_no_uptime(http, monkeypatch):
+    before = http.get("/server_info").json()["uptime_seconds"]
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now - 10**6)
+    assert http.get("/server_info").json()["uptime_seconds"] >= before >= 0
 
 
 def test_flush_cache(http, fake):

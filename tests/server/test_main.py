@@ -1,5 +1,6 @@
 """Work of `python -m server` around serving, without a process of its own."""
 
+import errno
 import gc
 import re
 import socket
@@ -65,6 +66,28 @@ def test_options_that_do_not_fit_the_machine_end_with_status_2_and_a_line():
     ended = subprocess.run([sys.executable, "-m", "server", *given], capture_output=True, text=True, env=as_here())
     assert ended.returncode == 2 and "Traceback" not in ended.stderr
     assert re.search(r"^python -m server: --max-total-tokens 99999999999 does not fit: .* or less", ended.stderr, re.M)
+
+
+@pytest.mark.parametrize("error", [
+    MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory"), RuntimeError("can't start new thread"),
+    ValueError("another"),
+])  # fmt: skip
+def test_a_start_that_gets_no_memory_ends_with_status_2_and_a_line(monkeypatch, capsys, error):
+    def start(args):
+        raise error
+
+    monkeypatch.setattr(main, "_start", start)
+    monkeypatch.setattr(main.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(main._watcher, "start", lambda *_: None)
+    monkeypatch.setattr(main.logs, "set_up", lambda *_: None)
+    monkeypatch.setattr(main.resource, "getrlimit", lambda _: (3 * 2**30, 3 * 2**30))
+    if isinstance(error, ValueError):
+        with pytest.raises(ValueError):
+            main.main(["--port", "0"])
+        return
+    assert main.main(["--port", "0"]) == 2
+    said = capsys.readouterr().err
+    assert "no more memory; RLIMIT_AS (`ulimit -v`) allows 3072 MiB" in said and len(said.splitlines()) == 1
 
 
 def test_the_heap_is_released_when_serving_fails(serve):

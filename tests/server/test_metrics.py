@@ -26,7 +26,7 @@ def samples(http):
 
 
 def of_model(name, **labels):
-    return (name, *sorted({"model_name": "fake/model", **labels}.items()))
+    return (name, *sorted({"model_name": "fake/model", "engine": "0", **labels}.items()))
 
 
 def test_requests_are_observed_as_they_pass(http):
@@ -66,6 +66,34 @@ def test_requests_are_observed_as_they_pass(http):
     assert gained[of_model("vllm:request_queue_time_seconds_bucket", le="+Inf")] == 2
 
 
+def test_http_requests_are_counted_and_timed_by_route_and_status(http):
+    before = samples(http)
+    http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
+    http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2, "stream": True})
+    http.post("/v1/completions", json={"prompt": 5})
+    http.get("/v1/models/fake%2Fmodel")
+    http.put("/nowhere/at-all", timeout=60)  # whose error lists all routes, of a description made then
+    after = samples(http)
+    gained = {key: after[key] - before.get(key, 0) for key in after if key[0].startswith("http_request")}
+
+    def of(name, handler, method, status, **more):
+        return gained[(name, *sorted({"handler": handler, "method": method, "status": status, **more}.items()))]
+
+    assert of("http_requests_total", "/v1/completions", "POST", "2xx") == 2
+    assert of("http_requests_total", "/v1/completions", "POST", "4xx") == 1
+    assert of("http_requests_total", "none", "PUT", "4xx") == 1
+    assert of("http_request_duration_seconds_count", "/v1/completions", "POST", "2xx") == 2
+    assert of("http_request_duration_seconds_bucket", "/v1/completions", "POST", "2xx", le="+Inf") == 2
+    assert 0 < of("http_request_duration_seconds_sum", "/v1/completions", "POST", "2xx") < 60
+    assert not any("at-all" in str(key) for key in after)
+
+
+def test_those_that_wait_are_told_by_reason(http):
+    found = samples(http)
+    for reason in ("capacity", "deferred"):
+        assert found[of_model("vllm:num_requests_waiting_by_reason", reason=reason)] == 0
+
+
 def test_what_the_engine_counts_is_read_when_scraped(http):
     found = samples(http)
     for name, value in {
@@ -76,6 +104,7 @@ def test_what_the_engine_counts_is_read_when_scraped(http):
         "vllm:generation_tokens_total": 9,
         "vllm:prefix_cache_queries_total": 5,
         "vllm:prefix_cache_hits_total": 2,
+        "vllm:prompt_tokens_cached_total": 2,
         "vllm:num_preemptions_total": 0,
         "vllm:spec_decode_num_drafts_total": 4,
         "vllm:spec_decode_num_draft_tokens_total": 7,
@@ -125,7 +154,8 @@ def metrics():
 
 
 def value(metrics, name):
-    return parsed(metrics.text().decode())[(name, ("model_name", "m")) if name.startswith("vllm:") else (name,)]
+    labels = [("engine", "0"), ("model_name", "m")] if name.startswith("vllm:") else []
+    return parsed(metrics.text().decode())[(name, *labels)]
 
 
 def test_a_rounds_time_is_shared_by_its_tokens(metrics, monkeypatch):
@@ -150,7 +180,7 @@ def test_a_completion_aborted_in_the_queue_has_no_times_but_its_latency(metrics)
 
 
 def test_bounds_of_lengths_reach_the_context(metrics):
-    bounds = re.findall(r'vllm:request_prompt_tokens_bucket{le="([\d.]+)"', metrics.text().decode())
+    bounds = re.findall(r'vllm:request_prompt_tokens_bucket{engine="0",le="([\d.]+)"', metrics.text().decode())
     assert [float(bound) for bound in bounds] == [1, 2, 5, 10, 20, 50, 100, 200] and CONTEXT == 256
 
 
@@ -190,6 +220,6 @@ def test_the_document_lists_every_metric(http, fake):
     """docs/metrics.md has a row for each family, and no other."""
     fake.engines = 2
     families = {family.name for family in text_string_to_metric_families(http.get("/metrics").text)}
-    ours = {name for name in families if name.startswith(("vllm:", "jaxspec_"))}
+    ours = {name for name in families if name.startswith(("vllm:", "jaxspec_", "http_"))}
     rows = re.findall(r"^\| `([\w:]+)`", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE)
     assert {row.removesuffix("_total") for row in rows} == {name.removesuffix("_total") for name in ours}

@@ -1,6 +1,8 @@
 """`/v1/responses` through the official client, against the fake engine."""
 
 import json
+import tracemalloc
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pytest
@@ -16,7 +18,7 @@ from server.protocol.responses import messages
 from server.replies import Prompt
 from server.replies.logprobs import TokenNames
 from server.replies.responses import ResponsesReply
-from server.routes.responses import ResponseStore
+from server.response_store import MAX_SHARE, OVERHEAD, ResponseStore
 from tests.server.fake import TEXT, byte_tokenizer
 from tests.server.live import serving
 from tests.server.test_tools import Scripted
@@ -107,8 +109,7 @@ CALL_TEXT = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</
 @pytest.mark.parametrize("step", [1, 7, 1000])
 def test_a_function_is_called_and_its_result_goes_back(step):
     """The whole turn through the model's own format, here Hermes': whole, streamed, and with history."""
-    fake = Scripted(EngineConfig(model="fake/model", context_length=4096), text=CALL_TEXT, step=step)
-    with serving(create_app(fake)) as url, OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+    with scripted_server(CALL_TEXT, step) as (client, fake):
         talk(client, fake)
 
 
@@ -129,6 +130,126 @@ def talk(client, fake):
     prompt = prompt_text(fake)
     client.responses.create(**MODEL, input=whole, tools=[TOOL], store=False)
     assert prompt_text(fake) == prompt, "the same conversation sent whole"
+
+
+PATCH = {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", "syntax": "lark", "definition": "x"}}
+SPACE = {"type": "namespace", "name": "crm", "description": "Customers.", "tools": [TOOL, PATCH]}
+AGENT = [SPACE, {"type": "web_search"}, {"type": "local_shell"}, {"type": "mcp", "server_label": "a"}, PATCH]
+
+
+@contextmanager
+def scripted_server(text, step=3):
+    fake = Scripted(EngineConfig(model="fake/model", context_length=4096), text=text, step=step)
+    app = create_app(fake)
+    with serving(app) as url, OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client, fake
+
+
+def test_tools_of_namespaces_and_custom_ones_are_functions_and_hosted_ones_are_skipped(caplog):
+    patch = 'a "b"\n☃ 😀'
+    text = "\n".join(
+        f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+        for name, arguments in (
+            ("crm__weather", {"city": "Rome"}),
+            ("apply_patch", {"input": patch}),
+            ("crm__apply_patch", {"patch": 5}),
+        )
+    )
+    with scripted_server(text) as (client, fake):
+        reply = client.responses.create(**ASK, tools=AGENT)
+        namespaced, custom, odd = reply.output
+        assert (namespaced.type, namespaced.name, namespaced.namespace) == ("function_call", "weather", "crm")
+        assert (custom.type, custom.name, custom.namespace, custom.input) == (
+            *("custom_tool_call", "apply_patch", None),
+            patch,
+        )
+        assert (odd.type, odd.namespace, odd.input) == ("custom_tool_call", "crm", '{"patch": 5}'), "no input is all"
+        prompt = prompt_text(fake)
+        assert '"crm__weather"' in prompt and "Customers." in prompt and "follows this lark grammar" not in prompt
+        assert "The input follows this lark" in prompt and "web_search" not in prompt and "mcp" not in prompt
+        assert "the hosted tool local_shell" in caplog.text
+        assert [tool.type for tool in reply.tools] == ["namespace", "web_search", "local_shell", "mcp", "custom"]
+
+        events = list(client.responses.create(**ASK, tools=AGENT, stream=True))
+        for place, item in ((1, custom), (2, odd)):
+            mine = [event for event in events if getattr(event, "output_index", None) == place]
+            deltas = [event.delta for event in mine if event.type == "response.custom_tool_call_input.delta"]
+            assert "".join(deltas) == item.input
+            kinds = list(dict.fromkeys(event.type.removeprefix("response.") for event in mine))
+            inputs = ["custom_tool_call_input.delta", "custom_tool_call_input.done"]
+            assert kinds == ["output_item.added", *inputs, "output_item.done"]
+        assert events[-1].response.output[1].input == patch
+
+        results = [
+            {"type": "function_call_output", "call_id": namespaced.call_id, "output": "sunny"},
+            {"type": "custom_tool_call_output", "call_id": custom.call_id, "output": "Done!"},
+        ]
+        fake.text = TEXT
+        client.responses.create(**MODEL, input=results, previous_response_id=reply.id, tools=AGENT)
+        prompt = prompt_text(fake)
+        assert '{"name": "crm__weather", "arguments": {"city": "Rome"}}' in prompt and "Done!" in prompt
+        assert json.dumps({"input": patch}, ensure_ascii=False) in prompt
+        whole = [{"role": "user", "content": "hello"}, *(item.model_dump() for item in reply.output), *results]
+        client.responses.create(**MODEL, input=whole, tools=AGENT)
+        assert prompt_text(fake) == prompt
+
+
+def test_a_choice_among_tools():
+    with scripted_server(CALL_TEXT) as (client, fake):
+
+        def asked(choice):
+            client.responses.create(**ASK, tools=[TOOL, *AGENT], tool_choice=choice)
+            grammar = fake.started[-1][1].structured
+            return [
+                name for name in ("weather", "crm__weather", "crm__apply_patch") if f'"{name}"' in prompt_text(fake)
+            ], (grammar and grammar.text)
+
+        listed = [{"type": "function", "name": "weather", "namespace": "crm"}, {"type": "web_search"}]
+        assert asked({"type": "allowed_tools", "mode": "auto", "tools": listed}) == (["crm__weather"], None)
+        seen, grammar = asked({"type": "allowed_tools", "mode": "required", "tools": listed})
+        assert seen == ["crm__weather"] and "crm__weather" in grammar
+        seen, grammar = asked({"type": "custom", "name": "apply_patch", "namespace": "crm"})
+        assert len(seen) == 3 and "crm__apply_patch" in grammar and "crm__weather" not in grammar
+
+
+def test_items_are_referred_to_and_listed(client, fake):
+    first = client.responses.create(**ASK)
+    (message,) = first.output
+    more = [{"type": "item_reference", "id": message.id}, {"role": "user", "content": "more"}]
+    second = client.responses.create(**MODEL, input=more, max_tool_calls=3)
+    assert f"assistant\n{TEXT}<|im_end|>\n<|im_start|>user\nmore" in prompt_text(fake)
+    listed = client.responses.input_items.list(second.id).data
+    assert [item.role for item in listed] == ["user", "assistant"] and listed[1].id == message.id
+    assert (listed[0].content[0].type, listed[0].content[0].text) == ("input_text", "more")
+    third = client.responses.create(**MODEL, input="third", previous_response_id=second.id)
+    pages = client.responses.input_items.list(third.id, limit=2, order="asc")
+    assert [item.content[0].text for item in pages] == [TEXT, "more", TEXT, "third"], "page by page"
+    client.responses.delete(first.id)
+    client.responses.create(**MODEL, input=more[:1], store=False)  # the others still have it
+    for name in (second.id, third.id):
+        client.responses.delete(name)
+    with pytest.raises(NotFoundError, match="of no response that is kept"):
+        client.responses.create(**MODEL, input=more[:1])
+
+
+def test_truncation_drops_the_oldest_turns(client, fake):
+    turns = [{"role": ("user", "assistant")[i % 2], "content": f"{i:02}" + 10 * "."} for i in range(21)]
+    with pytest.raises(BadRequestError, match="the prompt has 500 tokens"):
+        client.responses.create(**MODEL, input=turns, instructions="Be brief.")
+    reply = client.responses.create(**MODEL, input=turns, instructions="Be brief.", truncation="auto")
+    prompt, length = prompt_text(fake), len(fake.started[-1][0])
+    assert prompt.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n")
+    assert "20.." in prompt and "00.." not in prompt and reply.truncation == "auto"
+    kept = prompt.count("<|im_start|>user")
+    assert length < 256 <= length + (length // kept), "no turn more would fit"
+    with pytest.raises(BadRequestError, match=r"the prompt has 3\d\d tokens"):
+        client.responses.create(**MODEL, input=300 * "a", truncation="auto")
+
+
+def test_an_empty_stop_string_is_none(client, fake):
+    for stop in ("", [""], ["", "ö"]):
+        client.responses.create(**ASK, extra_body={"stop": stop})
+    assert [params.stop for _, params in fake.started] == [(), (), ("ö",)]
 
 
 def test_too_short_a_limit_leaves_it_incomplete(client):
@@ -216,26 +337,60 @@ def test_the_store_forgets_what_was_used_longest_ago():
     assert store.get("a") is not None
     store.put({"id": "c"}, [])
     assert [store.get(name) is not None for name in "abc"] == [True, False, True]
-    small = ResponseStore(max_chars=60)
-    for name in "ab":
-        small.put({"id": name}, [{"text": "x" * 20}])
-    assert small.get("a") is None and small.get("b") is not None
-    small.put({"id": "c"}, [{"text": "x" * 100}])
-    assert small.get("c") is None and small.get("b") is not None, "what is too large displaces nothing"
+    small = ResponseStore(max_bytes=MAX_SHARE * (OVERHEAD + 100))
+    names = "abcdefghijklmnopq"
+    for name in names:
+        small.put({"id": name}, [{"text": "x" * 60}])
+    assert small.get("a") is None and all(small.get(name) for name in names[1:])
+    small.put({"id": "z"}, [{"text": "x" * 100}])
+    assert small.get("z") is None and small.get("b") is not None, "what is too large displaces nothing"
+    store.put({"id": "d"}, [{"id": "item", "text": "x"}])
+    assert store.item("item") == {"id": "item", "text": "x"} and store.item("other") is None
+    assert store.remove("d") and store.item("item") is None
     assert small.remove("b") and not small.remove("b")
+
+
+def test_the_store_bounds_memory_whatever_is_kept():
+    """Empty objects take a hundred times as much memory as characters, and some characters four bytes."""
+    most = 2**18
+    room = most // MAX_SHARE - OVERHEAD - 100
+    for item in ({}, {"a": []}, "\U0001f600", "\ud800"):
+        items = [item] * (room // len(json.dumps(item, separators=(",", ":")) + ","))
+        store = ResponseStore(max_bytes=most)
+        tracemalloc.start()
+        for i in range(2 * MAX_SHARE):
+            store.put({"id": str(i)}, items)
+        used = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        assert used < 1.2 * most
+        assert store.get("31").items == items and store.get("31").response == {"id": "31"}
 
 
 @pytest.mark.parametrize("fields,param,says", [
     ({"input": []}, "input", "not empty"),
     ({"input": [{"role": "robot", "content": "a"}]}, "input", "item 0: the role must be one of"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "'input_image'"),
-    ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "'item_reference' are not supported"),
+    ({"input": [{"type": "computer_call", "id": "x"}]}, "input", "'computer_call' are not supported"),
+    ({"input": [{"type": "item_reference"}]}, "input", "needs a string as its id"),
     ({"input": [{"type": "function_call", "call_id": "a", "name": "f"}]}, "input", "as its arguments"),
     ({"input": [{"role": "user", "content": "\ud800"}]}, "input", "surrogate"),
-    ({"tools": [{"type": "web_search"}]}, "tools", "'web_search'; this server takes functions only"),
-    ({"include": ["file_search_call.results"]}, "include", "can't be included"),
+    ({"tools": [{"type": "web_serch"}]}, "tools", "'web_serch'; this server takes function, custom and namespace"),
+    ({"tools": [{"type": "namespace", "name": "a"}]}, "tools", "tool 0 is a namespace, which needs"),
+    ({"tools": [{"type": "namespace", "name": "a", "tools": [5]}]}, "tools", "tool 0.tools[0] has the type"),
+    ({"tools": [{"type": "custom", "name": "a", "format": {"type": "grammar"}}]}, "tools", "needs the syntax lark or"),
+    ({"tools": [{"type": "custom", "name": "a", "format": {"type": "json"}}]}, "tools", "has the type text or grammar"),
+    ({"tools": [{"type": "function", "name": "a__b"}, {"type": "namespace", "name": "a", "tools": [
+        {"type": "function", "name": "b"}]}]}, "tools", "tool 1.tools[0] has the name 'a__b', which another tool has"),
+    ({"tool_choice": {"type": "web_search"}}, "tool_choice", "which this server doesn't run"),
+    ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "g"}]}},
+     "tool_choice", "allowed_tools names 'g', which tools lacks"),
+    ({"tool_choice": {"type": "allowed_tools", "mode": "all", "tools": []}}, "tool_choice", 'needs "mode"'),
+    ({"max_tool_calls": 0}, "max_tool_calls", "max_tool_calls"),
+    ({"include": ["everything"]}, "include", "can't be included"),
+    ({"enable_thinking": False}, "enable_thinking", '"chat_template_kwargs": {"enable_thinking": false}'),
+    ({"penalty_score": 1.1}, "penalty_score", "here it is repetition_penalty"),
     ({"background": True}, "background", "not supported"),
-    ({"truncation": "auto"}, "truncation", "not supported"),
+    ({"truncation": "end"}, "truncation", "'auto' or 'disabled'"),
     ({"conversation": "c"}, "conversation", "not supported"),
     ({"reasoning": {"effort": "most"}}, "reasoning.effort", "'low', 'medium' or 'high'"),
     ({"text": {"format": {"type": "json"}}}, "text.format.type", "text.format.type must be one of"),

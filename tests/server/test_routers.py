@@ -53,6 +53,6 @@ def test_a_router_learns_the_model(http):
 def test_llm_ds_endpoint_picker_finds_its_metrics(http):
     lines = http.get("/metrics").text.splitlines()
     for name in ("vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc"):
-        assert any(line.startswith(f'{name}{{model_name="fake/model"}} ') for line in lines), name
+        assert any(line.startswith(f'{name}{{engine="0",model_name="fake/model"}} ') for line in lines), name
     (info,) = (line for line in lines if line.startswith("vllm:cache_config_info{"))
     assert 'block_size="' in info and 'num_gpu_blocks="' in info

@@ -105,6 +105,18 @@ def test_a_prompt_is_scored_without_a_token(http):
     assert out["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
 
 
+def test_the_body_of_sglangs_send_one(http, fake):
+    """With --json and --stream: the schema is a word for any object."""
+    fake.text = "{}"
+    settings = {"temperature": 0.0, "max_new_tokens": 50, "json_schema": "$$ANY$$", "frequency_penalty": 0.0}
+    body = {"text": "Human: Hi\n\nAssistant:", "sampling_params": settings, "return_logprob": False, "stream": True}
+    events = http.post("/generate", json=body).text.split("\n\n")
+    last = json.loads([each for each in events if each.startswith("data: {")][-1].removeprefix("data: "))
+    assert last["text"] == "{}" and {"completion_tokens", "e2e_latency", "spec_verify_ct"} <= last["meta_info"].keys()
+    structured = fake.started[-1][1].structured
+    assert structured.kind == "json" and json.loads(structured.text) == {"type": "object"}
+
+
 @pytest.mark.parametrize("grammar", [{"json_schema": '{"type": "object"}'}, {"regex": "a+"}, {"ebnf": 'root ::= "a"'}])
 def test_grammars_reach_the_engine(http, fake, grammar):
     ask(http, text="hi", sampling_params=grammar)
@@ -237,6 +249,27 @@ def test_a_response_is_aborted_by_its_id(url, http, fake, path, body, prefix):
         assert httpx.post(f"{url}/abort_request", json={"rid": name}).status_code == 200
         assert "abort" in "".join(lines)
     wait_for(lambda: fake.running == 0)
+
+
+@pytest.mark.parametrize("first, second", [
+    (("/v1/chat/completions", CHAT), ("/v1/chat/completions", CHAT)),
+    (("/v1/completions", {"prompt": ["hi", "ho"]}), ("/generate", {"text": "hi"})),
+    (("/generate", {"text": "hi"}), ("/v1/chat/completions", CHAT)),
+    (("/generate", {"text": "hi"}), ("/generate", {"text": "ho"})),
+])  # fmt: skip
+def test_a_rid_that_is_in_use_is_refused(http, fake, first, second):
+    """An abort would end both, and no client could say which answer is whose."""
+    fake.open, rid = False, {"rid": "mine"}
+    path, body = first
+    with http.stream("POST", path, json=body | rid | {"stream": True}) as reply:
+        wait_for(lambda: fake.running == len(body.get("prompt", "1")))
+        for stream in (False, True):
+            refused = http.post(second[0], json=second[1] | rid | {"stream": stream})
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == "rid"
+            assert "rid 'mine' is running" in refused.json()["error"]["message"]
+        fake.open = True
+        assert b"[DONE]" in reply.read()
+    assert http.post(second[0], json=second[1] | rid).status_code == 200
 
 
 def test_abort_needs_a_name(http):

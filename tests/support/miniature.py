@@ -48,8 +48,8 @@ class World:
     target and of a drafter that is one position behind after a round it got all right, wherever it reads.
     """
 
-    def __init__(self, seed, lag, **sizes):
-        self.random = random.Random(seed)
+    def __init__(self, seed, lag, clients=1, **sizes):
+        self.random, self.clients = random.Random(seed), clients
         self.scheduler = make(**sizes)
         self.lag = lag
         self.device = {}  # slot -> the sequence's tokens, those the host hasn't read included
@@ -66,10 +66,16 @@ class World:
         stem = [[0], [1], [0, 1]][r.randrange(3)] * 30
         prompt = stem[: r.randint(1, 30)] + [r.randrange(3) for _ in range(r.choice([0, 0, 1, 5]))]
         room = s.check(len(prompt), None) - len(prompt)
-        seq = sequence(s, prompt, min(r.choice([1, 2, 3, 10, 25, 99]), room), score=r.random() < 0.2)
+        seq = sequence(
+            s, prompt, min(r.choice([1, 2, 3, 10, 25, 99]), room), score=r.random() < 0.2, client=self.client()
+        )
+        self.seen["unfinished prompts of several"] += len(s.prefilling) > 1
         self.arrival[seq] = len(self.arrival)
         # Some end before their limit, maybe in the middle of a round, as at an end token.
         self.stops[seq] = r.randint(seq.prompt_len + 1, seq.limit) if r.random() < 0.5 else seq.limit
+
+    def client(self):
+        return str(self.random.randrange(self.clients)) if self.clients > 1 else ""
 
     def live(self):
         return [seq for seq in self.arrival if seq.status is not Status.FINISHED]
@@ -109,7 +115,9 @@ class World:
         if any(chunk.seq.score for chunk in plan.prefill):
             assert len(plan.prefill) == 1 and plan.prefill[0].count <= s.score_tokens
             self.seen["scored"] += 1
-        running = [seq for seq in self.arrival if seq.status is Status.RUNNING]
+        running = list(s.running)  # of several clients, in any order
+        if self.clients == 1:
+            assert running == [seq for seq in self.arrival if seq.status is Status.RUNNING]
         unread = Counter(seq for flight in self.unread for results in flight for seq, *_ in results)
         unread.update(plan.first)
         rows = [seq for seq in running if len(seq.tokens) + unread[seq] < seq.limit]
@@ -125,10 +133,12 @@ class World:
         if plan.rounds > 1:
             assert not (s.waiting and s._free_slots) and not s.prefilling
             self.seen["several rounds"] += 1
-        admitted = [self.arrival[seq] for seq in self.live() if seq.slot >= 0]
-        waiting = [self.arrival[seq] for seq in s.waiting]
-        assert waiting == sorted(waiting)
-        assert max(admitted, default=-1) < min(waiting, default=len(self.arrival)), "someone jumped the queue"
+        assert len({seq.client for seq in s.prefilling}) == len(s.prefilling)
+        for client in {seq.client for seq in self.arrival}:
+            admitted = [self.arrival[seq] for seq in self.live() if seq.slot >= 0 and seq.client == client]
+            waiting = [self.arrival[seq] for seq in s.waiting if seq.client == client]
+            assert waiting == sorted(waiting)
+            assert max(admitted, default=-1) < min(waiting, default=len(self.arrival)), "someone jumped the queue"
 
     def dispatch(self, plan):
         s = self.scheduler

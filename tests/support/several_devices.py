@@ -224,7 +224,7 @@ def test_padding_of_a_vocabulary_is_nobodys_token():
     padded = np.pad(logits, ((0, 0), (0, 3)))
 
     def decide(part):
-        return sharding.top_tokens(part, 5), sharding.all_gather_requests(sharding.logits_of_my_requests(part, 5), 3)
+        return sharding.top_tokens(part, 5)[0], sharding.all_gather_requests(sharding.logits_of_my_requests(part, 5), 3)
 
     by_columns = PartitionSpec(None, sharding.AXIS)
     run = sharding.spread(decide, sharding.mesh_of(4), (by_columns,), sharding.EVERYWHERE)

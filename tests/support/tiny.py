@@ -31,17 +31,28 @@ CHAT_TEMPLATE = (
 )
 
 ARCHITECTURES = {
+    "ernie4_5": "Ernie4_5ForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "glm4": "Glm4ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
     "llama": "LlamaForCausalLM",
+    "minimax_m2": "MiniMaxM2ForCausalLM",
     "mistral": "MistralForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_5": "Qwen3_5ForCausalLM",
     "qwen3_5_moe": "Qwen3_5MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
+    "seed_oss": "SeedOssForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
 }
 LINEAR = dict(
     full_attention_interval=2,
@@ -54,12 +65,18 @@ LINEAR = dict(
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=16)
 # what a family's config has beside the keys that all have
 EXTRA = {
+    "exaone4": dict(sliding_window=20, sliding_window_pattern=2),
     "gemma3": dict(query_pre_attn_scalar=24, sliding_window=20, sliding_window_pattern=2, rope_local_base_freq=100.0),
+    "glm4_moe": dict(n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, routed_scaling_factor=1.5),
+    "granite": dict(embedding_multiplier=6.0, attention_multiplier=0.4, residual_multiplier=0.3, logits_scaling=3.0),
     "gpt_oss": dict(num_local_experts=4, num_experts_per_tok=2, intermediate_size=32, sliding_window=20),
+    "minimax_m2": dict(num_local_experts=8, num_experts_per_tok=2, intermediate_size=24, rotary_dim=8),
+    "olmo3": dict(sliding_window=20),
     "qwen3_5": LINEAR,
     "qwen3_5_moe": LINEAR | EXPERTS,
     "qwen3_moe": dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True),
     "qwen3_next": LINEAR | EXPERTS,
+    "smollm3": dict(no_rope_layer_interval=2),
 }
 
 _root = tempfile.TemporaryDirectory(prefix="jaxspec-tiny-")  # removed when the process ends

@@ -123,15 +123,73 @@ def test_gguf_tokenizer_adds_bos_when_asked(pre, flag, begins):
 
 
 @pytest.mark.parametrize("changes, message", [
-    ({"pre": "tekken"}, "pre is 'tekken'; supported: glm4, gpt-2, llama-bpe, qwen2, smollm"),
+    ({"pre": "bloom"}, "pre is 'bloom'; supported: a.x-4.0, .*, qwen2, .*, tekken, trillion$"),
     ({"pre": None}, "pre is None"),
     ({"model": "llama"}, "model is 'llama'; supported: 'gpt2'"),
     ({"merges": None}, "lacks tokenizer.ggml.merges"),
     ({"add_bos_token": True, "bos_token_id": None}, "no tokenizer.ggml.bos_token_id"),
+    ({"add_eos_token": True, "eos_token_id": 10**6}, "no tokenizer.ggml.eos_token_id within the vocabulary"),
 ])  # fmt: skip
 def test_gguf_tokenizers_that_are_not_known(changes, message):
     with pytest.raises(TokenizerError, match=message):
         gguf_tokenizer.build(gguf_metadata(**changes), "x.gguf")
+
+
+@pytest.mark.parametrize("names, text, pieces", [
+    # by hand, from the patterns in llama.cpp's llama-vocab.cpp
+    ("llama-bpe llama3 llama-v3 pixtral smaug-bpe dbrx glm4 chatglm-bpe", "I'LL x1234.\n\ny", "I 'LL _x 123 4 .\n\n y"),
+    ("qwen2 deepseek-r1-qwen megrez", "I'LL x1234.\n\ny", "I 'LL _x 1 2 3 4 .\n\n y"),
+    ("seed-coder", "I'LL x1234.\n\ny", "I 'LL _x 1 2 3 4 . \n\n y"),
+    ("gpt-2 phi-2 olmo", "I'll I'LL x1234.\n\ny", "I 'll _I ' LL _x 1234 . \n \n y"),
+    ("smollm starcoder refact", "I'll I'LL x12.\n\ny", "I 'll _I ' LL _x 1 2 . \n \n y"),
+    ("default", "I'll x1234.\n\ny", "I ' ll _x 123 4 . \n \n y"),
+    ("tekken", "HelloWorld 12.\n\ny", "Hello World _ 1 2 .\n\n y"),
+    ("deepseek-coder", "ab 12.\n\ny 你", "ab _ 1 2 . \n \n y _ 你"),
+    ("deepseek-v3", "ab 1234.\n\ny你好z", "ab _ 123 4 .\n\n y 你好 z"),
+])  # fmt: skip
+def test_gguf_pre_tokenizers_cut_as_llama_cpp_does(names, text, pieces):
+    for name in names.split():
+        cut = gguf_tokenizer.build(gguf_metadata(pre=name, add_bos_token=False), "x.gguf")._backend.pre_tokenizer
+        found = [text[slice(*span)] for _, span in cut.pre_tokenize_str(text)]
+        assert " ".join(piece.replace(" ", "_") for piece in found) == pieces, name
+
+
+def test_a_gguf_file_whose_pre_tokenizer_is_default_is_told(caplog):
+    gguf_tokenizer.build(gguf_metadata(pre="default"), "x.gguf")
+    assert "x.gguf: tokenizer.ggml.pre is default" in caplog.text
+
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+
+
+def test_a_chat_ends_at_its_templates_end_of_turn_whatever_the_eos_id_is():
+    metadata = gguf_metadata(eos_token_id=3, bos_token_id=None)
+    end = metadata["tokenizer.ggml.tokens"].index("<|im_end|>")
+    ends = lambda **template: gguf_tokenizer.build(metadata | template, "x.gguf").eos_token_ids  # noqa: E731
+    assert ends() == (3,)
+    assert ends(**{"tokenizer.chat_template": "{{ messages[0].content }}"}) == (3,)
+    assert ends(**{"tokenizer.chat_template": CHATML}) == (3, end)
+    for eos in (10**6, 2**32 - 1, "x", True):  # nothing that the vocabulary has
+        metadata["tokenizer.ggml.eos_token_id"] = eos
+        assert ends(**{"tokenizer.chat_template": CHATML}) == (end,), eos
+    metadata["tokenizer.ggml.token_type"][end] = 1  # a plain token, which a text may have
+    assert ends(**{"tokenizer.chat_template": CHATML}) == ()
+
+
+@pytest.mark.parametrize(
+    "specials, ends",
+    [
+        (["<|end|>", "<|user|>"], ["<|end|>"]),  # Phi
+        (["<|end|>", "<|return|>", "<|call|>"], ["<|return|>"]),  # Harmony, where <|end|> ends a message
+        (["</s>", "[/INST]"], ["</s>"]),
+    ],
+)
+def test_ends_of_turn_by_the_special_tokens_that_a_template_writes(specials, ends):
+    backend = Backend(models.BPE({"a": 0}, []))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(specials)
+    tokenizer = Tokenizer.from_backend(backend, "".join(specials))
+    assert [tokenizer.token_text(token) for token in tokenizer.eos_token_ids] == ends
 
 
 # Token ids from transformers' AutoTokenizer reading the same file.

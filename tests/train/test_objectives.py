@@ -10,7 +10,7 @@ import pytest
 
 import jaxspec
 from jaxspec.checkpoint import load_model
-from jaxspec.decoder.forward import unembed
+from jaxspec.decoder.forward import head_logits, unembed
 from jaxspec.drafters.dspark import DSpark
 from jaxspec.drafters.loading import load_drafter
 from jaxspec.train import eagle3, objective
@@ -76,7 +76,7 @@ def test_a_trained_block_is_the_drafted_one(target):
     features = jax.jit(ours.read)(target.params, batch).features
     anchors = jnp.array([[BEFORE + PROMPT + 2, BEFORE + PROMPT]])
     out = jax.jit(ours._blocks)(loaded.params, features, batch, anchors)
-    np.testing.assert_allclose(unembed(loaded.params, out[0, 1, 1:]), prop.logits, atol=1e-4)
+    np.testing.assert_allclose(head_logits(loaded.params, out[0, 1, 1:]), prop.logits, atol=1e-4)
 
 
 @pytest.mark.parametrize("head", ["vanilla", rare("gated"), rare("rnn")])
@@ -150,7 +150,7 @@ def test_a_hybrid_reads_each_text_of_a_batch_as_it_would_alone(target):
     batch = pack(texts, 32, 2, 0, alone=True).batch(0)
     reader = Objective(drafted(target, "eagle3", 2)[0].drafter, hybrid.config, "float32", "soft")
     reader = dataclasses.replace(reader, drafter=dataclasses.replace(reader.drafter, feature_layers=(0, 1)))
-    logits = np.asarray(unembed(hybrid.params, jax.jit(reader.read)(hybrid.params, batch).last))
+    logits = np.asarray(unembed(hybrid.params, jax.jit(reader.read)(hybrid.params, batch).last, hybrid.config.decoder))
     for tokens, first, found in zip(batch.tokens, batch.first, logits, strict=True):
         n = int(np.flatnonzero(first)[0])
         np.testing.assert_allclose(found[:n], jaxspec.logits(hybrid, [tokens[:n].tolist()])[0], atol=1e-5)

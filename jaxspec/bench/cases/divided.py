@@ -45,13 +45,13 @@ def make_cases() -> list[Case]:
     cases = []
     for name, model in MODELS.items():
         for size in SIZES if model.experts else (1, *SIZES):
-            shapes, told = local_shapes(model, size), f"{name} over {size}"
+            shapes, title = local_shapes(model, size), f"{name} over {size}"
             for quantised in (False, True):
                 if quantised and any(each % fp8.BLOCK for shape in shapes.values() for each in shape):
                     continue
-                cases.append(products(told, shapes, model, size, quantised))
+                cases.append(products(title, shapes, model, size, quantised))
             for quantised in (False, True) if model.experts else ():
-                cases += [mixture(told, model, size, tokens, quantised) for tokens in TOKENS]
+                cases += [mixture(title, model, size, tokens, quantised) for tokens in TOKENS]
     return cases
 
 

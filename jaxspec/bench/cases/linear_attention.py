@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxspec.bench.cases.case import BLOCK, Case
 from jaxspec.models.description import DeltaRule
-from jaxspec.pallas.recurrence import causal_conv, gated_delta
+from jaxspec.pallas.recurrence import causal_conv, delta_pool, gated_delta
 
 
 def convolution(b: int, t: int, m: int, n: int, h: int, layers: int, dtype: str) -> Case:
@@ -122,7 +122,7 @@ def _delta(slots: int, b: int, t: int, m: int, n: int, h: int, layers: int, dtyp
     decay, beta = (
         jax.nn.sigmoid(jax.random.normal(k, (*rows, n)) + bias) for k, bias in zip(keys[3:], (4, 0), strict=True)
     )
-    pool = gated_delta.empty(
+    pool = delta_pool.empty(
         layers, slots, t, key_heads=m, value_heads=n, key_width=h, value_width=h, dtype="float32", key_dtype=dtype
     )
     return (jnp.repeat(jnp.arange(slots), b // slots), (q * h**-0.5, k, v, decay, beta)), pool

@@ -18,6 +18,7 @@ from jaxspec.models.description import ROPE_SCALINGS, Attention, Layer, Norm, Ro
 from jaxspec.pallas.attention import write_heads
 from jaxspec.pallas.attention.decode_attention.plan import HEAD_WIDTHS, MAX_GROUP
 from jaxspec.pallas.operation import ANY, HOPPER, Implementation, choose, nothing
+from jaxspec.parallel.sharding import devices, total
 
 # What the kernel implements that norms and rotates heads, and writes keys and values into pages.
 HEADS_WRITTEN = {
@@ -43,9 +44,14 @@ def _mix_in_steps(layer, weights, i, qkv, positions, mixer, cache, dtype, table)
     if qkv.ndim > 3:
         qkv = qkv.sum(0).astype(dtype)
     q, k, v, gates = _split(a, qkv)
+    rotated = lambda: (rope(q, positions, a, table), rope(k, positions, a, table))  # noqa: E731
+    if a.qk_norm_rotated:
+        q, k = rotated()
     if a.qk_norm:
-        q, k = normed(q, weights["q_norm"], a.qk_norm), normed(k, weights["k_norm"], a.qk_norm)
-    q, k = rope(q, positions, a, table), rope(k, positions, a, table)
+        norm = normed_together if a.qk_norm_all else normed
+        q, k = norm(q, weights["q_norm"], a.qk_norm), norm(k, weights["k_norm"], a.qk_norm)
+    if not a.qk_norm_rotated:
+        q, k = rotated()
     if a.scale is not None:  # a mixer multiplies by h**-0.5
         q = (q.astype(jnp.float32) * (a.scale * a.head_dim**0.5)).astype(q.dtype)
     return _gated(*mixer.attend(cache, i, q, k, v, a.window, **sinks(a, weights)), gates)
@@ -62,6 +68,13 @@ def _split(
         return q, k, v, None
     q, gates = jnp.moveaxis(q.reshape(b, t, n, 2, h), 3, 0)
     return q, k, v, gates
+
+
+def normed_together(x: Float[Array, "b t n h"], weight: Float[Array, " d"], norm: Norm) -> Float[Array, "b t n h"]:
+    """A norm of all heads' columns together, of which each device has a part."""
+    x32 = x.astype(jnp.float32)
+    mean = total(jnp.mean(x32 * x32, axis=(2, 3), keepdims=True)) / devices()
+    return (x32 * jax.lax.rsqrt(mean + norm.eps) * weight.reshape(x.shape[2:])).astype(x.dtype)
 
 
 def _gated(
@@ -144,7 +157,7 @@ ATTENTION = Mixing(
     projections=("qkv",),
     mix=mix,
     implements={
-        "plain": _HEADS | {"gated", "bias", "out_bias", "window", "scale", "sinks"},
+        "plain": _HEADS | {"qk_norm_all", "qk_norm_rotated", "gated", "bias", "out_bias", "window", "scale", "sinks"},
         "few_rows": _HEADS | {"bias", "out_bias", "window", "sinks"},
         "fused_norms": _HEADS | {"gated", "window", "scale"},
         "weight_stream": _HEADS | {"bias", "window", "scale"},

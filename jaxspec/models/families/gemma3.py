@@ -7,9 +7,7 @@ Embeddings are multiplied by the square root of the width. The vision tower of t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from jaxspec.config.json_values import positive, positive_float, shown
 from jaxspec.config.options import ConfigError
@@ -57,29 +55,12 @@ def read(hf: reading.Config) -> Decoder:
     more = {"qk_norm": norm, "bias": bias, "out_bias": bias}
     more["scale"] = None if scalar == positive(hf, "head_dim") else scalar**-0.5
     kinds = {
-        None: reading.attention(with_rope(hf, "full_attention"), **more),
-        window: reading.attention(with_rope(hf, "sliding_attention"), window=window, **more),
+        None: reading.attention(reading.with_rope(hf, "full_attention", THETAS), **more),
+        window: reading.attention(reading.with_rope(hf, "sliding_attention", THETAS), window=window, **more),
     }
     mlp = Mlp(positive(hf, "intermediate_size"), activation=reading.activation(hf, "hidden_activation"))
     decoder = reading.decoder(hf, [Layer(kinds[each], mlp, norm, post_norm=True) for each in windows], norm)
     return dataclasses.replace(decoder, embed_scale=decoder.width**0.5)
-
-
-def with_rope(hf: reading.Config, kind: str) -> dict[str, Any]:
-    """The config with the rope of one kind of layer: of `rope_parameters`, or in the keys that came before it.
-
-    A `rope_scaling` is of layers that see all of the text.
-    """
-    named, scaling = hf.get("rope_parameters") or {}, hf.get("rope_scaling") or {}
-    if not isinstance(named, Mapping) or not named.keys() <= THETAS.keys():
-        kinds = " and ".join(THETAS)
-        raise ConfigError(f"config.json: rope_parameters are by kind of layer, {kinds}; got {shown(named)}")
-    for each, settings in (*named.items(), ("rope_scaling", scaling)):
-        if not isinstance(settings or {}, Mapping):
-            raise ConfigError(f"config.json: rope_parameters of {each} must be a mapping, got {shown(settings)}")
-    key, theta = THETAS[kind]
-    settings = {"rope_theta": hf.get(key, theta), **(named.get(kind) or {})}
-    return {**hf, "rope_parameters": settings, "rope_scaling": scaling if kind == "full_attention" else None}
 
 
 tensors = partial(decoder_tensors, norms=NORMS)

@@ -59,9 +59,10 @@ def write(
 
 
 def reference(kv, layer, page, slot, k, v, inverse) -> Array:
-    """`write` in plain jnp."""
+    """`write` in plain jnp, without the rows of the dummy page: attention in plain jnp reads that at weight zero."""
     inverse = None if inverse is None else inverse[layer, ..., None]  # [*l 1 1, 2, m, 1]
-    return kv.at[layer, page, :, :, slot].set(stored(jnp.stack([k, v], axis=-3), kv.dtype, inverse))
+    page = jnp.where(page > 0, page, kv.shape[1])  # beyond the last, where it is dropped
+    return kv.at[layer, page, :, :, slot].set(stored(jnp.stack([k, v], axis=-3), kv.dtype, inverse), mode="drop")
 
 
 def _refuses(kv, layer, page, slot, k, v, inverse) -> str | None:

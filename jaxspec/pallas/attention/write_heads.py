@@ -96,7 +96,7 @@ def _row(eps, scaled, qkv_g, cos_g, sin_g, layer_g, kv_slots_g, kv_g, *refs):
     parts_g = [qkv_g.at[part] for part in range(qkv_g.shape[0])]
     load = partial(plgpu.load, optimized=False)
 
-    def bring(first, count):
+    def load_heads(first, count):
         """Load `count` of the row's heads from `first` on, in tiles: which heads, counted from `first`, and the two
         halves of their columns, [heads, width / 2] each."""
         size = math.gcd(count, TILE)
@@ -109,7 +109,7 @@ def _row(eps, scaled, qkv_g, cos_g, sin_g, layer_g, kv_slots_g, kv_g, *refs):
         return [(pl.ds(at, size), [half_of(at, half) for half in halves]) for at in range(0, count, size)]
 
     def turned(tiles, norm_g):
-        """Norm the heads in tiles from `bring`, if `norm_g` has a scale, and rotate them; yields tiles of that form."""
+        """Norm the heads of `load_heads`, if `norm_g` has a scale, and rotate them; yields tiles of that form."""
         shape = tiles[0][1][0].shape
         across = _layout(*shape).reduce(0)
         spread = lambda ref: lax.broadcast_in_dim(load(ref, layout=across), shape, [1])  # noqa: E731
@@ -134,7 +134,7 @@ def _row(eps, scaled, qkv_g, cos_g, sin_g, layer_g, kv_slots_g, kv_g, *refs):
                 out_g[of, half] = stored(x, out_g.dtype, scale)
 
     kv_slot, layer = kv_slots_g[row], layer_g[0]
-    q, k, v = bring(0, heads), bring(heads, kv_heads), bring(heads + kv_heads, kv_heads)
+    q, k, v = load_heads(0, heads), load_heads(heads, kv_heads), load_heads(heads + kv_heads, kv_heads)
     put(turned(q, norms_g[:1]), q_g.at[row])
 
     @pl.when(kv_slot >= 0)

@@ -363,7 +363,7 @@ def _ranks(flat: Int[Array, " p"], num_experts: int) -> tuple[Int[Array, " e"], 
     return counts.sum(0), rank.reshape(-1)[:pairs]
 
 
-def _before(counts: Int[Array, "n *m"]) -> Int[Array, "n *m"]:
+def _before(counts: Int[Array, " n *m"]) -> Int[Array, " n *m"]:
     """Sums of all earlier counts, along the first axis. n^2 additions that fuse, where a scan takes several kernels."""
     earlier = jnp.tri(len(counts), k=-1, dtype=bool)
     earlier = earlier.reshape(*earlier.shape, *[1] * (counts.ndim - 1))

@@ -115,9 +115,9 @@ class Call(NamedTuple):
         trees = []
 
         def flat(*leaves):
-            made, tree = jax.tree.flatten(self.run(*leaves))
+            results, tree = jax.tree.flatten(self.run(*leaves))
             trees.append(tree)
-            return made
+            return results
 
         jax_patches.install()
         exported = export.export(jax.jit(flat), platforms=["cuda"], disabled_checks=[MOSAIC])(*self.shapes)
@@ -143,11 +143,11 @@ class _Lowered:
         with took(f"lowered kernel {name}"):
             exported, tree = call.lower()
         if hopper.platform() == "gpu":
-            told = str((call.function.__qualname__, *call[1:]))
+            call_text = str((call.function.__qualname__, *call[1:]))
             if (handed := _handed.get()) is None:
-                compile_beside(Kernel(name, told, exported))
+                compile_beside(Kernel(name, call_text, exported))
             else:
-                handed.append(Kernel(name, told, bytes(exported.serialize())))
+                handed.append(Kernel(name, call_text, bytes(exported.serialize())))
         run = jax.jit(exported.call)  # jit: a function in a program, however often it is called
         return lambda *leaves: jax.tree.unflatten(tree, run(*leaves))
 
@@ -173,13 +173,13 @@ def _compile(name: str, program: jax.stages.Lowered) -> None:
         program.compile()
 
 
-def _in_place(given: Sequence[jax.ShapeDtypeStruct], made: Sequence[jax.ShapeDtypeStruct]) -> list[int]:
+def _in_place(given: Sequence[jax.ShapeDtypeStruct], results: Sequence[jax.ShapeDtypeStruct]) -> list[int]:
     """The indices of arguments that a result may overwrite. Otherwise XLA would count a cache twice, and warn on every
     start that arguments and results are larger than the device."""
-    rest = [(x.shape, x.dtype) for x in made]
-    places = []
+    rest = [(x.shape, x.dtype) for x in results]
+    aliased = []
     for i, x in enumerate(given):
         if (x.shape, x.dtype) in rest:
             rest.remove((x.shape, x.dtype))
-            places.append(i)
-    return places
+            aliased.append(i)
+    return aliased

@@ -48,8 +48,8 @@ def kernels_here() -> str | None:
     if device.platform != "gpu":
         return f"the device is a {device.platform.upper()}"
     if capability() < LEAST:
-        told = getattr(device, "compute_capability", "unknown")
-        return f"{device.device_kind} has compute capability {told}; {LEAST} and later are supported"
+        version = getattr(device, "compute_capability", "unknown")
+        return f"{device.device_kind} has compute capability {version}; {LEAST} and later are supported"
     return missing()
 
 
@@ -66,7 +66,7 @@ def operands_stay() -> bool:
     return 9 <= capability() < 12
 
 
-def told() -> str:
+def kernel_choice() -> str:
     """Which kernels this process's programs have, and why no faster ones, for the log."""
     if (hopper_lacks := hopper.kernels_here()) is None:
         return "hopper"

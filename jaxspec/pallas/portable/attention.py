@@ -278,7 +278,7 @@ def _step(plan, ref, rows, q, b, head, masked, i, carry):
     page = ref["table"][b, lax.div(i, jnp.int32(per_page))]
     within = lax.rem(i, jnp.int32(per_page)) * plan.step
 
-    def bring(kind):
+    def load(kind):
         of = ((layer * plan.pages + page) * 2 + kind) * plan.m + head
         x = ref["kv"].at[pl.ds(of * plan.page + within, plan.step), :][...]
         return x if x.dtype == q.dtype else fp8.numbers(x, q.dtype)
@@ -286,13 +286,13 @@ def _step(plan, ref, rows, q, b, head, masked, i, carry):
     scale = plan.h**-0.5 * LOG2E
     if "scales" in ref:
         scale = scale * ref["scales"][layer * 2 * plan.m + head]
-    scores = lax.dot_general(q, bring(0), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32) * scale
+    scores = lax.dot_general(q, load(0), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32) * scale
     if masked:
         scores = jnp.where(_seen(plan, ref, rows, b, i), scores, -jnp.inf)
     new_top = jnp.maximum(top, jnp.max(scores, axis=1))
     safe = jnp.where(new_top == -jnp.inf, 0.0, new_top) if masked else new_top
     weights, shrink = jnp.exp2(scores - safe[:, None]), jnp.exp2(top - safe)
-    mix = jnp.dot(weights.astype(q.dtype), bring(1), preferred_element_type=jnp.float32)
+    mix = jnp.dot(weights.astype(q.dtype), load(1), preferred_element_type=jnp.float32)
     return acc * shrink[:, None] + mix, new_top, total * shrink + jnp.sum(weights, axis=1)
 
 

@@ -129,7 +129,7 @@ def scan(
     write: Float[Array, "b n v k"],
     interpret: bool = False,
 ) -> tuple[Float[Array, "l r n v k"], Float[Array, "b n v k"]]:
-    """Run `gated_delta.reference_scan`: the states of a prompt's blocks, in order, S <- S carry + write.
+    """Run `delta_pool.scan_blocks`: the states of a prompt's blocks, in order, S <- S carry + write.
 
     Returns the states after all blocks, and the state before each, float32.
     """

@@ -96,10 +96,10 @@ def _heads(key_heads, eps, layer_g, targets_g, count_g, before_g, x_g, weight_g,
         return pl.ds((first + i) * WIDTH, WIDTH)
 
     for i in range(x_s.shape[0]):
-        bring = partial(plgpu.copy_gmem_to_smem, barrier=ready.at[i])
-        bring(weight_g.at[:, channels(i)], weight_s.at[i])
-        bring(before_g.at[b, :, channels(i)], x_s.at[i, pl.ds(HALO - back, back)])
-        bring(x_g.at[b, :, channels(i)], x_s.at[i, pl.ds(HALO, BLOCK)])
+        prefetch = partial(plgpu.copy_gmem_to_smem, barrier=ready.at[i])
+        prefetch(weight_g.at[:, channels(i)], weight_s.at[i])
+        prefetch(before_g.at[b, :, channels(i)], x_s.at[i, pl.ds(HALO - back, back)])
+        prefetch(x_g.at[b, :, channels(i)], x_s.at[i, pl.ds(HALO, BLOCK)])
 
     def one(i, carry):
         head = first + i

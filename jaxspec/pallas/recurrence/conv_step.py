@@ -75,10 +75,10 @@ def _head(key_heads, eps, layer_g, slots_g, replay_g, x_g, weight_g, windows_g, 
     b, head = lax.axis_index("b"), lax.axis_index("head")
     layer, slot, replay = layer_g[0], slots_g[b], replay_g[b]
     back, rows, cut = weight_g.shape[0] - 1, x_g.shape[1], pl.ds(head * WIDTH, WIDTH)
-    bring = partial(plgpu.load, layout=plgpu.Layout.WG_STRIDED((WIDTH,), 1), optimized=False)
-    inputs = [bring(windows_g.at[layer, slot, replay + j, cut]) for j in range(back)]
-    inputs += [bring(x_g.at[b, j, cut]) for j in range(rows)]
-    taps = [bring(weight_g.at[j, cut]).astype(jnp.float32) for j in range(back + 1)]
+    load = partial(plgpu.load, layout=plgpu.Layout.WG_STRIDED((WIDTH,), 1), optimized=False)
+    inputs = [load(windows_g.at[layer, slot, replay + j, cut]) for j in range(back)]
+    inputs += [load(x_g.at[b, j, cut]) for j in range(rows)]
+    taps = [load(weight_g.at[j, cut]).astype(jnp.float32) for j in range(back + 1)]
     for j, row in enumerate(inputs):
         windows_g[layer, slot, j, cut] = row
 

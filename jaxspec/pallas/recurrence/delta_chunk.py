@@ -149,15 +149,15 @@ def _warpgroup(plan: _Plan, layer_g, orders_g, q_g, k_g, taken_g, written_g, mix
     cut = pl.ds(half * TILE, TILE)
 
     def fetch(i, stage):
-        bring = partial(plgpu.copy_gmem_to_smem, barrier=ready.at[stage])
-        bring(orders_g.at[i], orders_s.at[stage])
+        prefetch = partial(plgpu.copy_gmem_to_smem, barrier=ready.at[stage])
+        prefetch(orders_g.at[i], orders_s.at[stage])
         for piece in range(PIECES):
-            bring(taken_g.at[i, head, piece], taken_s.at[stage, piece])
-        bring(written_g.at[i, head, cut], written_s.at[stage])
-        bring(q_g.at[i, :, m], q_s.at[stage])
-        bring(k_g.at[i, :, m], k_s.at[stage])
-        bring(mixed_g.at[i, head], mixed_s.at[stage])
-        bring(gates_g.at[i, head], gates_s.at[stage])
+            prefetch(taken_g.at[i, head, piece], taken_s.at[stage, piece])
+        prefetch(written_g.at[i, head, cut], written_s.at[stage])
+        prefetch(q_g.at[i, :, m], q_s.at[stage])
+        prefetch(k_g.at[i, :, m], k_s.at[stage])
+        prefetch(mixed_g.at[i, head], mixed_s.at[stage])
+        prefetch(gates_g.at[i, head], gates_s.at[stage])
 
     for i in range(min(STAGES, plan.b)):
         fetch(_i32(i), i)

@@ -88,13 +88,13 @@ def delta_step(
     interpret: Any = False,
     division: Division | None = None,
     pieces: int = PIECES,
-    filled: int | None = None,
+    padded_rows: int | None = None,
     fixed: bool = False,
 ) -> tuple[Float[Array, "b r n v"], tuple[Array, Array, Array, Array]]:
     """Run `gated_delta.step` on the arrays of a pool; returns what the rows read, in bfloat16, and the updated arrays.
 
     `q`, `k`, `v` and `keys` are bfloat16, the rest float32, but for `state`, which may be bfloat16. `interpret`: as in
-    `plgpu.kernel`. `division`: by default, the one that keeps all multiprocessors busy. `filled`: as in
+    `plgpu.kernel`. `division`: by default, the one that keeps all multiprocessors busy. `padded_rows`: as in
     `gated_delta.step`; nothing is written to the padding rows from t on. `gates` are decay and beta; or none, if there
     is `around`, with the `eps` of its norm: then the results are normed and gated (`delta_around`). `fixed`: the bits
     of a row's results, and of its update of the state, depend on the rows before it alone, not on how they were divided
@@ -118,13 +118,13 @@ def delta_step(
         interpret=interpret,
         division=division,
         pieces=pieces,
-        filled=filled or v.shape[1],
+        padded_rows=padded_rows or v.shape[1],
         fixed=fixed,
     )
 
 
-@lower_once("delta_step", "division", "pieces", "filled", "eps", "fixed")
-def _step(pool, layer, slots, replay, q, k, v, gates, *, eps, interpret, division, pieces, filled, fixed):
+@lower_once("delta_step", "division", "pieces", "padded_rows", "eps", "fixed")
+def _step(pool, layer, slots, replay, q, k, v, gates, *, eps, interpret, division, pieces, padded_rows, fixed):
     b, t, n, _ = v.shape
     m = q.shape[2]
     rows, dtype = pool[1].shape[2], pool[0].dtype
@@ -137,7 +137,7 @@ def _step(pool, layer, slots, replay, q, k, v, gates, *, eps, interpret, divisio
     out = plgpu.kernel(
         partial(_block, plan),
         kernel_name="delta_step",
-        out_type=jax.ShapeDtypeStruct((b, filled, *v.shape[2:]), v.dtype),
+        out_type=jax.ShapeDtypeStruct((b, padded_rows, *v.shape[2:]), v.dtype),
         grid=(b, m),
         grid_names=("b", "m"),
         cluster=(division.splits,),
@@ -168,7 +168,7 @@ class _Ring:
     """A block's parts of the state: loaded into the stages of `state_s`, changed in place there, and written back."""
 
     plan: Plan
-    place: Callable  # gives a part's reference in the pool
+    pool_part: Callable  # gives a part's reference in the pool
     state_s: Any
     ready: Any
 
@@ -182,12 +182,12 @@ class _Ring:
     def fetch(self, part: Any) -> None:
         """Begin to copy a part of the state into its stage."""
         stage = self.stage(part)
-        plgpu.copy_gmem_to_smem(self.place(part), self.state_s.at[stage], self.ready.at[stage])
+        plgpu.copy_gmem_to_smem(self.pool_part(part), self.state_s.at[stage], self.ready.at[stage])
 
     def write(self, part: Any) -> None:
         """Begin to write a part back, and to fetch one into a stage whose write is over."""
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(self.state_s.at[self.stage(part)], self.place(part))
+        plgpu.copy_smem_to_gmem(self.state_s.at[self.stage(part)], self.pool_part(part))
         parts = self.plan.share * self.plan.parts
         if self.stages < parts:
             behind = min(1, self.stages - 1)  # parts whose write may still be under way when a stage is refilled
@@ -213,14 +213,14 @@ def _block(plan: Plan, layer_g, slots_g, replay_g, q_g, k_g, v_g, *refs, state_s
     # Keys and queries first: they needn't wait for the slot.
     plgpu.copy_gmem_to_smem(k_g.at[b, :, m], own.rows_s.at[pl.ds(0, t)], brought)
     plgpu.copy_gmem_to_smem(q_g.at[b, :, m], own.rows_s.at[pl.ds(t, t)], brought)
-    bring = partial(plgpu.copy_gmem_to_smem, barrier=shared)
+    copy_in = partial(plgpu.copy_gmem_to_smem, barrier=shared)
     gates = _load_gates(plan, gates_g, b, head)
     z = None if plan.eps is None else gates_and_norm.load_z(gates_g, b, t, plan.heads, head, plan.m * plan.group)
-    bring(v_g.at[b, :, heads, rows], own.values_s)
-    bring(keys_g.at[layer, slot, :, m], own.keys_s)
-    bring(updates_g.at[layer, slot, :, heads, rows], own.updates_s)
+    copy_in(v_g.at[b, :, heads, rows], own.values_s)
+    copy_in(keys_g.at[layer, slot, :, m], own.keys_s)
+    copy_in(updates_g.at[layer, slot, :, heads, rows], own.updates_s)
     for h in range(plan.heads):
-        bring(decays_g.at[layer, slot, head + h], own.decays_s.at[h, pl.ds(0, width)])
+        copy_in(decays_g.at[layer, slot, head + h], own.decays_s.at[h, pl.ds(0, width)])
     for part in range(ring.stages):
         ring.fetch(_i32(part))
     _write_gates(plan, gates, own.gates_s, width)

@@ -6,23 +6,14 @@ A head's state S [v, k] maps keys to values. A token decays it, corrects what it
 
 (Gated DeltaNet, https://arxiv.org/abs/2412.06464, eq. 10; Qwen3-Next and Qwen3.5 have it in three of four layers).
 
-Invariant: a slot's state has seen every committed token but those of its last round. It keeps *records* of these (k, u,
-alpha), and the next round replays as many as were accepted. So a round reads each state once and writes it once,
-however many rows it verifies, and a rejected draft leaves nothing to undo. Slots of requests and of snapshots are the
-same.
-
-Decays below 1e-37 count as 1e-37. Arithmetic is float32. A state in bfloat16 is rounded whenever it is written, once a
-round or a block of a prompt, so the division of a prompt into programs doesn't show.
+`delta_pool` says how states are kept and replayed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-import flax.struct
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -30,67 +21,12 @@ from jaxspec.pallas.operation import ANY, HOPPER, PORTABLE, Implementation, choo
 from jaxspec.pallas.portable import delta as portable_delta
 from jaxspec.pallas.recurrence.delta_chunk import delta_chunk
 from jaxspec.pallas.recurrence.delta_chunk import supported as delta_chunk_fits
+from jaxspec.pallas.recurrence.delta_pool import DeltaPool, decay_between, einsum, log_decay, scan_blocks
 from jaxspec.pallas.recurrence.delta_step import delta_step
 from jaxspec.pallas.recurrence.delta_step import supported as delta_step_fits
 from jaxspec.pallas.recurrence.gates_and_norm import Around
 
 NORMED_REQUESTS = 8  # at most, for gates and norm to be part of the kernel
-
-_einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-
-
-@flax.struct.dataclass
-class DeltaPool:
-    """The states of all layers and slots, and each slot's records of its last round.
-
-    Axes: l layers, r slots, q rows that a round verifies at most, m key heads, n value heads, k and v their widths; key
-    head i serves the value heads i n/m to (i + 1) n/m - 1. w is q rounded up to a multiple of 4, for bulk copies.
-    """
-
-    state: Float[Array, "l r n v k"]
-    keys: Float[Array, "l r q m k"]
-    updates: Float[Array, "l r q n v"]
-    decay: Float[Array, "l r n w"]
-
-    def recorded(
-        self,
-        layer: Int[Array, ""],
-        slots: Int[Array, " b"],
-        state: Float[Array, "b n v k"],
-        k: Float[Array, "b t m k"],
-        updates: Float[Array, "b t n v"],
-        decay: Float[Array, "b t n"],
-    ) -> DeltaPool:
-        """The pool after a round of t rows: these states before them, and their records."""
-        t = k.shape[1]
-        return self.replace(
-            state=self.state.at[layer, slots].set(state.astype(self.state.dtype)),
-            keys=self.keys.at[layer, slots, :t].set(k),
-            updates=self.updates.at[layer, slots, :t].set(updates),
-            decay=self.decay.at[layer, slots, :, :t].set(decay.swapaxes(1, 2)),
-        )
-
-
-def empty(
-    num_layers: int,
-    num_slots: int,
-    rows: int,
-    *,
-    key_heads: int,
-    value_heads: int,
-    key_width: int,
-    value_width: int,
-    dtype,
-    key_dtype,
-) -> DeltaPool:
-    """A pool of zero states in `dtype` (float32 or bfloat16), with records of `rows` rows and keys in `key_dtype`."""
-    slots = (num_layers, num_slots)
-    return DeltaPool(
-        state=jnp.zeros((*slots, value_heads, value_width, key_width), dtype),
-        keys=jnp.zeros((*slots, rows, key_heads, key_width), key_dtype),
-        updates=jnp.zeros((*slots, rows, value_heads, value_width), jnp.float32),
-        decay=jnp.ones((*slots, value_heads, -(-rows // 4) * 4), jnp.float32),
-    )
 
 
 def step(
@@ -103,7 +39,7 @@ def step(
     v: Float[Array, "b t n v"],
     decay: Float[Array, "b t n"],
     beta: Float[Array, "b t n"],
-    filled: int | None = None,
+    padded_rows: int | None = None,
 ) -> tuple[Float[Array, "b r n v"], DeltaPool]:
     """Run t new rows of each slot: a round's rows, some of which will be accepted.
 
@@ -111,14 +47,14 @@ def step(
     and their records replace the old ones. `q` and `k` are L2-normalised, q scaled too; both are taken in the dtype of
     the pool's keys. `decay` is alpha, in (0, 1]. A slot may be named twice only if nothing reads it.
 
-    Returns what the rows read, in v's dtype: r = t rows a request, or `filled` of them; rows from t on are padding and
-    may hold anything. **Raises:** `ValueError` for more rows than there are records.
+    Returns what the rows read, in v's dtype: r = t rows a request, or `padded_rows` of them; rows from t on are padding
+    and may hold anything. **Raises:** `ValueError` for more rows than there are records.
     """
     t, rows = q.shape[1], pool.keys.shape[2]
     if t > rows:
         raise ValueError(f"a step of {t} rows in a pool with records of {rows}; make the pool with rows={t} or more")
     q, k = q.astype(pool.keys.dtype), k.astype(pool.keys.dtype)
-    call = pool, layer, slots, replay, q, k, v, decay, beta, filled
+    call = pool, layer, slots, replay, q, k, v, decay, beta, padded_rows
     return choose("delta_step", RECURRENCE_STEP, *call).run(*call)
 
 
@@ -126,8 +62,8 @@ def _step_refuses(pool, layer, slots, replay, q, k, v, *_) -> str | None:
     return delta_step_fits(q.shape, v.shape, pool.keys.shape[2], pool.state.dtype, q.dtype, v.dtype)
 
 
-def _step(pool, layer, slots, replay, q, k, v, decay, beta, filled) -> tuple[Array, DeltaPool]:
-    out, arrays = delta_step(*_arrays(pool), layer, slots, replay, q, k, v, decay, beta, filled=filled)
+def _step(pool, layer, slots, replay, q, k, v, decay, beta, padded_rows) -> tuple[Array, DeltaPool]:
+    out, arrays = delta_step(*pool.arrays, layer, slots, replay, q, k, v, decay, beta, padded_rows=padded_rows)
     return out, DeltaPool(*arrays)
 
 
@@ -135,24 +71,20 @@ def _portable_step_refuses(pool, layer, slots, replay, q, k, v, *_) -> str | Non
     return portable_delta.supported(q.shape, v.shape, pool.state.dtype, q.dtype, v.dtype)
 
 
-def _portable_step(pool, layer, slots, replay, q, k, v, decay, beta, filled) -> tuple[Array, DeltaPool]:
-    out, arrays = portable_delta.step(*_arrays(pool), layer, slots, replay, q, k, v, decay, beta)
-    return _with_padding(out, filled), DeltaPool(*arrays)
+def _portable_step(pool, layer, slots, replay, q, k, v, decay, beta, padded_rows) -> tuple[Array, DeltaPool]:
+    out, arrays = portable_delta.step(*pool.arrays, layer, slots, replay, q, k, v, decay, beta)
+    return _with_padding(out, padded_rows), DeltaPool(*arrays)
 
 
 def _reference_step(*call) -> tuple[Array, DeltaPool]:
-    *operands, filled = call
+    *operands, padded_rows = call
     out, pool = reference_step(*operands)
-    return _with_padding(out, filled), pool
+    return _with_padding(out, padded_rows), pool
 
 
-def _with_padding(out: Array, filled: int | None) -> Array:
+def _with_padding(out: Array, padded_rows: int | None) -> Array:
     t = out.shape[1]
-    return jnp.pad(out, ((0, 0), (0, (filled or t) - t), (0, 0), (0, 0)))
-
-
-def _arrays(pool: DeltaPool) -> tuple[Array, Array, Array, Array]:
-    return pool.state, pool.keys, pool.updates, pool.decay
+    return jnp.pad(out, ((0, 0), (0, (padded_rows or t) - t), (0, 0), (0, 0)))
 
 
 RECURRENCE_STEP = (
@@ -182,8 +114,8 @@ def normed_step(
     """
     if reason := unnormed(pool, (1, *q.shape[1:]) if fixed else q.shape, v.shape, q.dtype, v.dtype):
         raise ValueError(f"delta_step doesn't support {reason}")
-    named = dict(around=around, eps=eps, filled=around.rows.shape[1], fixed=fixed)
-    out, arrays = delta_step(*_arrays(pool), layer, slots, replay, q, k, v, **named)
+    named = dict(around=around, eps=eps, padded_rows=around.rows.shape[1], fixed=fixed)
+    out, arrays = delta_step(*pool.arrays, layer, slots, replay, q, k, v, **named)
     return out, DeltaPool(*arrays)
 
 
@@ -200,13 +132,13 @@ def unnormed(pool: DeltaPool, q_shape: tuple[int, ...], v_shape: tuple[int, ...]
 def reference_step(pool, layer, slots, replay, q, k, v, decay, beta) -> tuple[Array, DeltaPool]:
     """`step` in plain jnp, for any shapes and dtypes."""
     group = pool.state.shape[2] // q.shape[2]
-    state = _replayed(pool, layer, slots, replay)
-    logs, beta = jnp.cumsum(_logs(decay), axis=1).swapaxes(1, 2), beta.astype(jnp.float32).swapaxes(1, 2)
+    state = pool.replayed(layer, slots, replay)
+    logs, beta = jnp.cumsum(log_decay(decay), axis=1).swapaxes(1, 2), beta.astype(jnp.float32).swapaxes(1, 2)
     corrected, mixed, total, _ = _within(q, k, logs, beta)
     rows = jnp.repeat(jnp.stack([k, q]).astype(jnp.float32), group, axis=3)
-    read = _einsum("bnvk,sbtnk->sbntv", state, rows) * total[..., None]
-    updates = _einsum("bnti,bniv->bntv", corrected, v.astype(jnp.float32).swapaxes(1, 2) - read[0])
-    out = read[1] + _einsum("bnti,bniv->bntv", mixed, updates)
+    read = einsum("bnvk,sbtnk->sbntv", state, rows) * total[..., None]
+    updates = einsum("bnti,bniv->bntv", corrected, v.astype(jnp.float32).swapaxes(1, 2) - read[0])
+    out = read[1] + einsum("bnti,bniv->bntv", mixed, updates)
     pool = pool.recorded(layer, slots, state, k, updates.swapaxes(1, 2), decay.astype(jnp.float32))
     return out.swapaxes(1, 2).astype(v.dtype), pool
 
@@ -234,7 +166,7 @@ def chunk(
     """
     q, k = q.astype(pool.keys.dtype), k.astype(pool.keys.dtype)
     valid = (jnp.arange(q.shape[1]) < count[:, None])[..., None]
-    logs, beta = jnp.where(valid, _logs(decay), 0), jnp.where(valid, beta, 0).astype(jnp.float32)
+    logs, beta = jnp.where(valid, log_decay(decay), 0), jnp.where(valid, beta, 0).astype(jnp.float32)
     operands = q, k, v, jnp.cumsum(logs, axis=1).swapaxes(1, 2), beta.swapaxes(1, 2)
     call = pool.state, layer, slots, source, keep, *operands
     out, state = choose("delta_chunk", RECURRENCE_CHUNK, *call).run(*call)
@@ -255,36 +187,23 @@ def reference_chunk(
     scan: Callable[..., tuple[Array, Array]] | None = None,
 ) -> tuple[Float[Array, "b t n v"], Float[Array, "l r n v k"]]:
     """`delta_chunk` in plain jnp, for any shapes and dtypes. `logs` are running sums of the decays' logarithms. `scan`:
-    in place of `reference_scan`."""
+    in place of `scan_blocks`."""
     # Within a block, u is what the tokens write less what the state before the block makes of their keys, and both are
     # known for all blocks at once (the WY form of https://arxiv.org/abs/2412.06464, section 3.3).
     corrected, mixed, total, left = _within(q, k, logs, beta)
     group = states.shape[2] // q.shape[2]
     q, k = (jnp.repeat(jnp.moveaxis(x.astype(jnp.float32), 1, 2), group, axis=1) for x in (q, k))
-    taken = _einsum("bnti,bnik->bntk", corrected * total[:, :, None], k)
-    written = _einsum("bnti,binv->bntv", corrected, v.astype(jnp.float32))
+    taken = einsum("bnti,bnik->bntk", corrected * total[:, :, None], k)
+    written = einsum("bnti,binv->bntv", corrected, v.astype(jnp.float32))
     # Blocks that follow one another need S <- S carry + write: one product a head and block that depends on S.
     kept = left[..., None] * k
-    carry = total[..., -1, None, None] * jnp.eye(k.shape[3]) - _einsum("bntj,bntk->bnjk", taken, kept)
-    write = _einsum("bntv,bntk->bnvk", written, kept)
+    carry = total[..., -1, None, None] * jnp.eye(k.shape[3]) - einsum("bntj,bntk->bnjk", taken, kept)
+    write = einsum("bntv,bntk->bnvk", written, kept)
 
-    states, before = (scan or reference_scan)(states, layer, slots, source, keep, carry, write)
-    updates = written - _einsum("bnvk,bntk->bntv", before, taken)
-    out = _einsum("bnvk,bntk->bntv", before, q) * total[..., None] + _einsum("bnti,bniv->bntv", mixed, updates)
+    states, before = (scan or scan_blocks)(states, layer, slots, source, keep, carry, write)
+    updates = written - einsum("bnvk,bntk->bntv", before, taken)
+    out = einsum("bnvk,bntk->bntv", before, q) * total[..., None] + einsum("bnti,bniv->bntv", mixed, updates)
     return out.swapaxes(1, 2), states
-
-
-def reference_scan(states, layer, slots, source, keep, carry, write) -> tuple[Array, Array]:
-    """States after blocks that follow one another, S <- S carry + write, and the state before each."""
-
-    def block(states, one):
-        slot, source, keep, carry, write = one
-        before = jnp.where(source < 0, 0, states[layer, jnp.maximum(source, 0)].astype(jnp.float32))
-        after = (_einsum("nvj,njk->nvk", before, carry) + write).astype(states.dtype)
-        states = states.at[layer, slot].set(after)
-        return states.at[layer, jnp.where(keep < 0, states.shape[1], keep)].set(after, mode="drop"), before
-
-    return jax.lax.scan(block, states, (slots, source, keep, carry, write))
 
 
 def _chunk_refuses(states, layer, slots, source, keep, q, k, v, *_) -> str | None:
@@ -307,19 +226,6 @@ RECURRENCE_CHUNK = (
 )
 
 
-def _replayed(pool: DeltaPool, layer, slots, replay) -> Float[Array, "b n v k"]:
-    """The states of `slots` with the accepted records in them."""
-    state, keys = pool.state[layer, slots].astype(jnp.float32), pool.keys[layer, slots].astype(jnp.float32)
-    rows, group = keys.shape[1], state.shape[1] // keys.shape[2]
-    accepted = jnp.arange(rows) < replay[:, None]
-    logs = jnp.where(accepted[:, None], _logs(pool.decay[layer, slots, :, :rows]), 0)
-    later = jnp.exp(logs.sum(-1, keepdims=True) - jnp.cumsum(logs, -1))
-    updates = jnp.where(accepted[..., None, None], pool.updates[layer, slots], 0) * later.swapaxes(1, 2)[..., None]
-    keys = jnp.where(accepted[..., None, None], keys, 0)  # others' may have overflowed in float16, and be NaN
-    added = _einsum("btnv,btnk->bnvk", updates, jnp.repeat(keys, group, axis=2))
-    return state * jnp.exp(logs.sum(-1))[..., None, None] + added
-
-
 def _within(
     q: Float[Array, "b t m k"], k: Float[Array, "b t m k"], logs: Float[Array, "b n t"], beta: Float[Array, "b n t"]
 ) -> tuple[Array, Array, Array, Array]:
@@ -330,11 +236,10 @@ def _within(
     row i's update at the end. `corrected` and `mixed` are [b, n, t, t], `total` and `left` [b, n, t]. `logs` are
     running sums of the decays' logarithms.
     """
-    t, group = logs.shape[-1], logs.shape[1] // k.shape[2]
-    past = jnp.tril(jnp.ones((t, t), bool))
-    spans = jnp.exp(jnp.where(past, logs[..., :, None] - logs[..., None, :], -jnp.inf))
+    group = logs.shape[1] // k.shape[2]
+    spans = decay_between(logs)
     rows = jnp.stack([k, q]).astype(jnp.float32)
-    products = jnp.repeat(_einsum("sbtmk,bimk->sbmti", rows, rows[0]), group, axis=2) * spans
+    products = jnp.repeat(einsum("sbtmk,bimk->sbmti", rows, rows[0]), group, axis=2) * spans
     corrected = _unit_lower_inverse(jnp.tril(beta[..., None] * products[0], -1)) * beta[..., None, :]
     return corrected, products[1], jnp.exp(logs), spans[..., -1, :]
 
@@ -354,9 +259,5 @@ def _unit_lower_inverse(lower: Float[Array, "b *n t t"]) -> Float[Array, "b *n t
     # Not stacked in an axis of their own: XLA's CPU compiler aborts on products of eight axes or more.
     blocks = jnp.concatenate([lower[..., :half, :half], lower[..., half:, half:]])
     first, second = jnp.split(_unit_lower_inverse(blocks), 2)
-    corner = -_einsum("...ij,...jk,...kl->...il", second, lower[..., half:, :half], first)
+    corner = -einsum("...ij,...jk,...kl->...il", second, lower[..., half:, :half], first)
     return jnp.block([[first, jnp.zeros_like(first)], [corner, second]])[..., :t, :t]
-
-
-def _logs(decay: Array) -> Array:
-    return jnp.log(jnp.maximum(decay, 1e-37))

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.pallas.recurrence.gated_delta import DeltaPool
+from jaxspec.pallas.recurrence.delta_pool import DeltaPool
 from jaxspec.pallas.sliced_rows import sliced
 
 

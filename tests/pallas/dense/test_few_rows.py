@@ -190,11 +190,12 @@ def check_top_tokens(given: dict[str, jax.Array], vocab: int, **options):
     weight = normal(jax.random.key(3), vocab, given["x"].shape[1])
     weight = weight.at[:128].multiply(1.8)
     weight = weight.at[-128:].set(weight[:128])  # two tiles
-    got = op.top_tokens(given["x"], given["scale"], weight, eps=EPS, **options)
+    got, best = op.top_tokens(given["x"], given["scale"], weight, eps=EPS, **options)
     logits = jnp.einsum(
         "rd,vd->rv", rms_norm(given["x"], given["scale"], EPS), weight, preferred_element_type=jnp.float32
     )
     top = jnp.argmax(logits, axis=1)
+    np.testing.assert_allclose(best, logits.max(1), atol=1e-3)
     assert ((got == top) | (logits.max(1) - jnp.take_along_axis(logits, got[:, None], 1)[:, 0] < 1e-3)).all()
     assert (got < vocab - 128).all() and (got < 128).any() and len(set(got.tolist())) > 2
 

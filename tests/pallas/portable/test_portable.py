@@ -31,8 +31,8 @@ def test_a_device_gets_the_kernels_that_it_runs_and_that_were_asked_for(asked, d
     with hopper.use_kernels(asked):
         for lacks, expected in ((hopper.kernels_here(), hoppers), (portable.kernels_here(), portables)):
             assert lacks is None if expected is None else expected in lacks
-        told = portable.told()
-    assert told.startswith("hopper" if hoppers is None else "portable" if portables is None else "none")
+        kernel_choice = portable.kernel_choice()
+    assert kernel_choice.startswith("hopper" if hoppers is None else "portable" if portables is None else "none")
     assert hopper.requested_kernels() == "auto"
 
 

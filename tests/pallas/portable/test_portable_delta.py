@@ -9,7 +9,7 @@ import pytest
 from jaxspec.pallas import portable
 from jaxspec.pallas.hopper import counting
 from jaxspec.pallas.portable import delta as op
-from jaxspec.pallas.recurrence import gated_delta
+from jaxspec.pallas.recurrence import delta_pool, gated_delta
 from tests.pallas.recurrence.test_delta_step import CASES, LAYER, Case, check_after, near
 from tests.support.portable import KINDS, lowered
 
@@ -40,8 +40,8 @@ def test_equals_the_plain_step(case):
 @pytest.mark.parametrize("capability", KINDS)
 def test_the_operation_takes_it_where_it_lowers(capability, monkeypatch):
     monkeypatch.setattr(portable, "kernels_here", lambda: None)
-    pool, slots, rest = Case("", t=3, rows=4, filled=4).inputs()
-    run = lambda pool, slots, *rest: gated_delta.step(pool, jnp.int32(0), slots, *rest, filled=4)  # noqa: E731
+    pool, slots, rest = Case("", t=3, rows=4, padded_rows=4).inputs()
+    run = lambda pool, slots, *rest: gated_delta.step(pool, jnp.int32(0), slots, *rest, padded_rows=4)  # noqa: E731
     with counting() as kernels:
         text = lowered(run, pool, slots, *rest, capability=capability)
         out, _ = jax.eval_shape(run, pool, slots, *rest)
@@ -60,7 +60,7 @@ def scanned(dtype: str):
 
 def check_scan(dtype: str, interpret: bool = False) -> None:
     given = scanned(dtype)
-    expected = jax.jit(gated_delta.reference_scan)(*given)
+    expected = jax.jit(delta_pool.scan_blocks)(*given)
     got = jax.jit(op.scan, static_argnames="interpret")(*given, interpret=interpret)
     for each, wanted in zip(got, expected, strict=True):
         assert each.dtype == wanted.dtype

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.recurrence import delta_plan, gated_delta, gates_and_norm
+from jaxspec.pallas.recurrence import delta_plan, delta_pool, gated_delta, gates_and_norm
 from jaxspec.pallas.recurrence import delta_step as op
 from jaxspec.pallas.recurrence.gates_and_norm import Around
 from tests.support import drawn
@@ -37,7 +37,7 @@ class Case:
     group: int = 1
     dtype: str = "float32"
     division: tuple | None = (2, 2)  # of which a `Division` is made
-    filled: int | None = None
+    padded_rows: int | None = None
     fixed: bool = False
 
     def inputs(self, seed: int = 0):
@@ -45,7 +45,7 @@ class Case:
         rng = np.random.default_rng(seed)
         b, n, width = len(self.replay), self.key_heads * self.group, op.WIDTH
         heads = dict(key_heads=self.key_heads, value_heads=n, key_width=width, value_width=width)
-        pool = gated_delta.empty(LAYERS, b + 2, self.rows, **heads, dtype=self.dtype, key_dtype="bfloat16")
+        pool = delta_pool.empty(LAYERS, b + 2, self.rows, **heads, dtype=self.dtype, key_dtype="bfloat16")
 
         def normal(shape, dtype="float32", length=0.0):
             x = rng.standard_normal(shape, np.float32)
@@ -70,9 +70,9 @@ def check(case: Case, interpret=False):
     expected, wanted = jax.jit(gated_delta.reference_step)(pool, LAYER, slots, *rest)
     arrays = pool.state, pool.keys, pool.updates, pool.decay
     division = case.division and op.Division(*case.division)
-    named = dict(division=division, filled=case.filled, fixed=case.fixed, interpret=interpret)
+    named = dict(division=division, padded_rows=case.padded_rows, fixed=case.fixed, interpret=interpret)
     out, arrays = op.delta_step(*arrays, jnp.int32(LAYER), slots, *rest, **named)
-    assert out.dtype == jnp.bfloat16 and out.shape[1] == (case.filled or case.t)
+    assert out.dtype == jnp.bfloat16 and out.shape[1] == (case.padded_rows or case.t)
     decay = check_after(case, pool, slots, (expected, wanted), out[:, : case.t], arrays)
     np.testing.assert_array_equal(*(each[LAYER, slots, :, : case.t] for each in decay))
 
@@ -80,7 +80,7 @@ def check(case: Case, interpret=False):
 def check_after(case: Case, pool, slots, plain, out, arrays):
     """Check that a step reads and leaves what the plain one does, and changes nothing else. Returns both decays."""
     expected, wanted = plain
-    pool, wanted, after = (jax.tree.map(np.asarray, each) for each in (pool, wanted, gated_delta.DeltaPool(*arrays)))
+    pool, wanted, after = (jax.tree.map(np.asarray, each) for each in (pool, wanted, delta_pool.DeltaPool(*arrays)))
     near(out, expected, 0.008)
     near(after.state[LAYER], wanted.state[LAYER], 1e-6 if case.dtype == "float32" else 0.008)
     near(after.updates[LAYER], wanted.updates[LAYER], 1e-5)
@@ -95,8 +95,8 @@ def check_after(case: Case, pool, slots, plain, out, arrays):
 def around_of(case: Case) -> Around:
     b, n = len(case.replay), case.key_heads * case.group
     normal = lambda i, *shape: drawn.normal(jax.random.key(i), shape)  # noqa: E731
-    rows = normal(3, b, case.filled or case.t, (2 * case.key_heads + 2 * n) * op.WIDTH).astype("bfloat16")
-    gates = normal(0, b, case.filled or case.t, 2 * n), normal(1, n), normal(2, n)
+    rows = normal(3, b, case.padded_rows or case.t, (2 * case.key_heads + 2 * n) * op.WIDTH).astype("bfloat16")
+    gates = normal(0, b, case.padded_rows or case.t, 2 * n), normal(1, n), normal(2, n)
     return Around(*gates, rows, (1 + 0.1 * normal(4, op.WIDTH)).astype("bfloat16"))
 
 
@@ -111,10 +111,10 @@ def check_around(case: Case, interpret=False):
     expected = wide * np.asarray(around.scale, np.float32) * np.asarray(z)[:, : case.t].reshape(*wide.shape[:2], n, -1)
     arrays = pool.state, pool.keys, pool.updates, pool.decay
     division = case.division and op.Division(*case.division)
-    named = dict(around=around, eps=eps, division=division, filled=case.filled, interpret=interpret)
+    named = dict(around=around, eps=eps, division=division, padded_rows=case.padded_rows, interpret=interpret)
     out, arrays = op.delta_step(*arrays, jnp.int32(LAYER), slots, replay, q, k, v, **named)
-    assert out.dtype == jnp.bfloat16 and out.shape[1] == (case.filled or case.t)
-    after = gated_delta.DeltaPool(*arrays)
+    assert out.dtype == jnp.bfloat16 and out.shape[1] == (case.padded_rows or case.t)
+    after = delta_pool.DeltaPool(*arrays)
     near(out[:, : case.t], expected, 0.015)
     near(after.state[LAYER], wanted.state[LAYER], 1e-6)
     near(after.updates[LAYER], wanted.updates[LAYER], 1e-5)
@@ -137,7 +137,7 @@ CASES = [
     Case("tiles in a ring", replay=(2,), group=2, division=(1, 3)),
     Case("whole tiles at a time", replay=(2, 4), division=(2, 1, 128)),
     Case("more than eight rows", t=9, rows=9, replay=(2,)),
-    Case("room for rows that fill up", t=3, replay=(1, 3), filled=4),
+    Case("room for rows that fill up", t=3, replay=(1, 3), padded_rows=4),
     Case("bfloat16", replay=(3,), dtype="bfloat16"),
     Case("rows in order", replay=(4, 3), fixed=True),
     Case("rows in order, two heads in a block", t=2, rows=3, replay=(0, 2), group=2, division=(1, 2), fixed=True),
@@ -184,7 +184,7 @@ def test_rows_in_order_are_the_same_in_any_rounds(dtype):
 
 AROUND = [
     Case("one row, a head in a block", t=1, rows=1, replay=(1, 0), group=2),
-    Case("two heads in a block, and room", t=3, replay=(1, 3), group=2, division=(1, 3), filled=4),
+    Case("two heads in a block, and room", t=3, replay=(1, 3), group=2, division=(1, 3), padded_rows=4),
     Case("a row in each warp", replay=(2,), group=2, division=(1, 3)),
 ]
 
@@ -205,7 +205,7 @@ def test_what_has_gates_and_norm_of_its_own_is_named():
 
 @pytest.mark.parametrize("t,group", [(1, 2), (4, 3)])
 def test_lowers_with_gates_and_norm(t, group):
-    case = Case("", t, t, (0,), 16, group, division=None, filled=8)
+    case = Case("", t, t, (0,), 16, group, division=None, padded_rows=8)
     pool, slots, (replay, q, k, v, *_) = case.inputs()
     run = lambda pool, slots, *rest: gated_delta.normed_step(pool, jnp.int32(1), slots, *rest, 1e-6)  # noqa: E731
     assert kernels(jax.jit(run, donate_argnums=0), pool, slots, replay, q, k, v, around_of(case)) == 1

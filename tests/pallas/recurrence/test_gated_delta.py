@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.pallas.recurrence import delta_pool
 from jaxspec.pallas.recurrence import gated_delta as op
 
 LAYERS, LAYER, SLOTS = 2, 1, 6
@@ -47,7 +48,7 @@ def tokens(rng, *shape, alike=False, sizes=SIZES):
 
 
 def a_pool(rng, rows, dtype=jnp.float32):
-    pool = op.empty(LAYERS, SLOTS, rows, **SIZES, dtype=dtype, key_dtype=jnp.float32)
+    pool = delta_pool.empty(LAYERS, SLOTS, rows, **SIZES, dtype=dtype, key_dtype=jnp.float32)
     state = pool.state + rng.standard_normal(pool.state.shape)
     return pool.replace(
         state=state.astype(dtype), keys=pool.keys + STRANGER, updates=pool.updates + STRANGER, decay=pool.decay * 0.1

@@ -1,5 +1,6 @@
 """Command lines of vLLM's and SGLang's, as their users have them, and what they are here."""
 
+import json
 import shlex
 import sys
 
@@ -9,6 +10,7 @@ from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.flags import engine_options
 from jaxspec.config.foreign_flags import ELSEWHERE, NEEDLESS, SEVERAL_GPUS, UNSUPPORTED
 from server.cli.options import UsageError, parse
+from tests.support.tiny import tiny_config
 
 
 def answer(line):
@@ -17,9 +19,10 @@ def answer(line):
         parse(shlex.split(line))
     before, _, after = str(error.value).partition("In jaxspec's flags:\n  ")
     command, *left = after.split("\n")
-    assert before and command.startswith("python -m server")
-    EngineConfig(**engine_options(parse(shlex.split(command)[3:])))
-    return command.removeprefix("python -m server").strip(), left
+    environment, launcher, flags = command.partition("python -m server")
+    assert before and launcher
+    EngineConfig(**engine_options(parse(shlex.split(flags))))
+    return environment + flags.strip(), left
 
 
 def test_the_command_is_the_one_that_was_typed(monkeypatch):
@@ -38,8 +41,31 @@ HERE = "--model Qwen/Qwen3-8B"
     (f"{VLLM} --tensor-parallel-size 1 --max-model-len 8192 --speculative-config "
      ''''{"method": "eagle3", "model": "a/b", "num_speculative_tokens": 3}' ''',
      f"{HERE} --context-length 8192 --draft eagle3:a/b --num-draft-tokens 3 --port 8000"),
-    (f"CUDA_VISIBLE_DEVICES=0 {VLLM} -tp 1 --enforce-eager --gpu-memory-utilization=0.8",
-     f"{HERE} --mem-fraction-static 0.8 --port 8000"),
+    (f"CUDA_VISIBLE_DEVICES=0 HF_HOME='a b' {VLLM} -tp 1 --enforce-eager --gpu-memory-utilization=0.8",
+     f"CUDA_VISIBLE_DEVICES=0 HF_HOME='a b' {HERE} --mem-fraction-static 0.8 --port 8000"),
+    (f"SGLANG_ENABLE_SPEC_V2=0 {SGLANG}", f"{HERE} --disable-overlap"),
+    (f"env SGLANG_ENABLE_SPEC_V2=False {SGLANG}", f"{HERE} --disable-overlap"),
+    (f"{SGLANG} --speculative-algo NGRAM --mem-fraction 0.7 --max-running 4",
+     f"{HERE} --mem-fraction-static 0.7 --max-running-requests 4 --draft ngram"),
+    ("a/b --speculative-algo NGRAM", "--model a/b --draft ngram"),
+    (f"{SGLANG} --speculative-algorithm NAIVE_EAGLE --speculative-draft-model-path a/b",
+     f"{HERE} --draft eagle:a/b --num-draft-tokens 1"),
+    (f"{SGLANG} --speculative-algorithm MEDUSA --speculative-draft-model-path a/b", f"{HERE} --draft a/b"),
+    ("python -m sglang.launch_server --cuda-graph-bs 1 2 3 --model-path a/b", "--model a/b --batch-sizes 1,2,3"),
+    ("python -m sglang.launch_server --made-up 1 2 3 --tp 2 --model-path a/b", "--model a/b --tp-size 2"),
+    (f"{VLLM} --cudagraph-capture-sizes 1 2 4", f"{HERE} --batch-sizes 1,2,4 --port 8000"),
+    (f"{SGLANG} --piecewise-cuda-graph-tokens 256 512", f"{HERE} --prefill-sizes 256,512"),
+    (f"{VLLM} -tp 4 --enable-expert-parallel", f"{HERE} --tp-size 4 --ep-size 4 --port 8000"),
+    (f"{VLLM} --enable-expert-parallel", f"{HERE} --port 8000"),
+    (f"{VLLM} -tp 4 -n 2 -r 1 --master-addr 10.0.0.1",
+     f"{HERE} --tp-size 4 --nnodes 2 --node-rank 1 --dist-init-addr 10.0.0.1:29501 --port 8000"),
+    (f"{VLLM} -tp 4 -n 2 --master-port 9 --master-addr 10.0.0.1",
+     f"{HERE} --tp-size 4 --nnodes 2 --dist-init-addr 10.0.0.1:9 --port 8000"),
+    (f"VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 A=2 {VLLM} --max-model-len 65535",
+     f"A=2 {HERE} --context-length 65535 --allow-longer-context --port 8000"),
+    (f"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=true {SGLANG} --context-length 65535",
+     f"{HERE} --context-length 65535 --allow-longer-context"),
+    (f"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=0 {SGLANG}", HERE),
     (f'''{VLLM} --speculative-config='{{"method":"ngram","num_speculative_tokens":5,"prompt_lookup_max":4}}' ''',
      f"{HERE} --draft 'ngram?max_match=4' --num-draft-tokens 5 --port 8000"),
     (f'''{VLLM} --speculative-config '{{"model":"a/b","num_speculative_tokens":5}}' ''',
@@ -113,6 +139,21 @@ def test_translations(line, here):
     ("--enforce-eager", "--enforce-eager: every step is one compiled program"),
     ("--reasoning-parser kimi_k9", "--reasoning-parser kimi_k9: it may be auto, none, qwen3"),
     ("--made-up 3", "--made-up: it has no counterpart here"),
+    ("--made-up 3 4 5", "--made-up: it has no counterpart here"),
+    ("--enable-piecewise-cuda-graph", "--enable-piecewise-cuda-graph: every step is one compiled program"),
+    ("--disable-piecewise-cuda-graph", "--disable-piecewise-cuda-graph: every step is one compiled program"),
+    ("--enforce-piecewise-cuda-graph", "--enforce-piecewise-cuda-graph: every step is one compiled program"),
+    ("--piecewise-cuda-graph-max-tokens 8000", "--piecewise-cuda-graph-max-tokens: every step is one compiled program"),
+    ("--piecewise-cuda-graph-compiler eager", "--piecewise-cuda-graph-compiler: every step is one compiled program"),
+    ("--cuda-graph-max-bs 128", "--cuda-graph-max-bs: every step is one compiled program, up to --max-running"),
+    ("--sleep-on-idle", "--sleep-on-idle: the engine waits for requests without a loop"),
+    ("--requests-all-greedy", "--requests-all-greedy: a batch of greedy requests"),
+    ("--enable-mixed-chunk", "--enable-mixed-chunk: each step runs prompts and rounds, in a program of each"),
+    ("--base-gpu-id 4", "--base-gpu-id: CUDA_VISIBLE_DEVICES in the environment chooses the GPUs"),
+    ("--nccl-port 9", "--nccl-port: GPUs of one host need no port"),
+    ("--speculative-draft-attention-backend fa4", "--speculative-draft-attention-backend: it is chosen from model"),
+    ("--mamba-scheduler-strategy extra_buffer", "--mamba-scheduler-strategy: drafts, overlap and prefix cache of"),
+    ("--batch-sizes 0", "--batch-sizes 0: must be integers of at least 1 with commas between, got '0'"),
     ("--quantization awq", "--quantization awq: such a checkpoint is read by its config, without a flag"),
     ("-q gptq_marlin", "--quantization gptq_marlin: such a checkpoint is read by its config"),
     ("--quantization compressed-tensors", "--quantization compressed-tensors: such a checkpoint is read by its"),
@@ -159,9 +200,136 @@ def test_of_several_values_the_others_are_told():
 
 def test_what_is_missing_for_several_hosts_is_told():
     with pytest.raises(UsageError) as error:
-        parse(shlex.split(f"{VLLM} -tp 4 -n 2 -r 1 --master-addr 10.0.0.1"))
+        parse(shlex.split(f"{VLLM} -tp 4 -n 2 -r 1"))
     assert "--tp-size 4 --nnodes 2 --node-rank 1 --port 8000\n" in str(error.value)
     assert str(error.value).endswith("to be changed: --nnodes 2 needs --dist-init-addr HOST:PORT, where node 0 is")
+
+
+def test_words_of_the_environment_are_kept_translated_or_named():
+    words = "CUDA_VISIBLE_DEVICES=4,5 SGLANG_ENABLE_SPEC_V2=1 VLLM_USE_V1=1 SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=0"
+    command, left = answer(f"{words} {SGLANG}")
+    assert command == f"CUDA_VISIBLE_DEVICES=4,5 {HERE}"
+    assert left == [
+        "left out: SGLANG_ENABLE_SPEC_V2=1: drafts overlap unless --disable-overlap is given",
+        "left out: VLLM_USE_V1=1: it has no counterpart here",
+        "left out: SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=0: a context is at most the model's, unless "
+        "--allow-longer-context is given",
+    ]
+
+
+@pytest.mark.parametrize("model_type,line,said", [
+    ("llama", "{} --tp 2 --speculative-algorithm EAGLE3 --speculative-draft-model-path a/b --speculative-eagle-topk 4",
+     "--tp-size 2 with --draft eagle3:a/b --topk 4: trees are drafted by one device; drop --topk for chains"),
+    ("llama", "{} --tp 2 --speculative-algorithm DSPARK --speculative-draft-model-path a/b",
+     "--tp-size 2 with --draft dspark:a/b: this drafter runs on one device"),
+    ("deepseek_v3", "{}", "model_type 'deepseek_v3' is not supported; supported: "),
+    ("speculators", "{}", "is a drafter; name its target as the model: --model meta/target --draft "),
+    (None, "RedHatAI/Qwen3-32B-speculator.eagle3",
+     "--model RedHatAI/Qwen3-32B-speculator.eagle3 is a drafter; name its target as the model: --model qwen/qwen3-32b "
+     "--draft eagle3:RedHatAI/Qwen3-32B-speculator.eagle3"),
+    (None, "a/Unheard-of-speculator.eagle3", "--model TARGET --draft a/Unheard-of-speculator.eagle3"),
+])  # fmt: skip
+def test_what_a_start_would_refuse_is_said_at_once(tmp_path, model_type, line, said):
+    config = {"speculators_config": {"verifier": {"name_or_path": "meta/target"}}}
+    config = config if model_type == "speculators" else tiny_config() | {"model_type": model_type}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UsageError) as error:
+        parse(shlex.split(f"sglang serve --model-path {line.format(tmp_path)}"))
+    assert said in str(error.value).partition("\nto be changed: ")[2]
+
+
+QWEN35 = "Qwen/Qwen3.5-35B-A3B-FP8"
+PULL_REQUESTS = {
+    "22128, MTP": (
+        f"python3 -m sglang.launch_server --model-path {QWEN35} --tp 2 --speculative-algo NEXTN "
+        "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4 "
+        "--enable-piecewise-cuda-graph --mamba-scheduler-strategy extra_buffer --reasoning-parser qwen3",
+        f"--model {QWEN35} --tp-size 2 --reasoning-parser qwen3 --draft mtp --num-draft-tokens 3",
+    ),
+    "22128, EAGLE-3": (
+        "python3 -m sglang.launch_server --model-path Qwen/Qwen3-30B-A3B --tp 2 --speculative-algorithm EAGLE3 "
+        "--speculative-draft-model-path AngelSlim/Qwen3-a3B_eagle3 --speculative-num-steps 3 "
+        "--speculative-eagle-topk 1 --speculative-num-draft-tokens 4 --enforce-piecewise-cuda-graph",
+        "--model Qwen/Qwen3-30B-A3B --tp-size 2 --draft eagle3:AngelSlim/Qwen3-a3B_eagle3 --num-draft-tokens 3",
+    ),
+    "22128, a draft model": (
+        "python3 -m sglang.launch_server --model-path Qwen/Qwen3-8B-FP8 --tp 2 --speculative-algorithm STANDALONE "
+        "--speculative-draft-model-path Qwen/Qwen3-0.6B --speculative-num-steps 4 --speculative-eagle-topk 1",
+        "--model Qwen/Qwen3-8B-FP8 --tp-size 2 --draft standalone:Qwen/Qwen3-0.6B --num-draft-tokens 4",
+    ),
+    "22128, n-grams": (
+        "python3 -m sglang.launch_server --model-path Qwen/Qwen3-8B --speculative-algorithm NGRAM "
+        "--speculative-num-draft-tokens 16 --enable-piecewise-cuda-graph",
+        "--model Qwen/Qwen3-8B --draft ngram --num-draft-tokens 15",
+    ),
+    "22128, a user's": (
+        "python -m sglang.launch_server --model-path Qwen/Qwen3.5-27B-FP8 --served-model-name qwen --host 0.0.0.0 "
+        "--port 8000 --tp 2 --mem-fraction 0.85 --context-length 65536 --kv-cache-dtype fp8_e4m3 --sleep-on-idle "
+        "--speculative-algo NEXTN --speculative-num-steps 3 --speculative-eagle-topk 1 "
+        "--speculative-num-draft-tokens 4 --mamba-scheduler-strategy extra_buffer --enable-multimodal "
+        "--reasoning-parser qwen3 --tool-call-parser qwen3_coder --trust-remote-code --max-running-requests 8 "
+        """--model-loader-extra-config '{"enable_multithread_load": true, "num_threads": 8}' """,
+        "--model Qwen/Qwen3.5-27B-FP8 --served-model-name qwen --host 0.0.0.0 --port 8000 --tp-size 2 "
+        "--mem-fraction-static 0.85 --context-length 65536 --kv-cache-dtype fp8_e4m3 --reasoning-parser qwen3 "
+        "--tool-call-parser qwen3_coder --max-running-requests 8 --draft mtp --num-draft-tokens 3",
+    ),
+    "naive EAGLE, a tree of EAGLE's": (
+        "python -m sglang.launch_server --model-path meta-llama/Llama-2-70b-chat-hf --tp 2 "
+        "--speculative-algorithm EAGLE --speculative-draft-model-path lmsys/sglang-EAGLE-llama2-chat-70B "
+        "--speculative-num-steps 2 --speculative-eagle-topk 4 --speculative-num-draft-tokens 4",
+        "--model meta-llama/Llama-2-70b-chat-hf --tp-size 2 --draft eagle:lmsys/sglang-EAGLE-llama2-chat-70B --topk 4 "
+        "--num-steps 2 --num-draft-tokens 3",
+    ),
+    "naive EAGLE, a smaller tree": (
+        "python -m sglang.launch_server --model-path meta-llama/Llama-2-70b-chat-hf --tp 2 "
+        "--speculative-algorithm EAGLE --speculative-draft-model-path lmsys/sglang-EAGLE-llama2-chat-70B "
+        "--speculative-num-steps 1 --speculative-eagle-topk 2 --speculative-num-draft-tokens 2",
+        "--model meta-llama/Llama-2-70b-chat-hf --tp-size 2 --draft eagle:lmsys/sglang-EAGLE-llama2-chat-70B --topk 2 "
+        "--num-steps 1 --num-draft-tokens 1",
+    ),
+    "naive EAGLE": (
+        "python -m sglang.launch_server --model-path meta-llama/Llama-2-70b-chat-hf --tp 2 "
+        "--speculative-algorithm NAIVE_EAGLE --speculative-draft-model-path lmsys/sglang-EAGLE-llama2-chat-70B "
+        "--speculative-num-steps 1 --speculative-eagle-topk 1 --speculative-num-draft-tokens 2 --requests-all-greedy",
+        "--model meta-llama/Llama-2-70b-chat-hf --tp-size 2 --draft eagle:lmsys/sglang-EAGLE-llama2-chat-70B "
+        "--num-draft-tokens 1",
+    ),
+    "20547, DFlash": (
+        "SGLANG_ENABLE_SPEC_V2=1 SGLANG_ENABLE_DFLASH_SPEC_V2=1 SGLANG_ENABLE_OVERLAP_PLAN_STREAM=1 python -m "
+        "sglang.launch_server --model-path Qwen/Qwen3-30B-A3B-FP8 --speculative-algorithm DFLASH "
+        "--speculative-draft-model-path a/b --speculative-num-draft-tokens 16 --attention-backend trtllm_mha "
+        "--speculative-draft-attention-backend fa4 --page-size 64 --chunked-prefill-size -1 "
+        "--max-prefill-tokens 16384 --cuda-graph-max-bs 128 --cuda-graph-bs 1 2 4 8 16 32 "
+        "--piecewise-cuda-graph-max-tokens 8000 --stream-interval 1 --enable-metrics --nccl-port 9 --base-gpu-id 1",
+        "--model Qwen/Qwen3-30B-A3B-FP8 --page-size 64 --batch-sizes 1,2,4,8,16,32 --draft dflash:a/b "
+        "--num-draft-tokens 15",
+    ),
+    "18906, one stream": (
+        "SGLANG_ENABLE_SPEC_V2=0 python -m sglang.launch_server --model-path Qwen/Qwen3.5-397B-A17B --tp-size 8 "
+        "--mem-fraction-static 0.8 --context-length 262144 --reasoning-parser qwen3 --speculative-algo NEXTN "
+        "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4",
+        "--model Qwen/Qwen3.5-397B-A17B --tp-size 8 --mem-fraction-static 0.8 --context-length 262144 "
+        "--reasoning-parser qwen3 --disable-overlap --draft mtp --num-draft-tokens 3",
+    ),
+    "15591, Qwen3-Next": (
+        "CUDA_VISIBLE_DEVICES=4,5,6,7 SGLANG_ENABLE_JIT_DEEPGEMM=0 SGLANG_ENABLE_SPEC_V2=1 python3 -m "
+        "sglang.launch_server --model Qwen/Qwen3-Next-80B-A3B-Instruct --tp 4 --speculative-num-steps 3 "
+        "--speculative-eagle-topk 1 --speculative-num-draft-tokens 4 --speculative-algorithm NEXTN",
+        "CUDA_VISIBLE_DEVICES=4,5,6,7 --model Qwen/Qwen3-Next-80B-A3B-Instruct --tp-size 4 --draft mtp "
+        "--num-draft-tokens 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PULL_REQUESTS)
+def test_command_lines_of_sglangs_pull_requests_on_speculation(name):
+    line, here = PULL_REQUESTS[name]
+    command, left = answer(line)
+    assert command == here
+    told = " ".join(left)
+    given = [word for word in shlex.split(line) if word.startswith(("--", "SGLANG"))]
+    silent = [word for word in given if word.startswith(("--enable", "--enforce", "SGLANG")) and word not in told]
+    assert not silent or silent == ["SGLANG_ENABLE_SPEC_V2=0"], silent
 
 
 @pytest.mark.parametrize("flag", sorted({*ELSEWHERE, *SEVERAL_GPUS, *NEEDLESS, *UNSUPPORTED}))

@@ -40,7 +40,6 @@ def error(reply, status=400):
     ({"prompt": "\ud800"}, "prompt", "lone surrogate"),
     ({"stop": ["a", "\udc00"]}, "stop", "lone surrogate"),
     ({"stop": 3}, "stop", "string or a list of strings"),
-    ({"stop": [""]}, "stop", "non-empty"),
     ({"temperature": "hot"}, "temperature", "valid number, got 'hot'"),
     ({"temperature": True}, "temperature", "valid number"),
     ({"temperature": -1}, "temperature", "0 to 100"),

@@ -17,7 +17,7 @@ from tests.server.live import serving, wait_for
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 
-def ask(app, headers, receive, path=TEXT):
+def ask(app, headers, receive, path=TEXT, client=None):
     """The status and headers that `app` answers a POST with, called without a server."""
     sent = []
 
@@ -26,7 +26,7 @@ def ask(app, headers, receive, path=TEXT):
 
     scope = {
         **{"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""},
-        **{"headers": headers, "http_version": "1.1", "scheme": "http", "root_path": "", "client": None},
+        **{"headers": headers, "http_version": "1.1", "scheme": "http", "root_path": "", "client": client},
     }
     asyncio.run(app(scope, receive, send))
     return sent[0]["status"], dict(sent[0]["headers"])
@@ -52,6 +52,25 @@ def test_a_body_of_the_greatest_size_is_read():
     headers = [(b"content-type", b"application/json"), (b"content-length", str(MAX_BODY_BYTES).encode())]
     status, _ = ask(create_app(FakeLLM()), headers, receive)
     assert status == 400 and read
+
+
+def test_a_client_is_known_by_its_key_or_else_its_address():
+    fake = FakeLLM()
+    app, keyed = create_app(fake), create_app(fake, api_key="secret")
+
+    def client(app, key=None, address="10.0.0.1"):
+        headers = [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
+        receive = lambda: asyncio.sleep(0, {"type": "http.request", "body": b'{"prompt": "a"}', "more_body": False})  # noqa: E731
+        status, _ = ask(app, [*headers, (b"content-type", b"application/json")], receive, client=(address, 5))
+        assert status == 200
+        return fake.clients[-1]
+
+    assert client(app) == client(app) != client(app, address="10.0.0.2")
+    assert client(app, "a") == client(app, "a", "10.0.0.2") != client(app, "b")
+    assert client(keyed, "secret") == client(app) != client(keyed, "secret", "10.0.0.2"), (
+        "a key that all have says nothing"
+    )
+    assert "secret" not in "".join(fake.clients)
 
 
 def test_a_body_that_is_compressed_is_refused_by_its_header(http):

@@ -98,6 +98,48 @@ def test_no_document_takes_long():
     assert time.perf_counter() - start < 20  # about 2 s
 
 
+def chat(size):
+    """A chat of so many bytes, as clients write it: a long text, and tools."""
+    tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": {"type": "object"}}} for i in range(20)]
+    text = 'He said "no", and\nwent on to {the} [next] \\ page: é. '
+    messages = [{"role": "user", "content": text * 40}] * (size // 2300)
+    return {"model": "m", "messages": messages, "tools": tools, "temperature": 0.5}
+
+
+@pytest.mark.parametrize("value", [
+    chat(200_000),
+    {"prompt": "a word " * 28_000},
+    {"prompt": [12345] * 30_000},
+    {"prompt": "\\ \" \n" * 28_000},
+    {"a": [{"b": [[]]}, {}] * 5000},
+])  # fmt: skip
+def test_a_body_of_200_kb_is_left_to_c(monkeypatch, value):
+    monkeypatch.setattr(json_reader, "walk", lambda body: pytest.fail("it was walked"))
+    for ascii_only in (True, False):
+        assert json_reader.parse(json.dumps(value, ensure_ascii=ascii_only).encode()) == value
+
+
+@pytest.mark.speed
+@pytest.mark.exhaustive
+def test_a_body_of_200_kb_takes_less_than_a_millisecond():
+    body, took = json.dumps(chat(200_000)).encode(), []
+    for _ in range(20):
+        start = time.thread_time()
+        json_reader.parse(body)
+        took.append(time.thread_time() - start)
+    assert min(took) < 0.001
+
+
+@pytest.mark.parametrize("body", [
+    b"[" + b"{}," * json_reader.VALUES_AT_ONCE + b"1]",
+    b"[" + b"1," * json_reader.VALUES_AT_ONCE + b"1]",
+    b'["' + b"a" * json_reader.AT_ONCE + b'"]',
+])  # fmt: skip
+def test_what_takes_longer_is_walked_where_others_get_a_turn(monkeypatch, body):
+    monkeypatch.setattr(json_reader.json, "loads", lambda text: pytest.fail("C has it all"))
+    assert isinstance(json_reader.parse(body), list)
+
+
 @settings(max_examples=250, deadline=None)
 @given(st.text(alphabet='[]{}:,"\\01e.-+ \nutrfalsn/é', max_size=12))
 def test_a_small_document_is_read_by_c_as_a_large_one_is_here(text):
@@ -107,7 +149,13 @@ def test_a_small_document_is_read_by_c_as_a_large_one_is_here(text):
 
 @pytest.mark.parametrize("body", [
     b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1), b"[" * MAX_DEPTH + b"]" * MAX_DEPTH, b"1" * (MAX_DIGITS + 1),
-    b"1" * MAX_DIGITS, '"é"'.encode("utf-16"), "\ufeff[1]".encode(), b'["\xff"]', b'{"a": 1, "a": 2}',
+    b"1" * MAX_DIGITS, b"[0," + b"1" * (MAX_DIGITS + 1) + b"]", b"0." + b"1" * (MAX_DIGITS + 1),
+    b'{"' + b"k" * (MAX_KEY + 1) + b'" : 1}',
+    b'{"a": {"' + b'\\"' * MAX_KEY + b'": 1}}', b'["' + b"k" * (MAX_KEY + 1) + b'", 1]', b"[" * 5000, b"[" * 200_000,
+    b'["]"' + b",[" * MAX_DEPTH + b"]" * (MAX_DEPTH + 1), b'["\\"]"' + b",[" * MAX_DEPTH + b"]" * (MAX_DEPTH + 1),
+    b'["[\\\\"' + b",[" * (MAX_DEPTH - 1) + b"]" * MAX_DEPTH,
+    b"[" + b'{"a":1},' * MAX_ITEMS + b"1]", '"é"'.encode("utf-16"), "\ufeff[1]".encode(),
+    b'["\xff"]', b'{"a": 1, "a": 2}',
 ])  # fmt: skip
 def test_limits_are_those_of_a_large_one(body):
     assert _outcome(json_reader.parse, body) == _outcome(json_reader.walk, body)

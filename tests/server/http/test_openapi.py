@@ -124,6 +124,15 @@ TOOL = {"type": "function", "function": {"name": "f"}}
     ("/abort_request", {"rid": "x"}), ("/abort_request", {"abort_all": True}),
     ("/v1/responses", {"input": [ITEM, {"type": "reasoning", "id": "r", "summary": []}, CALL], "store": False}),
     ("/v1/responses", {"input": "a", "text": {"format": {"type": "json_schema", "name": "n", "schema": {}}}}),
+    ("/v1/responses", {"input": "a", "truncation": "auto", "max_tool_calls": 1, "stop": "", "tools": [
+        {"type": "namespace", "name": "a", "description": "b", "tools": [{"type": "function", "name": "f"}]},
+        {"type": "custom", "name": "c", "format": {"type": "grammar", "syntax": "lark", "definition": "start: /a/"}},
+        {"type": "mcp", "server_label": "m"},
+    ], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp"}]}}),
+    ("/v1/responses", {"input": [
+        ITEM, {**CALL, "namespace": "a"}, {"type": "custom_tool_call", "call_id": "d", "name": "c", "input": "x"},
+        {"type": "custom_tool_call_output", "call_id": "d", "output": "y"},
+    ]}),
 ])  # fmt: skip
 def test_what_the_description_allows_is_accepted(http, schema, path, body):
     assert valid(schema, path, body) and http.post(path, json=body).status_code == 200
@@ -157,6 +166,7 @@ def test_what_the_description_allows_is_accepted(http, schema, path, body):
     ("/v1/responses", {"input": "a", "tool_choice": "required"}), ("/v1/responses", {"input": "a", "tools": [{}]}),
     ("/v1/responses", {"input": "a", "stop_token_ids": [259]}), ("/v1/responses", {"input": "a", "stop": 5}),
     ("/v1/responses", {"input": "a", "reasoning": {"effort": "most"}}),
+    ("/v1/responses", {"input": "a", "tools": [{"type": "web_serch"}]}),
     ("/v1/responses", {"input": "a", "text": {"format": {"type": "json_schema"}}}),
 ])  # fmt: skip
 def test_what_the_description_forbids_is_refused(http, schema, path, body):

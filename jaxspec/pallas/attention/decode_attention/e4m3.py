@@ -137,8 +137,8 @@ def _restored(_, x):
             lane_of = arith.addi(source, _int(16 * half))
             moved = [arith.select(even, *(_from(word, lane_of) for word in pair)) for pair in zip(*halves, strict=True)]
             whole = mgpu.utils.vector_concat([_single(word) for word in moved])
-            place = (*at[:4], half, *at[5:])
-            registers[place] = mgpu.utils.bitcast(whole, x.registers[place].type)
+            index = (*at[:4], half, *at[5:])
+            registers[index] = mgpu.utils.bitcast(whole, x.registers[index].type)
     return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
 
 

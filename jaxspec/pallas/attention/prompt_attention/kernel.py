@@ -131,8 +131,8 @@ def _consume(plan: Plan, refs: Refs, scratch: Scratch, me) -> None:
 
     def visit(tile: Tile, round_, step):
         slot = rem(round_, plan.q_slots)
-        place = slot * plan.consumers + me
-        out_s, q_s = (slots.at[place] for slots in (scratch.q.slots if plan.fp8 else 2 * [scratch.q.slots]))
+        buffer = slot * plan.consumers + me
+        out_s, q_s = (slots.at[buffer] for slots in (scratch.q.slots if plan.fp8 else 2 * [scratch.q.slots]))
         k_scale, v_scale = (refs.scales[layer, which, tile.kv_head] for which in (0, 1))
         unit = _Unit(plan, scratch, tile, me, q_s, step, k_scale * (plan.h**-0.5 * math.log2(math.e)))
         plgpu.barrier_wait(scratch.q.filled.at[slot])

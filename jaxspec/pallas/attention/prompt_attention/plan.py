@@ -204,9 +204,9 @@ def walk(plan: Plan, refs: Refs, visit: Callable) -> Any:
 
     def go(round_, step):
         index = round_ * plan.ctas + jnp.where(rem(round_, 2) == 0, cta, plan.ctas - 1 - cta)
-        place = div(index, plan.m * plan.pairs)
+        entry = div(index, plan.m * plan.pairs)
         pair = plan.pairs - 1 - rem(div(index, plan.m), plan.pairs)
-        tile = Tile(plan, refs.queue[0, place], refs.queue[1, place], rem(index, plan.m), pair)
+        tile = Tile(plan, refs.queue[0, entry], refs.queue[1, entry], rem(index, plan.m), pair)
         return visit(tile, round_, step)
 
     lax.fori_loop(0, rounds, go, jnp.int32(0))

@@ -27,8 +27,8 @@ def top_tokens(
     *,
     eps: float,
     interpret: Any = False,
-) -> Int[Array, " r"]:
-    """The row of `weight` that has the largest product with each normed row; among equals, the first.
+) -> tuple[Int[Array, " r"], Float[Array, " r"]]:
+    """The row of `weight` that has the largest product with each normed row, among equals the first, and the product.
 
     The blocks take tiles of `weight` in turn, and prefetch the next ones while they multiply.
     """
@@ -51,7 +51,8 @@ def top_tokens(
         compiler_params=params(),
         interpret=interpret,
     )(x, scale, weight)
-    return lax.reduce((top, token), (_f32(-jnp.inf), _i32(2**31 - 1)), _higher, (0,))[1]
+    top, token = lax.reduce((top, token), (_f32(-jnp.inf), _i32(2**31 - 1)), _higher, (0,))
+    return token, top
 
 
 def _higher(one, other):
