@@ -190,6 +190,6 @@ def test_what_cannot_be_demanded_is_refused():
         tool_call_grammar([{"function": {"name": "f", "strict": True, "parameters": overlapping}}], "hermes")
     with pytest.raises(RequestError, match=r"'f' in this format: the pattern .* has anchors within"):
         tool_call_grammar([tool("f", a={**TEXT, "pattern": "x(^a|b$)"})], "qwen3_coder")
-    huge = [tool("f", x={"type": "string", "description": "x" * 2**18})]
+    huge = [tool("f", x={"enum": ["x" * 2**18]})]
     with pytest.raises(RequestError, match="at most"):
         tool_call_grammar(huge, "hermes")
