@@ -82,7 +82,7 @@ def test_spellings(client, fake, fields, expected):
      "structured_outputs.disable_any_whitespace", "goes with json"),
     ({"structured_outputs": {"json": {}, "disable_additional_properties": True}},
      "structured_outputs.disable_additional_properties", "additionalProperties: false"),
-    ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema", "of type text has an unknown field"),
+    ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema", "of type text has an unknown"),
     ({"response_format": {"type": "json_object", "strict": True}}, "response_format.strict", "known: type, schema"),
     ({"response_format": {**NAMED, "strict": True}}, "response_format.strict", "known: type, json_schema"),
     ({"response_format": {"type": ["text"]}}, "response_format.type", "must be one of"),
