@@ -282,7 +282,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def _types_of_both(one: Any, other: Any) -> Any:
-    if not all(isinstance(name, str) for each in (one, other) for name in _list(each)):
+    if not all(isinstance(name, str) and name in ANY | {"integer"} for each in (one, other) for name in _list(each)):
         return None
     both = sorted(meet(frozenset(_list(one)), frozenset(_list(other))))
     return both[0] if len(both) == 1 else both

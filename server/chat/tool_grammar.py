@@ -215,10 +215,11 @@ def _value(lark: _Lark, schema: Any, root: Mapping[str, Any]) -> str | None:
         others &= {"null"}
     scalars: list[str] = []
     in_json: set[str] = set()
-    for leaf in _leaves(_of_types(schema, sorted(others), definitions) or {}, root) if others else ():
+    beside = _of_types(schema, sorted(others), definitions) if others else None
+    for leaf in _leaves(beside, beside) if beside else ():
         listed = leaf.get("enum", [leaf["const"]] if "const" in leaf else None)
         scalars += [json.dumps(json.dumps(each)) for each in listed or () if not isinstance(each, dict | list)]
-        for kind in types(leaf, root) & others:
+        for kind in types(leaf, beside) & others:
             plain = listed is None and (kind in ("null", "boolean") or leaf.keys() <= {"type", "$defs"})
             scalars += [_SCALARS[kind]] if plain and kind in _SCALARS else []
             in_json |= {kind} if kind in ("array", "object") or not (plain or listed is not None) else set()
