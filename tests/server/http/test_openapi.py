@@ -186,7 +186,6 @@ BEYOND = {
     "a chosen tool that isn't among the tools": (
         CHAT, {"messages": USER, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
     ),
-    "arguments of a call that aren't JSON": ("/v1/responses", {"input": [{**CALL, "arguments": "{"}]}),
     "a list for other than the prompts": ("/generate", {"text": ["a", "b"], "rid": ["x"]}),
     "an n that differs between prompts": ("/generate", {"text": ["a", "b"], "sampling_params": [{"n": 2}, {}]}),
     "text that UTF-8 can't spell": (TEXT, {"prompt": "\ud800"}),
