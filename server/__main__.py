@@ -58,6 +58,7 @@ CLOSE_SECONDS = 3  # for the engine to end its step, once requests have had thei
 SWITCH_SECONDS = 0.0002
 YOUNG_OBJECTS = 5000  # made between two collections, which then take a millisecond; Python's 700 are two requests'
 LAST_SECONDS = 5  # for that, and for those whose requests were cut off to be told
+WATCH_SECONDS = 3  # more, before it is killed
 # Daemons, but the interpreter's end waits for what they run, or trips over it.
 WAITED_FOR = ("jaxspec-engine", "jaxspec-programs", "jaxspec-weights")
 _loaded = threading.Event()  # there is an engine to be closed
@@ -73,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
         logs.set_up(args.log_level, args.log_format)
         if args.node_rank:
             return _follow(args)
-        _watcher.start(args.drain_seconds + LAST_SECONDS + 1, args.log_format)
+        _watcher.start(args.drain_seconds + LAST_SECONDS + WATCH_SECONDS, args.log_format)
         log_of = lambda path: nullcontext() if path is None else closing(PromptLog(path))  # noqa: E731
         endpoint, name = args.otlp_traces_endpoint, args.served_model_name or args.model
         tracer = None if endpoint is None else Tracer(endpoint, name)

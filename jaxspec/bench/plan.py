@@ -184,7 +184,7 @@ class Planner(Runner):
         memory: tuple[int, int] | None,
     ):
         self.model, self.draft, self._memory = model, draft, memory
-        self.hosts = None
+        self.hosts, self._other_bytes = None, 0
         self._local, self._drafter = model.config, draft.drafter  # a device's share is a model here
         self.config = resolve(options, model, draft, defaults)
         self.width = draft.drafter.num_draft_tokens + 1

@@ -235,7 +235,7 @@ def _value(lark: _Lark, schema: Any, root: Mapping[str, Any]) -> str | None:
 
 
 def _of_types(schema: Any, kinds: list[str], definitions: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What a lowered schema allows of some types, or None."""
+    """Lower a schema to its values of some types; None if it has none."""
     try:
         return lower(definitions, {"allOf": [schema, {"type": kinds}]})
     except SchemaError:  # no value of these

@@ -438,12 +438,18 @@ def test_a_late_failure_is_a_failed_response(client, http, fake, monkeypatch):
 
 @dataclass(frozen=True)
 class Recited(Speech):
-    """A speech, and its parser, that gives these pieces, one for each push."""
+    """A speech whose parser gives these pieces, one for each push."""
 
     pieces: list = field(default_factory=list)
 
     def parser(self):
-        return self
+        return Recital(self.pieces)
+
+
+@dataclass
+class Recital:
+    pieces: list
+    cut: bool = False
 
     def push(self, text):
         return [self.pieces.pop(0)]

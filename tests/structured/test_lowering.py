@@ -30,9 +30,9 @@ def grammars():
 def accepted(grammars, schema, texts):
     grammar, found = grammars.compile(StructuredOutput(json=schema)), []
     for text in texts:
-        matcher, tokens = grammar.take(), list(text.encode())
+        (lexer, matcher), tokens = grammar.take(), list(text.encode())
         found.append(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
-        grammar.give_back(matcher)
+        grammar.give_back(lexer, failed=matcher.is_error())
     return found
 
 

@@ -48,18 +48,23 @@ def test_what_a_request_names_itself_counts_most():
     assert formats.variables(body) == given
 
 
+def chat_of(body):
+    asked = ResponsesRequest.model_validate(body)
+    return asked.chat(asked.input)
+
+
 def test_responses_have_both():
     asked = {"input": "hi", "reasoning": {"effort": "max"}, "text": {"verbosity": "high"}}
-    chat = ResponsesRequest.model_validate(asked).chat()
+    chat = chat_of(asked)
     assert (chat["reasoning_effort"], chat["verbosity"]) == ("max", "high")
     ChatRequest.model_validate(chat)
 
 
 def test_responses_leave_the_developer_to_the_template():
     asked = [{"role": "user", "content": "a"}, {"role": "developer", "content": "b"}]
-    chat = ResponsesRequest.model_validate({"input": asked, "instructions": "c"}).chat()
+    chat = chat_of({"input": asked, "instructions": "c"})
     assert [message["role"] for message in chat["messages"]] == ["system", "user", "developer"]
-    chat = ResponsesRequest.model_validate({"input": [asked[1], asked[1]]}).chat()
+    chat = chat_of({"input": [asked[1], asked[1]]})
     assert chat["messages"] == [{"role": "developer", "content": "b\n\nb"}]
 
 
