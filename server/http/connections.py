@@ -89,10 +89,8 @@ class Connection(HttpToolsProtocol):
         self._overhead += len(data)
         try:
             self.parser.feed_data(data)
-        except (
-            httptools.HttpParserUpgrade
-        ):  # to a protocol that isn't spoken here; the request is answered all the same
-            pass
+        except httptools.HttpParserUpgrade:
+            pass  # to a protocol that isn't spoken here; the request is answered all the same
         except httptools.HttpParserError:
             self._reject(HTTPStatus.BAD_REQUEST)
         if self._part is not None and self._overhead > MAX_HEAD:
