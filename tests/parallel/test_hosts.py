@@ -67,11 +67,23 @@ def outcome(call, *given):
 
 @pytest.fixture(autouse=True)
 def ends(monkeypatch):
-    """Note calls that would end the process, in place of an end."""
-    noted = []
+    """Note calls that would end the process, in place of an end. No thread of a test outlives this."""
+    noted, nodes, node = [], [], module.Node
+
+    def kept(*given):
+        nodes.append(node(*given))
+        return nodes[-1]
+
+    monkeypatch.setattr(module, "Node", kept)
     monkeypatch.setattr(module, "end_process", lambda *_: noted.append(True))
     monkeypatch.setattr(module, "END_SECONDS", 0.0)
-    return noted
+    yield noted
+    for each in nodes:
+        each.close()
+    for thread in threading.enumerate():
+        if thread.name.startswith("jaxspec-node"):
+            thread.join(10)
+            assert not thread.is_alive()
 
 
 MALFORMED = (
@@ -155,8 +167,9 @@ def test_a_lost_node_is_noticed_on_both_sides(ends, monkeypatch, caplog):
         leader.broadcast("round_greedy")
     monkeypatch.setattr(module, "SILENT_SECONDS", 0.3)
     monkeypatch.setattr(module, "BEAT_SECONDS", 60.0)
-    nodes({}, {})
+    *_, waiting = nodes({}, {})
     wait_for(lambda: lost, 5)
+    waiting.join()
     assert "hasn't been heard for 0.3 seconds" in caplog.text
 
 
