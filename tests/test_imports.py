@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # From the bottom up: a room's modules import from their own room and from those before it here.
 ORDER = """
-    config models text scheduling pallas parallel decoder cache checkpoint sampling drafters rounds structured compiling
+    config models text images scheduling pallas parallel decoder cache checkpoint sampling drafters rounds structured compiling
     engine replicas cli bench train __main__
 """
 FILES = ("__main__", "cli")  # that are no rooms

@@ -1,0 +1,33 @@
+"""A picture as a request carries it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Picture:
+    """A preprocessed picture.
+
+    **Attributes:**
+
+    - `pixels`: float32 `[patches, patch values]`, in the order in which the family's published processor writes them.
+    - `grid`: `(frames, rows, columns)` of patches; their product is the number of patches.
+    - `tokens`: rows of the prompt that the picture fills.
+    - `key`: an unsigned 64-bit hash of `pixels` and `grid`: two pictures with one key have one embedding.
+    """
+
+    pixels: np.ndarray
+    grid: tuple[int, int, int]
+    tokens: int
+    key: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PlacedPicture:
+    """A picture of a prompt, and the row of the prompt at which its first token stands."""
+
+    picture: Picture
+    start: int
