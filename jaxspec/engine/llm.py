@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from jaxspec.checkpoint import Model
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.json_values import shown
 from jaxspec.config.request import Completion, Delta, RequestError, RequestMetrics, RequestOutput, SamplingParams
+from jaxspec.drafters.loading import LoadedDrafter
 from jaxspec.engine.admission import Request
 from jaxspec.engine.engine import Engine
 from jaxspec.text.errors import TokenizerError
@@ -19,8 +21,8 @@ from jaxspec.text.errors import TokenizerError
 class LLM:
     """Generate offline.
 
-    **Arguments:** `model` and `draft` as the server's `--model` and `--draft`; further options are the server's flags
-    with underscores (see `EngineConfig`).
+    **Arguments:** `model` and `draft` as the server's `--model` and `--draft`, or as `load_model` and `load_drafter`
+    return them; further options are the server's flags with underscores (see `EngineConfig`).
 
     `engine.tokenizer` is the model's (None if the checkpoint has none); `engine.stats()` has the figures that
     `/server_info` reports.
@@ -28,8 +30,16 @@ class LLM:
     **Raises:** `ConfigError`, `CheckpointError` or `TokenizerError` for options or files that can't work.
     """
 
-    def __init__(self, model: str = "smollm2-135m-instruct", draft: str = "none", **engine_options: Any):
-        self.engine = Engine(EngineConfig.from_options(model=model, draft=draft, **engine_options))
+    def __init__(
+        self,
+        model: str | Model = "smollm2-135m-instruct",
+        draft: str | LoadedDrafter = "none",
+        **engine_options: Any,
+    ):
+        given = model if isinstance(model, Model) else None, draft if isinstance(draft, LoadedDrafter) else None
+        names = (each.name if loaded else each for each, loaded in zip((model, draft), given, strict=True))
+        options = EngineConfig.from_options(**dict(zip(("model", "draft"), names, strict=True)), **engine_options)
+        self.engine = Engine(options, *given)
         self._turn = threading.Lock()  # the engine's: calls from several threads wait for one another
 
     def generate(
