@@ -14,7 +14,8 @@ from typing import Any
 from jaxspec.config.request import Delta, SamplingParams, TokenLogprobs
 from server.chat.speech import Calls, Speech, was_cut
 from server.parsers import ARGUMENTS, CALL, CONTENT, REASONING, Piece
-from server.protocol.response_tools import INPUT, Origin
+from server.protocol.custom_tools import INPUT
+from server.protocol.response_tools import Origin
 from server.replies.custom_input import CustomInput
 from server.replies.logprobs import TokenNames, chat_logprobs
 from server.replies.reasoning import ReasoningTokens
