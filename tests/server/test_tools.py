@@ -429,7 +429,8 @@ def test_the_text_shows_the_markers_of_its_parsers():
         {"type": "function", "function": {"name": "f"}}]}}}, "tool_choice", "names the tool 'f'"),
     ({**TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": ["f"]}}},
      "tool_choice", "tool 0 of allowed_tools"),
-    ({**TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.mode", "unknown field"),
+    ({**TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.mode",
+     "unknown field"),
     ({**TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "all", "tools": []}}}, "tool_choice",
      'the mode "required"'),
     (
