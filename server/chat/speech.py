@@ -59,9 +59,9 @@ class Speech:
     named: bool = False
     grammar: StructuredOutput | None = None
 
-    def parser(self) -> Parser:
-        """A new parser, for one choice."""
-        return Parser(self.reasoning, self.tools_format, self.tools, self.thinking)
+    def parser(self, params: SamplingParams) -> Parser:
+        """A new parser, for one choice that is sampled so."""
+        return Parser(self.reasoning, self.tools_format, self.tools, self.thinking, params.structured is not None)
 
     @property
     def custom(self) -> frozenset[str]:

@@ -64,7 +64,7 @@ class ChatReply(Reply):
         return piece
 
     def _part(self, index: int, delta: Delta) -> dict[str, Any]:
-        parser = self._parsers.get(index) or self._parsers.setdefault(index, self.speech.parser())
+        parser = self._parsers.get(index) or self._parsers.setdefault(index, self.speech.parser(self.params))
         pieces = parser.push(delta.text)
         if delta.finish_reason is not None:
             parser.cut = was_cut(delta)
@@ -82,7 +82,7 @@ class ChatReply(Reply):
         }
 
     def _whole_choice(self, prompt: int, index: int, choice: Choice) -> dict[str, Any]:
-        parser = self.speech.parser()
+        parser = self.speech.parser(self.params)
         parser.cut = was_cut(choice.last)
         pieces = self.speech.kept(parser.push("".join(choice.text)) + parser.finish())
         return {

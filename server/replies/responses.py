@@ -45,7 +45,7 @@ class ResponsesReply:
     ):
         self.id = new_id("resp")
         self._prompt, self._params, self._names = prompt, params, names
-        self._speech, self._parser, self._stream, self._done = speech, speech.parser(), stream, done
+        self._speech, self._parser, self._stream, self._done = speech, speech.parser(params), stream, done
         self._origin = origin
         self._response = {"id": self.id, "object": "response", "created_at": int(time.time()), "status": "in_progress"}
         self._response |= {"error": None, "incomplete_details": None, **head, "output": [], "usage": None}

@@ -300,6 +300,19 @@ def test_a_choice_among_tools():
         assert asked(allowed) == ([], None)
 
 
+@pytest.mark.parametrize("step", [1, 1000])
+def test_demanded_values_may_hold_whole_calls(step):
+    """The grammar says where a value ends, so that its parser needs no guess."""
+    inner = f"<parameter=state>\nx\n{coder('get_weather', city='Bonn')}".replace("\n</parameter>", "</parameter>")
+    text = "<think>no <tool_call>{ yet</think>\n\n" + coder("get_weather", city=inner)
+    with speaking(text, step, tools="qwen3_coder", tokenizer=Template()) as (chat, _):
+        (whole,) = chat.create(**ASK, **TOOLS, tool_choice="required").choices
+        assert gather(chat.create(**ASK, **TOOLS, tool_choice="required", stream=True)) == [said(whole)]
+    assert whole.message.reasoning_content == "no <tool_call>{ yet"
+    (call,) = whole.message.tool_calls
+    assert json.loads(call.function.arguments) == {"city": inner}
+
+
 def prompt(llm: Scripted) -> str:
     return byte_tokenizer().decode(llm.started[-1][0], skip_special_tokens=False)
 
