@@ -106,6 +106,8 @@ def _get(parts: SplitResult, end: float) -> tuple[bytes, str | None]:
             raise RequestError(f"the picture's file has more than {MAX_FILE} bytes")
         if connection.was_cut:
             raise TimeoutError
+        if answer.length:  # what is still to come, as the host said
+            raise OSError("the host ended it early")
         return body, None
     except (OSError, http.client.HTTPException, ValueError) as error:
         if isinstance(error, RequestError):
