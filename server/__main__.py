@@ -46,6 +46,7 @@ from server.cli.options import UsageError, parse
 from server.http.connections import Connection, allow_open_files
 from server.http.cors import cors_options, host_names
 from server.http.gate import Refusals
+from server.media.flags import media_rules
 from server.prompt_log import PromptLog
 from server.stop_watcher import StopWatcher
 from server.tracing import Tracer
@@ -172,7 +173,8 @@ def _serve(
         log.info("requests that don't say otherwise: %s, by the model's generation_config.json", said)
     parsers = args.reasoning_parser, args.tool_call_parser
     hosts = host_names(args, listener.getsockname()[0], bool(api_key))
-    app = create_app(llm, args.served_model_name, api_key, sampling, *parsers, cors_options(args), kept, hosts, tracer)
+    cors, media = cors_options(args), media_rules(args)
+    app = create_app(llm, args.served_model_name, api_key, sampling, *parsers, cors, kept, hosts, tracer, media)
     connections = allow_open_files(args.max_connections)
     config = uvicorn.Config(
         app,

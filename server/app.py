@@ -19,6 +19,7 @@ from server.http.body import BodyRoute
 from server.http.cors import EXPOSED
 from server.http.gate import Gate
 from server.http.request_times import RequestTimes
+from server.media.pictures import MediaRules
 from server.metrics import Metrics
 from server.prompt_log import PromptLog
 from server.routes import generation, health, information, playground, profile, responses, sglang, tokens
@@ -37,6 +38,7 @@ def create_app(
     prompt_log: PromptLog | None = None,
     hosts: Sequence[str] | None = None,
     tracer: Tracer | None = None,
+    media: MediaRules | None = None,
 ) -> FastAPI:
     """The server's application over a running engine, which stays the caller's to close.
 
@@ -45,7 +47,7 @@ def create_app(
     that don't say otherwise; `reasoning_parser` and `tool_call_parser` are names of `server.parsers`, "auto" for what
     the chat template shows, or "none"; `cors` is `CORSMiddleware`'s options, None for no page of another origin;
     `prompt_log` keeps texts, and stays the caller's to close; `hosts` are names that it answers to beside this
-    machine's own, None for any; `tracer` sends traces.
+    machine's own, None for any; `tracer` sends traces; `media` says where pictures may come from.
     """
     app = FastAPI(title="jaxspec", version=jaxspec.__version__, docs_url=None, redoc_url=None)
     app.router.route_class = BodyRoute
@@ -60,7 +62,7 @@ def create_app(
     formats.log(reasoning_parser, tool_call_parser)
     metrics = Metrics(llm.stats, llm.config, name)
     app.add_middleware(RequestTimes, observe=metrics.http.observe)  # outermost
-    serving = Serving(llm, name, metrics, sampling or {}, formats, prompt_log, tracer)
+    serving = Serving(llm, name, metrics, sampling or {}, formats, prompt_log, tracer, media or MediaRules())
     for routes in (generation, responses, sglang, tokens, health, information, profile, playground):
         routes.add(app, serving)
     openapi.describe(app, llm.model_config.vocab_size)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from typing import Any
 
@@ -19,6 +19,8 @@ from starlette.types import Receive, Scope, Send
 from jaxspec import AsyncLLM
 from jaxspec.config.request import CONTEXT_EXCEEDED, Delta, RequestError
 from jaxspec.engine.async_llm import LONG_PROMPT
+from jaxspec.images.image_reader import ImageReader
+from jaxspec.images.picture import Picture
 from jaxspec.text.errors import TokenizerError, TooLong
 from jaxspec.text.tokenizer import Tokenizer
 from server.chat.speech import Formats
@@ -59,8 +61,15 @@ class ClientGone(Exception):
     """The client closed the connection before the response was complete."""
 
 
-async def chat_prompt(body: ChatRequest, tokenizer: Tokenizer | None, formats: Formats, context: int) -> Prompt:
-    """Write the messages and tools with the model's chat template.
+async def chat_prompt(
+    body: ChatRequest,
+    tokenizer: Tokenizer | None,
+    formats: Formats,
+    context: int,
+    reader: ImageReader | None = None,
+    pictures: Sequence[Picture] = (),
+) -> Prompt:
+    """Write the messages and tools with the model's chat template, with the `pictures` that `reader` has read.
 
     **Raises:** `RequestError` when the template refuses, or can't show the tools, or the text has more tokens than
     `context`.
@@ -71,7 +80,7 @@ async def chat_prompt(body: ChatRequest, tokenizer: Tokenizer | None, formats: F
     opens, variables = body.add_generation_prompt, formats.variables(body)
 
     # Roles are text too, and the template writes some for each message and may look at each of its variables.
-    size = sum(8 + len(message["role"]) + len(message["content"]) for message in messages) + len(str(tools or ""))
+    size = sum(8 + len(message["role"]) + _length(message["content"]) for message in messages) + len(str(tools or ""))
     size += sum(len(str(message.get(key, ""))) for message in messages for key in ("reasoning_content", "tool_calls"))
     if size > MOST_TEXT * context * tokenizer.measure.longest:
         raise RequestError(
@@ -82,20 +91,37 @@ async def chat_prompt(body: ChatRequest, tokenizer: Tokenizer | None, formats: F
         )
 
     def write() -> str:
-        return tokenizer.write_chat(
-            messages,
-            tools=tools,
-            add_generation_prompt=not body.continue_final_message if opens is None else opens,
-            continue_final_message=bool(body.continue_final_message),
+        options = {
+            "tools": tools,
+            "add_generation_prompt": not body.continue_final_message if opens is None else opens,
+            "continue_final_message": bool(body.continue_final_message),
             **variables,
-        )
+        }
+        if pictures:
+            return reader.write(tokenizer, messages, len(pictures), **options)
+        return tokenizer.write_chat(messages, **options)
 
     size += sum(map(_weight, variables.values()))
-    with _refusals("messages", context):
+    with refusals("messages", context):
         if size <= BRIEF and len(messages) <= FEW:
-            return Prompt(await _brief_chats.run((tokenizer, write())))
-        encode = lambda check: tokenizer.encode_within(write(), context, False, check)  # noqa: E731
-        return Prompt(await _threads(size).run(encode))
+            ids = await _brief_chats.run((tokenizer, write()))
+        else:
+            ids = await _threads(size).run(lambda check: tokenizer.encode_within(write(), context, False, check))
+        return placed(Prompt(ids), reader, pictures, context)
+
+
+def placed(prompt: Prompt, reader: ImageReader | None, pictures: Sequence[Picture], context: int) -> Prompt:
+    """A prompt with rows for its pictures. **Raises:** `TokenizerError` if it has no place for one, or is too long."""
+    if not pictures:
+        return prompt
+    ids, images = reader.place(prompt.ids, pictures)
+    if len(ids) > context:
+        raise TooLong(len(ids), context)
+    return Prompt(ids, prompt.echo, images)
+
+
+def _length(content: str | list[dict[str, str]]) -> int:
+    return len(content) if isinstance(content, str) else sum(len(part.get("text", "")) for part in content)
 
 
 def _weight(variable: Any) -> int:
@@ -126,7 +152,7 @@ async def completion_prompts(body: CompletionRequest, tokenizer: Tokenizer | Non
     def all_of_them(check: Check) -> list[Prompt]:
         return [one(given, check) for given in body.prompt]
 
-    with _refusals("prompt", context):
+    with refusals("prompt", context):
         if body.echo or isinstance(body.prompt[0], str):
             return await _threads(sum(map(len, body.prompt))).run(all_of_them)
         return all_of_them(lambda: None)
@@ -138,7 +164,7 @@ def _threads(size: int) -> Workers:
 
 
 @contextmanager
-def _refusals(param: str, context: int) -> Iterator[None]:
+def refusals(param: str, context: int) -> Iterator[None]:
     """Within, what a tokenizer refuses becomes a `RequestError` naming `param`."""
     try:
         yield
@@ -172,7 +198,8 @@ async def run(
     if chosen := {job.name for job in jobs if job.chosen}.intersection(running.values()):
         raise RequestError(f"another request with the rid {min(chosen)!r} is running; choose another", "rid")
     watches = [metrics.watch(job.params) for job in jobs]
-    streams = [llm.generate(job.ids, job.params, job.id, client) for job in jobs]
+    given = [{"images": job.images} if job.images else {} for job in jobs]
+    streams = [llm.generate(job.ids, job.params, job.id, client, **more) for job, more in zip(jobs, given, strict=True)]
     metrics.load += 1
     named = {job.id: job.name for job in jobs}
     running.update(named)

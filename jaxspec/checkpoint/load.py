@@ -28,6 +28,7 @@ from jaxspec.config.engine_config import DTYPES, EngineConfig
 from jaxspec.config.options import ConfigError
 from jaxspec.config.progress import progress_bar, took
 from jaxspec.config.request import RequestError, SamplingParams
+from jaxspec.images.image_reader import ImageReader
 from jaxspec.models.families import MODELS
 from jaxspec.models.local import in_groups, local
 from jaxspec.models.model_config import ModelConfig
@@ -62,6 +63,7 @@ class Model:
     - `tp_size`: how many devices its params are divided among.
     - `kv_scales`: f32[l, 2, m], what keys (0) and values (1) of each KV head are divided by in an FP8 cache, by its
       checkpoint; None if that doesn't say.
+    - `image_reader`: how it takes pictures; None for a model without vision.
     """
 
     config: ModelConfig
@@ -74,6 +76,7 @@ class Model:
     quantization: Quantization | None = None
     tp_size: int = 1
     kv_scales: np.ndarray | None = None
+    image_reader: ImageReader | None = None
 
     @property
     def family(self) -> ModuleType:

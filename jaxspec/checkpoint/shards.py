@@ -26,6 +26,7 @@ from jaxspec.checkpoint.bin_file import BinFile
 from jaxspec.checkpoint.check import CheckpointError, TensorInfo, refuse_stand_in
 from jaxspec.config.json_values import shown
 from jaxspec.config.options import ConfigError
+from jaxspec.images.image_reader import ImageReader, image_reader
 from jaxspec.models.model_config import ModelConfig, end_tokens, is_token
 from jaxspec.text.errors import TokenizerError
 from jaxspec.text.tokenizer import Tokenizer
@@ -172,6 +173,14 @@ class ModelFolder:
         except TokenizerError:
             _check_tokenizer_files(self.path)  # which may know the cause better than what fell over it
             raise
+
+    def image_reader(self, tokenizer: Tokenizer | None) -> ImageReader | None:
+        """How the checkpoint takes pictures, or None if it has no vision or no tokenizer.
+
+        **Raises:** `ConfigError` or `CheckpointError` for a damaged file.
+        """
+        named = (self.config_file.parent / name for name in ("preprocessor_config.json", "processor_config.json"))
+        return image_reader(self.hf, {file.name: read_json(file) for file in named if file.is_file()}, tokenizer)
 
 
 @contextmanager

@@ -21,6 +21,8 @@ ELSEWHERE = {
     "piecewise_cuda_graph_tokens": "prefill_sizes",
     **dict.fromkeys(("nccl_init_addr", "master_addr"), "dist_init_addr"),  # the server's, which isn't an engine's
     "block_size": "page_size",
+    "allowed_local_media_path": "allowed_media_path",  # the server's, which isn't an engine's
+    **dict.fromkeys(("limit_mm_per_prompt", "limit_mm_data_per_request"), "limit_images_per_prompt"),
     "enable_deterministic_inference": "deterministic",
     "generation_config": "sampling_defaults",  # the server's, which isn't an engine's
     "gpu_memory_utilization": "mem_fraction_static",
@@ -64,6 +66,7 @@ NEEDLESS = {
     **dict.fromkeys(("mamba_scheduler_strategy", "mamba_track_interval", "mamba_radix_cache_strategy"),
                     "drafts, overlap and prefix cache of hybrids go together; --state-snapshot-interval sets how often "
                     "states are kept"),
+    "enable_multimodal": "pictures are read wherever the model has a vision tower that is supported",
     "requests_all_greedy": "a batch of greedy requests alone runs in programs that sample nothing",
     "nccl_port": "GPUs of one host need no port; for several hosts --dist-init-addr names one",
     **dict.fromkeys(("base_gpu_id", "gpu_id_step"), "CUDA_VISIBLE_DEVICES in the environment chooses the GPUs"),
@@ -103,8 +106,7 @@ UNSUPPORTED = {
                     "the tokenizer is the one in the model's folder"),
     **dict.fromkeys(("chat_template", "chat_template_content_format"),
                     "the chat template is the one in the model's folder"),
-    **dict.fromkeys(("limit_mm_per_prompt", "mm_processor_kwargs", "enable_multimodal"),
-                    "only a model's text part is served"),
+    "mm_processor_kwargs": "the processor is as the checkpoint's preprocessor_config.json says; change that",
     **dict.fromkeys(("ssl_keyfile", "ssl_certfile"), "TLS is not supported; put a proxy before the server"),
     **dict.fromkeys(("master_port", "data_parallel_address", "data_parallel_rpc_port"),
                     "with --nnodes, --dist-init-addr HOST:PORT says where node 0 is"),

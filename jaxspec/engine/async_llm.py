@@ -102,8 +102,8 @@ class AsyncLLM:
     ends for good if that fails, or if the next step fails before any request has finished.
 
     **Attributes:** `config`, the options with what was left to the machine filled in; `model_config`; `tokenizer`, or
-    None; `sampling`, the checkpoint's own settings; `devices`, in words; `error`, what the engine loop ended with, or
-    None.
+    None; `sampling`, the checkpoint's own settings; `image_reader`, how it takes pictures, or None; `devices`, in
+    words; `error`, what the engine loop ended with, or None.
 
     `jaxspec.replicas.data_parallel.DataParallelLLM` has the same methods and runs several engines.
     """
@@ -127,6 +127,7 @@ class AsyncLLM:
         self.config = self.engine.config
         self.model_config = self.engine.model_config
         self.tokenizer, self.sampling = self.engine.tokenizer, self.engine.sampling
+        self.image_reader = self.engine.image_reader
         self.error: BaseException | None = None
         self.request_timeout, self.watchdog_timeout = request_timeout, watchdog_timeout
         queued = math.inf if max_queued_requests is None else max_queued_requests

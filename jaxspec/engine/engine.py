@@ -78,6 +78,7 @@ class Engine:
         self.config = self.runner.config
         self.model_config = self.runner.model.config
         self.tokenizer, self.sampling = self.runner.model.tokenizer, self.runner.model.sampling
+        self.image_reader = self.runner.model.image_reader
         shapes, snapshots = self.runner.shapes, self.runner.snapshots
         self.scheduler = Scheduler(
             num_slots=shapes.num_slots,

@@ -15,6 +15,8 @@ from jaxspec.config.request import Completion, Delta, RequestError, RequestMetri
 from jaxspec.drafters.loading import LoadedDrafter
 from jaxspec.engine.admission import Request
 from jaxspec.engine.engine import Engine
+from jaxspec.images.chats import local_source, named, no_vision, separate
+from jaxspec.images.picture import PlacedPicture
 from jaxspec.text.errors import TokenizerError
 
 
@@ -108,13 +110,15 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one chat or several, as the model's own template writes them. One output each, in order.
 
-        `messages`: a chat is a list of messages, `{"role": "user", "content": "Hi"}`. `params` as `generate`'s.
+        `messages`: a chat is a list of messages, `{"role": "user", "content": "Hi"}`. A content with pictures is a list
+        of parts, `{"type": "text", "text": ...}` and `{"type": "image", "image": ...}`: a path, a file's bytes, a PIL
+        image, an array u8[height, width, 3] or a data: URL. `params` as `generate`'s.
         `template`: of `Tokenizer.apply_chat_template`: `tools`, `continue_final_message` with
         `add_generation_prompt=False`, and variables of the template, such as `enable_thinking=False`.
 
         **Raises:** as `generate`; `TokenizerError` if the template refuses the messages, or there is none.
         """
-        if (tokenizer := self.engine.tokenizer) is None:
+        if self.engine.tokenizer is None:
             raise TokenizerError(f"{self.engine.config.model} has no tokenizer, so it can't be given a chat")
         chats = [messages] if isinstance(messages, list) and messages and isinstance(messages[0], dict) else messages
         if not (isinstance(chats, list | tuple) and all(isinstance(chat, list | tuple) for chat in chats)):
@@ -123,7 +127,26 @@ class LLM:
                 f"{shown(messages)}",
                 "messages",
             )
-        return self.generate([tokenizer.apply_chat_template(chat, **template) for chat in chats], params)
+        prompts, images = zip(*(self._prompt(chat, template) for chat in chats), strict=True) if chats else ((), ())
+        return self.generate([*prompts], params, **({"images": [*images]} if any(images) else {}))
+
+    def _prompt(self, chat: list[Any], template: dict[str, Any]) -> tuple[list[int], tuple[PlacedPicture, ...]]:
+        """A chat's token ids and its pictures."""
+        messages, pictures = separate(chat)
+        tokenizer, reader = self.engine.tokenizer, self.engine.image_reader
+        if not pictures:
+            return tokenizer.apply_chat_template(chat, **template), ()
+        if reader is None:
+            raise no_vision(self.engine.config.model, pictures[0][0])
+        room, read = self.engine.config.context_length, []
+        for where, source in pictures:
+            try:
+                read.append(reader.read(local_source(source, where), room))
+            except RequestError as error:
+                raise named(error, where) from error
+            room -= read[-1].tokens
+        ids = tokenizer.encode(reader.write(tokenizer, messages, len(read), **template), add_special_tokens=False)
+        return reader.place(ids, read)
 
     def _step(self) -> list[Delta]:
         """One step of the engine. A step that fails leaves it without requests, as if there had been none."""

@@ -113,6 +113,7 @@ class DataParallelLLM:
         ready = [member.started("ready") for member in self._members]
         self.config: EngineConfig = dataclasses.replace(ready[0]["config"], dp_size=options.dp_size)
         self.model_config, self.sampling = ready[0]["model_config"], ready[0]["sampling"]
+        self.image_reader = ready[0]["image_reader"]
         for member in self._members:
             member.prefixes = Prefixes(0 if self.config.disable_prefix_cache else member.stats["total_pages"])
 

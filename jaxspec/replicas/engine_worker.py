@@ -76,7 +76,8 @@ class Worker:
         gc.collect()
         gc.freeze()  # as the server does, so that nobody looks through what was loaded
         self._send("stats", llm.stats())
-        self._send("ready", {"config": llm.config, "model_config": llm.model_config, "sampling": llm.sampling})
+        names = ("config", "model_config", "sampling", "image_reader")
+        self._send("ready", {name: getattr(llm, name) for name in names})
         return self._loop.run_until_complete(self._serve(llm))
 
     async def _serve(self, llm: AsyncLLM) -> int:

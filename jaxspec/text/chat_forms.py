@@ -78,19 +78,39 @@ def _in_turn(forms: tuple[Form, ...], messages: Messages) -> Messages:
 def _shape(message: dict[str, Any]) -> Any:
     """All that decides how a template writes a message, beside its text."""
     text = message.get("content")
-    said = bool(text.strip()) if isinstance(text, str) else type(text)
+    said = tuple(bool(each.strip()) for each in _texts(text)) if isinstance(text, str | list) else type(text)
     calls = [type(call["function"]["arguments"]) for call in _calls(message)]
     return message.get("role"), said, tuple(calls), tuple(sorted(message))
 
 
 def _lost(messages: Messages, render: Callable[[Messages], str]) -> dict[str, Any] | None:
     """The first message whose text the template doesn't write."""
-    marks = {}
+    marks: dict[str, dict[str, Any]] = {}
+    marked = []
     for number, message in enumerate(messages):
-        if isinstance(message.get("content"), str) and message["content"].strip():
-            marks[number] = f"Mark{number}of{len(messages)}."
-    text = render([{**each, "content": marks.get(n, each.get("content"))} for n, each in enumerate(messages)])
-    return next((messages[number] for number, mark in marks.items() if mark not in text), None)
+        content = message.get("content")
+        for part, said in enumerate(_texts(content)):
+            if said.strip():
+                mark = f"Mark{number}.{part}of{len(messages)}."
+                marks[mark], content = {**message, "content": said}, _with_text(content, part, mark)
+        marked.append({**message, "content": content})
+    text = render(marked)
+    return next((message for mark, message in marks.items() if mark not in text), None)
+
+
+def _texts(content: Any) -> list[str]:
+    """Texts of a message's content, which is one, or a list of parts with pictures among them; "" for a picture."""
+    if isinstance(content, str):
+        return [content]
+    parts = content if isinstance(content, list) else []
+    return [str(part.get("text") or "") if isinstance(part, dict) else "" for part in parts]
+
+
+def _with_text(content: Any, part: int, text: str) -> Any:
+    """A message's content with another text in place of one."""
+    if isinstance(content, str):
+        return text
+    return [*content[:part], {**content[part], "text": text}, *content[part + 1 :]]
 
 
 def _calls(message: dict[str, Any]) -> list[dict[str, Any]]:
@@ -127,9 +147,14 @@ def _system_in_user_message(messages: Messages) -> Messages:
     if not _is_system(first):
         return messages
     asked = next((n for n, each in enumerate(others) if each.get("role") == "user"), None)
-    if asked is None or not isinstance(others[asked].get("content"), str):
+    content = others[asked].get("content") if asked is not None else None
+    if isinstance(content, list):
+        content = [{"type": "text", "text": f"{first['content']}\n\n"}, *content]
+    elif isinstance(content, str):
+        content = f"{first['content']}\n\n{content}"
+    else:
         return [{**first, "role": "user"}, *others]
-    others[asked] = {**others[asked], "content": f"{first['content']}\n\n{others[asked]['content']}"}
+    others[asked] = {**others[asked], "content": content}
     return others
 
 

@@ -250,14 +250,19 @@ def write_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[s
         if plain["role"] in ("system", "developer") and [each["role"] for each in written] == ["system"]:
             written[0] = {**plain, "content": f"{plain['content']}\n\n{written[0]['content']}"}
         elif plain["role"] == "tool":
+            if isinstance(plain["content"], list):  # with pictures
+                ends = [{"type": "text", "text": text} for text in ("<tool_response>\n", "\n</tool_response>")]
+                written.append({"role": "user", "content": [ends[0], *plain["content"], ends[1]]})
+                continue
             result = f"<tool_response>\n{plain['content']}\n</tool_response>"
-            if written and written[-1].get("content", "").endswith("</tool_response>"):
+            if written and str(written[-1].get("content", "")).endswith("</tool_response>"):
                 written[-1]["content"] += f"\n{result}"
             else:
                 written.append({"role": "user", "content": result})
         else:
             calls = "\n".join(_call(call["function"]) for call in message.get("tool_calls") or ())
-            plain["content"] = "\n".join(filter(None, (plain["content"], calls)))
+            if calls:
+                plain["content"] = "\n".join(filter(None, (plain["content"], calls)))
             written.append(plain)
     return written
 

@@ -26,6 +26,7 @@ from jaxspec.models.model_config import ModelConfig
 from server import logs
 from server.cli.translate import environment, full_name, name_of, pairs, translate, without_launcher
 from server.http.cors import add_cors_flags
+from server.media.flags import add_media_flags
 from server.parsers import PARSERS, REASONING_PARSERS
 
 _token = checked(str, "must not be empty", str.strip)
@@ -105,6 +106,7 @@ def make_parser() -> argparse.ArgumentParser:
     traces = "send a trace of each request to this OTLP collector, http://host:4318/v1/traces (default: off)"
     add("--otlp-traces-endpoint", metavar="URL", help=traces)
     add_cors_flags(server)
+    add_media_flags(server)
     _add_host_flags(parser)
     limits = parser.add_argument_group("limits")
     for name, kind, default, metavar, text in LIMITS:

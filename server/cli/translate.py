@@ -22,6 +22,7 @@ from jaxspec.config.foreign_flags import (
 )
 from jaxspec.config.options import flag
 from server.cli.speculation import speculation
+from server.http.cors import names
 
 # what stands before the flags of the others' command lines
 LAUNCHERS = (
@@ -36,6 +37,7 @@ MASTER_PORT = 29501  # vLLM's for several hosts
 THEIR_WORDS = re.compile("(SGLANG|SGL|VLLM)_")  # of the environment; others are kept
 SHORT = {"sc": "speculative_config", "q": "quantization", "n": "nnodes", "r": "node_rank"}  # vLLM's, with one dash
 LISTS = {"api_key", "served_model_name", "lora_modules", "lora_paths"}  # which may have several values there
+NAME_LISTS = {"allowed_media_domains"}  # ours that are lists in JSON
 SIZE_LISTS = {"batch_sizes", "prefill_sizes"}  # our flags whose value is a list where theirs has several values
 SIZES = {"context_length", "chunked_prefill_size", "max_running_requests", "max_total_tokens"}
 UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}  # vLLM's
@@ -106,7 +108,12 @@ def pairs(
             continue
         name, (_, equals, value) = full_name(word, known), word.partition("=")
         whole = name.partition(".")[0]
-        several = not stray or name in LISTS or ELSEWHERE.get(name) in SIZE_LISTS or whole not in THEIRS.union(known)
+        several = (
+            not stray
+            or name in LISTS | NAME_LISTS
+            or ELSEWHERE.get(name) in SIZE_LISTS
+            or whole not in THEIRS.union(known)
+        )
         if not equals:
             value = None if name in switches or not rest or _is_flag(rest[0]) else rest.pop(0)
         yield name, value
@@ -157,7 +164,13 @@ def _sorted(
                 left.append(f"{value}: only one model is served")
             continue
         whole, _, key = name.partition(".")
-        here = None if key and whole != "speculative_config" else whole if whole in known else ELSEWHERE.get(whole)
+        here = (
+            None
+            if key and whole not in ("speculative_config", "limit_mm_per_prompt")
+            else whole
+            if whole in known
+            else ELSEWHERE.get(whole)
+        )
         speculative = whole.startswith("speculative") or whole == "num_speculative_tokens"
         is_switch = name in SWITCHES or (here in known and not known[here][0])
         if not value and (here is not None or speculative) and not is_switch:
@@ -176,8 +189,15 @@ def _sorted(
             ours |= {} if str(value).lower() == "false" else {here: None}
         elif whole in ("master_addr", "master_port"):
             foreign[whole] = value
+        elif here in NAME_LISTS:
+            ours[here] = json.dumps([*json.loads(ours.get(here) or "[]"), *names(value)])
         elif here in SIZE_LISTS:
             ours[here] = ",".join(filter(None, (ours.get(here), value)))
+        elif here == "limit_images_per_prompt" and here != whole:
+            if (most := _most_images(key, value)) is not None:
+                ours[here] = most
+            else:
+                left.append(f"{flag(name)} {value}: it names no number of images; audio and video are not supported")
         elif here is None:
             why = UNSUPPORTED.get(whole) or NEEDLESS.get(whole) or "it has no counterpart here"
             left.append(f"{flag(name)}: {why}")
@@ -237,6 +257,19 @@ def _value(name: str, here: str, value: str) -> str:
     if here in SIZES and (size := re.fullmatch(r"(\d+(?:\.\d+)?)([kmgtKMGT])", value)):
         return str(round(float(size[1]) * UNITS[size[2]]))
     return value
+
+
+def _most_images(key: str, value: str) -> str | None:
+    """The number of images of a prompt, of vLLM's or SGLang's limits of each kind of media; None if it has none."""
+    try:
+        given = json.loads(value)
+    except ValueError:
+        given = dict(each.split("=", 1) for each in value.split(",") if "=" in each)  # vLLM's older form
+    if key:
+        given = {key.partition(".")[0]: given}
+    most = given.get("image") if isinstance(given, dict) else None
+    most = most.get("count") if isinstance(most, dict) else most
+    return str(most) if str(most).isdecimal() else None
 
 
 def _is_default(name: str, value: str | None, allowed: Any, left: list[str]) -> bool:

@@ -22,9 +22,9 @@ def add_cors_flags(group: argparse._ArgumentGroup) -> None:
         ("--allowed-headers", ["*"], "headers that those pages may send"),
     ):
         shown = "none" if default is None else "*"
-        group.add_argument(name, type=_names, default=default, metavar="LIST", help=f"{text} (default: {shown})")
+        group.add_argument(name, type=names, default=default, metavar="LIST", help=f"{text} (default: {shown})")
     hosts = 'host names that the server answers to beside localhost, or "*" for any (default: "*"; none on a loopback '
-    group.add_argument("--allowed-hosts", type=_names, metavar="LIST", help=f"{hosts}address without a key)")
+    group.add_argument("--allowed-hosts", type=names, metavar="LIST", help=f"{hosts}address without a key)")
     group.add_argument("--allow-credentials", action="store_true", help="let those pages send cookies (default: off)")
 
 
@@ -44,7 +44,7 @@ def host_names(args: argparse.Namespace, address: str, has_key: bool) -> list[st
     return [name.lower().rstrip(".") for name in given or ()]
 
 
-def _names(text: str) -> list[str]:
+def names(text: str) -> list[str]:
     """A JSON list of strings, or one name as it stands."""
     if not text.startswith("["):
         return [text]

@@ -28,7 +28,7 @@ INTEGERS_AT_ONCE = 150_000  # or integers, in 4 ms
 MAX_DEPTH = 100  # arrays and objects within one another
 MAX_ITEMS = 50_000  # keys, strings, arrays, objects, fractions, true, false and null
 MAX_VALUES = 2**20  # these and integers: the token ids of a batch of prompts
-MAX_STRING = 4 * 2**20  # bytes
+MAX_STRING = 28 * 2**20  # bytes: the largest picture in base64
 MAX_KEY = AT_ONCE  # bytes
 MAX_DIGITS = 4000  # of one number; Python converts no integer of more than 4300
 

@@ -1,10 +1,11 @@
 /* Connects the page's controls. The other files: server.js (calls), settings.js (a request's fields), chat.js and
-   compare.js (the two views), reply.js, tokens.js and markdown.js (a reply), conversations.js and storage.js (what the
+   compare.js (the two views), pictures.js (those of a message), reply.js, tokens.js and markdown.js (a reply), conversations.js and storage.js (what the
    browser keeps), status.js (the header), running.js (one thing at a time). */
 
 import * as chat from "./chat.js";
 import * as comparison from "./compare.js";
 import { $ } from "./page.js";
+import * as pictures from "./pictures.js";
 import { busy, stop } from "./running.js";
 import * as settings from "./settings.js";
 import { poll } from "./status.js";
@@ -25,10 +26,10 @@ $("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   if (busy()) return stop();
   const text = $("prompt").value.trim();
-  if (!text) return;
+  if (!text && !(pictures.any() && document.body.dataset.view === "chat")) return;
   if (document.body.dataset.view !== "chat") return comparison.compare(text);
   $("prompt").value = "";
-  chat.send(text);
+  chat.send(text, pictures.take());
 });
 $("prompt").addEventListener("keydown", (event) => {
   if (event.key === "ArrowUp" && !$("prompt").value && document.body.dataset.view === "chat") {
@@ -55,7 +56,7 @@ $("new-chat").addEventListener("click", () => {
   chat.begin();
 });
 $("examples").addEventListener("click", (event) => {
-  if (event.target.matches("button") && !busy()) chat.send(event.target.textContent);
+  if (event.target.matches("button") && !busy()) chat.send(event.target.textContent, []);
 });
 
 /* Conversations stand beside the chat where there is room, and come up over it where there is none. */
@@ -71,5 +72,6 @@ settings.open((id) => {
 });
 watch(document.querySelector("main"));
 chat.start();
+pictures.start();
 comparison.start();
 poll();

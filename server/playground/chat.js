@@ -2,6 +2,7 @@
 
 import * as conversations from "./conversations.js";
 import { $, button, copier, element } from "./page.js";
+import * as pictures from "./pictures.js";
 import { Reply } from "./reply.js";
 import { busy, follow, stop, whileRunning } from "./running.js";
 import { FieldError, body, goTo } from "./settings.js";
@@ -9,13 +10,14 @@ import { context, drafter } from "./status.js";
 
 let current = conversations.begin();
 
-/* Sends a message of the user, in place of all from `at` on. */
-export function send(text, at = current.messages.length) {
-  return answer([...current.messages.slice(0, at), { role: "user", content: text }], text);
+/* Sends a message of the user with pictures, in place of all from `at` on. */
+export function send(text, urls, at = current.messages.length) {
+  const content = pictures.content(text, urls);
+  return answer([...current.messages.slice(0, at), { role: "user", content }], content);
 }
 
-/* Has `messages` answered. If nothing comes of it, the conversation stays as it was, and `text` can be sent again. */
-async function answer(messages, text) {
+/* Has `messages` answered. If nothing comes of it, the conversation stays as it was, and `sent` can be sent again. */
+async function answer(messages, sent) {
   if (busy()) return;
   const conversation = current;
   draw(messages);
@@ -27,7 +29,7 @@ async function answer(messages, text) {
     request = body(conversations.plain(messages));
   } catch (error) {
     new Reply(turn).end(error);
-    failed(turn, text);
+    failed(turn, sent);
     if (error instanceof FieldError) goTo(error.field);
     return;
   }
@@ -43,7 +45,7 @@ async function answer(messages, text) {
     }
     if (current !== conversation) return; // another was opened meanwhile
     if (reply.anything) finishLast(request);
-    else if (error) failed(turn, text);
+    else if (error) failed(turn, sent);
     if (reply.usage) context(reply.usage);
     if (error?.status === 401) goTo("key");
     follow();
@@ -51,12 +53,14 @@ async function answer(messages, text) {
 }
 
 /* Shows the conversation as it still is, below it the error, and gives the message back. */
-function failed(turn, text) {
+function failed(turn, sent) {
   draw(current.messages);
   finishLast();
   $("log").append(turn);
   $("welcome").hidden = true;
-  if (text && !$("prompt").value) $("prompt").value = text;
+  if (!sent || $("prompt").value) return;
+  $("prompt").value = pictures.textOf(sent);
+  if (!pictures.any()) pictures.put(pictures.urlsOf(sent));
 }
 
 /* ---- What is shown --------------------------------------------------------------------------------------------- */
@@ -106,9 +110,10 @@ function turn(message, at) {
   } else if (message.role === "tool") {
     node.append(element("span", "small", "Result of the call"), element("pre", "", message.content));
   } else {
-    node.append(element("p", "", message.content));
+    node.append(...pictures.urlsOf(message.content).map(pictures.shown));
+    node.append(element("p", "", pictures.textOf(message.content)));
     const edit = button("Edit", "Edit this message", () => editing(node, message, at));
-    node.append(tools(copier(() => message.content, "Copy this message"), edit));
+    node.append(tools(copier(() => pictures.textOf(message.content), "Copy this message"), edit));
   }
   return node;
 }
@@ -155,10 +160,11 @@ function rested(request, at) {
 function editing(node, message, at) {
   if (busy()) return;
   const field = element("textarea");
-  field.value = message.content;
+  field.value = pictures.textOf(message.content);
+  const urls = pictures.urlsOf(message.content);
   field.setAttribute("aria-label", "The message, to be changed; what follows it goes");
   const back = () => node.replaceWith(turn(message, at));
-  const sent = () => field.value.trim() && send(field.value.trim(), at);
+  const sent = () => (field.value.trim() || urls.length) && send(field.value.trim(), urls, at);
   field.addEventListener("keydown", (event) => {
     if (event.key === "Escape") back();
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;

@@ -3,6 +3,7 @@
    A conversation is {id, title, changed, messages}. A message is as the API takes it; `shown` is the page's own. */
 
 import { $, button, element, tell } from "./page.js";
+import { textOf } from "./pictures.js";
 import { names, read, remove, write } from "./storage.js";
 
 const NAME = "conversation ";
@@ -17,7 +18,7 @@ export const begin = () => ({ id: crypto.getRandomValues(new Uint32Array(2)).joi
 
 /* Keeps a conversation. Where the storage is full, the oldest ones lose what is known of their tokens. */
 export function keep(conversation) {
-  const first = conversation.messages.find((message) => message.role === "user")?.content ?? "";
+  const first = textOf(conversation.messages.find((message) => message.role === "user")?.content);
   Object.assign(conversation, { title: first.trim().slice(0, 80), changed: Date.now() });
   all.set(conversation.id, conversation);
   const store = () => write(NAME + conversation.id, conversation);

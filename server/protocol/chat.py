@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, FailFast, Field, PlainValidator, model_validator
 
 from jaxspec.config.request import MAX_LOGPROBS, RequestError, SamplingParams
+from jaxspec.images.chats import check_role, picture_of
 from jaxspec.text.chat_template import reserved_template_variables
 from server.protocol.base import Body, Integer, Object, Open, Text, at_most, check_text, describe_ranges, shown
 from server.protocol.described import NULL, add_rules, any_of, fields, is_true
@@ -39,24 +40,30 @@ class TextPart(Open):
 Parts = Annotated[list[TextPart], Field(max_length=MAX_PARTS)]
 
 
-def _content(value: Any) -> str:
-    """A message's text. Parts are joined by a newline, as vLLM does for templates that take a string."""
+def _content(value: Any) -> str | list[dict[str, str]]:
+    """A message's text, or its parts if some are pictures: `{"type": "image", "image": URL}`. Parts that are all texts
+    are joined by a newline, as vLLM does for templates that take a string."""
     if isinstance(value, str):
         return check_text(value)
     if not isinstance(value, list):
-        raise RequestError(f"must be a string or a list of text parts, got {shown(value)}")
+        raise RequestError(f"must be a string or a list of parts, got {shown(value)}")
     if len(value) > MAX_PARTS:
         raise RequestError(f"has {len(value)} parts, at most {MAX_PARTS} are allowed")
-    texts = []
+    parts = []
     for place, part in enumerate(value):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text":
-            given = f"type {shown(kind)}" if kind else shown(part)
-            raise RequestError(f"part {place} has {given}, which is not supported; this server reads text only")
-        if not isinstance(part.get("text"), str):
-            raise RequestError(f"part {place} needs a string as its text, got {shown(part.get('text'))}")
-        texts.append(check_text(part["text"]))
-    return "\n".join(texts)
+        try:
+            source = picture_of(part, f"part {place}")
+        except RequestError as error:
+            raise RequestError(str(error)) from None
+        if source is None:
+            parts.append({"type": "text", "text": check_text(part["text"])})
+        elif isinstance(source, str):
+            parts.append({"type": "image", "image": source})
+        else:
+            raise RequestError(f"part {place} needs a string as its picture's URL, got {shown(source)}")
+    if any(part["type"] == "image" for part in parts):
+        return parts
+    return "\n".join(part["text"] for part in parts)
 
 
 def _describe_message(schema: dict[str, Any]) -> None:
@@ -79,7 +86,7 @@ class Message(Body):
     LENIENT = True
     UNSUPPORTED: ClassVar[dict[str, tuple]] = {"refusal": (), "audio": (), "function_call": ()}
     role: Text
-    content: Annotated[str, PlainValidator(_content, json_schema_input_type=str | Parts)] | None = None
+    content: Annotated[str | list, PlainValidator(_content, json_schema_input_type=str | Parts)] | None = None
     name: Text | None = None
     tool_calls: Annotated[list[dict], PlainValidator(read_calls, json_schema_input_type=Calls)] | None = None
     tool_call_id: Text | None = None
@@ -98,6 +105,8 @@ class Message(Body):
             raise RequestError(
                 f"a message of role {self.role!r} can't have tool_calls; an assistant's can", "tool_calls"
             )
+        if isinstance(self.content, list):
+            check_role(self.role, "the message")
         if self.role == "tool" and self.tool_call_id is None:
             raise RequestError("a message of role 'tool' needs the tool_call_id that it answers", "tool_call_id")
         if self.content is None and self.role != "assistant":
@@ -106,11 +115,19 @@ class Message(Body):
             )
         return self
 
+    def pictures(self) -> list[tuple[int, str]]:
+        """Place among the parts, and URL, of each picture."""
+        parts = enumerate(self.content) if isinstance(self.content, list) else ()
+        return [(place, part["image"]) for place, part in parts if part["type"] == "image"]
+
     def as_dict(self) -> dict[str, Any]:
         """Message as a chat template sees it."""
         more = {"name": self.name, "tool_calls": self.tool_calls or None, "tool_call_id": self.tool_call_id}
         more["reasoning_content"] = self.reasoning_content or self.reasoning or None
-        return {"role": self.role, "content": self.content or ""} | {k: v for k, v in more.items() if v is not None}
+        content = self.content or ""
+        if isinstance(content, list):
+            content = [part if part["type"] == "text" else {"type": "image"} for part in content]
+        return {"role": self.role, "content": content} | {k: v for k, v in more.items() if v is not None}
 
 
 def describe_chat(schema: dict[str, Any]) -> None:
@@ -206,6 +223,14 @@ class ChatRequest(Generation):
                     name,
                 )
         return self
+
+    def pictures(self) -> list[tuple[str, str]]:
+        """Place and URL of each picture, in order."""
+        return [
+            (f"messages[{number}].content[{place}]", url)
+            for number, message in enumerate(self.messages)
+            for place, url in message.pictures()
+        ]
 
     @property
     def limit_name(self) -> str:

@@ -29,6 +29,7 @@ class ErrorResponse(Object):
 
 class PromptTokensDetails(Object):
     cached_tokens: int
+    image_tokens: int | None = None  # where the prompt has pictures
 
 
 class CompletionTokensDetails(Object):

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, PlainValidator
 
 from jaxspec.config.request import MAX_LOGPROBS, MAX_STOP_IDS, RequestError
+from jaxspec.images.chats import check_role
 from server.protocol.base import Body, Integer, Text, TokenId, at_most, check_text, describe_ranges, must_be, shown
 from server.protocol.chat import Effort, Variables, Verbosity
 from server.protocol.custom_tools import as_arguments
@@ -22,8 +23,10 @@ from server.protocol.response_tools import Toolbox, called
 
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+IMAGE = "input_image"
 LOGPROBS = "message.output_text.logprobs"
-# Reasoning comes unencrypted, which serves as well. The others are of images and hosted tools, which never come.
+# Reasoning comes unencrypted, which serves as well. The others are of hosted tools, which never come, and of pictures,
+# which stay in the input items anyway.
 INCLUDABLE = (
     *(LOGPROBS, "reasoning.encrypted_content", "message.input_image.image_url", "code_interpreter_call.outputs"),
     *("file_search_call.results", "web_search_call.results", "web_search_call.action.sources"),
@@ -81,7 +84,7 @@ def _message(item: Any) -> dict[str, Any]:
         role = item.get("role")
         if not isinstance(role, str) or role not in ROLES:
             raise RequestError(f"the role must be one of {', '.join(ROLES)}, got {shown(role)}")
-        return {"role": role, "content": _text(item.get("content"), "content")}
+        return {"role": role, "content": _parts(item.get("content"), "content", role)}
     if kind == "reasoning":
         text = _text(item.get("content"), "content") or _text(item.get("summary"), "content")
         return {"role": "assistant", "reasoning_content": text}
@@ -92,7 +95,7 @@ def _message(item: Any) -> dict[str, Any]:
         calls = [{"id": _string(item, "call_id"), "type": "function", "function": call}]
         return {"role": "assistant", "tool_calls": calls}
     if kind in ("function_call_output", "custom_tool_call_output"):
-        output = _text(item.get("output"), "output")
+        output = _parts(item.get("output"), "output", "tool")
         return {"role": "tool", "tool_call_id": _string(item, "call_id"), "content": output}
     raise RequestError(
         f"items of type {shown(kind)} are not supported; send message, reasoning, item_reference, function_call, "
@@ -104,6 +107,24 @@ def _string(item: dict[str, Any], name: str) -> str:
     if not isinstance(item.get(name), str):
         raise RequestError(f"needs a string as its {name}, got {shown(item.get(name))}")
     return check_text(item[name])
+
+
+def _parts(value: Any, name: str, role: str) -> str | list[dict[str, Any]]:
+    """Text, or, if there are pictures, the parts as a chat has them."""
+    if not isinstance(value, list) or not any(isinstance(e, dict) and e.get("type") == IMAGE for e in value):
+        return _text(value, name)
+    check_role(role, "the message")
+    parts = []
+    for place, part in enumerate(value):
+        if isinstance(part, dict) and part.get("type") == IMAGE:
+            url = part.get("image_url")
+            if not isinstance(url, str):
+                problem = "a file_id, and files are not kept" if part.get("file_id") else f"the image_url {shown(url)}"
+                raise RequestError(f"part {place} of {name} has {problem}; send the picture's URL as its image_url")
+            parts.append({"type": "image_url", "image_url": {"url": url}})
+        else:
+            parts.append({"type": "text", "text": _text([part], name)})
+    return parts
 
 
 def _text(value: Any, name: str) -> str:
@@ -120,7 +141,7 @@ def _text(value: Any, name: str) -> str:
         if kind == "refusal":
             part = {"text": part.get("refusal")}
         elif kind not in TEXT_PARTS:
-            raise RequestError(f"{name} has a part of type {shown(kind)}; this server reads text only")
+            raise RequestError(f"{name} has a part of type {shown(kind)}; this server reads text and {IMAGE}")
         texts.append(_string(part, "text"))
     return "\n".join(texts)
 

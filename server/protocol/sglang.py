@@ -129,6 +129,17 @@ def _ids(value: Any) -> Any:
     raise RequestError("must be a list of token ids or a list of such lists, none of them empty")
 
 
+def _images(value: Any) -> Any:
+    """A picture, a list of them, or a list of lists."""
+    several = value if isinstance(value, list) else [value]
+    every = [each for one in several for each in (one if isinstance(one, list) else [one])]
+    if not all(isinstance(each, str) or (each is None and isinstance(value, list)) for each in every):
+        raise RequestError(
+            "must be a picture's URL or base64, a list of them, or a list with such a list for each prompt"
+        )
+    return value
+
+
 def _describe_generate(schema: dict[str, Any]) -> None:
     describe_ranges(schema)
     silent = {"anyOf": [{"enum": [None, False]}, {"type": "array", "items": {"const": False}}]}
@@ -145,6 +156,10 @@ Prompts = Ids | Annotated[list[Ids], Several]
 Settings = Sampling | Annotated[list[Sampling], Field(max_length=MAX_COMPLETIONS)]
 
 
+Image = Annotated[str, Field(json_schema_extra={"pattern": "^data:"})]
+Images = Image | Annotated[list[Image | list[Image]], Several]
+
+
 class GenerateRequest(Body):
     """One prompt, or a list of them, as `text` or `input_ids`. Other fields may then be lists too."""
 
@@ -156,7 +171,7 @@ class GenerateRequest(Body):
         }
     )
     UNSUPPORTED: ClassVar[dict[str, tuple]] = {
-        **dict.fromkeys(("input_embeds", "image_data", "video_data", "audio_data"), ([],)),
+        **dict.fromkeys(("input_embeds", "video_data", "audio_data"), ([],)),
         **dict.fromkeys(("session_params", "lora_path", "lora_id", "custom_logit_processor", "extra_key"), ()),
         **dict.fromkeys(("return_hidden_states", "return_routed_experts", "background"), (False,)),
         **dict.fromkeys(("return_entropy", "return_bytes"), (False,)),
@@ -169,6 +184,7 @@ class GenerateRequest(Body):
     sampling_params: Annotated[list[Sampling], WrapValidator(_all_settings, json_schema_input_type=Settings)] | None = (
         None
     )
+    image_data: Annotated[Any, PlainValidator(_images, json_schema_input_type=Images)] | None = None
     rid: Annotated[Any, _one_or_each(str, "a string", unique=True)] | None = None
     stream: bool | None = None
     return_logprob: Annotated[Any, _one_or_each(bool, "true or false")] | None = None
@@ -204,13 +220,33 @@ class GenerateRequest(Body):
     @property
     def several(self) -> bool:
         """Whether the response is a list: for a list of prompts, or several completions of one."""
-        batch = isinstance(self.text, list) or (self.text is None and isinstance(self.input_ids[0], list))
-        return batch or any((each.n or 1) > 1 for each in self.sampling_params or ())
+        return self._batch or any((each.n or 1) > 1 for each in self.sampling_params or ())
+
+    @property
+    def _batch(self) -> bool:
+        return isinstance(self.text, list) or (self.text is None and isinstance(self.input_ids[0], list))
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
         given = self.input_ids if self.text is None else self.text
         return given if isinstance(given, list) and not (given and isinstance(given[0], int)) else [given]
+
+    def images(self) -> list[list[tuple[str, str]]]:
+        """For each prompt, the place and URL of each of its pictures. A picture for several prompts is in each; base64
+        without a URL's beginning is SGLang's, too."""
+        given, prompts = self.image_data, len(self.prompts)
+        if not isinstance(given, list):
+            given = [given] * prompts
+        elif not self._batch:
+            given = [[each for one in given for each in (one if isinstance(one, list) else [one])]]
+        elif given and len(given) != prompts:
+            raise RequestError(f"has {len(given)} entries for {prompts} prompts", "image_data")
+        several = [each if isinstance(each, list) else [each] for each in given or [[]] * prompts]
+        named = lambda i, j: f"image_data[{i}][{j}]" if self._batch else f"image_data[{j}]"  # noqa: E731
+        return [
+            [(named(i, j), _as_url(url)) for j, url in enumerate(each) if url is not None]
+            for i, each in enumerate(several)
+        ]
 
     def ids(self) -> list[str]:
         """A request id for each prompt; one string given for several is the beginning of theirs."""
@@ -244,6 +280,11 @@ class GenerateRequest(Body):
     def _each(self, name: str) -> list[Any]:
         value = getattr(self, name)
         return value if isinstance(value, list) else [value] * len(self.prompts)
+
+
+def _as_url(text: str) -> str:
+    known = ("data:", "http:", "https:", "file:", "/")
+    return text if text[:8].lower().startswith(known) and not text.startswith("/9j/") else f"data:;base64,{text}"
 
 
 def _describe_abort(schema: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from jaxspec.config.request import Delta, SamplingParams, TokenLogprobs
+from jaxspec.images.picture import PlacedPicture
 from jaxspec.text.detokenizer import Detokenizer
 from server.replies.logprobs import TokenNames, prompt_logprobs
 from server.replies.speculation import Speculation
@@ -24,10 +25,17 @@ DONE = "data: [DONE]\n\n"
 
 @dataclass(slots=True)
 class Prompt:
-    """A prompt ready for the engine; `echo` is the text to show before each of its completions."""
+    """A prompt ready for the engine, with its pictures; `echo` is the text to show before each of its completions."""
 
     ids: list[int]
     echo: str | None = None
+    images: tuple[PlacedPicture, ...] = ()
+
+
+def image_tokens(*prompts: Prompt | Job) -> dict[str, int]:
+    """The detail of `usage` that counts the rows of pictures, where there are some."""
+    pictures = [each.picture for prompt in prompts for each in prompt.images]
+    return {"image_tokens": sum(picture.tokens for picture in pictures)} if pictures else {}
 
 
 @dataclass(slots=True)
@@ -55,6 +63,7 @@ class Job:
     id: str
     response: str | None = None
     chosen: bool = False
+    images: tuple[PlacedPicture, ...] = ()
 
     @property
     def name(self) -> str:
@@ -127,7 +136,7 @@ class Reply:
         """The prompts by the response's id, so that the log calls a request what its client does, and some digits:
         clients may send an `X-Request-Id` again while it is in use, and the engine takes an id once."""
         own = lambda: f"{self.id}-{secrets.token_hex(4)}"  # noqa: E731
-        return [Job(prompt.ids, self.params, own(), self.id, self._chosen) for prompt in self.prompts]
+        return [Job(each.ids, self.params, own(), self.id, self._chosen, each.images) for each in self.prompts]
 
     def chunks(self, prompt: int, delta: Delta) -> str:
         """The events to send for a delta; empty when it has nothing to show yet."""
@@ -187,7 +196,7 @@ class Reply:
             "prompt_tokens": prompt,
             "completion_tokens": self._tokens,
             "total_tokens": prompt + self._tokens,
-            "prompt_tokens_details": {"cached_tokens": self._cached},
+            "prompt_tokens_details": {"cached_tokens": self._cached} | image_tokens(*self.prompts),
         }
 
     def _count(self, prompt: int, delta: Delta) -> Delta:

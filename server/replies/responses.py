@@ -19,7 +19,7 @@ from server.protocol.response_tools import Origin
 from server.replies.custom_input import CustomInput
 from server.replies.logprobs import TokenNames, chat_logprobs
 from server.replies.reasoning import ReasoningTokens
-from server.replies.reply import Job, Prompt, encode
+from server.replies.reply import Job, Prompt, encode, image_tokens
 from server.replies.speculation import Speculation
 
 PARTS = {CONTENT: "output_text", REASONING: "reasoning_text"}
@@ -61,7 +61,7 @@ class ResponsesReply:
         self._speculation = Speculation()
 
     def jobs(self) -> list[Job]:
-        return [Job(self._prompt.ids, self._params, self.id)]
+        return [Job(self._prompt.ids, self._params, self.id, images=self._prompt.images)]
 
     def chunks(self, prompt: int, delta: Delta) -> str:
         """The events to send for a delta."""
@@ -191,7 +191,11 @@ class ResponsesReply:
         given = len(self._prompt.ids)
         return {
             "input_tokens": given,
-            "input_tokens_details": {"cached_tokens": self._cached, "cache_write_tokens": 0},
+            "input_tokens_details": {
+                "cached_tokens": self._cached,
+                "cache_write_tokens": 0,
+                **image_tokens(self._prompt),
+            },
             "output_tokens": self._tokens,
             "output_tokens_details": {"reasoning_tokens": self._reasoning.count if self._reasoning else 0},
             "total_tokens": given + self._tokens,

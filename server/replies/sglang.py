@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxspec.config.request import Delta, TokenLogprobs
 from server.replies.logprobs import FLOOR, TokenNames
-from server.replies.reply import DONE, Job, encode, event
+from server.replies.reply import DONE, Job, encode, event, image_tokens
 from server.replies.speculation import Speculation
 
 
@@ -86,6 +86,7 @@ class GenerateReply:
             "id": job.id if self._n == 1 else f"{job.id}_{choice}",
             "finish_reason": self._finish_reason(output),
             "prompt_tokens": len(job.ids),
+            **image_tokens(job),
             "completion_tokens": len(output.token_ids),
             "weight_version": "default",
         }

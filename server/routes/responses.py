@@ -206,7 +206,10 @@ def _renamed(error: RequestError) -> RequestError:
     message = str(error)
     for name in ("max_completion_tokens", "max_tokens", "response_format", "reasoning_effort"):
         message = re.sub(rf"\b{name}\b", PLACES[name], message)
+    message = re.sub(r"messages\[(\d+)\]\.content\[(\d+)\]", r"part \2 of message \1 of the input", message)
     field, dot, rest = (error.param or "").partition(".")
+    if field.startswith("messages["):
+        return RequestError(message, "input", error.code)
     place = {"prompt": "input", **PLACES}.get(field, field)
     return RequestError(message, f"{place}{dot}{rest.removeprefix('json_schema.')}" or None, error.code)
 

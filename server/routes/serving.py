@@ -6,7 +6,7 @@ Invariant: a request for another model, or to an engine that is dead, is refused
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,9 +14,11 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from jaxspec import AsyncLLM, RequestError
+from jaxspec.images.picture import Picture
 from server.chat.speech import Formats, Speech
 from server.generate import ClientGone, EventStream, UnlessGone, chat_prompt, collect, completion_prompts, run
 from server.http.errors import GONE, ApiError, describe, engine_died
+from server.media.pictures import MediaRules, read_pictures
 from server.metrics import Metrics
 from server.prompt_log import PromptLog
 from server.protocol import ChatRequest, CompletionRequest
@@ -29,7 +31,8 @@ from server.tracing import Tracer
 @dataclass
 class Serving:
     """An engine under its name in the API. `sampling` holds of `SamplingParams` where a request doesn't say; `formats`
-    is how its model speaks in chats; `prompt_log` is where texts are kept, if they are;
+    is how its model speaks in chats; `prompt_log` is where texts without pictures are kept, if they are; `media` says
+    where pictures may come from;
     `tracer` sends traces, if they are wanted."""
 
     llm: AsyncLLM
@@ -39,6 +42,7 @@ class Serving:
     formats: Formats
     prompt_log: PromptLog | None = None
     tracer: Tracer | None = None
+    media: MediaRules = field(default_factory=MediaRules)
     running: dict[str, str] = field(default_factory=dict)  # the engine's requests, with the ids that clients know
 
     def __post_init__(self):
@@ -54,7 +58,16 @@ class Serving:
 
     async def chat_prompt(self, body: ChatRequest) -> Prompt:
         """A chat's prompt. **Raises:** `RequestError`."""
-        return await chat_prompt(body, self.llm.tokenizer, self.formats, self.llm.config.context_length)
+        pictures, context = await self.pictures(body.pictures()), self.llm.config.context_length
+        reader = self.llm.image_reader if pictures else None
+        return await chat_prompt(body, self.llm.tokenizer, self.formats, context, reader, pictures)
+
+    async def pictures(self, sources: Sequence[tuple[str, str]]) -> list[Picture]:
+        """Pictures of one prompt, each given by its place in the request and its URL. **Raises:** `RequestError`."""
+        if not sources:
+            return []
+        context = self.llm.config.context_length
+        return await read_pictures(sources, self.llm.image_reader, self.name, self.media, context)
 
     async def prompts(self, body: CompletionRequest) -> list[Prompt]:
         """A completion's prompts. **Raises:** `RequestError`."""
@@ -83,7 +96,7 @@ class Serving:
             with UnlessGone(request.receive):
                 reply = await making
                 jobs, kept = reply.jobs(), self.prompt_log if store is not False else None
-                watch = kept.watch(jobs, request.url.path) if kept else None
+                watch = kept.watch(jobs, request.url.path) if kept and not any(job.images for job in jobs) else None
                 trace = self.tracer and self.tracer.begin(request.headers, request.url.path, jobs, began)
                 deltas = run(self.llm, jobs, self.metrics, self.running, watch, request.state.client, trace)
                 if stream:

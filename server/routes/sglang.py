@@ -10,9 +10,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from jaxspec import RequestError
+from server.generate import placed, refusals
 from server.protocol import CompletionRequest
 from server.protocol.sglang import NAMES, AbortRequest, GenerateRequest
-from server.replies import Job
+from server.replies import Job, Prompt
 from server.replies.sglang import GenerateReply
 from server.routes.serving import Serving
 
@@ -27,9 +28,9 @@ def add(app: FastAPI, serving: Serving) -> None:
             params = body.sampling(serving.sampling)
 
             async def make() -> GenerateReply:
-                prompts = await serving.prompts(CompletionRequest(prompt=body.prompts))
-                work = zip(prompts, params, body.ids(), strict=True)
-                jobs = [Job(prompt.ids, each, name, chosen=body.rid is not None) for prompt, each, name in work]
+                prompts = await _prompts(serving, body)
+                work, chosen = zip(prompts, params, body.ids(), strict=True), body.rid is not None
+                jobs = [Job(prompt.ids, each, name, chosen=chosen, images=prompt.images) for prompt, each, name in work]
                 options = {"several": body.several, "name_tokens": bool(body.return_text_in_logprobs)}
                 return GenerateReply(jobs, body.starts(), body.no_tokens(), serving.texts, **options)
 
@@ -43,6 +44,21 @@ def add(app: FastAPI, serving: Serving) -> None:
         return JSONResponse({"success": True})
 
 
+async def _prompts(serving: Serving, body: GenerateRequest) -> list[Prompt]:
+    """The prompts of a body, with their pictures. **Raises:** `RequestError`."""
+    pictures = [await serving.pictures(sources) for sources in body.images()]
+    texts, context = body.prompts, serving.llm.config.context_length
+    if not any(pictures):
+        return await serving.prompts(CompletionRequest(prompt=texts))
+    reader = serving.llm.image_reader
+    with refusals("prompt", context):
+        if body.text is not None:
+            texts = [reader.placeholder.stand(text, len(each)) for text, each in zip(texts, pictures, strict=True)]
+        prompts = await serving.prompts(CompletionRequest(prompt=texts))
+        work = zip(prompts, pictures, strict=True)
+        return [placed(prompt, reader, each, context) for prompt, each in work]
+
+
 @contextmanager
 def _their_fields(prompt: str) -> Iterator[None]:
     """Let errors name a field as SGLang's clients write it."""
@@ -53,6 +69,8 @@ def _their_fields(prompt: str) -> Iterator[None]:
         for ours, theirs in NAMES.items():
             message = re.sub(rf"\b{ours}\b", theirs, message)
         param = {"request_id": "rid", "rid": "rid", "prompt": prompt}.get(error.param)
+        if (error.param or "").startswith("image_data"):
+            param = error.param
         if param is None and error.param:
             param = f"sampling_params.{NAMES.get(error.param, error.param)}"
         raise RequestError(message, param, error.code) from error

@@ -23,6 +23,8 @@ from jaxspec.config.request import (
     TokenLogprobs,
 )
 from jaxspec.engine.async_llm import EngineDead
+from jaxspec.images.image_reader import ImageReader
+from jaxspec.images.picture import PlacedPicture
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.text.tokenizer import Tokenizer
 from tests.support.tiny import BYTE_VOCAB, tiny_checkpoint, tiny_config
@@ -61,6 +63,8 @@ class FakeLLM:
     aborts: set[str | None] = field(default_factory=set)
     names: list[str | None] = field(default_factory=list)
     clients: list[str] = field(default_factory=list)
+    image_reader: ImageReader | None = None
+    images: list[tuple[PlacedPicture, ...]] = field(default_factory=list)
 
     @property
     def said(self) -> str:
@@ -91,7 +95,7 @@ class FakeLLM:
             raise RequestError(f"the context is {CONTEXT} tokens; lower max_tokens", "max_tokens")
 
     async def generate(
-        self, prompt: list[int], params: SamplingParams, request_id=None, client=""
+        self, prompt: list[int], params: SamplingParams, request_id=None, client="", images=()
     ) -> AsyncIterator[Delta]:
         self.prepare(prompt, params)
         if self.error is not None:
@@ -99,6 +103,7 @@ class FakeLLM:
         self.started.append((prompt, params))
         self.names.append(request_id)
         self.clients.append(client)
+        self.images.append(images)
         self.running += 1
         done = False
         try:

@@ -1,5 +1,6 @@
 """The playground at `/`: what the page is, and in headless Chromium what it does, against the fake engine."""
 
+import base64
 import json
 import re
 from dataclasses import replace
@@ -17,6 +18,8 @@ from tests.server import browser as browsers
 from tests.server import fake as rules
 from tests.server.fake import TEXT, FakeLLM
 from tests.server.live import serving, wait_for
+from tests.support.pictures import encoded, noise
+from tests.support.vision import reader, seeing_tokenizer
 
 HTML = {"Accept": "text/html,application/xhtml+xml"}
 ENTER, ESCAPE, RIGHT = "\ue007", "\ue00c", "\ue014"
@@ -574,3 +577,52 @@ def test_reasoning_stands_apart_and_markers_colour_nothing(window):
         [["hm", "accepted"], [", so", "corrected"]],
         [["Par", "bonus"], ["is", "plain"], [".", "plain"]],
     ]
+
+
+def test_a_picture_is_chosen_pasted_or_dropped_and_sent(window, fake):
+    fake.image_reader, fake.tokenizer = reader(), seeing_tokenizer()
+    # Each way gives the page a file, as a browser does.
+    add = """
+        const bytes = Uint8Array.from(atob(arguments[0]), (c) => c.charCodeAt(0));
+        const given = new DataTransfer();
+        given.items.add(new File([bytes], "a.png", { type: "image/png" }));
+        const prompt = document.getElementById("prompt");
+        const chosen = document.getElementById("picture");
+        if (arguments[1] === "choose") {
+          chosen.files = given.files;
+          chosen.dispatchEvent(new Event("change"));
+        } else if (arguments[1] === "paste") {
+          prompt.dispatchEvent(new ClipboardEvent("paste", { clipboardData: given, bubbles: true, cancelable: true }));
+        } else prompt.dispatchEvent(new DragEvent("drop", { dataTransfer: given, bubbles: true, cancelable: true }));
+    """
+    content = base64.b64encode(encoded(noise(56, 84))).decode()
+    for count, way in enumerate(("choose", "paste", "drop"), 1):
+        window.run(add, content, way)
+        window.until(f"document.querySelectorAll('#pictures img').length === {count}")
+    window.click("#pictures button")
+    window.until("document.querySelectorAll('#pictures img').length === 2")
+    say(window, "What?")
+    idle(window)
+    assert [each.picture.tokens for each in fake.images[-1]] == [6, 6]
+    assert window.run("return document.querySelectorAll('.asked img').length") == 2
+    assert window.run("return document.querySelector('.asked p').textContent") == "What?"
+    assert window.run("return document.getElementById('pictures').hidden")
+    window.click(".asked .tools button:last-child")  # edited, it keeps its pictures
+    window.type(" Why?" + ENTER)
+    idle(window)
+    assert len(fake.images[-1]) == 2 and "Why?" in fake.tokenizer.decode(fake.started[-1][0])
+
+
+def test_a_picture_that_the_model_cant_see_is_given_back(window, fake):
+    window.run("""
+        const given = new DataTransfer();
+        given.items.add(new File([new Uint8Array(9)], "a.png", { type: "image/png" }));
+        document.dispatchEvent(new DragEvent("drop", { dataTransfer: given, cancelable: true }));
+    """)
+    window.until("document.querySelectorAll('#pictures img').length === 1")
+    say(window, "What?")
+    idle(window)
+    window.until("document.getElementById('log').textContent.includes('has no vision')")
+    assert window.run("return document.getElementById('prompt').value") == "What?"
+    assert window.run("return document.querySelectorAll('#pictures img').length") == 1
+    window.console()  # the refusal's status is told there

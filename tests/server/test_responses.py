@@ -376,7 +376,7 @@ def test_the_store_bounds_memory_whatever_is_kept():
 @pytest.mark.parametrize("fields,param,says", [
     ({"input": []}, "input", "not empty"),
     ({"input": [{"role": "robot", "content": "a"}]}, "input", "item 0: the role must be one of"),
-    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "'input_image'"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "part 0 of content"),
     ({"input": [{"type": "computer_call", "id": "x"}]}, "input", "'computer_call' are not supported"),
     ({"input": [{"type": "item_reference"}]}, "input", "needs a string as its id"),
     ({"input": [{"type": "function_call", "call_id": "a", "name": "f"}]}, "input", "as its arguments"),

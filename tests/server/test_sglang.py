@@ -202,7 +202,9 @@ def test_what_bench_serving_always_sends_is_taken(http):
     ({"text": "a", "sampling_params": {"regex": "a", "ebnf": "b"}}, "sampling_params.ebnf", "send one"),
     ({"text": "a", "rid": 5}, "rid", "must be a string or a list"),
     ({"text": [1]}, "text", "list of strings"),
-    ({"text": "a", "image_data": ["x"]}, "image_data", "not supported"),
+    ({"text": "a", "image_data": ["x"]}, "image_data[0]", "fake/model has no vision"),
+    ({"text": ["a", "b"], "image_data": ["x", "x", "x"]}, "image_data", "has 3 entries for 2 prompts"),
+    ({"text": "a", "image_data": 5}, "image_data", "URL or base64"),
     ({"text": "a", "return_logprob": True, "token_ids_logprob": [1]}, "token_ids_logprob", "not supported"),
     ({"text": "a", "return_logprob": True, "top_logprobs_num": 99}, "top_logprobs_num", "0 to 20"),
 ])  # fmt: skip

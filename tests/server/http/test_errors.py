@@ -113,7 +113,7 @@ def test_bad_completion(http, fake, fields, param, says, stream):
     ({"chat_template_kwargs": []}, "chat_template_kwargs", "must be an object, got []"),
     ({"temperature": True}, "temperature", "got true"),
     ({"messages": [{"role": "user", "content": "a", "nam": "b"}]}, "messages[0].nam", "did you mean name?"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "'image_url'"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "part 0 has no"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content", "needs a string"),
     (
         {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},

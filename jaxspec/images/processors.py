@@ -1,0 +1,231 @@
+"""Image processors as checkpoints publish them: from RGB pixels to a `Picture`, in numpy and Pillow.
+
+Values equal those of transformers' processors with Pillow bit by bit. Its torchvision processors, which it prefers, may
+differ by one step of 255 in resized pixels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from PIL import Image
+
+from jaxspec.config.json_values import positive, shown
+from jaxspec.config.options import ConfigError
+from jaxspec.config.request import RequestError
+from jaxspec.images.picture import Picture
+
+MOST_ASPECT = 200  # times the shorter side that the longer one may have, of Qwen's
+RESAMPLING = {2: "bilinear", 3: "bicubic"}
+
+
+class Processor(Protocol):
+    """Makes pictures for one checkpoint."""
+
+    def tokens(self, height: int, width: int) -> int:
+        """Rows of the prompt that a picture of this size fills. **Raises:** `RequestError` for one that can't be."""
+        ...
+
+    def __call__(self, rgb: np.ndarray) -> Picture:
+        """Preprocess u8[height, width, 3]. **Raises:** `RequestError`, as `tokens`."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Pixels:
+    """Scale, mean and deviation of pixels, and how pictures are resized."""
+
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    scale: float
+    resample: int
+
+    def resized(self, rgb: np.ndarray, height: int, width: int) -> np.ndarray:
+        """Values f32[3, height, width]."""
+        if rgb.shape[:2] != (height, width):
+            rgb = np.asarray(Image.fromarray(rgb).resize((width, height), self.resample))
+        values = (np.arange(256, dtype=np.float64) * self.scale).astype(np.float32)  # each step rounded as published
+        out = np.empty((3, height, width), np.float32)
+        for channel in range(3):
+            normal = (values - np.float32(self.mean[channel])) / np.float32(self.std[channel])
+            out[channel] = normal[rgb[:, :, channel]]
+        return out
+
+
+@dataclass(frozen=True)
+class QwenProcessor:
+    """Qwen2-VL's, Qwen3-VL's and Qwen3.5's: sides in multiples of `patch * merge`, as many as `least` to `most` pixels.
+
+    Patches come in blocks of `merge * merge`, row by row within one; values of a patch are
+    `[3, frames, patch, patch]`, each frame the same. A token is a block.
+    """
+
+    pixels: _Pixels
+    patch: int
+    merge: int
+    frames: int
+    least: int
+    most: int
+
+    def size(self, height: int, width: int) -> tuple[int, int]:
+        """The size that a picture is resized to. **Raises:** `RequestError`."""
+        if max(height, width) > MOST_ASPECT * min(height, width):
+            raise RequestError(
+                f"the picture is {width} x {height} pixels; the longer side may have at most {MOST_ASPECT} times the "
+                "shorter one's"
+            )
+        step = self.patch * self.merge
+        rows, columns = round(height / step) * step, round(width / step) * step  # halves to even, as published
+        if rows * columns > self.most:
+            ratio = math.sqrt((height * width) / self.most)
+            rows = max(step, math.floor(height / ratio / step) * step)
+            columns = max(step, math.floor(width / ratio / step) * step)
+        elif rows * columns < self.least:
+            ratio = math.sqrt(self.least / (height * width))
+            rows, columns = math.ceil(height * ratio / step) * step, math.ceil(width * ratio / step) * step
+        return rows, columns
+
+    def tokens(self, height: int, width: int) -> int:
+        rows, columns = self.size(height, width)
+        return rows * columns // (self.patch * self.merge) ** 2
+
+    def __call__(self, rgb: np.ndarray) -> Picture:
+        height, width = self.size(*rgb.shape[:2])
+        p, m = self.patch, self.merge
+        rows, columns = height // p, width // p
+        values = self.pixels.resized(rgb, height, width).reshape(3, rows // m, m, p, columns // m, m, p)
+        values = values.transpose(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None]
+        shape = (*values.shape[:5], self.frames, p, p)
+        pixels = np.broadcast_to(values, shape).reshape(rows * columns, 3 * self.frames * p * p)
+        return _picture(pixels, (1, rows, columns), rows * columns // m**2)
+
+
+@dataclass(frozen=True)
+class SquareProcessor:
+    """Gemma 3's: every picture is resized to one size, whatever its aspect, and fills as many tokens.
+
+    Patches come row by row; values of one are `[3, patch, patch]`, as its convolution's weight has them. The published
+    processor gives the picture uncut.
+    """
+
+    pixels: _Pixels
+    height: int
+    width: int
+    patch: int
+    fills: int
+
+    def tokens(self, height: int, width: int) -> int:
+        return self.fills
+
+    def __call__(self, rgb: np.ndarray) -> Picture:
+        p, rows, columns = self.patch, self.height // self.patch, self.width // self.patch
+        values = self.pixels.resized(rgb, self.height, self.width).reshape(3, rows, p, columns, p)
+        pixels = values.transpose(1, 3, 0, 2, 4).reshape(rows * columns, 3 * p * p)
+        return _picture(pixels, (1, rows, columns), self.fills)
+
+
+def _picture(pixels: np.ndarray, grid: tuple[int, int, int], tokens: int) -> Picture:
+    content = hashlib.blake2b(np.asarray(grid, "<i8").tobytes(), digest_size=8)
+    content.update(pixels)
+    return Picture(pixels, grid, tokens, int.from_bytes(content.digest(), "little"))
+
+
+QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+GEMMA = ("gemma3",)
+_CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
+_HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+
+
+def read_processor(hf: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> Processor | None:
+    """The image processor of a checkpoint; None for a model without vision.
+
+    **Arguments:** `hf`: its config.json. `files`: by name, those there are of `preprocessor_config.json` and
+    `processor_config.json`. Where they are silent, the family's published values hold.
+
+    **Raises:** `ConfigError` naming file and key.
+    """
+    kind, vision = hf.get("model_type"), hf.get("vision_config")
+    if kind not in (*QWEN, *GEMMA) or not isinstance(vision, Mapping):
+        return None
+    both = files.get("processor_config.json", {})
+    given = both.get("image_processor") or files.get("preprocessor_config.json", {})
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"processor_config.json: image_processor must be an object, got {shown(given)}")
+    given = {key: value for key, value in given.items() if value is not None}
+    for key in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
+        if given.get(key, True) is not True:
+            raise ConfigError(f"preprocessor_config.json: {key} {shown(given[key])} is not supported; it must be true")
+    return _gemma(hf, vision, given, both) if kind in GEMMA else _qwen(kind, vision, given)
+
+
+def _qwen(kind: str, vision: Mapping[str, Any], given: Mapping[str, Any]) -> QwenProcessor:
+    old = kind in ("qwen2_vl", "qwen2_5_vl")
+    patch = positive(given, "patch_size", positive(vision, "patch_size", 14 if old else 16))
+    merge = positive(given, "merge_size", positive(vision, "spatial_merge_size", 2))
+    frames = positive(given, "temporal_patch_size", positive(vision, "temporal_patch_size", 2))
+    size = given.get("size", {})
+    if not isinstance(size, Mapping):
+        raise ConfigError(f"preprocessor_config.json: size must be an object, got {shown(size)}")
+    limits = (56 * 56, 28 * 28 * 1280) if old else (65536, 16777216)
+    least = positive(given, "min_pixels", positive(size, "shortest_edge", limits[0]))
+    most = positive(given, "max_pixels", positive(size, "longest_edge", limits[1]))
+    if patch * merge > 1024 or most < (patch * merge) ** 2 or least > most or frames > 16:
+        raise ConfigError(
+            f"preprocessor_config.json: {least} to {most} pixels, patches of {patch}, merged {merge} by {merge}, and "
+            f"{frames} frames don't fit together"
+        )
+    for key, name, ours in (
+        ("patch_size", "patch_size", patch),
+        ("merge_size", "spatial_merge_size", merge),
+        ("temporal_patch_size", "temporal_patch_size", frames),
+    ):
+        if positive(vision, name, ours) != ours:
+            raise ConfigError(f"preprocessor_config.json: {key} {ours} differs from config.json's {vision[name]}")
+    return QwenProcessor(_pixels(given, _CLIP if old else _HALF, 3), patch, merge, frames, least, most)
+
+
+def _gemma(
+    hf: Mapping[str, Any], vision: Mapping[str, Any], given: Mapping[str, Any], both: Mapping[str, Any]
+) -> SquareProcessor:
+    if given.get("do_pan_and_scan"):
+        raise ConfigError("preprocessor_config.json: do_pan_and_scan is not supported; it must be false")
+    side = positive(vision, "image_size", 896)
+    size = given.get("size", {"height": side, "width": side})
+    if not isinstance(size, Mapping) or [size.get("height"), size.get("width")] != [side, side]:
+        raise ConfigError(f"preprocessor_config.json: size must be config.json's image_size, {side}, got {shown(size)}")
+    patch, fills = positive(vision, "patch_size", 14), positive(hf, "mm_tokens_per_image", 256)
+    if side % patch or side > 4096:
+        raise ConfigError(f"config.json: patch_size {patch} must divide image_size {side}, which is at most 4096")
+    for at in (both, given):
+        if positive(at, "image_seq_length", fills) != fills:
+            raise ConfigError(f"image_seq_length {at['image_seq_length']} differs from mm_tokens_per_image, {fills}")
+    return SquareProcessor(_pixels(given, _HALF, 2), side, side, patch, fills)
+
+
+def _pixels(given: Mapping[str, Any], published: Mapping[str, Any], resample: int) -> _Pixels:
+    resample = given.get("resample", resample)
+    if resample not in RESAMPLING:
+        raise ConfigError(
+            f"preprocessor_config.json: resample must be 2 (bilinear) or 3 (bicubic), got {shown(resample)}"
+        )
+    values = []
+    for key in ("image_mean", "image_std"):
+        value = given.get(key, published[key])
+        if not (isinstance(value, list) and len(value) == 3 and all(_is_number(each) for each in value)):
+            raise ConfigError(f"preprocessor_config.json: {key} must be three numbers, got {shown(value)}")
+        values.append(tuple(map(float, value)))
+    if min(values[1]) <= 0:
+        raise ConfigError(f"preprocessor_config.json: image_std must be above 0, got {shown(list(values[1]))}")
+    scale = given.get("rescale_factor", 1 / 255)
+    if not _is_number(scale) or scale <= 0:
+        raise ConfigError(f"preprocessor_config.json: rescale_factor must be a number above 0, got {shown(scale)}")
+    return _Pixels(values[0], values[1], float(scale), resample)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e6

@@ -1,0 +1,75 @@
+"""Where pictures stand in a prompt: a chat template writes a placeholder for each, which becomes a picture's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxspec.text.errors import TokenizerError
+
+GENERIC = "<image>"  # SGLang's placeholder for a picture of any model
+
+
+@dataclass(frozen=True)
+class Placeholder:
+    """A model's placeholder.
+
+    **Attributes:**
+
+    - `written`: what the chat template writes for a picture.
+    - `becomes`: what stands in its place before text is tokenised: `token` once, and what the published processor
+      writes around it.
+    - `alone`: what the chat template writes for a picture with the tokens around it, for prompts without a template.
+    - `token`, `token_id`: the token that is repeated for each row that a picture fills.
+    """
+
+    written: str
+    becomes: str
+    alone: str
+    token: str
+    token_id: int
+
+    def check(self, text: str) -> None:
+        """**Raises:** `TokenizerError` for a client's text that would stand for a picture."""
+        for mark in (self.written, self.token):
+            if mark in text:
+                raise TokenizerError(f"the text has {mark!r}, which stands for a picture; leave it out")
+
+    def settle(self, text: str, pictures: int) -> str:
+        """A template's text with what `becomes` of each placeholder.
+
+        **Raises:** `TokenizerError` unless it has one for each picture.
+        """
+        if (found := text.count(self.written)) != pictures:
+            raise TokenizerError(
+                f"the prompt has {found} placeholders {self.written!r} for {pictures} pictures; it must have one "
+                "for each"
+            )
+        return text.replace(self.written, self.becomes)
+
+    def stand(self, text: str, pictures: int) -> str:
+        """A prompt without a template, with a placeholder for each picture: its own, those in place of each `<image>`,
+        or, where it has none of either, at its beginning. **Raises:** as `settle`."""
+        if pictures and self.written not in text:
+            text = text.replace(GENERIC, self.alone) if GENERIC in text else self.alone * pictures + text
+        return self.settle(text, pictures)
+
+    def expand(self, ids: Sequence[int], counts: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Token ids with each picture's token repeated as often as it fills rows, and where each picture begins.
+
+        **Raises:** `TokenizerError` unless `ids` have one such token for each picture.
+        """
+        places = [place for place, token in enumerate(ids) if token == self.token_id]
+        if len(places) != len(counts):
+            raise TokenizerError(
+                f"the prompt has {len(places)} tokens {self.token!r} for {len(counts)} pictures; it must have one for "
+                "each"
+            )
+        whole: list[int] = []
+        starts, after = [], 0
+        for place, count in zip(places, counts, strict=True):
+            whole += ids[after:place]
+            starts.append(len(whole))
+            whole += [self.token_id] * count
+            after = place + 1
+        return [*whole, *ids[after:]], starts

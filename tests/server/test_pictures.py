@@ -1,0 +1,213 @@
+"""Pictures in requests: what reaches the engine, and what is refused, and by which name."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from collections.abc import Iterator
+
+import httpx
+import numpy as np
+import pytest
+from openai import OpenAI
+
+from jaxspec.config.request import RequestError
+from jaxspec.images.reading import read_picture
+from server.app import create_app
+from server.media.pictures import MediaRules, read_pictures
+from tests.server.fake import FakeLLM
+from tests.server.live import serving
+from tests.support.pictures import RIGHT, WRONG, data_url, encoded, hostile, noise
+from tests.support.vision import CLOSES, IMAGE, IMAGE_ID, OPENS, reader, seeing_tokenizer
+
+CHAT = "/v1/chat/completions"
+SMALL, WIDE = noise(56, 84), noise(28, 112)  # 2 x 3 and 1 x 4 tokens
+TEXT = {"type": "text", "text": "What is it?"}
+
+
+def image(pixels: np.ndarray) -> dict:
+    return {"type": "image_url", "image_url": {"url": data_url(encoded(pixels)), "detail": "low"}}
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory) -> Iterator[tuple[str, FakeLLM]]:
+    folder = tmp_path_factory.mktemp("media")
+    (folder / "a.png").write_bytes(encoded(SMALL))
+    (folder.parent / "secret.png").write_bytes(encoded(SMALL))
+    (folder / "link.png").symlink_to(folder.parent / "secret.png")
+    llm = FakeLLM(tokenizer=seeing_tokenizer(), image_reader=reader())
+    with serving(create_app(llm, media=MediaRules(folder=folder, most=3))) as url:
+        yield url, llm, folder
+
+
+@pytest.fixture
+def post(seeing):
+    with httpx.Client(base_url=seeing[0]) as client:
+        yield lambda route, **body: client.post(route, json=body)
+
+
+def pictures_of(seeing) -> list:
+    return [(each.start, each.picture.grid, each.picture.key) for each in seeing[1].images[-1]]
+
+
+def key(pixels: np.ndarray) -> int:
+    return reader().read(pixels, 64).key
+
+
+def prompt_of(seeing) -> str:
+    """The prompt that reached the engine, with `#` for each row of a picture."""
+    return seeing[1].tokenizer.decode(seeing[1].started[-1][0], False).replace(IMAGE, "#")
+
+
+def test_the_openai_client_sends_pictures(seeing):
+    with OpenAI(base_url=f"{seeing[0]}/v1", api_key="none", max_retries=0) as client:
+        parts = [{"type": "text", "text": "A"}, image(SMALL), {"type": "text", "text": "B"}, image(WIDE), TEXT]
+        reply = client.chat.completions.create(model="fake/model", messages=[{"role": "user", "content": parts}])
+        around = lambda rows: OPENS + "#" * rows + CLOSES  # noqa: E731
+        assert prompt_of(seeing) == f"user:A{around(6)}B{around(4)}What is it?;"
+        assert reply.usage.prompt_tokens == len(seeing[1].started[-1][0])
+        assert reply.usage.prompt_tokens_details.to_dict()["image_tokens"] == 10
+        assert pictures_of(seeing) == [(7, (1, 4, 6), key(SMALL)), (16, (1, 2, 8), key(WIDE))]
+        items = [{"role": "user", "content": [{"type": "input_text", "text": "A"},
+                  {"type": "input_image", "image_url": data_url(encoded(SMALL)), "detail": "auto"}]}]  # fmt: skip
+        response = client.responses.create(model="fake/model", input=items)
+        assert prompt_of(seeing) == f"user:A{around(6)};"
+        assert response.usage.input_tokens_details.to_dict()["image_tokens"] == 6
+        follow = client.responses.create(model="fake/model", input="more", previous_response_id=response.id)
+        assert len(pictures_of(seeing)) == 1 and follow.usage.input_tokens > response.usage.input_tokens
+        listed = client.responses.input_items.list(follow.id).data
+        assert listed[-1].content[1].image_url == items[0]["content"][1]["image_url"]
+
+
+@pytest.mark.parametrize("text,prompt", [
+    ("Human: x", f"{OPENS}######{CLOSES}Human: x"),  # as SGLang's send_one --image has it
+    ("Human: <image>\nx", f"Human: {OPENS}######{CLOSES}\nx"),
+    (f"A{OPENS}{IMAGE}{CLOSES}x", f"A{OPENS}######{CLOSES}x"),
+])  # fmt: skip
+def test_generate_takes_image_data(seeing, post, text, prompt):
+    for data in (data_url(encoded(SMALL)), [data_url(encoded(SMALL))], [base64.b64encode(encoded(SMALL)).decode()]):
+        reply = post("/generate", text=text, image_data=data, sampling_params={"max_new_tokens": 4})
+        assert reply.status_code == 200, reply.text
+        assert prompt_of(seeing) == prompt
+        assert reply.json()["meta_info"]["image_tokens"] == 6
+
+
+def test_generate_takes_pictures_for_each_prompt(seeing, post):
+    one, other = data_url(encoded(SMALL)), data_url(encoded(WIDE))
+    both = post("/generate", text=["a", "b"], image_data=[[one, other], None])
+    assert [each["meta_info"].get("image_tokens") for each in both.json()] == [10, None]
+    both = post("/generate", text=["a", "b"], image_data=one)
+    assert [each["meta_info"]["image_tokens"] for each in both.json()] == [6, 6]
+    ids = [65, IMAGE_ID, 66]
+    assert post("/generate", input_ids=ids, image_data=one).status_code == 200
+    assert seeing[1].started[-1][0] == [65, *[IMAGE_ID] * 6, 66]
+    refused = post("/generate", input_ids=[65], image_data=one).json()["error"]
+    assert refused["param"] == "input_ids" and "0 tokens" in refused["message"]
+
+
+def test_pictures_count_for_tokenize(seeing, post):
+    chat = [{"role": "user", "content": [image(SMALL)]}]
+    assert post("/tokenize", messages=chat).json()["tokens"].count(IMAGE_ID) == 6
+
+
+def test_files_come_from_the_allowed_folder_alone(seeing, post):
+    folder = seeing[2]
+    ask = lambda url: post(CHAT, messages=[{"role": "user", "content": [{"type": "image_url", "image_url": url}]}])  # noqa: E731
+    for url in (f"file://{folder}/a.png", f"{folder}/a.png", f"{folder}/sub/../a.png"):
+        assert ask(url).status_code == 200
+    for url in (f"{folder}/../secret.png", f"{folder}/link.png", "file:///etc/passwd", "/nowhere.png"):
+        refused = ask(url).json()["error"]
+        assert "--allowed-media-path" in refused["message"] and refused["param"] == "messages[0].content[0]"
+    for url, says in ((str(folder), "regular|directory"), (f"{folder}/b.png", "No such file"), ("ftp://a/b", "ftp")):
+        refused = ask(url).json()["error"]["message"]
+        assert any(each in refused for each in says.split("|")), refused
+
+
+@pytest.mark.parametrize("parts,param,says", [
+    ([TEXT, {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}], "messages[1].content[1]",
+     "messages[1].content[1]: the picture is damaged"),
+    ([{"type": "image_url", "image_url": {"url": "data:image/png,x"}}], "messages[1].content[0]", "base64"),
+    ([{"type": "image_url", "image_url": {"url": "data:video/mp4;base64,AAAA"}}], "messages[1].content[0]", "video"),
+    ([{"type": "image_url", "image_url": {"url": "data:image/png;base64,A*"}}], "messages[1].content[0]", "base64"),
+    ([{"type": "image_url", "image_url": {"url": "http://a.example/b.png"}}], "messages[1].content[0]",
+     "--allowed-media-domains"),
+    ([{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}], "messages[1].content", "part 0 is audio"),
+    ([TEXT, {"type": "video_url", "video_url": {"url": "x"}}], "messages[1].content", "part 1 is video"),
+    ([{"type": "image_url", "image_url": {"url": 7}}], "messages[1].content", "part 0 needs a string"),
+    ([image(SMALL)] * 4, "messages[1].content[3]", "has 4 pictures, at most 3"),
+    ([image(noise(2000, 8))], "messages[1].content[0]", "at most 200 times"),
+    ([{"type": "text", "text": f"a{IMAGE}"}, image(SMALL)], "messages", "stands for a picture"),
+    ([image(np.tile(SMALL, (9, 6, 1)))] * 3 + [{"type": "text", "text": "x" * 100}], "messages", "context length"),
+])  # fmt: skip
+def test_errors_name_the_part(seeing, post, parts, param, says):
+    body = [{"role": "system", "content": "s"}, {"role": "user", "content": parts}]
+    reply = post(CHAT, messages=body)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (400, param) and says in error["message"], error
+
+
+def test_a_response_names_the_part_of_its_input(post):
+    parts = [{"type": "input_image", "image_url": "data:image/png;base64,AAAA"}]
+    error = post("/v1/responses", input=[{"role": "user", "content": parts}]).json()["error"]
+    assert error["param"] == "input" and "part 0 of message 0 of the input: the picture is damaged" in error["message"]
+    parts = [{"type": "input_image", "file_id": "file-1"}]
+    error = post("/v1/responses", input=[{"role": "user", "content": parts}]).json()["error"]
+    assert "file_id" in error["message"]
+
+
+def test_only_users_and_tools_show_pictures(seeing, post):
+    for role, status in (("system", 400), ("assistant", 400), ("user", 200), ("tool", 200)):
+        more = {"tool_call_id": "a"} if role == "tool" else {}
+        chat = [{"role": "user", "content": "a"}, {"role": role, "content": [image(SMALL)], **more}]
+        assert post(CHAT, messages=chat).status_code == status, role
+
+
+def test_a_model_without_vision_says_so(url, http):
+    error = http.post(CHAT, json={"messages": [{"role": "user", "content": [TEXT, image(SMALL)]}]}).json()["error"]
+    assert error["param"] == "messages[0].content[1]" and "fake/model has no vision" in error["message"]
+
+
+def test_a_template_that_writes_no_pictures_is_refused():
+    llm = FakeLLM(tokenizer=seeing_tokenizer("{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}"))
+    llm.image_reader = reader()
+    with serving(create_app(llm)) as url:
+        chat = [{"role": "user", "content": [TEXT, image(SMALL)]}]
+        error = httpx.post(url + CHAT, json={"messages": chat}).json()["error"]
+    assert error["param"] == "messages" and "0 placeholders" in error["message"]
+
+
+def test_hostile_pictures_never_hold_up_the_event_loop():
+    """All are read at once, while the loop counts how long it was away."""
+
+    async def beats(gaps: list[float]) -> None:
+        while True:
+            began = time.monotonic()
+            await asyncio.sleep(0.01)
+            gaps.append(time.monotonic() - began)
+
+    async def one(name: str, expected: str, content: bytes) -> str | None:
+        try:
+            await read_pictures([("p", data_url(content))], reader(), "m", MediaRules(), 256)
+        except RequestError as error:
+            return f"{name}: {error}" if expected == RIGHT else None
+        return f"{name} was read" if expected == WRONG else None
+
+    async def every() -> tuple[list[str | None], list[float]]:
+        gaps: list[float] = []
+        beating = asyncio.create_task(beats(gaps))
+        problems = await asyncio.gather(*(one(*each) for each in files))
+        beating.cancel()
+        return problems, gaps
+
+    files = list(hostile())
+    problems, gaps = asyncio.run(every())
+    assert len(files) >= 60 and not [each for each in problems if each]
+    assert max(gaps) < 1.0
+
+
+def test_a_large_picture_comes_through(seeing, post):
+    """Its base64 has more bytes than texts usually do."""
+    content = encoded(noise(1500, 1500))
+    assert len(content) > 6 * 2**20 and read_picture(content).shape == (1500, 1500, 3)
+    assert post(CHAT, messages=[{"role": "user", "content": [image(noise(1500, 1500))]}]).status_code == 200

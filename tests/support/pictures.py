@@ -1,0 +1,143 @@
+"""Pictures for tests: plain ones, and files that strangers may send."""
+
+from __future__ import annotations
+
+import base64
+import io
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from functools import cache
+
+import numpy as np
+from PIL import Image
+
+
+def noise(height: int, width: int, channels: int = 3) -> np.ndarray:
+    return np.random.default_rng(height * width).integers(0, 256, (height, width, channels), dtype=np.uint8)
+
+
+def encoded(picture: Image.Image | np.ndarray, kind: str = "PNG", **options) -> bytes:
+    file = io.BytesIO()
+    picture = Image.fromarray(picture) if isinstance(picture, np.ndarray) else picture
+    picture.save(file, kind, **options)
+    return file.getvalue()
+
+
+def data_url(content: bytes, kind: str = "image/png") -> str:
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def chunk(name: bytes, content: bytes) -> bytes:
+    return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+
+def png(width: int, height: int, *, depth: int = 8, color: int = 2, rows: bytes | None = None, more: bytes = b"",
+        interlaced: int = 0) -> bytes:  # fmt: skip
+    """A PNG that says it has this size; its `rows` may be fewer."""
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, interlaced))
+    packed = zlib.compress(b"" if rows is None else rows, 9)
+    return b"\x89PNG\r\n\x1a\n" + header + more + chunk(b"IDAT", packed) + chunk(b"IEND", b"")
+
+
+@cache
+def blank_rows(width: int, height: int, bytes_per_pixel: int = 3) -> bytes:
+    return bytes((1 + width * bytes_per_pixel) * height)
+
+
+RIGHT, WRONG, EITHER = "right", "wrong", "either"
+
+
+def hostile() -> Iterator[tuple[str, str, bytes]]:
+    """Name, whether it can be read, and contents of each file."""
+    small = Image.fromarray(noise(40, 56))
+    good = {kind: encoded(small, kind) for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP")}
+    for kind, content in good.items():
+        yield f"plain {kind}", RIGHT, content
+        for part in (9, len(content) // 2, len(content) - 3):
+            at_end = part == len(content) - 3 and kind in ("PNG", "JPEG", "GIF")  # whole pixels, without the file's end
+            yield f"{kind} cut at {part}", EITHER if at_end else WRONG, content[:part]
+    spoilt = bytearray(good["PNG"])
+    spoilt[len(spoilt) // 2] ^= 255
+    yield "PNG with a wrong checksum", WRONG, bytes(spoilt)
+    spoilt = bytearray(good["JPEG"])
+    spoilt[len(spoilt) // 2 : len(spoilt) // 2 + 40] = bytes(40)
+    yield "JPEG with spoilt coefficients", EITHER, bytes(spoilt)
+    # bombs
+    yield "PNG of 60,000 x 60,000", WRONG, png(60000, 60000)
+    yield "PNG of 2^31 - 1 squared", WRONG, png(2**31 - 1, 2**31 - 1)
+    yield "PNG of 13,000 x 13,000", WRONG, png(13000, 13000)
+    yield "PNG without pixels", WRONG, png(0, 0)
+    yield "PNG of 4,800 squared in black", RIGHT, png(4800, 4800, rows=blank_rows(4800, 4800))
+    yield "PNG whose rows end early", WRONG, png(4800, 4800, rows=b"\0" * 4800)
+    yield "interlaced PNG of 4,800 squared without rows", WRONG, png(4800, 4800, interlaced=1)
+    text = b"a\0\0" + zlib.compress(bytes(80 * 2**20), 9)
+    yield "PNG with 80 MB of compressed text", EITHER, png(8, 8, rows=blank_rows(8, 8), more=chunk(b"zTXt", text))
+    profile = b"p\0\0" + zlib.compress(bytes(80 * 2**20), 9)
+    yield "PNG with 80 MB of colour profile", EITHER, png(8, 8, rows=blank_rows(8, 8), more=chunk(b"iCCP", profile))
+    yield "GIF of 65,535 squared", WRONG, b"GIF89a" + struct.pack("<HHBBB", 65535, 65535, 0, 0, 0) + b";"
+    yield (
+        "WebP of 16,383 squared",
+        WRONG,
+        (b"RIFF\x1e\0\0\0WEBPVP8 \x12\0\0\0\x30\x01\0\x9d\x01\x2a" + struct.pack("<HH", 16383, 16383) + bytes(8)),
+    )
+    yield (
+        "BMP of 65,535 squared",
+        WRONG,
+        (
+            b"BM"
+            + struct.pack("<IHHI", 0, 0, 0, 54)
+            + struct.pack("<IiiHHIIiiII", 40, 65535, 65535, 1, 24, 0, 0, 0, 0, 0, 0)
+        ),
+    )
+    big = bytearray(encoded(small, "JPEG"))
+    at = big.index(b"\xff\xc0") + 5
+    big[at : at + 4] = struct.pack(">HH", 65500, 65500)
+    yield "JPEG of 65,500 squared", WRONG, bytes(big)
+    yield "progressive JPEG of 4,000 squared", WRONG, encoded(Image.new("RGB", (4000, 4000)), "JPEG", progressive=True)
+    # shapes
+    yield "1 x 20,000", WRONG, encoded(noise(20000, 1))
+    yield "20,000 x 1", WRONG, encoded(noise(1, 20000))
+    yield "1 x 1", RIGHT, encoded(noise(1, 1))
+    yield "2 x 400", RIGHT, encoded(noise(400, 2))
+    # modes
+    for mode in ("1", "L", "LA", "P", "RGB", "RGBA"):
+        yield f"PNG in mode {mode}", RIGHT, encoded(small.convert(mode))
+    yield "PNG in 16 bits of grey", RIGHT, encoded(Image.fromarray(noise(9, 9, 2).view("<u2")[:, :, 0]))
+    yield "PNG in 16 bits of colour", RIGHT, png(4, 4, depth=16, rows=blank_rows(4, 4, 6))
+    yield "PNG with a transparent colour", RIGHT, encoded(small.convert("P"), transparency=3)
+    yield "JPEG in CMYK", RIGHT, encoded(small.convert("CMYK"), "JPEG")
+    yield "JPEG in grey", RIGHT, encoded(small.convert("L"), "JPEG")
+    frames = [Image.fromarray(noise(16, 16 + n * 0) // (n + 1)) for n in range(4)]
+    yield "animated GIF", RIGHT, encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    yield "animated PNG", RIGHT, encoded(frames[0], "PNG", save_all=True, append_images=frames[1:])
+    yield "animated WebP", RIGHT, encoded(frames[0], "WEBP", save_all=True, append_images=frames[1:])
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    yield "JPEG turned by EXIF", RIGHT, encoded(small, "JPEG", exif=exif)
+    exif[0x0112] = 999
+    yield "JPEG with a senseless orientation", RIGHT, encoded(small, "JPEG", exif=exif)
+    yield "JPEG with damaged EXIF", RIGHT, encoded(small, "JPEG", exif=b"Exif\0\0II*\0\xff\xff\xff\xff")
+    # no pictures
+    yield "nothing", WRONG, b""
+    yield "SVG", WRONG, b'<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg"><script>1</script></svg>'
+    yield "SVG with entities", WRONG, b'<!DOCTYPE svg [<!ENTITY a "aaaa">]><svg>&a;</svg>'
+    yield "a web page", WRONG, b"<!doctype html><html><body>404</body></html>"
+    yield "TIFF", WRONG, encoded(small, "TIFF")
+    yield "PDF", WRONG, encoded(small, "PDF")
+    yield "EPS", WRONG, encoded(small, "EPS")
+    yield "AVIF's beginning", WRONG, b"\0\0\0\x20ftypavif" + bytes(64)
+    yield "a video's beginning", WRONG, b"\0\0\0\x20ftypisom" + bytes(64)
+    yield "zip", WRONG, b"PK\3\4" + bytes(64)
+    yield "random bytes", WRONG, noise(10, 100).tobytes()
+    yield "more than the most bytes", WRONG, good["PNG"] + bytes(21 * 2**20)
+    yield "a JPEG's mark alone", WRONG, b"\xff\xd8\xff"
+
+
+def broken(read: Callable[[bytes], object], error: type[Exception], expected: str, content: bytes) -> str | None:
+    """Say how reading goes against what was expected; None: it doesn't."""
+    try:
+        read(content)
+    except error as refusal:
+        return None if expected != RIGHT else f"refused: {refusal}"
+    return None if expected != WRONG else "was read"
