@@ -2,14 +2,16 @@
 
 import math
 
+import numpy as np
 import pytest
 
+import jaxspec
 from jaxspec import LLM
 from jaxspec.config.options import ConfigError
 from jaxspec.models.description import Norm, PagedRows, Rope, SigmoidScores, Yarn
 from jaxspec.models.model_config import ModelConfig
 from tests.models.test_families import GREEDY, OPTIONS, PROMPTS, VOCAB, YARN
-from tests.support import heads
+from tests.support import heads, quantised
 from tests.support.engines import check_greedy
 from tests.support.tiny import tiny_checkpoint, tiny_config
 
@@ -93,3 +95,17 @@ def test_greedy_texts_are_the_models_own_cached_or_cold(family, draft, options):
     assert cached[-1].metrics.cached_tokens >= len(PROMPTS[-1]) - 1 - OPTIONS["page_size"]
     stats = llm.engine.stats()
     assert 0 < sum(stats["accepted_per_position"]) < sum(stats["drafted_per_position"])
+
+
+@pytest.mark.parametrize("kind,config,suffix", [
+    ("block", quantised.BLOCKS, "_scale_inv"), ("channel", quantised.compressed("channel"), "_scale"),
+])  # fmt: skip
+def test_fp8_weights_are_the_numbers_that_they_stand_for(kind, config, suffix, tmp_path):
+    """In blocks, whose scales of the 200 rows of latents are of 128 and of 72, and by channel."""
+    sizes = dict(q_lora_rank=96, kv_lora_rank=160, qk_nope_head_dim=64, qk_rope_head_dim=40, v_head_dim=64)
+    source = tiny_checkpoint("deepseek_v3", VOCAB, **sizes)
+    fp8, whole = quantised.write(source, tmp_path, kind, config, suffix)
+    model, expected = (jaxspec.load_model(str(folder), progress=False) for folder in (fp8, whole))
+    assert model.params["layers"][0]["keys_values"].quantised and model.params["layers"][0]["latents"].quantised
+    text = np.arange(20)[None] % VOCAB
+    np.testing.assert_allclose(jaxspec.logits(model, text), jaxspec.logits(expected, text), atol=2e-3)
