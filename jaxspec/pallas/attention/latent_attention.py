@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.pallas.attention import paged_attention
-from jaxspec.pallas.operation import ANY, Implementation, choose, nothing
+from jaxspec.pallas.operation import ANY, HOPPER, PORTABLE, Implementation, choose, nothing
+from jaxspec.pallas.portable import latent as portable_latent
 
 
 def latent_attention(
@@ -38,4 +39,13 @@ def reference(q, kv, layer, table, start, latent, scale, mask) -> Array:
     return paged_attention.reference(q, kv, layer, table, start, mask)[..., :latent]
 
 
-LATENT_ATTENTION = (Implementation("reference", ANY, nothing, reference, slow=True),)
+def _portable_refuses(q, kv, layer, table, start, latent, scale, mask) -> str | None:
+    return portable_latent.supported(q.shape, kv, q.dtype, latent)
+
+
+_PORTABLE = _portable_refuses, portable_latent.latent_attention
+LATENT_ATTENTION = (
+    Implementation("portable_latent", HOPPER, *_PORTABLE),  # Hopper has no kernel of its own yet
+    Implementation("portable", PORTABLE, *_PORTABLE),
+    Implementation("reference", ANY, nothing, reference, slow=True),
+)
