@@ -58,6 +58,11 @@ class WholeTexts:
     def attend(self, cache, layer, q, k, v, window, sinks=None):
         return causal_attention(cache, layer, q, k, v, window, sinks)
 
+    def attend_latent(self, cache, layer, q, rows, latent, scale):
+        q = (q.astype(jnp.float32) * (scale * q.shape[-1] ** 0.5)).astype(q.dtype)
+        out, cache = causal_attention(cache, layer, q, rows[:, :, None], rows[:, :, None])
+        return out[..., :latent], cache
+
     def pages(self, cache):
         return None
 
@@ -109,6 +114,10 @@ class _OverCache:
 
     def attend(self, cache, layer, q, k, v, window, sinks=None):
         out, kv = self.rows.attend(cache.kv[self.number], layer, q, k, v, window, sinks, self._scales(cache))
+        return out, cache.replace(kv=self._put(cache.kv, kv))
+
+    def attend_latent(self, cache, layer, q, rows, latent, scale):
+        out, kv = self.rows.attend_latent(cache.kv[self.number], layer, q, rows, latent, scale)
         return out, cache.replace(kv=self._put(cache.kv, kv))
 
     def pages(self, cache):

@@ -78,6 +78,18 @@ class NormingMixer(RecurrentMixer, Protocol):
 
 
 @runtime_checkable
+class LatentMixer(Mixer, Protocol):
+    """One that serves latent attention too."""
+
+    def attend_latent(self, cache, layer, q, rows, latent, scale) -> tuple[Array, Any]:
+        """Causal attention of q [b t n w] over one row [b t w] a token: its key, whose first columns are its value.
+
+        Scores are multiplied by `scale`. The result is [b t n l] for `latent` columns, and the cache.
+        """
+        ...
+
+
+@runtime_checkable
 class PagedMixer(Mixer, Protocol):
     """One that keeps keys and values in pages, and lets a kernel of the layer's own write them there."""
 

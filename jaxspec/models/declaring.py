@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxspec.models.description import Attention, Decoder, DeltaRule, Layer, Mixture, Mlp, SigmoidScores
+from jaxspec.models.description import (
+    Attention,
+    Decoder,
+    DeltaRule,
+    LatentAttention,
+    Layer,
+    Mixture,
+    Mlp,
+    SigmoidScores,
+)
 from jaxspec.models.weights import (
     ONCE,
     WHOLE,
@@ -64,7 +73,7 @@ def layer_tensors(
     mixtures: Mixtures | None = None,
 ) -> Tensors:
     """One decoder layer, whose tensors are called `prefix...` in the checkpoint."""
-    declare = {Attention: attention_tensors, **(mixings or {})}[type(layer.mixing)]
+    declare = {Attention: attention_tensors, LatentAttention: latent_tensors, **(mixings or {})}[type(layer.mixing)]
     feed = (mixtures or mixture_tensors) if isinstance(layer.feed, Mixture) else mlp_tensors
     return {
         **{name: norm_scale(d, f"{prefix}{source}.weight", layer.norm.centred) for name, source in norms.items()},
@@ -97,6 +106,35 @@ def attention_tensors(layer: Layer, d: int, prefix: str) -> Tensors:
                 width, split = heads * a.head_dim, by_outputs(((heads, a.head_dim),))
             tree[name] = norm_scale(width, f"{prefix}{name}.weight", a.qk_norm.centred, split)
     return tree
+
+
+def latent_tensors(layer: Layer, d: int, prefix: str) -> Tensors:
+    """Latent attention. `latents` makes queries or their latent, then the latent of keys and values, then the columns
+    that rotate. `keys_values` has all heads' keys first, which queries are multiplied by, then all their values."""
+    a, prefix = layer.mixing, prefix + "self_attn."
+    queries, both = a.heads * a.query_dim, a.key_dim + a.value_dim
+    by_head, whole = ((a.heads, a.query_dim),), lambda width: ((1, width),)
+    first, split = ("q_proj", queries), by_outputs(by_head, whole(a.memory.width))
+    tree = {}
+    if a.query_latent:
+        first, split = ("q_a_proj", a.query_latent), WHOLE
+        tree["query_norm"] = norm_scale(a.query_latent, prefix + "q_a_layernorm.weight")
+        tree["queries"] = linear(a.query_latent, {prefix + "q_b_proj.weight": queries}, split=by_outputs(by_head))
+    name, width = first
+    sources = {f"{prefix}{name}.weight": width, prefix + "kv_a_proj_with_mqa.weight": a.memory.width}
+    return {
+        "latents": linear(d, sources, split=split),
+        **tree,
+        "latent_norm": norm_scale(a.latent, prefix + "kv_a_layernorm.weight"),
+        "keys_values": Param(
+            (a.latent, a.heads * both),
+            (prefix + "kv_b_proj.weight",),
+            Layout((a.heads * both,), grouped=(a.key_dim, a.value_dim)),
+            transpose=True,
+            split=by_outputs(((a.heads, both),)),
+        ),
+        "out": linear(a.heads * a.value_dim, {prefix + "o_proj.weight": d}, split=by_inputs(a.heads, a.value_dim)),
+    }
 
 
 def delta_rule_tensors(layer: Layer, d: int, prefix: str, projections: Projections) -> Tensors:

@@ -79,7 +79,10 @@ class Rope:
 
 @dataclass(frozen=True)
 class PagedRows:
-    """Memory of all tokens, in pages: of each token `streams` (keys and values: 2) of `heads` rows, `width` wide."""
+    """Memory of all tokens, in pages: of each token `streams` of `heads` rows, `width` wide.
+
+    Keys and values are two streams. A latent, of which both are made, is one.
+    """
 
     heads: int
     width: int
@@ -162,9 +165,58 @@ class Attention:
     def columns(self) -> int:
         return (2 * self.heads + 2 * self.kv_heads) * self.head_dim
 
+    @property
+    def pair_flops(self) -> int:
+        """Operations of a row with each position that it sees."""
+        return 4 * self.heads * self.head_dim
+
     def divided(self, share: Share) -> Attention:
         heads, kv_heads = share("query heads", self.heads), share("KV heads", self.kv_heads, repeated=True)
         return dataclasses.replace(self, heads=heads, kv_heads=kv_heads)
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Causal attention over latents (MLA, https://arxiv.org/abs/2405.04434, section 2.1).
+
+    All heads share one row a token: a normed latent, `latent` wide, and behind it the key's `rope.columns`. Each head
+    makes `key_dim` more columns of its key, and a value of `value_dim`, of the latent. Queries are made of a normed
+    latent of their own, `query_latent` wide; None: of the layer's input. `scale`: what scores are multiplied by.
+    `norm`: of both latents.
+    """
+
+    heads: int
+    latent: int
+    key_dim: int
+    value_dim: int
+    rope: Rope
+    scale: float
+    norm: Norm
+    query_latent: int | None = None
+
+    @property
+    def memory(self) -> PagedRows:
+        return PagedRows(1, self.latent + self.rope.columns, streams=1)
+
+    @property
+    def query_dim(self) -> int:
+        """Columns of a query head, those that rotate last."""
+        return self.key_dim + self.rope.columns
+
+    @property
+    def columns(self) -> int:
+        """Columns of the first products and of the outputs; matrices behind a latent are shorter, and left out."""
+        queries = self.query_latent or self.heads * self.query_dim
+        return queries + self.memory.width + self.heads * self.value_dim
+
+    @property
+    def pair_flops(self) -> int:
+        """Operations of a row with each position that it sees, queries being projected into the latent."""
+        return 2 * self.heads * (self.memory.width + self.latent)
+
+    def divided(self, share: Share) -> LatentAttention:
+        """Describe the part of one of several devices, each of which has the latents of all tokens."""
+        return dataclasses.replace(self, heads=share("query heads", self.heads))
 
 
 @dataclass(frozen=True)
@@ -291,7 +343,7 @@ class Decoder:
     deterministic: int = 0
 
     @property
-    def attention(self) -> Attention | None:
+    def attention(self) -> Attention | LatentAttention | None:
         """The mixing of the first layer that keeps rows in pages."""
         return next((layer.mixing for layer in self.layers if isinstance(layer.mixing.memory, PagedRows)), None)
 

@@ -77,7 +77,8 @@ def check_params(declared: Any, size: int) -> None:
                         f"devices can't divide {units}"
                     )
             for start, stop, _ in _spans(_parts(param, i), 0, among, param.split.padded):
-                if start % block or stop % block:
+                whole = sum(units * width for units, width in _parts(param, i))  # whose last block may be a part
+                if start % block or (stop % block and stop != whole):
                     raise ConfigError(
                         f"--tp-size {size}: {param.sources[i]} would be cut into {stop - start} {param.split.along}, "
                         f"and blocks of {block} share a scale, which can't be cut. Use fewer devices, an unquantised "
@@ -153,7 +154,7 @@ def cut(param: Param, i: int, tensor: Any, rank: int, size: int, scale: bool = F
             return of.array(tensor)  # scales of whole outputs, or of a whole matrix
     pieces = []
     for start, stop, lack in _spans(_parts(param, i), rank, size, split.padded):
-        piece = tensor[(slice(None),) * axis + (slice(start // grain, stop // grain),)]
+        piece = tensor[(slice(None),) * axis + (slice(start // grain, -(-stop // grain)),)]
         pieces.append(of.pad(piece, [(0, lack if j == axis else 0) for j in range(piece.ndim)]) if lack else piece)
     return of.concatenate(pieces, axis=axis)
 

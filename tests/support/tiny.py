@@ -31,14 +31,18 @@ CHAT_TEMPLATE = (
 )
 
 ARCHITECTURES = {
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
     "ernie4_5": "Ernie4_5ForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "glm4": "Glm4ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
+    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "granite": "GraniteForCausalLM",
     "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
+    "kimi_k2": "DeepseekV3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "minimax_m2": "MiniMaxM2ForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -63,8 +67,23 @@ LINEAR = dict(
     linear_conv_kernel_dim=4,
 )
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=16)
+LATENT = dict(
+    q_lora_rank=12,
+    kv_lora_rank=16,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=12,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
+    first_k_dense_replace=1,
+)
 # what a family's config has beside the keys that all have
 EXTRA = {
+    "deepseek_v2": LATENT | dict(q_lora_rank=None),
+    "deepseek_v3": LATENT | dict(n_group=4, topk_group=2),
+    "glm4_moe_lite": LATENT,
+    "kimi_k2": LATENT | dict(n_group=1, topk_group=1),
     "exaone4": dict(sliding_window=20, sliding_window_pattern=2),
     "gemma3": dict(query_pre_attn_scalar=24, sliding_window=20, sliding_window_pattern=2, rope_local_base_freq=100.0),
     "glm4_moe": dict(n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, routed_scaling_factor=1.5),
