@@ -73,11 +73,11 @@ class ModelCost:
         attends = [each.mixing for each in config.decoder.layers if isinstance(each.mixing.memory, PagedRows)]
         states = state_bytes(config, 1, kv_dtype, state_dtype)[1]
         numbers = states // jnp.dtype(state_dtype).itemsize
-        head = model.params["embed"] if tied else model.params["head"].values
+        head = model.params["embed"].size if tied else model.params["head"].numbers
         return cls(
             weight_bytes=_bytes(model.params) - (0 if tied else _bytes(model.params["embed"])),
             layer_flops=2 * matrices + 3 * 2 * numbers,  # a state is read twice and added to, for each token
-            head_flops=2 * head.size,
+            head_flops=2 * head,
             attention_flops=sum(mixing.pair_flops for mixing in attends),
             kv_bytes=kv_bytes_per_token(config, kv_dtype),
             state_bytes=states,

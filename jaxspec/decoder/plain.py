@@ -20,7 +20,7 @@ from jaxspec.decoder.mixings.kind import Weights
 from jaxspec.decoder.path import MIXTURE, Path, implementing
 from jaxspec.decoder.stack import Ops
 from jaxspec.models.description import ClampedSwiglu, Layer, Mixture, Mlp, Norm, Rope, SigmoidScores
-from jaxspec.models.weights import Fp8, Mxfp4
+from jaxspec.models.weights import Fp8, Int4, Mxfp4, Nvfp4
 from jaxspec.parallel.peers import summed
 from jaxspec.parallel.sharding import devices, total
 
@@ -29,7 +29,7 @@ IMPLEMENTS = implementing({
     Rope: {"columns", "interleaved"},
     Mixture: {*MIXTURE, "shared_gated", "scores", "bias", "router_bias", "activation", "groups"},
     ClampedSwiglu: {"alpha", "limit"}, SigmoidScores: {"groups", "top_groups", "scale"},
-    Fp8: {"block", "activations"}, Mxfp4: set(),
+    Fp8: {"block", "activations"}, Mxfp4: set(), Int4: {"group", "zeros", "ordered"}, Nvfp4: set(),
 })  # fmt: skip
 
 

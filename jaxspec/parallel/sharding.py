@@ -68,6 +68,8 @@ def check_params(declared: Any, size: int) -> None:
                 f"--tp-size {size}: how to divide {param.sources[0]} isn't decided; --tp-size 1 serves it"
             )
         block, among = param.format.per_scale(param.split.along) or 1, size // param.split.groups
+        if param.split.along == "inputs":
+            block = max(block, param.format.inputs_together)
         more = ", or --ep-size to divide experts whole" if param.stacked else ""
         for i in range(len(param.split.parts)):
             for units, width in _parts(param, i):
@@ -196,7 +198,7 @@ def _grain(param: Param, scale: bool) -> int | None:
     """How many numbers along the divided axis an entry of a source stands for, or of its scales; None: all of them."""
     if scale:
         return param.format.per_scale(param.split.along)
-    return param.format.inputs_per_entry if param.split.along == "inputs" else 1
+    return param.format.inputs_per_entry if param.split.along == "inputs" and param.scales else 1
 
 
 def joined(param: Param, parts: Sequence[Any], mesh: Mesh) -> Any:
@@ -208,12 +210,16 @@ def joined(param: Param, parts: Sequence[Any], mesh: Mesh) -> Any:
         axis = 0  # one device's experts after the other's, whatever it has of them
     if not isinstance(parts[0], Weight):
         return _global(axis, parts, mesh)
-    scales = None
-    if parts[0].scales is not None:
-        of_scales = 3 - axis if axis and param.format.scales_by_input else axis
-        repeated = param.format.per_scale(param.split.along) is None
-        scales = _global(None if repeated else of_scales, [weight.scales for weight in parts], mesh)
-    return parts[0].replace(values=_global(axis, [weight.values for weight in parts], mesh), scales=scales)
+    first, along = parts[0], param.split.along
+    of = {"values": axis, "scales": axis, "factors": axis, "order": None}
+    if axis is not None and axis >= first.values.ndim - 2:
+        if param.format.scales_by_input:
+            of["scales"] = 2 * first.values.ndim - 3 - axis
+        of["factors"] = first.values.ndim - 2 if along == "outputs" else None
+        if param.format.per_scale(along) is None:
+            of["scales"] = None  # the same for all
+    each = {name: [getattr(weight, name) for weight in parts] for name in of if getattr(first, name) is not None}
+    return first.replace(**{name: _global(of[name], arrays, mesh) for name, arrays in each.items()})
 
 
 def _global(axis: int | None, parts: Sequence[Array], mesh: Mesh) -> Array:

@@ -16,7 +16,8 @@ from safetensors.numpy import load_file
 
 E4M3, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16
 NAMES = {
-    np.dtype(E4M3): "F8_E4M3", np.dtype(BF16): "BF16", np.dtype(np.float32): "F32", np.dtype(np.uint8): "U8"
+    np.dtype(E4M3): "F8_E4M3", np.dtype(BF16): "BF16", np.dtype(np.float32): "F32", np.dtype(np.float16): "F16",
+    np.dtype(np.uint8): "U8", np.dtype(np.int32): "I32", np.dtype(np.int64): "I64",
 }  # fmt: skip
 # Of matrices, those that published checkpoints leave as they are.
 KEPT = re.compile(
