@@ -45,6 +45,16 @@ MTP_PARTS = {
     "eh_proj.": "fc.",
     "shared_head.norm.": "norm.",
 }
+MTP_HALVES = {  # parts of a module in Nemotron's layout, and in Qwen's
+    "layers.0.enorm.": "pre_fc_norm_embedding.",
+    "layers.0.hnorm.": "pre_fc_norm_hidden.",
+    "layers.0.eh_proj.": "fc.",
+    "layers.0.norm.": "layers.0.input_layernorm.",
+    "layers.0.mixer.": "layers.0.self_attn.",
+    "layers.1.norm.": "layers.0.post_attention_layernorm.",
+    "layers.1.mixer.": "layers.0.mlp.",
+    "layers.1.final_layernorm.": "norm.",
+}
 OTHER_PARTS = ("visual.", "vision_tower.", "multi_modal_projector.")  # of multimodal models, beside the text model
 
 
@@ -295,9 +305,11 @@ def mtp_name(name: str, layers: int) -> str | None:
     """An MTP tensor's name in Qwen's layout, `mtp.*`; None for other tensors, and for copies of the model's own.
 
     DeepSeek's layout has modules as further layers of the model, behind its `layers`, each with norms of its own.
+    Nemotron's has a module's attention and its MLP as two layers, of one norm each.
     """
     if name.startswith(MTP):
-        return name
+        theirs = next((theirs for theirs in MTP_HALVES if name.startswith(MTP + theirs)), "")
+        return f"{MTP}{MTP_HALVES[theirs]}{name.removeprefix(MTP + theirs)}" if theirs else name
     if (found := _further_layer(name, layers)) is None:
         return None
     module, part = found

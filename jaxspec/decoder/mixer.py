@@ -42,12 +42,12 @@ class Mixer(Protocol):
 class RecurrentMixer(Mixer, Protocol):
     """One that serves recurrent layers too, over a state of fixed size."""
 
-    def convolve(self, cache, layer, x, weight, mix=None) -> tuple[Any, Any]:
+    def convolve(self, cache, layer, x, weight, mix=None, bias=None) -> tuple[Any, Any]:
         """Each channel's causal convolution over its newest w rows, the last tap on the row itself, then SiLU.
 
-        The channels are the first c columns of x [b t d], `weight` is [w c]. They come out as [b t c]; or those of
-        `mix`, a `DeltaRule`, as its queries and keys [b t m k] and values [b t n v]: queries and keys of length one,
-        queries scaled by k**-0.5.
+        `bias` [c], of channels without `mix`, is added before that. The channels are the first c columns of x [b t d],
+        `weight` is [w c]. They come out as [b t c]; or those of `mix`, a `DeltaRule`, as its queries and keys [b t m k]
+        and values [b t n v]: queries and keys of length one, queries scaled by k**-0.5.
         """
         ...
 

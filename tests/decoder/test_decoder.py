@@ -16,6 +16,7 @@ from jaxspec.decoder.path import NO_HOPPER, Call
 from jaxspec.decoder.plain import PLAIN
 from jaxspec.decoder.weight_stream import WEIGHT_STREAM
 from jaxspec.models.description import (
+    Absent,
     Attention,
     ClampedSwiglu,
     Decoder,
@@ -23,6 +24,7 @@ from jaxspec.models.description import (
     LatentAttention,
     Layer,
     LinearScaling,
+    Mamba2,
     Mixture,
     Mlp,
     Norm,
@@ -50,6 +52,8 @@ PLAINEST = {
     Attention: Attention(8, 4, 128, Rope(1e4)),
     LatentAttention: LatentAttention(8, 512, 128, 128, Rope(1e4, columns=64), 0.07, NORM, 1536),
     DeltaRule: DeltaRule(2, 4, 128, 128, 4),
+    Mamba2: Mamba2(8, 64, 2, 128, 4),
+    Absent: Absent(),
     Mlp: Mlp(1024),
     Mixture: Mixture(8, 2, 128),
     ClampedSwiglu: ClampedSwiglu(1.702, 7.0),
@@ -122,10 +126,23 @@ FIELDS = {
         "value_dim": (64, {EVERY, FUSED, FP8}),
         "taps": (3, {EVERY, FUSED, FP8}),
     },
+    Mamba2: {
+        "heads": (4, {EVERY}),
+        "width": (32, {EVERY}),
+        "groups": (4, {EVERY}),
+        "state": (64, {EVERY}),
+        "taps": (3, {EVERY}),
+        "conv_bias": (False, {EVERY}),
+        "bias": (True, {EVERY}),
+        "least_step": (0.1, {EVERY}),
+        "most_step": (1.0, {EVERY}),
+    },
+    Absent: {},
     Mlp: {
         "width": (2048, {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
         "bias": (True, {EVERY, FUSED}),
         "activation": ("gelu_tanh", {EVERY, FUSED}),
+        "gated": (False, {EVERY}),
     },
     Unquantised: {},
     Fp8: {"block": (None, {EVERY, FEW, FUSED, FP8, FP8S}), "activations": (True, {EVERY})},
@@ -144,6 +161,8 @@ FIELDS = {
         "router_bias": (True, {EVERY, FEW}),
         "activation": (ClampedSwiglu(1.702, 7.0), {EVERY, FEW}),
         "groups": (2, {EVERY}),
+        "gated": (False, {EVERY}),
+        "latent": (64, {EVERY}),
     },
     Layer: {
         "mixing": (Attention(8, 8, 128, Rope(1e4)), {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),

@@ -39,12 +39,15 @@ WHOLE = {
     *("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm", "q_norm", "k_norm", "read_norm", "norm"),
     *("latents", "query_norm", "latent_norm"),
     *("router", "router_bias", "router_correction", "shared_gate", "fc", "embed_norm", "hidden_norm"),
+    *("latent_in", "latent_out"),
 }
 ONCE = {"out_bias", "down_bias", "experts_down_bias"}
 
 
 def config(family: str, **sizes) -> ModelConfig:
     more = EIGHT | ({"attention_bias": False} if family in UNBIASED else {}) | sizes
+    if family == "nemotron_h":
+        more |= {"mlp_bias": False, "n_groups": 8, "use_bias": True, "moe_shared_expert_intermediate_size": 32}
     return ModelConfig.from_hf(tiny_config(family, 67, **more))
 
 
@@ -68,6 +71,7 @@ def test_somebody_has_decided_how_each_parameter_is_divided(family):
         assert param.split is not None, f"{family}: {name} has no split: how is it divided among devices?"
         by_head = name in ("q_norm", "k_norm") and family in ("minimax_m2", "olmo2", "olmo3")  # of all heads together
         by_head |= (name, family) == ("latents", "deepseek_v2")  # whose queries have no latent
+        by_head |= name == "read_norm" and family == "nemotron_h"  # by group of heads
         expected = None if by_head else "whole" if name in WHOLE else "once" if name in ONCE else None
         assert param.split.along == expected or (expected is None and param.split.parts), (family, name)
 
