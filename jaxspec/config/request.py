@@ -421,6 +421,7 @@ class RequestMetrics:
     preemptions: int = 0
     drafted_tokens: int = 0  # draft tokens that those rounds verified
     acceptance_histogram: list[int] = field(default_factory=list)  # [j]: rounds with a draft that accepted j of it
+    weight_version: str = "default"  # of the weights that the last token is from
 
     @property
     def accept_length(self) -> float:
