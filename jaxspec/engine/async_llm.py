@@ -265,7 +265,7 @@ class AsyncLLM:
         return paused[0]
 
     async def _ask(self, function: Callable[[], Any]) -> Any:
-        """What `function` returns in the engine's thread, or what the future comes to that it returns.
+        """Result of `function` in the engine's thread, or of the future that it returns.
 
         **Raises:** what it raises; `EngineDead`.
         """

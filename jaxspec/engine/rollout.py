@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
@@ -23,9 +23,6 @@ from jaxspec.config.options import ConfigError
 from jaxspec.config.request import Delta, RequestError
 from jaxspec.engine.admission import Request
 from jaxspec.engine.weights import Update, applied, check_follows, moved, read, read_folders
-
-if TYPE_CHECKING:
-    from jaxspec.engine.engine import Engine
 
 MODES = ("abort", "retract", "in_place", "wait")
 TAGS = ("kv_cache", "weights")
@@ -41,13 +38,13 @@ class Waiting:
 
 
 class Rollout:
-    """What stands between an engine's callers and its scheduler. Run by the engine's thread.
+    """Line between an engine's callers and its scheduler. Run by the engine's thread; `engine` is an `Engine`.
 
     **Attributes:** `version`, the name of the weights; `paused`, the mode of a pause, or None; `released`, the tags of
     what has been given back.
     """
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Any):
         self._engine, self._line = engine, deque[Request | Waiting]()
         self.version, self._updates = FIRST, 0
         self.paused: str | None = None
@@ -65,7 +62,7 @@ class Rollout:
         return sum(isinstance(each, Waiting) for each in list(self._line))
 
     def figures(self) -> dict[str, Any]:
-        """What the engine's figures say of it."""
+        """Figures for `Engine.stats`."""
         standing = sum(len(each.choices) for each in list(self._line) if isinstance(each, Request))
         return {
             "weight_version": self.version,
