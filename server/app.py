@@ -21,7 +21,7 @@ from server.http.gate import Gate
 from server.http.request_times import RequestTimes
 from server.metrics import Metrics
 from server.prompt_log import PromptLog
-from server.routes import generation, health, information, playground, profile, responses, sglang, tokens
+from server.routes import generation, health, information, playground, profile, responses, rollout, sglang, tokens
 from server.routes.serving import Serving
 from server.tracing import Tracer
 
@@ -61,7 +61,7 @@ def create_app(
     metrics = Metrics(llm.stats, llm.config, name)
     app.add_middleware(RequestTimes, observe=metrics.http.observe)  # outermost
     serving = Serving(llm, name, metrics, sampling or {}, formats, prompt_log, tracer)
-    for routes in (generation, responses, sglang, tokens, health, information, profile, playground):
+    for routes in (generation, responses, sglang, tokens, health, information, rollout, profile, playground):
         routes.add(app, serving)
     openapi.describe(app, llm.model_config.vocab_size)
     return app

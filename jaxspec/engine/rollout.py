@@ -20,13 +20,12 @@ from typing import Any
 import jax
 
 from jaxspec.config.options import ConfigError
-from jaxspec.config.request import Delta, RequestError
+from jaxspec.config.request import FIRST_VERSION, Delta, RequestError
 from jaxspec.engine.admission import Request
 from jaxspec.engine.weights import Update, applied, check_follows, moved, read, read_folders
 
 MODES = ("abort", "retract", "in_place", "wait")
 TAGS = ("kv_cache", "weights")
-FIRST = "default"  # the version of the weights that an engine starts with, as SGLang calls it
 
 
 @dataclass
@@ -46,7 +45,7 @@ class Rollout:
 
     def __init__(self, engine: Any):
         self._engine, self._line = engine, deque[Request | Waiting]()
-        self.version, self._updates = FIRST, 0
+        self.version, self._updates = FIRST_VERSION, 0
         self.paused: str | None = None
         self.released: set[str] = set()
         self._places: Any = None  # shardings of weights that are on the host
@@ -209,7 +208,7 @@ class Rollout:
         engine, runner = self._engine, self._engine.runner
         runner.set_weights(*applied(runner.model, runner.draft, engine.config, update))
         before, self._updates = self._updates, self._updates + 1
-        self.version = update.version or f"{FIRST}-{self._updates}"
+        self.version = update.version or f"{FIRST_VERSION}-{self._updates}"
         engine.scheduler.change_version(_mark(before) ^ _mark(self._updates))
         if flush:
             engine.scheduler.flush()
