@@ -191,24 +191,26 @@ def own(model, prompt, found):
     return found == logits[len(prompt) - 1 : -1].tolist()
 
 
-async def test_no_request_is_lost_and_none_mixes_versions():
+@pytest.mark.parametrize("updates, at_once", [(4, 3), pytest.param(50, 64, marks=pytest.mark.exhaustive)])
+async def test_no_request_is_lost_and_none_mixes_versions(updates, at_once):
     async with Callers(SELF) as callers:
-        llm, models = callers.llm, {"default": callers.llm.engine.runner.model}
-        tasks, prompts = [], [tokens(7 + i, i) for i in range(12)]
-        for step in range(4):
-            tasks += await callers.begin(prompts[3 * step : 3 * step + 3], wait=not step, max_tokens=20)
+        llm, models, versions = callers.llm, {"default": callers.llm.engine.runner.model}, []
+        tasks, prompts = [], [tokens(7 + i % 12, i) for i in range(updates * at_once)]
+        for step in range(updates):
+            versions += [list(models)[-1]] * at_once
+            some = prompts[at_once * step : at_once * (step + 1)]
+            tasks += await callers.begin(some, wait=not step, max_tokens=20)
             new = jax.tree.map(lambda x, step=step: x * (1.1 + step), models["default"].params)
             asked = asyncio.create_task(llm.control("update", target=new, draft=new, version=str(step)))
             while llm.engine.rollout.figures()["updates"] <= step:
                 await asyncio.sleep(0.001)
             models[str(step)] = dataclasses.replace(models["default"], params=new)
-            if step == 3:
-                assert (await asked)["weight_version"] == "3"
         outs = await asyncio.gather(*tasks)
-        versions = [last.metrics.weight_version for _, last in outs]
-        assert versions == [v for v in ("default", "0", "1", "2") for _ in range(3)]
+        assert (await asked)["weight_version"] == str(updates - 1)
+        assert [last.metrics.weight_version for _, last in outs] == versions
         for prompt, (found, last) in zip(prompts, outs, strict=True):
             assert len(found) == 20 and own(models[last.metrics.weight_version], prompt, found)
+        assert min(last.metrics.accept_length for _, last in outs) > 3, "the drafter follows"
         audit(llm.engine.scheduler)
 
 
