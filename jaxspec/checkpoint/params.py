@@ -253,6 +253,12 @@ def _quantised(sources: list[jax.Array], layout: Layout, format: Format) -> tupl
     return jax.lax.map(expert, sources[0])
 
 
+def quantised(param: Param, values: jax.Array) -> Any:
+    """The weight in the format of its declaration, of values as an unquantised one has them."""
+    sources = [values] if param.stacked else [part.T for part in param.layout.unpack(values)]
+    return param.made(*_quantised(sources, param.layout, param.format))
+
+
 def dummy(declared: Any, dtype: str, seed: int, mesh: Mesh | None = None) -> Any:
     """Random params on the device, each a function of `seed` and its own name alone.
 
@@ -286,8 +292,7 @@ def dummy(declared: Any, dtype: str, seed: int, mesh: Mesh | None = None) -> Any
         array = values(path, param)
         if isinstance(param.format, Unquantised):
             return places[0].moved(param.made(array))
-        sources = [array] if param.stacked else [part.T for part in param.layout.unpack(array)]
-        return jax.block_until_ready(places[0].moved(param.made(*_quantised(sources, param.layout, param.format))))
+        return jax.block_until_ready(places[0].moved(quantised(param, array)))
 
     return jax.tree_util.tree_map_with_path(make, declared)
 

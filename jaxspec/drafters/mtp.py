@@ -106,8 +106,7 @@ def check(target: Model | Source, load_format: str) -> None:
         raise ConfigError(
             f"--draft mtp: {target.name} (model_type {target.config.model_type}) brings no MTP module; Qwen3-Next, "
             "Qwen3.5, GLM-4.5, DeepSeek-V3 and Nemotron 3 Super checkpoints do, as tensors mtp.* or as a layer behind "
-            "the last. Use "
-            "--draft ngram, which needs nothing"
+            "the last. Use --draft ngram, which needs nothing"
         )
 
 
