@@ -27,7 +27,15 @@ from jaxspec.structured.schema import (
     type_of,
     types,
 )
-from jaxspec.structured.texts import FORMAT_PATTERNS, FORMATS, escape, matches, other_texts, without_lookahead
+from jaxspec.structured.texts import (
+    FORMAT_PATTERNS,
+    FORMATS,
+    escape,
+    looks_around,
+    matches,
+    other_texts,
+    without_lookahead,
+)
 
 MAX_PARTS, MAX_OPTIONS = 20_000, 1000  # of a schema; and of its unions, where several are multiplied out
 MAX_COUNT = 2**31  # more items, members or characters than any text has
@@ -241,8 +249,12 @@ class _Lowering:
             found |= {"allOf": [{"type": "string", "pattern": each} for each in ahead]} if ahead else {}
         else:
             raise SchemaError(path, f"pattern must be a string, not {json.dumps(pattern)[:60]}")
-        if whole.get("format") in FORMATS:  # others say nothing, by JSON Schema itself
-            found["format"] = whole["format"]
+        if looks_around(found.get("pattern", "")):
+            raise SchemaError(path, f"the pattern {pattern[:60]!r} looks ahead or behind, which can't be enforced")
+        if (form := whole.get("format")) in FORMATS:  # others say nothing, by JSON Schema itself
+            if form not in FORMAT_PATTERNS:
+                raise SchemaError(path, f"the format {form} can't be enforced; {', '.join(FORMAT_PATTERNS)} can")
+            found["format"] = form
         return found
 
     def _array(self, whole: Mapping[str, Any], path: str) -> dict[str, Any]:

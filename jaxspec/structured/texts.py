@@ -25,7 +25,8 @@ _LABEL = "[a-zA-Z0-9]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
 _ATOM = r"[a-zA-Z0-9!#$%&'*+\-/=?^_`{|}~]+"
 _PERIOD = "T([0-9]+H([0-9]+M([0-9]+S)?)?|[0-9]+M([0-9]+S)?|[0-9]+S)"
 _SIGN = r"([A-Za-z0-9._~!$&'()*+,;=:@\-]|%[0-9A-Fa-f]{2})"
-# Texts of a format where the grammar library has none: as names of members, and outside of JSON. None is of another.
+# Texts of each format that the grammar library knows, for places where it knows none: names of members, and outside of
+# JSON. None is of another.
 FORMAT_PATTERNS = {
     "uuid": "^[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$",
     "date": f"^{_DATE}$",
@@ -62,6 +63,11 @@ _SAME = {
     ),
 }
 _SIGNS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[()|^$]", re.DOTALL)
+
+
+def looks_around(pattern: str) -> bool:
+    """Whether a regular expression has look-ahead or look-behind."""
+    return re.search(r"\(\?<?[=!]", re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", "", pattern)) is not None
 
 
 def without_lookahead(pattern: str) -> list[str]:

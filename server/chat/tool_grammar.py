@@ -264,8 +264,6 @@ def _text(schema: Mapping[str, Any]) -> str:
                 parts.append(f"({' | '.join(json.dumps(text) for text in listed if isinstance(text, str))})")
         patterns = [part["pattern"]] if "pattern" in part else []
         if "format" in part:
-            if part["format"] not in FORMAT_PATTERNS:
-                raise ValueError(f"texts of the format {part['format']} can't be enforced")
             patterns.append(FORMAT_PATTERNS[part["format"]])
         parts += [f"/{_in_lark(with_classes(whole(pattern)))}/" for pattern in patterns]
         if part.keys() & {"minLength", "maxLength"}:

@@ -155,6 +155,7 @@ def call(format, arguments, name="f") -> str:
     (members(a={**TEXT, "minLength": 2, "maxLength": 3}), [{"a": "ab"}, {"a": "é é"}], [{"a": "a"}, {"a": "abcd"}]),
     (members(a={**TEXT, "pattern": "^[a-z]+/\\d$"}), [{"a": "ab/1"}], [{"a": "a"}, {"a": "a/1b"}]),
     (members(a={**TEXT, "pattern": "^a|b"}), [{"a": "xbc"}, {"a": "ac"}], [{"a": "xac"}]),
+    (members(a={**TEXT, "pattern": r"^[(?=]\(?!$"}), [{"a": "=(!"}, {"a": "?!"}], [{"a": "x"}]),
     (members(a={**TEXT, "format": "date"}), [{"a": "2026-01-31"}], [{"a": "x"}]),
     (members(a={"enum": ["x", "y", None]}), [{"a": "x"}, {"a": None}], [{"a": "z"}]),
     (members(a={"anyOf": [{"enum": ["x"]}, {"type": "null"}]}), [{"a": "x"}, {"a": None}], [{"a": "z"}, {"a": 3}]),
@@ -219,6 +220,11 @@ def test_what_cannot_be_demanded_is_refused():
         ({"type": "string"}, "of the function 'f' must have the type object, got 'string'"),
         ({"type": "objekt"}, "of the function 'f': at /: 'objekt' isn't a type"),
         (members(a={"type": "array", "items": {"type": "strange"}}), "'f': at /properties/a/items: 'strange'"),
+        (
+            members(a={"type": "array", "items": {**TEXT, "format": "iri"}}),
+            "'f': at /properties/a/items: the format iri",
+        ),
+        (members(a={**TEXT, "pattern": "a(?=b)c"}), "'f': at /properties/a: the pattern 'a.*c' looks ahead or behind"),
     ):
         with pytest.raises(RequestError, match=why) as caught:
             tool_call_grammar([{"function": {"name": "f", "parameters": wrong}}], "hermes")
