@@ -158,10 +158,13 @@ class Rollout:
     def release(self, tags: list[str] | None) -> list[Delta]:
         """Give memory back: "kv_cache", all pages and slots; "weights", which move to the host's memory; None: both.
 
-        Requests that run are retracted. **Raises:** `RequestError` for other tags, or in a pause that keeps pages.
+        Requests that run are retracted. **Raises:** `RequestError` for other tags, or in a pause that keeps pages;
+        `ConfigError` on several hosts.
         """
         wanted = self._tags(tags) - self.released
         deltas: list[Delta] = []
+        if self._engine.runner.hosts is not None:
+            raise ConfigError("memory can't be released on several hosts; stop the nodes instead")
         if self.paused == "in_place" and "kv_cache" in wanted and self._engine.scheduler.unfinished:
             raise RequestError("requests are paused in place and keep their pages; pause with the mode retract", "tags")
         self._engine.read_all(deltas)
