@@ -13,6 +13,7 @@ from jaxspec.config.json_values import shown
 from jaxspec.config.request import Completion, Delta, RequestError, RequestMetrics, RequestOutput, SamplingParams
 from jaxspec.engine.admission import Request
 from jaxspec.engine.engine import Engine
+from jaxspec.images.picture import Prompt
 from jaxspec.text.errors import TokenizerError
 
 
@@ -34,11 +35,11 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | list[int] | list[str] | list[list[int]],
+        prompts: str | list[int] | Prompt | list[str] | list[list[int]] | list[Prompt],
         params: SamplingParams | list[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Complete one prompt or several: strings, or lists or arrays of token ids used as they are. One output each,
-        in order.
+        """Complete one prompt or several: strings, lists or arrays of token ids used as they are, or `Prompt`s with
+        pictures. One output each, in order.
 
         Calls from several threads take turns; to serve many callers at once, use `AsyncLLM`.
 
@@ -51,7 +52,7 @@ class LLM:
         """
         if isinstance(prompts, np.ndarray):
             prompts = prompts.tolist()
-        if isinstance(prompts, str):
+        if isinstance(prompts, str | Prompt):
             prompts = [prompts]
         if not isinstance(prompts, list | tuple):
             raise RequestError(
