@@ -194,12 +194,11 @@ async def run(
     **Raises:** `RequestError` before any prompt has started, if one can't be served, or its `rid` is in use.
     """
     if len(jobs) > 1:
-        await llm.check([(job.ids, job.params) for job in jobs])
+        await llm.check([(job.prompt, job.params) for job in jobs])
     if chosen := {job.name for job in jobs if job.chosen}.intersection(running.values()):
         raise RequestError(f"another request with the rid {min(chosen)!r} is running; choose another", "rid")
     watches = [metrics.watch(job.params) for job in jobs]
-    given = [{"images": job.images} if job.images else {} for job in jobs]
-    streams = [llm.generate(job.ids, job.params, job.id, client, **more) for job, more in zip(jobs, given, strict=True)]
+    streams = [llm.generate(job.prompt, job.params, job.id, client) for job in jobs]
     metrics.load += 1
     named = {job.id: job.name for job in jobs}
     running.update(named)

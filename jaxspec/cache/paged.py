@@ -68,6 +68,8 @@ class Rows:
     everything before those (t <= w: earlier rows of the same tree may stand there). `depth` is the distance of its
     position from the first of these w slots.
 
+    Positions are slots, moved by `shift[r]`, as those behind a picture are, or in three `axes` of their own.
+
     `asked[r]`, if given: whether the attention of request r's rows is requested. `fixed`: as of `paged_attention`.
     """
 
@@ -77,15 +79,19 @@ class Rows:
     depth: Int[Array, "b t"] | None = None
     mask: Bool[Array, "b t w"] | None = None
     asked: Bool[Array, " b"] | None = None
+    shift: Int[Array, " b"] | None = None
+    axes: Int[Array, "3 b t"] | None = None
     fixed: int = flax.struct.field(pytree_node=False, default=0)
 
     def positions(self, t: int) -> Int[Array, "b t"]:
         """Positions of the rows in the text, as the rope table takes them."""
-        return self._kv_slots(t) if self.depth is None else self._masked_from[:, None] + self.depth
+        slots = self._kv_slots(t) if self.depth is None else self._masked_from[:, None] + self.depth
+        return slots if self.shift is None else slots + self.shift[:, None]
 
-    def marked_positions(self, t: int) -> Int[Array, "b t"]:
+    def marked_positions(self, t: int) -> Int[Array, "b t"] | Int[Array, "3 b t"]:
         """Positions as a model's forward takes them: -1 for rows outside `count`, since padding needs no experts."""
-        return jnp.where(jnp.arange(t) < self.count[:, None], self.positions(t), -1)
+        positions = self.positions(t) if self.axes is None else self.axes
+        return jnp.where(jnp.arange(t) < self.count[:, None], positions, -1)
 
     def attend(
         self,

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxspec.checkpoint import kv_scales, packed
+from jaxspec.checkpoint import kv_scales, packed, vision
 from jaxspec.checkpoint.check import CheckpointError, TensorInfo, check
 from jaxspec.checkpoint.find import Source, resolve
 from jaxspec.checkpoint.gguf_file import GgufFile
@@ -74,6 +74,7 @@ class Model:
     - `kv_scales`: f32[l, 2, m], what keys (0) and values (1) of each KV head are divided by in an FP8 cache, by its
       checkpoint; None if that doesn't say.
     - `image_reader`: how it takes pictures; None for a model without vision.
+    - `tower`: arrays of `config.tower`, which reads pictures; None if there is none.
     """
 
     config: ModelConfig
@@ -87,6 +88,7 @@ class Model:
     tp_size: int = 1
     kv_scales: np.ndarray | None = None
     image_reader: ImageReader | None = None
+    tower: Any = None
 
     @property
     def family(self) -> ModuleType:
@@ -180,7 +182,10 @@ def load_model(
         )
     if (how or source.files.packed) and load_format != "dummy":
         scales = kv_scales.read_kv_scales(source.files, config.decoder, renamed)
-    return Model(config, params, dtype, source.name, source.path, tokenizer, sampling, how, tp_size, scales)
+    tower = vision.load(config.tower, source.files, dtype, load_format, seed) if config.tower else None
+    reader = source.files.image_reader(tokenizer) if tower is not None else None
+    of = source.name, source.path, tokenizer, sampling, how, tp_size, scales, reader, tower
+    return Model(config, params, dtype, *of)
 
 
 def outlined(options: EngineConfig) -> Model:
@@ -189,8 +194,9 @@ def outlined(options: EngineConfig) -> Model:
     alone = {"tp_size": 1, "ep_size": 1}
     source, config, dtype, declared = _declared(options.model, **_given(options) | alone, made_up=True)
     params = jax.eval_shape(partial(dummy, declared, dtype, 0))
+    tower = jax.eval_shape(partial(vision.dummy, config.tower, dtype, 0)) if config.tower else None
     how = kept_format(source.files, options.quantization)
-    return Model(config, params, dtype, source.name, source.path, None, quantization=how)
+    return Model(config, params, dtype, source.name, source.path, None, quantization=how, tower=tower)
 
 
 def _declared(
@@ -208,6 +214,8 @@ def _declared(
     """Where a model is, its config, its dtype and its declarations. `made_up`: in a quantised checkpoint's formats."""
     source = resolve(path_or_id, revision, load_format=load_format)
     config = source.config
+    if config.tower and load_format != "dummy" and not vision.found(source.files):
+        config = replace(config, tower=None)  # a text model's files beside a multimodal config
     dtype = dtype or ("float32" if jax.default_backend() == "cpu" else config.dtype)
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")

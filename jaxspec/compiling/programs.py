@@ -406,7 +406,9 @@ class Programs:
     def _arguments(self, kind: str, size: int, state: State) -> tuple:
         if kind in ("admit", "clear"):
             return state, np.zeros(size, np.int32)
-        columns = packing.block_columns(self.shapes.block) if kind in ("prefill", "score") else 1
+        columns = (
+            packing.block_columns(self.shapes.block, self.shapes.pictures > 0) if kind in ("prefill", "score") else 1
+        )
         if kind.partition("_")[0] in ("draft", "forward", "conclude", "masked"):
             columns = structured.columns(self.width - 1)
         return *self._weights(kind), state, np.zeros((size, columns + self.shapes.pages_per_seq), np.int32)

@@ -156,4 +156,4 @@ def rope_table(attention: Attention, positions: Int[Array, "b t"]) -> Table:
     return cos_sin(flat(positions[..., None])[:, 0], attention)
 
 
-FEW_ROWS = Path("few_rows", IMPLEMENTS, 1, fits, FewRows.of, one=True, sums=True)
+FEW_ROWS = Path("few_rows", IMPLEMENTS, 1, fits, FewRows.of, one=True, sums=True, axes=False)

@@ -6,6 +6,7 @@ the engine says what runs (`path_table`).
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -33,6 +34,8 @@ from jaxspec.pallas import hopper, operation, portable
 from jaxspec.pallas.dense import few_rows
 from jaxspec.pallas.operation import ANY, HOPPER, Implementation, nothing
 from jaxspec.parallel.sharding import devices, embed
+
+Overrides = tuple[Float[Array, "n d"], Int[Array, "b t"]]  # as of `forward`
 
 PATHS = FEW_ROWS, FUSED_NORMS, WEIGHT_STREAM, FP8_STREAM, FP8_ROWS, PLAIN  # the fastest first
 
@@ -104,14 +107,15 @@ def forward(
     decoder: Decoder,
     params: dict[str, Any],
     tokens: Int[Array, "b t"],
-    positions: Int[Array, "b t"],
+    positions: Int[Array, "b t"] | Int[Array, "3 b t"],
     mixer: Mixer,
     cache: Any = None,
     capture: tuple[int, ...] = (),
     requested: Int[Array, " b"] | None = None,
-    overrides: tuple[Float[Array, "n d"], Int[Array, "b t"]] | None = None,
+    overrides: Overrides | None = None,
 ) -> Hidden:
     """Run the decoder over `tokens` at absolute `positions`; negative ones are padding, whose results nobody reads.
+    Those of three axes, which tokens of pictures have, are for the rope table alone.
 
     `mixer` owns the keys and values: it is given each layer's and decides what the queries see. `capture` names decoder
     layers (0-based) whose output, the un-normed residual stream, is returned in that order; the number after the last
@@ -127,11 +131,9 @@ def forward(
     x, layers = embed(params["embed"], tokens), params["layers"]
     if decoder.embed_scale != 1:
         x = x * jnp.asarray(decoder.embed_scale, x.dtype)
-    if overrides is not None:
-        rows, at = overrides
-        x = jnp.where(at[..., None] < 0, x, rows[jnp.maximum(at, 0)].astype(x.dtype))
+    x = overridden(x, overrides)
     path, _ = choose(decoder, layers, Call.of(positions, mixer, cache))
-    outputs, cache = stack.run(path.ops(decoder, layers, positions, mixer), decoder, layers, x, cache, requested)
+    outputs, cache = stack.run(_ops(path, decoder, layers, positions, mixer), decoder, layers, x, cache, requested)
     if decoder.deterministic:
         last = deterministic.row_norm(outputs[-1], params["norm"], decoder.norm)
     else:
@@ -141,11 +143,25 @@ def forward(
     return Hidden(last, tuple([*outputs, last, x][i] for i in capture), cache, outputs[-1])
 
 
+def overridden(x: Float[Array, "b t d"], overrides: Overrides | None) -> Float[Array, "b t d"]:
+    """Embeddings, with rows that stand in for some of them."""
+    if overrides is None:
+        return x
+    rows, at = overrides
+    return jnp.where(at[..., None] < 0, x, rows[jnp.maximum(at, 0)].astype(x.dtype))
+
+
+def _ops(path: Path, decoder: Decoder, layers: Sequence[Weights], positions: Array, mixer: Mixer) -> stack.Ops:
+    if positions.ndim == 2:
+        return path.ops(decoder, layers, positions, mixer)
+    return dataclasses.replace(path.ops(decoder, layers, positions[0], mixer), axes=positions)
+
+
 def run_layer(
     decoder: Decoder,
     weights: Weights,
     x: Float[Array, "b r d"],
-    positions: Int[Array, "b t"],
+    positions: Int[Array, "b t"] | Int[Array, "3 b t"],
     mixer: Mixer,
     cache: Any,
     inputs: Sequence[tuple[Float[Array, "b _ _"], Float[Array, " _"] | None]] | None = None,
@@ -163,7 +179,7 @@ def run_layer(
         inputs = [(x, weights["attn_norm"])]
     widths = () if any(scale is None for _, scale in inputs) else tuple(rows.shape[2] for rows, _ in inputs)
     path, _ = choose(decoder, [weights], Call.of(positions, mixer, cache, widths))
-    ops = path.ops(decoder, [weights], positions, mixer)
+    ops = _ops(path, decoder, [weights], positions, mixer)
     return stack.run_one(ops, decoder, weights, inputs, x, cache, requested)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from jaxspec.models.description import Attention, LatentAttention, LinearScaling, Norm, NoRotation, RopeScaling, Yarn
@@ -78,6 +79,20 @@ def _yarn(frequency: Array, theta: float, scaling: Yarn) -> Array:
 
 
 Table = tuple[Float[Array, "*b half"], Float[Array, "*b half"]]
+
+
+def cos_sin_by_axis(axes: Int[Array, "3 b t"], attention: Attention) -> Table:
+    """Make `cos_sin` of positions that have three axes: a place in the text, and a picture's row and column.
+
+    Each pair turns by one of them, as `Rope.sections` says; without sections, by the first.
+    """
+    frequency, sections = rope_frequencies(attention), attention.rope.sections
+    if sections is None:
+        return cos_sin(axes[0], attention)
+    pair, (_, rows, columns) = np.arange(len(frequency)), sections
+    by_row, by_column = (pair % 3 == 1) & (pair < 3 * rows), (pair % 3 == 2) & (pair < 3 * columns)
+    turned = jnp.moveaxis(axes[np.where(by_row, 1, np.where(by_column, 2, 0))], 0, -1)
+    return _cos_sin(turned.astype(jnp.float32) * frequency, attention)
 
 
 def cos_sin(positions: Int[Array, "*b"], attention: Attention | LatentAttention) -> Table:

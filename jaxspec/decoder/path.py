@@ -24,7 +24,7 @@ PLAINEST: Table = {
     Layer: frozenset({"mixing", "feed", "norm"}),
     Mlp: frozenset({"width"}),
     Norm: frozenset({"eps"}),
-    Rope: frozenset({"theta", "scaling"}),
+    Rope: frozenset({"theta", "scaling", "sections"}),
     **ROPE_SCALINGS,
     Unquantised: frozenset(),
 }
@@ -59,6 +59,7 @@ class Call:
     - `inputs`: None for a stack. Of a layer by itself, the widths of the inputs side by side that queries, keys and
       values are made of, each with a norm of its own; empty if they are normed already.
     - `devices`: how many the weights are divided among.
+    - `axes`: whether positions have three axes, as a prompt's with pictures do.
     """
 
     requests: int
@@ -67,12 +68,13 @@ class Call:
     processors: int
     inputs: tuple[int, ...] | None = None
     devices: int = 1
+    axes: bool = False
 
     @classmethod
-    def of(cls, positions: Int[Array, "b t"], mixer: Mixer, cache: Any, inputs: tuple[int, ...] | None = None) -> Call:
+    def of(cls, positions: Array, mixer: Mixer, cache: Any, inputs: tuple[int, ...] | None = None) -> Call:
         pages = mixer.pages(cache)
         dtype = None if pages is None else jnp.dtype(pages.dtype).name
-        return cls(*positions.shape, dtype, hopper.multiprocessors(), inputs, devices())
+        return cls(*positions.shape[-2:], dtype, hopper.multiprocessors(), inputs, devices(), positions.ndim == 3)
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ class Path:
     - `ops(decoder, layers, positions, mixer)`: the steps that `stack.run` takes.
     - `one`: whether it runs a layer by itself.
     - `sums`: whether it sums what several devices compute of a layer.
+    - `axes`: whether it takes positions of three axes: its layers mix as `Ops.mix` does.
     """
 
     name: str
@@ -95,6 +98,7 @@ class Path:
     ops: Callable[[Decoder, Sequence[Weights], Int[Array, "b t"], Mixer], Ops]
     one: bool = False
     sums: bool = False
+    axes: bool = True
 
     @property
     def implements(self) -> Table:
@@ -106,6 +110,8 @@ class Path:
         """Why this path doesn't run such a call, or None if it does."""
         if call.inputs is not None and not self.one:
             return "a layer by itself"
+        if call.axes and not self.axes:
+            return "positions of three axes"
         if call.devices > 1 and not self.sums:
             return f"weights divided among {call.devices} devices"
         if self.processors and not call.processors:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -18,11 +18,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.decoder.functions import row_of
+from jaxspec.decoder.functions import cos_sin_by_axis, row_of
 from jaxspec.decoder.mixer import Mixer
 from jaxspec.decoder.mixings import mixing_of
 from jaxspec.decoder.mixings.kind import Weights
-from jaxspec.models.description import Absent, Decoder, Layer
+from jaxspec.models.description import Absent, Attention, Decoder, Layer
 
 Inputs = Sequence[tuple[Float[Array, "b _ _"], Float[Array, " _"] | None]]  # rows, and the scale of their norm if any
 
@@ -37,6 +37,7 @@ class Ops:
 
     positions: Int[Array, "b t"]
     mixer: Mixer
+    axes: Int[Array, "3 b t"] | None = field(default=None, kw_only=True)  # positions by axis, where they have three
 
     compacts: ClassVar[bool] = False  # whether requested rows alone go on after the last layer's mixing
 
@@ -71,8 +72,11 @@ class Ops:
 
     def mix(self, layer: Layer, weights: Weights, i: Int[Array, ""], x: Any, given: Any, cache: Any) -> tuple[Any, Any]:
         """From what is given to the layer to the input of its output projection, and the cache."""
-        made = self.project(layer, weights, x, given)
-        return mixing_of(layer).mix(layer, weights, i, made, self.positions, self.mixer, cache, self.batched(x).dtype)
+        made, table = self.project(layer, weights, x, given), {}
+        if self.axes is not None and isinstance(layer.mixing, Attention):
+            table = {"table": cos_sin_by_axis(self.axes, layer.mixing)}
+        of = layer, weights, i, made, self.positions, self.mixer, cache, self.batched(x).dtype
+        return mixing_of(layer).mix(*of, **table)
 
     def finish(self, layer: Layer, weights: Weights, after: Any, x: Any, mixed: Any) -> tuple[Any, Any]:
         """The layer after its mixing: the residual stream, and what is given to the next layer."""

@@ -18,6 +18,7 @@ from jaxspec.cache.paged import PageLayout, Rows
 from jaxspec.checkpoint import Model
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
+from jaxspec.decoder.forward import Overrides
 from jaxspec.parallel import sharding
 from jaxspec.sampling import sampling
 
@@ -38,15 +39,20 @@ class DraftBatch:
     sampling: sampling.Sampling
     greedy: bool = flax.struct.field(pytree_node=False)  # every request of this program takes the argmax
     coupled: bool = flax.struct.field(pytree_node=False, default=False)  # drafts take the noise of what they guess
+    shift: Int[Array, " b"] | None = None  # of the target's positions behind pictures; None: it reads none
 
     def tokens(self, first: int, t: int) -> Int[Array, "b t"]:
         """The t tokens from position `length + first` on, i32[b, t]. Positions outside the history repeat its edge."""
         at = self.length[:, None] + first + jnp.arange(t)
         return jnp.take_along_axis(self.history, jnp.clip(at, 0, self.history.shape[1] - 1), axis=1)
 
-    def rows(self, first: int, t: int) -> Rows:
-        """Rows of a forward of the drafter's own at positions `length + first ...`, none for padding."""
-        return Rows(self.length + first, jnp.where(self.live, t, 0), self.table)
+    def rows(self, first: int, t: int, shifted: bool = False) -> Rows:
+        """Rows of a forward of the drafter's own at positions `length + first ...`, none for padding.
+
+        `shifted`: they have the target's positions, which pictures move; otherwise those of the text's tokens.
+        """
+        shift = self.shift if shifted else None
+        return Rows(self.length + first, jnp.where(self.live, t, 0), self.table, shift=shift)
 
     def choose(
         self,
@@ -78,6 +84,9 @@ class DraftBatch:
 class PrefillBatch:
     """Blocks of known text: block i holds `tokens[i]` at positions `rows.start[i] ...`; `next_tokens` are one later.
 
+    Where the target reads pictures, `axes` are its positions, and `overrides` the pictures' rows among `next_tokens`,
+    as of `decoder.forward.forward`.
+
     A prompt's last token isn't among `rows.count`, since what comes next isn't known yet. `commit` is called for it.
     """
 
@@ -85,6 +94,8 @@ class PrefillBatch:
     tokens: Int[Array, "b t"]
     next_tokens: Int[Array, "b t"]
     rows: Rows
+    axes: Int[Array, "3 b t"] | None = None
+    overrides: Overrides | None = None
 
 
 @flax.struct.dataclass

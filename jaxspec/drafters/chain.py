@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.cache.paged import KV, Rows
-from jaxspec.decoder.forward import head_logits
+from jaxspec.decoder.forward import Overrides, head_logits
 from jaxspec.decoder.functions import row_of
 from jaxspec.drafters.own_weights import OwnLayers
 from jaxspec.drafters.vocabulary import Chained, maps_of, rows_of
@@ -60,7 +60,7 @@ class Chain(OwnLayers):
         drafts = Chained(params, batch, self.config.vocab_size)
         for step in range(self.num_draft_tokens):
             if step:
-                rows = batch.rows(step - 2, 1)
+                rows = batch.rows(step - 2, 1, shifted=True)
                 hidden, kv = self._layer(params, kv, drafts.tokens[-1][:, None], self._feedback(params, hidden), rows)
             drafts.draw(self._logits(params, hidden[:, 0]), self._top(params, hidden) if batch.greedy else None)
         return drafts.proposal(self.num_draft_tokens), {"kv": kv, "hidden": state["hidden"]}
@@ -72,18 +72,20 @@ class Chain(OwnLayers):
         return state  # `commit` computes the rows that stand whatever `propose` left there
 
     def commit(self, params, state, batch, verified):
-        rows, keep = Rows(batch.length - 1, verified.accepted, batch.table), verified.accepted > 0
+        rows = Rows(batch.length - 1, verified.accepted, batch.table, shift=batch.shift)
+        keep = verified.accepted > 0
         requested = jnp.maximum(rows.count - 1, 0)
         return self._take(params, state, batch.slots, verified.outputs, verified.features, rows, keep, requested)
 
     def prefill(self, params, state, batch, features):
         """Keep the output of the last block if a request has several."""
-        slots, rows = batch.slots, batch.rows
+        slots, rows = batch.slots, batch.rows.replace(axes=batch.axes)
         real = rows.count > 0
         later = (slots[:, None] == slots) & (rows.start[:, None] < rows.start) & real
         keep = real & ~later.any(axis=1)
         requested = jnp.where(keep, rows.count - 1, -1)
-        return self._take(params, state, slots, batch.next_tokens, features, rows, keep, requested)
+        of = params, state, slots, batch.next_tokens, features, rows, keep, requested
+        return self._take(*of, batch.overrides)
 
     def _take(
         self,
@@ -95,11 +97,12 @@ class Chain(OwnLayers):
         rows: Rows,
         keep: Bool[Array, " b"],
         requested: Int[Array, " b"],
+        overrides: Overrides | None = None,
     ) -> dict[str, Array]:
         """Compute rows from the target's features and the tokens after them, and where `keep`, note the output of the
         row `requested`. Of others keys and values are all that later ones read."""
         features = tuple(x.astype(self.dtype) for x in features)
-        out, kv = self._layer(params, state["kv"], tokens, self._fuse(params, features), rows, requested)
+        out, kv = self._layer(params, state["kv"], tokens, self._fuse(params, features), rows, requested, overrides)
         last = (out if out.shape[1] == 1 else row_of(out, jnp.maximum(requested, 0)))[:, 0]
         into = jnp.where(keep, slots, len(state["hidden"]))  # out of range for all others, which are dropped
         return {"kv": kv, "hidden": state["hidden"].at[into].set(last, mode="drop")}
@@ -116,9 +119,10 @@ class Chain(OwnLayers):
         hidden: Float[Array, "b r d"],
         rows: Rows,
         requested: Int[Array, " b"] | None = None,
+        overrides: Overrides | None = None,
     ) -> tuple[Float[Array, "b _ d"], KV]:
         """The decoder layer over pairs of token and hidden state: its output, before any norm; of each request's row
-        `requested` alone, if that is given and others' would cost something.
+        `requested` alone, if that is given and others' would cost something. `overrides`: of the tokens' embeddings.
 
         Hidden states can be followed by others, r - t of them, that fill up what kernels take together. They stay there
         from step to step, where cutting them off and putting others in their place would be kernels of its own.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from jaxspec.config.options import ConfigError
-from jaxspec.decoder.forward import run_layer, top_tokens
+from jaxspec.decoder.forward import overridden, run_layer, top_tokens
 from jaxspec.decoder.functions import normed
 from jaxspec.decoder.matmul import product
 from jaxspec.drafters import eagle_checkpoint, eagle_tree
@@ -93,8 +93,9 @@ class Eagle(EagleDrafter):
     def _fuse(self, params, features):
         return features[0]
 
-    def _layer(self, params, kv, tokens, hidden, rows, requested=None):
-        x = matmul(jnp.concatenate([embed(params["embed"], tokens), hidden], axis=-1), params["fc"])
+    def _layer(self, params, kv, tokens, hidden, rows, requested=None, overrides=None):
+        embedded = overridden(embed(params["embed"], tokens), overrides)
+        x = matmul(jnp.concatenate([embedded, hidden], axis=-1), params["fc"])
         if "fc_bias" in params:
             x = x + params["fc_bias"]
         positions = rows.marked_positions(x.shape[1])
@@ -125,8 +126,9 @@ class Eagle3(EagleDrafter):
         x = product(features, params["fc"])
         return x + params["fc_bias"] if "fc_bias" in params else x
 
-    def _layer(self, params, kv, tokens, hidden, rows, requested=None):
-        layer, decoder, embedded = params["layer"], self.config.decoder, embed(params["embed"], tokens)
+    def _layer(self, params, kv, tokens, hidden, rows, requested=None, overrides=None):
+        layer, decoder = params["layer"], self.config.decoder
+        embedded = overridden(embed(params["embed"], tokens), overrides)
         inputs = [(embedded, layer["attn_norm"]), (hidden, layer["hidden_norm"])]
         residual = normed(hidden, layer["hidden_norm"], decoder.norm) if self.norm_before_residual else hidden
         return run_layer(decoder, layer, residual, rows.marked_positions(tokens.shape[1]), rows, kv, inputs, requested)

@@ -134,7 +134,7 @@ def _expand(
 
 def _beam_rows(batch: DraftBatch, step: int, k: int, mask: Bool[Array, "b k w"]) -> Rows:
     """The rows of a step's beam. Their position is that of a chain's row at the same depth."""
-    rows = batch.rows((step - 1) * k - 1, k)
+    rows = batch.rows((step - 1) * k - 1, k, shifted=True)
     return rows.replace(depth=jnp.full(mask.shape[:2], step - 1), mask=mask)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from jaxspec.checkpoint import MTP, Model, ModelFolder, Source, locate, mtp_name
 from jaxspec.config.options import ConfigError
-from jaxspec.decoder.forward import run_layer
+from jaxspec.decoder.forward import overridden, run_layer
 from jaxspec.decoder.functions import normed
 from jaxspec.decoder.matmul import product
 from jaxspec.drafters.chain import Chain
@@ -63,9 +63,10 @@ class Mtp(Chain):
     def _fuse(self, params, features):
         return features[0]
 
-    def _layer(self, params, kv, tokens, hidden, rows, requested=None):
+    def _layer(self, params, kv, tokens, hidden, rows, requested=None, overrides=None):
         norm = self.config.decoder.norm
-        embedded = normed(embed(params["embed"], tokens), params["embed_norm"], norm)
+        embedded = overridden(embed(params["embed"], tokens), overrides)
+        embedded = normed(embedded, params["embed_norm"], norm)
         hidden = normed(hidden, params["hidden_norm"], norm)
         x = product([embedded, hidden], params["fc"], keep_padding=True)
         positions = rows.marked_positions(tokens.shape[1])

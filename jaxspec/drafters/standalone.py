@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import jax.numpy as jnp
+
 from jaxspec.cache.paged import Rows
 from jaxspec.checkpoint import Model, Source, load_model, resolve
 from jaxspec.config.options import ConfigError
@@ -62,6 +64,7 @@ class Standalone(OwnLayers):
         return self._forward(params, state, batch.tokens, batch.rows)[1]
 
     def _forward(self, params, state, tokens, rows):
+        tokens = jnp.minimum(tokens, self.config.vocab_size - 1)  # a history may have rows of pictures
         hidden = forward(self.config.decoder, params, tokens, rows.marked_positions(tokens.shape[1]), rows, state)
         return hidden.last, hidden.cache
 

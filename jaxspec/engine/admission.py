@@ -6,8 +6,10 @@ Whatever could never be served is refused here, before the scheduler or the devi
 from __future__ import annotations
 
 import dataclasses
+import math
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,6 +24,8 @@ from jaxspec.config.request import (
     TokenLogprobs,
 )
 from jaxspec.engine.runner import Runner
+from jaxspec.images.picture import PlacedPicture, Prompt
+from jaxspec.images.placement import Placement
 from jaxspec.rounds.programs import GREEDY, LOGPROBS, SAMPLED
 from jaxspec.scheduling.scheduler import Scheduler
 from jaxspec.scheduling.sequence import SequenceState
@@ -58,6 +62,7 @@ class Request:
     fixed_drafts: bool  # as asked, or it samples under a seed: its text must not depend on other requests
     added: float
     client: str = ""  # as of `AsyncLLM.generate`
+    pictures: Placement | None = None
     matchers: list[Matcher] | None = None  # of its completions, if a grammar constrains them
     choices: list[Choice] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -70,9 +75,10 @@ class Intake:
         # Not the runner's own model: its params change, and this would hold on to the old ones.
         self.model = dataclasses.replace(runner.model, params=None)
         self.config, self.grammars, self.scheduler = runner.config, runner.grammars, scheduler
+        self.pictures, self.no_pictures = runner.pictures, runner.no_pictures
         self._seeds = np.random.default_rng(self.config.seed)
 
-    def check(self, prompt: str | list[int], params: SamplingParams) -> None:
+    def check(self, prompt: str | list[int] | Prompt, params: SamplingParams) -> None:
         """Check a request as `prepare` does, but for its grammar. **Raises:** `RequestError`."""
         self._checked(prompt, params)
 
@@ -98,13 +104,14 @@ class Intake:
         raise RequestError(f"structured output can't be served: {why}", wanted.name or wanted.kind)
 
     def prepare(
-        self, prompt: str | list[int], params: SamplingParams, request_id: str | None = None, client: str = ""
+        self, prompt: str | list[int] | Prompt, params: SamplingParams, request_id: str | None = None, client: str = ""
     ) -> Request:
         """Check a request against model and pool, and tokenise it. Touches no engine state.
 
         **Raises:** `RequestError` for anything that could never be served; `Busy` as `compiled`.
         """
         tokens, stop_ids, limit = self._checked(prompt, params)
+        images = prompt.images if isinstance(prompt, Prompt) else ()
         seeded = params.seed is not None or self.config.seed is not None
         return Request(
             id=request_id or secrets.token_hex(8),
@@ -118,13 +125,18 @@ class Intake:
             fixed_drafts=params.fixed_drafts or (params.temperature > 0 and seeded),
             added=time.monotonic(),
             client=client,
+            pictures=Placement.of(tuple(images), self.model.config.tower.merge) if images else None,
             matchers=None if params.structured is None else self._matchers(params),
         )
 
-    def _checked(self, prompt: str | list[int], params: SamplingParams) -> tuple[list[int], frozenset[int], int]:
+    def _checked(
+        self, prompt: str | list[int] | Prompt, params: SamplingParams
+    ) -> tuple[list[int], frozenset[int], int]:
         """A request's tokens, end tokens and limit."""
-        tokens = self._tokens(prompt)
+        tokens = self._tokens(prompt.tokens if isinstance(prompt, Prompt) else prompt)
         self._check_ids(tokens, params)
+        if isinstance(prompt, Prompt) and prompt.images:
+            self._check_images(prompt.images, len(tokens))
         if params.stop and self.model.tokenizer is None:
             raise RequestError(
                 "stop strings need a tokenizer, which this model doesn't have; use stop_token_ids", "stop"
@@ -145,6 +157,34 @@ class Intake:
         for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
             if (bad := next((t for t in ids if t >= vocab), None)) is not None:
                 raise RequestError(f"{name}: token id {bad} is outside the vocabulary, 0 to {vocab - 1}", name)
+
+    def _check_images(self, images: Sequence[PlacedPicture], length: int) -> None:
+        """Check that the model reads pictures, and that these are its, one behind the other in the prompt."""
+        tower, most = self.model.config.tower, self.pictures and self.pictures.largest
+        if self.pictures is None:
+            raise RequestError(f"this prompt has pictures, and {self.no_pictures}", "images")
+        end = 0
+        for number, placed in enumerate(images):
+            picture, shape = placed.picture, placed.picture.pixels.shape
+            patches = math.prod(picture.grid)
+            if shape != (patches, tower.patch) or picture.tokens * tower.merge**2 != patches or picture.grid[0] != 1:
+                raise RequestError(
+                    f"image {number} has pixels {list(shape)}, a grid {list(picture.grid)} and {picture.tokens} "
+                    f"tokens; {self.model.name} takes one frame of patches of {tower.patch} values, {tower.merge**2} a "
+                    "token",
+                    "images",
+                )
+            if patches > most:
+                raise RequestError(
+                    f"image {number} has {patches} patches, at most {most} are allowed; send a smaller one", "images"
+                )
+            if placed.start < end or placed.start + picture.tokens > length:
+                raise RequestError(
+                    f"image {number} takes places {placed.start} to {placed.start + picture.tokens - 1} of a prompt of "
+                    f"{length} tokens, and must begin at {end} or later and end within it",
+                    "images",
+                )
+            end = placed.start + picture.tokens
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
         """Token ids that end the text, the model's own among them unless it is to go on."""

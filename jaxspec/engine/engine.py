@@ -155,6 +155,8 @@ class Engine:
         for index in range(params.n):  # all of them are made before the scheduler sees one
             seq = SequenceState(list(request.tokens), len(request.tokens), request.limit, client=request.client)
             seq.score = request.prompt_logprobs is not None and index == 0
+            if request.pictures is not None:
+                seq.pictures, seq.overridden = request.pictures, request.pictures.keys
             seq.stepwise, seq.fixed_drafts = request.matchers is not None, request.fixed_drafts
             how = {"min_tokens": params.min_tokens, "prompt_ids": request.tokens, "kept": params.kept_special_tokens}
             how |= {"skip_special_tokens": params.skip_special_tokens, "keep_stop": params.include_stop_str_in_output}

@@ -16,7 +16,7 @@ from jaxspec.drafters.loading import LoadedDrafter
 from jaxspec.engine.admission import Request
 from jaxspec.engine.engine import Engine
 from jaxspec.images.chats import local_source, named, no_vision, separate
-from jaxspec.images.picture import PlacedPicture
+from jaxspec.images.picture import Prompt
 from jaxspec.text.errors import TokenizerError
 
 
@@ -46,11 +46,11 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | list[int] | list[str] | list[list[int]],
+        prompts: str | list[int] | Prompt | list[str] | list[list[int]] | list[Prompt],
         params: SamplingParams | list[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Complete one prompt or several: strings, or lists or arrays of token ids used as they are. One output each,
-        in order.
+        """Complete one prompt or several: strings, lists or arrays of token ids used as they are, or `Prompt`s with
+        pictures. One output each, in order.
 
         Calls from several threads take turns; to serve many callers at once, use `AsyncLLM`.
 
@@ -63,7 +63,7 @@ class LLM:
         """
         if isinstance(prompts, np.ndarray):
             prompts = prompts.tolist()
-        if isinstance(prompts, str):
+        if isinstance(prompts, str | Prompt):
             prompts = [prompts]
         if not isinstance(prompts, list | tuple):
             raise RequestError(
@@ -129,15 +129,14 @@ class LLM:
                 f"{shown(messages)}",
                 "messages",
             )
-        prompts, images = zip(*(self._prompt(chat, template) for chat in chats), strict=True) if chats else ((), ())
-        return self.generate([*prompts], params, **({"images": [*images]} if any(images) else {}))
+        return self.generate([self._prompt(chat, template) for chat in chats], params)
 
-    def _prompt(self, chat: list[Any], template: dict[str, Any]) -> tuple[list[int], tuple[PlacedPicture, ...]]:
-        """A chat's token ids and its pictures."""
+    def _prompt(self, chat: list[Any], template: dict[str, Any]) -> list[int] | Prompt:
+        """A chat's token ids, with its pictures if it has some."""
         messages, pictures = separate(chat)
         tokenizer, reader = self.engine.tokenizer, self.engine.image_reader
         if not pictures:
-            return tokenizer.apply_chat_template(chat, **template), ()
+            return tokenizer.apply_chat_template(chat, **template)
         if reader is None:
             raise no_vision(self.engine.config.model, pictures[0][0])
         room, read = self.engine.config.context_length, []
@@ -148,7 +147,7 @@ class LLM:
                 raise named(error, where) from error
             room -= read[-1].tokens
         ids = tokenizer.encode(reader.write(tokenizer, messages, len(read), **template), add_special_tokens=False)
-        return reader.place(ids, read)
+        return Prompt(*reader.place(ids, read))
 
     def update_weights(self, target: Any = None, draft: Any = None, version: str | None = None) -> str:
         """Change the weights of the target, the drafter, or both. Returns the version, `version` or a new name.

@@ -47,13 +47,14 @@ from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.loading import LoadedDrafter, check_drafter, load_drafter
 from jaxspec.engine.defaults import resolve, rounds_for, shapes_of, small_model
 from jaxspec.engine.deterministic import prepared
+from jaxspec.engine.pictures import PictureReader, rows_for
 from jaxspec.models.description import PagedRows
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas import hopper, portable
 from jaxspec.parallel import peers, sharding
 from jaxspec.parallel.hosts import Follower, Leader
 from jaxspec.parallel.sharding import Division
-from jaxspec.rounds.packing import fit, pack_admission, pack_blocks
+from jaxspec.rounds.packing import PictureRows, fit, pack_admission, pack_blocks
 from jaxspec.rounds.programs import MODES, State, empty_state
 from jaxspec.scheduling.draft_count import SKIP_DRAFTER, Group
 from jaxspec.scheduling.sequence import NO_STATE, Chunk, SequenceState
@@ -108,10 +109,13 @@ class Runner:
             loading.begin()
         grammars = lambda: grammars_of(self.model, self.config.skip_warmup) if self.shapes.structured else None  # noqa: E731
         with explain_out_of_memory(self.plan, self.config):
+            self.pictures = self._reader()
             self.state = self._shaped_state() if loading else self._empty_state()
             self.grammars = None if loading else grammars()
             self._compile(options, staged_start, loading)
         self.grammars = self.grammars or grammars()
+        if self.pictures is not None and not self.config.skip_warmup:
+            self.pictures.compile_behind(self.config.dtype)
         _report_start(self, started)
 
     def _load(self, options: EngineConfig, model: Model | None, draft: LoadedDrafter | None) -> None:
@@ -138,7 +142,9 @@ class Runner:
         # Rows that a round verifies per request, and most tokens that come of it.
         self.width, self.yields = drafter.num_draft_tokens + 1, drafter.longest + 1
         few = rounds_for(options, self.model)
-        self.shapes = shapes_of(self.config, drafter, alone=not small_model(self.model), rounds_for=few)
+        shapes = shapes_of(self.config, drafter, alone=not small_model(self.model), rounds_for=few)
+        rows = rows_for(self.model.config.tower, shapes.prefills[-1] * shapes.block) if not self.no_pictures else 0
+        self.shapes = dataclasses.replace(shapes, pictures=rows)
         self.narrower = dict(self.shapes.narrower)
         self.round_times: dict[Group, dict[int, float]] = {}  # seconds by drafts; none without warm-up
         self.plan, self._layout = self._plan()
@@ -189,6 +195,7 @@ class Runner:
         if not (same and alike(shapes[:2], (model.params, draft.params)) and alike(shapes[2], self._shaped_state())):
             return False
         self.programs.fill(model.params, draft.params)
+        self.pictures = self._reader()
         self.state = self._empty_state()
         return True
 
@@ -218,6 +225,25 @@ class Runner:
         self.plan = dataclasses.replace(self.plan, workspace_bytes=self.programs.workspace_bytes)
         return True
 
+    @property
+    def no_pictures(self) -> str | None:
+        """Why this engine reads no pictures, if it doesn't."""
+        if self.model.config.tower is None:
+            return (
+                f"{self.model.name} (model_type {self.model.config.model_type}) is served as its text model; Qwen3.5 "
+                "checkpoints with their vision tower read pictures"
+            )
+        if self.config.deterministic:
+            return "--deterministic serves text alone; start the server without"
+        if self.config.tp_size > 1 or self.hosts is not None:
+            return "a model on several devices serves text alone; use --tp-size 1"
+        return None
+
+    def _reader(self) -> PictureReader | None:
+        if not self.shapes.pictures:
+            return None
+        return PictureReader(self.model.config.tower, self.model.tower, self.shapes.pictures)
+
     def _plan(self) -> tuple[MemoryPlan, PageLayout]:
         config, shapes = self.config, self.shapes
         dtype = page_dtype(config.kv_cache_dtype, config.dtype)
@@ -226,10 +252,10 @@ class Runner:
         rows = max(shapes.num_slots * self.width, shapes.score * shapes.block)
         slot, state = state_bytes(self._local, self.width, config.dtype, config.state_dtype)
         plan = plan_memory(
-            weight_bytes=sharding.bytes_of(self.model.params),
+            weight_bytes=sharding.bytes_of(self.model.params) + sharding.bytes_of(self.model.tower),
             draft_weight_bytes=sharding.bytes_of(self.draft.params, self.model.params),
             bytes_per_token=per_token,
-            slot_bytes=sharding.bytes_of((empty.slots, empty.hidden, empty.features)),
+            slot_bytes=sharding.bytes_of((empty.slots, empty.hidden, empty.features, empty.pictures)),
             workspace_bytes=workspace_estimate(self._local, rows, shapes.prefills[-1] * shapes.block, config.tp_size),
             page_size=config.page_size,
             mem_fraction=config.mem_fraction_static,
@@ -325,7 +351,7 @@ class Runner:
     def _state_of(self, layout: PageLayout, snapshots: int, config: ModelConfig, drafter: Drafter) -> State:
         shapes, options = self.shapes, self.config
         sizes = shapes.num_slots, shapes.capacity, options.dtype, snapshots, options.state_dtype
-        return empty_state(config, drafter, layout, *sizes, self._kv_scales(layout, config))
+        return empty_state(config, drafter, layout, *sizes, self._kv_scales(layout, config), shapes.pictures)
 
     def _kv_scales(self, layout: PageLayout, config: ModelConfig) -> tuple[Array, ...] | None:
         """The checkpoint's scales of an FP8 cache by group of layers, of the heads that this device has."""
@@ -349,6 +375,8 @@ class Runner:
             if not array.is_deleted():
                 array.delete()
         self.state = jax.block_until_ready(self._empty_state())
+        if self.pictures is not None:
+            self.pictures.forget()
 
     def set_weights(self, model: Model, draft: LoadedDrafter) -> None:
         """Compute with these from the next program on. **Raises:** `CheckpointError` if programs don't take them."""
@@ -381,6 +409,7 @@ class Runner:
             stop_ids,
             params,
             self.shapes.capacity,
+            seq.pictures,
         )
         self.state = self.programs.admit(self.state, packed)
 
@@ -397,22 +426,46 @@ class Runner:
 
         A chunk to be scored travels alone: its packed logprobs.
         """
+        read = None if self.pictures is None else self._read_pictures(chunks)
+        if read is not None and len(read) < len(chunks):  # the others' pictures have no room beside these
+            self.prefill(chunks[: len(read)], table)
+            return self.prefill(chunks[len(read) :], table)
         score, block = chunks[0].seq.score, self.shapes.block
-        blocks, texts = [], []
-        for chunk in chunks:
+        blocks, texts, pictures = [], [], []
+        for i, chunk in enumerate(chunks):
             cut = chunk.blocks(block)
             blocks += [(chunk.seq.slot, *each) for each in cut]
             texts += [chunk.seq.tokens] * len(cut)
+            pictures += [read[i]] * len(cut) if read is not None else []
         size = self.programs.stand_in("prefill", ("",), len(blocks))[1]
         padding = (self.shapes.score if score else size) - len(blocks)
         blocks += [(self.shapes.num_slots, 0, 0, NO_STATE, NO_STATE)] * padding
-        packed = pack_blocks(blocks, texts + [[]] * padding, table[[slot for slot, *_ in blocks]], block)
+        pictures = None if read is None else pictures + [None] * padding
+        packed = pack_blocks(blocks, texts + [[]] * padding, table[[slot for slot, *_ in blocks]], block, pictures)
         if not score:
             self.state = self.programs.prefill(self.state, packed)
             return None
         self.state, out = self.programs.score(self.state, packed)
         out.copy_to_host_async()
         return out
+
+    def _read_pictures(self, chunks: list[Chunk]) -> list[PictureRows | None]:
+        """Have the embeddings of all pictures in chunks, as many chunks' as there is room for; those of each chunk."""
+        read, kept = [], set()
+        for chunk in chunks:
+            placed = chunk.seq.pictures
+            if placed is None:
+                read.append(None)
+                continue
+            own = placed.overlapping(chunk.start, chunk.start + chunk.count + 1)  # a drafter reads the next token
+            found = self.pictures.read(self.state.pictures, [each.picture for each in own], kept)
+            if found is None:
+                break
+            pictures, rows = found
+            self.state = self.state.replace(pictures=pictures)
+            by_place = {each.start + i: row for each, at in zip(own, rows, strict=True) for i, row in enumerate(at)}
+            read.append(PictureRows(placed, by_place))
+        return read
 
     def first(self, slots: list[int], table: np.ndarray, mode: str) -> jax.Array:
         """Dispatch the first tokens of these slots, whose prompts are prefilled; packed like those of a round."""

@@ -26,6 +26,20 @@ class Picture:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Prompt:
+    """A prompt with pictures, as the engine takes it in place of text or token ids.
+
+    **Attributes:**
+
+    - `tokens`: all its token ids. A picture's placeholder is repeated, once for each of its `tokens`.
+    - `images`: its pictures, in order.
+    """
+
+    tokens: list[int]
+    images: tuple[PlacedPicture, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class PlacedPicture:
     """A picture of a prompt, and the row of the prompt at which its first token stands."""
 

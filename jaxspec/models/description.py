@@ -68,13 +68,15 @@ class Rope:
     """Rotary positions of base `theta`.
 
     `columns`: how many of each head's first columns rotate; None: all. `interleaved`: neighbours among them are a pair
-    (GLM's), not the first half with the second.
+    (GLM's), not the first half with the second. `sections`: how many pairs turn by a picture's frame, row and column,
+    interleaved as in Qwen3-VL; None: all turn by the place in the text.
     """
 
     theta: float
     scaling: RopeScaling | LinearScaling | Yarn | NoRotation | None = None
     columns: int | None = None
     interleaved: bool = False
+    sections: tuple[int, int, int] | None = None
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from jaxspec.config.options import ConfigError
 from jaxspec.models.description import Decoder, LinearScaling, PagedRows, Recurrence, Yarn
 from jaxspec.models.families import MODELS
 from jaxspec.models.local import local
+from jaxspec.models.vision import Tower
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     dtype: str = "bfloat16"  # what the checkpoint was saved in
+    tower: Tower | None = None  # what it reads pictures with
 
     @property
     def vocab_size(self) -> int:
@@ -72,7 +74,7 @@ class ModelConfig:
 
     def summary(self) -> dict[str, Any]:
         """Sizes and tokens, without the description of each layer."""
-        names = [field.name for field in dataclasses.fields(self) if field.name != "decoder"]
+        names = [field.name for field in dataclasses.fields(self) if field.name not in ("decoder", "tower")]
         names += [
             "vocab_size",
             "hidden_size",
@@ -91,7 +93,7 @@ class ModelConfig:
         **Raises:** `ConfigError` for a model family, activation, rope type or attention variant that isn't supported,
         or a missing or senseless size; the message names the key, its value and what is supported.
         """
-        hf = _text_model(hf)
+        vision, hf = hf.get("vision_config"), _text_model(hf)
         model_type = hf.get("model_type")
         if not isinstance(model_type, str) or model_type not in MODELS:
             raise ConfigError(
@@ -114,6 +116,7 @@ class ModelConfig:
             eos_token_ids=tuple(eos),
             bos_token_id=bos,
             dtype=_dtype(hf),
+            tower=family.tower(vision, decoder.width) if hasattr(family, "tower") and vision else None,
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import flax.struct
 import jax
@@ -16,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.config.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams, TokenLogprobs
+from jaxspec.images.placement import Placement
 from jaxspec.sampling.sampling import Sampling
 
 
@@ -32,10 +34,16 @@ class Slots:
     stood: Float[Array, " r"]  # most: see `ragged`
     done: Bool[Array, " r"]
     sampling: Sampling
+    shift: Int[Array, " r"] | None = None  # of positions behind a prompt's pictures; None: the model reads none
 
 
-def empty_slots(num_slots: int, capacity: int) -> Slots:
-    """Slots with no request in them, histories of `capacity` tokens."""
+# A history's entry for a row of a picture is this and its place: no token, and equal to no other row of the text. So
+# drafters that look for repeated text find none there.
+PICTURE_ROW = 2**30
+
+
+def empty_slots(num_slots: int, capacity: int, pictures: bool = False) -> Slots:
+    """Slots with no request in them, histories of `capacity` tokens. `pictures`: whether prompts may have some."""
     r = num_slots + 1
     zeros = lambda *shape, dtype=jnp.int32: jnp.zeros((r, *shape), dtype)  # noqa: E731
     return Slots(
@@ -61,12 +69,13 @@ def empty_slots(num_slots: int, capacity: int) -> Slots:
             bias_ids=jnp.full((r, MAX_LOGIT_BIAS), -1, jnp.int32),
             bias=zeros(MAX_LOGIT_BIAS, dtype=jnp.float32),
         ),
+        shift=zeros() if pictures else None,
     )
 
 
 # The packed admission: these scalars, the id lists, then the history. `i`: int32, `f`: float32 by its bits.
 _SCALARS = (
-    "slot:i length:i prompt:i limit:i drafts:i seed_high:i seed_low:i top_k:i min_length:i "
+    "slot:i length:i prompt:i limit:i drafts:i shift:i seed_high:i seed_low:i top_k:i min_length:i "
     "temperature:f top_p:f min_p:f repetition:f presence:f frequency:f"
 )
 _FIELDS = {name: (i, kind) for i, (name, kind) in enumerate(f.split(":") for f in _SCALARS.split())}
@@ -86,8 +95,12 @@ def pack_admission(
     stop_ids: list[int],
     params: SamplingParams,
     capacity: int,
+    placement: Placement | None = None,
 ) -> np.ndarray:
-    """A request's slot as int32[_HISTORY + capacity]. `stop_ids` are all tokens that end it, `seed` has 64 bits."""
+    """A request's slot as int32[_HISTORY + capacity]. `stop_ids` are all tokens that end it, `seed` has 64 bits.
+
+    `placement`: of the pictures in its prompt.
+    """
     packed = np.zeros(admission_size(capacity), np.int32)
     values = {
         "slot": slot,
@@ -95,6 +108,7 @@ def pack_admission(
         "prompt": prompt,
         "limit": limit,
         "drafts": drafts,
+        "shift": (placement.shift if placement else 0) & 0xFFFFFFFF,  # two's complement
         "seed_high": (seed >> 32) & 0xFFFFFFFF,
         "seed_low": seed & 0xFFFFFFFF,
         "top_k": max(params.top_k, 0),
@@ -118,6 +132,9 @@ def pack_admission(
         packed[_BIAS_IDS : _BIAS_IDS + len(params.logit_bias)] = list(params.logit_bias)
         floats[_BIAS : _BIAS + len(params.logit_bias)] = list(params.logit_bias.values())
     packed[_HISTORY : _HISTORY + len(tokens)] = tokens
+    if placement:
+        rows = np.fromiter(placement.keys, np.int32)
+        packed[_HISTORY + rows] = PICTURE_ROW + rows
     return packed
 
 
@@ -128,6 +145,7 @@ def admit(slots: Slots, packed: Int[Array, " k"]) -> Slots:
     scalar = lambda name: (floats if _FIELDS[name][1] == "f" else packed)[_FIELDS[name][0]]  # noqa: E731
     slot = scalar("slot")
     new = {name: scalar(name) for name in ("length", "prompt", "limit", "drafts")}
+    new |= {} if slots.shift is None else {"shift": scalar("shift")}
     new |= {"history": packed[_HISTORY:], "tried": jnp.float32(0), "stood": jnp.float32(0), "done": jnp.bool_(False)}
     seed = _FIELDS["seed_high"][0]
     settings = {name: scalar(name) for name in _FIELDS if name in Sampling.__dataclass_fields__}
@@ -153,20 +171,29 @@ def admission_size(capacity: int) -> int:
 _BLOCK = 6
 
 
-def block_columns(block: int) -> int:
-    """Columns of a packed block of up to `block` tokens, before the page table."""
-    return _BLOCK + block + 1
+def block_columns(block: int, pictures: bool = False) -> int:
+    """Columns of a packed block of up to `block` tokens, before the page table.
+
+    With `pictures`, those of the tokens are followed by their positions on three axes, and by the rows of pictures that
+    stand in for their embeddings, the one's after them too; -1 where none does.
+    """
+    return _BLOCK + block + 1 + (4 * block + 1 if pictures else 0)
 
 
 def pack_blocks(
-    blocks: list[tuple[int, int, int, int, int]], texts: list[list[int]], tables: np.ndarray, block: int
+    blocks: list[tuple[int, int, int, int, int]],
+    texts: list[list[int]],
+    tables: np.ndarray,
+    block: int,
+    pictures: list[PictureRows | None] | None = None,
 ) -> np.ndarray:
     """Blocks of known tokens as int32[n, block_columns(block) + pages].
 
     Of each, `blocks` has slot, start, count, source and keep, `texts` all the tokens known of its slot, `tables` the
-    pages. Padding has the dummy slot, no tokens and the dummy page.
+    pages. Padding has the dummy slot, no tokens and the dummy page. `pictures`: those of each text, of a model
+    that reads some.
     """
-    columns = block_columns(block)
+    columns = block_columns(block, pictures is not None)
     packed = np.zeros((len(blocks), columns + tables.shape[1]), np.int32)
     packed[:, columns:] = tables
     for row, one, text in zip(packed, blocks, texts, strict=True):
@@ -174,16 +201,41 @@ def pack_blocks(
         known = text[start : start + block + 1]
         row[:_BLOCK] = *one, 0 < count == len(text) - start
         row[_BLOCK : _BLOCK + len(known)] = known
+    for row, (_, start, *_), placed in zip(packed, blocks, pictures or [], strict=bool(pictures)):
+        row[_BLOCK + block + 1 : columns] = placed_columns(start, block, placed)
     return packed
 
 
+class PictureRows(NamedTuple):
+    """Pictures of a prompt: their placement, and by place in it the row of `State.pictures` that stands in there."""
+
+    placement: Placement
+    rows: dict[int, int]
+
+
+def placed_columns(start: int, block: int, placed: PictureRows | None) -> np.ndarray:
+    """The columns of a block that begins at `start`, behind those of its tokens: see `block_columns`."""
+    place = np.arange(start, start + block + 1)
+    if placed is None:
+        return np.concatenate([*[place[:block]] * 3, np.full(block + 1, -1)])
+    rows = [placed.rows.get(at, -1) for at in place.tolist()]
+    return np.concatenate([*placed.placement.positions(place[:block]), rows])
+
+
 def unpack_blocks(
-    packed: Int[Array, "b k"], block: int
+    packed: Int[Array, "b k"], block: int, pictures: bool = False
 ) -> tuple[Int[Array, "6 b"], Int[Array, "b t+1"], Int[Array, "b p"]]:
     """Split packed blocks into: slot, start, count, source, keep and whether they end with the newest token; their
     tokens and the one after them; their page tables."""
-    columns = block_columns(block)
-    return packed[:, :_BLOCK].T, packed[:, _BLOCK:columns], packed[:, columns:]
+    tokens, columns = block_columns(block), block_columns(block, pictures)
+    return packed[:, :_BLOCK].T, packed[:, _BLOCK:tokens], packed[:, columns:]
+
+
+def unpack_pictures(packed: Int[Array, "b k"], block: int) -> tuple[Int[Array, "3 b t"], Int[Array, "b t+1"]]:
+    """Positions on three axes, and rows that stand in for embeddings, of packed blocks that have such columns."""
+    columns = packed[:, block_columns(block) : block_columns(block, True)]
+    axes, rows = columns[:, : 3 * block], columns[:, 3 * block :]
+    return jnp.moveaxis(axes.reshape(-1, 3, block), 1, 0), rows
 
 
 def unpack_logprobs(rows: np.ndarray, tokens: Iterable[int], wanted: int) -> list[TokenLogprobs]:
@@ -229,6 +281,7 @@ class Shapes:
     narrower: tuple[tuple[int, tuple[int, ...]], ...] = ()
     # of those numbers, the ones that a request has on average, shared out; and the most that one request has
     ragged: tuple[tuple[int, int], ...] = ()
+    pictures: int = 0  # rows for embeddings of pictures' tokens; 0: the model reads no pictures
 
     def several(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
         """Sizes, in requests, that have programs of several rounds."""

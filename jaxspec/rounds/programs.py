@@ -55,7 +55,8 @@ class State:
     state. After a prefill there are none, and in a model without such layers there never are. `hidden` and `features`
     are the final hidden state and the drafter's features of each slot's last prompt token, from the prefill that
     computed it until `first` has made a token of it. `forced` is how many of the next drafts a grammar has determined,
-    then those drafts (`structured`).
+    then those drafts (`structured`). `pictures` are embeddings of pictures' tokens, which stand in for those of a
+    prompt's; which row is whose, the host knows (`engine.pictures`). None: the model reads no pictures.
     """
 
     slots: Slots
@@ -65,6 +66,7 @@ class State:
     hidden: Float[Array, "r d"]
     features: tuple[Float[Array, "r d"], ...]
     forced: Int[Array, "r k"]
+    pictures: Float[Array, "n d"] | None = None
 
 
 def empty_state(
@@ -77,19 +79,23 @@ def empty_state(
     snapshots: int = 0,
     state_dtype: str = "float32",
     kv_scales: tuple[Scales, ...] | None = None,
+    pictures: int = 0,
 ) -> State:
-    """A state without requests: `num_slots` of them, histories of `capacity` tokens, activations in `dtype`.
+    """A state without requests: `num_slots` of them, histories of `capacity` tokens, activations in `dtype`, so many
+    rows for `pictures`.
 
     Of a model with recurrent layers, there are `snapshots` state slots beside those of the requests, in `state_dtype`.
     """
     rows = drafter.num_draft_tokens + 1
-    slots = packing.empty_slots(num_slots, capacity)
+    slots = packing.empty_slots(num_slots, capacity, pictures > 0)
     cache = empty_cache(config, layout, num_slots + 1 + snapshots, rows, dtype, state_dtype, kv_scales)
     last = lambda: jnp.zeros((num_slots + 1, config.hidden_size), dtype)  # noqa: E731
     draft = drafter.init_state(layout, num_slots + 1)
     replay = jnp.zeros((num_slots + 1,), jnp.int32)
     forced = jnp.zeros((num_slots + 1, rows), jnp.int32)
-    return State(slots, cache, replay, draft, last(), tuple(last() for _ in drafter.feature_layers), forced)
+    features = tuple(last() for _ in drafter.feature_layers)
+    embedded = jnp.zeros((pictures, config.hidden_size), dtype) if pictures else None
+    return State(slots, cache, replay, draft, last(), features, forced, embedded)
 
 
 def admit(state: State, packed: Int[Array, " k"]) -> State:
@@ -116,16 +122,22 @@ def prefill(
     token after it isn't known yet. Returned are how many tokens there were, which shows when they are done; with
     `score`, the packed logprobs of the token after each row.
     """
-    (slots, start, count, source, keep, newest), known, table = packing.unpack_blocks(packed, block)
+    reads = state.pictures is not None
+    (slots, start, count, source, keep, newest), known, table = packing.unpack_blocks(packed, block, reads)
     tokens, next_tokens = known[:, :-1], known[:, 1:]
-    rows = Rows(start, count, table)
+    axes, own, following = None, None, None
+    if reads:
+        axes, at = packing.unpack_pictures(packed, block)
+        own, following = (state.pictures, at[:, :-1]), (state.pictures, at[:, 1:])
+    rows = Rows(start, count, table, axes=axes)
     mixer, marked = PromptBlocks(_order(config, rows), slots, source, keep), rows.marked_positions(block)
     last = jnp.maximum(count - 1, 0)
     every = score or any(i >= config.num_layers - 1 for i in drafter.feature_layers)  # what the last layer makes of it
     requested = None if every else jnp.where(newest > 0, last, -1)
-    hidden = forward(config.decoder, params, tokens, marked, mixer, state.cache, drafter.feature_layers, requested)
+    hidden = forward(config.decoder, params, tokens, marked, mixer, state.cache, drafter.feature_layers, requested, own)
 
-    shown = PrefillBatch(slots, tokens, next_tokens, rows.replace(count=count - newest))
+    seen = rows.replace(count=count - newest, axes=None)
+    shown = PrefillBatch(slots, tokens, next_tokens, seen, axes, following)
     draft = drafter.prefill(draft_params, state.draft, shown, hidden.features)
     into = jnp.where(newest > 0, slots, len(state.hidden))  # out of range for all other blocks: their rows are dropped
     left = lambda x, old, row: old.at[into].set(row_of(x, row)[:, 0], mode="drop")  # noqa: E731
@@ -214,6 +226,10 @@ def propose(
     proposal = change(proposal)
     most = jnp.minimum(slots.drafts, proposal.tokens.shape[1])
     count = jnp.where(batch.live, jnp.clip(proposal.count, 0, most), 0)
+    if state.pictures is not None:  # what an earlier text goes on with may be a picture, which can't be drafted
+        rows = proposal.tokens >= packing.PICTURE_ROW
+        count = jnp.minimum(count, jnp.argmax(jnp.pad(rows, ((0, 0), (0, 1)), constant_values=True), axis=1))
+        proposal = proposal.replace(tokens=jnp.where(rows, 0, proposal.tokens))
     return proposal.replace(count=count), state.replace(draft=draft)
 
 
@@ -239,7 +255,7 @@ def run_rows(
             f"{type(drafter).__name__} drafts a tree (Proposal.parents), whose rows' sums have another order than a "
             "chain's; with --deterministic it must draft a chain"
         )
-    rows = Rows(slots.length - 1, jnp.where(batch.live, proposal.count + 1, 0), batch.table)
+    rows = Rows(slots.length - 1, jnp.where(batch.live, proposal.count + 1, 0), batch.table, shift=batch.shift)
     if tree is not None:
         rows = rows.replace(depth=tree.depth, mask=tree.follows)
     positions = rows.marked_positions(tokens.shape[1])
@@ -272,7 +288,8 @@ def decode_rounds(
 def batch_of(state: State, ids: Int[Array, " b"], table: Int[Array, "b p"], mode: str) -> tuple[Slots, DraftBatch]:
     """The slots of these requests, and the same as a drafter sees them."""
     slots = jax.tree.map(lambda x: x[ids], state.slots)
-    return slots, DraftBatch(ids, slots.length, slots.history, table, ~slots.done, slots.sampling, mode == GREEDY)
+    of = ids, slots.length, slots.history, table, ~slots.done, slots.sampling, mode == GREEDY
+    return slots, DraftBatch(*of, shift=slots.shift)
 
 
 def _score(config: ModelConfig, params: Any, hidden: Hidden, mode: str) -> Array:

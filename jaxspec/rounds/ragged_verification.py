@@ -196,6 +196,7 @@ def run(
     of = packed.request
     tokens = packed.take(jnp.concatenate([batch.tokens(-1, 1), proposal.tokens], axis=1))
     rows = Rows(batch.length[of] - 1 + packed.row, packed.valid.astype(jnp.int32), batch.table[of])
+    rows = rows if batch.shift is None else rows.replace(shift=batch.shift[of])
     mixer = PackedRows(rows, batch.slots, replay, packed, drafter.num_draft_tokens + 1)
     positions = rows.marked_positions(1)
     return forward(config.decoder, params, tokens, positions, mixer, cache, drafter.feature_layers), packed

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from jaxspec.images.placement import Placement
 from jaxspec.scheduling.prefix_cache import Node
 
 NO_STATE = -1  # as a state slot: none
@@ -36,6 +37,7 @@ class SequenceState:
     - `stepwise`: no program runs several of its rounds.
     - `fixed_drafts`: it never goes without drafts, as asked or because a seed's text depends on them.
     - `overridden`: for prompt positions whose embedding isn't their token's, a key of what it is instead, 64 bits.
+    - `pictures`: those of the prompt; the scheduler never looks at them.
     - `client`: a key of whom it is for; prompts are computed in equal shares for all clients (`fair_share`).
     - `salt`: a key of what else its keys and values depend on, 64 bits; 0: of nothing else.
     - `drafter_seen`: positions that the drafter has seen, if it missed what came then; None: it misses nothing. Set by
@@ -58,6 +60,7 @@ class SequenceState:
     fixed_drafts: bool = False
     overridden: Mapping[int, int] = field(default_factory=dict, repr=False)
     salt: int = 0
+    pictures: Placement | None = field(default=None, repr=False)
     client: str = ""
     drafter_seen: int | None = None
     slot: int = -1

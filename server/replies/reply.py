@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from jaxspec.config.request import Delta, SamplingParams, TokenLogprobs
+from jaxspec.images import picture as engine
 from jaxspec.images.picture import PlacedPicture
 from jaxspec.text.detokenizer import Detokenizer
 from server.replies.logprobs import TokenNames, prompt_logprobs
@@ -64,6 +65,11 @@ class Job:
     response: str | None = None
     chosen: bool = False
     images: tuple[PlacedPicture, ...] = ()
+
+    @property
+    def prompt(self) -> list[int] | engine.Prompt:
+        """The prompt as the engine takes it."""
+        return engine.Prompt(self.ids, self.images) if self.images else self.ids
 
     @property
     def name(self) -> str:

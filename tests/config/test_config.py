@@ -307,7 +307,10 @@ def test_hybrids():
     whole = {"model_type": "qwen3_5_moe", "text_config": text, "eos_token_id": [4]}
     config = ModelConfig.from_hf(whole | {"tie_word_embeddings": True})
     assert (config.model_type, config.eos_token_ids, config.decoder.tied) == ("qwen3_5_moe", (4, 3), True)
-    assert (config.decoder.attention.rope, config.decoder.mixture.experts) == (Rope(5e6, columns=8), 4)
+    assert (config.decoder.attention.rope, config.decoder.mixture.experts) == (
+        Rope(5e6, columns=8, sections=(2, 1, 1)),
+        4,
+    )
     assert [isinstance(layer.mixing, DeltaRule) for layer in config.decoder.layers] == [True, True, False] * 2
     assert (config.num_kv_layers, config.num_linear_layers) == (2, 4)
     assert config.decoder.layers[0].mixing.channels == 2 * 2 * 8 + 4 * 12

@@ -94,8 +94,8 @@ class Offline(LLM):
             config=config, tokenizer=seeing_tokenizer(), image_reader=reader() if seeing else None
         )
 
-    def generate(self, prompts, params=None, images=None):
-        return prompts, images
+    def generate(self, prompts, params=None):
+        return prompts
 
 
 def test_chat_takes_pictures_of_any_source(tmp_path):
@@ -104,15 +104,15 @@ def test_chat_takes_pictures_of_any_source(tmp_path):
     sources = SMALL, Image.fromarray(SMALL), path, str(path), f"file://{path}", path.read_bytes()
     for source in (*sources, data_url(path.read_bytes())):
         chat = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image", "image": source}]}]
-        (prompt, plain), (images, none) = Offline(True).chat([chat, [{"role": "user", "content": "b"}]])
-        (image,) = images
-        assert image.start == 7 and prompt[7:13] == [IMAGE_ID] * 6 and image.picture.key == reader().read(SMALL, 9).key
-        assert none == () and bytes(plain) == b"user:b;"
+        prompt, plain = Offline(True).chat([chat, [{"role": "user", "content": "b"}]])
+        (image,) = prompt.images
+        assert image.start == 7 and prompt.tokens[7:13] == [IMAGE_ID] * 6
+        assert image.picture.key == reader().read(SMALL, 9).key and bytes(plain) == b"user:b;"
 
 
 def test_chat_without_pictures_is_as_before():
-    assert Offline(True).chat([{"role": "user", "content": "b"}]) == ([[*b"user:b;"]], None)
-    assert Offline(True).chat([]) == ([], None)
+    assert Offline(True).chat([{"role": "user", "content": "b"}]) == [[*b"user:b;"]]
+    assert Offline(True).chat([]) == []
 
 
 @pytest.mark.parametrize("source,seeing,says", [

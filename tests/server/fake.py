@@ -24,7 +24,7 @@ from jaxspec.config.request import (
 )
 from jaxspec.engine.async_llm import EngineDead
 from jaxspec.images.image_reader import ImageReader
-from jaxspec.images.picture import PlacedPicture
+from jaxspec.images.picture import PlacedPicture, Prompt
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.text.tokenizer import Tokenizer
 from tests.support.tiny import BYTE_VOCAB, tiny_checkpoint, tiny_config
@@ -74,8 +74,8 @@ class FakeLLM:
     devices = ("cpu:0 cpu",)
 
     async def check(self, requests: list[tuple[list[int], SamplingParams]]) -> None:
-        for each in requests:
-            self.prepare(*each)
+        for prompt, params in requests:
+            self.prepare(prompt.tokens if isinstance(prompt, Prompt) else prompt, params)
 
     def prepare(self, prompt: list[int], params: SamplingParams) -> None:
         if bad := [token for token in prompt if not 0 <= token < BYTE_VOCAB]:
@@ -96,8 +96,9 @@ class FakeLLM:
             raise RequestError(f"the context is {CONTEXT} tokens; lower max_tokens", "max_tokens")
 
     async def generate(
-        self, prompt: list[int], params: SamplingParams, request_id=None, client="", images=()
+        self, prompt: list[int] | Prompt, params: SamplingParams, request_id=None, client=""
     ) -> AsyncIterator[Delta]:
+        prompt, images = (prompt.tokens, prompt.images) if isinstance(prompt, Prompt) else (prompt, ())
         self.prepare(prompt, params)
         if self.error is not None:
             raise EngineDead("the engine has stopped") from self.error

@@ -24,7 +24,7 @@ from jaxspec.parallel.sharding import devices, total
 HEADS_WRITTEN = {
     Attention: frozenset({"heads", "kv_heads", "head_dim", "rope", "qk_norm", "bias", "out_bias", "window", "sinks"}),
     Norm: frozenset({"eps"}),
-    Rope: frozenset({"theta", "scaling"}),
+    Rope: frozenset({"theta", "scaling", "sections"}),
     **ROPE_SCALINGS,
 }
 

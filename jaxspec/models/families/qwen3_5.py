@@ -1,25 +1,48 @@
 """Qwen3.5: Qwen3-Next's layers with dense MLPs, and each projection of a linear layer a tensor of its own.
 
-Names are those of `Qwen3_5ForCausalLM`. Public checkpoints have the text model beside a vision tower, which is left
-out: without images, the three axes that its rotary positions have are one.
+Names are those of `Qwen3_5ForCausalLM`. Public checkpoints have the text model beside a vision tower (`vision`). Rotary
+positions have three axes, which are one where there are no pictures.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
+from jaxspec.config.json_values import shown
+from jaxspec.config.options import ConfigError
 from jaxspec.models import reading
 from jaxspec.models.declaring import Tensors, channel_parts, decoder_tensors, delta_rule_tensors
-from jaxspec.models.description import Decoder, DeltaRule
+from jaxspec.models.description import Attention, Decoder, DeltaRule, Layer
 from jaxspec.models.families import qwen3_next
+from jaxspec.models.vision import tower
 from jaxspec.models.weights import LEAST, by_outputs, linear
 
-__all__ = ["read", "tensors"]
+__all__ = ["read", "tensors", "tower"]
+
+SECTIONS = (11, 11, 10)  # of the published sizes, where a config is silent
 
 
 def read(hf: reading.Config) -> Decoder:
     """**Raises:** `ConfigError` naming the key."""
-    return qwen3_next.read(hf, reading.mlps(hf))
+    return with_sections(hf, qwen3_next.read(hf, reading.mlps(hf)))
+
+
+def with_sections(hf: reading.Config, decoder: Decoder) -> Decoder:
+    """The decoder, whose ropes turn some pairs by a picture's row and column."""
+    named = {**(hf.get("rope_parameters") or {}), **(hf.get("rope_scaling") or {})}
+    sections = named.get("mrope_section") or SECTIONS
+    numbers = isinstance(sections, list | tuple) and all(type(each) is int and each >= 0 for each in sections)
+    if not numbers or len(sections) != 3:
+        raise ConfigError(f"config.json: mrope_section must be three numbers of pairs, got {shown(sections)}")
+
+    def sectioned(layer: Layer) -> Layer:
+        if not isinstance(layer.mixing, Attention):
+            return layer
+        rope = dataclasses.replace(layer.mixing.rope, sections=tuple(sections))
+        return dataclasses.replace(layer, mixing=dataclasses.replace(layer.mixing, rope=rope))
+
+    return dataclasses.replace(decoder, layers=tuple(map(sectioned, decoder.layers)))
 
 
 def separate_projections(rule: DeltaRule, d: int, prefix: str) -> Tensors:

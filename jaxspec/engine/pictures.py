@@ -1,0 +1,133 @@
+"""Pictures on the device: programs of the vision tower, and which rows of `State.pictures` hold whose embeddings.
+
+A picture is read before the first prompt chunk that has a row of it, and stays until others need its rows, the least
+recently used first. Programs run in the order of dispatch, so rows may have another owner the moment after a prefill.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxspec.decoder.vision import Patches, embed_pictures
+from jaxspec.images.picture import Picture
+from jaxspec.models.vision import Tower
+
+log = logging.getLogger("jaxspec")
+
+SIZES = tuple(1 << i for i in range(8, 15))  # patches that programs are compiled for: 256 to 16,384
+CACHED = 4096  # rows for embeddings beside those that a prefill needs at least
+
+
+def rows_for(tower: Tower, chunk: int) -> int:
+    """Rows of pictures that an engine has: those of a whole chunk, and of a picture that goes beyond either end."""
+    return chunk + 2 * SIZES[-1] // tower.merge**2 + CACHED
+
+
+class PictureReader:
+    """Reads pictures into `rows` rows, each picture once while it is there."""
+
+    def __init__(self, tower: Tower, params: Any, rows: int):
+        self.tower, self.largest, self._params, self._size = tower, SIZES[-1], params, rows
+        self._jit = jax.jit(partial(_read, tower), donate_argnums=1)
+        self._compiled: dict[int, Any] = {}
+        self._guard = threading.Lock()
+        self.encoded = 0  # pictures that the tower read
+        self.forget()
+
+    def forget(self) -> None:
+        """Hold no picture, as rows of a new state don't."""
+        self._held: OrderedDict[int, list[int]] = OrderedDict()  # by key, least recently used first
+        self._free = list(range(self._size))
+
+    def read(
+        self, held: Float[Array, "n d"], pictures: list[Picture], kept: set[int]
+    ) -> tuple[Float[Array, "n d"], list[list[int]]] | None:
+        """Have all of `pictures` in rows of `held`: these, and each picture's rows.
+
+        `kept`: keys whose rows must not be given away; those of `pictures` are added. None, and nothing done, if there
+        is no room beside those.
+        """
+        wanted = {picture.key: picture for picture in pictures}
+        fixed = kept | wanted.keys()
+        missing = [picture for key, picture in wanted.items() if key not in self._held]
+        lost = [key for key in self._held if key not in fixed]
+        if sum(p.tokens for p in missing) > len(self._free) + sum(len(self._held[key]) for key in lost):
+            return None
+        for picture in missing:
+            while picture.tokens > len(self._free):
+                self._free += self._held.pop(lost.pop(0))
+            self._held[picture.key] = [self._free.pop() for _ in range(picture.tokens)]
+        for key in wanted:
+            self._held.move_to_end(key)
+        kept |= wanted.keys()
+        for several in _together(missing):
+            held = self._encode(held, several)
+        return held, [self._held[picture.key] for picture in pictures]
+
+    def _encode(self, held: Float[Array, "n d"], pictures: list[Picture]) -> Float[Array, "n d"]:
+        count = sum(len(picture.pixels) for picture in pictures)
+        size = next(size for size in SIZES if size >= count)
+        pixels = np.zeros((size, self.tower.patch), np.float32)
+        pixels[:count] = np.concatenate([picture.pixels for picture in pictures])
+        into = np.full(size // self.tower.merge**2, self._size, np.int32)  # out of range: padding's rows are dropped
+        rows = [row for picture in pictures for row in self._held[picture.key]]
+        into[: len(rows)] = rows
+        self.encoded += len(pictures)
+        patches = Patches.of(self.tower, [picture.grid for picture in pictures], size)
+        return self._program(size, held)(self._params, held, pixels, patches, into)
+
+    def _program(self, size: int, held: Any) -> Any:
+        with self._guard:  # one is compiled at a time, by whoever comes first
+            if size not in self._compiled:
+                patches = Patches.of(self.tower, [], size)
+                into = np.zeros(size // self.tower.merge**2, np.int32)
+                arguments = self._params, held, np.zeros((size, self.tower.patch), np.float32), patches, into
+                self._compiled[size] = self._jit.lower(*arguments).compile()
+            return self._compiled[size]
+
+    def compile_behind(self, dtype: str) -> None:
+        """Compile the programs of all sizes, in a thread of its own, once the engine's first ones are there."""
+        held = jax.ShapeDtypeStruct((self._size, self.tower.out), dtype)
+
+        def compile_all() -> None:
+            started = time.monotonic()
+            for size in SIZES:
+                if not threading.main_thread().is_alive():
+                    return
+                self._program(size, held)
+            log.info("the vision tower's %d programs are ready, after %.1f s", len(SIZES), time.monotonic() - started)
+
+        threading.Thread(target=compile_all, name="jaxspec-tower", daemon=True).start()
+
+
+def _together(pictures: list[Picture]) -> list[list[Picture]]:
+    """Pictures of each program, in order: as many as the largest has patches for."""
+    groups: list[list[Picture]] = []
+    for picture in pictures:
+        if groups and sum(len(each.pixels) for each in groups[-1]) + len(picture.pixels) <= SIZES[-1]:
+            groups[-1].append(picture)
+        else:
+            groups.append([picture])
+    return groups
+
+
+def _read(
+    tower: Tower,
+    params: Any,
+    held: Float[Array, "n d"],
+    pixels: Float[Array, "p v"],
+    patches: Patches,
+    into: Int[Array, " t"],
+) -> Float[Array, "n d"]:
+    """Put the embeddings of pictures' tokens into these rows of `held`."""
+    made = embed_pictures(tower, params, pixels, patches)
+    return held.at[into].set(made.astype(held.dtype), mode="drop")

@@ -1,0 +1,120 @@
+"""Prompts with pictures in the engine: greedy texts are transformers', with each drafter, cached, preempted."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxspec import LLM, RequestError, SamplingParams
+from jaxspec.images.picture import PlacedPicture, Prompt
+from jaxspec.rounds.packing import PICTURE_ROW
+from tests.support.picture_prompts import GOLDEN, IMAGES, PROMPTS, expected, prompt
+from tests.support.tiny import tiny_checkpoint
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, logit_bias={60: -100, 61: -100, 62: -100, 63: -100})
+OPTIONS = {
+    "context_length": 256, "page_size": 8, "chunked_prefill_size": 32, "max_running_requests": 2, "dtype": "float32",
+    "skip_warmup": True, "few_programs": True, "draft_policy": "fixed",
+}  # fmt: skip
+exhaustive = pytest.mark.exhaustive
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM(str(GOLDEN / "qwen3_5"), "mtp", num_draft_tokens=3, **OPTIONS)
+
+
+def texts(llm, names, **more):
+    params = dataclasses.replace(GREEDY, **more)
+    return [out.token_ids for out in llm.generate([prompt(name) for name in names], params)]
+
+
+def greedy(names):
+    return [expected()[f"{name}_greedy"].tolist() for name in names]
+
+
+def test_texts_are_transformers_and_a_picture_is_read_once(llm):
+    """Five prompts in two slots, some longer than a chunk, which ends within a picture."""
+    reader = llm.engine.runner.pictures
+    assert texts(llm, PROMPTS) == greedy(PROMPTS)
+    assert reader.encoded == 3
+
+
+def test_the_same_picture_is_a_hit_and_another_of_its_size_is_none(llm):
+    llm.engine.flush_cache()
+    params = dataclasses.replace(GREEDY, logprobs=0)
+    (cold,) = llm.generate([prompt("long")], params)
+    (again,) = llm.generate([prompt("long")], params)
+    assert (cold.metrics.cached_tokens, again.metrics.cached_tokens) == (0, 144)
+    assert cold.token_ids == again.token_ids == expected()["long_greedy"].tolist()
+    given = prompt("long")
+    other = Prompt(given.tokens, (PlacedPicture(prompt("other").images[0].picture, 70), given.images[1]))
+    (changed,) = llm.generate([other], params)
+    assert changed.metrics.cached_tokens <= 64  # pages before the picture
+    assert changed.logprobs[0] != cold.logprobs[0]
+
+
+def test_sampled_texts_and_logprobs_are_those_of_a_cold_engine(llm):
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=12, logprobs=2, prompt_logprobs=1, ignore_eos=True)
+    (one,), (two,) = (llm.generate([prompt("two")], params) for _ in range(2))
+    assert one.token_ids == two.token_ids
+    logits = expected()["two_logits"].astype(np.float64)
+    logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    ids = prompt("two").tokens
+    told = [entry.logprob for entry in one.prompt_logprobs[1:]]
+    np.testing.assert_allclose(told, logprobs[np.arange(len(ids) - 1), ids[1:]], atol=5e-4)
+
+
+@pytest.mark.parametrize("draft", ["ngram", pytest.param("suffix", marks=exhaustive)])
+def test_other_drafters_are_lossless(draft):
+    llm = LLM(str(GOLDEN / "qwen3_5"), draft, num_draft_tokens=3, disable_overlap=True, **OPTIONS)
+    names = PROMPTS[:3]
+    assert texts(llm, names) == greedy(names)
+    history = np.asarray(llm.engine.runner.state.slots.history)
+    assert (history >= PICTURE_ROW).any() and not (history == IMAGES).any()
+
+
+def test_preempted_requests_go_on_where_they_were():
+    llm = LLM(str(GOLDEN / "qwen3_5"), "mtp", num_draft_tokens=2, max_total_tokens=208, **OPTIONS)
+    names = ["long", "two"]
+    outs = llm.generate([prompt(name) for name in names], GREEDY)
+    assert [out.token_ids for out in outs] == greedy(names)
+
+
+def test_a_reader_gives_up_the_least_recently_used(llm):
+    reader, picture = llm.engine.runner.pictures, prompt("one").images[0].picture
+    reader.forget()
+    reader._free = list(range(10))
+    held = llm.engine.runner.state.pictures
+    small = prompt("first").images[0].picture
+    held, (rows,) = reader.read(held, [picture], set())
+    held, both = reader.read(held, [picture, small], set())
+    assert both[0] == rows and not set(both[0]) & set(both[1])
+    assert reader.read(held, [prompt("other").images[0].picture], {picture.key, small.key}) is None
+    held, _ = reader.read(held, [prompt("other").images[0].picture], set())
+    assert picture.key not in reader._held
+    llm.engine.runner.state = llm.engine.runner.state.replace(pictures=held)
+    llm.engine.runner.reset()
+
+
+def changed(**fields):
+    placed = prompt("one").images[0]
+    return Prompt(prompt("one").tokens, (PlacedPicture(dataclasses.replace(placed.picture, **fields), placed.start),))
+
+
+@pytest.mark.parametrize("given,told", [
+    (changed(tokens=5), "image 0 has pixels"), (changed(grid=(1, 4, 4)), "image 0 has pixels"),
+    (changed(pixels=np.zeros((24, 23), np.float32)), "image 0 has pixels"),
+    (Prompt([1, 2], prompt("one").images), "image 0 takes places 5 to 10 of a prompt of 2 tokens"),
+    (Prompt(prompt("one").tokens, prompt("one").images * 2), "image 1 takes places .* begin at 11"),
+    (changed(pixels=np.zeros((2**14 + 4, 24), np.float32), grid=(1, 2, 2**13 + 2), tokens=2**12 + 1), "at most 16384"),
+])  # fmt: skip
+def test_pictures_that_arent_the_models_are_refused_by_number(llm, given, told):
+    with pytest.raises(RequestError, match=told):
+        llm.generate([given], GREEDY)
+
+
+def test_models_without_a_tower_refuse_pictures_by_name():
+    llm = LLM(str(tiny_checkpoint("qwen3", 64, 0)), **{**OPTIONS, "draft_policy": "auto"})
+    with pytest.raises(RequestError, match=r"model_type qwen3\) is served as its text model"):
+        llm.generate([prompt("one")], GREEDY)

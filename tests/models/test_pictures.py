@@ -1,0 +1,103 @@
+"""Models that read pictures against transformers (tests/golden/pictures): embeddings, positions, logits, texts."""
+
+import dataclasses
+import functools
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import jaxspec
+from jaxspec import CheckpointError, ConfigError
+from jaxspec.cache.mixers import WholeTexts
+from jaxspec.decoder.forward import forward, unembed
+from jaxspec.decoder.vision import Patches, embed_pictures
+from jaxspec.images.placement import Placement
+from jaxspec.models.model_config import ModelConfig
+from tests.support.picture_prompts import GOLDEN, IMAGES, PROMPTS, expected, prompt
+
+CLOSE = dict(rtol=0, atol=5e-4)
+MERGE = 2
+
+
+@functools.cache
+def model():
+    return jaxspec.load_model(str(GOLDEN / "qwen3_5"), dtype="float32", progress=False)
+
+
+def embedded(pictures, size):
+    tower = model().config.tower
+    pixels = np.zeros((size, tower.patch), np.float32)
+    pixels[: sum(len(each.pixels) for each in pictures)] = np.concatenate([each.pixels for each in pictures])
+    patches = Patches.of(tower, [each.grid for each in pictures], size)
+    return np.asarray(jax.jit(functools.partial(embed_pictures, tower))(model().tower, pixels, patches))
+
+
+def test_embeddings_are_transformers_alone_and_beside_others():
+    pictures = [prompt("other").images[0].picture, prompt("first").images[0].picture, prompt("one").images[0].picture]
+    rows = embedded(pictures, 64)
+    ends = np.cumsum([picture.tokens for picture in pictures])
+    for i, end, picture in zip((2, 1, 0), ends, pictures, strict=True):
+        np.testing.assert_allclose(rows[end - picture.tokens : end], expected()[f"embeddings_{i}"], **CLOSE)
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_positions_are_transformers(name):
+    placement, positions = Placement.of(prompt(name).images, MERGE), expected()[f"{name}_positions"]
+    length = positions.shape[1]
+    np.testing.assert_array_equal(placement.positions(np.arange(length)), positions)
+    assert length + placement.shift == positions.max() + 1
+
+
+@pytest.mark.parametrize("name", ["two", pytest.param("long", marks=pytest.mark.exhaustive)])
+def test_logits_are_transformers(name):
+    given, decoder = prompt(name), model().config.decoder
+    tokens = np.array([given.tokens])
+    axes = Placement.of(given.images, MERGE).positions(np.arange(tokens.size))[:, None]
+    pictures = [each.picture for each in given.images]
+    at = np.full(tokens.shape, -1)
+    at[tokens == IMAGES] = np.arange((tokens == IMAGES).sum())
+    rows = embedded(pictures, 64)
+    run = jax.jit(lambda params: forward(
+        decoder, params, tokens, axes, WholeTexts(), overrides=(jnp.asarray(rows), at)
+    ).last)  # fmt: skip
+    logits = unembed(model().params, run(model().params), decoder)[0]
+    np.testing.assert_allclose(logits, expected()[f"{name}_logits"], **CLOSE)
+
+
+def test_a_folder_without_the_towers_tensors_is_a_text_model(tmp_path):
+    folder = Path(shutil.copytree(GOLDEN / "qwen3_5", tmp_path / "model"))
+    tensors = load_file(folder / "model.safetensors")
+    text = {name: tensor for name, tensor in tensors.items() if not name.startswith("model.visual.")}
+    save_file(text, folder / "model.safetensors")
+    found = jaxspec.load_model(str(folder), dtype="float32", progress=False)
+    assert found.config.tower is None and found.tower is None
+    save_file(tensors | {"model.visual.merger.norm.weight": np.ones(3, np.float32)}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.visual\.merger\.norm\.weight has shape \[3\], \[32\]"):
+        jaxspec.load_model(str(folder), progress=False)
+    del tensors["model.visual.blocks.1.attn.qkv.bias"]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"1 tensors .* model\.visual\.blocks\.1\.attn\.qkv\.bias"):
+        jaxspec.load_model(str(folder), progress=False)
+
+
+@pytest.mark.parametrize("key,value", [
+    ("hidden_act", "relu"), ("num_heads", 5), ("num_position_embeddings", 26), ("out_hidden_size", 33),
+    ("deepstack_visual_indexes", [1]),
+])  # fmt: skip
+def test_a_tower_that_isnt_served_is_refused_by_its_key(key, value):
+    hf = json.loads((GOLDEN / "qwen3_5" / "config.json").read_text())
+    hf["vision_config"][key] = value
+    with pytest.raises(ConfigError, match=key.removeprefix("num_")):
+        ModelConfig.from_hf(hf)
+
+
+def test_the_towers_numbers_are_counted():
+    numbers = sum(array.size for array in jax.tree.leaves(model().tower))
+    assert model().config.tower.numbers == numbers
+    assert dataclasses.replace(model().config.tower, layers=3).numbers > numbers
