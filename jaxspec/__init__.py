@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     )
     from jaxspec.drafters import load_drafter
     from jaxspec.engine.async_llm import AsyncLLM, EngineDead
-    from jaxspec.engine.functional import hidden_states, logits, propose
+    from jaxspec.engine.functional import hidden_states, logits, propose, propose_along
     from jaxspec.engine.llm import LLM
+    from jaxspec.engine.texts import keep, prefill, step
     from jaxspec.models.model_config import ModelConfig
 
 __version__ = "0.1.0"
@@ -48,10 +49,14 @@ __all__ = [
     "StructuredOutput",
     "TokenLogprobs",
     "hidden_states",
+    "keep",
     "load_drafter",
     "load_model",
     "logits",
+    "prefill",
     "propose",
+    "propose_along",
+    "step",
 ]
 _MODULES = {
     "jaxspec.checkpoint": ("CheckpointError", "Model", "load_model"),
@@ -63,8 +68,9 @@ _MODULES = {
     ),
     "jaxspec.drafters": ("load_drafter",),
     "jaxspec.engine.async_llm": ("AsyncLLM", "EngineDead"),
-    "jaxspec.engine.functional": ("hidden_states", "logits", "propose"),
+    "jaxspec.engine.functional": ("hidden_states", "logits", "propose", "propose_along"),
     "jaxspec.engine.llm": ("LLM",),
+    "jaxspec.engine.texts": ("keep", "prefill", "step"),
     "jaxspec.models.model_config": ("ModelConfig",),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
@@ -85,8 +91,12 @@ def _attribute(module: str, name: str) -> Any:
     return getattr(import_module(module), name)
 
 
-# Names under which a user's drafter imports these.
-for _name, _home in (("jaxspec.draft", "jaxspec.drafters.base"), ("jaxspec.options", "jaxspec.config.options")):
-    sys.modules[_name] = ModuleType(_name, f"`{_home}` by the name under which a user's drafter imports it.")
+# Names under which a user's drafter, or an experiment, imports these.
+for _name, _home in (
+    ("jaxspec.draft", "jaxspec.drafters.base"),
+    ("jaxspec.options", "jaxspec.config.options"),
+    ("jaxspec.verify", "jaxspec.sampling.acceptance"),
+):
+    sys.modules[_name] = ModuleType(_name, f"`{_home}` by the name under which a user imports it.")
     sys.modules[_name].__getattr__ = partial(_attribute, _home)
-draft, options = sys.modules["jaxspec.draft"], sys.modules["jaxspec.options"]
+draft, options, verify = sys.modules["jaxspec.draft"], sys.modules["jaxspec.options"], sys.modules["jaxspec.verify"]

@@ -18,6 +18,7 @@ from jaxspec import __version__
 COMMANDS = {
     "serve": ("server.__main__", "run", "serve a model: jaxspec serve MODEL --draft D"),
     "chat": ("server.cli.chat", "main", "talk to a model, or to a server by its URL"),
+    "send-one": ("server.cli.send_one", "main", "send one prompt to a server; latency, speed, accept length"),
     "bench": ("jaxspec.bench.__main__", "main", "measure decoding, prefill, serving, kernels"),
     "train": ("jaxspec.train.__main__", "main", "train a drafter"),
     "compile": ("jaxspec.engine.precompile", "main", "make a server's programs ahead of time"),

@@ -30,7 +30,7 @@ from jaxspec.models.description import ClampedSwiglu
 from jaxspec.models.weights import Mxfp4, Weight
 from jaxspec.pallas import portable
 from jaxspec.pallas.experts import experts_mlp, top_experts
-from jaxspec.pallas.portable import attention, delta, fp8
+from jaxspec.pallas.portable import attention, delta, fp8, latent
 from jaxspec.pallas.recurrence import delta_pool, gated_delta
 
 DUMPED = Path(os.environ["XLA_FLAGS"].partition("=")[2])  # where XLA says what it launches
@@ -96,6 +96,13 @@ def attends(b=1, t=1, n=32, m=8, h=128, page=64, kv="bfloat16", window=None, mas
     return run, *args, shape((b, entries), jnp.int32), shape((b,), jnp.int32), named
 
 
+def attends_latents(b=1, t=1, n=128, page=64) -> tuple:
+    entries = 4096 // page
+    args = shape((b, t, n, 576), jnp.bfloat16), shape((2, b * entries + 1, 1, 1, page, 576), "bfloat16")
+    run = lambda *args: latent.latent_attention(*args, 512, 0.1)  # noqa: E731
+    return run, *args, shape((), jnp.int32), shape((b, entries), jnp.int32), shape((b,), jnp.int32)
+
+
 def mixes(tokens: int, d: int = 2048, f: int = 512, e: int = 256, k: int = 8, shared: int = 1) -> tuple:
     stack = lambda e: tuple(Weight(shape((e, *s), jnp.bfloat16)) for s in ((2 * f, d), (d, f)))  # noqa: E731
     stacks = [stack(e), stack(shared)] if shared else [stack(e)]
@@ -141,6 +148,9 @@ def cases() -> Iterator[tuple[str, tuple]]:
     yield "attention, a prompt, heads 256 wide", attends(b=32, t=64, n=16, m=2, h=256)
     yield "attention, window and sinks", attends(b=32, t=64, n=64, h=64, window=128, sinks=True)
     yield "attention, pages of 16", attends(b=8, page=16)
+    yield "latent attention, 128 heads", attends_latents(b=8)
+    yield "latent attention, 16 heads", attends_latents(n=16)
+    yield "latent attention, 20 heads, a prompt", attends_latents(b=8, t=64, n=20)
     yield "attention, FP8 pages", attends(b=128, kv=FP8)
     yield "attention, a prompt, FP8 pages", attends(b=32, t=64, kv=FP8)
     for tokens in (1, 8, 32, 128, 2048):

@@ -22,7 +22,7 @@ from server.http.request_times import RequestTimes
 from server.media.pictures import MediaRules
 from server.metrics import Metrics
 from server.prompt_log import PromptLog
-from server.routes import generation, health, information, playground, profile, responses, sglang, tokens
+from server.routes import generation, health, information, playground, profile, responses, rollout, sglang, tokens
 from server.routes.serving import Serving
 from server.tracing import Tracer
 
@@ -63,7 +63,7 @@ def create_app(
     metrics = Metrics(llm.stats, llm.config, name)
     app.add_middleware(RequestTimes, observe=metrics.http.observe)  # outermost
     serving = Serving(llm, name, metrics, sampling or {}, formats, prompt_log, tracer, media or MediaRules())
-    for routes in (generation, responses, sglang, tokens, health, information, profile, playground):
+    for routes in (generation, responses, sglang, tokens, health, information, rollout, profile, playground):
         routes.add(app, serving)
     openapi.describe(app, llm.model_config.vocab_size)
     return app

@@ -19,6 +19,7 @@ from server.cli import collect_env, completion
     (["train"], "jaxspec.train.__main__", []),
     (["compile", "--model", "m"], "jaxspec.engine.precompile", ["--model", "m"]),
     (["chat", "http://a"], "server.cli.chat", ["http://a"]),
+    (["send-one", "--json"], "server.cli.send_one", ["--json"]),
     (["collect-env"], "server.cli.collect_env", []),
     (["completion", "bash"], "server.cli.completion", ["bash"]),
     (["vllm", "serve", "a/b"], "server.__main__", ["vllm", "serve", "a/b"]),
@@ -89,7 +90,7 @@ def test_errors_of_benchmarks_name_the_nearest(capsys, argv, says):
 
 
 @pytest.mark.parametrize("words,completed", [
-    (["s"], ["serve"]),
+    (["s"], ["serve", "send-one"]),
     (["serve", "a/b", "--draft-p"], ["--draft-policy"]),
     (["serve", "a/b", "--draft-policy", ""], ["auto", "ragged", "fixed"]),
     (["bench", "sums", "--js"], ["--json"]),

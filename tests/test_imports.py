@@ -15,8 +15,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # From the bottom up: a room's modules import from their own room and from those before it here.
 ORDER = """
-    config models text images scheduling pallas parallel decoder cache checkpoint sampling drafters rounds structured compiling
-    engine replicas cli bench train __main__
+    config models text images scheduling pallas parallel decoder cache checkpoint sampling drafters rounds structured
+    compiling engine replicas cli bench train __main__
 """
 FILES = ("__main__", "cli")  # that are no rooms
 ROOMS = ORDER.split()

@@ -70,22 +70,21 @@ class ModelCost:
         chosen, routed = mixture.per_token if mixture else 1, sum(x.numbers for x in stacks)
         matrices = sum(x.numbers for x in _weights(layers)) - routed
         matrices += routed * chosen // experts
+        attends = [each.mixing for each in config.decoder.layers if isinstance(each.mixing.memory, PagedRows)]
         states = state_bytes(config, 1, kv_dtype, state_dtype)[1]
         numbers = states // jnp.dtype(state_dtype).itemsize
-        head = model.params["embed"] if tied else model.params["head"].values
+        head = model.params["embed"].size if tied else model.params["head"].numbers
         return cls(
             weight_bytes=_bytes(model.params) - (0 if tied else _bytes(model.params["embed"])),
             layer_flops=2 * matrices + 3 * 2 * numbers,  # a state is read twice and added to, for each token
-            head_flops=2 * head.size,
-            attention_flops=4 * config.num_heads * config.head_dim * config.num_kv_layers,
+            head_flops=2 * head,
+            attention_flops=sum(mixing.pair_flops for mixing in attends),
             kv_bytes=kv_bytes_per_token(config, kv_dtype),
             state_bytes=states,
             expert_bytes=_bytes(stacks),
             num_experts=experts,
             experts_per_token=chosen,
-            windows=tuple(
-                layer.mixing.window for layer in config.decoder.layers if isinstance(layer.mixing.memory, PagedRows)
-            ),
+            windows=tuple(getattr(mixing, "window", None) for mixing in attends),
         )
 
     def _seen(self, context: float) -> float:

@@ -27,7 +27,7 @@ from jaxspec.bench import engines, plots
 from jaxspec.bench.floors import Ceilings, ModelCost
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table
 from jaxspec.cache.memory_plan import MemoryPlan
-from jaxspec.checkpoint import Model, ModelFolder, locate, outlined
+from jaxspec.checkpoint import Model, ModelFolder, locate, outlined, packed
 from jaxspec.checkpoint.gguf_file import GgufFile
 from jaxspec.compiling.abstract_model import drafter_of
 from jaxspec.config.engine_config import EngineConfig
@@ -287,6 +287,9 @@ def _unit(hf: Mapping[str, Any], quantization: str | None) -> int:
     how = hf.get("quantization_config") or {}
     if how.get("quant_method") == "mxfp4":
         return MXFP4_BLOCK
+    packs = None if quantization == "fp8" else packed.read(hf, Path("config.json"))
+    if packs is not None and packs.quantization is not None:
+        return max(packs.group or 1, MXFP4_BLOCK)
     return BLOCK if how.get("weight_block_size") or (quantization and not how) else 1
 
 

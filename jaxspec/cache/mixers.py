@@ -58,18 +58,23 @@ class WholeTexts:
     def attend(self, cache, layer, q, k, v, window, sinks=None):
         return causal_attention(cache, layer, q, k, v, window, sinks)
 
+    def attend_latent(self, cache, layer, q, rows, latent, scale):
+        q = (q.astype(jnp.float32) * (scale * q.shape[-1] ** 0.5)).astype(q.dtype)
+        out, cache = causal_attention(cache, layer, q, rows[:, :, None], rows[:, :, None])
+        return out[..., :latent], cache
+
     def pages(self, cache):
         return None
 
     def group(self, number):
         return self
 
-    def convolve(self, cache, layer, x, weight, mix=None):
+    def convolve(self, cache, layer, x, weight, mix=None, bias=None):
         (b, t, _), (taps, channels) = x.shape, weight.shape
         nothing = jnp.full((b,), NOTHING, jnp.int32)
         windows = empty_windows(1, b, 0, channels, taps, x.dtype)
         slots = jnp.arange(b, dtype=jnp.int32), nothing, nothing, jnp.full((b,), t, jnp.int32)
-        out, _ = conv_chunk(windows, jnp.int32(0), *slots, x[..., :channels], weight.T)
+        out, _ = conv_chunk(windows, jnp.int32(0), *slots, x[..., :channels], weight.T, bias=bias)
         return out if mix is None else split_heads(out, mix), cache
 
     def recur(self, cache, layer, q, k, v, decay, beta, padded_rows):
@@ -111,6 +116,10 @@ class _OverCache:
         out, kv = self.rows.attend(cache.kv[self.number], layer, q, k, v, window, sinks, self._scales(cache))
         return out, cache.replace(kv=self._put(cache.kv, kv))
 
+    def attend_latent(self, cache, layer, q, rows, latent, scale):
+        out, kv = self.rows.attend_latent(cache.kv[self.number], layer, q, rows, latent, scale)
+        return out, cache.replace(kv=self._put(cache.kv, kv))
+
     def pages(self, cache):
         return cache.kv[self.number] if cache.kv else None
 
@@ -148,10 +157,10 @@ class PromptBlocks(_OverCache):
     def _blocks(self):
         return self.slots, self.source, self.keep, self.rows.count
 
-    def convolve(self, cache, layer, x, weight, mix=None):
+    def convolve(self, cache, layer, x, weight, mix=None, bias=None):
         of = cache.states[self.number].windows, layer, *self._blocks
         if mix is None:
-            out, windows = conv_chunk(*of, x, weight.T)
+            out, windows = conv_chunk(*of, x, weight.T, bias=bias)
         else:
             out, windows = causal_conv.chunk(*of, x, weight, mix, self.rows.fixed > 0)
         return out, self._with(cache, windows=windows)
@@ -176,10 +185,10 @@ class RoundRows(_OverCache):
     replay: Int[Array, " b"]
     number: int = flax.struct.field(pytree_node=False, default=0, kw_only=True)
 
-    def convolve(self, cache, layer, x, weight, mix=None):
+    def convolve(self, cache, layer, x, weight, mix=None, bias=None):
         of = cache.states[self.number].windows, layer, self.slots, self.replay
         if mix is None:
-            out, windows = conv_step(*of, x, weight.T)
+            out, windows = conv_step(*of, x, weight.T, bias=bias)
         else:
             out, windows = causal_conv.step(*of, x, weight, mix, self.rows.fixed > 0)
         return out, self._with(cache, windows=windows)

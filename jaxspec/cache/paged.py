@@ -18,9 +18,10 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxspec.models.description import PagedRows
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas.attention import kv_write
+from jaxspec.pallas.attention.latent_attention import latent_attention
 from jaxspec.pallas.attention.paged_attention import paged_attention
 
-KV = Float[Array, "l p 2 m s h"]
+KV = Float[Array, "l p k m s h"]
 Scales = Float[Array, "l 2 m"]  # float32, of a layer's keys (0) and values (1) by head: pages hold x / scale
 
 
@@ -103,6 +104,16 @@ class Rows:
         """
         return self._look(self.write(kv, layer, k, v, scales), layer, q, window, sinks, scales)
 
+    def attend_latent(
+        self, kv: KV, layer: Int[Array, ""], q: Array, rows: Array, latent: int, scale: float
+    ) -> tuple[Array, KV]:
+        """Write one row of each token, then attend as `decoder.mixer.LatentMixer` says."""
+        kv = kv_write.write_rows(kv, layer, *self._slots(kv, rows.shape[1]), rows)
+        mask = self.mask
+        if mask is not None:  # rows that follow those of the mask see nothing of them
+            mask = jnp.pad(mask, ((0, 0), (0, q.shape[1] - mask.shape[1]), (0, 0)))
+        return latent_attention(q, kv, layer, self.table, self._seen_from(q.shape[1]), latent, scale, mask), kv
+
     def only(self, asked: Bool[Array, " b"]) -> Rows:
         """Request the attention of these requests' rows alone, as `decoder.mixer.Mixer.only` says."""
         return self.replace(asked=asked)
@@ -139,9 +150,7 @@ class Rows:
         sinks: Float[Array, " n"] | None = None,
         scales: Scales | None = None,
     ) -> tuple[Array, KV]:
-        mask, depth, start = self.mask, self.depth, self._masked_from
-        if self.asked is not None:
-            start = jnp.where(self.asked, start, -q.shape[1])  # before slot 0: others see as little as can be
+        mask, depth, start = self.mask, self.depth, self._seen_from(q.shape[1])
         if mask is None:
             seen = {"window": window, "sinks": sinks, "scales": scales, "fixed": self.fixed}
             return paged_attention(q, kv, layer, self.table, start, **seen), kv
@@ -150,6 +159,11 @@ class Rows:
             mask, depth = self._within(window), jnp.pad(depth, ((0, 0), padding))
         mask = jnp.pad(mask, ((0, 0), padding, (0, 0)))
         return paged_attention(q, kv, layer, self.table, start, mask, window, depth, sinks, scales), kv
+
+    def _seen_from(self, t: int) -> Int[Array, " b"]:
+        """The first of the KV slots whose rows see by themselves or by the mask; requests that aren't asked for see as
+        little as can be, from before slot 0."""
+        return self._masked_from if self.asked is None else jnp.where(self.asked, self._masked_from, -t)
 
     def _within(self, window: int) -> Bool[Array, "b t w"]:
         """The mask without ancestors that are before a row's window, as a tree's may be that is deeper."""
@@ -181,14 +195,17 @@ class Rows:
         return kv_write.write(kv, layer, page, slot, k, v, _inverse_scales(scales))
 
     def compact(self, kv: KV, path: Int[Array, "b k"], count: Int[Array, " b"]) -> KV:
-        """Compact a tree's accepted path into a chain: move the keys and values of row `path[r, i]` to KV slot
+        """Compact a tree's accepted path into a chain: move what pages have of row `path[r, i]` to KV slot
         `start[r] + i` in all layers, for every i below `count[r]`. A path begins at row 0 and continues to later
         rows."""
         layers = jnp.arange(kv.shape[0])[:, None, None]
         kv_slots = self.start[:, None] + path[:, 1:]
         page = self._pages(kv_slots, jnp.arange(1, path.shape[1]) < count[:, None], kv.shape[4])
-        k, v = jnp.moveaxis(kv[layers, page, :, :, kv_slots % kv.shape[4]], 3, 0)
-        return Rows(self.start + 1, count - 1, self.table).write(kv, layers, k, v)
+        moved = kv[layers, page, :, :, kv_slots % kv.shape[4]]  # [l, b, k, streams, m, h]
+        into = Rows(self.start + 1, count - 1, self.table)
+        if kv.shape[2] == 1:
+            return kv_write.write_rows(kv, layers, *into._slots(kv, kv_slots.shape[1]), moved[..., 0, 0, :])
+        return into.write(kv, layers, *jnp.moveaxis(moved, 3, 0))
 
     def _kv_slots(self, t: int) -> Int[Array, "b t"]:
         return self.start[:, None] + jnp.arange(t, dtype=jnp.int32)

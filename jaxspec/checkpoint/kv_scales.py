@@ -43,8 +43,8 @@ def read_kv_scales(files: ModelFolder, decoder: Decoder, rename: Callable[[str],
             each = (f"model.layers.{i}.self_attn.{name}" for name in names)
             if (name := next((found[name] for name in each if name in found), None)) is not None:
                 sources.setdefault(name, []).append((at, kind))
-    if not sources:
-        return None
+    if not sources or decoder.layers[places[0]].mixing.memory.streams == 1:
+        return None  # latents are kept as they are
     heads = decoder.layers[places[0]].mixing.memory.heads
     if len(decoder.groups(PagedRows)) > 1:
         raise CheckpointError(f"{files.path}: scales of keys or values need the same KV heads in all layers")

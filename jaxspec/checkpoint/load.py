@@ -22,7 +22,7 @@ from jaxspec.checkpoint.check import CheckpointError, TensorInfo, check
 from jaxspec.checkpoint.find import Source, resolve
 from jaxspec.checkpoint.gguf_file import GgufFile
 from jaxspec.checkpoint.params import assemble, dummy
-from jaxspec.checkpoint.quantization import FORMATS, Quantization, as_stored, quantised_on_load, unused
+from jaxspec.checkpoint.quantization import FORMATS, Quantization, as_stored, quantised_on_load, to_dequantise, unused
 from jaxspec.checkpoint.shards import ModelFolder
 from jaxspec.config.engine_config import DTYPES, EngineConfig
 from jaxspec.config.options import ConfigError
@@ -44,6 +44,16 @@ MTP_PARTS = {
     "hnorm.": "pre_fc_norm_hidden.",
     "eh_proj.": "fc.",
     "shared_head.norm.": "norm.",
+}
+MTP_HALVES = {  # parts of a module in Nemotron's layout, and in Qwen's
+    "layers.0.enorm.": "pre_fc_norm_embedding.",
+    "layers.0.hnorm.": "pre_fc_norm_hidden.",
+    "layers.0.eh_proj.": "fc.",
+    "layers.0.norm.": "layers.0.input_layernorm.",
+    "layers.0.mixer.": "layers.0.self_attn.",
+    "layers.1.norm.": "layers.0.post_attention_layernorm.",
+    "layers.1.mixer.": "layers.0.mlp.",
+    "layers.1.final_layernorm.": "norm.",
 }
 OTHER_PARTS = ("visual.", "vision_tower.", "multi_modal_projector.")  # of multimodal models, beside the text model
 
@@ -114,8 +124,9 @@ def load_model(
     - `dtype`: of the params, `float32`, `bfloat16` or `float16`. None is float32 on a CPU, else the checkpoint's own.
     - `load_format`: `auto`, or `dummy` for random weights made from the config and `seed` alone.
     - `progress`: show a progress bar on stderr.
-    - `quantization`: `fp8` quantises weights of matmuls one by one as they are read; head, router and embedding stay in
-      `dtype`. A checkpoint that is quantised already stays as it is.
+    - `quantization`: `fp8` or `int4` quantises weights of matmuls one by one as they are read; head, router and
+      embedding stay in `dtype`. A checkpoint that is quantised already stays as it is, but `fp8` makes FP8 of packed
+      weights in four bits, too.
     - `fp8_activations`: quantise the activations of FP8 weights, too, instead of leaving them in `dtype`.
     - `tp_size`: shard the params over so many devices. The engine runs such a model, `functional` doesn't.
     - `ep_size`: divide experts among so many groups of these devices.
@@ -125,7 +136,7 @@ def load_model(
     """
     of = path_or_id, dtype, load_format, revision, quantization, fp8_activations, tp_size, ep_size, context_length
     source, config, dtype, declared = _declared(*of)
-    mesh, how = sharding.mesh_of(tp_size), source.files.quantization
+    mesh, how = sharding.mesh_of(tp_size), kept_format(source.files, quantization)
     online, renamed = quantization is not None and how is None, partial(text_name, layers=config.num_layers)
     beside = ThreadPoolExecutor(1, "tokenizer")  # which takes seconds, most of them imports
     reading = beside.submit(_tokenizer, source)
@@ -151,8 +162,9 @@ def load_model(
         if tp_size > 1:
             each, more = f" on each of {tp_size} devices, more than one", "a smaller --dtype, or a larger --tp-size"
         raise CheckpointError(
-            f"{source.name}: its weights take {size / 2**30:,.1f} GiB in {'fp8' if online else dtype}{each} has free; "
-            f"use a smaller model, --quantization fp8, {more}"
+            f"{source.name}: its weights take {size / 2**30:,.1f} GiB in "
+            f"{quantization if online else dtype}{each} has free; use a smaller model, --quantization fp8 or "
+            f"int4, {more}"
         ) from error
     sampling = _sampling(source.files.generation, source.name)
     tokenizer, scales = reading.result(), None
@@ -177,7 +189,8 @@ def outlined(options: EngineConfig) -> Model:
     alone = {"tp_size": 1, "ep_size": 1}
     source, config, dtype, declared = _declared(options.model, **_given(options) | alone, made_up=True)
     params = jax.eval_shape(partial(dummy, declared, dtype, 0))
-    return Model(config, params, dtype, source.name, source.path, None, quantization=source.files.quantization)
+    how = kept_format(source.files, options.quantization)
+    return Model(config, params, dtype, source.name, source.path, None, quantization=how)
 
 
 def _declared(
@@ -207,7 +220,7 @@ def _declared(
         local(config.decoder, tp_size)  # refuses what can't be divided before it is read
     except ConfigError as error:
         raise ConfigError(f"{source.name}: {error}") from error
-    declared, how = MODELS[config.model_type].tensors(config.decoder), source.files.quantization
+    declared, how = MODELS[config.model_type].tensors(config.decoder), kept_format(source.files, quantization)
     load_format = "dummy" if made_up else load_format
     return source, config, dtype, in_format(declared, how, quantization, load_format, fp8_activations)
 
@@ -254,7 +267,17 @@ def in_format(
     wanted = quantization is not None if how is None else load_format == "dummy"
     if not wanted:
         return declared
-    return jax.tree.map(lambda param: quantised_on_load(param, fp8_activations, how), declared)
+    made = jax.tree.map(lambda param: quantised_on_load(param, fp8_activations, how, quantization), declared)
+    exact = [param for param in jax.tree.leaves(made) if param.of_matmul and not param.exact]
+    exact = [param.sources[0] for param in exact if not param.format.quantised]
+    if how is None and exact:
+        log.info("%d weights can't be %s and stay as they are: %s, ...", len(exact), quantization, exact[0])
+    return made
+
+
+def kept_format(files: ModelFolder | GgufFile, quantization: str | None) -> Quantization | None:
+    """How a checkpoint's weights are quantised, if they stay so: packed ones don't where FP8 is asked for."""
+    return None if files.packed is not None and quantization == "fp8" else files.quantization
 
 
 def _sampling(generation: Mapping[str, Any], name: str) -> dict[str, float]:
@@ -282,9 +305,11 @@ def mtp_name(name: str, layers: int) -> str | None:
     """An MTP tensor's name in Qwen's layout, `mtp.*`; None for other tensors, and for copies of the model's own.
 
     DeepSeek's layout has modules as further layers of the model, behind its `layers`, each with norms of its own.
+    Nemotron's has a module's attention and its MLP as two layers, of one norm each.
     """
     if name.startswith(MTP):
-        return name
+        theirs = next((theirs for theirs in MTP_HALVES if name.startswith(MTP + theirs)), "")
+        return f"{MTP}{MTP_HALVES[theirs]}{name.removeprefix(MTP + theirs)}" if theirs else name
     if (found := _further_layer(name, layers)) is None:
         return None
     module, part = found
@@ -321,10 +346,17 @@ def read_params(
 
     **Raises:** `CheckpointError` listing every tensor that is missing, unexpected or of another shape than declared.
     """
-    renamed = ((rename(tensor), info) for tensor, info in files.tensors().items())
-    found = {new: info for new, info in renamed if new is not None and new not in skip}
+
+    def listed(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+        renamed = ((rename(tensor), info) for tensor, info in tensors.items())
+        return {new: info for new, info in renamed if new is not None and new not in skip}
+
+    found = listed(files.tensors())
     declared = jax.tree.map(lambda param: param.as_found(found), declared)
-    how = files.quantization
+    how, tensors = files.quantization, files.read
+    if files.packed is not None and (whole := _to_dequantise(declared, files, found, rename, mesh)):
+        log.info("%s: %d weights can't stay packed and are dequantised: %s, ...", name, len(whole), min(whole))
+        found, tensors = listed(files.tensors(whole)), partial(files.read, whole)
     if how is not None or files.packed is not None:
         found, left = {k: v for k, v in found.items() if not unused(k)}, [k for k in found if unused(k)]
         if left := [k for k in left if not kv_scales.named(k)]:
@@ -334,8 +366,24 @@ def read_params(
         declared = jax.tree.map(stored, declared)
     if files.packed is not None:
         found = _without_zero_biases(declared, files, found, rename)
+        orders = {param.order for param in jax.tree.leaves(declared)}  # of fused weights, one says it for all
+        spare = {rename(f"{module}.order") for module in files.orders} - orders
+        found = {name: info for name, info in found.items() if name not in spare}
     check(jax.tree.leaves(declared), found, str(files.path))
-    return assemble(declared, _with_bar(files.read(), rename, found, name, progress), dtype, mesh)
+    return assemble(declared, _with_bar(tensors(), rename, found, name, progress), dtype, mesh)
+
+
+def _to_dequantise(
+    declared: Any,
+    files: ModelFolder,
+    found: Mapping[str, TensorInfo],
+    rename: Callable[[str], str | None],
+    mesh: Mesh | None,
+) -> set[str]:
+    """Packed weights, called as in the files, that parameters need unquantised."""
+    orders = {rename(f"{module}.order"): order for module, order in files.orders.items()}
+    whole = to_dequantise(jax.tree.leaves(declared), found, orders, divided=mesh is not None)
+    return {name for name in files.tensors() if rename(name) in whole} if whole else set()
 
 
 def _without_zero_biases(

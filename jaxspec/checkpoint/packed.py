@@ -1,22 +1,28 @@
-"""Weights of 4 or 8 bits packed into 32-bit words, as AWQ, GPTQ and compressed-tensors publish them.
+"""Packed weights, as AWQ, GPTQ, compressed-tensors and ModelOpt publish them: integers of 4 or 8 bits, and NVFP4.
 
-They are dequantised while they are read: a module's tensors leave as the one `weight` that an unquantised checkpoint
-has, so nothing behind this module knows of them. A weight is (number - zero point) x scale, with a scale and a zero
-point for each group of inputs of an output.
+An integer weight is (number - zero point) x scale, with a scale and a zero point for each group of inputs of an output.
+An NVFP4 one is number x scale x factor, with a scale for each 16 inputs and a factor for the matrix.
+
+Weights of four bits stay packed. Whatever the tool, a module's tensors leave as `weight`, u8[out, in / 2], the first
+number in the low half, and `weight_scale`, [out, groups, n]: scales alone, or scales and what comes with each, which is
+a zero point or NVFP4's factor. `order` has the inputs in the order of these, where they are sorted by group.
+
+All others are dequantised while they are read: they leave as the one `weight` that an unquantised checkpoint has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxspec.checkpoint.check import CheckpointError, TensorInfo
-from jaxspec.checkpoint.quantization import config_of, refusal
+from jaxspec.checkpoint.quantization import INT4, MODELOPT, NVFP4, U8, Quantization, config_of, names, refusal
 from jaxspec.config.json_values import shown
+from jaxspec.models import int4, mxfp4, nvfp4
 
 AWQ, GPTQ, COMPRESSED = "awq", "gptq", "compressed-tensors"
 BITS = (4, 8)
@@ -25,8 +31,12 @@ _PARTS = {
     AWQ: (("qweight", "qzeros", "scales"), ()),
     GPTQ: (("qweight", "qzeros", "scales"), ("g_idx",)),
     COMPRESSED: (("weight_packed", "weight_scale"), ("weight_shape", "weight_zero_point", "weight_g_idx")),
+    NVFP4: (("weight_packed", "weight_scale", "weight_global_scale"), ()),
+    MODELOPT: (("weight_scale_2", "weight", "weight_scale"), ()),
 }
 _WORDS = ("qweight", "qzeros", "weight_packed", "weight_zero_point")
+GROUPS = (".g_idx", ".weight_g_idx")  # what names of tensors end in that say each input's group
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 # AWQ's column of each four bits of a word, from the lowest on: https://arxiv.org/abs/2306.00978, AutoAWQ's GEMM kernel.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -35,40 +45,87 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 class Packed:
     """How a checkpoint packs its weights.
 
-    `kind`: AWQ, GPTQ or COMPRESSED. `group`: inputs that share a scale; None: all of them. `less`: what was taken from
-    zero points before they were stored.
+    `kind`: AWQ, GPTQ, COMPRESSED, or of NVFP4 that of compressed-tensors or MODELOPT. `group`: inputs that share a
+    scale; None: all of them. `less`: what was taken from zero points before they were stored. `kept`: names of modules
+    that aren't quantised, as of `Quantization`.
     """
 
     kind: str
     bits: int
     group: int | None
     less: int = 0
+    kept: tuple[str, ...] = field(default=(), compare=False)
 
-    def tensors(self, found: Mapping[str, TensorInfo], where: Path) -> dict[str, TensorInfo]:
-        """The tensors of an unquantised checkpoint in place of those `found`; bytes are those stored.
+    @property
+    def floats(self) -> bool:
+        """Whether numbers are E2M1, not integers."""
+        return self.kind in (NVFP4, MODELOPT)
 
-        **Raises:** `CheckpointError` for a weight of which a part is missing, or is no matrix of words.
+    @property
+    def quantization(self) -> Quantization | None:
+        """The format in which weights stay; None if they are all dequantised."""
+        if self.floats:
+            return Quantization(NVFP4, self.kept, self.group)
+        stay = self.bits == 4 and (self.group is None or self.group % int4.BLOCK == 0)
+        return Quantization(INT4, self.kept, self.group, self.kind in (AWQ, GPTQ)) if stay else None
+
+    def orders(self, groups: Iterable[tuple[str, np.ndarray]]) -> dict[str, np.ndarray]:
+        """By module, its inputs in the order of their groups, of the tensors that name each input's; none where that is
+        the order in which they stand."""
+        found = {}
+        for name, each in groups:
+            if self.group and (each != np.arange(len(each)) // self.group).any():
+                found[name.rpartition(".")[0]] = np.argsort(each, kind="stable").astype(np.int32)
+        return found
+
+    def tensors(
+        self,
+        found: Mapping[str, TensorInfo],
+        where: Path,
+        ordered: Container[str] = (),
+        dequantised: Container[str] = (),
+    ) -> dict[str, TensorInfo]:
+        """Tensors under their common names in place of those `found`; bytes are those stored. `ordered` are modules
+        whose inputs are in another order. All tensors in `dequantised` leave as unquantised.
+
+        **Raises:** `CheckpointError` for a weight of which a part is missing, or is no matrix of numbers.
         """
         parts = self._parts(found)
         kept = {name: info for name, info in found.items() if self._module(name, parts) is None}
         (first, *others), _ = _PARTS[self.kind]
-        for module, names in parts.items():
-            if lacking := [part for part in others if part not in names]:
+        for module, held in parts.items():
+            if lacking := [part for part in others if part not in held]:
                 raise CheckpointError(
                     f"{where}: {module} has {first} and no {' and no '.join(lacking)}; download its files again"
                 )
-            for name in (f"{module}.{part}" for part in names if part in _WORDS):
-                if found[name].dtype != "I32" or len(found[name].shape) != 2:
+            dtype = U8 if self.floats else "I32"
+            for name in (f"{module}.{part}" for part in held if part in (*_WORDS, "weight")):
+                if found[name].dtype != dtype or len(found[name].shape) != 2:
                     said = f"{name} is {found[name].dtype} {list(found[name].shape)}"
-                    raise CheckpointError(f"{where}: {said}; packed numbers are a matrix of I32")
-            size = sum(found[f"{module}.{part}"].nbytes for part in names)
-            kept[f"{module}.weight"] = TensorInfo(self._shape(found[f"{module}.{first}"].shape), size, "F32")
+                    raise CheckpointError(f"{where}: {said}; packed numbers are a matrix of {dtype}")
+            words = found[f"{module}.{'weight' if self.kind == MODELOPT else first}"]
+            size, (outputs, inputs) = sum(found[f"{module}.{part}"].nbytes for part in held), self._shape(words.shape)
+            if f"{module}.weight" in dequantised or not self._stays(inputs):
+                kept[f"{module}.weight"] = TensorInfo((outputs, inputs), size, "F32")
+                continue
+            kept[f"{module}.weight"] = TensorInfo((outputs, inputs // 2), words.nbytes, U8)
+            beside = 1 if self.kind == COMPRESSED and "weight_zero_point" not in held else 2
+            shape = outputs, inputs // (self.group or inputs), beside
+            kept[f"{module}.weight_scale"] = TensorInfo(shape, size - words.nbytes, "F32")
+            if module in ordered:
+                kept[f"{module}.order"] = TensorInfo((inputs,), 4 * inputs, "I32")
         return kept
 
+    def _stays(self, inputs: int) -> bool:
+        """Whether a weight of so many inputs stays packed: of four bits, in whole groups of whole blocks."""
+        block, group = (mxfp4.BLOCK, nvfp4.GROUP) if self.floats else (int4.BLOCK, self.group or inputs)
+        return self.quantization is not None and inputs % block == 0 and inputs % group == 0
+
     def read(
-        self, tensors: Iterable[tuple[str, np.ndarray]], found: Collection[str]
+        self, tensors: Iterable[tuple[str, np.ndarray]], found: Collection[str], dequantised: Container[str] = ()
     ) -> Iterator[tuple[str, np.ndarray]]:
-        """The stored tensors, called as in `found`, with each packed weight in place of its parts: f32[out, in].
+        """The stored tensors, called as in `found`, with each packed weight under common names in place of its parts,
+        or f32[out, in] if it is dequantised, as for `tensors`.
 
         The host holds one dequantised weight, and the parts of those that aren't complete.
 
@@ -84,7 +141,9 @@ class Packed:
             have[name.removeprefix(f"{module}.")] = array
             del array  # or it would stay while the next one is read
             if len(have) == len(parts[module]):
-                yield f"{module}.weight", self._dequantised(module, left.pop(module))
+                whole = f"{module}.weight" in dequantised
+                for part, made in self._made(module, left.pop(module), whole):
+                    yield f"{module}.{part}", made
 
     def _parts(self, found: Collection[str]) -> dict[str, list[str]]:
         """Stored parts of each packed weight, by its module."""
@@ -98,12 +157,25 @@ class Packed:
         return module if part in parts.get(module, ()) else None
 
     def _shape(self, words: tuple[int, ...]) -> tuple[int, int]:
-        """[out, in] of a weight by the shape of its words."""
-        (rows, columns), each = words, 32 // self.bits
+        """[out, in] of a weight by the shape of its words, or of NVFP4's bytes."""
+        rows, columns = words
+        if self.floats:
+            return rows, columns * 2
+        each = 32 // self.bits
         shapes = {AWQ: (columns * each, rows), GPTQ: (columns, rows * each), COMPRESSED: (rows, columns * each)}
         return shapes[self.kind]
 
-    def _dequantised(self, module: str, parts: dict[str, np.ndarray]) -> np.ndarray:
+    def _made(self, module: str, parts: dict[str, np.ndarray], whole: bool) -> Iterator[tuple[str, np.ndarray]]:
+        """A module's tensors under common names. `whole`: dequantised, even if it could stay packed."""
+        if self.floats:
+            packed, scales = self._nvfp4(module, parts)
+            if not whole and self._stays(packed.shape[1] * 2):
+                yield from (("weight", packed), ("weight_scale", scales))
+                return
+            numbers = _E2M1[np.stack([packed & 15, packed >> 4], axis=-1)].reshape(len(packed), -1)
+            by_group = np.repeat(scales.prod(-1), self.group, axis=1)
+            yield "weight", numbers * by_group[:, : numbers.shape[1]]
+            return
         numbers, zeros, scales, groups = self._stored(parts)
         outputs, inputs = numbers.shape
         width = self.group or inputs
@@ -112,17 +184,42 @@ class Packed:
                 f"{module}: scales {list(scales.shape)} and zero points {list(np.shape(zeros))} don't fit a weight "
                 f"{[outputs, inputs]} of which {width} inputs share a scale (quantization_config); download it again"
             )
-        scales = np.asarray(scales, np.float32)
-        if not np.isfinite(scales).all():
+        if not np.isfinite(np.asarray(scales, np.float32)).all():
             raise CheckpointError(f"{module} has scales that aren't finite numbers; download the file again")
-        zeros = np.broadcast_to(np.asarray(zeros, np.float32), scales.shape)
-        in_order = np.arange(inputs) // width
+        in_order, order = np.arange(inputs) // width, None
         if groups is not None and (groups.shape != (inputs,) or (np.sort(groups) != in_order).any()):
             raise CheckpointError(f"{module}: its inputs' groups (g_idx) don't fit its scales; download the file again")
-        if groups is None or (groups == in_order).all():
-            return _times_scales(numbers, zeros, scales, width)
-        order = np.argsort(groups, kind="stable")
-        return np.take(_times_scales(numbers[:, order], zeros, scales, width), np.argsort(order), axis=1)
+        if groups is not None and (groups != in_order).any():
+            order = np.argsort(groups, kind="stable").astype(np.int32)
+            numbers = numbers[:, order]
+        if not whole and self._stays(inputs):
+            yield "weight", numbers[:, ::2] | numbers[:, 1::2] << 4
+            beside = () if np.ndim(zeros) == 0 else (np.asarray(zeros, scales.dtype),)
+            yield "weight_scale", np.stack([scales, *beside], axis=-1)
+            if order is not None:
+                yield "order", order
+            return
+        scales = np.asarray(scales, np.float32)
+        zeros = np.broadcast_to(np.asarray(zeros, np.float32), scales.shape)
+        weight = _times_scales(numbers, zeros, scales, width)
+        yield "weight", weight if order is None else np.take(weight, np.argsort(order), axis=1)
+
+    def _nvfp4(self, module: str, parts: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes of numbers, and f32[out, groups, 2] of scales and the factor, which compressed-tensors stores as a
+        divisor."""
+        ours = self.kind == MODELOPT
+        packed, scales = parts["weight" if ours else "weight_packed"], parts["weight_scale"].astype(np.float32)
+        factor = np.asarray(parts["weight_scale_2" if ours else "weight_global_scale"], np.float32)
+        if scales.shape != (len(packed), -(-packed.shape[1] * 2 // nvfp4.GROUP)) or factor.size != 1:
+            raise CheckpointError(
+                f"{module}: scales {list(scales.shape)} and factors {list(factor.shape)} don't fit a weight "
+                f"{[len(packed), packed.shape[1] * 2]} of which {nvfp4.GROUP} inputs share a scale; download it again"
+            )
+        with np.errstate(divide="ignore"):
+            factor = factor.reshape(()) if ours else np.float32(1) / factor.reshape(())
+        if not (np.isfinite(scales).all() and np.isfinite(factor)):
+            raise CheckpointError(f"{module} has scales that aren't finite numbers; download the file again")
+        return packed, np.stack([scales, np.broadcast_to(factor, scales.shape)], axis=-1)
 
     def _stored(
         self, parts: dict[str, np.ndarray]
@@ -192,7 +289,9 @@ def read(hf: Mapping[str, Any], file: Path) -> Packed | None:
         case "gptq":
             return _read_gptq(config, file)
         case "compressed-tensors":
-            return _read_compressed(config)
+            return _read_compressed(config, file)
+        case "modelopt":
+            return _read_modelopt(config, file)
     return None
 
 
@@ -203,7 +302,8 @@ def _read_awq(config: Mapping[str, Any], file: Path) -> Packed:
             f"awq in {shown(bits)} bits, version {shown(version)}, zero_point {shown(config.get('zero_point', True))}"
         )
         raise CheckpointError(refusal(file, f"{said}, not in 4 bits of version gemm with zero points"))
-    return Packed(AWQ, 4, _group(config.get("group_size", config.get("q_group_size", 128)), AWQ, file))
+    group = _group(config.get("group_size", config.get("q_group_size", 128)), AWQ, file)
+    return Packed(AWQ, 4, group, kept=names(config, "modules_to_not_convert", file))
 
 
 def _read_gptq(config: Mapping[str, Any], file: Path) -> Packed:
@@ -211,26 +311,45 @@ def _read_gptq(config: Mapping[str, Any], file: Path) -> Packed:
     if bits not in BITS or layout not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):
         said = f"gptq in {shown(bits)} bits, checkpoint_format {shown(layout)}"
         raise CheckpointError(refusal(file, f"{said}, not in 4 or 8 bits of gptq or gptq_v2"))
-    if several := [name for name in config.get("dynamic") or () if not str(name).startswith("-:")]:
+    apart = [str(name) for name in config.get("dynamic") or ()]
+    if several := [name for name in apart if not name.startswith("-:")]:
         raise CheckpointError(refusal(file, f"gptq with settings of its own for {shown(several[0])} (dynamic)"))
-    return Packed(GPTQ, bits, _group(config.get("group_size", 128), GPTQ, file), less=int(layout == "gptq"))
+    kept = tuple(f"re:{name.removeprefix('-:')}" for name in apart)
+    return Packed(GPTQ, bits, _group(config.get("group_size", 128), GPTQ, file), int(layout == "gptq"), kept)
 
 
-def _read_compressed(config: Mapping[str, Any]) -> Packed | None:
+def _read_modelopt(config: Mapping[str, Any], file: Path) -> Packed | None:
+    """NVFP4, alone or beside weights in FP8. None for what `quantization.read` reads, or refuses by name."""
+    algorithms = {config.get("quant_algo")}
+    if algorithms == {"MIXED_PRECISION"} and isinstance(layers := config.get("quantized_layers"), Mapping):
+        algorithms = {each.get("quant_algo") if isinstance(each, Mapping) else None for each in layers.values()}
+    if not algorithms & {"NVFP4", "W4A16_NVFP4"} or not algorithms <= {"NVFP4", "W4A16_NVFP4", "FP8"}:
+        return None
+    return Packed(MODELOPT, 4, nvfp4.GROUP, kept=names(config, "ignore", file))
+
+
+def _read_compressed(config: Mapping[str, Any], file: Path) -> Packed | None:
     """None for what `quantization.read` reads, or refuses by name."""
     groups = config.get("config_groups")
-    found = set()
+    found, formats = set(), set()
     for group in groups.values() if isinstance(groups, Mapping) else ():
         weights = group.get("weights") if isinstance(group, Mapping) else None
-        if not isinstance(weights, Mapping) or "pack-quantized" not in (config.get("format"), group.get("format")):
+        if not isinstance(weights, Mapping):
             return None
+        formats.add(group.get("format") or config.get("format"))
         bits, strategy, size = weights.get("num_bits"), weights.get("strategy"), weights.get("group_size")
+        if (bits, weights.get("type"), strategy, size) == (4, "float", "tensor_group", nvfp4.GROUP):
+            found.add((NVFP4, bits, size))
+            continue
         if weights.get("type") != "int" or bits not in BITS or group.get("input_activations") is not None:
             return None
         if strategy != "channel" and not (strategy == "group" and type(size) is int and size > 0):
             return None
-        found.add((bits, size if strategy == "group" else None))
-    return Packed(COMPRESSED, *found.pop()) if len(found) == 1 else None
+        found.add((COMPRESSED, bits, size if strategy == "group" else None))
+    written = {NVFP4: {"nvfp4-pack-quantized"}, COMPRESSED: {"pack-quantized"}}
+    if len(found) != 1 or formats != written[(made := found.pop())[0]]:
+        return None
+    return Packed(*made, kept=names(config, "ignore", file))
 
 
 def _group(size: Any, method: str, file: Path) -> int | None:
@@ -242,9 +361,11 @@ def _group(size: Any, method: str, file: Path) -> int | None:
 
 def told(packed: Packed, dtype: str, quantization: str | None) -> str:
     """Describe for the log how the weights are used."""
-    if quantization is not None:
-        return f"weights of {packed.bits} bits ({packed.kind}) are dequantised and made {quantization} as they are read"
-    return (
-        f"weights of {packed.bits} bits ({packed.kind}) are dequantised to {dtype} as they are read, and take as much "
-        "memory as unquantised ones; --quantization fp8 makes them FP8"
-    )
+    weights = "weights in NVFP4" if packed.floats else f"weights of {packed.bits} bits ({packed.kind})"
+    if quantization == "fp8":
+        return f"{weights} are dequantised and made fp8 as they are read"
+    if packed.quantization is not None:
+        return f"{weights} stay packed"
+    more = "" if quantization else "; --quantization fp8 or int4 makes them smaller"
+    now = f"and made {quantization}" if quantization else f"to {dtype}, and take as much memory as unquantised ones"
+    return f"{weights} are dequantised {now} as they are read{more}"

@@ -24,7 +24,7 @@ from jaxspec.checkpoint.check import CheckpointError
 from jaxspec.checkpoint.reserve import Reserved, reserved
 from jaxspec.models import fp8, mxfp4
 from jaxspec.models.fp8 import BLOCK
-from jaxspec.models.weights import Format, Fp8, Layout, Mxfp4, Param, Unquantised
+from jaxspec.models.weights import Format, FourBits, Fp8, Layout, Mxfp4, Param, Unquantised
 from jaxspec.parallel import sharding
 
 _EMBEDDING_STD = 0.02
@@ -44,7 +44,7 @@ def assemble(declared: Any, tensors: Iterable[tuple[str, np.ndarray]], dtype: st
         sharding.check_params(declared, mesh.size)
     places = _places(declared, dtype, mesh)
     leaves, structure = jax.tree.flatten(declared)
-    owner = {name: i for i, param in enumerate(leaves) for name in (*param.sources, *dict(param.scales))}
+    owner = {name: i for i, param in enumerate(leaves) for name in (*param.sources, *_beside(param))}
     parts: dict[int, dict[str, np.ndarray]] = {}
     filled: list[Any] = [None] * len(leaves)
     for name, tensor in tensors:
@@ -53,7 +53,7 @@ def assemble(declared: Any, tensors: Iterable[tuple[str, np.ndarray]], dtype: st
         i = owner[name]
         parts.setdefault(i, {})[name] = tensor
         del tensor  # or it would stay while the next one is read
-        if len(parts[i]) < len(leaves[i].sources) + len(leaves[i].scales):
+        if len(parts[i]) < len(leaves[i].sources) + len(_beside(leaves[i])):
             continue
         host = [parts[i].pop(source) for source in leaves[i].sources]
         given = leaves[i], host, parts.pop(i), dtype
@@ -62,6 +62,11 @@ def assemble(declared: Any, tensors: Iterable[tuple[str, np.ndarray]], dtype: st
     if lacking := [leaf.sources for leaf, array in zip(leaves, filled, strict=True) if array is None]:
         raise CheckpointError(f"the weights ended before {len(lacking)} parameters were complete: {lacking[0]}, ...")
     return jax.tree.unflatten(structure, filled)
+
+
+def _beside(param: Param) -> list[str]:
+    """Tensors that come beside a parameter's sources."""
+    return [name for name, _ in param.scales] + [param.order] * bool(param.order)
 
 
 def _places(declared: Any, dtype: str, mesh: Mesh | None) -> list[Reserved]:
@@ -97,6 +102,8 @@ def _divided(
         one, held = sharding.local_param(param, size, rank), sharding.own_sources(param, rank, size)
         own = [sharding.cut(param, i, host[i], rank, size) for i in held]
         own_scales = {names[i]: sharding.cut(param, i, scales[names[i]], rank, size, scale=True) for i in held if names}
+        if param.order:
+            own_scales[param.order] = scales[param.order]
         with jax.default_device(device):
             own = [part if isinstance(part, np.ndarray) else jax.device_put(part, device) for part in own]
             made.append(places[rank].moved(_placed(one, own, own_scales, dtype)))
@@ -106,7 +113,7 @@ def _divided(
 def _stack(param: Param, host: list[np.ndarray]) -> np.ndarray:
     """Experts' matrices in one array, [experts, _, _]: a program of hundreds of operands would be slow."""
     if param.sources != (param.whole,):
-        return np.concatenate(host).reshape(param.shape)
+        return np.concatenate(host).reshape(*param.shape[:2], -1)
     return host[0].reshape(*host[0].shape[:2], -1)  # the bytes of MXFP4 have an axis of blocks
 
 
@@ -117,6 +124,10 @@ def _made(param: Param, sources: list[jax.Array], scales: dict[str, np.ndarray],
         sources = [jnp.swapaxes(source, 1, 2) for source in sources]
     if isinstance(param.format, Mxfp4):
         return param.made(*_arranged(sources[0], _exponents(param, scales), param.layout))
+    if isinstance(param.format, FourBits) and param.scales:
+        order = jnp.array(scales.pop(param.order)) if param.order else None
+        packed = sources[0] if param.stacked else tuple(sources)
+        return param.made(*_four_bits(packed, _group_scales(param, scales), param.layout, param.format), order)
     if isinstance(param.format, Unquantised):
         if param.stacked:
             return param.made(_fused_rows(sources, param.layout, param.dtype or dtype))
@@ -147,6 +158,28 @@ def _arranged(packed: jax.Array, scales: jax.Array, layout: Layout) -> tuple[jax
     """A stack in MXFP4 as devices have it, expert by expert: so the device needs little beside what comes and goes."""
     rows = lambda expert: tuple(_fused_rows([part], layout) for part in expert)  # noqa: E731
     return jax.lax.map(lambda expert: mxfp4.arrange(*rows(expert)), (packed, scales))
+
+
+@partial(jax.jit, static_argnames=("layout", "format"))
+def _four_bits(
+    packed: jax.Array | tuple[jax.Array, ...], scales: list[jax.Array], layout: Layout, format: FourBits
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Values, scales and factors as devices have them, of sources or of a stack, expert by expert."""
+    if isinstance(packed, tuple):
+        *_, groups, each = scales[0].shape
+        rows = _fused_rows([part.reshape(len(part), -1) for part in scales], layout)
+        made = format.placed(_fused_rows(list(packed), layout), rows.reshape(len(rows), groups, each))
+    else:
+        made = jax.lax.map(lambda expert: format.placed(*expert), (packed, scales[0]))
+    return (*made, None) if len(made) == 2 else made
+
+
+def _group_scales(param: Param, found: dict[str, np.ndarray]) -> list[jax.Array]:
+    """Scales of weights in four bits, [outputs, groups, n] of each source, or one array of a stack's."""
+    each = [found.pop(name) for name, _ in param.scales]
+    if param.stacked:
+        each = [np.concatenate(each).reshape(param.shape[0], -1, *each[0].shape[1:])]
+    return [jnp.array(scales) for scales in each]
 
 
 def _exponents(param: Param, found: dict[str, np.ndarray]) -> jax.Array:
@@ -189,12 +222,14 @@ def _scales(param: Param, found: dict[str, np.ndarray]) -> jax.Array:
 
 
 @partial(jax.jit, static_argnames=("layout", "format"))
-def _quantised(sources: list[jax.Array], layout: Layout, format: Format) -> tuple[jax.Array, jax.Array | None]:
-    """Values and scales of unquantised sources, each [outputs, inputs], or of a stack of experts' fused ones.
+def _quantised(sources: list[jax.Array], layout: Layout, format: Format) -> tuple[jax.Array | None, ...]:
+    """Values, scales and factors of unquantised sources, each [outputs, inputs], or of a stack of experts' fused ones.
 
     Each source is quantised by itself, so the result is that of a checkpoint quantised beforehand. In FP8 without
     blocks each output has a scale.
     """
+    if isinstance(format, FourBits) and sources[0].ndim == 3:
+        return jax.lax.map(format.quantise, sources[0])
     if not isinstance(format, Fp8):
         return format.quantise(sources[0] if sources[0].ndim == 3 else _fused_rows(sources, layout))
     block = format.block
@@ -216,6 +251,12 @@ def _quantised(sources: list[jax.Array], layout: Layout, format: Format) -> tupl
         return _fused_rows(values, layout), _fused_rows(scales, layout.per(size))
 
     return jax.lax.map(expert, sources[0])
+
+
+def quantised(param: Param, values: jax.Array) -> Any:
+    """The weight in the format of its declaration, of values as an unquantised one has them."""
+    sources = [values] if param.stacked else [part.T for part in param.layout.unpack(values)]
+    return param.made(*_quantised(sources, param.layout, param.format))
 
 
 def dummy(declared: Any, dtype: str, seed: int, mesh: Mesh | None = None) -> Any:
@@ -251,8 +292,7 @@ def dummy(declared: Any, dtype: str, seed: int, mesh: Mesh | None = None) -> Any
         array = values(path, param)
         if isinstance(param.format, Unquantised):
             return places[0].moved(param.made(array))
-        sources = [array] if param.stacked else [part.T for part in param.layout.unpack(array)]
-        return jax.block_until_ready(places[0].moved(param.made(*_quantised(sources, param.layout, param.format))))
+        return jax.block_until_ready(places[0].moved(quantised(param, array)))
 
     return jax.tree_util.tree_map_with_path(make, declared)
 

@@ -10,32 +10,36 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxspec.checkpoint.check import CheckpointError, TensorInfo
 from jaxspec.config.json_values import shown
-from jaxspec.models import mxfp4
+from jaxspec.models import int4, mxfp4
 from jaxspec.models.fp8 import BLOCK
-from jaxspec.models.weights import Fp8, Mxfp4, Param
+from jaxspec.models.weights import FourBits, Fp8, Int4, Mxfp4, Nvfp4, Param
 
-FORMATS = ("fp8",)  # what weights can be quantised to on load
+INT4 = "int4"
+FORMATS = ("fp8", INT4)  # what weights can be quantised to on load
 F8, U8 = "F8_E4M3", "U8"  # one byte an element; quantised weights alone are stored so, and MXFP4's scales
 KINDS = ("block", "channel", "tensor")  # what has an FP8 scale: 128 x 128 numbers, an output, a whole matrix
-MXFP4 = "mxfp4"
+MXFP4, NVFP4, MODELOPT = "mxfp4", "nvfp4", "modelopt"
 _INSTEAD = (
     "use the model's FP8 or unquantised checkpoint (with --quantization fp8, the latter is made FP8 while it loads)"
 )
-_UNUSED = re.compile(r".*\.(input_scale|k_scale|v_scale|q_scale|output_scale|kv_scale)")
+_UNUSED = re.compile(r".*\.(input_scale|input_global_scale|k_scale|v_scale|q_scale|output_scale|kv_scale)")
 
 
 @dataclass(frozen=True)
 class Quantization:
     """FP8 weights of which each block of 128 x 128, each output, or each matrix has a scale: `kind`.
 
-    Or, of kind "mxfp4", stacks of experts' weights in MXFP4.
+    Or, of kind "mxfp4", stacks of experts' weights in MXFP4. Or, of kind "int4" or "nvfp4", weights of four bits of
+    which `group` inputs share a scale, or all of them if that is None, and with `zeros` a zero point.
 
     `kept` are names of modules that aren't quantised: a whole name, its first or its last parts, with `*` for any
     characters, or a regular expression behind `re:`.
@@ -43,6 +47,8 @@ class Quantization:
 
     kind: str
     kept: tuple[str, ...] = ()
+    group: int | None = None
+    zeros: bool = False
 
     @property
     def block(self) -> int | None:
@@ -50,9 +56,9 @@ class Quantization:
         return BLOCK if self.kind == "block" else None
 
     @property
-    def dtype(self) -> str:
-        """Dtype in which quantised weights are stored."""
-        return U8 if self.kind == MXFP4 else F8
+    def dtypes(self) -> tuple[str, ...]:
+        """Dtypes of one byte in which quantised weights and their scales are stored."""
+        return {MXFP4: (U8,), INT4: (), NVFP4: (U8, F8)}.get(self.kind, (F8,))
 
     def keeps(self, module: str) -> bool:
         """Whether a module isn't quantised."""
@@ -61,6 +67,8 @@ class Quantization:
 
 def read(hf: Mapping[str, Any], file: Path) -> Quantization | None:
     """Read config.json's description of quantised weights; None if they aren't quantised.
+
+    Packed weights are `packed.read`'s.
 
     **Raises:** `CheckpointError` for any format but FP8 with float32 or bfloat16 scales, and MXFP4.
     """
@@ -73,7 +81,9 @@ def read(hf: Mapping[str, Any], file: Path) -> Quantization | None:
         case "compressed-tensors":
             return _compressed(config, file)
         case "mxfp4":
-            return Quantization(MXFP4, _list(config, "modules_to_not_convert", file))
+            return Quantization(MXFP4, names(config, "modules_to_not_convert", file))
+        case "modelopt" if config.get("quant_algo") == "FP8":
+            return Quantization("tensor", names(config, "ignore", file))
         case method:
             name = method if isinstance(method, str) else shown(method)
             if isinstance(algorithm := config.get("quant_algo"), str):
@@ -94,13 +104,21 @@ def config_of(hf: Mapping[str, Any], file: Path) -> Mapping[str, Any] | None:
     return config
 
 
+def of_modelopt(written: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """The `quantization_config` that ModelOpt's own file stands for. **Raises:** `CheckpointError` if it has none."""
+    config = written.get("quantization")
+    if not isinstance(config, Mapping):
+        raise CheckpointError(f"{file}: quantization must be a mapping, got {shown(config)}")
+    return {**config, "quant_method": MODELOPT, "ignore": config.get("exclude_modules")}
+
+
 def _fp8(config: Mapping[str, Any], file: Path) -> Quantization:
     block = config.get("weight_block_size")
     if block is not None and (not isinstance(block, list | tuple) or list(block) != [BLOCK, BLOCK]):
         raise CheckpointError(refusal(file, f"fp8 with weight_block_size {shown(block)}, not [{BLOCK}, {BLOCK}]"))
     if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise CheckpointError(refusal(file, f"fp8 with fmt {shown(config['fmt'])}, not e4m3"))
-    return Quantization("tensor" if block is None else "block", _list(config, "modules_to_not_convert", file))
+    return Quantization("tensor" if block is None else "block", names(config, "modules_to_not_convert", file))
 
 
 def _compressed(config: Mapping[str, Any], file: Path) -> Quantization:
@@ -126,21 +144,22 @@ def _compressed(config: Mapping[str, Any], file: Path) -> Quantization:
     sparse = config.get("sparsity_config")
     if isinstance(sparse, Mapping) and sparse.get("format", "dense") != "dense":
         raise CheckpointError(refusal(file, f"compressed-tensors with sparsity {shown(sparse.get('format'))}"))
-    return Quantization(found[0], _list(config, "ignore", file))
+    return Quantization(found[0], names(config, "ignore", file))
 
 
-def _list(config: Mapping[str, Any], key: str, file: Path) -> tuple[str, ...]:
-    names = config.get(key) or ()
-    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        raise CheckpointError(f"{file}: quantization_config: {key} must be a list of names, got {shown(names)}")
-    for name in names:
+def names(config: Mapping[str, Any], key: str, file: Path) -> tuple[str, ...]:
+    """A config's list of modules. **Raises:** `CheckpointError` if it is none, or for a name that is no pattern."""
+    given = config.get(key) or ()
+    if not isinstance(given, list | tuple) or not all(isinstance(name, str) for name in given):
+        raise CheckpointError(f"{file}: quantization_config: {key} must be a list of names, got {shown(given)}")
+    for name in given:
         try:
             re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
         except re.error as error:
             raise CheckpointError(
                 f"{file}: quantization_config: {key}: {shown(name)} is no pattern: {error}"
             ) from error
-    return tuple(names)
+    return tuple(given)
 
 
 def refusal(file: Path, what: str) -> str:
@@ -174,6 +193,8 @@ def as_stored(param: Param, found: Mapping[str, TensorInfo], how: Quantization, 
     """
     if how.kind == MXFP4:
         return _stored_as_mxfp4(param, found, where)
+    if how.kind in (INT4, NVFP4) and any(is_packed(source, found) for source in param.sources):
+        return _stored_in_four_bits(param, found, how, where)
     stored = [source for source in param.sources if source in found and found[source].dtype == F8]
     if not stored:
         return param
@@ -185,6 +206,56 @@ def as_stored(param: Param, found: Mapping[str, TensorInfo], how: Quantization, 
         )
     scales = tuple(_scale(source, shape, found, how) for source, shape in param.stored_values().items())
     return dataclasses.replace(param, format=Fp8(how.block, activations), scales=scales)
+
+
+def is_packed(source: str, found: Mapping[str, TensorInfo]) -> bool:
+    """Whether a weight is stored in four bits, under the names of `packed`."""
+    return source in found and found[source].dtype == U8
+
+
+def beside(source: str, what: str) -> str:
+    """Name of the tensor that `packed` gives beside a weight's numbers: its "weight_scale", or its "order"."""
+    return f"{source.removesuffix('.weight')}.{what}"
+
+
+def _stored_in_four_bits(param: Param, found: Mapping[str, TensorInfo], how: Quantization, where: str) -> Param:
+    """The declaration of a weight all of whose sources are packed alike."""
+    if not param.of_matmul:
+        raise CheckpointError(f"{where}: {param.sources[0]} is packed; only weights of matmuls can be")
+    of_first = found[beside(param.sources[0], "weight_scale")].shape
+    order = beside(param.sources[0], "order")
+    order = order if order in found else ""
+    format = Nvfp4() if how.kind == NVFP4 else Int4(how.group, of_first[2] == 2, bool(order))
+    rows = (shape[0] for shape in param.stored_values().values())
+    scales = tuple((beside(s, "weight_scale"), (n, *of_first[1:])) for s, n in zip(param.sources, rows, strict=True))
+    return dataclasses.replace(param, format=format, scales=scales, order=order)
+
+
+def to_dequantise(
+    declared: Iterable[Param],
+    found: Mapping[str, TensorInfo],
+    orders: Mapping[str, np.ndarray],
+    divided: bool,
+) -> set[str]:
+    """Packed sources of parameters that can't stay packed here.
+
+    Those are weights that something else is asked of, or that are no matmul's; fused ones some of which aren't packed,
+    or not alike; and those whose inputs are in an order of their own, if they are `divided` by it among devices, or are
+    experts'.
+    """
+    out = set()
+    for param in declared:
+        stored = [source for source in param.sources if is_packed(source, found)]
+        if not stored or isinstance(param.format, Mxfp4):
+            continue
+        alike = {found[beside(source, "weight_scale")].shape[1:] for source in stored}
+        each = [orders.get(beside(source, "order"), ()) for source in stored]  # empty: in order
+        same, in_order = all(np.array_equal(order, each[0]) for order in each), not any(map(len, each))
+        by_input = divided and param.split is not None and param.split.along == "inputs"
+        fits = len(stored) == len(param.sources) and len(alike) == 1 and same and param.of_matmul
+        if not fits or isinstance(param.format, Fp8) or (not in_order and (param.stacked or by_input)):
+            out.update(stored)
+    return out
 
 
 def _stored_as_mxfp4(param: Param, found: Mapping[str, TensorInfo], where: str) -> Param:
@@ -230,8 +301,9 @@ def _scale(
     return name, as_found if math.prod(as_found) == math.prod(full) else full
 
 
-def quantised_on_load(param: Param, activations: bool, how: Quantization | None = None) -> Param:
-    """The declaration of a weight that is made FP8 in blocks while it loads, or as `how` says, of dummy weights.
+def quantised_on_load(param: Param, activations: bool, how: Quantization | None = None, to: str | None = None) -> Param:
+    """The declaration of a weight that is quantised `to` "fp8" or "int4" while it loads, or as `how` says, of dummy
+    weights. FP8 is in blocks, int4 symmetric in groups of 128 inputs, or the largest divisor of their number.
 
     **Raises:** `CheckpointError` as `as_mxfp4`.
     """
@@ -241,4 +313,20 @@ def quantised_on_load(param: Param, activations: bool, how: Quantization | None 
         return param
     if how is not None and how.kind == MXFP4:
         return as_mxfp4(param, "config.json") if param.stacked and param.whole else param
+    if (format := _four_bits_on_load(param.shape[-1 if param.stacked else 0], how, to)) is not None:
+        return dataclasses.replace(param, format=format)
+    if (to if how is None else how.kind) in (INT4, NVFP4):
+        return param
     return dataclasses.replace(param, format=Fp8(BLOCK if how is None else how.block, activations))
+
+
+def _four_bits_on_load(inputs: int, how: Quantization | None, to: str | None) -> FourBits | None:
+    """The format of a weight of so many inputs that is to have four bits; None if it isn't, or can't."""
+    if how is None:
+        group = int4.group_of(inputs) if to == INT4 else None
+        return None if group is None else Int4(group)
+    if how.kind == NVFP4:
+        return None if inputs % mxfp4.BLOCK else Nvfp4()
+    if how.kind != INT4 or inputs % (how.group or int4.BLOCK):
+        return None
+    return Int4(how.group)

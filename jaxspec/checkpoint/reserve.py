@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.models import fp8
-from jaxspec.models.weights import Fp8, Param, Unquantised
+from jaxspec.models.weights import FourBits, Fp8, Param, Unquantised
 
 LEAST = 2**20  # bytes of an array that is worth it: an array holds less than twice its bytes
 
@@ -49,16 +49,18 @@ def reserved(declared: Any, dtype: str) -> Reserved:
 
 
 def values_of(declared: Any, dtype: str) -> list[jax.ShapeDtypeStruct]:
-    """The values of all large parameters that are unquantised or FP8; MXFP4's were of the right size without."""
-    counted = [param for param in jax.tree.leaves(declared) if isinstance(param.format, Unquantised | Fp8)]
+    """The values of all large parameters, without MXFP4's, which were of the right size without."""
+    counted = [param for param in jax.tree.leaves(declared) if isinstance(param.format, Unquantised | Fp8 | FourBits)]
     shapes = [_values(param, dtype) for param in counted]
     return [shape for shape in shapes if math.prod(shape.shape) * shape.dtype.itemsize >= LEAST]
 
 
 def _values(param: Param, dtype: str) -> jax.ShapeDtypeStruct:
-    if not isinstance(param.format, Fp8):
+    if isinstance(param.format, Unquantised):
         return jax.ShapeDtypeStruct(param.shape, jnp.dtype(param.dtype or dtype))
-    return jax.ShapeDtypeStruct(param.shape if param.stacked else param.shape[::-1], jnp.dtype(fp8.E4M3))
+    *shape, inputs = param.shape if param.stacked else param.shape[::-1]
+    stored = fp8.E4M3 if isinstance(param.format, Fp8) else jnp.uint8
+    return jax.ShapeDtypeStruct((*shape, inputs // param.format.inputs_per_value), jnp.dtype(stored))
 
 
 @partial(jax.jit, donate_argnums=0)

@@ -39,6 +39,7 @@ _MAPS = ("d2t", "t2d")  # maps between vocabularies, which drafters come with
 _INTEGERS = {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1}  # theirs
 _SAFETENSORS = "model.safetensors"
 _BIN = "pytorch_model.bin"
+_MODELOPT = "hf_quant_config.json"  # where ModelOpt writes quantization_config, if not in config.json
 _TOKENIZER_JSON = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -58,9 +59,11 @@ class ModelFolder:
         self.path = folder
         self.config_file = config_file
         self.hf = read_json(config_file)
-        # How words hold weights, which are dequantised as they are read.
+        beside = config_file.parent / _MODELOPT
+        if quantization.config_of(self.hf, config_file) is None and beside.is_file():
+            self.hf = {**self.hf, "quantization_config": quantization.of_modelopt(read_json(beside), beside)}
         self.packed = packed.read(self.hf, config_file)
-        self.quantization = None if self.packed else quantization.read(self.hf, config_file)
+        self.quantization = self.packed.quantization if self.packed else quantization.read(self.hf, config_file)
         self.files, self._index = find_shards(folder) if weights else ((), None)
         for file in self.files:
             refuse_stand_in(file)
@@ -84,13 +87,22 @@ class ModelFolder:
         ends = end_tokens(self.hf.get("eos_token_id"), more)
         return ModelConfig.from_hf({**self.hf, "eos_token_id": ends})
 
-    def tensors(self) -> dict[str, TensorInfo]:
-        """Tensors that the shards' headers list, with packed weights in place of their parts.
+    def tensors(self, dequantised: Container[str] = ()) -> dict[str, TensorInfo]:
+        """Tensors that the shards' headers list, with packed weights under common names, or unquantised if they are in
+        `dequantised`.
 
         **Raises:** `CheckpointError` for a damaged file, an unusable dtype or an incomplete weight.
         """
         found = {name: info for held in self._stored.values() for name, info in held.items()}
-        return found if self.packed is None else self.packed.tensors(found, self.path)
+        return found if self.packed is None else self.packed.tensors(found, self.path, self.orders, dequantised)
+
+    @functools.cached_property
+    def orders(self) -> dict[str, np.ndarray]:
+        """By module, the order in which packed weights have their inputs, where it isn't that of rows."""
+        if self.packed is None:
+            return {}
+        names = {name for held in self._stored.values() for name in held if name.endswith(packed.GROUPS)}
+        return self.packed.orders(self.some(names))
 
     @functools.cached_property
     def _stored(self) -> dict[Path, dict[str, TensorInfo]]:
@@ -125,19 +137,19 @@ class ModelFolder:
                 f"{file}: {name} is stored as {dtype}, and config.json has no quantization_config to say how its "
                 "scales are kept; get the config.json that came with these weights"
             )
-        more = {self.quantization.dtype: 1} if self.quantization else {}
+        more = dict.fromkeys(self.quantization.dtypes, 1) if self.quantization else {}
         more |= {"I32": 4} if self.packed else {}
         known = _INTEGERS if is_map else _BYTES | more
         if (size := (_INDICES | known).get(dtype)) is None:
             raise CheckpointError(f"{file}: {name} is stored as {dtype}; supported: {', '.join(known)}")
         return TensorInfo(shape, size * int(np.prod(shape, dtype=np.int64)), dtype)
 
-    def read(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Every tensor that `tensors` lists, shard by shard, as a host array: in the dtype it is stored in, packed
+    def read(self, dequantised: Container[str] = ()) -> Iterator[tuple[str, np.ndarray]]:
+        """Every tensor that `tensors` lists, shard by shard, as a host array in the dtype it is stored in; dequantised
         weights in float32."""
         if self.packed is None:
             return self._read()
-        return self.packed.read(self._read(), [name for held in self._stored.values() for name in held])
+        return self.packed.read(self._read(), [name for held in self._stored.values() for name in held], dequantised)
 
     def _read(self) -> Iterator[tuple[str, np.ndarray]]:
         for file, held in self._stored.items():

@@ -125,8 +125,8 @@ class Programs:
         self.compiled_at = 0.0  # when the last of them had it, on the monotonic clock
 
     def fill(self, params: Any, draft_params: Any) -> None:
-        """Have weights, of which there were shapes until now. For one device."""
-        self._params = params, draft_params
+        """Have these weights from the next call on, in place of shapes or of others."""
+        self._params = params, draft_params if self.division is None else (draft_params, self.division.peers)
         self._let_others_begin()
 
     def add_rounds(self, drafts: int, by: Drafter) -> None:

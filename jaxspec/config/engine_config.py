@@ -34,8 +34,8 @@ class EngineConfig:
     draft: str = option(
         "none",
         "none, auto (the best that needs no download), a method (ngram, suffix, mtp, standalone, eagle, eagle3, "
-        "dflash, dflash2, dspark), method:path_or_id, a path or hub id, or module:Class; a drafter's own options "
-        "follow: ngram?max_match=8; suffix+D or ngram+D drafts with both",
+        "dflash, dflash2, dspark), method:path_or_id, a path or hub id, or module:Class[:PATH]; a drafter's own "
+        "options follow: ngram?max_match=8; suffix+D or ngram+D drafts with both",
         "D",
         group=SPECULATION,
         common=True,
@@ -53,11 +53,11 @@ class EngineConfig:
     )
     quantization: str | None = option(
         None,
-        "fp8 quantises weights to FP8 while they load; a checkpoint that is quantised needs no flag",
+        "fp8 or int4 quantises weights while they load; a checkpoint that is quantised needs no flag",
         "FORMAT",
         group=MODEL,
         shown="none",
-        choices=("fp8",),
+        choices=("fp8", "int4"),
         aliases={"none": None},
         hint="a checkpoint that is quantised is served as it is, so leave this out",
     )
@@ -94,11 +94,11 @@ class EngineConfig:
     )
     draft_quantization: str | None = option(
         None,
-        "fp8 quantises the drafter's weights while they load, and gives it an FP8 copy of the head that it drafts with",
+        "fp8 or int4 quantises the drafter's weights while they load, and it drafts with an FP8 copy of the head",
         "FORMAT",
         group=SPECULATION,
         shown="none, whatever --quantization says",
-        choices=("fp8",),
+        choices=("fp8", "int4"),
         aliases={"none": None, "unquant": None},
     )
     draft_token_map: str | None = option(

@@ -46,6 +46,7 @@ INTEGERS = {
     "prompt_logprobs": (0, MAX_LOGPROBS),
 }
 TOKEN_IDS = "token ids, which are integers of at least 0 and below the vocabulary's size"  # the engine knows that
+FIRST_VERSION = "default"  # of the weights that an engine starts with, as SGLang calls it
 CONTEXT_EXCEEDED = "context_length_exceeded"  # OpenAI's code
 
 
@@ -421,6 +422,7 @@ class RequestMetrics:
     preemptions: int = 0
     drafted_tokens: int = 0  # draft tokens that those rounds verified
     acceptance_histogram: list[int] = field(default_factory=list)  # [j]: rounds with a draft that accepted j of it
+    weight_version: str = FIRST_VERSION  # of the weights that the last token is from
 
     @property
     def accept_length(self) -> float:

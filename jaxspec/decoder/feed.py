@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.decoder.matmul import Quantised, gate, gating, matmul, project
+from jaxspec.decoder.matmul import ACTIVATIONS, Quantised, gate, gating, matmul, project
 from jaxspec.decoder.mixings.kind import Weights
 from jaxspec.models.description import Mixture, Mlp, SigmoidScores
-from jaxspec.pallas.experts.experts_mlp import NOBODY, experts_mlp
+from jaxspec.pallas.experts.experts_mlp import NOBODY, Gating, Stack, experts_mlp
 from jaxspec.pallas.experts.top_experts import top_experts
 from jaxspec.parallel.sharding import AXIS, devices
 
@@ -28,7 +28,10 @@ def mlp(
     valid: Int[Array, "1"],
 ) -> Float[Array, "b t d"]:
     """x + down(activation(gate) * up) of the normed rows, of which the first `valid` count."""
-    if m.bias or m.activation != "silu":
+    if not m.gated:
+        up = add_product(None, rows, weights, "up", valid)
+        hidden = ACTIVATIONS[m.activation](up)
+    elif m.bias or m.activation != "silu":
         gate_up = project(rows, weights["gate_up"], valid)
         gate_up = gate_up + weights["gate_up_bias"] if m.bias else gate_up
         hidden = gate(gate_up, weights["gate_up"].layout.interleave, m.activation)
@@ -84,7 +87,7 @@ def mix_experts(
             ids, scores = corrected_experts(m, logits, weights["router_correction"], positions)
         else:
             ids, scores = top_experts(logits, positions, shared, m.per_token, m.renormalised)
-        if m.shared and not m.shared_gated:
+        if m.shared and not m.shared_gated and not m.latent:
             always = jnp.where(positions < 0, NOBODY, m.experts)[:, None]
             ids = jnp.concatenate([ids[:, : m.per_token], always], axis=1)
             scores = jnp.concatenate([scores[:, : m.per_token], jnp.ones_like(scores[:, :1])], axis=1)
@@ -123,14 +126,45 @@ def mix_chosen(
     """Mix flat rows' chosen experts; those of the first `valid` rows alone, if that is given. `norm`: the
     norm after it (`scale`, `centred`), as in `experts_mlp`."""
     biases = (weights["experts_gate_up_bias"], weights["experts_down_bias"]) if m.bias else ()
-    stacks, each = [(weights["experts_gate_up"], weights["experts_down"], *biases)], m.per_token
+    first = "gate_up" if m.gated else "up"
+    stacks, each = [(weights[f"experts_{first}"], weights["experts_down"], *biases)], m.per_token
+    shared = [(weights[f"shared_{first}"], weights["shared_down"])] if m.shared else []
+    if m.latent:
+        return latent_experts(m, weights, rows, stacks, ids, scores, shared, residual)
     if m.shared:  # one expert more, that every token chooses
-        stacks.append((weights["shared_gate_up"], weights["shared_down"]))
+        stacks += shared
         each += 1
     if m.groups > 1:
         ids = own_experts(ids, m.experts, m.groups)
-    other = None if m.activation == "silu" else gating(m.activation)
-    return experts_mlp(rows, stacks, ids, scores, each, residual, other, tokens=valid, **norm)
+    return experts_mlp(rows, stacks, ids, scores, each, residual, expert_gating(m), tokens=valid, **norm)
+
+
+def expert_gating(m: Mixture) -> Gating | None:
+    """The function of gate and up that experts have, or of up alone; None: silu(gate) * up."""
+    if not m.gated:
+        return ACTIVATIONS[m.activation]
+    return None if m.activation == "silu" else gating(m.activation)
+
+
+def latent_experts(
+    m: Mixture,
+    weights: Weights,
+    rows: Float[Array, "r d"],
+    stacks: list[Stack],
+    ids: Int[Array, "r w"],
+    scores: Float[Array, "r w"],
+    shared: list[Stack],
+    residual: Float[Array, "r d"] | None,
+) -> Float[Array, "r d"]:
+    """Mix experts of a projection of the rows, and project the mixture back. The shared expert takes the rows."""
+    valid, other = jnp.full(1, len(rows), jnp.int32), expert_gating(m)
+    if shared:
+        always = jnp.zeros((len(rows), 1), jnp.int32), jnp.ones((len(rows), 1), jnp.float32)
+        residual = experts_mlp(rows, shared, *always, 1, residual, other)
+    latent = project(rows, weights["latent_in"], valid)
+    return project(
+        experts_mlp(latent, stacks, ids, scores, m.per_token, None, other), weights["latent_out"], valid, residual
+    )
 
 
 def own_experts(ids: Int[Array, "t w"], experts: int, groups: int) -> Int[Array, "t w"]:

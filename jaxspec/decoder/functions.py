@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from jaxspec.models.description import Attention, LinearScaling, Norm, NoRotation, RopeScaling, Yarn
+from jaxspec.models.description import Attention, LatentAttention, LinearScaling, Norm, NoRotation, RopeScaling, Yarn
 
 
 @jax.named_scope("norm")
@@ -35,7 +35,7 @@ def centred_rms_norm(x: Float[Array, "*b d"], weight: Float[Array, "... d"], eps
     return (x32 * (1 + weight.astype(jnp.float32))).astype(x.dtype)
 
 
-def rope_frequencies(attention: Attention) -> Float[Array, " half"]:
+def rope_frequencies(attention: Attention | LatentAttention) -> Float[Array, " half"]:
     """Inverse frequencies of the rotary embedding, scaled for long contexts where the description says so."""
     rope = attention.rope
     half = (attention.head_dim if rope.columns is None else rope.columns) // 2
@@ -80,7 +80,7 @@ def _yarn(frequency: Array, theta: float, scaling: Yarn) -> Array:
 Table = tuple[Float[Array, "*b half"], Float[Array, "*b half"]]
 
 
-def cos_sin(positions: Int[Array, "*b"], attention: Attention) -> Table:
+def cos_sin(positions: Int[Array, "*b"], attention: Attention | LatentAttention) -> Table:
     """The rope table: cosine and sine of the angles by which each position rotates, float32."""
     return _cos_sin(positions[..., None].astype(jnp.float32) * rope_frequencies(attention), attention)
 
@@ -93,7 +93,7 @@ def cos_sin_apart(positions: Int[Array, "*b"], attention: Attention) -> Table:
     return apart(_cos_sin(apart(angle), attention))
 
 
-def _cos_sin(angle: Float[Array, "*b half"], attention: Attention) -> Table:
+def _cos_sin(angle: Float[Array, "*b half"], attention: Attention | LatentAttention) -> Table:
     scaling = attention.rope.scaling
     if isinstance(scaling, Yarn):
         return jnp.cos(angle) * scaling.attention_factor, jnp.sin(angle) * scaling.attention_factor
@@ -102,7 +102,10 @@ def _cos_sin(angle: Float[Array, "*b half"], attention: Attention) -> Table:
 
 @jax.named_scope("rope")
 def rope(
-    x: Float[Array, "*b n h"], positions: Int[Array, "*#b"], attention: Attention, table: Table | None = None
+    x: Float[Array, "*b n h"],
+    positions: Int[Array, "*#b"],
+    attention: Attention | LatentAttention,
+    table: Table | None = None,
 ) -> Float[Array, "*b n h"]:
     """Rotary embedding, computed in float32: first half against second half, or neighbours if `interleaved`.
 

@@ -78,7 +78,11 @@ def _backward(gated, kept, gradient):
 project.defvjp(_forward, _backward)
 
 
-ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximate=True)}
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+}
 
 
 @functools.cache  # so that what is traced and lowered for it is found again

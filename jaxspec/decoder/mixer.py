@@ -42,12 +42,12 @@ class Mixer(Protocol):
 class RecurrentMixer(Mixer, Protocol):
     """One that serves recurrent layers too, over a state of fixed size."""
 
-    def convolve(self, cache, layer, x, weight, mix=None) -> tuple[Any, Any]:
+    def convolve(self, cache, layer, x, weight, mix=None, bias=None) -> tuple[Any, Any]:
         """Each channel's causal convolution over its newest w rows, the last tap on the row itself, then SiLU.
 
-        The channels are the first c columns of x [b t d], `weight` is [w c]. They come out as [b t c]; or those of
-        `mix`, a `DeltaRule`, as its queries and keys [b t m k] and values [b t n v]: queries and keys of length one,
-        queries scaled by k**-0.5.
+        `bias` [c], of channels without `mix`, is added before that. The channels are the first c columns of x [b t d],
+        `weight` is [w c]. They come out as [b t c]; or those of `mix`, a `DeltaRule`, as its queries and keys [b t m k]
+        and values [b t n v]: queries and keys of length one, queries scaled by k**-0.5.
         """
         ...
 
@@ -74,6 +74,18 @@ class NormingMixer(RecurrentMixer, Protocol):
 
     def recur_normed(self, cache, layer, q, k, v, around, eps) -> tuple[Array, Any]:
         """Recur with gates made of `around`, and what is read normed, with this `eps`, and gated."""
+        ...
+
+
+@runtime_checkable
+class LatentMixer(Mixer, Protocol):
+    """One that serves latent attention too."""
+
+    def attend_latent(self, cache, layer, q, rows, latent, scale) -> tuple[Array, Any]:
+        """Causal attention of q [b t n w] over one row [b t w] a token: its key, whose first columns are its value.
+
+        Scores are multiplied by `scale`. The result is [b t n l] for `latent` columns, and the cache.
+        """
         ...
 
 

@@ -19,17 +19,18 @@ from jaxspec.decoder.mixings import mixing_of
 from jaxspec.decoder.mixings.kind import Weights
 from jaxspec.decoder.path import MIXTURE, Path, implementing
 from jaxspec.decoder.stack import Ops
-from jaxspec.models.description import ClampedSwiglu, Layer, Mixture, Mlp, Norm, Rope, SigmoidScores
-from jaxspec.models.weights import Fp8, Mxfp4
+from jaxspec.models.description import Absent, ClampedSwiglu, Layer, Mixture, Mlp, Norm, Rope, SigmoidScores
+from jaxspec.models.weights import Fp8, Int4, Mxfp4, Nvfp4
 from jaxspec.parallel.peers import summed
 from jaxspec.parallel.sharding import devices, total
 
 IMPLEMENTS = implementing({
-    Layer: {"pre_norm", "post_norm", "residual_scale"}, Mlp: {"bias", "activation"}, Norm: {"centred"},
+    Layer: {"pre_norm", "post_norm", "residual_scale"}, Absent: set(), Norm: {"centred"},
+    Mlp: {"bias", "activation", "gated"},
     Rope: {"columns", "interleaved"},
-    Mixture: {*MIXTURE, "shared_gated", "scores", "bias", "router_bias", "activation", "groups"},
+    Mixture: {*MIXTURE, "shared_gated", "scores", "bias", "router_bias", "activation", "groups", "gated", "latent"},
     ClampedSwiglu: {"alpha", "limit"}, SigmoidScores: {"groups", "top_groups", "scale"},
-    Fp8: {"block", "activations"}, Mxfp4: set(),
+    Fp8: {"block", "activations"}, Mxfp4: set(), Int4: {"group", "zeros", "ordered"}, Nvfp4: set(),
 })  # fmt: skip
 
 
@@ -97,7 +98,7 @@ def feed(
     layer: Layer, weights: Weights, x: Float[Array, "b t d"], positions: Int[Array, "b _"]
 ) -> Float[Array, "b t d"]:
     """x + feed(norm(x)). Padding, at negative positions, is no row of an MLP and chooses no expert."""
-    readers = [] if isinstance(layer.feed, Mixture) else [weights["gate_up"]]
+    readers = [] if isinstance(layer.feed, Mixture) else [weights["gate_up" if layer.feed.gated else "up"]]
     rows = normed_for(readers, x, weights["mlp_norm"], layer.norm) if layer.pre_norm else x
     if isinstance(layer.feed, Mixture):
         return added(layer, weights, "mlp_post_norm", x, lambda x: mixture(layer.feed, weights, x, rows, positions))

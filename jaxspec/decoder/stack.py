@@ -22,7 +22,7 @@ from jaxspec.decoder.functions import row_of
 from jaxspec.decoder.mixer import Mixer
 from jaxspec.decoder.mixings import mixing_of
 from jaxspec.decoder.mixings.kind import Weights
-from jaxspec.models.description import Decoder, Layer
+from jaxspec.models.description import Absent, Decoder, Layer
 
 Inputs = Sequence[tuple[Float[Array, "b _ _"], Float[Array, " _"] | None]]  # rows, and the scale of their norm if any
 
@@ -76,7 +76,8 @@ class Ops:
 
     def finish(self, layer: Layer, weights: Weights, after: Any, x: Any, mixed: Any) -> tuple[Any, Any]:
         """The layer after its mixing: the residual stream, and what is given to the next layer."""
-        return self.feed(layer, weights, after, *self.add(layer, weights, x, mixed))
+        added = (x, None) if isinstance(layer.mixing, Absent) else self.add(layer, weights, x, mixed)
+        return added if isinstance(layer.feed, Absent) else self.feed(layer, weights, after, *added)
 
 
 class Stack(NamedTuple):
@@ -144,6 +145,8 @@ def mixed_of(
 
     `row`: i32[b], of each sequence the one row that goes on after the mixing, -1 where nobody reads any; None: all.
     """
+    if isinstance(layer.mixing, Absent):
+        return None, cache
     mixer = ops.mixer.group(group) if group else ops.mixer
     ops = dataclasses.replace(ops, mixer=mixer if row is None else mixer.only(row >= 0))
     return ops.mix(layer, weights, i, x, given, cache)
@@ -154,6 +157,6 @@ def finished(
 ) -> tuple[Any, Any]:
     """Finish these rows, as `Ops.finish`."""
     if row is not None:
-        x, mixed = row_of(x, row), row_of(mixed, row)
+        x, mixed = row_of(x, row), None if mixed is None else row_of(mixed, row)
         ops = dataclasses.replace(ops, positions=row_of(ops.positions, row))
     return ops.finish(layer, weights, after, x, mixed)

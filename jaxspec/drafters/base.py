@@ -174,8 +174,9 @@ class Drafter:
     def load(cls, target: Model, source: str | None, options: EngineConfig) -> tuple[Drafter, Any]:
         """Make the drafter and its params for a target model.
 
-        `source` is what followed `method:` on the command line, if anything. **Raises:** `ConfigError` when the drafter
-        can't serve this target.
+        `source` is what followed `method:` or `module:Class:` on the command line, if anything. An override may take
+        further keywords: those of the drafter's own options (`?name=value`) that shape its params. Others are set on
+        the drafter that it returns. **Raises:** `ConfigError` when the drafter can't serve this target.
         """
         if not is_dataclass(cls):
             raise ConfigError(f"{cls.__name__} must be a frozen dataclass, or have a `load` of its own")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
+import inspect
 import logging
 import re
+from collections.abc import Callable
 from typing import Any
 
 from jaxspec.checkpoint import CheckpointError, Model, ModelFolder, locate, may_be_model, resolve
@@ -53,8 +55,8 @@ class LoadedDrafter:
 def load_drafter(draft: str, model: Model, options: EngineConfig | None = None) -> LoadedDrafter:
     """Find and load a drafter for a target model.
 
-    **Arguments:** `draft`: what `--draft` takes, such as "ngram", "mtp", "eagle3:PATH_OR_ID" or "module:Class" (see
-    `EngineConfig.draft`). `model`: the target, from `load_model`. `options`: the engine's; None is their defaults.
+    **Arguments:** `draft`: what `--draft` takes, such as "ngram", "mtp", "eagle3:PATH_OR_ID" or "module:Class:PATH"
+    (see `EngineConfig.draft`). `model`: the target, from `load_model`. `options`: the engine's; None is their defaults.
 
     **Raises:** `ConfigError` for a name that isn't known or a drafter that can't serve this model, `CheckpointError`
     for weights that can't be read.
@@ -77,7 +79,7 @@ def load_drafter(draft: str, model: Model, options: EngineConfig | None = None) 
     ids = None
     if options.draft_token_map is not None and cls in TAKE_TOKEN_MAPS:  # else `auto` chose one, and a warning is logged
         ids = read_token_map(options.draft_token_map, model.config.vocab_size)
-    loaded = cls.load(model, source, options)
+    loaded = cls.load(model, source, options, **_taken_by(cls.load, own))
     if not (isinstance(loaded, tuple) and len(loaded) == 2 and isinstance(loaded[0], Drafter)):
         raise ConfigError(
             f"--draft {draft}: {cls.__name__}.load must return a drafter and its params, got {shown(loaded)}"
@@ -208,8 +210,8 @@ def _find_class(draft: str, target: str, load_format: str) -> tuple[type[Drafter
         if source:
             raise ConfigError(f"--draft {draft}: {method} takes no model; use --draft {method}")
         return DRAFTERS[method], None
-    if re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", draft):  # module:Class
-        return _import(draft), None
+    if ours := re.fullmatch(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*)(?::(.+))?", draft):  # module:Class:PATH
+        return _import(ours[1]), ours[2]
     return _by_config(draft, load_format), draft
 
 
@@ -222,6 +224,12 @@ def _of_blocks(method: str, source: str, load_format: str) -> type[Drafter]:
     if method not in ("dflash", found):
         raise ConfigError(f"--draft {method}:{source} is a drafter of another kind; use --draft {found}:{source}")
     return DRAFTERS[found]
+
+
+def _taken_by(load: Callable[..., Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Pick the drafter's own options that its `load` has parameters for."""
+    names = inspect.signature(load).parameters
+    return {name: value for name, value in own.items() if name in names}
 
 
 def _with_options(drafter: Drafter, own: dict[str, Any], draft: str) -> Drafter:

@@ -5,8 +5,9 @@ position (after the last norm), and the token that follows. It was trained for o
 from its own normed output, as EAGLE's do, whose chains and caches these are (`chain`). Embedding and head are the
 target's. Where a checkpoint counts several modules, each drafts one token: `mtp_modules`.
 
-Names are `mtp.*` beside the model's own (Qwen3-Next, Qwen3.5), or those of a layer behind the model's last (DeepSeek's
-layout: GLM-4.5). Experts can be one by one there and stacked in the body, or the other way round.
+Names are `mtp.*` beside the model's own (Qwen3-Next, Qwen3.5, Nemotron 3), or those of a layer behind the model's last
+(DeepSeek's layout: GLM-4.5, DeepSeek-V3). Experts can be one by one there and stacked in the body, or the other way
+round.
 """
 
 from __future__ import annotations
@@ -104,8 +105,8 @@ def check(target: Model | Source, load_format: str) -> None:
     if not found(target, load_format):
         raise ConfigError(
             f"--draft mtp: {target.name} (model_type {target.config.model_type}) brings no MTP module; Qwen3-Next, "
-            "Qwen3.5 and GLM-4.5 checkpoints do, as tensors mtp.* or as a layer behind the last. Use --draft ngram, "
-            "which needs nothing"
+            "Qwen3.5, GLM-4.5, DeepSeek-V3 and Nemotron 3 Super checkpoints do, as tensors mtp.* or as a layer behind "
+            "the last. Use --draft ngram, which needs nothing"
         )
 
 

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxspec.cache.paged import kv_bytes_per_token
-from jaxspec.checkpoint import Model, ModelFolder, dummy, in_format, read_params
+from jaxspec.checkpoint import Model, ModelFolder, dummy, in_format, kept_format, read_params
 from jaxspec.checkpoint.quantization import Quantization
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.drafters.base import Drafter
@@ -64,13 +64,14 @@ def load_weights(
 ) -> Any:
     """Params for these declarations, from the files or, with dummy weights, from the seed.
 
-    Weights that the files have in FP8 stay so; others are made FP8 if --draft-quantization asks for it. `reading`: more
+    Weights that the files have quantised stay so; others are quantised as --draft-quantization asks. `reading`: more
     arguments of `read_params`. **Raises:** as it does.
     """
+    how = kept_format(files, options.draft_quantization)
     if options.load_format == "dummy":
-        return made_up(declared, files.quantization, dtype, options)
+        return made_up(declared, how, dtype, options)
     return read_params(
-        _in_format(declared, files.quantization, options),
+        _in_format(declared, how, options),
         files,
         name,
         dtype,

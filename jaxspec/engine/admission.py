@@ -5,6 +5,7 @@ Whatever could never be served is refused here, before the scheduler or the devi
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 import time
 from dataclasses import dataclass, field
@@ -66,8 +67,9 @@ class Intake:
     """Makes requests for one engine. Any thread may call it: it changes nothing but its own random numbers."""
 
     def __init__(self, runner: Runner, scheduler: Scheduler):
-        self.model, self.config, self.grammars = runner.model, runner.config, runner.grammars
-        self.scheduler = scheduler
+        # Not the runner's own model: its params change, and this would hold on to the old ones.
+        self.model = dataclasses.replace(runner.model, params=None)
+        self.config, self.grammars, self.scheduler = runner.config, runner.grammars, scheduler
         self._seeds = np.random.default_rng(self.config.seed)
 
     def check(self, prompt: str | list[int], params: SamplingParams) -> None:

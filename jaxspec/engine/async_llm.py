@@ -15,6 +15,7 @@ import secrets
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -229,16 +230,70 @@ class AsyncLLM:
 
         **Raises:** `EngineDead`.
         """
-        loop, answer, key = asyncio.get_running_loop(), asyncio.Queue(), f"flush {secrets.token_hex(8)}"
+        return await self._ask(self.engine.flush_cache)
+
+    async def control(self, action: str, **given: Any) -> dict[str, Any]:
+        """Update weights, pause, or give memory back, while requests run. Returns the engine's state after it.
+
+        `action` with what it takes, each as of `Rollout`'s method of that name, or as of `LLM.update_weights`:
+
+        - "update": `target`, `draft`, `version`, `flush`, and `abort`, to end all requests first.
+        - "rename": `version`. "pause": `mode`. "resume". "release" and "restore": `tags`. "state": nothing.
+
+        **Raises:** `RequestError`, `ConfigError` or `CheckpointError` for what can't be done; `EngineDead`.
+        """
+        rollout = self.engine.rollout
+        counted = lambda: len(self.engine.requests)  # noqa: E731
+        requests = await self._ask(counted)
+        if action == "update":
+            wanted = given.get("target"), given.get("draft"), given.get("version")
+            update = await asyncio.to_thread(rollout.prepare, *wanted)
+            if given.get("abort"):
+                self.abort()
+            await self._ask(lambda: rollout.update(update, given.get("flush", False)))
+        elif action == "pause":
+            await self._ask(lambda: self._delivered(rollout.pause(given["mode"])))
+        elif action == "release":
+            await self._ask(lambda: self._deliver(rollout.release(given["tags"])))
+        elif action == "restore":
+            await self._ask(lambda: rollout.restore(given["tags"]))
+        elif action != "state":
+            await self._ask(lambda: {"rename": rollout.rename, "resume": rollout.resume}[action](**given))
+        return rollout.figures() | {"requests": requests}
+
+    def _delivered(self, paused: tuple[Future, list[Delta]]) -> Future:
+        self._deliver(paused[1])
+        return paused[0]
+
+    async def _ask(self, function: Callable[[], Any]) -> Any:
+        """Result of `function` in the engine's thread, or of the future that it returns.
+
+        **Raises:** what it raises; `EngineDead`.
+        """
+        loop, answer, key = asyncio.get_running_loop(), asyncio.Queue(), f"ask {secrets.token_hex(8)}"
         self._streams[key] = Stream(loop, answer)  # as a request's, so that a failure of the engine reaches it
+        asked: Future = Future()
+
+        def call() -> None:
+            try:
+                done = function()
+            except Exception as error:
+                asked.set_exception(error)
+            else:
+                if isinstance(done, Future):
+                    done.add_done_callback(lambda done: wake(loop, [(answer, done)]))
+                    return
+                asked.set_result(done)
+            wake(loop, [(answer, asked)])
+
         try:
-            self._call(lambda: wake(loop, [(answer, self.engine.flush_cache())]))
+            self._call(call)
             done = await answer.get()
         finally:
             del self._streams[key]
         if isinstance(done, BaseException):
             raise EngineDead("the engine has stopped") from done
-        return done
+        return done.result()
 
     def stats(self) -> dict[str, Any]:
         """Figures since start, and whether requests can be served now."""

@@ -25,6 +25,7 @@ from jaxspec.config.request import Delta, LogitsError, RequestError, RequestMetr
 from jaxspec.engine.acceptance_watch import Watch
 from jaxspec.engine.admission import Choice, Intake, Request
 from jaxspec.engine.defaults import here
+from jaxspec.engine.rollout import Rollout
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.stats import Counts, DecodeLog, figures
 from jaxspec.rounds.packing import fit, unpack_logprobs
@@ -114,6 +115,7 @@ class Engine:
         self._due = 0  # of them, those to read before anything else is dispatched
         self._damaged: set[int] = set()  # pages that may hold NaN
         draft = self.runner.draft
+        self.rollout = Rollout(self)
         self._watch = Watch(draft.name, self.runner.model.name, draft.card)
         self._decode_log = DecodeLog(self.config.decode_log_interval)
         self.counts.compiles_at_start = self.runner.compiles["compiles"]
@@ -125,13 +127,15 @@ class Engine:
 
     def complete_start(self) -> None:
         """End a start in stages, if all programs are there. Without a request if rounds are still to be timed."""
-        if self.runner.starting and self.runner.complete_start(None if self.busy else self.scheduler.flush):
+        used = self.requests or self._in_flight or self.rollout.stopped
+        if self.runner.starting and self.runner.complete_start(None if used else self.scheduler.flush):
             self.chooser, self.scheduler.rounds = self._chooser(), self.runner.programs.most_rounds
             self.counts.compiles_at_start = self.runner.compiles["compiles"]
 
     @property
     def busy(self) -> bool:
-        return bool(self.requests or self._in_flight)
+        """Whether a step has something to do."""
+        return bool(self._in_flight or (not self.rollout.stopped and (self.requests or self.rollout.due)))
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -162,14 +166,19 @@ class Engine:
             seq.owner = choice
             request.choices.append(choice)
         self.requests[request.id] = request
-        for choice in request.choices:
-            self.scheduler.add(choice.seq)
+        self.rollout.enter(request)
         self.counts.totals["prompt_tokens"] += len(request.tokens) * params.n
 
     def abort(self, request_id: str) -> list[Delta]:
         """End a request at once; its slots and pages are free. Unknown ids are ignored."""
         request = self.requests.get(request_id)
-        return [] if request is None else [self._finish(c, "abort") for c in request.choices if _open(c)]
+        return [] if request is None else [self._finish(c, "abort") for c in self._leaving(request)]
+
+    def _leaving(self, request: Request) -> list[Choice]:
+        """The unfinished completions of a request, which doesn't stand in line any more."""
+        unfinished = list(filter(_open, request.choices))
+        self.rollout.leave(request)
+        return unfinished
 
     def step(self) -> list[Delta]:
         """Read what is due, or plan and dispatch one step before; return what the requests gained.
@@ -191,6 +200,9 @@ class Engine:
 
     def _dispatch(self, deltas: list[Delta], began: float) -> int:
         """Plan and dispatch one step: how many prompt tokens it has. All but its last result is due, or that too."""
+        if not self.rollout.move():
+            self._due = len(self._in_flight)
+            return 0
         if self._damaged:
             self._clear_damaged()
         self.scheduler.between = self.prefill_budget.tokens()
@@ -302,6 +314,11 @@ class Engine:
             program.read(program, result, deltas)
         if self._decode_log.due(idle=not self.scheduler.unfinished):
             self._decode_log.write(self.counts.totals, self.scheduler)
+
+    def read_all(self, deltas: list[Delta]) -> None:
+        """Read the results of all that was dispatched."""
+        self._read(deltas, keep=0)
+        self._due = 0
 
     def _read_first(self, program: InFlight, result: np.ndarray, deltas: list[Delta]) -> None:
         for choice, rows, logprobs in self._live(program, result[None], 1):
@@ -444,15 +461,16 @@ class Engine:
         if choice.matcher is not None:
             choice.matcher.close()
         metrics.latency = time.monotonic() - request.added
-        metrics.preemptions = choice.seq.preemptions
+        metrics.preemptions, metrics.weight_version = choice.seq.preemptions, self.rollout.version
         self.counts.finished[why] += 1
         if not any(_open(other) for other in request.choices):
             self.requests.pop(request.id, None)
         return Delta(request.id, choice.index, text, list(tokens), entries, why, reason, metrics)
 
     def flush_cache(self) -> bool:
-        """Empty the prefix tree. False, and nothing done, while requests run."""
-        if self.requests:
+        """Empty the prefix tree. False, and nothing done, while requests run; in a pause, while any keeps its pages."""
+        paused = self.rollout.stopped and not (self.scheduler.running or self.scheduler.prefilling)
+        if self.requests and not paused:
             return False
         self.scheduler.flush()
         return True
@@ -469,7 +487,7 @@ class Engine:
         self._damaged.clear()
         self.scheduler.flush()  # first, so that no sequence publishes pages whose prefill may not have run
         for request in self.requests.values():
-            for choice in filter(_open, request.choices):
+            for choice in self._leaving(request):
                 self.scheduler.finish(choice.seq)
                 self.counts.finished["error"] += 1
         self.requests.clear()
@@ -485,7 +503,7 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Figures since start, cheap, from any thread."""
-        return figures(self.counts, self.scheduler, self.runner, self.chooser)
+        return figures(self.counts, self.scheduler, self.runner, self.chooser) | self.rollout.figures()
 
 
 def _mode(seqs: list[SequenceState]) -> str:

@@ -20,9 +20,10 @@ from jaxspec.checkpoint import Model
 from jaxspec.config.json_values import shown
 from jaxspec.config.options import ConfigError
 from jaxspec.config.request import RequestError
-from jaxspec.decoder.forward import forward, unembed
-from jaxspec.drafters.base import DraftBatch, proposed
+from jaxspec.decoder.forward import Hidden, forward, unembed
+from jaxspec.drafters.base import DraftBatch, Proposal, Verified, proposed
 from jaxspec.drafters.loading import LoadedDrafter
+from jaxspec.models.model_config import ModelConfig
 from jaxspec.rounds import programs as rounds
 from jaxspec.rounds.packing import empty_slots, pack_blocks
 
@@ -30,45 +31,53 @@ PAGE = 16
 SHORTEST = 32  # tokens that `propose` pads a prompt to, at least: to a power of two, so that few programs are compiled
 
 
-def logits(model: Model, tokens: Int[Any, "b t"]) -> Float[Array, "b t v"]:
+def logits(model: Model, tokens: Int[Any, "b t"], *, params: Any = None) -> Float[Array, "b t v"]:
     """Logits after every token, f32[b, t, v]. No cache; every sequence starts at position 0.
 
     **Arguments:** `tokens`: token ids int[b, t], as an array or lists of one length. Compiles for each new [b, t].
+    Under `jax.jit`, `vmap` and the like they may be traced; then their values aren't checked. `params`: in place of the
+    model's own, to differentiate by them or to keep them out of a compiled program's constants.
 
     **Raises:** `RequestError` for tokens that aren't i32[b, t] within the vocabulary, `ConfigError` if `model` isn't
     one that `jaxspec.load_model` returns.
     """
-    tokens = _checked(model, tokens)
-    return _logits(model.config, model.params, tokens)
+    tokens = checked(model, tokens)
+    return _logits(model.config, model.params if params is None else params, tokens)
 
 
 def hidden_states(
-    model: Model, tokens: Int[Any, "b t"], layers: tuple[int, ...] | list[int]
+    model: Model, tokens: Int[Any, "b t"], layers: tuple[int, ...] | list[int], *, params: Any = None
 ) -> Float[Array, "l b t d"]:
     """Hidden states after decoder layers: the residual stream before any further norm, f32[l, b, t, d].
 
-    **Arguments:** `tokens` as for `logits`. `layers`: layer numbers from 0, in the order of the result; the model's
-    number of layers stands for the final norm's output.
+    **Arguments:** `tokens` and `params` as for `logits`. `layers`: layer numbers from 0, in the order of the result; -1
+    stands for the embedding, and the model's number of layers for the final norm's output.
 
     **Raises:** as `logits`, and `RequestError` for a layer that the model doesn't have.
     """
-    tokens = _checked(model, tokens)
+    tokens, layers = checked(model, tokens), checked_layers(model, layers)
+    if not layers:
+        raise RequestError("layers must name at least one layer", "layers")
+    return _hidden_states(model.config, layers, model.params if params is None else params, tokens)
+
+
+def checked_layers(model: Model, layers: Any) -> tuple[int, ...]:
+    """Layer numbers as a tuple. **Raises:** `RequestError` for one that the model doesn't have."""
     try:
         layers = tuple(operator.index(i) for i in layers)
     except TypeError as error:
         raise RequestError(f"layers must be a list of layer numbers, got {shown(layers)}", "layers") from error
-    if not layers:
-        raise RequestError("layers must name at least one layer", "layers")
-    if bad := [i for i in layers if not 0 <= i <= model.config.num_layers]:
+    if bad := [i for i in layers if not -1 <= i <= model.config.num_layers]:
         raise RequestError(
-            f"layers {bad} don't exist; the model has layers 0 to {model.config.num_layers - 1}, and "
-            f"{model.config.num_layers} stands for the final norm",
+            f"layers {bad} don't exist; the model has layers 0 to {model.config.num_layers - 1}; -1 stands for the "
+            f"embedding and {model.config.num_layers} for the final norm",
             "layers",
         )
-    return _hidden_states(model.config, layers, model.params, tokens)
+    return layers
 
 
-def _checked(model: Model, tokens: Any) -> np.ndarray:
+def checked(model: Model, tokens: Any) -> np.ndarray | Array:
+    """Tokens i32[b, t] for this model. **Raises:** as `logits`."""
     if not isinstance(model, Model):
         named = repr(model) if isinstance(model, str) else "'Qwen/Qwen3-8B'"
         raise ConfigError(f"model must be a loaded one, got {shown(model)}; load it first: jaxspec.load_model({named})")
@@ -77,11 +86,9 @@ def _checked(model: Model, tokens: Any) -> np.ndarray:
             f"model was loaded with tp_size={model.tp_size}; these functions run on one device: load it with tp_size=1"
         )
     if isinstance(tokens, jax.core.Tracer):
-        raise RequestError(
-            "tokens must be known, since their values are checked; call this outside of jax.jit, vmap and the like: it "
-            "is compiled already",
-            "tokens",
-        )
+        if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise RequestError(f"tokens must be int[b, t], got {tokens.dtype}{list(tokens.shape)}", "tokens")
+        return tokens.astype(jnp.int32)
     try:
         tokens = np.asarray(tokens)
     except ValueError as error:
@@ -107,7 +114,13 @@ def _logits(config, params, tokens):
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _hidden_states(config, layers, params, tokens):
-    return jnp.stack(_forward(config, params, tokens, layers).features).astype(jnp.float32)
+    return features_of(_forward(config, params, tokens, layers), tokens.shape, config)
+
+
+def features_of(hidden: Hidden, shape: tuple[int, ...], config: ModelConfig) -> Float[Array, "l b t d"]:
+    """Stack the layers that a forward captured: f32[l, b, t, d]."""
+    none = jnp.zeros((0, *shape, config.hidden_size))
+    return jnp.stack(hidden.features).astype(jnp.float32) if hidden.features else none
 
 
 @flax.struct.dataclass
@@ -148,13 +161,8 @@ def propose(model: Model, drafter: LoadedDrafter, prompt_tokens: list[int], n: i
         raise RequestError(
             f"prompt_tokens must be int[t], got {prompt_tokens.dtype}{list(prompt_tokens.shape)}", "prompt_tokens"
         )
-    prompt = _checked(model, [prompt_tokens])[0]
-    if not isinstance(drafter, LoadedDrafter):
-        named = repr(drafter) if isinstance(drafter, str) else "'ngram'"
-        raise ConfigError(
-            f"drafter must be a loaded one, got {shown(drafter)}; load it first: jaxspec.load_drafter({named}, model)"
-        )
-    drafter = _resized(drafter, n, model.config.max_position)
+    prompt = checked(model, [prompt_tokens])[0]
+    drafter = _resized(_loaded(drafter), n, model.config.max_position)
     length, lookahead = len(prompt), drafter.drafter.lookahead
     block = max(SHORTEST, 1 << (length - 1).bit_length())
     table = np.arange(1, 1 - (-(block + 1 + lookahead) // PAGE))
@@ -162,11 +170,7 @@ def propose(model: Model, drafter: LoadedDrafter, prompt_tokens: list[int], n: i
     padded = np.pad(prompt, (0, block + 1 + lookahead - length))
     args = model.params, drafter.params, padded, length, known, table
     what = model.config, drafter.drafter, block, model.dtype
-    try:
-        run = _proposer(*what)
-    except TypeError:  # the drafter can't be hashed
-        run = _proposer.__wrapped__(*what)
-    next_token, proposal = run(*args)
+    next_token, proposal = _cached(_proposer, *what)(*args)
     return Proposed(
         next_token=int(next_token),
         tokens=np.asarray(proposal.tokens[0]),
@@ -201,6 +205,133 @@ def _propose(config, drafter, block, dtype, params, draft_params, history, lengt
         jnp.zeros((1,), jnp.int32), slots.length, slots.history, table[None], ~slots.done, slots.sampling, True
     )
     return out[0, rounds.TOKENS], proposed(drafter, draft_params, state.draft, batch)[0]
+
+
+@flax.struct.dataclass
+class ProposedAlong:
+    """Result of `propose_along`, for s positions of b texts. Fields as of `Proposed`, and `probs`: what each draft was
+    sampled from, None where the drafter takes the likeliest."""
+
+    tokens: Int[Array, "b s n"]
+    count: Int[Array, "b s"]
+    logits: Float[Array, "b s n w"] | None
+    probs: Float[Array, "b s n v"] | None
+    parents: Int[Array, "b s n"] | None
+    confidence: Float[Array, "b s n"] | None
+
+
+def propose_along(
+    model: Model,
+    drafter: LoadedDrafter,
+    tokens: Int[Any, "b t"],
+    n: int,
+    *,
+    start: int = 1,
+    temperature: float = 0.0,
+    seed: int = 0,
+    distributions: bool = False,
+) -> ProposedAlong:
+    """Draft up to `n` tokens after each position of given texts, in one program.
+
+    **Arguments:** `tokens`: int[b, t]. `start`: the first position whose token drafts follow; result [:, i] follows
+    `tokens[:, :start + i + 1]`, to the texts' ends. `temperature` and `seed`: how drafts are sampled; 0 takes the
+    likeliest. `distributions`: return `logits` and `probs` too, [b, t - start, n, vocabulary].
+
+    The drafter's state follows the text, as the engine's follows accepted tokens one at a time.
+
+    **Raises:** as `propose`.
+    """
+    tokens = checked(model, tokens)
+    if isinstance(tokens, jax.core.Tracer):
+        raise RequestError("tokens must be known; propose_along is one compiled program already", "tokens")
+    if not isinstance(start, int) or not 1 <= start < tokens.shape[1]:
+        raise RequestError(
+            f"start must be from 1 to {tokens.shape[1] - 1}, the texts' last, got {shown(start)}", "start"
+        )
+    if not temperature >= 0:
+        raise RequestError(f"temperature must be at least 0, got {shown(temperature)}", "temperature")
+    drafter = _resized(_loaded(drafter), n, model.config.max_position)
+    what = model.config, drafter.drafter, model.dtype, start, temperature > 0, distributions
+    seeds = np.array([[seed >> 32 & 0xFFFFFFFF, i + seed & 0xFFFFFFFF] for i in range(len(tokens))], np.uint32)
+    run = _cached(_along_program, *what)
+    return run(model.params, drafter.params, tokens, jnp.float32(temperature), seeds)
+
+
+@functools.lru_cache(maxsize=32)
+def _along_program(*what):
+    return jax.jit(partial(_propose_along, *what))
+
+
+def _cached(make, *what):
+    """The program for this; made anew if the drafter can't be hashed."""
+    try:
+        return make(*what)
+    except TypeError:
+        return make.__wrapped__(*what)
+
+
+def _propose_along(
+    config, drafter, dtype, start, sampled, distributions, params, draft_params, texts, temperature, seeds
+):
+    (b, t), lookahead = texts.shape, drafter.lookahead
+    pages = -(-(t + 1 + lookahead) // PAGE)
+    table, ids, mode = 1 + jnp.arange(b * pages).reshape(b, pages), jnp.arange(b), rounds.SAMPLED
+    layout, capacity = PageLayout(b * pages + 1, PAGE, dtype), t + 1 + lookahead
+    state = rounds.empty_state(config, drafter, layout, b, capacity, dtype)
+    slots = state.slots.replace(
+        history=state.slots.history.at[:b, :t].set(texts),
+        length=state.slots.length.at[:b].set(start),
+        limit=state.slots.limit.at[:b].set(capacity),
+        done=state.slots.done.at[:b].set(False),
+        sampling=state.slots.sampling.replace(
+            temperature=state.slots.sampling.temperature.at[:b].set(temperature),
+            seed=state.slots.sampling.seed.at[:b].set(seeds),
+        ),
+    )
+    state = state.replace(slots=slots)
+    # A prefill of the texts' beginnings, all their tokens known, the newest row included.
+    blocks = jnp.stack([ids, 0 * ids, 0 * ids + start, 0 * ids + NOTHING, 0 * ids + NOTHING, 0 * ids + 1], axis=1)
+    packed = jnp.concatenate([blocks, texts[:, : start + 1], table], axis=1).astype(jnp.int32)
+    state, _ = rounds.prefill(config, drafter, start, False, params, draft_params, state, packed)
+
+    def take(state, batch, hidden):
+        """The text's own next token, as if a round had yielded it."""
+        row = Verified(batch.tokens(-1, 1), batch.tokens(0, 1), jnp.ones((b,), jnp.int32), hidden.features)
+        draft = drafter.commit(draft_params, state.draft, batch, row)
+        length = state.slots.length.at[:b].add(1)
+        return state.replace(slots=state.slots.replace(length=length), draft=draft)
+
+    def batch_of(state):
+        slots, batch = rounds.batch_of(state, ids, table, mode)
+        return slots, batch.replace(greedy=not sampled)
+
+    _, batch = batch_of(state)
+    state = take(state, batch, rounds.of_prompts(state, batch)[1])
+
+    def at_position(state, _):
+        slots, batch = batch_of(state)
+        proposal, draft = proposed(drafter, draft_params, state.draft, batch)
+        state = state.replace(draft=draft)
+        hidden, state = rounds.run_rows(config, drafter, params, state, slots, batch, Proposal.none(b))
+        state = take(state, batch, hidden)
+        replay = state.replay.at[:b].set(1 if config.recurrent else 0)
+        if not distributions:
+            proposal = proposal.replace(logits=None, probs=None)
+        count = jnp.clip(proposal.count, 0, proposal.tokens.shape[1])
+        return state.replace(replay=replay), proposal.replace(count=count, forced=None)
+
+    _, each = jax.lax.scan(at_position, state, length=t - start)
+    each = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), each)
+    return ProposedAlong(each.tokens, each.count, each.logits, each.probs, each.parents, each.confidence)
+
+
+def _loaded(drafter: Any) -> LoadedDrafter:
+    if not isinstance(drafter, LoadedDrafter):
+        named = repr(drafter) if isinstance(drafter, str) else "'ngram'"
+        raise ConfigError(
+            f"drafter must be a loaded one, got {shown(drafter)}; load it first: jaxspec.load_drafter({named}, model)"
+        )
+    return drafter
 
 
 def _resized(drafter: LoadedDrafter, n: int, most: int) -> LoadedDrafter:

@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from jaxspec.checkpoint import Model
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.json_values import shown
 from jaxspec.config.request import Completion, Delta, RequestError, RequestMetrics, RequestOutput, SamplingParams
+from jaxspec.drafters.loading import LoadedDrafter
 from jaxspec.engine.admission import Request
 from jaxspec.engine.engine import Engine
 from jaxspec.images.chats import local_source, named, no_vision, separate
@@ -21,8 +23,8 @@ from jaxspec.text.errors import TokenizerError
 class LLM:
     """Generate offline.
 
-    **Arguments:** `model` and `draft` as the server's `--model` and `--draft`; further options are the server's flags
-    with underscores (see `EngineConfig`).
+    **Arguments:** `model` and `draft` as the server's `--model` and `--draft`, or as `load_model` and `load_drafter`
+    return them; further options are the server's flags with underscores (see `EngineConfig`).
 
     `engine.tokenizer` is the model's (None if the checkpoint has none); `engine.stats()` has the figures that
     `/server_info` reports.
@@ -30,8 +32,16 @@ class LLM:
     **Raises:** `ConfigError`, `CheckpointError` or `TokenizerError` for options or files that can't work.
     """
 
-    def __init__(self, model: str = "smollm2-135m-instruct", draft: str = "none", **engine_options: Any):
-        self.engine = Engine(EngineConfig.from_options(model=model, draft=draft, **engine_options))
+    def __init__(
+        self,
+        model: str | Model = "smollm2-135m-instruct",
+        draft: str | LoadedDrafter = "none",
+        **engine_options: Any,
+    ):
+        given = model if isinstance(model, Model) else None, draft if isinstance(draft, LoadedDrafter) else None
+        names = (each.name if loaded else each for each, loaded in zip((model, draft), given, strict=True))
+        options = EngineConfig.from_options(**dict(zip(("model", "draft"), names, strict=True)), **engine_options)
+        self.engine = Engine(options, *given)
         self._turn = threading.Lock()  # the engine's: calls from several threads wait for one another
 
     def generate(
@@ -73,6 +83,8 @@ class LLM:
                 f"{len(prompts)} prompts but {len(settings)} sampling params; give one for each prompt, or one for all",
                 "params",
             )
+        if self.engine.rollout.stopped:
+            raise RequestError("the engine's memory is released; call resume_memory first", "prompts")
         requests = [self.engine.prepare(p, s) for p, s in zip(prompts, settings, strict=True)]
         builders = {request.id: [CompletionBuilder(i) for i in range(request.params.n)] for request in requests}
         with self._turn, Interrupts() as interrupts:
@@ -138,6 +150,35 @@ class LLM:
         ids = tokenizer.encode(reader.write(tokenizer, messages, len(read), **template), add_special_tokens=False)
         return reader.place(ids, read)
 
+    def update_weights(self, target: Any = None, draft: Any = None, version: str | None = None) -> str:
+        """Change the weights of the target, the drafter, or both. Returns the version, `version` or a new name.
+
+        `target`: a pytree like `engine.runner.model.params`; a mapping of Hugging Face names to arrays, which may have
+        some of them; or a folder's path. `draft`: a mapping of some of `engine.runner.draft.params`, or a folder's
+        path. What a drafter borrows of its target follows it. Arrays of the engine's dtype and sharding are taken by
+        reference, so don't donate them afterwards. Others are cast, moved, and quantised as the engine's are.
+
+        **Raises:** `CheckpointError` naming what doesn't fit, `ConfigError` for an engine that can't be updated; then
+        the weights stay as they were.
+        """
+        with self._turn:
+            rollout = self.engine.rollout
+            rollout.update(rollout.prepare(target, draft, version)).result()
+            return rollout.version
+
+    def release_memory(self, tags: list[str] | None = None) -> None:
+        """Give memory back until `resume_memory`: "kv_cache", "weights" (which move to the host), or both.
+
+        **Raises:** `RequestError` for other tags.
+        """
+        with self._turn:
+            self.engine.rollout.release(tags)
+
+    def resume_memory(self, tags: list[str] | None = None) -> None:
+        """Undo `release_memory`. **Raises:** `RequestError` for other tags."""
+        with self._turn:
+            self.engine.rollout.restore(tags)
+
     def _step(self) -> list[Delta]:
         """One step of the engine. A step that fails leaves it without requests, as if there had been none."""
         try:
@@ -175,7 +216,7 @@ def _output(request: Request, builders: list[CompletionBuilder]) -> RequestOutpu
     metrics.queue = min(m.queue for m in each)
     metrics.ttft = min(m.ttft for m in each)
     metrics.latency = max(m.latency for m in each)
-    metrics.cached_tokens = each[0].cached_tokens
+    metrics.cached_tokens, metrics.weight_version = each[0].cached_tokens, each[0].weight_version
     for name in ("output_tokens", "verify_rounds", "verified_tokens", "preemptions", "drafted_tokens"):
         setattr(metrics, name, sum(getattr(m, name) for m in each))
     metrics.acceptance_histogram = [sum(counts) for counts in zip(*(m.acceptance_histogram for m in each), strict=True)]

@@ -32,7 +32,7 @@ from jaxspec.cache.memory_plan import (
 )
 from jaxspec.cache.paged import PageLayout, kv_bytes_per_token, page_dtype
 from jaxspec.cache.recurrent import state_bytes
-from jaxspec.checkpoint import Model, load_target
+from jaxspec.checkpoint import CheckpointError, Model, load_target
 from jaxspec.checkpoint.demo import cache_folder
 from jaxspec.compiling import xla_options
 from jaxspec.compiling.abstract_model import Loading, alike
@@ -349,6 +349,19 @@ class Runner:
             if not array.is_deleted():
                 array.delete()
         self.state = jax.block_until_ready(self._empty_state())
+
+    def set_weights(self, model: Model, draft: LoadedDrafter) -> None:
+        """Compute with these from the next program on. **Raises:** `CheckpointError` if programs don't take them."""
+        if not alike((self.model.params, self.draft.params), (model.params, draft.params)):
+            raise CheckpointError("the weights differ from the engine's in structure, shape or dtype")
+        self.model, self.draft = model, draft
+        self.programs.fill(model.params, draft.params)
+
+    def release_state(self) -> None:
+        """Delete pages, slots and states; `reset` makes them again."""
+        for array in jax.tree.leaves(self.state):
+            if not array.is_deleted():
+                array.delete()
 
     @property
     def snapshots(self) -> tuple[int, ...] | None:

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxspec.models.description import Attention, Decoder, DeltaRule, Layer, Mixture, Mlp, SigmoidScores
+from jaxspec.models.description import (
+    Attention,
+    Decoder,
+    DeltaRule,
+    LatentAttention,
+    Layer,
+    Mixture,
+    Mlp,
+    SigmoidScores,
+)
 from jaxspec.models.weights import (
     ONCE,
     WHOLE,
@@ -64,7 +73,7 @@ def layer_tensors(
     mixtures: Mixtures | None = None,
 ) -> Tensors:
     """One decoder layer, whose tensors are called `prefix...` in the checkpoint."""
-    declare = {Attention: attention_tensors, **(mixings or {})}[type(layer.mixing)]
+    declare = {Attention: attention_tensors, LatentAttention: latent_tensors, **(mixings or {})}[type(layer.mixing)]
     feed = (mixtures or mixture_tensors) if isinstance(layer.feed, Mixture) else mlp_tensors
     return {
         **{name: norm_scale(d, f"{prefix}{source}.weight", layer.norm.centred) for name, source in norms.items()},
@@ -99,6 +108,35 @@ def attention_tensors(layer: Layer, d: int, prefix: str) -> Tensors:
     return tree
 
 
+def latent_tensors(layer: Layer, d: int, prefix: str) -> Tensors:
+    """Latent attention. `latents` makes queries or their latent, then the latent of keys and values, then the columns
+    that rotate. `keys_values` has all heads' keys first, which queries are multiplied by, then all their values."""
+    a, prefix = layer.mixing, prefix + "self_attn."
+    queries, both = a.heads * a.query_dim, a.key_dim + a.value_dim
+    by_head, whole = ((a.heads, a.query_dim),), lambda width: ((1, width),)
+    first, split = ("q_proj", queries), by_outputs(by_head, whole(a.memory.width))
+    tree = {}
+    if a.query_latent:
+        first, split = ("q_a_proj", a.query_latent), WHOLE
+        tree["query_norm"] = norm_scale(a.query_latent, prefix + "q_a_layernorm.weight")
+        tree["queries"] = linear(a.query_latent, {prefix + "q_b_proj.weight": queries}, split=by_outputs(by_head))
+    name, width = first
+    sources = {f"{prefix}{name}.weight": width, prefix + "kv_a_proj_with_mqa.weight": a.memory.width}
+    return {
+        "latents": linear(d, sources, split=split),
+        **tree,
+        "latent_norm": norm_scale(a.latent, prefix + "kv_a_layernorm.weight"),
+        "keys_values": Param(
+            (a.latent, a.heads * both),
+            (prefix + "kv_b_proj.weight",),
+            Layout((a.heads * both,), grouped=(a.key_dim, a.value_dim)),
+            transpose=True,
+            split=by_outputs(((a.heads, both),)),
+        ),
+        "out": linear(a.heads * a.value_dim, {prefix + "o_proj.weight": d}, split=by_inputs(a.heads, a.value_dim)),
+    }
+
+
 def delta_rule_tensors(layer: Layer, d: int, prefix: str, projections: Projections) -> Tensors:
     """Linear attention. What goes into an exponent stays in float32."""
     rule, prefix = layer.mixing, prefix + "linear_attn."
@@ -131,18 +169,22 @@ def channel_parts(rule: DeltaRule) -> Parts:
 
 def mlp_tensors(mlp: Mlp, d: int, prefix: str) -> Tensors:
     """A dense MLP. Columns of gate and up alternate in runs, so that a tile of them holds both."""
-    f, halves = mlp.width, by_outputs(*[((mlp.width, 1),)] * 2)
+    f, run = mlp.width, run_length(mlp.width) if mlp.gated else 0
+    first, names = first_of(mlp)
+    split = by_outputs(*[((f, 1),)] * len(names))
     tree = {
-        "gate_up": linear(
-            d, {prefix + "gate_proj.weight": f, prefix + "up_proj.weight": f}, run_length(f), split=halves
-        ),
+        first: linear(d, {f"{prefix}{name}.weight": f for name in names}, run, split=split),
         "down": linear(f, {prefix + "down_proj.weight": d}, split=by_inputs(f)),
     }
     if mlp.bias:
-        gate_up = {prefix + "gate_proj.bias": f, prefix + "up_proj.bias": f}
-        tree["gate_up_bias"] = bias(gate_up, run_length(f), split=halves)
+        tree[f"{first}_bias"] = bias({f"{prefix}{name}.bias": f for name in names}, run, split=split)
         tree["down_bias"] = bias({prefix + "down_proj.bias": d}, split=ONCE)
     return tree
+
+
+def first_of(feed: Mlp | Mixture) -> tuple[str, tuple[str, ...]]:
+    """The name of an MLP's first weight, and the checkpoint's names of its parts."""
+    return ("gate_up", ("gate_proj", "up_proj")) if feed.gated else ("up", ("up_proj",))
 
 
 def mixture_tensors(mixture: Mixture, d: int, prefix: str) -> Tensors:
@@ -150,26 +192,31 @@ def mixture_tensors(mixture: Mixture, d: int, prefix: str) -> Tensors:
 
     Experts are stacked, `experts_gate_up` [e, 2f, d] (gate's rows first) and `experts_down` [e, d, f], in checkpoints'
     own orientation: their many small matrices are never transposed. Checkpoints have them one by one, or stacked like
-    this already.
+    this already. Experts without a gate have `experts_up` [e, f, d]. Several devices have projections to a latent and
+    back whole, each.
     """
-    e, f, s = mixture.experts, mixture.width, mixture.shared
+    e, f, s, wide = mixture.experts, mixture.width, mixture.shared, mixture.latent or d
     each, shared = prefix + "experts.{}.", prefix + ("shared_expert." if mixture.shared_gated else "shared_experts.")
-    halves = lambda width, groups=1: by_outputs(*[((width, 1),)] * 2, groups=groups)  # noqa: E731
-    gate_up = {each + "gate_proj.weight": f, each + "up_proj.weight": f}
-    down = {each + "down_proj.weight": d}
+    first, names = first_of(mixture)
+    split = lambda width, groups=1: by_outputs(*[((width, 1),)] * len(names), groups=groups)  # noqa: E731
+    up = {f"{each}{name}.weight": f for name in names}
+    down = {each + "down_proj.weight": wide}
     tree = {
         "router": linear(d, {prefix + "gate.weight": e}, exact=True, split=WHOLE),
-        "experts_gate_up": expert_stack(e, d, prefix + "experts.gate_up_proj", gate_up, halves(f, mixture.groups)),
+        f"experts_{first}": expert_stack(e, wide, f"{prefix}experts.{first}_proj", up, split(f, mixture.groups)),
         "experts_down": expert_stack(e, f, prefix + "experts.down_proj", down, by_inputs(f, groups=mixture.groups)),
     }
     if s:
-        gate_up = {shared + "gate_proj.weight": s, shared + "up_proj.weight": s}
-        tree["shared_gate_up"] = expert_stack(1, d, "", gate_up, halves(s))
+        up = {f"{shared}{name}.weight": s for name in names}
+        tree[f"shared_{first}"] = expert_stack(1, d, "", up, split(s))
         tree["shared_down"] = expert_stack(1, s, "", {shared + "down_proj.weight": d}, by_inputs(s))
         if mixture.shared_gated:
             tree["shared_gate"] = linear(d, {prefix + "shared_expert_gate.weight": 1}, exact=True, split=WHOLE)
     if isinstance(mixture.scores, SigmoidScores):
         tree["router_correction"] = correction(e, prefix + "gate.e_score_correction_bias")
+    if mixture.latent:
+        tree["latent_in"] = linear(d, {prefix + "fc1_latent_proj.weight": wide}, split=WHOLE)
+        tree["latent_out"] = linear(wide, {prefix + "fc2_latent_proj.weight": d}, split=WHOLE)
     return tree
 
 

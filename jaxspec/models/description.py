@@ -11,7 +11,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 Table = Mapping[type, frozenset[str]]  # by kind of description, the fields that a path implements
 
@@ -79,7 +79,10 @@ class Rope:
 
 @dataclass(frozen=True)
 class PagedRows:
-    """Memory of all tokens, in pages: of each token `streams` (keys and values: 2) of `heads` rows, `width` wide."""
+    """Memory of all tokens, in pages: of each token `streams` of `heads` rows, `width` wide.
+
+    Keys and values are two streams. A latent, of which both are made, is one.
+    """
 
     heads: int
     width: int
@@ -162,9 +165,58 @@ class Attention:
     def columns(self) -> int:
         return (2 * self.heads + 2 * self.kv_heads) * self.head_dim
 
+    @property
+    def pair_flops(self) -> int:
+        """Operations of a row with each position that it sees."""
+        return 4 * self.heads * self.head_dim
+
     def divided(self, share: Share) -> Attention:
         heads, kv_heads = share("query heads", self.heads), share("KV heads", self.kv_heads, repeated=True)
         return dataclasses.replace(self, heads=heads, kv_heads=kv_heads)
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Causal attention over latents (MLA, https://arxiv.org/abs/2405.04434, section 2.1).
+
+    All heads share one row a token: a normed latent, `latent` wide, and behind it the key's `rope.columns`. Each head
+    makes `key_dim` more columns of its key, and a value of `value_dim`, of the latent. Queries are made of a normed
+    latent of their own, `query_latent` wide; None: of the layer's input. `scale`: what scores are multiplied by.
+    `norm`: of both latents.
+    """
+
+    heads: int
+    latent: int
+    key_dim: int
+    value_dim: int
+    rope: Rope
+    scale: float
+    norm: Norm
+    query_latent: int | None = None
+
+    @property
+    def memory(self) -> PagedRows:
+        return PagedRows(1, self.latent + self.rope.columns, streams=1)
+
+    @property
+    def query_dim(self) -> int:
+        """Columns of a query head, those that rotate last."""
+        return self.key_dim + self.rope.columns
+
+    @property
+    def columns(self) -> int:
+        """Columns of the first products and of the outputs; matrices behind a latent are shorter, and left out."""
+        queries = self.query_latent or self.heads * self.query_dim
+        return queries + self.memory.width + self.heads * self.value_dim
+
+    @property
+    def pair_flops(self) -> int:
+        """Operations of a row with each position that it sees, queries being projected into the latent."""
+        return 2 * self.heads * (self.memory.width + self.latent)
+
+    def divided(self, share: Share) -> LatentAttention:
+        """Describe the part of one of several devices, each of which has the latents of all tokens."""
+        return dataclasses.replace(self, heads=share("query heads", self.heads))
 
 
 @dataclass(frozen=True)
@@ -203,12 +255,69 @@ class DeltaRule:
 
 
 @dataclass(frozen=True)
+class Mamba2:
+    """A state-space layer (Mamba 2, https://arxiv.org/abs/2405.21060): S = decay S + dt x B', read by C, + D x.
+
+    Each of `heads`, `width` wide, has a state `state` wide. They stand in `groups` of as many heads, which share B and
+    C, and whose outputs, gated first, have a norm. `taps`: the width of the convolution before them; `conv_bias`: it
+    has a bias. `bias`: of the first and the last projection. dt lies between `least_step` and `most_step`.
+    """
+
+    heads: int
+    width: int
+    groups: int
+    state: int
+    taps: int
+    conv_bias: bool = True
+    bias: bool = False
+    least_step: float = 0.0
+    most_step: float = float("inf")
+
+    @property
+    def inner(self) -> int:
+        """Columns of all heads."""
+        return self.heads * self.width
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: x of all heads, B and C of all groups."""
+        return self.inner + 2 * self.groups * self.state
+
+    @property
+    def memory(self) -> Recurrence:
+        return Recurrence(self.groups, self.heads, self.state, self.width, self.channels, self.taps)
+
+    @property
+    def columns(self) -> int:
+        """Convolved channels, the outputs' gates, a number a head, and the outputs."""
+        return self.channels + 2 * self.inner + self.heads
+
+    def divided(self, share: Share) -> Mamba2:
+        groups = share("groups of state-space heads", self.groups)
+        return dataclasses.replace(self, heads=share("state-space heads", self.heads), groups=groups)
+
+
+@dataclass(frozen=True)
+class Absent:
+    """No mixing, or no MLP, in a layer that has the other one alone."""
+
+    memory: ClassVar[None] = None
+    columns: ClassVar[int] = 0
+    width: ClassVar[int] = 0
+
+    def divided(self, share: Share) -> Absent:
+        return self
+
+
+@dataclass(frozen=True)
 class Mlp:
-    """down(activation(gate) * up), `width` wide. `bias`: of all three. `activation`: "silu", or GELU by its tanh."""
+    """down(activation(gate) * up), `width` wide. `bias`: of all three. `activation`: "silu", GELU by its tanh, or the
+    square of ReLU. Without being `gated`, it is down(activation(up))."""
 
     width: int
     bias: bool = False
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "relu2"] = "silu"
+    gated: bool = True
 
 
 @dataclass(frozen=True)
@@ -241,6 +350,8 @@ class Mixture:
     width of one more, that every token has; 0: there is none; `shared_gated`: a sigmoid of its own is its weight,
     otherwise one. `scores`: of the experts, from the router's logits. `bias`: of the experts' matrices. `router_bias`:
     of the router's logits. `groups`: how many groups of devices the experts are divided among; see `weights.Split`.
+    `activation` and `gated`: as of an `Mlp`, of the shared expert, too. `latent`: the width of a projection of the rows
+    that experts take in place of them, and whose results are projected back; 0: there is none.
     """
 
     experts: int
@@ -252,20 +363,22 @@ class Mixture:
     scores: Literal["softmax"] | SigmoidScores = "softmax"
     bias: bool = False
     router_bias: bool = False
-    activation: Literal["silu"] | ClampedSwiglu = "silu"
+    activation: Literal["silu", "relu2"] | ClampedSwiglu = "silu"
     groups: int = 1
+    gated: bool = True
+    latent: int = 0
 
 
 @dataclass(frozen=True)
 class Layer:
-    """x + mixing(norm(x)), then x + feed(norm(x)).
+    """x + mixing(norm(x)), then x + feed(norm(x)). Either may be absent.
 
     `pre_norm`: whether a sub-layer's input is normed (weights "attn_norm", "mlp_norm"). `post_norm`: each sub-layer's
     output is normed before it is added ("attn_post_norm", "mlp_post_norm"). `residual_scale`: what it is multiplied by.
     """
 
-    mixing: Kind
-    feed: Mlp | Mixture
+    mixing: Kind | Absent
+    feed: Mlp | Mixture | Absent
     norm: Norm
     pre_norm: bool = True
     post_norm: bool = False
@@ -291,7 +404,7 @@ class Decoder:
     deterministic: int = 0
 
     @property
-    def attention(self) -> Attention | None:
+    def attention(self) -> Attention | LatentAttention | None:
         """The mixing of the first layer that keeps rows in pages."""
         return next((layer.mixing for layer in self.layers if isinstance(layer.mixing.memory, PagedRows)), None)
 
@@ -306,10 +419,11 @@ class Decoder:
 
     @property
     def memory_index(self) -> tuple[tuple[int, int], ...]:
-        """Number each layer's memory among the groups of its sort, and the layer in its group."""
+        """Number each layer's memory among the groups of its sort, and the layer in its group; zeros: it has none."""
         counts, out = Counter(), []
         for memory in (layer.mixing.memory for layer in self.layers):
-            out.append((list(self.groups(type(memory))).index(memory), counts[memory]))
+            known = list(self.groups(type(memory))) if memory else [None]
+            out.append((known.index(memory), counts[memory] if memory else 0))
             counts[memory] += 1
         return tuple(out)
 

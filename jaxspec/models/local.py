@@ -54,6 +54,7 @@ def _local_layer(layer: Layer, size: int) -> Layer:
         return max(count // size, 1)
 
     mixing = layer.mixing.divided(share)
+    width = {}
     match layer.feed:
         case Mlp(width):
             width = {"width": share("columns of an MLP", width)}

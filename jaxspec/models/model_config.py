@@ -45,11 +45,11 @@ class ModelConfig:
 
     @property
     def num_kv_heads(self) -> int:
-        return self.decoder.attention.kv_heads
+        return self.decoder.attention.memory.heads
 
     @property
     def head_dim(self) -> int:
-        return self.decoder.attention.head_dim
+        return self.decoder.attention.memory.width
 
     @property
     def recurrent(self) -> bool:

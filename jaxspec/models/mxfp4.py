@@ -39,7 +39,12 @@ def arrange(
     packed: UInt8[Array, "*e n k2"], scales: UInt8[Array, "*e n b"]
 ) -> tuple[UInt8[Array, "*e n k2"], UInt8[Array, "*e b n"]]:
     """Rearrange a checkpoint's numbers, two a byte, and scales as devices have them."""
-    return _bytes(jnp.stack([packed & 15, packed >> 4], axis=-1)), jnp.swapaxes(scales, -1, -2)
+    return arranged(packed), jnp.swapaxes(scales, -1, -2)
+
+
+def arranged(packed: UInt8[Array, "*e n k2"]) -> UInt8[Array, "*e n k2"]:
+    """The values of a checkpoint's numbers, two a byte, the first in the low half."""
+    return _bytes(jnp.stack([packed & 15, packed >> 4], axis=-1))
 
 
 def _bytes(codes: UInt8[Array, "*e n _ _"]) -> UInt8[Array, "*e n k2"]:
@@ -73,14 +78,18 @@ def _rotated(word: Pairs, by: int) -> Pairs:
     return word << by | word >> (32 - by)
 
 
-def dequantise(values: UInt8[Array, "*e n k2"], scales: UInt8[Array, "*e b n"]) -> Float[Array, "*e n k"]:
-    """The weight in float32, k = 2 k2 inputs of which each 32 have one of the b scales."""
+def numbers(values: UInt8[Array, "*e n k2"]) -> Float[Array, "*e n k"]:
+    """The numbers in the order of inputs, without scales."""
     words = lax.bitcast_convert_type(values.reshape(*values.shape[:-1], -1, 4, 4), jnp.uint32)
     pairs = jnp.stack(unpacked(words), axis=-2)
     halves = jnp.stack([pairs & 0xFFFF, pairs >> 16], axis=-1)
-    blocks = _number(halves >> 15 << 3 | halves >> 6 & 7).reshape(*words.shape[:-1], BLOCK)
+    return _number(halves >> 15 << 3 | halves >> 6 & 7).reshape(*values.shape[:-1], -1)
+
+
+def dequantise(values: UInt8[Array, "*e n k2"], scales: UInt8[Array, "*e b n"]) -> Float[Array, "*e n k"]:
+    """The weight in float32, k = 2 k2 inputs of which each 32 have one of the b scales."""
     powers = _powers(jnp.swapaxes(scales, -1, -2))
-    return (blocks * powers[..., None]).reshape(*values.shape[:-1], -1)
+    return (numbers(values).reshape(*powers.shape, BLOCK) * powers[..., None]).reshape(*values.shape[:-1], -1)
 
 
 def _powers(scales: UInt8[Array, "*s"]) -> Float[Array, "*s"]:
@@ -98,17 +107,24 @@ def _number(code: UInt[Array, "*s"]) -> Float[Array, "*s"]:
 def quantise(weight: Float[Array, "*e n k"]) -> tuple[UInt8[Array, "*e n k2"], UInt8[Array, "*e b n"]]:
     """Values and scales of a weight whose inputs are a multiple of 32, as the standard says it.
 
-    A scale is the power of two of a block's largest magnitude, over 4. Numbers go to the nearest, halfway ones to the
-    even mantissa, and those above 6 to 6.
+    A scale is the power of two of a block's largest magnitude, over 4.
     """
     blocks = weight.astype(jnp.float32).reshape(*weight.shape[:-1], -1, BLOCK)
     largest = jnp.max(jnp.abs(blocks), axis=-1)
     power = jnp.where(largest > 0, jnp.frexp(largest)[1] - 1 - 2, 0)  # 4 is two powers above 1
     scales = jnp.clip(power + _BIAS, 1, NAN - 1).astype(jnp.uint8)
-    parts = jnp.minimum(jnp.abs(blocks) / _powers(scales)[..., None], LARGEST)
+    return packed(blocks / _powers(scales)[..., None]), jnp.swapaxes(scales, -1, -2)
+
+
+def packed(parts: Float[Array, "*e n _ _"]) -> UInt8[Array, "*e n k2"]:
+    """The values of numbers that are rounded to E2M1, whatever the last two axes.
+
+    Numbers go to the nearest, halfway ones to the even mantissa, and those above 6 to 6.
+    """
+    magnitudes = jnp.minimum(jnp.abs(parts), LARGEST)
     # Between two magnitudes' middles each; at a middle the even one of the two, whose last bit is zero.
     code = jnp.zeros(parts.shape, jnp.uint8)
     for i, (low, high) in enumerate(itertools.pairwise(_MAGNITUDES)):
         middle = (low + high) / 2
-        code = code + ((parts >= middle) if i % 2 else (parts > middle)).astype(jnp.uint8)
-    return _bytes(jnp.where(blocks < 0, code + 8, code)), jnp.swapaxes(scales, -1, -2)
+        code = code + ((magnitudes >= middle) if i % 2 else (magnitudes > middle)).astype(jnp.uint8)
+    return _bytes(jnp.where(parts < 0, code + 8, code))

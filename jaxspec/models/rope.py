@@ -16,15 +16,7 @@ Config = Mapping[str, Any]
 def rope(hf: Config, head_dim: int, rotated: float) -> Rope:
     """Base, scaling and rotated columns from transformers 5's `rope_parameters` and the older
     `rope_theta`/`rope_scaling`, which wins as it does there."""
-    parts = [hf.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
-    for part in parts:
-        if not isinstance(part, Mapping):
-            raise ConfigError(f"config.json: rope_parameters and rope_scaling are mappings, got {shown(part)}")
-        if nested := next((key for key, value in part.items() if isinstance(value, Mapping)), None):
-            raise ConfigError(f"config.json: rope_parameters by kind of layer ({nested}) are not supported")
-    settings = {**parts[0], **parts[1]}  # what a user has added as rope_scaling counts beside what was saved
-    named = (part.get(key) for part in reversed(parts) for key in ("rope_type", "type"))
-    kind = next(filter(None, named), "default")
+    settings, kind = _settings(hf)
     theta = positive_float(settings if "rope_theta" in settings else hf, "rope_theta", 10_000.0)
     share = "partial_rotary_factor"
     fraction = positive_float(settings if share in settings else hf, share, rotated)
@@ -33,6 +25,31 @@ def rope(hf: Config, head_dim: int, rotated: float) -> Rope:
             f"{share} {fraction:g} of head_dim {head_dim} is {columns}, not an even number from 2 to {head_dim}"
         )
     return Rope(theta, _scaling(settings, kind, hf), None if columns == head_dim else columns)
+
+
+def score_scale(hf: Config) -> float:
+    """Multiplier of latent attention's scores beside the root of a head's width: `mscale_all_dim`'s, squared."""
+    settings, kind = _settings(hf)
+    if kind == "default" or not settings.get("mscale_all_dim"):
+        return 1.0
+    return _mscale(positive_float(settings, "factor"), positive_float(settings, "mscale_all_dim")) ** 2
+
+
+def _mscale(factor: float, scale: float) -> float:
+    return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+def _settings(hf: Config) -> tuple[dict[str, Any], Any]:
+    """A config's settings of its rope, and the type of its scaling."""
+    parts = [hf.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
+    for part in parts:
+        if not isinstance(part, Mapping):
+            raise ConfigError(f"config.json: rope_parameters and rope_scaling are mappings, got {shown(part)}")
+        if nested := next((key for key, value in part.items() if isinstance(value, Mapping)), None):
+            raise ConfigError(f"config.json: rope_parameters by kind of layer ({nested}) are not supported")
+    settings = {**parts[0], **parts[1]}  # what a user has added as rope_scaling counts beside what was saved
+    named = (part.get(key) for part in reversed(parts) for key in ("rope_type", "type"))
+    return settings, next(filter(None, named), "default")
 
 
 def _scaling(settings: Config, kind: Any, hf: Config) -> RopeScaling | LinearScaling | Yarn | None:
@@ -70,9 +87,8 @@ def _yarn(settings: Config, hf: Config) -> Yarn:
     longest = positive_float(hf, "max_position_embeddings", 2048.0)
     original = positive_float(given, "original_max_position_embeddings", longest)
     factor = positive_float(given, "factor", longest / original)
-    paper = lambda scale: 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0  # noqa: E731
     mscale, of_all = given.get("mscale"), given.get("mscale_all_dim")
-    default = paper(mscale) / paper(of_all) if mscale and of_all else paper(1)
+    default = _mscale(factor, mscale) / _mscale(factor, of_all) if mscale and of_all else _mscale(factor, 1)
     return Yarn(
         factor=factor,
         original_max_position=int(original),

@@ -17,9 +17,9 @@ from typing import Any, ClassVar, Literal
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float, Int, UInt8
 
-from jaxspec.models import fp8, mxfp4
+from jaxspec.models import fp8, int4, mxfp4, nvfp4
 
 LEAST = 64  # outputs of a weight that kernels of few rows take
 HALF = 32  # columns of gate, then as many of up, in the weight of a gated MLP: so a tile of columns holds both
@@ -33,6 +33,7 @@ class Format:
     - `inputs_per_value`: how many numbers a value holds.
     - `bytes_each`: that a number takes, about; None: those of the activations' dtype.
     - `inputs_per_entry`: how many inputs an entry stands for, along that axis of a checkpoint's tensor.
+    - `inputs_together`: how many inputs are arranged together, so that devices can't divide them.
     - `scales_by_input`: whether scales are [inputs, outputs], not [outputs, inputs] as the values.
     - `implements`: by name of a path, the fields of the format that hold there, beside what the path says itself.
     """
@@ -41,6 +42,7 @@ class Format:
     inputs_per_value: ClassVar[int] = 1
     bytes_each: ClassVar[float | None] = None
     inputs_per_entry: ClassVar[int] = 1
+    inputs_together: ClassVar[int] = 1
     scales_by_input: ClassVar[bool] = False
     implements: ClassVar[Mapping[str, frozenset[str]]] = {}
 
@@ -52,8 +54,8 @@ class Format:
         """Values and scales of outputs [n, k], as `Weight` has them; what a checkpoint's numbers become on load."""
         raise NotImplementedError
 
-    def dequantise(self, values: Array, scales: Array | None) -> Float[Array, "*e n k"]:
-        """The outputs in float32."""
+    def dequantise(self, values: Array, scales: Array | None, *more: Array) -> Float[Array, "*e n k"]:
+        """The outputs in float32. `more`: a weight's factors, if it has any."""
         raise NotImplementedError
 
 
@@ -97,6 +99,71 @@ class Mxfp4(Format):
 
     def dequantise(self, values, scales):
         return mxfp4.dequantise(values, scales)
+
+
+class FourBits(Format):
+    """Numbers of four bits, two a byte, with scales `[groups, outputs]` or several rows a group.
+
+    A checkpoint's tensors are read as bytes [outputs, inputs / 2], the first number in the low half, and as scales
+    [outputs, groups, n], of what `checkpoint.packed` puts there. `placed` makes the device's arrays of them.
+    """
+
+    inputs_per_value: ClassVar[int] = 2
+    inputs_per_entry: ClassVar[int] = 2
+    inputs_together: ClassVar[int] = mxfp4.BLOCK
+    scales_by_input: ClassVar[bool] = True
+
+    def placed(self, values: UInt8[Array, "*e n k2"], scales: Float[Array, "*e n s c"]) -> tuple[Array, ...]:
+        """Values, scales and factors as the device has them, of what a checkpoint has."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Int4(FourBits):
+    """Integers as `jaxspec.models.int4` arranges them. `group` inputs share a scale; None: all of them.
+
+    `zeros`: each scale has a zero point. `ordered`: inputs stand in another order than rows have them, sorted by their
+    group, which `Weight.order` says (GPTQ's `desc_act`).
+    """
+
+    group: int | None
+    zeros: bool = False
+    ordered: bool = False
+
+    bytes_each: ClassVar[float | None] = 33 / 64
+
+    def per_scale(self, along):
+        return self.group if along == "inputs" else 1
+
+    def quantise(self, rows):
+        return int4.quantise(rows, self.group or rows.shape[-1])
+
+    def placed(self, values, scales):
+        by_input = jnp.moveaxis(scales, -3, -1)  # [groups, n, outputs]
+        return int4.arrange(values), by_input.reshape(*by_input.shape[:-3], -1, by_input.shape[-1])
+
+    def dequantise(self, values, scales):
+        return int4.dequantise(values, scales, self.zeros)
+
+
+@dataclass(frozen=True)
+class Nvfp4(FourBits):
+    """E2M1 numbers, e4m3 scales of each 16 inputs and float32 factors, as `jaxspec.models.nvfp4` has them."""
+
+    bytes_each: ClassVar[float | None] = 9 / 16
+
+    def per_scale(self, along):
+        return nvfp4.GROUP if along == "inputs" else 1
+
+    def quantise(self, rows):
+        return nvfp4.quantise(rows)
+
+    def placed(self, values, scales):
+        by_input = jnp.swapaxes(scales[..., 0], -1, -2)
+        return mxfp4.arranged(values), by_input.astype(fp8.E4M3), scales[..., 0, 1].astype(jnp.float32)
+
+    def dequantise(self, values, scales, factors):
+        return nvfp4.dequantise(values, scales, factors)
 
 
 @dataclass(frozen=True)
@@ -154,14 +221,17 @@ class Weight:
 
     `format` says how to read the values, `layout` whose outputs they are. Both are static under jit. Values are
     [inputs, outputs]. Experts' are [experts, outputs, inputs], and quantised ones [outputs, inputs], as checkpoints
-    have them; MXFP4's have a byte for two inputs. `scales`: of quantised values, `[outputs, inputs]` as well, with one
-    for several of each; MXFP4's are `[inputs, outputs]`.
+    have them; formats of four bits have a byte for two inputs. `scales`: of quantised values, `[outputs, inputs]` as
+    well, with one for several of each; those of four bits are `[inputs, outputs]`. `factors`: one for each output,
+    beside its scales. `order`: which of the rows' inputs each of the weight's is; None: they are in order.
     """
 
     values: Float[Array, "*e a b"] | UInt8[Array, "*e a b"]
     format: Format = flax.struct.field(pytree_node=False, default=Unquantised())
     layout: Layout = flax.struct.field(pytree_node=False, default=Layout())
     scales: Float[Array, "*e c d"] | UInt8[Array, "*e c d"] | None = None
+    factors: Float[Array, "*e n"] | None = None
+    order: Int[Array, " k"] | None = None
 
     @property
     def quantised(self) -> bool:
@@ -205,7 +275,10 @@ class Weight:
         """The whole weight in `dtype`, in the shape that unquantised values have."""
         if not self.quantised:
             return self.unquantised.astype(dtype)
-        whole = self.format.dequantise(self.values, self.scales).astype(dtype)
+        factors = () if self.factors is None else (self.factors,)
+        whole = self.format.dequantise(self.values, self.scales, *factors).astype(dtype)
+        if self.order is not None:
+            whole = jnp.take(whole, jnp.argsort(self.order), axis=-1)
         return whole if whole.ndim == 3 else whole.T
 
     def parts(self, dtype: Any) -> list[Array]:
@@ -284,7 +357,8 @@ class Param:
     `[experts, in, out]` if `transpose`. An MXFP4 one is `[experts, out, in / 32, 16]` bytes there.
 
     `exact`: never quantised on load. `format`: that of the weight. If it is quantised, `scales` names the tensor of
-    each source's scales with its shape, or is empty: then sources are quantised as they are loaded.
+    each source's scales with its shape, or is empty: then sources are quantised as they are loaded. `order` names the
+    tensor of the weight's.
 
     `split`: how it is divided among devices; None: nobody has decided, so a model that has it is served by one.
     `least`: columns that one of several devices has at least, of zeros behind its own.
@@ -301,6 +375,7 @@ class Param:
     exact: bool = False
     format: Format = Unquantised()
     scales: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    order: str = ""
     split: Split | None = None
     least: int = 0
 
@@ -313,13 +388,14 @@ class Param:
         """Whether it is a `Weight`, not an array."""
         return self.stacked or (self.transpose and not self.depthwise)
 
-    def made(self, values: Any, scales: Any = None) -> Any:
+    def made(self, values: Any, scales: Any = None, factors: Any = None, order: Any = None) -> Any:
         """Value in the params for these values: an array, or a `Weight` of it."""
-        return Weight(values, self.format, self.layout, scales) if self.of_matmul else values
+        return Weight(values, self.format, self.layout, scales, factors, order) if self.of_matmul else values
 
     def stored(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of each checkpoint tensor that it is made of."""
-        return self.stored_values() | dict(self.scales)
+        order = {self.order: (self.shape[0],)} if self.order else {}
+        return self.stored_values() | dict(self.scales) | order
 
     def stored_values(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of each source, without scales."""
@@ -328,12 +404,12 @@ class Param:
             if isinstance(self.format, Mxfp4):
                 return {self.whole: (experts, outputs, inputs // mxfp4.BLOCK, mxfp4.BLOCK // 2)}
             return {self.whole: (experts, inputs, outputs) if self.transpose else self.shape}
-        splits = self.layout.splits
+        splits, each = self.layout.splits, self.format.inputs_per_value if self.scales else 1
         if self.stacked:
             rows = zip(self.sources, splits * self.shape[0], strict=True)
-            return {name: (count, self.shape[-1]) for name, count in rows}
+            return {name: (count, self.shape[-1] // each) for name, count in rows}
         shapes = {name: (*self.shape[:-1], width) for name, width in zip(self.sources, splits, strict=True)}
-        shapes = {name: shape[::-1] if self.transpose else shape for name, shape in shapes.items()}
+        shapes = {name: (shape[1], shape[0] // each) if self.transpose else shape for name, shape in shapes.items()}
         return {name: (out, 1, taps) for name, (out, taps) in shapes.items()} if self.depthwise else shapes
 
     def as_found(self, names: Container[str]) -> Param:

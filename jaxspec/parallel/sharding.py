@@ -68,6 +68,8 @@ def check_params(declared: Any, size: int) -> None:
                 f"--tp-size {size}: how to divide {param.sources[0]} isn't decided; --tp-size 1 serves it"
             )
         block, among = param.format.per_scale(param.split.along) or 1, size // param.split.groups
+        if param.split.along == "inputs":
+            block = max(block, param.format.inputs_together)
         more = ", or --ep-size to divide experts whole" if param.stacked else ""
         for i in range(len(param.split.parts)):
             for units, width in _parts(param, i):
@@ -77,7 +79,8 @@ def check_params(declared: Any, size: int) -> None:
                         f"devices can't divide {units}"
                     )
             for start, stop, _ in _spans(_parts(param, i), 0, among, param.split.padded):
-                if start % block or stop % block:
+                whole = sum(units * width for units, width in _parts(param, i))  # whose last block may be a part
+                if start % block or (stop % block and stop != whole):
                     raise ConfigError(
                         f"--tp-size {size}: {param.sources[i]} would be cut into {stop - start} {param.split.along}, "
                         f"and blocks of {block} share a scale, which can't be cut. Use fewer devices, an unquantised "
@@ -153,7 +156,7 @@ def cut(param: Param, i: int, tensor: Any, rank: int, size: int, scale: bool = F
             return of.array(tensor)  # scales of whole outputs, or of a whole matrix
     pieces = []
     for start, stop, lack in _spans(_parts(param, i), rank, size, split.padded):
-        piece = tensor[(slice(None),) * axis + (slice(start // grain, stop // grain),)]
+        piece = tensor[(slice(None),) * axis + (slice(start // grain, -(-stop // grain)),)]
         pieces.append(of.pad(piece, [(0, lack if j == axis else 0) for j in range(piece.ndim)]) if lack else piece)
     return of.concatenate(pieces, axis=axis)
 
@@ -195,7 +198,7 @@ def _grain(param: Param, scale: bool) -> int | None:
     """How many numbers along the divided axis an entry of a source stands for, or of its scales; None: all of them."""
     if scale:
         return param.format.per_scale(param.split.along)
-    return param.format.inputs_per_entry if param.split.along == "inputs" else 1
+    return param.format.inputs_per_entry if param.split.along == "inputs" and param.scales else 1
 
 
 def joined(param: Param, parts: Sequence[Any], mesh: Mesh) -> Any:
@@ -207,12 +210,16 @@ def joined(param: Param, parts: Sequence[Any], mesh: Mesh) -> Any:
         axis = 0  # one device's experts after the other's, whatever it has of them
     if not isinstance(parts[0], Weight):
         return _global(axis, parts, mesh)
-    scales = None
-    if parts[0].scales is not None:
-        of_scales = 3 - axis if axis and param.format.scales_by_input else axis
-        repeated = param.format.per_scale(param.split.along) is None
-        scales = _global(None if repeated else of_scales, [weight.scales for weight in parts], mesh)
-    return parts[0].replace(values=_global(axis, [weight.values for weight in parts], mesh), scales=scales)
+    first, along = parts[0], param.split.along
+    of = {"values": axis, "scales": axis, "factors": axis, "order": None}
+    if axis is not None and axis >= first.values.ndim - 2:
+        if param.format.scales_by_input:
+            of["scales"] = 2 * first.values.ndim - 3 - axis
+        of["factors"] = first.values.ndim - 2 if along == "outputs" else None
+        if param.format.per_scale(along) is None:
+            of["scales"] = None  # the same for all
+    each = {name: [getattr(weight, name) for weight in parts] for name in of if getattr(first, name) is not None}
+    return first.replace(**{name: _global(of[name], arrays, mesh) for name, arrays in each.items()})
 
 
 def _global(axis: int | None, parts: Sequence[Array], mesh: Mesh) -> Array:

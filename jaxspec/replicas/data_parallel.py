@@ -185,6 +185,17 @@ class DataParallelLLM:
             member.prefixes.clear()
         return all(answer is True for answer in await self._ask(members, "flush", lambda key: key))
 
+    async def control(self, action: str, **given: Any) -> dict[str, Any]:
+        """Control all engines as `AsyncLLM.control` does; weights come from folders alone. **Raises:** as it does."""
+        members = self._living()
+        answers = await self._ask(members, "control", lambda key: (key, action, given))
+        for member, answer in zip(members, answers, strict=True):
+            if isinstance(answer, BaseException):
+                raise self._as_ours(answer, member)
+            if action in ("update", "release"):
+                member.prefixes.clear()
+        return answers[0] | {"requests": sum(each["requests"] for each in answers)}
+
     async def _ask(self, members: list[EngineProcess], kind: str, value: Callable[[int], Any]) -> list[Any]:
         """Ask members a question and gather their answers; an error for one that is lost meanwhile."""
         loop, keys, answers = asyncio.get_running_loop(), [next(self._keys) for _ in members], []

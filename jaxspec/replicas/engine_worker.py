@@ -117,6 +117,8 @@ class Worker:
                 self._loop.call_soon(self._abort, value)  # behind the first step of a request just begun
             case "check":
                 self._answer(value[0], self._llm.check(value[1]))
+            case "control":
+                self._answer(value[0], self._llm.control(value[1], **value[2]))
             case "flush":
                 self._answer(value, self._llm.flush_cache())
             case "close":

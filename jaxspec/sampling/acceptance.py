@@ -89,6 +89,18 @@ def pass_rates(
     return weight, jnp.where(row <= count[:, None], rate, 0.0)
 
 
+def expected_length(
+    p: Float[Array, "b q v"], drafts: Int[Array, "b d"], count: Int[Array, " b"], draft_p: Float[Array, "b d v"]
+) -> Float[Array, " b"]:
+    """Tokens that `block` yields for these drafts, the bonus included: the mean over its coins, 1 to q.
+
+    Differentiable by both distributions. Its mean over drafts sampled from `draft_p` is a drafter's mean acceptance.
+    """
+    rate = pass_rates(p, drafts, count, draft_p)[1]
+    none_from = jnp.cumprod((1 - rate)[:, ::-1], axis=1)[:, ::-1]  # that no prefix of j drafts or more passes
+    return 1 + (1 - none_from).sum(axis=1)
+
+
 @flax.struct.dataclass
 class Tree:
     """The q rows of a tree: row 0 is the newest token, the root; row j is draft j - 1.

@@ -232,6 +232,10 @@ class Scheduler:
             self._vacate(seq)
         seq.status = Status.FINISHED
 
+    def withdraw(self, seq: SequenceState) -> None:
+        """End a sequence that was never added."""
+        seq.status = Status.FINISHED
+
     def flush(self) -> int:
         """Empty the prefix tree; sequences keep their pages, but no longer publish them. Returns pages dropped."""
         for seq in self._admitted():
@@ -431,11 +435,32 @@ class Scheduler:
         self._vacate(seq)
         if self.replays:
             seq.replayed += len(seq.tokens) - seq.prompt_len
+            seq.lost = max(seq.lost, seq.tokens[seq.prompt_len :], key=len)
             del seq.tokens[seq.prompt_len :]
         seq.status = Status.WAITING
         seq.preemptions += 1
         self.preemptions += 1
         self.waiting.set_back(seq)
+
+    def retract(self) -> None:
+        """Preempt all sequences, whose results have all been read."""
+        for seq in self._admitted()[::-1]:
+            self.preempt(seq)
+
+    def change_version(self, marks: int) -> None:
+        """Have other weights: pages of before aren't found any more, nor is anything published that depends on them.
+
+        What was read before can't be made again, so a sequence that would be replayed goes on from there. `marks`: of
+        the versions before and after, one xor the other, for salts.
+        """
+        for seq in self._admitted()[::-1]:
+            if seq.replayed:
+                self.preempt(seq)
+            seq.node = None
+        for seq in [*self._admitted(), *self.waiting]:
+            seq.salt ^= marks
+            if seq.replayed:
+                seq.tokens[seq.prompt_len :], seq.replayed = seq.lost, 0
 
     def _vacate(self, seq: SequenceState) -> None:
         """Publish the committed pages, then give back slot and pages."""

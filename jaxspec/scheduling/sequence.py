@@ -45,8 +45,8 @@ class SequenceState:
     been dispatched as prefill; `cached`, tokens found in the prefix tree when first admitted; `in_flight`, rounds not
     read yet, of which the first token is one; `epoch`, which changes whenever slot and pages are lost, so that older
     results are recognised; `arrival`, its number in the order of arrival; `replayed`, tokens that were read before a
-    preemption and aren't again yet; `source`, the snapshot that the first chunk starts from; `points`, positions where
-    snapshots are due.
+    preemption and aren't again yet, and `lost`, all that had been; `source`, the snapshot that the first chunk starts
+    from; `points`, positions where snapshots are due.
     """
 
     tokens: list[int] = field(repr=False)
@@ -68,6 +68,7 @@ class SequenceState:
     epoch: int = 0
     arrival: int = 0
     replayed: int = 0
+    lost: list[int] = field(default_factory=list, repr=False)
     status: Status = Status.WAITING
     preemptions: int = 0
     node: Node | None = field(default=None, repr=False)  # how far its pages are published; None: they must not be

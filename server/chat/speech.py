@@ -59,9 +59,14 @@ class Speech:
     named: bool = False
     grammar: StructuredOutput | None = None
 
-    def parser(self) -> Parser:
-        """A new parser, for one choice."""
-        return Parser(self.reasoning, self.tools_format, self.tools, self.thinking)
+    def parser(self, params: SamplingParams) -> Parser:
+        """A new parser, for one choice that is sampled so."""
+        return Parser(self.reasoning, self.tools_format, self.tools, self.thinking, params.structured is not None)
+
+    @property
+    def custom(self) -> frozenset[str]:
+        """Names of the tools that the client declared as custom."""
+        return frozenset(tool["function"]["name"] for tool in self.tools or () if tool.get("type") == "custom")
 
     def kept(self, pieces: list[Piece]) -> list[Piece]:
         """These pieces without calls that the request doesn't take."""
@@ -184,8 +189,8 @@ class Formats:
 
 
 def _shown(tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool as templates write it: `strict` is for the grammar alone."""
-    return {**tool, "function": {key: value for key, value in tool["function"].items() if key != "strict"}}
+    """A tool as templates write it: a function, whose `strict` is for the grammar alone."""
+    return {"type": "function", "function": {key: value for key, value in tool["function"].items() if key != "strict"}}
 
 
 def why_no_chat(tokenizer: Tokenizer | None, vocab_size: int) -> str | None:

@@ -1,7 +1,8 @@
 """Calls that a request demands, as a grammar of the text in which the model writes them.
 
-Invariant: a text that follows the grammar is read by the format's parser (`server.parsers`) as one call or several of
-the tools given, their arguments valid by the tools' schemas. The model may reason first, where it does so at all.
+Invariant: a text that follows the grammar is read by the format's parser (`server.parsers`, told that the reply is
+constrained) as one call or several of the tools given, their arguments valid by the tools' schemas. The model may
+reason first, where it does so at all.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from server.parsers.think import Think
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _OBJECT = {"type": "object", "properties": {}}
 TEXT = r"/(?s:.*)/"
-# What a parameter's text in XML can't have: its parser may take it for the end.
-UNMARKED = r"~/(?s:.*)(<\/parameter>|\n<\/function>|\n<parameter=)(?s:.*)/"
+# A parameter's text in XML ends here, for the parser of a constrained reply too, so the text can't have it.
+CLOSES_VALUE = "\n</parameter>"
+UNMARKED = r"~/(?s:.*)\n<\/parameter>(?s:.*)/"
 # Texts that the parser may read as a value of another type.
 _READ_AS = {
     "null": r"/\s*([nN][uU][lL][lL]|[nN][oO][nN][eE])\s*/",
@@ -110,7 +112,8 @@ class _Lark:
     def until(self, marker: str) -> str:
         """Any text up to `marker`, and it."""
         if marker in self.tokens:
-            return f"{self.rule(TEXT)} {self.literal(marker)}"
+            never = f"~/(?s:.*){_in_lark(escape(marker))}(?s:.*)/"  # spelled by other tokens
+            return f"{self.terminal(f'{TEXT} & {never}')} {self.literal(marker)}"
         return self.rule(TEXT, f"[suffix={json.dumps(marker)}]")
 
     def choice(self, options: Sequence[str]) -> str:
@@ -205,7 +208,7 @@ def _value(lark: _Lark, schema: Any, root: Mapping[str, Any]) -> str | None:
     definitions = {"$defs": root.get("$defs", {})}
     if schema is False:
         return None
-    kinds, closes = types(schema, root), f"{chr(10)}</parameter>"
+    kinds = types(schema, root)
     texts: list[dict[str, Any]] = []
     options: list[str] = []
     if alone := _of_types(schema, ["string"], definitions):
@@ -225,12 +228,12 @@ def _value(lark: _Lark, schema: Any, root: Mapping[str, Any]) -> str | None:
             in_json |= {kind} if kind in ("array", "object") or not (plain or listed is not None) else set()
     if in_json:
         beside = _of_types(schema, sorted(in_json), definitions)
-        options.append(f"{lark.json({**definitions, **(beside or {})})} {lark.literal(closes)}")
+        options.append(f"{lark.json({**definitions, **(beside or {})})} {lark.literal(CLOSES_VALUE)}")
     never = "" if schema in (True, {}) else "".join(f" & ~{_READ_AS[kind]}" for kind in sorted(others))
     never += f" & ~{_BEGINS_A_NUMBER}" if in_json & {"integer", "number"} else ""
     scalars += [f"({_text(text)} & {UNMARKED}{never})" for text in texts]
     if scalars:  # one terminal, since of several the lexer would take the longest
-        options.append(lark.terminal(f"({' | '.join(scalars)}) {json.dumps(closes)}"))
+        options.append(lark.terminal(f"({' | '.join(scalars)}) {json.dumps(CLOSES_VALUE)}"))
     return lark.choice(options) if options else None
 
 

@@ -13,9 +13,10 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import aclosing, closing
+from contextlib import aclosing, closing, contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPException
+from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -154,16 +155,34 @@ def remote(args: argparse.Namespace, messages: list[Message], figures: Figures) 
     given = {} if args.temperature is None else {"temperature": args.temperature}
     body = {"messages": messages, "stream": True, "max_tokens": args.max_tokens, **given}
     body |= {"stream_options": {"include_usage": True}}
+    base, headers = server(args)
+    with errors_of(base):
+        body["model"] = _model(base, headers)
+        for event in events(Request(f"{base}/v1/chat/completions", json.dumps(body).encode(), headers)):
+            yield from _read(event, figures)
+
+
+def server(args: argparse.Namespace) -> tuple[str, dict[str, str]]:
+    """The server's address, and the headers of a request to it."""
     key = args.api_key or os.environ.get("JAXSPEC_API_KEY")
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-    base = args.target.rstrip("/").removesuffix("/v1")
+    return args.target.rstrip("/").removesuffix("/v1"), headers
+
+
+def events(request: Request) -> Iterator[dict[str, Any]]:
+    """The objects that a server streams."""
+    with urlopen(request) as response:
+        for line in response:
+            data = line.decode().strip().removeprefix("data: ")
+            if data and data != "[DONE]":
+                yield json.loads(data)
+
+
+@contextmanager
+def errors_of(base: str) -> Iterator[None]:
+    """Within, what fails of a server is a `ChatError`."""
     try:
-        body["model"] = _model(base, headers)
-        with urlopen(Request(f"{base}/v1/chat/completions", json.dumps(body).encode(), headers)) as response:
-            for line in response:
-                data = line.decode().strip().removeprefix("data: ")
-                if data and data != "[DONE]":
-                    yield from _read(json.loads(data), figures)
+        yield
     except HTTPError as error:
         raise ChatError(f"{base} answered {error.code}: {_message(error.read())}") from error
     except (OSError, HTTPException, ValueError) as error:

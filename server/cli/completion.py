@@ -16,10 +16,12 @@ from jaxspec.engine.precompile import make_parser as compile_parser
 from jaxspec.train.flags import parser as train_parser
 from server.cli.chat import make_parser as chat_parser
 from server.cli.options import make_parser as serve_parser
+from server.cli.send_one import make_parser as send_parser
 
 PARSERS = {
     "serve": serve_parser,
     "chat": chat_parser,
+    "send-one": send_parser,
     "bench": bench_parser,
     "train": train_parser,
     "compile": compile_parser,

@@ -41,7 +41,7 @@ NAME_LISTS = {"allowed_media_domains"}  # ours that are lists in JSON
 SIZE_LISTS = {"batch_sizes", "prefill_sizes"}  # our flags whose value is a list where theirs has several values
 SIZES = {"context_length", "chunked_prefill_size", "max_running_requests", "max_total_tokens"}
 UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}  # vLLM's
-READ_FROM_CHECKPOINT = re.compile("awq|gptq|compressed.tensors|mxfp4|gguf|w4a16|w8a16")
+READ_FROM_CHECKPOINT = re.compile("awq|gptq|compressed.tensors|mxfp4|nvfp4|modelopt|gguf|w4a16|w8a16")
 
 
 def without_launcher(argv: Sequence[str]) -> tuple[list[str], str | None]:

@@ -1,9 +1,10 @@
 """JSON from strangers: a parser that other threads can interrupt, with limits that hold before memory is spent.
 
 `json.loads` keeps the interpreter's lock from a document's first byte to its last, so 60 MB of `{},` stop every stream
-for seconds, even from another thread. So C reads a document at once only if that takes a few milliseconds, whatever it
-holds: what it holds is counted before, by a few calls into C. Any other document, and one that C refuses, is walked in
-Python, where the lock changes hands; strings and runs of integers are left to C, a bounded piece at a time.
+for seconds, even from another thread. So a reader in C (pydantic's) reads a document at once only if that takes a few
+milliseconds, whatever it holds: what it holds is counted before, by a few calls into C. Any other document, and one
+that C refuses, is walked in Python, where the lock changes hands; strings and runs of integers are left to C, a bounded
+piece at a time.
 
 Invariants: whatever `parse` returns, `json.loads` returns too. It builds at most `MAX_VALUES` values, of which
 `MAX_ITEMS` aren't integers, and no call into C handles more than `MAX_STRING` bytes.
@@ -12,25 +13,27 @@ Invariants: whatever `parse` returns, `json.loads` returns too. It builds at mos
 from __future__ import annotations
 
 import codecs
-import json
 import re
 from contextlib import suppress
 from json.decoder import JSONDecodeError, scanstring
 from typing import Any
 
+from pydantic_core import from_json
+
 from jaxspec.config.request import RequestError
 
 AT_ONCE = 2**20  # bytes that C reads at once, in 3 ms if they are all escapes
 VALUES_AT_ONCE = 40_000  # and values, in 4 ms if they are all objects
+INTEGERS_AT_ONCE = 150_000  # or integers, in 4 ms
 MAX_DEPTH = 100  # arrays and objects within one another
 MAX_ITEMS = 50_000  # keys, strings, arrays, objects, fractions, true, false and null
 MAX_VALUES = 2**20  # these and integers: the token ids of a batch of prompts
 MAX_STRING = 28 * 2**20  # bytes: the largest picture in base64
-MAX_KEY = 2**16  # bytes
+MAX_KEY = AT_ONCE  # bytes
 MAX_DIGITS = 4000  # of one number; Python converts no integer of more than 4300
 
 _DIGITS = b"0123456789"
-_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_AROUND = 201 - MAX_DEPTH  # the reader in C takes 200 arrays within one another, and one more that is empty
 _SPACE = re.compile(rb"[ \t\n\r]{0,4096}")
 _INTEGERS = re.compile(rb"(?:-?(?:0|[1-9]\d{0,18})[ \n]{0,2},[ \n]{0,2}){1,1024}+")
 _NUMBER = re.compile(rb"(-?(?:0|[1-9]\d{0,%d}))((?:\.\d{1,%d})?(?:[eE][-+]?\d{1,%d})?)" % (3 * (MAX_DIGITS,)))
@@ -53,31 +56,41 @@ def parse(body: bytes) -> Any:
 
     **Raises:** `RequestError` that says where the document isn't JSON, or which limit it passes.
     """
-    if _takes_no_time(body):
-        with suppress(ValueError):  # the walk says what is wrong
-            return json.loads(body.decode("utf-8-sig"))
+    if len(body) <= AT_ONCE and (_is_brief(body) or _is_brief(_without_strings(body))):
+        with suppress(ValueError):  # the walk reads half of a surrogate pair, or says what is wrong
+            return _read_at_once(body)
     return walk(body)
 
 
-def _takes_no_time(body: bytes) -> bool:
-    """Whether a document is so small, in bytes and in values, that C may read it at once, and within every limit."""
-    if len(body) > AT_ONCE:
-        return False
+def _read_at_once(body: bytes) -> Any:
+    """Read a document by C code, and as deep as `MAX_DEPTH`: the arrays around it take the rest of the reader's depth.
+
+    **Raises:** `ValueError`, also for some documents that are as deep as that.
+    """
+    value = from_json(
+        b"".join((b"[" * _AROUND, body.removeprefix(b"\xef\xbb\xbf"), b"]" * _AROUND)), cache_strings="keys"
+    )
+    for _ in range(_AROUND):
+        (value,) = value
+    return value
+
+
+def _is_brief(text: bytes) -> bool:
+    """Whether a document has few values, by an upper bound: each value and key but the first follows a mark."""
+    marks = _count(text, b",:[{")
+    integers = marks <= INTEGERS_AT_ONCE and _count(text, b':[{".eEtfnNI') <= VALUES_AT_ONCE
+    return (marks <= VALUES_AT_ONCE or integers) and not _has_long_number(text)
+
+
+def _count(text: bytes, marks: bytes) -> int:
+    return len(text) - len(text.translate(None, marks))
+
+
+def _without_strings(body: bytes) -> bytes:
+    """A document with empty strings in place of its strings."""
     if b"\\" in body:
         body = body.replace(b"\\\\", b"__").replace(b'\\"', b"__")  # now each quote begins or ends a string
-    parts = body.split(b'"')
-    rest = b"".join(parts[::2])
-    if len(parts) // 2 + rest.count(b",") + rest.count(b"[") + rest.count(b"{") > VALUES_AT_ONCE:
-        return False
-    if len(body) > MAX_KEY and any(
-        len(text) > MAX_KEY and after.lstrip().startswith(b":")
-        for text, after in zip(parts[1::2], parts[2::2], strict=False)
-    ):
-        return False
-    brackets = rest.translate(None, _NO_BRACKETS)
-    for _ in range(MAX_DEPTH):
-        brackets = brackets.replace(b"[]", b"").replace(b"{}", b"") if brackets else b""
-    return not brackets and not _has_long_number(rest)
+    return b'""'.join(body.split(b'"')[::2])
 
 
 def _has_long_number(text: bytes) -> bool:

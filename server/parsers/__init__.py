@@ -66,6 +66,7 @@ class Parser:
     **Arguments:** `reasoning` and `tools_format` are names of `REASONING_PARSERS` and `PARSERS`, or None for text that
     is to pass as it is. `tools`: the request's, as OpenAI writes them; None if they aren't known. `thinking`: "prompt"
     where the prompt ended in the opening marker of reasoning, "off" where it closed an empty block, else None.
+    `constrained`: the reply follows a grammar, so that texts end where that says.
 
     `cut`, set before `finish`: the reply ended before the model ended it. Otherwise arguments that the model left open
     are closed, so that they are JSON.
@@ -79,6 +80,7 @@ class Parser:
         tools_format: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         thinking: str | None = None,
+        constrained: bool = False,
     ):
         first = REASONING_PARSERS[reasoning] if reasoning else None
         second = PARSERS[tools_format] if tools_format else None
@@ -86,6 +88,8 @@ class Parser:
             first, second = None, Harmony
         self._think = first(thinking) if first else None
         self._tools: Scanner | None = second(tools) if second else None
+        for scanner in filter(None, (self._think, self._tools)):
+            scanner.constrained = constrained
 
     @property
     def past_reasoning(self) -> bool:
@@ -124,6 +128,7 @@ def parse(
     tools: Sequence[Mapping[str, Any]] | None = None,
     thinking: str | None = None,
     cut: bool = True,
+    constrained: bool = False,
 ) -> dict[str, Any]:
     """A whole reply from its pieces, cut anywhere: `reasoning_content` and `content` (None where there is none), and
     `tool_calls`, each with `name` and `arguments`.
@@ -141,7 +146,7 @@ def parse(
             f"no parser {format!r}; reasoning formats: {', '.join(REASONING_PARSERS)}; "
             f"tool formats: {', '.join(PARSERS)}; both are joined as qwen3+hermes"
         )
-    parser = Parser(*names, tools, thinking)
+    parser = Parser(*names, tools, thinking, constrained)
     found, parser.cut = [piece for text in pieces for piece in parser.push(text)], cut
     return join(found + parser.finish())
 

@@ -6,7 +6,8 @@ closing, and each becomes the JSON type that the tool's schema gives its paramet
 types wait for their end. A parameter comes once, and is one of the schema's; elsewhere its marker is text.
 
 A marker within a value waits for what follows it, `AHEAD` characters or to the end of the reply: it may end the value,
-or stand in its text (`value_ends`).
+or stand in its text (`value_ends`). In a constrained reply a value ends at the first `</parameter>` on a line of its
+own, which the grammar keeps out of its text.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 from jaxspec.structured.schema import ANY, join, resolve, same, type_of, types
-from server.parsers.scan import Steps, stops
+from server.parsers.scan import Emit, Steps, stops
 from server.parsers.tools import MAX_NAME, ToolScanner, escape
 from server.parsers.value_ends import MAX_MARKS, Mark, Value, marks_in, value_end
 
@@ -30,6 +31,7 @@ AHEAD = 2048  # characters behind a marker that decide whether it ends a value
 
 _NAME = re.compile(r"[^<>\n]*")
 _MARKERS = (OPENS, CLOSES, FUNCTION, END, PARAMETER, VALUE_END)
+_GRAMMAR_END = stops("\n" + VALUE_END)
 _VALUE_STOPS = stops(*_MARKERS, *("\n" + marker for marker in _MARKERS))
 
 
@@ -84,19 +86,37 @@ class Qwen3Coder(ToolScanner):
 
     def _value(self, schema: Any, root: Any, own_line: bool, takes: Callable[[str], bool]) -> Steps:
         """Read a value and the marker that closes it; its JSON is the call's."""
-        string, raw, head, value = _types(schema, root) == {"string"}, [], "", Value(own_line)
+        string, raw = _types(schema, root) == {"string"}, []
 
         def say(text: str) -> None:
-            nonlocal head
-            if not value.marked and len(head) < MAX_NAME:
-                head += text[:MAX_NAME]
             if string:
                 self.arguments(escape(text))
             else:
                 raw.append(text)
 
         self.arguments('"' if string else "")
-        end = None
+        if self.constrained:
+            stop = yield from self.text(say, _GRAMMAR_END)
+            self.at += len(stop or "")
+        else:
+            stop = yield from self._text(say, own_line, takes)
+        closed = stop or not self.cut
+        if string:
+            self.arguments('"' if closed else "")
+        else:
+            text = "".join(raw)
+            self.arguments(convert(text, schema, root) if closed else f'"{escape(text)}')
+
+    def _text(self, emit: Emit, own_line: bool, takes: Callable[[str], bool]) -> Generator[None, None, Mark | None]:
+        """Pass on the text of a value, and read the marker that closes it. Returns the mark that ended it."""
+        head, value, end = "", Value(own_line), None
+
+        def say(text: str) -> None:
+            nonlocal head
+            if not value.marked and len(head) < MAX_NAME:
+                head += text[:MAX_NAME]
+            emit(text)
+
         while end is None and (stop := (yield from self.text(say, _VALUE_STOPS))):
             value = value._replace(one_word=len(head.split()) == 1)
             marks, end = yield from self._end(value, takes)
@@ -108,12 +128,7 @@ class Qwen3Coder(ToolScanner):
             self.at += size
         if end and end.kind == "/parameter":
             self.at += end.end
-        closed = end or not self.cut
-        if string:
-            self.arguments('"' if closed else "")
-        else:
-            text = "".join(raw)
-            self.arguments(convert(text, schema, root) if closed else f'"{escape(text)}')
+        return end
 
     def _end(self, value: Value, takes: Callable[[str], bool]) -> Generator[None, None, tuple[list[Mark], Mark | None]]:
         """Decide about the marks that follow in a value. Returns those that are text, and the first, if it ends the

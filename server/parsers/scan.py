@@ -69,6 +69,7 @@ class Scanner:
     def __init__(self):
         self.buffer, self.at, self.ended = "", 0, False
         self.cut = True  # the reply ended before the model ended it
+        self.constrained = False  # the reply follows a grammar, which says where texts end
         self.pieces: list[Piece] = []
         self.openings = 0  # markers read that begin a part of the reply, such as `<think>`
         self._mark: int | None = None

@@ -22,7 +22,7 @@ class Think(Scanner):
     OPENS: ClassVar[str] = "<think>"
     CLOSES: ClassVar[str] = "</think>"
     FORCED: ClassVar[bool] = False  # without an opening marker, too, the reply begins with reasoning
-    CALL_ENDS: ClassVar[bool] = False  # a tool call ends reasoning that was left open
+    CALL_ENDS: ClassVar[bool] = False  # unless the reply is constrained, a call ends reasoning left open
 
     def __init__(self, thinking: str | None = None):
         self.thinking, self.past = thinking, False
@@ -44,7 +44,7 @@ class Think(Scanner):
         yield from self.rest(self.content)
 
     def _block(self) -> Steps:
-        ends = stops(self.CLOSES, "<tool_call>") if self.CALL_ENDS else stops(self.CLOSES)
+        ends = stops(self.CLOSES, "<tool_call>") if self.CALL_ENDS and not self.constrained else stops(self.CLOSES)
         while stop := (yield from self.text(self.reasoning, ends)):
             if stop == self.CLOSES:
                 self.at += len(stop)

@@ -2,6 +2,7 @@
 
 import { $ } from "./page.js";
 import { key, sentence } from "./server.js";
+import { idle } from "./status.js";
 import { read, write } from "./storage.js";
 
 const KEPT = [
@@ -35,7 +36,9 @@ export class FieldError extends Error {
   }
 }
 
-/* How a request asks for drafts: all of them, as many as the server finds fastest, or none. */
+/* How a request asks for drafts: all of them, as many as the server finds fastest, or none. All of them hold for its
+   whole batch, so by default only a request to an idle server asks for them. */
+const drafts = (chosen) => DRAFTS[chosen === "idle" ? (idle() ? "all" : "server") : chosen];
 export const DRAFTS = { all: { fixed_drafts: true }, server: {}, none: { speculative: false } };
 
 /* A request's body. Fields that say nothing aren't sent, so the server's defaults hold. */
@@ -62,7 +65,7 @@ export function body(messages, more = {}) {
     stream_options: { include_usage: true },
     token_sources: true,
     ...($("probabilities").checked && { logprobs: true, top_logprobs: TOP }),
-    ...DRAFTS[$("drafts").value],
+    ...drafts($("drafts").value),
     ...more,
   };
   return Object.fromEntries(Object.entries(wanted).filter(([, value]) => value !== null));

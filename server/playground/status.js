@@ -11,6 +11,8 @@ let used = null; // tokens of the conversation that is open
 /* The server's programs that are still being compiled. */
 export const pending = () => info?.stats.programs_pending?.length ?? 0;
 export const drafter = () => info?.draft;
+/* Whether nobody's request ran or waited when the server was last asked, a few seconds ago. */
+export const idle = () => info?.stats.num_running + info?.stats.num_waiting === 0;
 
 /* Asks for the server's figures now, and again in a while for as long as somebody looks. */
 export async function poll() {

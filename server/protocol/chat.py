@@ -14,7 +14,17 @@ from jaxspec.text.chat_template import reserved_template_variables
 from server.protocol.base import Body, Integer, Object, Open, Text, at_most, check_text, describe_ranges, shown
 from server.protocol.described import NULL, add_rules, any_of, fields, is_true
 from server.protocol.generation import Generation, describe_generation
-from server.protocol.tools import Calls, Choice, Named, Tools, check_tools, read_calls, read_choice, read_tools
+from server.protocol.tools import (
+    Allowed,
+    Calls,
+    Choice,
+    Named,
+    Tools,
+    callable_tools,
+    read_calls,
+    read_choice,
+    read_tools,
+)
 
 MAX_MESSAGES = 5000
 MAX_PARTS = 1000  # of one message
@@ -144,6 +154,7 @@ def _describe_variables(schema: dict[str, Any]) -> None:
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Verbosity = Literal["low", "medium", "high"]
+ToolChoice = Annotated[str | Named | Allowed, PlainValidator(read_choice, json_schema_input_type=Choice)]
 Variables = Annotated[Object, Field(json_schema_extra=_describe_variables)]
 
 
@@ -174,7 +185,9 @@ class ChatRequest(Generation):
     reasoning_effort: Effort | None = None
     verbosity: Verbosity | None = None  # for templates that read it
     tools: Annotated[list[dict], PlainValidator(read_tools, json_schema_input_type=Tools)] | None = None
-    tool_choice: Annotated[str | Named, PlainValidator(read_choice, json_schema_input_type=Choice)] | None = None
+    tool_choice: Annotated[str | Named | Allowed, PlainValidator(read_choice, json_schema_input_type=Choice)] | None = (
+        None
+    )
     parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
@@ -185,7 +198,7 @@ class ChatRequest(Generation):
                 "same and differ; send one",
                 "max_completion_tokens",
             )
-        check_tools(self.tools, self.tool_choice)
+        self.tools, self.tool_choice = callable_tools(self.tools, self.tool_choice)
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
         if self.add_generation_prompt and self.continue_final_message:

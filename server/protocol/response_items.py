@@ -11,7 +11,7 @@ from pydantic import Field
 
 from server.protocol.base import Object, Open
 from server.protocol.structured import NAMED_SCHEMA, OBJECT
-from server.protocol.tools import MAX_TOOLS, Name, ToolFunction
+from server.protocol.tools import MAX_TOOLS, AnyText, Name, ToolFunction
 
 MAX_ITEMS = 4096
 # Tools that OpenAI runs itself, or that its models know without a schema.
@@ -89,15 +89,11 @@ class _Grammar(Open):
     definition: str
 
 
-class _AnyText(Open):
-    type: Literal["text"]
-
-
 class _Custom(Open):
     type: Literal["custom"]
     name: Name
     description: NotRequired[str | None]
-    format: NotRequired[_AnyText | _Grammar | None]
+    format: NotRequired[AnyText | _Grammar | None]
 
 
 class _Namespace(Open):

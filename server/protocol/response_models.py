@@ -111,19 +111,33 @@ class ToolCall(Object):
     function: Function
 
 
+class Custom(Object):
+    name: str = ""
+    input: str
+
+
+class CustomToolCall(Object):
+    """A custom tool's call, in a stream in parts as a function's."""
+
+    index: int = 0
+    id: str = ""
+    type: Literal["custom"] = "custom"
+    custom: Custom
+
+
 class ChatMessage(Object):
     role: Literal["assistant"]
     content: str | None
     refusal: None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCall] = []
+    tool_calls: list[ToolCall | CustomToolCall] = []
 
 
 class ChatDelta(Object):
     role: Literal["assistant"] = "assistant"
     content: str = ""
     reasoning_content: str = ""
-    tool_calls: list[ToolCall] = []
+    tool_calls: list[ToolCall | CustomToolCall] = []
 
 
 FinishReason = Literal["stop", "length", "abort", "tool_calls"]

@@ -7,7 +7,6 @@ the client declared it. Tools that a provider would run itself are skipped, and 
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,11 +15,11 @@ from typing import Any
 
 from jaxspec.config.request import RequestError
 from server.protocol.base import shown
+from server.protocol.custom_tools import INPUT, as_function
 from server.protocol.response_items import HOSTED, MAX_ITEMS
 
 log = logging.getLogger("jaxspec.server")
 
-INPUT = "input"  # the one argument of a custom tool
 CHOICES = 'auto, none, required, {"type": "function", "name": NAME}, {"type": "custom", "name": NAME} or allowed_tools'
 
 
@@ -139,33 +138,10 @@ def _one(tool: Any, space: dict[str, Any] | None, where: str) -> Iterator[tuple[
     if not isinstance(name, str) or not name:
         raise RequestError(f"{where} needs a name, a string, got {shown(name)}")
     if kind == "custom":
-        tool = _as_function(tool, where)
+        tool = as_function(tool, where)
     if space is not None and (says := space.get("description")):
         tool = {**tool, "description": f"{says}\n{tool.get('description') or ''}".strip()}
     yield Origin(name, space and space["name"], kind == "custom"), tool, where
-
-
-def _as_function(tool: dict[str, Any], where: str) -> dict[str, Any]:
-    """A custom tool as a function of one string. Its grammar is told to the model, and a regex is its pattern too."""
-    form = tool.get("format") or {"type": "text"}
-    kind = form.get("type") if isinstance(form, dict) else None
-    text: dict[str, Any] = {"type": "string"}
-    says = tool.get("description") or ""
-    if kind == "grammar":
-        syntax, definition = form.get("syntax"), form.get("definition")
-        if syntax not in ("lark", "regex") or not isinstance(definition, str):
-            raise RequestError(f"{where}: a grammar needs the syntax lark or regex, and a string as its definition")
-        says = f"{says}\nThe input follows this {syntax}:\n{definition}".strip()
-        text |= {"pattern": f"^(?:{definition})$"} if syntax == "regex" else {}
-    elif kind != "text":
-        raise RequestError(f"{where}: a format has the type text or grammar, got {shown(form)}")
-    schema = {"type": "object", "properties": {INPUT: text}, "required": [INPUT], "additionalProperties": False}
-    return {"name": tool.get("name"), "description": says, "parameters": schema}
-
-
-def as_arguments(text: str) -> str:
-    """A custom tool's input as the arguments of its function."""
-    return json.dumps({INPUT: text}, ensure_ascii=False)
 
 
 @cache

@@ -15,10 +15,11 @@ from jaxspec.config.request import MAX_LOGPROBS, MAX_STOP_IDS, RequestError
 from jaxspec.images.chats import check_role
 from server.protocol.base import Body, Integer, Text, TokenId, at_most, check_text, describe_ranges, must_be, shown
 from server.protocol.chat import Effort, Variables, Verbosity
+from server.protocol.custom_tools import as_arguments
 from server.protocol.described import NULL, add_rules, any_of, checked_later, fields
 from server.protocol.generation import Biases, Sampled, Stop
 from server.protocol.response_items import MAX_ITEMS, Choice, Format, Input, Tools
-from server.protocol.response_tools import Toolbox, as_arguments, called
+from server.protocol.response_tools import Toolbox, called
 
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")

@@ -1,7 +1,8 @@
 """Tools in a chat's body: the request's `tools` and `tool_choice`, and the calls and results in its history.
 
 Invariant: lengths are checked before elements are looked at, and what passes is plain data that a chat template can
-write: names are words, schemas are objects, and the arguments of earlier calls are mappings, or text.
+write: names are words, schemas are objects, and the arguments of earlier calls are mappings, or text. Custom tools and
+their calls become those of functions of one string; the `type` of a tool still says how its client declared it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pydantic import Field
 from jaxspec.config.request import RequestError
 from server.http.json_reader import parse
 from server.protocol.base import Open, check_text, refuse_unknown, shown, text_size
+from server.protocol.custom_tools import INPUT, as_arguments, as_function
 
 MAX_TOOLS = 128  # OpenAI's limit; also of the calls in one message
 MAX_TOOLS_LENGTH = 2**19  # characters of JSON
@@ -37,6 +39,31 @@ class _Tool(Open):
     function: ToolFunction
 
 
+class _Syntax(Open):
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
+class _Grammar(Open):
+    type: Literal["grammar"]
+    grammar: _Syntax
+
+
+class AnyText(Open):
+    type: Literal["text"]
+
+
+class _Custom(Open):
+    name: Name
+    description: NotRequired[str | None]
+    format: NotRequired[AnyText | _Grammar | None]
+
+
+class _CustomTool(Open):
+    type: Literal["custom"]
+    custom: _Custom
+
+
 class _Chosen(Open):
     name: Name
 
@@ -44,6 +71,21 @@ class _Chosen(Open):
 class _Choice(Open):
     type: Literal["function"]
     function: _Chosen
+
+
+class _CustomChoice(Open):
+    type: Literal["custom"]
+    custom: _Chosen
+
+
+class _Listed(Open):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[_Choice | _CustomChoice], Field(max_length=MAX_TOOLS)]
+
+
+class _AllowedTools(Open):
+    type: Literal["allowed_tools"]
+    allowed_tools: _Listed
 
 
 class _Called(Open):
@@ -57,24 +99,49 @@ class _Call(Open):
     function: _Called
 
 
-Tools = Annotated[list[_Tool], Field(max_length=MAX_TOOLS)]
-Choice = Literal["auto", "none", "required"] | _Choice
-Calls = Annotated[list[_Call], Field(max_length=MAX_TOOLS)]
+class _CustomCalled(Open):
+    name: str
+    input: str
 
-NAMED = {"type": "function", "function": {"name": "NAME"}}
+
+class _CustomCall(Open):
+    id: NotRequired[str]
+    type: Literal["custom"]
+    custom: _CustomCalled
+
+
+Tools = Annotated[list[_Tool | _CustomTool], Field(max_length=MAX_TOOLS)]
+Choice = Literal["auto", "none", "required"] | _Choice | _CustomChoice | _AllowedTools
+Calls = Annotated[list[_Call | _CustomCall], Field(max_length=MAX_TOOLS)]
+
+KINDS = ("function", "custom")  # types of a tool, and names of the field that describes it
+NAMED = '{"type": "function", "function": {"name": "NAME"}}, the same of a custom tool'
 
 
 @dataclass(frozen=True)
 class Named:
-    """A `tool_choice` that names the function to call."""
+    """A `tool_choice` that names the tool to call."""
 
     name: str
 
 
+@dataclass(frozen=True)
+class Allowed:
+    """A `tool_choice` among the tools of these names; `mode` is auto or required."""
+
+    mode: str
+    names: frozenset[str]
+
+
 def read_tools(value: Any) -> list[dict[str, Any]]:
-    """`tools`, each a function. **Raises:** `RequestError` for the first that isn't one, by its place."""
+    """`tools`, each with its `type` and a function. **Raises:** `RequestError` for the first that isn't one, by its
+    place."""
     _check_list(value, "tools")
-    tools = [_function(tool, f"tool {place}") for place, tool in enumerate(value)]
+    tools = [_tool(tool, f"tool {place}") for place, tool in enumerate(value)]
+    kinds: dict[str, str] = {}
+    for place, tool in enumerate(tools):
+        if kinds.setdefault(name := tool["function"]["name"], tool["type"]) != tool["type"]:
+            raise RequestError(f"tool {place} has the name {name!r}, which a tool of another type has; rename one")
     if (size := text_size(tools)) > MAX_TOOLS_LENGTH:
         raise RequestError(f"has {size} characters of text, at most {MAX_TOOLS_LENGTH} are allowed")
     written = json.dumps(tools, ensure_ascii=False)
@@ -91,11 +158,15 @@ def _check_list(value: Any, what: str) -> None:
         raise RequestError(f"has {len(value)} {what}, at most {MAX_TOOLS} are allowed")
 
 
-def _function(tool: Any, where: str) -> dict[str, Any]:
-    if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
-        raise RequestError(f'{where} must be {{"type": "function", "function": {{...}}}}, got {shown(tool)}')
-    refuse_unknown(tool, ("type", "function", "cache_control"), f"{where}: ")
-    function = {key: value for key, value in tool["function"].items() if value is not None}
+def _tool(tool: Any, where: str) -> dict[str, Any]:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if kind not in KINDS or not isinstance(tool.get(kind), dict):
+        raise RequestError(
+            f'{where} must be {{"type": "function", "function": {{...}}}} or {{"type": "custom", "custom": {{...}}}}, '
+            f"got {shown(tool)}"
+        )
+    refuse_unknown(tool, ("type", kind, "cache_control"), f"{where}: ")
+    function = {key: value for key, value in tool[kind].items() if value is not None}
     if not isinstance(function.get("strict", False), bool):
         raise RequestError(f"{where} needs true or false as its strict, got {shown(function['strict'])}")
     name = function.get("name")
@@ -103,22 +174,54 @@ def _function(tool: Any, where: str) -> dict[str, Any]:
         raise RequestError(f"{where} needs a name of up to 128 letters, digits, and _ - . : /, got {shown(name)}")
     if not isinstance(function.get("description", ""), str):
         raise RequestError(f"{where} needs a string as its description, got {shown(function['description'])}")
+    if kind == "custom":
+        function = as_function({**function, "format": _flat(function.get("format"))}, where)
     if not isinstance(function.get("parameters", {}), dict):
         raise RequestError(f"{where} needs a JSON schema as its parameters, got {shown(function['parameters'])}")
-    return {"type": "function", "function": function}
+    return {"type": kind, "function": function}
 
 
-def read_choice(value: Any) -> str | Named:
-    """`tool_choice`: auto, none, required, or a function by its name."""
+def _flat(form: Any) -> Any:
+    """A custom tool's format as `/v1/responses` has it: with its grammar's fields beside its type."""
+    grammar = form.get("grammar") if isinstance(form, dict) else None
+    return {**grammar, "type": form.get("type")} if isinstance(grammar, dict) else form
+
+
+def read_choice(value: Any) -> str | Named | Allowed:
+    """`tool_choice`: auto, none, required, a tool by its name, or the tools that are allowed."""
     if value in ("auto", "none", "required"):
         return value
-    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
-    name = function.get("name") if isinstance(function, dict) else None
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "allowed_tools":
+        return _allowed(value)
+    chosen = value.get(kind) if kind in KINDS else None
+    name = chosen.get("name") if isinstance(chosen, dict) else None
     if not isinstance(name, str):
-        raise RequestError(f'must be "auto", "none", "required" or {json.dumps(NAMED)}, got {shown(value)}')
-    refuse_unknown(value, ("type", "function"))
-    refuse_unknown(function, ("name",), "function: ")
+        raise RequestError(f'must be "auto", "none", "required", {NAMED}, or allowed_tools, got {shown(value)}')
+    refuse_unknown(value, ("type", kind))
+    refuse_unknown(chosen, ("name",), f"{kind}: ")
     return Named(name)
+
+
+def _allowed(choice: dict[str, Any]) -> Allowed:
+    refuse_unknown(choice, ("type", "allowed_tools"))
+    given = choice.get("allowed_tools")
+    mode = given.get("mode") if isinstance(given, dict) else None
+    if mode not in ("auto", "required") or not isinstance(given.get("tools"), list):
+        raise RequestError(
+            'allowed_tools must be {"mode": "auto", "tools": [...]} or the same with the mode "required", '
+            f"got {shown(given)}"
+        )
+    refuse_unknown(given, ("mode", "tools"), "allowed_tools: ")
+    _check_list(given["tools"], "tools")
+    names: set[str] = set()
+    for place, tool in enumerate(given["tools"]):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        chosen = tool.get(kind) if kind in KINDS else None
+        if not isinstance(chosen, dict) or not isinstance(chosen.get("name"), str):
+            raise RequestError(f"tool {place} of allowed_tools must be {NAMED}, got {shown(tool)}")
+        names.add(chosen["name"])
+    return Allowed(mode, frozenset(names))
 
 
 def read_calls(value: Any) -> list[dict[str, Any]]:
@@ -129,10 +232,18 @@ def read_calls(value: Any) -> list[dict[str, Any]]:
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
+    kind = call.get("type", "function") if isinstance(call, dict) else None
+    function = call.get(kind) if kind in KINDS else None
     name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str) or call.get("type", "function") != "function":
-        raise RequestError(f"{where} must have an id, the type function, and a function with a name and arguments")
+    if not isinstance(name, str):
+        raise RequestError(
+            f"{where} must have an id, the type function or custom, and under that name what was called: a name and "
+            "arguments, or a custom tool's input"
+        )
+    if kind == "custom":
+        if not isinstance(text := function.get(INPUT), str):
+            raise RequestError(f"{where} needs a string as its input, got {shown(text)}")
+        function = {"arguments": as_arguments(text)}
     given = function.get("arguments")
     if not isinstance(given, str | None):
         raise RequestError(f"{where} needs a JSON object, as a string, as its arguments, got {shown(given)}")
@@ -149,13 +260,21 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     return {**named, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def check_tools(tools: list[dict[str, Any]] | None, choice: str | Named | None) -> None:
-    """**Raises:** `RequestError` where `choice`, a body's `tool_choice`, asks for a tool that `tools` lacks."""
-    if not tools and (choice == "required" or isinstance(choice, Named)):
-        raise RequestError("tool_choice asks for a call, which needs tools", "tool_choice")
+def callable_tools(
+    tools: list[dict[str, Any]] | None, choice: str | Named | Allowed | None
+) -> tuple[list[dict[str, Any]] | None, str | Named | None]:
+    """The tools that a body's `tool_choice` lets the model call, and the choice among them.
+
+    **Raises:** `RequestError` where it asks for a tool that `tools` lacks.
+    """
     names = [tool["function"]["name"] for tool in tools or ()]
-    if isinstance(choice, Named) and choice.name not in names:
+    asked = {choice.name} if isinstance(choice, Named) else choice.names if isinstance(choice, Allowed) else set()
+    if not names and (choice == "required" or asked):
+        raise RequestError("tool_choice asks for a call, which needs tools", "tool_choice")
+    if missing := sorted(asked - set(names)):
         raise RequestError(
-            f"tool_choice names the function {choice.name!r}, which tools lacks; it has {', '.join(names)}",
-            "tool_choice",
+            f"tool_choice names the tool {missing[0]!r}, which tools lacks; it has {', '.join(names)}", "tool_choice"
         )
+    if not isinstance(choice, Allowed):
+        return tools, choice
+    return callable_tools([tool for tool in tools or () if tool["function"]["name"] in asked], choice.mode)

@@ -12,6 +12,8 @@ from typing import Any
 from jaxspec.config.request import Delta, SamplingParams
 from server.chat.speech import PLAIN, Calls, Speech, was_cut
 from server.parsers import ARGUMENTS, CALL, CONTENT, REASONING, Parser, Piece
+from server.protocol.custom_tools import INPUT
+from server.replies.custom_input import CUSTOM_CALL, CUSTOM_INPUT, CustomCalls
 from server.replies.logprobs import chat_logprobs
 from server.replies.reasoning import ReasoningTokens
 from server.replies.reply import Choice, Prompt, Reply
@@ -27,6 +29,8 @@ class ChatReply(Reply):
         self.speech = speech
         self._parsers: dict[int, Parser] = {}
         self._calls: dict[int, Calls] = {}
+        self._custom_names = speech.custom
+        self._custom: dict[int, CustomCalls] = {}
         self._reasoning: dict[int, ReasoningTokens] = {}  # by choice, if the model reasons
 
     def whole(self) -> dict[str, Any]:
@@ -60,13 +64,16 @@ class ChatReply(Reply):
         return piece
 
     def _part(self, index: int, delta: Delta) -> dict[str, Any]:
-        parser = self._parsers.get(index) or self._parsers.setdefault(index, self.speech.parser())
+        parser = self._parsers.get(index) or self._parsers.setdefault(index, self.speech.parser(self.params))
         pieces = parser.push(delta.text)
         if delta.finish_reason is not None:
             parser.cut = was_cut(delta)
             pieces += parser.finish()
         pieces = self.speech.kept(pieces)
         calls = self._calls.setdefault(index, Calls()).add(pieces)
+        if self._custom_names:
+            custom = self._custom.setdefault(index, CustomCalls(self._custom_names))
+            pieces = custom.read(pieces, delta.finish_reason is not None)
         return {
             "index": index,
             "delta": _delta(pieces),
@@ -75,12 +82,12 @@ class ChatReply(Reply):
         }
 
     def _whole_choice(self, prompt: int, index: int, choice: Choice) -> dict[str, Any]:
-        parser = self.speech.parser()
+        parser = self.speech.parser(self.params)
         parser.cut = was_cut(choice.last)
         pieces = self.speech.kept(parser.push("".join(choice.text)) + parser.finish())
         return {
             "index": index,
-            "message": self._message(pieces),
+            "message": self._message(CustomCalls(self._custom_names).read(pieces, True)),
             "logprobs": None if self.params.logprobs is None else chat_logprobs(self.names, choice.logprobs),
             "finish_reason": self.speech.finish_reason(choice.last, Calls().add(pieces)),
             "stop_reason": choice.last.stop_reason,
@@ -109,6 +116,12 @@ def _delta(pieces: list[Piece]) -> dict[str, Any]:
         elif piece.kind == CALL:
             function = {"name": piece.text, "arguments": ""}
             calls[piece.index] = {"index": piece.index, "id": piece.id, "type": "function", "function": function}
+        elif piece.kind == CUSTOM_CALL:
+            custom = {"name": piece.text, INPUT: ""}
+            calls[piece.index] = {"index": piece.index, "id": piece.id, "type": "custom", "custom": custom}
+        elif piece.kind == CUSTOM_INPUT and piece.text:
+            call = calls.setdefault(piece.index, {"index": piece.index, "custom": {INPUT: ""}})
+            call["custom"][INPUT] += piece.text
         elif piece.kind == ARGUMENTS:
             call = calls.setdefault(piece.index, {"index": piece.index, "function": {"arguments": ""}})
             call["function"]["arguments"] += piece.text

@@ -24,7 +24,7 @@ class ReasoningTokens:
 
     def __init__(self, speech: Speech, params: SamplingParams, tokenizer: Tokenizer):
         self.count = 0
-        self._parser = Parser(speech.reasoning, tools=speech.tools, thinking=speech.thinking)
+        self._parser = Parser(speech.reasoning, None, speech.tools, speech.thinking, params.structured is not None)
         self._text = Detokenizer(
             tokenizer, skip_special_tokens=params.skip_special_tokens, kept=params.kept_special_tokens
         )

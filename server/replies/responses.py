@@ -14,7 +14,8 @@ from typing import Any
 from jaxspec.config.request import Delta, SamplingParams, TokenLogprobs
 from server.chat.speech import Calls, Speech, was_cut
 from server.parsers import ARGUMENTS, CALL, CONTENT, REASONING, Piece
-from server.protocol.response_tools import INPUT, Origin
+from server.protocol.custom_tools import INPUT
+from server.protocol.response_tools import Origin
 from server.replies.custom_input import CustomInput
 from server.replies.logprobs import TokenNames, chat_logprobs
 from server.replies.reasoning import ReasoningTokens
@@ -44,7 +45,7 @@ class ResponsesReply:
     ):
         self.id = new_id("resp")
         self._prompt, self._params, self._names = prompt, params, names
-        self._speech, self._parser, self._stream, self._done = speech, speech.parser(), stream, done
+        self._speech, self._parser, self._stream, self._done = speech, speech.parser(params), stream, done
         self._origin = origin
         self._response = {"id": self.id, "object": "response", "created_at": int(time.time()), "status": "in_progress"}
         self._response |= {"error": None, "incomplete_details": None, **head, "output": [], "usage": None}

@@ -88,7 +88,6 @@ class GenerateReply:
             "prompt_tokens": len(job.ids),
             **image_tokens(job),
             "completion_tokens": len(output.token_ids),
-            "weight_version": "default",
         }
         if job.params.logprobs is not None:
             meta |= self._logprobs(prompt, output)
@@ -111,6 +110,7 @@ class GenerateReply:
         metrics, drafts = last.metrics, Speculation()
         drafts.add(metrics)
         figures = {
+            "weight_version": metrics.weight_version,
             "cached_tokens": metrics.cached_tokens,
             "e2e_latency": metrics.latency,
             "spec_verify_ct": metrics.verify_rounds,

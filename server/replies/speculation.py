@@ -1,14 +1,14 @@
 """Figures of speculation for one request, as vLLM reports them in `metrics.speculative_decoding`.
 
 Invariant: the figures are sums over the request's completions, so a mean weighs every draft alike. A request for which
-nothing was drafted has none.
+nothing was drafted has none. Once weights were updated, the version of those that made the text is beside them.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from jaxspec.config.request import RequestMetrics
+from jaxspec.config.request import FIRST_VERSION, RequestMetrics
 
 
 class Speculation:
@@ -17,9 +17,11 @@ class Speculation:
     def __init__(self):
         self.drafted = 0
         self.histogram: list[int] = []  # [j]: drafts of which exactly j tokens were accepted
+        self.version = FIRST_VERSION
 
     def add(self, metrics: RequestMetrics) -> None:
         """Count a completion that has ended."""
+        self.version = metrics.weight_version
         if not metrics.drafted_tokens:
             return
         self.drafted += metrics.drafted_tokens
@@ -36,9 +38,10 @@ class Speculation:
         return sum(tokens * count for tokens, count in enumerate(self.histogram))
 
     def fields(self) -> dict[str, Any]:
-        """The field `metrics` of a response, or nothing."""
+        """The fields `metrics` and `weight_version` of a response, where it has them."""
+        version = {} if self.version == FIRST_VERSION else {"weight_version": self.version}
         if not self.drafted:
-            return {}
+            return version
         figures = {
             "mean_acceptance_length": 1 + self.accepted / self.drafts,
             "draft_acceptance_rate": self.accepted / self.drafted,
@@ -48,4 +51,4 @@ class Speculation:
             "num_draft_tokens": self.drafted,
             "num_spec_tokens": len(self.histogram) - 1,
         }
-        return {"metrics": {"speculative_decoding": figures}}
+        return {"metrics": {"speculative_decoding": figures}} | version

@@ -58,7 +58,7 @@ def add(app: FastAPI, serving: Serving) -> None:
             "served_model_name": name,
             "is_generation": True,
             "preferred_sampling_params": None,
-            "weight_version": "default",
+            "weight_version": llm.stats()["weight_version"],
             "has_image_understanding": False,
             "has_audio_understanding": False,
             "model_type": llm.model_config.model_type,

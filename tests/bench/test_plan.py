@@ -12,6 +12,7 @@ from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
 from jaxspec.engine.defaults import CPU, GPU
 from jaxspec.engine.runner import Runner
+from scripts.configs import QWEN38_27B
 from tests.support.tiny import tiny_checkpoint, tiny_config
 
 H200 = plan.GPUS["h200"].memory, int(plan.POOL * plan.GPUS["h200"].memory)
@@ -40,6 +41,7 @@ def of(model, tp=1, **options):
 @pytest.mark.parametrize("family,options", [
     ("llama", {"draft": "ngram"}),
     ("qwen3", {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
+    ("qwen3", {"quantization": "int4"}),
     ("qwen3_moe", {"max_total_tokens": 512}),
     ("qwen3_next", {"draft": "mtp", "load_format": "dummy"}),
     ("gemma3", {"context_length": 64, "max_running_requests": 3}),
@@ -86,6 +88,7 @@ def test_what_does_not_fit_says_why(tmp_path):
     ({"num_key_value_heads": 3}, 2, "num_key_value_heads 3 can't be divided"),
     ({"intermediate_size": 63}, 2, "intermediate_size 63"),
     ({"quantization_config": {"weight_block_size": [128, 128]}, "intermediate_size": 128}, 2, "multiple of 128"),
+    ({"quantization_config": {"quant_method": "awq"}, "intermediate_size": 128}, 2, "multiple of 128"),
 ])  # fmt: skip
 def test_what_cannot_be_divided_is_named(change, n, says):
     with pytest.raises(ConfigError, match=says):
@@ -126,3 +129,12 @@ def test_the_table_names_the_best_size(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["plan", "--model", model, "--gpus", "4", "--max-model-len", "8192", "--context", "8193"])
     assert "--context 8193: a request has at most 8192 tokens" in capsys.readouterr().err
+
+
+def test_a_27b_in_four_bits_fits_24_gb_with_its_mtp_and_32k_tokens(tmp_path):
+    memory = 24 * 2**30
+    options = {"quantization": "int4", "draft": "mtp", "draft_quantization": "int4", "max_running_requests": 1}
+    options |= {"context_length": 32768, "max_state_snapshots": 1, "load_format": "dummy", "dtype": "bfloat16"}
+    model = folder(tmp_path, QWEN38_27B)
+    made = plan.planned(EngineConfig(model=model, **options), 1, GPU, (memory, int(plan.POOL * memory))).plan
+    assert made.tokens >= 32768 and made.weight_bytes < 18 * 2**30

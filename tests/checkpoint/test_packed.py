@@ -1,4 +1,4 @@
-"""Weights packed into 32-bit words: AutoAWQ's, AutoGPTQ's and compressed-tensors' own, and checkpoints full of them."""
+"""Packed weights that are dequantised on load: AutoAWQ's, AutoGPTQ's and compressed-tensors' own, and checkpoints."""
 
 import dataclasses
 import json
@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 import jaxspec
 from jaxspec.checkpoint import CheckpointError, load_model, packed
 from jaxspec.checkpoint.packed import AWQ, COMPRESSED, GPTQ, Packed
+from tests.support.quantised import save
 from tests.support.tiny import tiny_checkpoint
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "packed"
@@ -26,6 +27,7 @@ TOOLS = {
     "compressed": Packed(COMPRESSED, 4, 32),
     "compressed-zeros": Packed(COMPRESSED, 4, 32),
     "compressed-channel-8": Packed(COMPRESSED, 8, None),
+    "compressed-channel": Packed(COMPRESSED, 4, None),
 }
 CONFIGS = {
     AWQ: {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm", "zero_point": True},
@@ -45,7 +47,7 @@ def test_weights_are_those_that_the_tool_makes_of_them(name):
     """With scales in float32 a number times its scale is exact in float32, so nothing may differ."""
     tensors = load_file(GOLDEN / f"{name}.safetensors")
     expected = tensors.pop("expected")
-    ((module, weight),) = TOOLS[name].read(tensors.items(), tensors)
+    ((module, weight),) = TOOLS[name].read(tensors.items(), tensors, dequantised={"m.weight"})
     assert module == "m.weight" and weight.dtype == np.float32
     np.testing.assert_array_equal(weight, expected)
 
@@ -79,9 +81,9 @@ def pack(kind: str, matrix: np.ndarray, group: int = 16) -> tuple[dict[str, np.n
     return parts | {"weight_zero_point": words(zeros.T).T}, meant
 
 
-def packed_and_plain(kind: str, path, **sizes):
+def packed_and_plain(kind: str, path, pack=pack, config=None, family="qwen3_moe", **sizes):
     """Two folders: a checkpoint whose projections are packed, and one of what these stand for."""
-    source = tiny_checkpoint("qwen3_moe", moe_intermediate_size=32, num_hidden_layers=1, **sizes)
+    source = tiny_checkpoint(family, **dict(moe_intermediate_size=32, num_hidden_layers=1) | sizes)
     folders = path / "packed", path / "plain"
     for folder in folders:
         shutil.copytree(source, folder)
@@ -91,10 +93,10 @@ def packed_and_plain(kind: str, path, **sizes):
             stored[name] = tensor
             continue
         parts, meant[name] = pack(kind, tensor)
-        stored |= {name.replace("weight", part): np.ascontiguousarray(value) for part, value in parts.items()}
-    save_file(stored, folders[0] / "model.safetensors")
+        stored |= {f"{name.removesuffix('weight')}{part}": np.asarray(value) for part, value in parts.items()}
+    save(stored, folders[0] / "model.safetensors")
     save_file(meant, folders[1] / "model.safetensors")
-    edit(folders[0], quantization_config=CONFIGS[kind])
+    edit(folders[0], quantization_config=config or CONFIGS[kind])
     return folders
 
 
@@ -180,5 +182,5 @@ def test_zero_points_of_newer_gptq_are_stored_as_they_are(tmp_path):
     older = dataclasses.replace(TOOLS["gptq"], less=0)
     tensors = load_file(GOLDEN / "gptq.safetensors")
     expected, scales = tensors.pop("expected"), np.float32(tensors["m.scales"])
-    ((_, weight),) = older.read(tensors.items(), tensors)
+    ((_, weight),) = older.read(tensors.items(), tensors, dequantised={"m.weight"})
     np.testing.assert_allclose(weight - expected, np.repeat(scales.T, 32, axis=1), rtol=1e-5)

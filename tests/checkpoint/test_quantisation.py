@@ -338,7 +338,7 @@ def test_scales_of_keys_and_values_are_read_under_each_tools_names(tmp_path, cap
     ({"quant_method": "gptq", "bits": 3}, "gptq in 3 bits"),
     ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
     ({"quant_method": "mxfp8"}, "mxfp8"),
-    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt NVFP4"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "modelopt NVFP4_AWQ"),
     ({"quant_method": ["?"]}, r"\['\?'\]"),
     ({}, None),
     (BLOCKS | {"weight_block_size": [64, 64]}, r"fp8 with weight_block_size \[64, 64\], not \[128, 128\]"),

@@ -247,8 +247,8 @@ def test_a_torch_prefix_on_the_dtype_is_dropped():
 
 
 @pytest.mark.parametrize("change,words", [
-    (dict(model_type="gpt2"), ["'gpt2'", "mistral, olmo2"]),
-    (dict(model_type=None), ["None", "mistral, olmo2"]),
+    (dict(model_type="gpt2"), ["'gpt2'", "mistral, nemotron_h, olmo2"]),
+    (dict(model_type=None), ["None", "mistral, nemotron_h, olmo2"]),
     (dict(hidden_size=0), ["hidden_size", "positive integer", "0"]),
     (dict(num_hidden_layers="36"), ["num_hidden_layers", "'36'"]),
     (dict(vocab_size=True), ["vocab_size", "True"]),

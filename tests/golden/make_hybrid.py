@@ -9,8 +9,8 @@ Needs PyTorch, which jaxspec and its tests do not. Make an environment for it on
 `hybrid/NAME` is a Hugging Face folder; weights are in bfloat16 for their size, and computed with in float32. Layouts:
 Qwen3-Next has experts one by one and interleaved projections; the Qwen3.5s have their text model below
 `model.language_model` beside a vision tower (a stand-in of one tensor), or alone; Qwen3.5-MoE's experts are fused in
-the body and one by one in the MTP module, or the other way round. Each has an MTP module; GLM-4.5's is one layer more
-of the model, with copies of its embedding and head.
+the body and one by one in the MTP module, or the other way round. Each has an MTP module; GLM-4.5's and DeepSeek-V3's
+are one layer more of the model, with copies of its embedding and head.
 
 `hybrid/NAME.npz` holds `ids` i32[150]; `logits` f32[150, v], those after each of them (every shorter prompt's are the
 same); `greedy` i32[len(PROMPTS), 48], how `ids[:n]` goes on, for each n in PROMPTS; and of the MTP module, run as one
@@ -29,6 +29,8 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     PreTrainedModel,
@@ -107,7 +109,23 @@ VARIANTS = {
         ),
         False, False, False,
     ),
+    "deepseek_v3": (
+        DeepseekV3ForCausalLM,
+        DeepseekV3Config(
+            **{key: value for key, value in SIZES.items() if not key.startswith(("linear", "head_dim", "num_key"))},
+            num_key_value_heads=4, intermediate_size=40, num_hidden_layers=3, first_k_dense_replace=1,
+            moe_intermediate_size=16, n_routed_experts=8, num_experts_per_tok=3, n_group=4, topk_group=2,
+            routed_scaling_factor=1.5, q_lora_rank=20, kv_lora_rank=16, qk_nope_head_dim=12, qk_rope_head_dim=8,
+            v_head_dim=10,
+            rope_parameters={
+                "rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+                "mscale": 1.0, "mscale_all_dim": 1.0,
+            },
+        ),
+        False, False, False,
+    ),
 }  # fmt: skip
+LAYERS = Glm4MoeForCausalLM, DeepseekV3ForCausalLM  # whose MTP module is a layer, and whose norms aren't offsets
 MTP_NAMES = {
     "layers.0.eh_proj.": "fc.",
     "layers.0.enorm.": "pre_fc_norm_embedding.",
@@ -139,7 +157,7 @@ def randomise(module: torch.nn.Module, tied: bool, plain: bool = False) -> None:
 def mtp_module(model: PreTrainedModel) -> MtpModel:
     model.config.num_mtp_layers, model.config.mtp_layer_types = 1, ["full_attention"]
     module = MtpModel(model, 1).float().eval()
-    randomise(module.layers, False, plain=isinstance(model, Glm4MoeForCausalLM))
+    randomise(module.layers, False, plain=isinstance(model, LAYERS))
     return module
 
 
@@ -214,7 +232,7 @@ def save(name: str, model: PreTrainedModel, mtp: MtpModel, multimodal: bool, fus
         for ours, theirs in MTP_NAMES.items():
             if key.startswith(ours):
                 module["mtp." + theirs + key.removeprefix(ours)] = tensor
-    if isinstance(model, Glm4MoeForCausalLM):
+    if isinstance(model, LAYERS):
         module = as_a_layer(module, f"model.layers.{model.config.num_hidden_layers}.", body)
     config = {**model.config.to_dict(), "mtp_num_hidden_layers": 1, "eos_token_id": 1}
     for key in ("num_mtp_layers", "mtp_layer_types", "_name_or_path"):
@@ -247,7 +265,7 @@ def main() -> None:
         torch.manual_seed(seed)
         config._attn_implementation = "eager"
         model = kind(config).float().eval()
-        randomise(model, config.tie_word_embeddings, plain=kind is Glm4MoeForCausalLM)
+        randomise(model, config.tie_word_embeddings, plain=kind in LAYERS)
         mtp = mtp_module(model)
         save(name, model, mtp, multimodal, fused, fused_mtp)
         with torch.no_grad():

@@ -17,8 +17,11 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
+from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
+from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization.lifecycle.forward import dequantize
 from safetensors.torch import save_file
 
 OUT = Path(__file__).resolve().parent / "packed"
@@ -100,6 +103,23 @@ def compressed(name: str, bits: int, group: int | None, symmetric: bool) -> None
     save(name, packed | {"weight_scale": scales}, made, weight)
 
 
+def nvfp4(name: str) -> None:
+    weight = torch.randn(OUTPUTS, INPUTS)
+    factor = (6 * 448 / weight.abs().max()).float().reshape(1)  # a divisor
+    most = weight.reshape(OUTPUTS, -1, 16).abs().amax(-1)
+    scales = (most / 6 * factor).to(torch.float8_e4m3fn).float()
+    args = QuantizationArgs(num_bits=4, type="float", strategy="tensor_group", group_size=16)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    state = {"weight": weight, "weight_scale": scales, "weight_global_scale": factor}
+    packed = NVFP4PackedCompressor.compress(state, scheme)
+    numbers = unpack_fp4_from_uint8(packed["weight_packed"], OUTPUTS, INPUTS, dtype=torch.float32)
+    made = dequantize(numbers, scales, args=args, global_scale=factor, dtype=torch.float32)
+    assert (made.float() - weight).abs().max() < 1.1 * (scales / factor).max()
+    # numpy writes no e4m3, so a scale's bits are stored.
+    parts = packed | {"weight_scale": packed["weight_scale"].view(torch.uint8), "expected": made.float()}
+    save_file({part if part == "expected" else f"m.{part}": x.contiguous() for part, x in parts.items()}, OUT / name)
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     OUT.mkdir(exist_ok=True)
@@ -111,3 +131,6 @@ if __name__ == "__main__":
     compressed("compressed", 4, 32, symmetric=True)
     compressed("compressed-zeros", 4, 32, symmetric=False)
     compressed("compressed-channel-8", 8, None, symmetric=True)
+    torch.manual_seed(1)
+    compressed("compressed-channel", 4, None, symmetric=True)
+    nvfp4("nvfp4.safetensors")

@@ -16,11 +16,27 @@ from pathlib import Path
 import torch
 from make_llama_qwen3 import EPS, HERE, SIZES, expected, randomise
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, Glm4MoeConfig, MiniMaxM2Config, Qwen3MoeConfig, Qwen3NextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    Glm4MoeLiteConfig,
+    MiniMaxM2Config,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextSparseMoeBlock
 
 ROUTED = dict(num_experts_per_tok=3, moe_intermediate_size=24, head_dim=16)
 EXPERTS = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, head_dim=16)
+LATENT = SIZES | dict(
+    num_key_value_heads=4,
+    kv_lora_rank=20, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=16, moe_intermediate_size=24,
+    num_experts_per_tok=3, n_routed_experts=12, first_k_dense_replace=1, rms_norm_eps=EPS,
+)  # fmt: skip
+# Within 150 tokens some frequencies are kept, some divided and some on the ramp between.
+YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=32, mscale_all_dim=1.0)
 VARIANTS = {
     "qwen3-moe-single": (
         "single",
@@ -70,6 +86,53 @@ VARIANTS = {
             rms_norm_eps=EPS,
         ),
     ),
+    "deepseek-v3-yarn": (
+        "single",
+        DeepseekV3Config(
+            **LATENT,
+            q_lora_rank=28,
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=2.5,
+            num_mtp_layers=0,
+            rope_parameters={**YARN, "mscale": 1.0, "beta_fast": 4.0},
+        ),
+    ),
+    "deepseek-v3-tied": (
+        "single",
+        DeepseekV3Config(
+            **LATENT,
+            q_lora_rank=None,
+            n_group=1,
+            topk_group=1,
+            n_shared_experts=2,
+            num_mtp_layers=0,
+            tie_word_embeddings=True,
+            rope_interleave=False,
+        ),
+    ),
+    "kimi-k2-single": (
+        "single",
+        DeepseekV3Config(
+            **LATENT,
+            q_lora_rank=28,
+            n_group=1,
+            topk_group=1,
+            routed_scaling_factor=2.827,
+            num_mtp_layers=0,
+            rope_parameters={**YARN, "mscale": 1.0, "beta_fast": 1.0, "beta_slow": 1.0},
+        ),
+    ),
+    "deepseek-v2-lite": (
+        "single",
+        DeepseekV2Config(
+            **LATENT, q_lora_rank=None, rope_parameters={**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}
+        ),
+    ),
+    "glm4-moe-lite": (
+        "stacked",
+        Glm4MoeLiteConfig(**LATENT, q_lora_rank=28),
+    ),
 }
 
 MIXTRAL = {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
@@ -79,6 +142,9 @@ def save(model: torch.nn.Module, layout: str, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     model.config.save_pretrained(folder)
+    if folder.name.startswith("kimi"):  # which is DeepSeek-V3's class under a name of its own
+        config = json.loads((folder / "config.json").read_text()) | {"model_type": "kimi_k2"}
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and model.config.tie_word_embeddings:

@@ -27,7 +27,7 @@ from jaxspec.models.weights import Param
 from tests.support.tiny import EXTRA, tiny_config
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
-HYBRIDS = {"qwen3_5", "qwen3_5_moe", "qwen3_next"}
+HYBRIDS = {"nemotron_h", "qwen3_5", "qwen3_5_moe", "qwen3_next"}
 VARIANTS = sorted(folder.name for folder in (GOLDEN / "checkpoints").iterdir())
 PLAIN = sorted(name for name, family in MODELS.items() if name not in HYBRIDS)
 # Of each architecture, and each option that changes more than numbers, one: for what doesn't depend on the others.
@@ -46,6 +46,8 @@ EACH = [pytest.param(name, marks=pytest.mark.exhaustive if name in SECOND else (
 LENGTHS = (1, 2, 7, 16, 17, 64, 150)
 CONTINUED = 48  # tokens of each expected `greedy_*`
 LAYERS = (0, 2)  # whose outputs the expected `hidden_*` tensors hold
+# Latent attention: all heads have one latent; configs have no head_dim, and no head is tied in all but one golden.
+LATENTS = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"}
 CLOSE = dict(rtol=0, atol=5e-4)  # float32 noise is about 1e-5 here
 
 
@@ -190,7 +192,7 @@ def test_golden_llama3_scaling_is_in_play():
 def test_goldens_cover_what_a_config_can_say():
     assert set(VARIANTS) > FEW
     configs = [golden(variant)[0].config for variant in VARIANTS]
-    for family in PLAIN:
+    for family in set(PLAIN) - LATENTS:
         mine = [c for c in configs if c.model_type == family]
         if family != "minimax_m2":  # whose heads are never tied
             assert {c.decoder.tied for c in mine} == {True, False}
@@ -208,6 +210,10 @@ def test_goldens_cover_what_a_config_can_say():
             assert any(c.decoder.attention.bias for c in mine)
         assert any(1 < c.num_kv_heads < c.num_heads for c in mine)
     assert any(getattr(c.decoder.layers[0].feed, "bias", False) for c in configs)
+    latent = [c.decoder for c in configs if c.model_type in LATENTS]
+    assert {c.model_type for c in configs} >= LATENTS and {decoder.tied for decoder in latent} == {True, False}
+    for of in (lambda a: a.query_latent is None, lambda a: a.rope.interleaved, lambda a: a.scale == a.query_dim**-0.5):
+        assert {of(decoder.attention) for decoder in latent} == {True, False}
 
 
 @pytest.mark.parametrize("variant", KINDS)
@@ -276,6 +282,7 @@ def test_gemma3_is_read_from_a_multimodal_checkpoint(before, after, tmp_path):
 @pytest.mark.parametrize("family", PLAIN)
 def test_parameters_name_each_checkpoint_tensor_once(family, tied, bias):
     keys = dict.fromkeys(("attention_bias", "attention_out_bias", "mlp_bias", "use_bias"), bias)
+    keys["attention_bias"] = bias and family not in LATENTS  # which refuse it
     hf = tiny_config(family, tie_word_embeddings=tied, **keys)
     declared = jax.tree.leaves(
         MODELS[family].tensors(ModelConfig.from_hf(hf).decoder), is_leaf=lambda p: isinstance(p, Param)
@@ -284,10 +291,10 @@ def test_parameters_name_each_checkpoint_tensor_once(family, tied, bias):
     assert len(set(names)) == len(names)
     assert ("lm_head.weight" in names) == (not tied)
     assert ("model.layers.1.self_attn.o_proj.bias" in names) == (
-        bias and family not in ("exaone4", "glm4", "glm4_moe", "minimax_m2", "phi3", "qwen2")
+        bias and family not in {"exaone4", "glm4", "glm4_moe", "minimax_m2", "phi3", "qwen2"} | LATENTS
     )
     assert ("model.layers.1.self_attn.q_proj.bias" in names) == (
-        family == "qwen2" or (bias and family not in ("exaone4", "minimax_m2", "phi3"))
+        family == "qwen2" or (bias and family not in {"exaone4", "minimax_m2", "phi3"} | LATENTS)
     )
     with_biases = ("ernie4_5", "granite", "llama", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3")
     assert ("model.layers.1.mlp.down_proj.bias" in names) == (bias and family in with_biases)

@@ -33,16 +33,21 @@ APART = "tests/support/several_devices.py", "tests/support/several_devices_quant
 PARTS = "family", "drafter", "mtp", "rounds", "quantised"  # by words in the names of cases and files; then all others
 EIGHT = dict(num_attention_heads=8, intermediate_size=64, moe_intermediate_size=32, shared_expert_intermediate_size=16)
 EIGHT |= dict(linear_num_key_heads=8, linear_num_value_heads=16, attention_bias=True, mlp_bias=True)
+UNBIASED = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "qwen3_5", "qwen3_5_moe", "qwen3_next"}
 # What is whole on each device, and what one device adds to a sum. All else is divided.
 WHOLE = {
     *("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm", "q_norm", "k_norm", "read_norm", "norm"),
+    *("latents", "query_norm", "latent_norm"),
     *("router", "router_bias", "router_correction", "shared_gate", "fc", "embed_norm", "hidden_norm"),
+    *("latent_in", "latent_out"),
 }
 ONCE = {"out_bias", "down_bias", "experts_down_bias"}
 
 
 def config(family: str, **sizes) -> ModelConfig:
-    more = EIGHT | ({"attention_bias": False} if family.startswith(("qwen3_5", "qwen3_next")) else {}) | sizes
+    more = EIGHT | ({"attention_bias": False} if family in UNBIASED else {}) | sizes
+    if family == "nemotron_h":
+        more |= {"mlp_bias": False, "n_groups": 8, "use_bias": True, "moe_shared_expert_intermediate_size": 32}
     return ModelConfig.from_hf(tiny_config(family, 67, **more))
 
 
@@ -65,6 +70,8 @@ def test_somebody_has_decided_how_each_parameter_is_divided(family):
     for name, param in declared(family):
         assert param.split is not None, f"{family}: {name} has no split: how is it divided among devices?"
         by_head = name in ("q_norm", "k_norm") and family in ("minimax_m2", "olmo2", "olmo3")  # of all heads together
+        by_head |= (name, family) == ("latents", "deepseek_v2")  # whose queries have no latent
+        by_head |= name == "read_norm" and family == "nemotron_h"  # by group of heads
         expected = None if by_head else "whole" if name in WHOLE else "once" if name in ONCE else None
         assert param.split.along == expected or (expected is None and param.split.parts), (family, name)
 
@@ -72,7 +79,8 @@ def test_somebody_has_decided_how_each_parameter_is_divided(family):
 @pytest.mark.parametrize("family", sorted(MODELS))
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_devices_have_every_number_once(family, size):
-    """But for KV heads, which are repeated where there are fewer of them than devices, and for padding, which is 0."""
+    """But for KV heads and latents, which are repeated where there are fewer than devices, and for padding, which is
+    0."""
     kv_heads = {"num_key_value_heads": 8}
     for name, param in declared(family, **kv_heads):
         one, rng = sharding.local_param(param, size), np.random.default_rng(0)
@@ -80,7 +88,7 @@ def test_devices_have_every_number_once(family, size):
             tensor = rng.standard_normal(shape)
             parts = [sharding.cut(param, i, tensor, rank, size) for rank in range(size)]
             assert all(part.shape == own for part in parts), (name, own)
-            if param.split.along == "whole":
+            if param.split.along == "whole" or (name == "latents" and param.split.parts[i] == ((1, shape[0]),)):
                 assert all((part == tensor).all() for part in parts), name
             elif param.split.along == "once":
                 np.testing.assert_array_equal(sum(parts), tensor)

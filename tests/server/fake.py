@@ -65,6 +65,7 @@ class FakeLLM:
     clients: list[str] = field(default_factory=list)
     image_reader: ImageReader | None = None
     images: list[tuple[PlacedPicture, ...]] = field(default_factory=list)
+    controls: list[tuple[str, dict]] = field(default_factory=list)
 
     @property
     def said(self) -> str:
@@ -170,6 +171,7 @@ class FakeLLM:
 
     def _figures(self) -> dict:
         return {
+            "weight_version": "default",
             "num_running": self.running,
             "num_waiting": 0,
             "total_pages": 10,
@@ -210,6 +212,12 @@ class FakeLLM:
 
     def give_up(self, error: BaseException) -> None:
         self.ready, self.error = False, error
+
+    async def control(self, action: str, **given) -> dict:
+        self.controls.append((action, given))
+        if given.get("target") == "/nothing":
+            raise RequestError("there is nothing", "model_path")
+        return {"weight_version": given.get("version") or "default", "paused": None, "released": [], "requests": 3}
 
     async def flush_cache(self) -> bool:
         self.flushed += not self.running

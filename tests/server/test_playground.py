@@ -5,12 +5,14 @@ import json
 import re
 from dataclasses import replace
 from fnmatch import fnmatch
+from typing import get_args
 
 import httpx
 import pytest
 
 from jaxspec.config.request import TOKEN_SOURCES
 from server.app import create_app
+from server.protocol.chat import Effort
 from server.routes.playground import FOLDER, PAGE
 from tests.server import browser as browsers
 from tests.server import fake as rules
@@ -172,7 +174,7 @@ def test_a_chat_shows_each_token_by_its_source(window, fake):
     assert shown(window, ".asked p") == ["hello"] and tokens(window, "#log") == COLOURED
     assert "19 tokens" in shown(window, "#log .figures")[0]
     assert "3 of 8 drafts rejected" in shown(window, "#log .figures")[0]
-    assert fake.started[-1][1].fixed_drafts, "the page asks for drafts"
+    assert fake.started[-1][1].fixed_drafts, "the page asks an idle server for drafts"
     say(window, "and?")
     idle(window)
     assert prompt_of(fake.started[-1]).count(TEXT) == 1
@@ -342,6 +344,20 @@ def test_where_drafts_rest_the_page_says_so_and_asks(window, fake, monkeypatch):
     idle(window)
     assert fake.started[-1][1].fixed_drafts and shown(window, ".notice") == []
     assert tokens(window, "#log") == COLOURED and len(shown(window, "#log .reply")) == 1
+
+
+def test_a_busy_server_is_not_asked_for_all_drafts(window, fake, monkeypatch):
+    """They would hold for everybody's requests beside this one."""
+    monkeypatch.setattr(fake, "running", 3)
+    window.run("return import('./playground/status.js').then((m) => m.poll())")
+    say(window, "hello")
+    idle(window)
+    assert not fake.started[-1][1].fixed_drafts
+
+
+def test_the_page_offers_every_effort(window):
+    offered = window.run("return Array.from(document.getElementById('effort').options, (option) => option.value)")
+    assert offered == ["", *get_args(Effort)]
 
 
 def test_a_message_is_edited_and_a_reply_made_anew(window, fake):

@@ -442,7 +442,7 @@ class Recited(Speech):
 
     pieces: list = field(default_factory=list)
 
-    def parser(self):
+    def parser(self, params):
         return Recital(self.pieces)
 
 

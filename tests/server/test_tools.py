@@ -223,6 +223,96 @@ def test_values_become_what_the_schema_says():
         assert json.loads(made.function.arguments) == {"precision": 2, "shape": "disc"}
 
 
+RUN = {"type": "custom", "custom": {"name": "run", "description": "Runs a command.", "format": {
+    "type": "grammar", "grammar": {"syntax": "regex", "definition": "ls|pwd"},
+}}}  # fmt: skip
+PATCH = {"type": "custom", "custom": {"name": "patch", "format": {
+    "type": "grammar", "grammar": {"syntax": "lark", "definition": "start: /.+/"},
+}}}  # fmt: skip
+
+
+def custom_parts(stream) -> list[dict]:
+    """Calls of a stream, each with its `type`, name and what it was given."""
+    calls: list[dict] = []
+    for chunk in stream:
+        for part in (part for choice in chunk.choices for part in choice.delta.tool_calls or ()):
+            if part.id is not None:
+                assert part.index == len(calls)
+                calls.append(
+                    {"id": part.id, "type": part.type, part.type: {"name": None, "input": "", "arguments": ""}}
+                )
+            call = calls[part.index]
+            given = part.custom if call["type"] == "custom" else part.function.model_dump(exclude_none=True)
+            for key, text in given.items():
+                call[call["type"]][key] = (call[call["type"]][key] or "") + text
+    return calls
+
+
+@pytest.mark.parametrize("step", [1, 5, 1000])
+def test_custom_tools_are_called_with_a_text(step):
+    patch = 'a "b"\n☃ 😀'
+    calls = [
+        ("patch", {"input": patch}),
+        ("get_weather", {"city": "Rome"}),
+        ("run", {"dir": "x"}),
+        ("run", {"input": ""}),
+    ]
+    text = "\n".join(hermes(name, json.dumps(arguments)) for name, arguments in calls)
+    tools = {"tools": [WEATHER, PATCH, RUN]}
+    with speaking(text, step) as (chat, llm):
+        whole = chat.create(**ASK, **tools).choices[0]
+        streamed = custom_parts(chat.create(**ASK, **tools, stream=True))
+        assert "Runs a command.\\nThe input follows this regex:\\nls|pwd" in prompt(llm)
+        assert "The input follows this lark" in prompt(llm) and '"type": "custom"' not in prompt(llm)
+        chat.create(model="fake/model", messages=[*ASK["messages"], whole.message.model_dump()], **tools)
+        assert json.dumps({"input": patch}, ensure_ascii=False) in prompt(llm)
+    assert [call.type for call in whole.message.tool_calls] == ["custom", "function", "custom", "custom"]
+    first, second, third, fourth = whole.message.tool_calls
+    assert (first.custom.name, first.custom.input, second.function.name) == ("patch", patch, "get_weather")
+    assert (third.custom.input, fourth.custom.input) == ('{"dir": "x"}', ""), "without an input the arguments are it"
+    assert whole.finish_reason == "tool_calls"
+    assert [call.get("custom", call.get("function"))["name"] for call in streamed] == [name for name, _ in calls]
+    inputs = [call["custom"]["input"] for call in streamed if call["type"] == "custom"]
+    assert inputs == [patch, '{"dir": "x"}', ""] and streamed[1]["function"]["arguments"] == '{"city": "Rome"}'
+
+
+def test_a_choice_among_tools():
+    with speaking("x") as (chat, llm):
+
+        def asked(choice) -> tuple[list[str], str | None]:
+            chat.create(**ASK, tools=[WEATHER, PATCH, RUN], tool_choice=choice)
+            grammar = llm.started[-1][1].structured
+            seen = [name for name in ("get_weather", "patch", "run") if f'"name": "{name}"' in prompt(llm)]
+            return seen, grammar and grammar.text
+
+        seen, grammar = asked({"type": "custom", "custom": {"name": "run"}})
+        assert len(seen) == 3 and "ls|pwd" in grammar and "get_weather" not in grammar
+        listed = [
+            {"type": "custom", "custom": {"name": "run"}},
+            {"type": "function", "function": {"name": "get_weather"}},
+        ]
+        allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": listed}}
+        assert asked(allowed) == (["get_weather", "run"], None)
+        allowed["allowed_tools"]["mode"] = "required"
+        seen, grammar = asked(allowed)
+        assert seen == ["get_weather", "run"] and "ls|pwd" in grammar and "get_weather" in grammar
+        allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}
+        assert asked(allowed) == ([], None)
+
+
+@pytest.mark.parametrize("step", [1, 1000])
+def test_demanded_values_may_hold_whole_calls(step):
+    """The grammar says where a value ends, so that its parser needs no guess."""
+    inner = f"<parameter=state>\nx\n{coder('get_weather', city='Bonn')}".replace("\n</parameter>", "</parameter>")
+    text = "<think>no <tool_call>{ yet</think>\n\n" + coder("get_weather", city=inner)
+    with speaking(text, step, tools="qwen3_coder", tokenizer=Template()) as (chat, _):
+        (whole,) = chat.create(**ASK, **TOOLS, tool_choice="required").choices
+        assert gather(chat.create(**ASK, **TOOLS, tool_choice="required", stream=True)) == [said(whole)]
+    assert whole.message.reasoning_content == "no <tool_call>{ yet"
+    (call,) = whole.message.tool_calls
+    assert json.loads(call.function.arguments) == {"city": inner}
+
+
 def prompt(llm: Scripted) -> str:
     return byte_tokenizer().decode(llm.started[-1][0], skip_special_tokens=False)
 
@@ -338,6 +428,28 @@ def test_the_text_shows_the_markers_of_its_parsers():
         {"messages": [{"role": "assistant", "tool_calls": [as_sent("f", ["a"])]}]},
         "messages[0].tool_calls",
         "call 0 needs a JSON object",
+    ),
+    ({"tools": [{"type": "custom", "custom": {"name": "f", "format": {"type": "json"}}}]}, "tools", "text or grammar"),
+    ({"tools": [{"type": "custom", "custom": {"name": "f", "format": {"type": "grammar", "syntax": "gbnf"}}}]}, "tools",
+     "lark or regex"),
+    ({"tools": [{"type": "custom", "custom": {"description": "f"}}]}, "tools", "tool 0 needs a name"),
+    ({"tools": [{"type": "custom", "name": "f"}]}, "tools", '"custom": {'),
+    ({"tools": [call_of("f"), {"type": "custom", "custom": {"name": "f"}}]}, "tools", "rename one"),
+    ({**TOOLS, "tool_choice": {"type": "custom", "custom": {"name": "f"}}}, "tool_choice", "it has get_weather"),
+    ({**TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": []}}},
+     "tool_choice", "needs tools"),
+    ({**TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [
+        {"type": "function", "function": {"name": "f"}}]}}}, "tool_choice", "names the tool 'f'"),
+    ({**TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": ["f"]}}},
+     "tool_choice", "tool 0 of allowed_tools"),
+    ({**TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.mode",
+     "unknown field"),
+    ({**TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "all", "tools": []}}}, "tool_choice",
+     'the mode "required"'),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"type": "custom", "custom": {"name": "f"}}]}]},
+        "messages[0].tool_calls",
+        "needs a string as its input",
     ),
     ({"functions": [{"name": "f"}]}, "functions", "not supported"),
     ({"function_call": "auto"}, "function_call", "not supported"),

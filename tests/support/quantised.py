@@ -16,12 +16,13 @@ from safetensors.numpy import load_file
 
 E4M3, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16
 NAMES = {
-    np.dtype(E4M3): "F8_E4M3", np.dtype(BF16): "BF16", np.dtype(np.float32): "F32", np.dtype(np.uint8): "U8"
+    np.dtype(E4M3): "F8_E4M3", np.dtype(BF16): "BF16", np.dtype(np.float32): "F32", np.dtype(np.float16): "F16",
+    np.dtype(np.uint8): "U8", np.dtype(np.int32): "I32", np.dtype(np.int64): "I64",
 }  # fmt: skip
 # Of matrices, those that published checkpoints leave as they are.
 KEPT = re.compile(
     r".*(lm_head|embed_tokens|mlp\.gate|mlp\.router|shared_expert_gate|in_proj_ba|in_proj_a|in_proj_b|conv1d)\.weight"
-    r"|.*_bias"
+    r"|.*(embeddings|mixer\.gate)\.weight|.*_bias"
 )
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
 

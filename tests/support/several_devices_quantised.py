@@ -1,5 +1,5 @@
-"""Quantised models divided among virtual CPU devices: as `several_devices.py`, of weights, keys and values in FP8
-and experts in MXFP4.
+"""Quantised models divided among virtual CPU devices: as `several_devices.py`, of weights, keys and values in FP8,
+experts in MXFP4, and weights of four bits.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 import jaxspec
 from jaxspec.drafters import own_weights
 from jaxspec.parallel import sharding
+from tests.checkpoint.test_four_bits import AWQ, MODELOPT, four_bits
 from tests.support import hybrids, quantised
 from tests.support.several_devices import BATCHES, EIGHT, HYBRID, PROMPTS, VOCAB, check, engine
 from tests.support.tiny import tiny_checkpoint
@@ -78,3 +79,17 @@ def test_mxfp4_experts(tmp_path):
     with pytest.raises(jaxspec.ConfigError, match=r"down_proj_blocks would be cut into 16 inputs, .* --ep-size"):
         engine(folder, "none", 8)
     check(folder, "none", 8, groups=2)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", [AWQ, "gptq-order", MODELOPT])
+def test_four_bits(layout, tmp_path):
+    """Packed weights, made int4 on load, and with inputs in another order, of which those divided by them aren't."""
+    sizes = dict(
+        family="qwen3_moe", num_attention_heads=8, num_key_value_heads=8, head_dim=32, moe_intermediate_size=256
+    )
+    packed, plain = four_bits(layout, tmp_path, vocab=VOCAB, tokenizer=True, **sizes)
+    check(packed, "ngram", 2)
+    if layout == AWQ:
+        check(plain, "ngram", 2, quantization="int4")
+        check(packed, "none", 2, groups=2)

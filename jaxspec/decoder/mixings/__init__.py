@@ -1,10 +1,15 @@
 """Kinds of mixing, a file each: `MIXINGS` has the equations for each type of description that a layer's mixing is."""
 
-from jaxspec.decoder.mixings import attention, delta_rule
+from jaxspec.decoder.mixings import attention, delta_rule, latent, mamba2
 from jaxspec.decoder.mixings.kind import Mixing
-from jaxspec.models.description import Attention, DeltaRule, Layer
+from jaxspec.models.description import Attention, DeltaRule, LatentAttention, Layer, Mamba2
 
-MIXINGS: dict[type, Mixing] = {Attention: attention.ATTENTION, DeltaRule: delta_rule.DELTA_RULE}
+MIXINGS: dict[type, Mixing] = {
+    Attention: attention.ATTENTION,
+    LatentAttention: latent.LATENT_ATTENTION,
+    DeltaRule: delta_rule.DELTA_RULE,
+    Mamba2: mamba2.MAMBA2,
+}
 
 
 def mixing_of(layer: Layer) -> Mixing:

@@ -112,7 +112,7 @@ def reference(
     *,
     block_tokens: int = BLOCK_TOKENS,
 ) -> Array:
-    """`paged_attention` in plain jnp, for any shapes and dtypes.
+    """`paged_attention` in plain jnp, for any shapes and dtypes. Rows of pages with one stream are keys and values.
 
     A head's scales are the same for all its tokens, so they multiply scores and mixes, in float32.
     """
@@ -142,7 +142,7 @@ PROMPT_ATTENTION = (Implementation("prompt_attention", HOPPER, _prompt_refuses, 
 @partial(jax.jit, static_argnames="block_tokens")
 def span_attention(
     q: Float[Array, "b t n h"],
-    kv: Float[Array, "l p 2 m s h"],
+    kv: Float[Array, "l p k m s h"],
     layer: Int[Array, ""],
     table: Int[Array, "b e"],
     first: Int[Array, "b t"],
@@ -202,7 +202,8 @@ def _stream(
     def step(i, carry):
         acc, top, total = carry
         ids = jax.lax.dynamic_slice_in_dim(table, i * pages, pages, axis=1)
-        k, v = jnp.moveaxis(kv[layer, ids], 2, 0)  # each [b, pages, m, s, h]
+        rows = kv[layer, ids]
+        k, v = rows[:, :, 0], rows[:, :, -1]  # each [b, pages, m, s, h]
         scores = jnp.einsum("btmgh,bpmsh->bmgtps", grouped, k.astype(q.dtype), preferred_element_type=jnp.float32)
         scores = scores if key_scale is None else scores * key_scale[..., None]
         scores = scores.reshape(b, m, n // m, t, pages * s)

@@ -41,8 +41,9 @@ from jaxspec.pallas.portable import experts as portable_experts
 from jaxspec.pallas.portable import mxfp4 as portable_mxfp4
 
 # Experts' gate and up, [e, 2f, d], gate's rows first; their down, [e, d, f]; and both their biases, if they have some.
+# Of experts without a gate, the first is up alone, [e, f, d].
 Stack = tuple[Weight, Weight] | tuple[Weight, Weight, Float[Array, "e n"], Float[Array, "e d"]]
-Gating = Callable[[Array, Array], Array]  # from gate and up to hidden columns
+Gating = Callable[..., Array]  # from gate and up, or up alone, to hidden columns
 
 ITEM_ROWS = (8, 16, 32, 64, 128)
 SPARE = 2.5  # rows of an item, as a multiple of an expert's mean
@@ -64,7 +65,8 @@ def experts_mlp(
     tokens: int | None = None,
 ) -> Float[Array, "n d"] | tuple[Float[Array, "n d"], Scaled]:
     """Sum over j of `weights[t, j] * down @ (silu(gate @ x[t]) * (up @ x[t]))` of expert `ids[t, j]`, in x's dtype,
-    added to `residual`, whose rows from t on stay as they are. `gating`: another function of gate and up.
+    added to `residual`, whose rows from t on stay as they are. `gating`: another function of gate and up, or of up
+    alone where experts have no gate.
 
     Experts are numbered through all `stacks`, (gate_up [e, 2f, d], down [e, d, f]) each, or with their biases [e, 2f]
     and [e, d] after them, which are added to the products. A token's must be distinct, or `NOBODY`. Each expert's
@@ -141,11 +143,20 @@ def _not_in(kind: type[Format], call: Call) -> str | None:
     return f"weights in {others[0]}" if others else None
 
 
+def ungated(stack: Stack) -> bool:
+    """Whether a stack's experts have no gate."""
+    return stack[0].outputs == stack[1].inputs
+
+
+def _without_gate(call: Call) -> str | None:
+    return "experts without a gate" if any(map(ungated, call.stacks)) else None
+
+
 def _beyond_kernels(call: Call) -> str | None:
     """Name what the kernels of FP8 and of unquantised weights can't compute of these experts; None if nothing."""
     if any(len(stack) > 2 for stack in call.stacks):
         return "experts with biases"
-    return "an activation that isn't SiLU" if call.gating else None
+    return _without_gate(call) or ("an activation that isn't SiLU" if call.gating else None)
 
 
 def _unquantised_refused(call: Call) -> str | None:
@@ -159,7 +170,7 @@ def _fp8_refused(call: Call) -> str | None:
 
 
 def _mxfp4_refused(call: Call) -> str | None:
-    return _not_in(Mxfp4, call) or expert_mxfp4.supported(call.x.dtype, call.stacks)
+    return _not_in(Mxfp4, call) or _without_gate(call) or expert_mxfp4.supported(call.x.dtype, call.stacks)
 
 
 def _stream_refused(call: Call) -> str | None:
@@ -186,7 +197,7 @@ def _few(call: Call, stacks: list[expert_few.Stack]) -> Float[Array, "n d"] | tu
 
 
 def _portable_refused(call: Call) -> str | None:
-    return _not_in(Unquantised, call) or portable_experts.supported(call.x.dtype, call.stacks)
+    return _not_in(Unquantised, call) or _without_gate(call) or portable_experts.supported(call.x.dtype, call.stacks)
 
 
 def _portable_few_refused(call: Call) -> str | None:
@@ -200,7 +211,7 @@ def _portable_few(call: Call) -> Float[Array, "n d"]:
 
 
 def _portable_mxfp4_refused(call: Call) -> str | None:
-    return _not_in(Mxfp4, call) or portable_mxfp4.supported(call.x.dtype, call.stacks)
+    return _not_in(Mxfp4, call) or _without_gate(call) or portable_mxfp4.supported(call.x.dtype, call.stacks)
 
 
 _QUANTISED = {"spare": QUANTISED_SPARE, "unplanned": True}
@@ -417,8 +428,9 @@ def _each_item(gating: Gating | None, rows: Array, stacks: list[Stack], items: I
     def mlp(stack, part, expert):
         gate_up, down, *biases = stack
         more = [bias[expert] for bias in biases] or [0, 0]
-        gate, up = jnp.split(expert_matmul(part, gate_up, expert) + more[0], 2, axis=1)
-        hidden = gating(gate, up) if gating else jax.nn.silu(gate) * up
+        made = expert_matmul(part, gate_up, expert) + more[0]
+        parts = (made,) if ungated(stack) else jnp.split(made, 2, axis=1)
+        hidden = gating(*parts) if gating else jax.nn.silu(parts[0]) * parts[1]
         return (expert_matmul(hidden.astype(rows.dtype), down, expert) + more[1]).astype(rows.dtype)
 
     first = np.cumsum([0, *(len(stack[1].values) for stack in stacks)])

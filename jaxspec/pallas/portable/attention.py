@@ -8,6 +8,7 @@ requests, several programs divide a request's steps (`Plan.parts`), and a second
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -141,7 +142,7 @@ def attention(
         given["scales"] = scales.reshape(-1)
     if sinks is not None:
         given["sinks"] = sinks.astype(jnp.float32)
-    return _attend(plan, given, interpret=interpret).reshape(q.shape)
+    return attend(plan, given, interpret=interpret).reshape(q.shape)
 
 
 def division(plan: Plan) -> int:
@@ -156,15 +157,16 @@ def division(plan: Plan) -> int:
     return parts
 
 
-@partial(jax.jit, static_argnames=("plan", "interpret"))
-def _attend(plan: Plan, given: dict[str, Array], *, interpret: bool) -> Float[Array, " x"]:
+@partial(jax.jit, static_argnames=("plan", "tile", "interpret"))
+def attend(plan: Plan, given: dict[str, Array], tile: Callable | None = None, *, interpret: bool) -> Float[Array, " x"]:
+    """Launch the kernel, and the one that combines its parts. `tile`: what a program does; None: `_tile`."""
     rows, dtype = plan.b * plan.t * plan.n, given["q"].dtype
     out = jax.ShapeDtypeStruct((rows * plan.h,), dtype)
     sizes = plan.parts * rows * plan.h, 2 * plan.parts * rows
     parts = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in sizes]
     warps, stages = plan.launch
     made = pl.pallas_call(
-        partial(_tile, plan, tuple(given)),
+        partial(tile or _tile, plan, tuple(given)),
         out_shape=[out] if plan.parts == 1 else parts,
         grid=(plan.tiles * plan.m, plan.b, plan.parts),
         compiler_params=portable.triton().CompilerParams(num_warps=warps, num_stages=stages),
@@ -185,7 +187,7 @@ def _attend(plan: Plan, given: dict[str, Array], *, interpret: bool) -> Float[Ar
 
 
 @dataclass(frozen=True)
-class _Rows:
+class Rows:
     """The rows of a tile, and the steps that they see."""
 
     index: Array  # i32[rows] of q's rows
@@ -196,7 +198,7 @@ class _Rows:
     steps: tuple[Array, Array]
 
 
-def _rows_of(plan: Plan, ref: dict[str, Any], b: Array, tile: Array, head: Array) -> _Rows:
+def _rows_of(plan: Plan, ref: dict[str, Any], b: Array, tile: Array, head: Array) -> Rows:
     r = jnp.arange(plan.rows, dtype=jnp.int32)
     token = tile * plan.tile_tokens + lax.div(r, jnp.int32(plan.group))
     valid = (r < plan.tile_tokens * plan.group) & (token < plan.t)
@@ -208,21 +210,21 @@ def _rows_of(plan: Plan, ref: dict[str, Any], b: Array, tile: Array, head: Array
     if plan.window is not None:
         position, earliest = kv_slots, start + tile * plan.tile_tokens
         if "depth" in ref:
-            position, earliest = start + _load(ref["depth"].at[row], valid, 0), start
+            position, earliest = start + load(ref["depth"].at[row], valid, 0), start
         first = position - plan.window + 1
         begin = jnp.maximum(earliest - plan.window + 1, 0)
-    end = jnp.clip(_steps(last, plan.step) + 1, 0, plan.last_step)
+    end = jnp.clip(steps(last, plan.step) + 1, 0, plan.last_step)
     begin = jnp.minimum(lax.div(begin, jnp.int32(plan.step)), end)
     index = row * plan.n + head * plan.group + lax.rem(r, jnp.int32(plan.group))
-    return _Rows(index, valid, row, kv_slots, first, (begin, end))
+    return Rows(index, valid, row, kv_slots, first, (begin, end))
 
 
-def _steps(kv_slot: Array, step: int) -> Array:
+def steps(kv_slot: Array, step: int) -> Array:
     """kv_slot // step, rounded down for negative KV slots too."""
     return lax.shift_right_arithmetic(kv_slot, jnp.int32(step.bit_length() - 1))
 
 
-def _load(ref: Any, mask: Array, other: Any) -> Array:
+def load(ref: Any, mask: Array, other: Any) -> Array:
     return portable.triton().load(ref, mask=mask, other=other)
 
 
@@ -237,27 +239,48 @@ def _tile(plan: Plan, names: tuple[str, ...], *refs: Any) -> None:
     tile, head = lax.div(pl.program_id(0), jnp.int32(plan.m)), lax.rem(pl.program_id(0), jnp.int32(plan.m))
     b, part = plan.b - 1 - pl.program_id(1), pl.program_id(2)  # the last block of a prompt takes longest
     rows = _rows_of(plan, ref, b, tile, head)
+    at = rows.index[:, None] * plan.h + jnp.arange(plan.h, dtype=jnp.int32)[None]
+    q = load(ref["q"].at[at], rows.valid[:, None], 0.0)
+    seen = None
+    if plan.window is None:
+        seen = ref["start"][b] if plan.masked_slots else ref["start"][b] + tile * plan.tile_tokens + 1
+    scale = ref["scales"][(ref["layer"][0] * 2 + 1) * plan.m + head] if "scales" in ref else None
+    walk(plan, ref, outs, rows, part, seen, partial(_step, plan, ref, rows, q, b, head), scale)
+
+
+def walk(
+    plan: Plan,
+    ref: dict[str, Any],
+    outs: Sequence[Any],
+    rows: Rows,
+    part: Array,
+    seen: Array | None,
+    step: Callable[..., tuple],
+    scale: Array | None = None,
+) -> None:
+    """Take one part of the steps that a tile's rows see, and store what it gives.
+
+    `seen`: all rows see the KV slots before it; None: nobody knows. `step(masked, i, carry)`: add the i-th step to
+    (sums, maxima, totals). `scale`: of the values.
+    """
     begin, end = rows.steps
     if plan.parts > 1:
         each = lax.div(end - begin + (plan.parts - 1), jnp.int32(plan.parts))
         begin, end = begin + part * each, jnp.minimum(begin + (part + 1) * each, end)
         begin = jnp.minimum(begin, end)
     at = rows.index[:, None] * plan.h + jnp.arange(plan.h, dtype=jnp.int32)[None]
-    q = _load(ref["q"].at[at], rows.valid[:, None], 0.0)
     carry = (
         jnp.zeros((plan.rows, plan.h), jnp.float32),
         jnp.full((plan.rows,), -jnp.inf, jnp.float32),
         jnp.zeros((plan.rows,), jnp.float32),
     )
-    step = partial(_step, plan, ref, rows, q, b, head)
-    if plan.window is None:  # all rows see all of these KV slots
-        seen = ref["start"][b] if plan.masked_slots else ref["start"][b] + tile * plan.tile_tokens + 1
-        whole = jnp.clip(_steps(seen, plan.step), begin, end)
+    if seen is not None:
+        whole = jnp.clip(steps(seen, plan.step), begin, end)
         carry = lax.fori_loop(begin, whole, partial(step, False), carry)
         begin = whole
     acc, top, total = lax.fori_loop(begin, end, partial(step, True), carry)
-    if "scales" in ref:
-        acc = acc * ref["scales"][(ref["layer"][0] * 2 + 1) * plan.m + head]
+    if scale is not None:
+        acc = acc * scale
     if plan.parts > 1:
         total_rows = plan.b * plan.t * plan.n
         _store(outs[0].at[part * total_rows * plan.h + at], acc, rows.valid[:, None])
@@ -265,7 +288,7 @@ def _tile(plan: Plan, names: tuple[str, ...], *refs: Any) -> None:
         _store(outs[1].at[(plan.parts + part) * total_rows + rows.index], total, rows.valid)
         return
     if "sinks" in ref:
-        sink = _load(ref["sinks"].at[lax.rem(rows.index, jnp.int32(plan.n))], rows.valid, 0.0)
+        sink = load(ref["sinks"].at[lax.rem(rows.index, jnp.int32(plan.n))], rows.valid, 0.0)
         total = total + jnp.exp2(sink * LOG2E - top)
     out = acc / jnp.maximum(total, 1e-30)[:, None]
     _store(outs[0].at[at], out.astype(outs[0].dtype), rows.valid[:, None])
@@ -273,7 +296,6 @@ def _tile(plan: Plan, names: tuple[str, ...], *refs: Any) -> None:
 
 def _step(plan, ref, rows, q, b, head, masked, i, carry):
     """Add the i-th step's scores, weights and values. `masked`: some row may not see all of its tokens."""
-    acc, top, total = carry
     per_page, layer = plan.page // plan.step, ref["layer"][0]
     page = ref["table"][b, lax.div(i, jnp.int32(per_page))]
     within = lax.rem(i, jnp.int32(per_page)) * plan.step
@@ -287,16 +309,29 @@ def _step(plan, ref, rows, q, b, head, masked, i, carry):
     if "scales" in ref:
         scale = scale * ref["scales"][layer * 2 * plan.m + head]
     scores = lax.dot_general(q, load(0), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32) * scale
+    return add_step(carry, scores, seen(plan, ref, rows, b, i) if masked else None, partial(load, 1), q.dtype)
+
+
+def add_step(
+    carry: tuple[Array, Array, Array],
+    scores: Float[Array, "r s"],
+    seen: Bool[Array, "r s"] | None,
+    values: Callable[[], Float[Array, "s h"]],
+    dtype: Any,
+) -> tuple[Array, Array, Array]:
+    """Add a step's scores, in base 2, and its values to the running sums. `seen`: None: every row sees all of them."""
+    acc, top, total = carry
+    masked = seen is not None
     if masked:
-        scores = jnp.where(_seen(plan, ref, rows, b, i), scores, -jnp.inf)
+        scores = jnp.where(seen, scores, -jnp.inf)
     new_top = jnp.maximum(top, jnp.max(scores, axis=1))
     safe = jnp.where(new_top == -jnp.inf, 0.0, new_top) if masked else new_top
     weights, shrink = jnp.exp2(scores - safe[:, None]), jnp.exp2(top - safe)
-    mix = jnp.dot(weights.astype(q.dtype), load(1), preferred_element_type=jnp.float32)
+    mix = jnp.dot(weights.astype(dtype), values(), preferred_element_type=jnp.float32)
     return acc * shrink[:, None] + mix, new_top, total * shrink + jnp.sum(weights, axis=1)
 
 
-def _seen(plan: Plan, ref: dict[str, Any], rows: _Rows, b: Array, i: Array) -> Bool[Array, "r s"]:
+def seen(plan: Plan, ref: dict[str, Any], rows: Rows, b: Array, i: Array) -> Bool[Array, "r s"]:
     """Whether each row sees each of a step's tokens."""
     kv_slots = i * plan.step + jnp.arange(plan.step, dtype=jnp.int32)
     old = rows.kv_slots[:, None] >= kv_slots[None] if not plan.masked_slots else (kv_slots < ref["start"][b])[None]
@@ -307,7 +342,7 @@ def _seen(plan: Plan, ref: dict[str, Any], rows: _Rows, b: Array, i: Array) -> B
     new = kv_slots - ref["start"][b]
     listed = (new >= 0) & (new < plan.masked_slots)
     at = rows.token[:, None] * plan.masked_slots + jnp.where(listed, new, 0)[None]
-    given = _load(ref["mask"].at[at], rows.valid[:, None] & listed[None], 0)
+    given = load(ref["mask"].at[at], rows.valid[:, None] & listed[None], 0)
     return old | (given != 0)
 
 

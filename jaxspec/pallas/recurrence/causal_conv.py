@@ -1,7 +1,7 @@
 """The short causal convolution in front of gated delta-rule attention, whose latest inputs are kept by slot.
 
 Each channel is convolved by itself: out_t = silu(sum_j weight[j] x_(t - w + 1 + j)), as `conv1d` of Qwen3-Next and
-Qwen3.5 does, with no bias and w = 4.
+Qwen3.5 does, with no bias and w = 4. Mamba 2's has a bias.
 
 Invariant, the same as for the attention's state (`pallas.gated_delta`): a slot's window holds the last w - 1 committed
 inputs from before its last round, then that round's inputs. The next round gets the number of those that were accepted.
@@ -92,11 +92,12 @@ def conv_step(
     x: Float[Array, "b t c"],
     weight: Float[Array, "c w"],
     fixed: bool = False,
+    bias: Float[Array, " c"] | None = None,
 ) -> tuple[Float[Array, "b t c"], Windows]:
     """Convolve t new rows of each slot; the first `replay[r]` rows of its last round were accepted.
 
-    Returns the rows in x's dtype, and the windows after them. **Raises:** `ValueError` for more rows than a window has
-    room for.
+    `bias` is added before SiLU. Returns the rows in x's dtype, and the windows after them. **Raises:** `ValueError` for
+    more rows than a window has room for.
     """
     t, back = x.shape[1], weight.shape[1] - 1
     _check_room(windows, t, back)
@@ -104,7 +105,7 @@ def conv_step(
     before = windows[layer, slots[:, None], at]
     x = x.astype(windows.dtype)
     inputs = jnp.concatenate([before, x], axis=1)
-    out = (_convolve_in_slices if fixed else _convolve)(before, x, weight)
+    out = (_convolve_in_slices if fixed else _convolve)(before, x, weight, bias)
     return out.astype(x.dtype), windows.at[layer, slots, : back + t].set(inputs)
 
 
@@ -169,6 +170,7 @@ def conv_chunk(
     x: Float[Array, "b t c"],
     weight: Float[Array, "c w"],
     fixed: bool = False,
+    bias: Float[Array, " c"] | None = None,
 ) -> tuple[Float[Array, "b t c"], Windows]:
     """Convolve blocks of t prompt tokens, in order; they read and write slots as `gated_delta.chunk` does.
 
@@ -180,7 +182,7 @@ def conv_chunk(
     tail, targets = _tail(before, x, count), _targets(slots, keep, windows.shape[1])
     targets = jnp.where(targets < 0, windows.shape[1], targets)
     windows = windows.at[layer, targets, :back].set(jnp.concatenate([tail, tail]), mode="drop")
-    return (_convolve_in_slices if fixed else _convolve)(before, x, weight).astype(x.dtype), windows
+    return (_convolve_in_slices if fixed else _convolve)(before, x, weight, bias).astype(x.dtype), windows
 
 
 def _before(windows, layer, slots, source, keep, count, x, back: int) -> Float[Array, "b k c"]:
@@ -223,7 +225,12 @@ def _last_to_write(targets: Int[Array, " b"], order: Int[Array, " b"]) -> Bool[A
     return ~over.any(axis=1) & (targets >= 0)
 
 
-def _convolve(before: Float[Array, "b k c"], x: Float[Array, "b t c"], weight: Float[Array, "c w"]) -> Array:
+def _convolve(
+    before: Float[Array, "b k c"],
+    x: Float[Array, "b t c"],
+    weight: Float[Array, "c w"],
+    bias: Float[Array, " c"] | None,
+) -> Array:
     """The convolution of x's rows, which follow k = w - 1 others, in float32.
 
     A tap's inputs are the sum of two padded arrays, one of which is zero in each row. All of it fuses into the
@@ -236,10 +243,19 @@ def _convolve(before: Float[Array, "b k c"], x: Float[Array, "b t c"], weight: F
         earlier = jnp.pad(before[:, j : j + late], ((0, 0), (0, t - late), (0, 0)))
         return (earlier + jnp.pad(x[:, : t - late], ((0, 0), (late, 0), (0, 0)))).astype(jnp.float32)
 
-    return jax.nn.silu(sum(tap(j) * weight[:, j] for j in range(weight.shape[1])))
+    return jax.nn.silu(sum((tap(j) * weight[:, j] for j in range(weight.shape[1])), _start(bias)))
 
 
-def _convolve_in_slices(before: Float[Array, "b k c"], x: Float[Array, "b t c"], weight: Float[Array, "c w"]) -> Array:
+def _start(bias: Float[Array, " c"] | None) -> Array | int:
+    return 0 if bias is None else bias.astype(jnp.float32)
+
+
+def _convolve_in_slices(
+    before: Float[Array, "b k c"],
+    x: Float[Array, "b t c"],
+    weight: Float[Array, "c w"],
+    bias: Float[Array, " c"] | None,
+) -> Array:
     """Convolve `SLICE` rows at a time, in float32, so that a row's bits don't depend on how many rows there are.
 
     The w inputs of each row's taps are gathered first, [b, t, w, c].
@@ -249,7 +265,7 @@ def _convolve_in_slices(before: Float[Array, "b k c"], x: Float[Array, "b t c"],
     seen = jnp.stack([inputs[:, j : j + t] for j in range(taps)], axis=2)
 
     def convolve(seen):
-        return jax.nn.silu(sum(seen[:, j].astype(jnp.float32) * weight[:, j] for j in range(taps)))
+        return jax.nn.silu(sum((seen[:, j].astype(jnp.float32) * weight[:, j] for j in range(taps)), _start(bias)))
 
     return sliced(convolve, SLICE, seen.reshape(-1, taps, x.shape[2])).reshape(x.shape)
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 
 import jsonschema
 import numpy as np
 import pytest
+from hypothesis import given as drawn
+from hypothesis import settings
+from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from jaxspec.config.request import RequestError
@@ -16,6 +20,8 @@ from server.chat.tool_grammar import tool_call_grammar
 from server.parsers import parse
 from tests.server.fake import byte_tokenizer
 from tests.server.parsers.cases import tool
+from tests.server.parsers.marked_texts import MARKED_TEXTS
+from tests.server.parsers.test_marked_texts import MARKS
 
 END = 258
 KINDS = {"type": "string", "enum": ["a", 'b"', "<c>"]}
@@ -84,8 +90,37 @@ def test_strings_of_any_text_end_at_their_marker():
     assert accepts(wanted, text)
     assert json.loads(parse("qwen3_coder", [text])["tool_calls"][0]["arguments"]) == {"text": "<b>\n</x> y\n"}
     assert not accepts(wanted, text.replace("\n</parameter>", ""))
-    for end in ("</parameter>", "\n</function>", "\n<parameter="):
-        assert not accepts(wanted, text.replace("</x>", end)), "the parser would end the value there"
+    assert not accepts(wanted, text.replace("</x>", "</parameter>")), "the parser would end the value there"
+
+
+LOG = tool("log", text={"type": "string"}, tags={"type": "array", "items": {"type": "string"}}, note={})
+LOG["function"]["parameters"] |= {"required": ["text", "tags"], "additionalProperties": False}
+KNOWN = [LOG, tool("bash", command={"type": "string"})]
+CALLS = [
+    *("<tool_call>\n<function=bash>\n<parameter=command>\nls", "</parameter>\n</function>\n</tool_call>\n"),
+    *('<tool_call>\n{"name": "bash", "arguments": {}}', '[TOOL_CALLS]bash[ARGS]{"command": 1}', "</think>", "\\"),
+]
+
+
+@functools.cache
+def grammar_of(format):
+    return matcher(tool_call_grammar(KNOWN, format, reasoning="qwen3", thinking="prompt"))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@settings(max_examples=80, deadline=None)
+@drawn(st.lists(st.sampled_from([*MARKS, *CALLS]), max_size=12).map("".join) | st.sampled_from(MARKED_TEXTS))
+def test_the_parser_reads_what_the_grammar_takes(format, text):
+    """Any marks may stand in reasoning and values but the one that ends them."""
+    thought, given = "hm " + text.replace("</think>", ""), {"text": text, "tags": [text, text]}
+    reply = f"{thought}</think>\n\n{call(format, given, 'log')}"
+    made, tokens = grammar_of(format).deep_copy(), list(reply.encode())
+    taken = made.try_consume_tokens(tokens) == len(tokens) and made.is_accepting()
+    assert taken == (format != "qwen3_coder" or "\n</parameter>" not in text)
+    if taken:
+        found = parse(f"qwen3+{format}", [reply], KNOWN, "prompt", constrained=True)
+        assert found["reasoning_content"] == thought and found["content"] is None
+        assert [(each["name"], json.loads(each["arguments"])) for each in found["tool_calls"]] == [("log", given)]
 
 
 INT, TEXT = {"type": "integer"}, {"type": "string"}
@@ -98,14 +133,17 @@ def members(**properties):
     return {"type": "object", "properties": properties, "required": [*properties]}
 
 
-def call(format, arguments) -> str:
-    """A call of `f` as models write it."""
+def call(format, arguments, name="f") -> str:
+    """A call as models write it."""
     said = json.dumps(arguments, ensure_ascii=False)
     if format == "qwen3_coder":
-        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
+        texts = {
+            key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            for key, value in arguments.items()
+        }
         said = "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in texts.items())
-        return f"<tool_call>\n<function=f>\n{said}</function>\n</tool_call>"
-    body = f'{{"name": "f", "{"parameters" if format == "llama3_json" else "arguments"}": {said}}}'
+        return f"<tool_call>\n<function={name}>\n{said}</function>\n</tool_call>"
+    body = f'{{"name": "{name}", "{"parameters" if format == "llama3_json" else "arguments"}": {said}}}'
     marks = {"hermes": ("<tool_call>\n", "\n</tool_call>"), "mistral": ("[TOOL_CALLS][", "]")}.get(format, ("", ""))
     return body.join(marks)
 

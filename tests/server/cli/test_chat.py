@@ -1,11 +1,13 @@
-"""`jaxspec chat`: a conversation with a server and with an engine of the process, both the fake one."""
+"""`jaxspec chat`: a conversation with a server and with an engine of the process, both the fake one, and with a tiny
+model; `jaxspec send-one`, which shares its HTTP."""
 
 import io
 
 import pytest
 
-from server.cli import chat
+from server.cli import chat, send_one
 from tests.server.fake import TEXT, FakeLLM, byte_tokenizer
+from tests.support.engines import SMALL, checkpoint
 
 LENGTH = len(TEXT.encode())
 
@@ -49,3 +51,28 @@ def test_errors_are_words(url, fake, typed, capsys):
     typed("late failure")
     assert chat.main([url]) in (0, 1)
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_model_is_loaded_and_answers(typed, capsys):
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items() if value is not True]
+    flags += [f"--{name.replace('_', '-')}" for name, value in SMALL.items() if value is True]
+    typed("hi", "so")
+    assert chat.main([checkpoint(), "--draft=none", "--max-tokens=6", *flags]) == 0
+    assert capsys.readouterr().out.count("\n[6 tokens, ") == 2
+
+
+@pytest.mark.parametrize("flags", [[], ["--stream"], ["--json"]])
+def test_one_prompt_and_its_figures(url, fake, capsys, flags):
+    assert send_one.main([url, "--max-tokens", "40", *flags]) == 0
+    text, head, figures = capsys.readouterr().out.rsplit("\n", 3)[:3]
+    assert text == TEXT and head.split()[:2] == ["latency", "(s)"]
+    latency, tokens, accept, speed = map(float, figures.split())
+    assert (tokens, accept) == (LENGTH, 1.8) and latency > 0 and speed == pytest.approx(tokens / latency, rel=0.1)
+    (prompt,), params = prompts(fake)[-1:], fake.started[-1][1]
+    assert prompt == (send_one.IN_JSON if "--json" in flags else send_one.PROMPT)
+    assert params.temperature == 0 and (params.structured is not None) == ("--json" in flags)
+
+
+def test_a_prompt_that_fails_says_why(url, capsys):
+    assert send_one.main([url, "--prompt", 300 * "a"]) == 1
+    assert "answered 400: " in capsys.readouterr().err

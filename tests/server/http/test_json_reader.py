@@ -109,7 +109,8 @@ def chat(size):
 @pytest.mark.parametrize("value", [
     chat(200_000),
     {"prompt": "a word " * 28_000},
-    {"prompt": [12345] * 30_000},
+    {"prompt": [12345] * 100_000},
+    {"prompt": 'a,b:[{"' * 24_000},
     {"prompt": "\\ \" \n" * 28_000},
     {"a": [{"b": [[]]}, {}] * 5000},
 ])  # fmt: skip
@@ -121,22 +122,30 @@ def test_a_body_of_200_kb_is_left_to_c(monkeypatch, value):
 
 @pytest.mark.speed
 @pytest.mark.exhaustive
-def test_a_body_of_200_kb_takes_less_than_a_millisecond():
-    body, took = json.dumps(chat(200_000)).encode(), []
+@pytest.mark.parametrize(("value", "most"), [
+    (chat(200_000), 0.001),
+    ({"prompt": "a word " * 28_000}, 0.001),
+    ({"prompt": '"a": "b", ' * 14_000}, 0.001),
+    ({"prompt": [12345] * 29_000}, 0.002),  # of which integers themselves take 1 ms
+])  # fmt: skip
+def test_a_body_of_200_kb_takes_about_a_millisecond(value, most):
+    body, took = json.dumps(value).encode(), []
     for _ in range(20):
         start = time.thread_time()
         json_reader.parse(body)
         took.append(time.thread_time() - start)
-    assert min(took) < 0.001
+    assert min(took) < most
 
 
 @pytest.mark.parametrize("body", [
     b"[" + b"{}," * json_reader.VALUES_AT_ONCE + b"1]",
-    b"[" + b"1," * json_reader.VALUES_AT_ONCE + b"1]",
+    b"[" + b'"a",' * json_reader.VALUES_AT_ONCE + b"1]",
+    b"[" + b"1.0," * json_reader.VALUES_AT_ONCE + b"1]",
+    b"[" + b"1," * json_reader.INTEGERS_AT_ONCE + b"1]",
     b'["' + b"a" * json_reader.AT_ONCE + b'"]',
 ])  # fmt: skip
 def test_what_takes_longer_is_walked_where_others_get_a_turn(monkeypatch, body):
-    monkeypatch.setattr(json_reader.json, "loads", lambda text: pytest.fail("C has it all"))
+    monkeypatch.setattr(json_reader, "from_json", lambda *_, **options: pytest.fail("C has it all"))
     assert isinstance(json_reader.parse(body), list)
 
 
@@ -152,6 +161,9 @@ def test_a_small_document_is_read_by_c_as_a_large_one_is_here(text):
     b"1" * MAX_DIGITS, b"[0," + b"1" * (MAX_DIGITS + 1) + b"]", b"0." + b"1" * (MAX_DIGITS + 1),
     b'{"' + b"k" * (MAX_KEY + 1) + b'" : 1}',
     b'{"a": {"' + b'\\"' * MAX_KEY + b'": 1}}', b'["' + b"k" * (MAX_KEY + 1) + b'", 1]', b"[" * 5000, b"[" * 200_000,
+    b"1],[2", b"1,2", b"],[", b"[" * MAX_DEPTH + b"1" + b"]" * MAX_DEPTH,
+    b'{"a":' * MAX_DEPTH + b"{}" + b"}" * MAX_DEPTH, b'{"a":' * MAX_DEPTH + b"1" + b"}" * MAX_DEPTH,
+    b"{" + b'"k":"v",' * MAX_ITEMS + b'"k":1}',
     b'["]"' + b",[" * MAX_DEPTH + b"]" * (MAX_DEPTH + 1), b'["\\"]"' + b",[" * MAX_DEPTH + b"]" * (MAX_DEPTH + 1),
     b'["[\\\\"' + b",[" * (MAX_DEPTH - 1) + b"]" * MAX_DEPTH,
     b"[" + b'{"a":1},' * MAX_ITEMS + b"1]", '"é"'.encode("utf-16"), "\ufeff[1]".encode(),

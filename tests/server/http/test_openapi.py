@@ -106,6 +106,9 @@ def valid(schema, path, body):
 ITEM = {"type": "message", "role": "user", "content": "hi"}
 CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 TOOL = {"type": "function", "function": {"name": "f"}}
+FORM = {"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: /a/"}}
+CUSTOM = {"type": "custom", "custom": {"name": "c", "format": FORM}}
+CUSTOM_CALL = {"id": "d", "type": "custom", "custom": {"name": "c", "input": "x"}}
 
 
 @pytest.mark.parametrize(("path", "body"), [
@@ -113,6 +116,8 @@ TOOL = {"type": "function", "function": {"name": "f"}}
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {}}]}]}),
     (CHAT, {"messages": USER, "logprobs": True, "top_logprobs": 2}),
     (CHAT, {"messages": USER, "reasoning_effort": "low"}),
+    (CHAT, {"messages": [*USER, {"role": "assistant", "tool_calls": [CUSTOM_CALL]}], "tools": [CUSTOM],
+            "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}}),
     ("/v1/responses", {"input": "a", "reasoning": {"effort": "high"}}),
     (CHAT, {"messages": USER, "response_format": {"type": "text"}, "regex": "a"}),
     (TEXT, {"prompt": "a", "structured_outputs": {"json_object": True, "whitespace_pattern": ""}}),

@@ -20,6 +20,8 @@ THINK = [
     Case("call ends open reasoning", "vllm qwen3", "qwen3", "Look.\n\n" + BASH, "Look.\n\n", BASH, thinking="prompt"),
     Case("call ends reasoning with marker", "vllm qwen3", "qwen3", "<think>Look.\n\n" + BASH, "Look.\n\n", BASH),
     Case("marker mentioned", "-", "qwen3", "<think>no <tool_call> yet</think>So.", "no <tool_call> yet", "So."),
+    Case("closing marker mentioned", "vllm qwen3", "qwen3", "<think>after </think> I", "after ", " I"),
+    Case("closed twice", "vllm qwen3", "qwen3", "<think>a</think>b</think>c", "a", "b</think>c"),
     Case("whitespace is kept", "vllm deepseek_r1", "qwen3", "<think>\nhm\n</think>\n\nSo.", "\nhm\n", "\n\nSo."),
     Case("empty block", "qwen3 template", "qwen3", "<think>\n\n</think>\n\nSo.", "\n\n", "\n\nSo."),
     Case("later markers are text", "-", "qwen3", "Write <think>x</think>.", None, "Write <think>x</think>."),

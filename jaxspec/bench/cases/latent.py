@@ -1,0 +1,42 @@
+"""Attention over latents in pages, with DeepSeek-V3's heads: all of them, and those of one of eight GPUs."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.bench.cases.case import PAGE, Case
+from jaxspec.pallas.attention.latent_attention import latent_attention, reference
+
+LATENT, REST, SCALE = 512, 64, 0.1
+
+
+def decode(b: int, context: int, t: int, heads: int, layers: int, dtype: str) -> Case:
+    """`t` rows of `heads` heads for each of `b` requests with `context` tokens."""
+    width, pages = LATENT + REST, -(-context // PAGE)
+    rows, seen = b * t * heads, context - (t - 1) / 2
+
+    def build(key):
+        kv_key, q_key = jax.random.split(key)
+        kv = jax.random.normal(kv_key, (layers, 1 + b * pages, 1, 1, PAGE, width), dtype)
+        table = 1 + np.random.default_rng(0).permutation(b * pages).reshape(b, pages).astype(np.int32)
+        q = jax.random.normal(q_key, (b, t, heads, width), dtype)
+        return q, kv, jnp.asarray(table), jnp.full((b,), context - t, jnp.int32)
+
+    def attend(layer, q, kv, table, start, plain=False):
+        call = q, kv, jnp.int32(layer), table, start, LATENT, SCALE, None
+        return (reference if plain else latent_attention)(*call)
+
+    return Case(
+        name=f"latent attention {b} x {context}, {t} row{'s' * (t > 1)}, {heads} heads",
+        group="latent attention",
+        layers=layers,
+        build=build,
+        op=attend,
+        plain=partial(attend, plain=True),
+        size=jnp.dtype(dtype).itemsize * (b * context * width + rows * (width + LATENT)),
+        flops=2 * rows * seen * (width + LATENT),
+    )

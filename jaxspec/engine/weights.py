@@ -1,0 +1,263 @@
+"""New weights in the place of an engine's own: from a pytree, by Hugging Face names, or from a folder.
+
+Programs take params as arguments, so nothing is compiled again: every new array has the shape, dtype and sharding of
+the one before it, and its format. An array that has these already is taken as it is, without a copy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from jaxspec.checkpoint import CheckpointError, Model, load_target, mtp_name
+from jaxspec.checkpoint.load import text_name
+from jaxspec.checkpoint.params import assemble, quantised
+from jaxspec.config.engine_config import EngineConfig
+from jaxspec.config.options import ConfigError
+from jaxspec.drafters import mtp
+from jaxspec.drafters.loading import LoadedDrafter, load_drafter
+from jaxspec.drafters.own_weights import with_head_copy
+from jaxspec.engine.deterministic import prepared
+from jaxspec.models.weights import Mxfp4, Param, Weight
+from jaxspec.parallel import sharding
+
+BY_NAME = "a mapping of Hugging Face names to arrays"
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """Weights that are ready to take others' places: leaves of the target's declarations, None where the old one
+    stays, and the drafter's params by name. None: all of them stay. `version` names the result."""
+
+    target: list[Any] | None
+    draft: Mapping[str, Any] | None
+    version: str | None = None
+
+
+def read(model: Model, draft: LoadedDrafter, config: EngineConfig, target: Any, drafter: Any) -> Update:
+    """Make an update of what a caller gives. It computes on the device, and changes nothing.
+
+    `target` and `drafter`: None, or a pytree of the engine's own structure; for the target, and for an MTP module with
+    it, also a mapping of Hugging Face names to arrays, which may name some parameters alone.
+
+    **Raises:** `CheckpointError` naming what doesn't fit.
+    """
+    if target is None and drafter is None:
+        raise CheckpointError("an update needs weights: of the target, of the drafter, or both")
+    if _by_names(target, model.params):
+        names = {text_name(name, model.config.num_layers): array for name, array in target.items()}
+        modules = {mtp_name(name, model.config.num_layers): array for name, array in target.items()}
+        names.pop(None, None), modules.pop(None, None)
+        if modules and drafter is None and isinstance(draft.drafter, mtp.Mtp):
+            drafter = _module(draft, modules)
+        target = _named(_leaves(declared(model)), _leaves(base(model)), names, model.dtype, config.tp_size)
+    elif target is not None:
+        target = _fitted(declared(model), base(model), _without_derived(model, target), "target")
+    return Update(target, None if drafter is None else _drafters(draft, drafter))
+
+
+def read_folders(
+    model: Model, draft: LoadedDrafter, config: EngineConfig, target: str | None, drafter: str | None
+) -> Update:
+    """Make an update of folders, or hub ids, in the engine's own dtype and format. An MTP module comes with its target,
+    if that has one. **Raises:** `CheckpointError`, `ConfigError`."""
+    loaded, made = model, None
+    if target is not None:
+        loaded = load_target(dataclasses.replace(config, model=target))
+        own = model.config.decoder
+        if dataclasses.replace(loaded.config.decoder, deterministic=own.deterministic) != own:
+            raise CheckpointError(f"{target} is another model than {model.name}: their configs describe other layers")
+        if isinstance(draft.drafter, mtp.Mtp) and drafter is None and mtp.found(loaded, config.load_format):
+            made = load_drafter("mtp", loaded, config)
+    if drafter is not None:
+        method = draft.name.partition("?")[0].partition(":")[0]
+        name = f"{method}:{drafter}" if ":" in draft.name or draft.name == method else drafter
+        made = load_drafter(name, loaded, config)
+    update = read(model, draft, config, None if target is None else loaded.params, made and made.params)
+    shared = {id(array) for array in jax.tree.leaves(loaded.params)}
+    own = lambda value: not any(id(array) in shared for array in jax.tree.leaves(value))  # noqa: E731
+    parts = None if made is None else {name: each for name, each in update.draft.items() if own(each)}
+    return dataclasses.replace(update, draft=parts)
+
+
+def applied(model: Model, draft: LoadedDrafter, config: EngineConfig, update: Update) -> tuple[Model, LoadedDrafter]:
+    """Model and drafter with the update. What the drafter borrows of the target is the new target's."""
+    new = model
+    if update.target is not None:
+        _, structure = jax.tree.flatten(base(model), is_leaf=_whole)
+        pairs = zip(update.target, _leaves(base(model)), strict=True)
+        params = jax.tree.unflatten(structure, [old if given is None else given for given, old in pairs])
+        new = prepared(dataclasses.replace(model, params=params), draft, config)
+    params = draft.params
+    if isinstance(params, Mapping):
+        params = {name: each for name, each in params.items() if name != "head_copy"} | dict(update.draft or {})
+        params = _followed(params, model.params, new.params)
+        params = with_head_copy(params) if "head_copy" in draft.params else params
+    return new, dataclasses.replace(draft, params=params)
+
+
+def check_follows(draft: LoadedDrafter, config: EngineConfig) -> None:
+    """**Raises:** `ConfigError` for a drafter with a copy of the target's head that nothing here makes again."""
+    if config.draft_token_map is not None:
+        raise ConfigError(
+            f"--draft-token-map {config.draft_token_map}: {draft.name} drafts with some columns of the target's head, "
+            "which don't follow an update of the target. Start the engine without the flag"
+        )
+    if config.draft_dtype not in (None, config.dtype):
+        raise ConfigError(
+            f"--draft-dtype {config.draft_dtype}: {draft.name} drafts with a cast copy of the target's head, which "
+            "doesn't follow an update of the target. Start the engine without the flag"
+        )
+
+
+def declared(model: Model) -> Any:
+    """Declarations of a model's params, before `--deterministic` prepares them."""
+    return model.family.tensors(model.config.decoder)
+
+
+def base(model: Model) -> Any:
+    """A model's params without what `--deterministic` makes of them."""
+    return _without_derived(model, model.params)
+
+
+def _without_derived(model: Model, params: Any) -> Any:
+    if isinstance(params, Mapping) and model.config.decoder.deterministic and model.config.decoder.tied:
+        return {name: each for name, each in params.items() if name != "head"}
+    return params
+
+
+def _whole(leaf: Any) -> bool:
+    return isinstance(leaf, Weight | Param)
+
+
+def _leaves(tree: Any) -> list[Any]:
+    return jax.tree.leaves(tree, is_leaf=_whole)
+
+
+def _by_names(given: Any, params: Any) -> bool:
+    return isinstance(given, Mapping) and bool(given) and not given.keys() <= params.keys()
+
+
+def _named(declared: list[Param], old: list[Any], given: dict[str, Any], dtype: str, devices: int) -> list[Any]:
+    """Leaves for arrays by name. Those of a fused parameter come together."""
+    declared = [param.as_found(given) for param in declared]
+    left = given.keys() - {name for param in declared for name in param.sources} - {"lm_head.weight"}
+    if left:
+        raise CheckpointError(f"the model has no {min(left)}, nor {len(left) - 1} other tensors that were given")
+    wanted, places = [], []
+    for place, (param, before) in enumerate(zip(declared, old, strict=True)):
+        found = [name for name in param.sources if name in given]
+        if not found:
+            continue
+        if len(found) < len(param.sources):
+            lacking = next(name for name in param.sources if name not in given)
+            raise CheckpointError(f"{found[0]} was given without {lacking}; they are one parameter here: give both")
+        for name, shape in param.stored_values().items():
+            if given[name].shape != shape:
+                raise CheckpointError(f"{name} is {list(given[name].shape)}, the model's is {list(shape)}")
+        if isinstance(before, Weight) and before.quantised:
+            if isinstance(before.format, Mxfp4):
+                raise CheckpointError(f"{found[0]}: weights in MXFP4 can't be made of others by name; load a folder")
+            param = dataclasses.replace(param, format=before.format, scales=())
+        wanted.append(param)
+        places.append(place)
+    if not wanted:
+        raise CheckpointError("none of the tensors that were given is a parameter of the model")
+    mesh = sharding.mesh_of(devices)
+    made = assemble(wanted, ((name, given[name]) for param in wanted for name in param.sources), dtype, mesh)
+    out: list[Any] = [None] * len(old)
+    for place, leaf in zip(places, made, strict=True):
+        out[place] = _placed(leaf, old[place], declared[place].sources[0])
+    return out
+
+
+def _fitted(declared: Any, old: Any, given: Any, whose: str) -> list[Any]:
+    """Leaves of a pytree that has the structure of the declarations."""
+    paths, structure = jax.tree_util.tree_flatten_with_path(declared, is_leaf=_whole)
+    leaves, theirs = jax.tree.flatten(given, is_leaf=_whole)
+    if structure != theirs:
+        raise CheckpointError(f"the {whose}'s weights must be {BY_NAME}, or have the structure of its params")
+    out = []
+    for (path, param), leaf, before in zip(paths, leaves, _leaves(old), strict=True):
+        name = whose + jax.tree_util.keystr(path)
+        if isinstance(before, Weight) and not isinstance(leaf, Weight):
+            raise CheckpointError(f"{name} must be a Weight, got {type(leaf).__name__}")
+        if isinstance(before, Weight) and before.quantised and not leaf.quantised:
+            if isinstance(before.format, Mxfp4):
+                raise CheckpointError(f"{name}: unquantised weights aren't made MXFP4; give them as a folder has them")
+            if leaf.values.shape != param.shape:
+                raise CheckpointError(f"{name} is {list(leaf.values.shape)}, the engine's is {list(param.shape)}")
+            leaf = quantised(dataclasses.replace(param, format=before.format), leaf.values)
+        out.append(_placed(leaf, before, name, param.shape))
+    return out
+
+
+def _placed(given: Any, before: Any, name: str, shape: tuple[int, ...] | None = None) -> Any:
+    """A leaf with the dtype and sharding of the one before it: the same arrays if it has them.
+
+    `shape`: another that is allowed, of a weight that is padded later."""
+    mine, structure = jax.tree.flatten(before)
+    arrays, theirs = jax.tree.flatten(given)
+    if structure != theirs:
+        raise CheckpointError(f"{name} has another format or layout than the engine's")
+    out = []
+    for array, old in zip(arrays, mine, strict=True):
+        if array.shape not in (old.shape, shape):
+            raise CheckpointError(f"{name} is {list(array.shape)}, the engine's is {list(old.shape)}")
+        cast = array if array.dtype == old.dtype else array.astype(old.dtype)
+        out.append(cast if isinstance(old, jax.ShapeDtypeStruct) else jax.device_put(cast, old.sharding))
+    return jax.tree.unflatten(structure, out)
+
+
+def _drafters(draft: LoadedDrafter, given: Any) -> dict[str, Any]:
+    """The drafter's params by name, as they are to be."""
+    own = draft.params
+    if not isinstance(own, Mapping) or not own:
+        raise CheckpointError(f"--draft {draft.name} has no weights to update")
+    if not isinstance(given, Mapping) or (strange := given.keys() - own.keys()):
+        found = min(strange) if isinstance(given, Mapping) else type(given).__name__
+        raise CheckpointError(f"the drafter's weights are a mapping of some of {', '.join(sorted(own))}; got {found}")
+    out = {}
+    for name, value in given.items():
+        leaves, theirs = jax.tree.flatten(value, is_leaf=_whole)
+        old, structure = jax.tree.flatten(own[name], is_leaf=_whole)
+        if structure != theirs:
+            raise CheckpointError(f"the drafter's {name!r} has another structure than the engine's")
+        pairs = zip(leaves, old, strict=True)
+        out[name] = jax.tree.unflatten(structure, [_placed(new, before, f"drafter[{name!r}]") for new, before in pairs])
+    return out
+
+
+def _module(draft: LoadedDrafter, given: dict[str, Any]) -> dict[str, Any]:
+    """An MTP module's params for arrays by name; those that aren't given stay."""
+    drafter = draft.drafter
+    tree = mtp.parameters(drafter.config, getattr(drafter, "modules", 1))
+    old = {name: draft.params[name] for name in tree}
+    made = _named(_leaves(tree), _leaves(old), given, drafter.dtype, 1)
+    merged = [before if leaf is None else leaf for leaf, before in zip(made, _leaves(old), strict=True)]
+    return jax.tree.unflatten(jax.tree.structure(tree, is_leaf=_whole), merged)
+
+
+def _followed(params: Any, old: Any, new: Any) -> Any:
+    """A drafter's params with the new target's arrays where they were the old one's."""
+    if old is new:
+        return params
+    pairs = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
+    by_id = {id(before): after for before, after in pairs}
+    return jax.tree.map(lambda array: by_id.get(id(array), array), params)
+
+
+def moved(model: Model, draft: LoadedDrafter, move: Callable[[Any], Any]) -> tuple[Model, LoadedDrafter]:
+    """Model and drafter with each array moved. What they share is moved once, and stays shared."""
+    done: dict[int, Any] = {}
+
+    def once(array: Any) -> Any:
+        if id(array) not in done:
+            done[id(array)] = move(array)
+        return done[id(array)]
+
+    params, drafts = jax.tree.map(once, (model.params, draft.params))
+    return dataclasses.replace(model, params=params), dataclasses.replace(draft, params=drafts)

@@ -1,0 +1,31 @@
+"""GLM-4.7-Flash: latent attention with the experts of GLM-4.5."""
+
+from __future__ import annotations
+
+from jaxspec.models import reading
+from jaxspec.models.declaring import decoder_tensors as tensors
+from jaxspec.models.description import Decoder
+from jaxspec.models.families.deepseek_v3 import LATENTS, ROUTING, described
+from jaxspec.models.families.glm4_moe import mixture
+
+__all__ = ["read", "tensors"]
+
+# What transformers' Glm4MoeLiteConfig has where a config.json is silent.
+DEFAULTS = {
+    **LATENTS,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "rms_norm_eps": 1e-5,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.8,
+}
+
+
+def read(hf: reading.Config) -> Decoder:
+    """**Raises:** `ConfigError` naming the key."""
+    return described(hf, mixture(hf), ROUTING)
