@@ -43,6 +43,13 @@ HERE = "--model Qwen/Qwen3-8B"
      f"{HERE} --context-length 8192 --draft eagle3:a/b --num-draft-tokens 3 --port 8000"),
     (f"CUDA_VISIBLE_DEVICES=0 HF_HOME='a b' {VLLM} -tp 1 --enforce-eager --gpu-memory-utilization=0.8",
      f"CUDA_VISIBLE_DEVICES=0 HF_HOME='a b' {HERE} --mem-fraction-static 0.8 --port 8000"),
+    (f"""{VLLM} --limit-mm-per-prompt '{{"image": 4, "video": 0}}' --allowed-local-media-path /tmp """
+     "--allowed-media-domains a.example b.example",
+     f"""{HERE} --limit-images-per-prompt 4 --allowed-media-path /tmp """
+     """--allowed-media-domains '["a.example", "b.example"]' --port 8000"""),
+    (f"{VLLM} --limit-mm-per-prompt.image 0", f"{HERE} --limit-images-per-prompt 0 --port 8000"),
+    (f"{VLLM} --limit-mm-per-prompt image=2", f"{HERE} --limit-images-per-prompt 2 --port 8000"),
+    (f"""{SGLANG} --limit-mm-data-per-request '{{"image": 3}}'""", f"{HERE} --limit-images-per-prompt 3"),
     (f"SGLANG_ENABLE_SPEC_V2=0 {SGLANG}", f"{HERE} --disable-overlap"),
     (f"env SGLANG_ENABLE_SPEC_V2=False {SGLANG}", f"{HERE} --disable-overlap"),
     (f"{SGLANG} --speculative-algo NGRAM --mem-fraction 0.7 --max-running 4",
@@ -129,6 +136,9 @@ def test_translations(line, here):
 @pytest.mark.parametrize("flags,said", [
     ("--torchao-config int4wo", "--torchao-config: weights are quantised by --quantization fp8"),
     ("--enable-lora --lora-modules a=b", "--enable-lora: LoRA"),
+    ("--enable-multimodal", "--enable-multimodal: pictures are read wherever the model has a vision tower"),
+    ("""--limit-mm-per-prompt '{"video": 1}'""", '--limit-mm-per-prompt {"video": 1}: it names no number'),
+    ("--mm-processor-kwargs '{}'", "--mm-processor-kwargs: the processor is as the checkpoint's"),
     ("--pipeline-parallel-size 2", "--pipeline-parallel-size 2: of several GPUs, --tp-size, --ep-size"),
     ("--enable-dp-attention", "--enable-dp-attention: attention is divided by heads (--tp-size)"),
     ("--load-balance-method shortest_queue", "--load-balance-method: --dp-size engines run on this host"),
