@@ -227,7 +227,7 @@ def planned(options: EngineConfig, tp: int, defaults: Defaults, memory: tuple[in
 # --- one device's share ---
 
 HEADS = ("num_attention_heads", "linear_num_key_heads", "linear_num_value_heads")
-EXPERTS = ("num_experts", "num_local_experts")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 VOCABULARIES = ("vocab_size", "draft_vocab_size")
 
 
@@ -254,7 +254,7 @@ def share(hf: Mapping[str, Any], n: int, quantization: str | None = None) -> dic
     experts = next((name for name in EXPERTS if hf.get(name)), None)
     if experts is not None:
         mine |= _expert_share(hf, n, unit, experts)
-    elif hf.get("intermediate_size"):
+    if hf.get("intermediate_size") and (experts is None or hf.get("first_k_dense_replace")):
         mine["intermediate_size"] = _divided(hf, "intermediate_size", n, unit)
     mine |= {name: -(-hf[name] // n) for name in VOCABULARIES if hf.get(name)}
     for name in (name for name in ("mask_token_id", "bos_token_id") if isinstance(hf.get(name), int)):

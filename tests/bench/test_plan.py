@@ -101,6 +101,12 @@ def test_experts_whose_columns_share_scales_are_divided_themselves():
     assert plan.share(QWEN3_235B, 8)["moe_intermediate_size"] == 192
 
 
+def test_a_share_of_dense_layers_and_of_experts_behind_them():
+    made = plan.share(tiny_config("deepseek_v3", num_attention_heads=8, num_key_value_heads=8), 2)
+    sizes = "num_attention_heads", "intermediate_size", "moe_intermediate_size", "n_routed_experts", "kv_lora_rank"
+    assert [made[name] for name in sizes] == [4, 32, 12, 8, 16]
+
+
 def test_a_share_of_a_multimodal_model_is_of_its_text():
     inner = tiny_config("qwen3_5_moe")
     made = plan.share({"model_type": "qwen3_5_moe", "text_config": inner}, 2)["text_config"]

@@ -21,12 +21,14 @@ def decode(b: int, context: int, t: int, heads: int, layers: int, dtype: str) ->
 
     def build(key):
         kv_key, q_key = jax.random.split(key)
-        kv = jax.random.normal(kv_key, (layers, 1 + b * pages, 1, 1, PAGE, width), dtype)
+        made = lambda k: jax.random.normal(k, (1 + b * pages, 1, 1, PAGE, width), dtype)  # noqa: E731
+        kv = jax.lax.map(made, jax.random.split(kv_key, layers))
         table = 1 + np.random.default_rng(0).permutation(b * pages).reshape(b, pages).astype(np.int32)
         q = jax.random.normal(q_key, (b, t, heads, width), dtype)
-        return q, kv, jnp.asarray(table), jnp.full((b,), context - t, jnp.int32)
+        return (q, jnp.asarray(table), jnp.full((b,), context - t, jnp.int32)), kv
 
-    def attend(layer, q, kv, table, start, plain=False):
+    def attend(layer, shared, kv, plain=False):
+        q, table, start = shared
         call = q, kv, jnp.int32(layer), table, start, LATENT, SCALE, None
         return (reference if plain else latent_attention)(*call)
 
