@@ -135,7 +135,7 @@ def test_translations(line, here):
     ("--kv-cache-dtype fp8_e5m2", "--kv-cache-dtype fp8_e5m2: must be one of auto, float32"),
     ("--speculative-config nonsense", "--speculative-config 'nonsense': it isn't a JSON object"),
     ("""--speculative-config '{"method": "medusa"}'""", "speculation by 'medusa': the methods are dflash, "),
-    ("""--speculative-config '{"quantization": "awq"}'""", "a drafter quantised by 'awq': fp8 can be made"),
+    ("""--speculative-config '{"quantization": "awq"}'""", "a drafter quantised by 'awq': fp8 and int4 can be made"),
     ("--enforce-eager", "--enforce-eager: every step is one compiled program"),
     ("--reasoning-parser kimi_k9", "--reasoning-parser kimi_k9: it may be auto, none, qwen3"),
     ("--made-up 3", "--made-up: it has no counterpart here"),
