@@ -157,7 +157,7 @@ def test_translations(line, here):
     ("--quantization awq", "--quantization awq: such a checkpoint is read by its config, without a flag"),
     ("-q gptq_marlin", "--quantization gptq_marlin: such a checkpoint is read by its config"),
     ("--quantization compressed-tensors", "--quantization compressed-tensors: such a checkpoint is read by its"),
-    ("--quantization bitsandbytes", "--quantization bitsandbytes: must be one of none, fp8, got 'bitsandbytes'"),
+    ("--quantization bitsandbytes", "--quantization bitsandbytes: must be one of none, fp8, int4, got 'bitsandbytes'"),
     ("--quantization", "--quantization: it came without a value"),
     ("--max-model-len", "--max-model-len: it came without a value"),
     ("--max-model-len -1", "--context-length -1: it is the model's anyway"),
