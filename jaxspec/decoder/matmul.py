@@ -16,9 +16,10 @@ from jaxspec.decoder.functions import normed
 from jaxspec.decoder.padding import flat, padded
 from jaxspec.models import fp8
 from jaxspec.models.description import ClampedSwiglu, Norm
-from jaxspec.models.weights import Format, Fp8, Unquantised, Weight, matmul
-from jaxspec.pallas.dense import few_rows, fp8_quantise, fp8_rows, fp8_tiles, fp8_wide, tile_matmul
-from jaxspec.pallas.operation import ANY, HOPPER, PORTABLE, Implementation, choose, nothing
+from jaxspec.models.weights import Format, FourBits, Fp8, Int4, Unquantised, Weight, matmul
+from jaxspec.pallas import hopper
+from jaxspec.pallas.dense import few_rows, fp8_quantise, fp8_rows, fp8_tiles, fp8_wide, int4_rows, tile_matmul
+from jaxspec.pallas.operation import ANY, HOPPER, PORTABLE, Implementation, choose, nothing, warn
 from jaxspec.pallas.portable import fp8 as portable_fp8
 
 
@@ -175,6 +176,13 @@ def _not_in(kind: type[Format], call: Product) -> str | None:
     return None if isinstance(call.weight.format, kind) else f"a weight in {call.weight.format}"
 
 
+def _xla(call: Product) -> Float[Array, "*b o"]:
+    """Multiply in plain jnp. A weight of four bits is dequantised for it each time, which the log tells on a GPU."""
+    if isinstance(call.weight.format, FourBits) and jax.default_backend() != "cpu":
+        warn("a product of a weight in four bits", f"int4_rows: {_int4_rows_refused(call) or hopper.kernels_here()}")
+    return _plain(call)
+
+
 def _few_refused(call: Product) -> str | None:
     if reason := _not_in(Unquantised, call):
         return reason
@@ -266,17 +274,34 @@ def _dequantised(call: Product) -> Float[Array, "*b o"]:
     return call.like_x(tile_matmul.matmul(call.rows, weight, *call.tiles, gated=call.gated))
 
 
+def _int4_rows_refused(call: Product) -> str | None:
+    weight = call.weight
+    reason = _not_in(Int4, call)
+    return reason or int4_rows.supported(
+        len(call.rows), call.x.dtype, weight.outputs, weight.inputs, weight.format.group
+    )
+
+
+def _int4_rows(call: Product) -> Float[Array, "*b o"]:
+    rows, weight = call.rows, call.weight
+    if weight.order is not None:
+        rows = jnp.take(rows, weight.order, axis=1)
+    out = int4_rows.product(rows, weight.values, weight.scales, zeros=weight.format.zeros)
+    return call.finished(call.like_x(out.astype(call.dtype or call.x.dtype)))
+
+
 _FP8_ROWS, _PORTABLE_FP8 = ((partial(_fp8_rows_refused, by), partial(_fp8_rows, by)) for by in (fp8_rows, portable_fp8))
 
 PRODUCTS = (
     Implementation("few_rows", HOPPER, _few_refused, _few),
     Implementation("tile_matmul", HOPPER, _tiled_refused, _tiled),
     Implementation("fp8_rows", HOPPER, *_FP8_ROWS),
+    Implementation("int4_rows", HOPPER, _int4_rows_refused, _int4_rows),
     Implementation("fp8_tiles", HOPPER, _fp8_tiles_refused, _fp8_tiles),
     Implementation("fp8_wide", HOPPER, _fp8_wide_refused, _fp8_wide),
     Implementation("dequantised", HOPPER, _dequantised_refused, _dequantised),
     Implementation("portable_fp8", PORTABLE, *_PORTABLE_FP8, requested=True),
-    Implementation("plain", ANY, nothing, _plain),
+    Implementation("plain", ANY, nothing, _xla),
 )
 
 

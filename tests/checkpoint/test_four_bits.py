@@ -16,7 +16,7 @@ from jaxspec import LLM, SamplingParams
 from jaxspec.bench.floors import ModelCost
 from jaxspec.checkpoint import CheckpointError, load_model
 from jaxspec.checkpoint.check import TensorInfo
-from jaxspec.checkpoint.packed import AWQ, GPTQ, Packed
+from jaxspec.checkpoint.packed import AWQ, COMPRESSED, GPTQ, Packed
 from jaxspec.checkpoint.params import assemble
 from jaxspec.checkpoint.quantization import MODELOPT, NVFP4, as_stored
 from jaxspec.models import int4, nvfp4
@@ -24,6 +24,7 @@ from jaxspec.models.weights import Fp8, Int4, Nvfp4, Unquantised, formats, linea
 from tests.checkpoint.test_packed import CONFIGS, GOLDEN, TOOLS, edit, pack, packed_and_plain
 from tests.support.engines import CROWDED, check_greedy
 from tests.support.quantised import E2M1, read, save
+from tests.support.sample import rare
 
 TOKENS = np.random.default_rng(0).integers(0, 64, (2, 20)).tolist()
 E4M3 = ml_dtypes.float8_e4m3fn
@@ -126,7 +127,7 @@ def load(folder, **options):
     return load_model(str(folder), progress=False, **options)
 
 
-@pytest.mark.parametrize("layout", FORMAT)
+@pytest.mark.parametrize("layout", [AWQ, "gptq-order", NVFP4, *map(rare, (GPTQ, COMPRESSED, MODELOPT))])
 def test_logits_are_those_of_the_dequantised_checkpoint(layout, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     family = {"family": "llama"} if layout == "gptq-order" else {}

@@ -19,7 +19,7 @@ from jaxspec.bench.cases import make_cases
 from jaxspec.decoder import matmul
 from jaxspec.models.description import Norm
 from jaxspec.models.fp8 import E4M3
-from jaxspec.models.weights import Fp8, Mxfp4, Weight
+from jaxspec.models.weights import Fp8, Int4, Mxfp4, Weight
 from jaxspec.pallas import hopper, operation, portable
 from jaxspec.pallas.attention.paged_attention import paged_attention
 from jaxspec.pallas.experts.experts_mlp import experts_mlp
@@ -129,6 +129,11 @@ def in_mxfp4(outputs: int, inputs: int, experts: int) -> Weight:
     return Weight(values, Mxfp4(), scales=jax.ShapeDtypeStruct((experts, inputs // 32, outputs), jnp.uint8))
 
 
+def in_int4(outputs: int, inputs: int) -> Weight:
+    values = jax.ShapeDtypeStruct((outputs, inputs // 2), jnp.uint8)
+    return Weight(values, Int4(128), scales=bfloat16(inputs // 128, outputs))
+
+
 def mixture(tokens: int, each: int, gate_up: Weight, down: Weight) -> list:
     return [experts_mlp, bfloat16(tokens, down.outputs), [(gate_up, down)], int32(tokens, each), float32(tokens, each)]
 
@@ -164,6 +169,7 @@ MORE = {  # what the benchmark has no case of
     "FP8 experts of Qwen3-30B-A3B, 4 tokens": mixture(4, 8, in_fp8(1536, 2048, 128), in_fp8(2048, 768, 128)),
     "FP8 experts of Qwen3-30B-A3B, 32 tokens": mixture(32, 8, in_fp8(1536, 2048, 128), in_fp8(2048, 768, 128)),
     "experts of gpt-oss-20b": mixture(8, 4, in_mxfp4(5760, 2880, 32), in_mxfp4(2880, 2880, 32)),
+    "int4 gate, up, 8 rows": [matmul.project, bfloat16(8, 4096), in_int4(24576, 4096), int32(1)],
     "a round's attention in a fixed order": fixed_attention(4),
     "a prompt's attention in a fixed order": fixed_attention(64),
     "hidden states of three layers, side by side": [
