@@ -22,7 +22,7 @@ def drawn(t, m, n, k, v, seed=0):
 
 
 def looped(q, k, u, decay):
-    """What each token reads, and the last state, one token after the other."""
+    """Read and update the state one token after the other: each one's result, and the last state."""
     group = u.shape[1] // q.shape[1]
     q, k = (np.repeat(x.astype(np.float64), group, axis=1) for x in (q, k))
     state, out = np.zeros((*u.shape[1:], q.shape[2])), []
