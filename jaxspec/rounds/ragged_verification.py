@@ -160,8 +160,8 @@ class PackedRows(RoundRows):
     packed: Packed
     width: int = flax.struct.field(pytree_node=False)
 
-    def convolve(self, cache, layer, x, weight, mix=None):
-        out, cache = super().convolve(cache, layer, self.packed.spread(x, self.width), weight, mix)
+    def convolve(self, cache, layer, x, weight, mix=None, bias=None):
+        out, cache = super().convolve(cache, layer, self.packed.spread(x, self.width), weight, mix, bias)
         return jax.tree.map(self.packed.take, out), cache
 
     def recur(self, cache, layer, q, k, v, decay, beta, padded_rows):

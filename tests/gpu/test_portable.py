@@ -22,6 +22,7 @@ from tests.pallas.experts.test_top_experts import inputs
 from tests.pallas.portable.test_portable_attention import PROMPTS, check
 from tests.pallas.portable.test_portable_delta import check as delta_check
 from tests.pallas.portable.test_portable_delta import check_scan
+from tests.pallas.recurrence import test_accumulate as accumulate
 from tests.pallas.recurrence.test_delta_step import CASES as DELTA
 from tests.support.kernels import assert_close
 from tests.support.portable import outputs
@@ -52,6 +53,15 @@ def test_a_delta_step_equals_the_plain_one(case):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_blocks_of_prompts_follow_one_another(dtype):
     check_scan(dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_step_of_given_updates_equals_the_plain_one(dtype):
+    accumulate.check_step(dtype)
+
+
+def test_states_that_only_decay_follow_one_another():
+    accumulate.check_scan()
 
 
 @pytest.mark.parametrize("t,shared", [(1, 512), (8, 512), (8, 0), (32, 512), (300, 0)])

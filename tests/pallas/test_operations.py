@@ -159,6 +159,8 @@ convolution 8 x 4 rows
 convolution prompts 16 x 512
 gated delta 8 x 4 rows
 gated delta prompts 16 x 512
+state space 8 x 4 rows
+state space prompts 16 x 512
 gate, up, 512 rows
 down, 512 rows
 FP8 gate, up, 32 rows

@@ -26,7 +26,7 @@ from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.weights import Weight
 from tests.support.tiny import tiny_checkpoint
 
-FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+FAMILIES = ("nemotron_h", "qwen3_5", "qwen3_5_moe", "qwen3_next")
 
 
 @functools.cache
@@ -36,6 +36,8 @@ def checkpoint(family: str, vocab: int = 64, seed: int = 0, **sizes: int) -> Pat
     It takes each token without the hidden state, so it computes what the target does but for the linear layer, whose
     part is small enough for most drafts to be right and large enough for some to be wrong.
     """
+    if family == "nemotron_h":
+        return _nemotron(vocab, seed, **sizes)
     source = tiny_checkpoint(family, vocab, seed, **sizes)
     folder = shutil.copytree(source, source.with_name(source.name + "-mtp"))
     tensors = load_file(folder / "model.safetensors")
@@ -56,6 +58,30 @@ def checkpoint(family: str, vocab: int = 64, seed: int = 0, **sizes: int) -> Pat
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     hf = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**hf, "mtp_num_hidden_layers": 1}))
+    return folder
+
+
+def _nemotron(vocab: int, seed: int, **sizes: int) -> Path:
+    """A state-space layer, attention and experts, of which the last two are the MTP module, as two layers."""
+    source = tiny_checkpoint("nemotron_h", vocab, seed, hybrid_override_pattern="M*E", **sizes)
+    folder = shutil.copytree(source, source.with_name(source.name + "-mtp"))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["backbone.layers.0.mixer.out_proj.weight"] *= 0.5
+    for name in ("A_log", "dt_bias"):
+        tensors[f"backbone.layers.0.mixer.{name}"] -= 2
+    d = tensors["backbone.norm_f.weight"].shape[0]
+    for i in (0, 1):
+        layer = {k: v for k, v in tensors.items() if k.startswith(f"backbone.layers.{i + 1}.")}
+        tensors |= {k.replace(f"backbone.layers.{i + 1}.", f"mtp.layers.{i}."): v for k, v in layer.items()}
+    tensors |= {
+        "mtp.layers.0.eh_proj.weight": np.eye(d, 2 * d, dtype=np.float32),
+        "mtp.layers.0.enorm.weight": np.ones(d, np.float32),
+        "mtp.layers.0.hnorm.weight": np.zeros(d, np.float32),
+        "mtp.layers.1.final_layernorm.weight": tensors["backbone.norm_f.weight"],
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    hf = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**hf, "num_nextn_predict_layers": 1}))
     return folder
 
 

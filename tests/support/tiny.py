@@ -93,9 +93,9 @@ EXTRA = {
     "minimax_m2": dict(num_local_experts=8, num_experts_per_tok=2, intermediate_size=24, rotary_dim=8),
     "nemotron_h": dict(
         hybrid_override_pattern="M*EM-",
-        n_groups=4,
+        n_groups=8,
         ssm_state_size=16,
-        mamba_num_heads=8,
+        mamba_num_heads=16,
         mamba_head_dim=8,
         n_routed_experts=8,
         num_experts_per_tok=2,

@@ -41,6 +41,7 @@ MIXTURES = {  # model width, expert width, experts, experts of a token
 }
 TOKENS = (1, 4, 8, 32, 128, 512, 1024, 8192)
 DELTA = 16, 32, 128  # Qwen3-Next's and Qwen3.5-35B-A3B's linear attention: key heads, value heads, width of both
+STATES = 8, 64, 64, 128  # Nemotron 3 Nano's state spaces: groups, heads, their width, that of states
 STEPS = tuple((b, t) for t in (1, 4, 8) for b in (1, 8, 32, 128))  # requests, rows each
 CHUNKS = ((1, 1024), (1, 8192), (16, 512))  # prompts, tokens each
 SMALL = {
@@ -51,6 +52,7 @@ SMALL = {
     "mixtures": {"small": (64, 32, 8, 2)},
     "tokens": (3, 20),
     "delta": (1, 2, 16),
+    "states": (1, 2, 16, 8),
     "steps": ((2, 3),),
     "chunks": ((2, 100),),
     "layer": (64, 64, 96),
@@ -63,7 +65,7 @@ def make_cases(small: bool) -> list[Case]:
     """All cases, at Qwen3-8B's sizes and those of two mixtures of experts, or at tiny ones."""
     layers, dtype = (2, "float32") if small else (16, "bfloat16")
     full = {"decode": DECODE, "latents": LATENTS, "prompts": PROMPTS, "windows": WINDOWS, "mixtures": MIXTURES}
-    full |= {"tokens": TOKENS}
+    full |= {"tokens": TOKENS, "states": STATES}
     full |= {"delta": DELTA, "steps": STEPS, "chunks": CHUNKS, "layer": LAYER, "many": MANY_ROWS, "fp8": FP8_ROWS}
     sizes = SMALL if small else full
     cases = [attention.decode_attention(b, context, t, layers, dtype) for b, context, t in sizes["decode"]]
@@ -90,6 +92,9 @@ def make_cases(small: bool) -> list[Case]:
         cases += [of(b, t, *delta) for b, t in sizes["steps"]]
     for of in (linear_attention.prompt_convolution, linear_attention.delta_chunk):
         cases += [of(count, length, *delta) for count, length in sizes["chunks"]]
+    states = *sizes["states"], layers, dtype
+    cases += [linear_attention.state_step(b, t, *states) for b, t in sizes["steps"]]
+    cases += [linear_attention.state_chunk(count, length, *states) for count, length in sizes["chunks"]]
     for rows in sizes["many"]:
         cases += matmuls.projections(rows, *sizes["layer"], layers // 2, dtype)
     for fmt, counts in sizes["fp8"].items():

@@ -1,4 +1,4 @@
-"""Linear attention: the convolution and the gated delta rule, of rounds and of prompts."""
+"""Linear attention: the convolution, the gated delta rule and state spaces, of rounds and of prompts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxspec.bench.cases.case import BLOCK, Case
 from jaxspec.models.description import DeltaRule
-from jaxspec.pallas.recurrence import causal_conv, delta_pool, gated_delta
+from jaxspec.pallas.recurrence import accumulate, causal_conv, delta_pool, gated_delta
 
 
 def convolution(b: int, t: int, m: int, n: int, h: int, layers: int, dtype: str) -> Case:
@@ -112,20 +112,63 @@ def delta_chunk(count: int, length: int, m: int, n: int, h: int, layers: int, dt
     )
 
 
-def _delta(slots: int, b: int, t: int, m: int, n: int, h: int, layers: int, dtype: str, key: jax.Array):
-    """b times t tokens, the same for all layers, and a pool of `slots` states of zero."""
+def state_step(b: int, t: int, m: int, n: int, h: int, k: int, layers: int, dtype: str) -> Case:
+    """A round of a state space, as `delta_step`: states of `n` heads, [h k]."""
+    return Case(
+        name=f"state space {b} x {t} row{'s' * (t > 1)}",
+        group="state space",
+        layers=layers,
+        build=partial(_updates, k, b, b, t, m, n, h, layers, dtype),
+        op=partial(_run_step, accumulate.step),
+        plain=partial(_run_step, accumulate.reference_step),
+        in_place=True,
+        size=2 * 4 * b * n * h * k,
+        flops=2 * b * n * h * k * 3 * t,
+    )
+
+
+def state_chunk(count: int, length: int, m: int, n: int, h: int, k: int, layers: int, dtype: str) -> Case:
+    """`count` whole prompts of `length` tokens through a state space, in blocks as a prefill has them."""
+    blocks = -(-length // BLOCK)
+    tokens = count * blocks * BLOCK
+    return Case(
+        name=f"state space prompts {count} x {length}",
+        group="state space prompts",
+        layers=layers,
+        build=partial(_updates, k, count, count * blocks, BLOCK, m, n, h, layers, dtype),
+        op=partial(_run_states, None),
+        plain=partial(_run_states, delta_pool.scan_blocks),
+        in_place=True,
+        size=tokens * (jnp.dtype(dtype).itemsize * 2 * m * k + 4 * 2 * n * h),
+        flops=2 * tokens * n * h * k * 2,
+    )
+
+
+def _updates(width: int, *sizes: Any):
+    (slots, (q, k, v, decay, _)), pool = _delta(*sizes, width=width)
+    return (slots, (q, k, v.astype(jnp.float32), decay)), pool
+
+
+def _run_states(scan: Callable | None, layer: int, shared: Any, pool: Any) -> tuple[jax.Array, Any]:
+    slots, new = shared
+    return accumulate.chunk(pool, jnp.int32(layer), *_prompts(slots), jnp.full(len(slots), BLOCK), *new, scan)
+
+
+def _delta(slots: int, b: int, t: int, m: int, n: int, h: int, layers: int, dtype: str, key: jax.Array, width: int = 0):
+    """b times t tokens, the same for all layers, and a pool of `slots` states of zero. `width`: of keys, if not h."""
+    width = width or h
     keys = jax.random.split(key, 5)
     rows = (b, t)
     unit = lambda x: (x / jnp.linalg.norm(x, axis=-1, keepdims=True)).astype(dtype)  # noqa: E731
-    q, k = (unit(jax.random.normal(k, (*rows, m, h))) for k in keys[:2])
+    q, k = (unit(jax.random.normal(k, (*rows, m, width))) for k in keys[:2])
     v = jax.random.normal(keys[2], (*rows, n, h), dtype)
     decay, beta = (
         jax.nn.sigmoid(jax.random.normal(k, (*rows, n)) + bias) for k, bias in zip(keys[3:], (4, 0), strict=True)
     )
     pool = delta_pool.empty(
-        layers, slots, t, key_heads=m, value_heads=n, key_width=h, value_width=h, dtype="float32", key_dtype=dtype
+        layers, slots, t, key_heads=m, value_heads=n, key_width=width, value_width=h, dtype="float32", key_dtype=dtype
     )
-    return (jnp.repeat(jnp.arange(slots), b // slots), (q * h**-0.5, k, v, decay, beta)), pool
+    return (jnp.repeat(jnp.arange(slots), b // slots), (q * width**-0.5, k, v, decay, beta)), pool
 
 
 def _run_step(step: Callable, layer: int, shared: Any, pool: Any) -> tuple[jax.Array, Any]:

@@ -1,4 +1,4 @@
-"""Rounds of gated delta-rule attention on any NVIDIA GPU, as `gated_delta.step` has them; and the states of prompts.
+"""Linear attention on any NVIDIA GPU: rounds, as `gated_delta.step` and `accumulate.step` have them, prompts' states.
 
 A program has some rows of a head's state, which depend on no others. It replays the accepted records into them, writes
 them, and runs the new rows.
@@ -55,21 +55,21 @@ def step(
     k: Float[Array, "b t m k"],
     v: Float[Array, "b t n v"],
     decay: Float[Array, "b t n"],
-    beta: Float[Array, "b t n"],
+    beta: Float[Array, "b t n"] | None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "b t n v"], tuple[Array, Array, Array, Array]]:
-    """Run t new rows of each slot as `gated_delta.step` does.
+    """Run t new rows of each slot as `gated_delta.step` does; without `beta` as `accumulate.step`, v being updates.
 
     Returns what they read, in v's dtype, and the pool's four arrays after them.
     """
     hopper.count("portable_delta_step")
     t = q.shape[1]
-    decay, beta = decay.astype(jnp.float32), beta.astype(jnp.float32)
-    given = state, keys, updates, decays, layer.reshape(1), slots, replay, q, k, v, decay, beta
+    gates = [gate.astype(jnp.float32) for gate in (decay, beta) if gate is not None]
+    given = state, keys, updates, decays, layer.reshape(1), slots, replay, q, k, v, *gates
     state, out, new = _step(*given, interpret=interpret)
     keys = keys.at[layer, slots, :t].set(k)
     updates = updates.at[layer, slots, :t].set(new)
-    decays = decays.at[layer, slots, :, :t].set(decay.swapaxes(1, 2))
+    decays = decays.at[layer, slots, :, :t].set(gates[0].swapaxes(1, 2))
     return out, (state, keys, updates, decays)
 
 
@@ -92,8 +92,9 @@ def _step(state, *rest, interpret):
     )(state, *rest)
 
 
-def _rows(_, keys, updates, decays, layer, slots, replay, q, k, v, decay, beta, state, out, new):
+def _rows(_, keys, updates, decays, layer, slots, replay, q, k, v, decay, *refs):
     """Run `ROWS` rows of one request's state of one head."""
+    *beta, state, out, new = refs
     first, n, b = pl.program_id(0) * ROWS, pl.program_id(1), pl.program_id(2)
     m = lax.div(n, jnp.int32(state.shape[2] // keys.shape[3]))
     at, rows = (layer[0], slots[b]), pl.ds(first, ROWS)
@@ -110,7 +111,9 @@ def _rows(_, keys, updates, decays, layer, slots, replay, q, k, v, decay, beta, 
     def run(i, s):
         key, query = (x[b, i, m, width].astype(jnp.float32)[None] for x in (k, q))
         s = s * jnp.maximum(decay[b, i, n], 1e-37)
-        update = beta[b, i, n] * (v[b, i, n, rows].astype(jnp.float32) - jnp.sum(s * key, axis=1))
+        update = v[b, i, n, rows].astype(jnp.float32)
+        if beta:
+            update = beta[0][b, i, n] * (update - jnp.sum(s * key, axis=1))
         s = s + update[:, None] * key
         new[b, i, n, rows] = update
         out[b, i, n, rows] = jnp.sum(s * query, axis=1).astype(out.dtype)
@@ -125,7 +128,7 @@ def scan(
     slots: Int[Array, " b"],
     source: Int[Array, " b"],
     keep: Int[Array, " b"],
-    carry: Float[Array, "b n k k"],
+    carry: Float[Array, "b n k k"] | Float[Array, "b n"],
     write: Float[Array, "b n v k"],
     interpret: bool = False,
 ) -> tuple[Float[Array, "l r n v k"], Float[Array, "b n v k"]]:
@@ -162,7 +165,10 @@ def _blocks(count, interpret, _, layer, slots, source, keep, carry, write, state
         s = states[layer[0], jnp.maximum(start, 0), n, rows, every].astype(jnp.float32)
         s = jnp.where(start < 0, 0.0, s)
         before[i, n, rows, every] = s
-        s = lax.dot(s, carry[i, n, every, every], precision=precision, preferred_element_type=jnp.float32)
+        if len(carry.shape) == 2:
+            s = s * carry[i, n]
+        else:
+            s = lax.dot(s, carry[i, n, every, every], precision=precision, preferred_element_type=jnp.float32)
         s = s + write[i, n, rows, every]
         after = s.astype(states.dtype)
         states[layer[0], slots[i], n, rows, every] = after

@@ -1,13 +1,17 @@
 """A recurrence whose updates don't depend on the state: S <- decay S + u k', out = S q (Mamba 2's, and running means).
 
-`gated_delta` makes u of the state first. In plain jnp.
+`gated_delta` makes u of the state first, and its kernels for any NVIDIA GPU run this as well.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxspec.pallas.operation import ANY, PORTABLE, Implementation, choose, nothing
+from jaxspec.pallas.portable import delta as portable_delta
 from jaxspec.pallas.recurrence.delta_pool import DeltaPool, decay_between, einsum, log_decay, scan_blocks
 
 
@@ -22,13 +26,34 @@ def step(
     decay: Float[Array, "b t n"],
 ) -> tuple[Float[Array, "b t n v"], DeltaPool]:
     """Run rows as `gated_delta.step`, with the updates `u` given."""
-    state, k = pool.replayed(layer, slots, replay), k.astype(pool.keys.dtype)
+    call = pool, layer, slots, replay, q.astype(pool.keys.dtype), k.astype(pool.keys.dtype), u, decay
+    return choose("a round of updates", ACCUMULATE_STEP, *call).run(*call)
+
+
+def reference_step(pool, layer, slots, replay, q, k, u, decay) -> tuple[Array, DeltaPool]:
+    """`step` in plain jnp, for any shapes and dtypes."""
+    state = pool.replayed(layer, slots, replay)
     mixed, total, _ = _within(q, k, decay)
     group = u.shape[2] // q.shape[2]
     read = einsum("bnvk,btnk->bntv", state, jnp.repeat(q.astype(jnp.float32), group, axis=2))
     out = read * total[..., None] + einsum("bnti,binv->bntv", mixed, u.astype(jnp.float32))
     pool = pool.recorded(layer, slots, state, k, u.astype(jnp.float32), decay.astype(jnp.float32))
     return out.swapaxes(1, 2).astype(u.dtype), pool
+
+
+def _portable_step(pool, layer, slots, replay, q, k, u, decay) -> tuple[Array, DeltaPool]:
+    out, arrays = portable_delta.step(*pool.arrays, layer, slots, replay, q, k, u, decay, None)
+    return out, DeltaPool(*arrays)
+
+
+def _step_refuses(pool, layer, slots, replay, q, k, u, decay) -> str | None:
+    return portable_delta.supported(q.shape, u.shape, pool.state.dtype)
+
+
+ACCUMULATE_STEP = (
+    Implementation("portable", PORTABLE, _step_refuses, _portable_step),
+    Implementation("reference", ANY, nothing, reference_step, slow=True),
+)
 
 
 def chunk(
@@ -42,19 +67,30 @@ def chunk(
     k: Float[Array, "b t m k"],
     u: Float[Array, "b t n v"],
     decay: Float[Array, "b t n"],
+    scan: Callable[..., tuple[Array, Array]] | None = None,
 ) -> tuple[Float[Array, "b t n v"], DeltaPool]:
-    """Run blocks as `gated_delta.chunk`, with the updates `u` given."""
+    """Run blocks as `gated_delta.chunk`, with the updates `u` given. `scan`: in place of a kernel's."""
     valid, k = (jnp.arange(q.shape[1]) < count[:, None])[..., None], k.astype(pool.keys.dtype)
     decay, given = jnp.where(valid, decay, 1), jnp.where(valid[..., None], u, 0).astype(jnp.float32)
     mixed, total, left = _within(q, k, decay)
     group = u.shape[2] // q.shape[2]
     rows = [jnp.repeat(x.astype(jnp.float32), group, axis=2) for x in (q, k)]
-    carry = total[..., -1, None, None] * jnp.eye(k.shape[3])
     write = einsum("btnv,bnt,btnk->bnvk", given, left, rows[1])
-    state, before = scan_blocks(pool.state, layer, slots, source, keep, carry, write)
+    call = pool.state, layer, slots, source, keep, total[..., -1], write
+    state, before = (scan or choose("the states of a prompt's blocks", ACCUMULATE_SCAN, *call).run)(*call)
     out = einsum("bnvk,btnk->bntv", before, rows[0]) * total[..., None]
     out += einsum("bnti,binv->bntv", mixed, given)
     return out.swapaxes(1, 2).astype(u.dtype), pool.replace(state=state)
+
+
+def _scan_refuses(states, *_) -> str | None:
+    return portable_delta.scan_supported(states, jnp.bfloat16)  # whatever keys are: it makes no products
+
+
+ACCUMULATE_SCAN = (
+    Implementation("portable_scan", PORTABLE, _scan_refuses, lambda *call: portable_delta.scan(*call)),
+    Implementation("reference", ANY, nothing, scan_blocks, slow=True),
+)
 
 
 def _within(

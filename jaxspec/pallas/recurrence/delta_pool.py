@@ -94,12 +94,16 @@ def empty(
 
 
 def scan_blocks(states, layer, slots, source, keep, carry, write) -> tuple[Array, Array]:
-    """States after blocks that follow one another, S <- S carry + write, and the state before each."""
+    """States after blocks that follow one another, S <- S carry + write, and the state before each.
+
+    `carry` is [b n k k], or [b n] where a block only decays the state.
+    """
 
     def block(states, one):
         slot, source, keep, carry, write = one
         before = jnp.where(source < 0, 0, states[layer, jnp.maximum(source, 0)].astype(jnp.float32))
-        after = (einsum("nvj,njk->nvk", before, carry) + write).astype(states.dtype)
+        kept = before * carry[:, None, None] if carry.ndim == 1 else einsum("nvj,njk->nvk", before, carry)
+        after = (kept + write).astype(states.dtype)
         states = states.at[layer, slot].set(after)
         return states.at[layer, jnp.where(keep < 0, states.shape[1], keep)].set(after, mode="drop"), before
 

@@ -1,0 +1,113 @@
+"""A recurrence of given updates against a loop over tokens in numpy: prompts in blocks, rounds with rejected rows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.pallas import portable
+from jaxspec.pallas.hopper import counting
+from jaxspec.pallas.portable import delta as kernels
+from jaxspec.pallas.recurrence import accumulate, delta_pool
+from tests.support.portable import KINDS, lowered
+
+LAYER = jnp.int32(1)
+
+
+def drawn(t, m, n, k, v, seed=0):
+    """Queries and keys [t m k], updates [t n v], and decays [t n], some of which forget nearly all."""
+    rng = np.random.default_rng(seed)
+    normal = lambda *shape: rng.standard_normal(shape, np.float32)  # noqa: E731
+    return normal(t, m, k), normal(t, m, k), normal(t, n, v), rng.uniform(1e-6, 1, (t, n)).astype(np.float32) ** 0.1
+
+
+def looped(q, k, u, decay):
+    """Read and update the state one token after the other: each one's result, and the last state."""
+    group = u.shape[1] // q.shape[1]
+    q, k = (np.repeat(x.astype(np.float64), group, axis=1) for x in (q, k))
+    state, out = np.zeros((*u.shape[1:], q.shape[2])), []
+    for t in range(len(u)):
+        state = decay[t, :, None, None] * state + u[t, :, :, None] * k[t, :, None]
+        out.append(np.einsum("nvk,nk->nv", state, q[t]))
+    return np.array(out), state
+
+
+def empty(rows, m, n, k, v):
+    named = {"key_heads": m, "value_heads": n, "key_width": k, "value_width": v}
+    return delta_pool.empty(2, 5, rows, **named, dtype=jnp.float32, key_dtype=jnp.float32)
+
+
+@pytest.mark.parametrize("m,n,k,v", [(1, 1, 1, 8), (2, 4, 16, 8), (2, 6, 32, 32)])
+def test_prompts_and_rounds_are_the_loop(m, n, k, v):
+    """Two blocks of a prompt, the second not full, a snapshot behind the first; then rounds whose last rows fail."""
+    given = drawn(30, m, n, k, v)
+    expected, _ = looped(*given)
+    pool, i32 = empty(4, m, n, k, v), lambda *x: jnp.array(x, jnp.int32)
+    blocks = [np.stack([x[:8], np.pad(x[8:13], ((0, 3), *[(0, 0)] * (x.ndim - 1)))]) for x in given]
+    out, pool = accumulate.chunk(pool, LAYER, i32(2, 2), i32(-1, 2), i32(4, -1), i32(8, 5), *map(jnp.asarray, blocks))
+    np.testing.assert_allclose(np.concatenate([out[0], out[1, :5]]), expected[:13], atol=1e-4)
+    np.testing.assert_allclose(pool.state[1, 4], looped(*(x[:8] for x in given))[1], atol=1e-4)
+    at, replay = 13, 0
+    for accepted in (4, 1, 3, 0, 2):
+        rows = [jnp.asarray(x[None, at : at + 4]).at[0, accepted:].multiply(1 + (x.ndim > 2)) for x in given]
+        out, pool = accumulate.step(pool, LAYER, i32(2), i32(replay), *rows)
+        np.testing.assert_allclose(out[0, :accepted], expected[at : at + accepted], atol=1e-4)
+        at, replay = at + accepted, accepted
+    np.testing.assert_allclose(
+        pool.replayed(LAYER, i32(2), i32(replay))[0], looped(*(x[:at] for x in given))[1], atol=1e-4
+    )
+    assert not pool.state[0].any(), "another layer's"
+
+
+def step_inputs(dtype, t=3, m=2, n=4, k=32, v=64):
+    pool = empty(4, m, n, k, v)
+    pool = jax.tree.map(lambda x: jnp.asarray(np.random.default_rng(x.ndim).uniform(0.1, 1, x.shape), x.dtype), pool)
+    pool = pool.replace(state=pool.state.astype(dtype))
+    rows = [jnp.asarray(np.stack(x)) for x in zip(drawn(t, m, n, k, v), drawn(t, m, n, k, v, 1), strict=True)]
+    return pool, LAYER, jnp.array([3, 1], jnp.int32), jnp.array([2, 0], jnp.int32), *rows
+
+
+def check_step(dtype: str, interpret: bool = False) -> None:
+    pool, *rest = step_inputs(dtype)
+    expected, wanted = accumulate.reference_step(pool, *rest)
+    run = jax.jit(kernels.step, static_argnames="interpret")
+    out, arrays = run(*pool.arrays, *rest, None, interpret=interpret)
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-4 if dtype == "float32" else 0.3)
+    for got, each in zip(arrays, wanted.arrays, strict=True):
+        got, each = (np.asarray(x, np.float32) for x in (got, each))
+        np.testing.assert_allclose(got, each, rtol=1e-5 if dtype == "float32" else 0.02, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_kernel_equals_the_plain_step(dtype):
+    check_step(dtype, interpret=True)
+
+
+def check_scan(interpret: bool = False) -> None:
+    rng = np.random.default_rng(3)
+    slots, source, keep = (jnp.array(each, jnp.int32) for each in ([1, 1, 2, 2], [-1, 1, 4, 2], [4, -1, 9, 3]))
+    states, carry, write = (
+        jnp.asarray(rng.uniform(0, 1, s), jnp.float32) for s in ((2, 6, 2, 64, 32), (4, 2), (4, 2, 64, 32))
+    )
+    given = states, LAYER, slots, source, keep, carry, write
+    got = jax.jit(kernels.scan, static_argnames="interpret")(*given, interpret=interpret)
+    for each, wanted in zip(got, delta_pool.scan_blocks(*given), strict=True):
+        np.testing.assert_allclose(each, wanted, rtol=1e-6)
+
+
+def test_the_kernel_of_a_prompts_states_equals_the_plain_one():
+    check_scan(interpret=True)
+
+
+@pytest.mark.parametrize("capability", KINDS)
+def test_kernels_serve_mamba_2s_sizes_where_they_lower(capability, monkeypatch):
+    """Nemotron 3 Nano's: 64 heads of 64, 8 groups, states of 128."""
+    monkeypatch.setattr(portable, "kernels_here", lambda: None)
+    pool, *rest = step_inputs("float32", m=8, n=64, k=128, v=64)
+    with counting() as counted:
+        text = lowered(accumulate.step, pool, *rest, capability=capability)
+        slots = rest[1]
+        run = lambda pool, *rows: accumulate.chunk(pool, LAYER, slots, slots, -slots, slots * 0 + 3, *rows)  # noqa: E731
+        text += lowered(run, pool, *rest[3:], capability=capability)
+    assert counted == {"portable_delta_step": 1, "portable_delta_scan": 1}
+    assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 2
