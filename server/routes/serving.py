@@ -6,7 +6,7 @@ Invariant: a request for another model, or to an engine that is dead, is refused
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,9 +28,9 @@ from server.tracing import Tracer
 
 @dataclass
 class Serving:
-    """An engine under its name in the API. `sampling` holds of `SamplingParams` where a request doesn't say; `formats`
-    is how its model speaks in chats; `prompt_log` is where texts are kept, if they are;
-    `tracer` sends traces, if they are wanted."""
+    """An engine under its name in the API, and perhaps further names (`aliases`). `sampling` holds of `SamplingParams`
+    where a request doesn't say; `formats` is how its model speaks in chats; `prompt_log` is where texts are kept, if
+    they are; `tracer` sends traces, if they are wanted."""
 
     llm: AsyncLLM
     name: str
@@ -39,22 +39,26 @@ class Serving:
     formats: Formats
     prompt_log: PromptLog | None = None
     tracer: Tracer | None = None
+    aliases: Sequence[str] = ()
     running: dict[str, str] = field(default_factory=dict)  # the engine's requests, with the ids that clients know
 
     def __post_init__(self):
+        self.names = (self.name, *self.aliases)
         self.texts, self.ids = TokenNames(self.llm.tokenizer), TokenNames(self.llm.tokenizer, as_ids=True)
 
-    def check(self, model: str | None = None) -> None:
-        """**Raises:** `ApiError` if the engine is dead, or the request is for another model."""
+    def check(self, model: str | None = None, also: str | None = None) -> None:
+        """**Raises:** `ApiError` if the engine is dead, or the request is for another model. `also`: the beginning of
+        further names that are this model's."""
         if self.llm.error is not None:
             raise engine_died(self.llm.error)
-        if model is not None and model != self.name:
-            message = f"the model {shown(model)} does not exist; this server serves {self.name!r}"
+        if model is not None and model not in self.names and not (also and model.startswith(also)):
+            names = ", ".join(map(repr, self.names))
+            message = f"the model {shown(model)} does not exist; this server serves {names}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    async def chat_prompt(self, body: ChatRequest) -> Prompt:
-        """A chat's prompt. **Raises:** `RequestError`."""
-        return await chat_prompt(body, self.llm.tokenizer, self.formats, self.llm.config.context_length)
+    async def chat_prompt(self, body: ChatRequest, most: int | None = None) -> Prompt:
+        """A chat's prompt, of at most as many tokens as the context, or `most`. **Raises:** `RequestError`."""
+        return await chat_prompt(body, self.llm.tokenizer, self.formats, most or self.llm.config.context_length)
 
     async def prompts(self, body: CompletionRequest) -> list[Prompt]:
         """A completion's prompts. **Raises:** `RequestError`."""
