@@ -35,7 +35,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 VENVS = ROOT / ".venv-clients"
 CLIENTS = (
-    *("openai", "openai_agents", "pydantic_ai", "langchain", "vercel_ai", "instructor", "litellm"),
+    *("openai", "openai_agents", "anthropic", "pydantic_ai", "langchain", "vercel_ai", "instructor", "litellm"),
     *("guidellm", "aiperf", "bench_serving", "lm_eval"),
 )
 MODEL = "smollm2-135m-instruct"

@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
             return _follow(args)
         _watcher.start(args.drain_seconds + LAST_SECONDS + WATCH_SECONDS, args.log_format)
         log_of = lambda path: nullcontext() if path is None else closing(PromptLog(path))  # noqa: E731
-        endpoint, name = args.otlp_traces_endpoint, args.served_model_name or args.model
+        endpoint, name = args.otlp_traces_endpoint, (args.served_model_name or [args.model])[0]
         tracer = None if endpoint is None else Tracer(endpoint, name)
         with _bind(args.host, args.port) as listener, log_of(args.log_prompts) as kept:
             llm = _start(args)
@@ -188,7 +188,7 @@ def _serve(
     )
     if args.access_log:
         logging.getLogger("uvicorn.access").setLevel(logging.INFO)
-    name = args.served_model_name or llm.config.model
+    name = (args.served_model_name or [llm.config.model])[0]
     example = _example(llm.tokenizer, llm.model_config.vocab_size)
     server = _Server(config, llm, _greeting(name, listener, bool(api_key), *example), args.drain_seconds)
     try:

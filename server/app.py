@@ -22,14 +22,25 @@ from server.http.request_times import RequestTimes
 from server.media.pictures import MediaRules
 from server.metrics import Metrics
 from server.prompt_log import PromptLog
-from server.routes import generation, health, information, playground, profile, responses, rollout, sglang, tokens
+from server.routes import (
+    generation,
+    health,
+    information,
+    messages,
+    playground,
+    profile,
+    responses,
+    rollout,
+    sglang,
+    tokens,
+)
 from server.routes.serving import Serving
 from server.tracing import Tracer
 
 
 def create_app(
     llm: AsyncLLM,
-    served_name: str | None = None,
+    served_name: str | Sequence[str] | None = None,
     api_key: str | None = None,
     sampling: Mapping[str, Any] | None = None,
     reasoning_parser: str = "auto",
@@ -42,7 +53,8 @@ def create_app(
 ) -> FastAPI:
     """The server's application over a running engine, which stays the caller's to close.
 
-    **Arguments:** `served_name` is the model's name in the API (None: the engine's `model`); `api_key`, if given, must
+    **Arguments:** `served_name` is the model's name in the API, or several, of which responses have the first (None:
+    the engine's `model`); `api_key`, if given, must
     come with every request but those to `gate.OPEN_PATHS`; `sampling` is what holds of `SamplingParams` for requests
     that don't say otherwise; `reasoning_parser` and `tool_call_parser` are names of `server.parsers`, "auto" for what
     the chat template shows, or "none"; `cors` is `CORSMiddleware`'s options, None for no page of another origin;
@@ -56,14 +68,15 @@ def create_app(
     if cors is not None:
         app.add_middleware(CORSMiddleware, expose_headers=EXPOSED, **cors)
     errors.install(app)
-    name = served_name or llm.config.model
+    name, *aliases = ([served_name] if isinstance(served_name, str) else served_name) or [llm.config.model]
     template = llm.tokenizer.chat_template if llm.tokenizer else None
     formats = Formats.of(llm.model_config.model_type, template, reasoning_parser, tool_call_parser)
     formats.log(reasoning_parser, tool_call_parser)
     metrics = Metrics(llm.stats, llm.config, name)
     app.add_middleware(RequestTimes, observe=metrics.http.observe)  # outermost
-    serving = Serving(llm, name, metrics, sampling or {}, formats, prompt_log, tracer, media or MediaRules())
-    for routes in (generation, responses, sglang, tokens, health, information, rollout, profile, playground):
+    where = media or MediaRules()
+    serving = Serving(llm, name, metrics, sampling or {}, formats, prompt_log, tracer, where, aliases)
+    for routes in (generation, responses, messages, sglang, tokens, health, information, rollout, profile, playground):
         routes.add(app, serving)
     openapi.describe(app, llm.model_config.vocab_size)
     return app

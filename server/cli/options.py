@@ -76,7 +76,12 @@ def make_parser() -> argparse.ArgumentParser:
     add_engine_flags(parser, SERVER_DEFAULTS, common)
     common.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     common.add_argument("--port", type=_port, default=30000, help="port, 0 for any that is free (default: %(default)s)")
-    common.add_argument("--served-model-name", metavar="NAME", help="the model's name in the API (default: --model)")
+    common.add_argument(
+        "--served-model-name",
+        nargs="+",
+        metavar="NAME",
+        help="the model's name in the API (default: --model); requests may use further names, responses have the first",
+    )
     key = "require this bearer token (default: $JAXSPEC_API_KEY)"
     common.add_argument("--api-key", type=_key, metavar="KEY", help=key)
     common.add_argument("--config", metavar="FILE", help="YAML file of flags (port: 8000); the command line wins")

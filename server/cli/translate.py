@@ -201,6 +201,8 @@ def _sorted(
         elif here is None:
             why = UNSUPPORTED.get(whole) or NEEDLESS.get(whole) or "it has no counterpart here"
             left.append(f"{flag(name)}: {why}")
+        elif here == "served_model_name" and here in ours:
+            ours[here] += f" {value}"
         elif name in LISTS and here in ours:
             left.append(f"{flag(name)} {value}: there can be but one here")
         else:
@@ -243,6 +245,9 @@ def _words(ours: Mapping[str, str | None]) -> list[str]:
     """Options as words of a command line."""
     words: list[str] = []
     for name, value in ours.items():
+        if name == "served_model_name":
+            words += [flag(name), *value.split()]
+            continue
         joined = value is not None and value.startswith("-")
         words += [f"{flag(name)}={value}"] if joined else [each for each in (flag(name), value) if each is not None]
     return words

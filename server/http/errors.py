@@ -1,14 +1,14 @@
-"""OpenAI's error format, and the one place that turns an exception into it.
+"""OpenAI's error format, Anthropic's where its API is spoken, and the one place that turns an exception into it.
 
-Invariant: every response that isn't a success has the body `{"error": {"message", "type", "param", "code"}}`, and none
-carries a traceback.
+Invariant: every response that isn't a success has the body `{"error": {"message", "type", "param", "code"}}`, or under
+`MESSAGES` that of `as_anthropic`, and none carries a traceback.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
+from starlette.types import Scope
 
 from jaxspec.config.request import Busy, RequestError
 from jaxspec.engine.async_llm import EngineDead, Overloaded, RequestFailed, RequestTimeout
@@ -29,6 +30,17 @@ FAILED = "the server failed on this request; its log has the details"
 STOPPING = "the server is shutting down; send the request again once it is back"
 MAX_SHOWN = 3  # problems of one body that are spelled out
 GONE = 499  # nginx's status for a client that left; nobody reads it
+MESSAGES = "/v1/messages"
+# Anthropic's types, by status
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 MAX_MESSAGE = 2000  # characters: a message quotes what was sent, which may be megabytes
 
 
@@ -53,6 +65,29 @@ class ApiError(Exception):
 
 def error_body(message: str, kind: str, param: str | None = None, code: Any = None) -> dict[str, Any]:
     return {"error": {"message": _sendable(message), "type": kind, "param": param and _sendable(param), "code": code}}
+
+
+def as_anthropic(status: int, body: dict[str, Any], request_id: str | None = None) -> dict[str, Any]:
+    """An error's body in Anthropic's words. Its message begins with the field at fault, which has no place there."""
+    error = body["error"]
+    kind = ANTHROPIC_TYPES.get(status) or (INVALID if status < 500 else "api_error")
+    field, message = error["param"], error["message"]
+    message = f"{field}: {message}" if field and not message.startswith(field) else message
+    told = {"type": "error", "error": {"type": kind, "message": message}}
+    return told if request_id is None else told | {"request_id": request_id}
+
+
+def error_response(
+    scope: Scope, status: int, body: dict[str, Any], headers: Mapping[str, str] | None = None
+) -> JSONResponse:
+    """A response with an error's `body`, as the API of the request's path has it."""
+    if speaks_anthropic(scope):
+        body = as_anthropic(status, body, scope.get("state", {}).get("request_id"))
+    return JSONResponse(body, status, headers)
+
+
+def speaks_anthropic(scope: Scope) -> bool:
+    return scope["path"] == MESSAGES or scope["path"].startswith(f"{MESSAGES}/")
 
 
 def _sendable(text: str) -> str:
@@ -104,17 +139,17 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     @app.exception_handler(EngineDead)
     @app.exception_handler(RequestError)
-    async def _described(_: Request, error: Exception) -> JSONResponse:
+    async def _described(request: Request, error: Exception) -> JSONResponse:
         told = describe(error, None)
-        return JSONResponse(told.body, told.status, told.headers)
+        return error_response(request.scope, told.status, told.body, told.headers)
 
     @app.exception_handler(RequestValidationError)
-    async def _invalid_body(_: Request, error: RequestValidationError) -> JSONResponse:
+    async def _invalid_body(request: Request, error: RequestValidationError) -> JSONResponse:
         problems = [_problem(item) for item in error.errors()]
         message = "; ".join(text for text, _ in problems[:MAX_SHOWN])
         if len(problems) > MAX_SHOWN:
             message += f"; and {len(problems) - MAX_SHOWN} more"
-        return JSONResponse(error_body(message, INVALID, problems[0][1]), 400)
+        return error_response(request.scope, 400, error_body(message, INVALID, problems[0][1]))
 
     @app.exception_handler(HTTPException)
     async def _http_error(request: Request, error: HTTPException) -> JSONResponse:
@@ -124,11 +159,11 @@ def install(app: FastAPI) -> None:
         elif error.status_code == 405:
             allowed = ", ".join(sorted(_methods(app, request)))
             message = f"{where} is not allowed; use {allowed}"
-            return JSONResponse(error_body(message, INVALID), 405, headers={"Allow": allowed})
+            return error_response(request.scope, 405, error_body(message, INVALID), {"Allow": allowed})
         else:
             message = str(error.detail)
         kind = INVALID if error.status_code < 500 else "server_error"
-        return JSONResponse(error_body(message, kind), error.status_code, headers=error.headers)
+        return error_response(request.scope, error.status_code, error_body(message, kind), error.headers)
 
 
 def _methods(app: FastAPI, request: Request) -> set[str]:

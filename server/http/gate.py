@@ -2,9 +2,9 @@
 
 Pure ASGI, because a wrapper that reads the request (Starlette's BaseHTTPMiddleware) would hide a client's disconnect.
 Invariants: with a key set, nothing but `OPEN_PATHS` and `OPEN_FOLDER` answers a request that doesn't carry it; without,
-pages of other origins are kept away (`origin`). Every response has an `X-Request-Id`, and one that isn't a success has
-a line in the log, or is counted in one: one line, of at most a few hundred characters, whatever the client sent, and no
-more lines than a disk can bear.
+pages of other origins are kept away (`origin`). Every response has an `X-Request-Id`, under `/v1/messages` as
+`request-id` too, and one that isn't a success has a line in the log, or is counted in one: one line, of at most a few
+hundred characters, whatever the client sent, and no more lines than a disk can bear.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ import secrets
 from collections.abc import Sequence
 
 from fastapi import HTTPException
-from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.http.errors import FAILED, GONE, ApiError
+from server.http.errors import FAILED, GONE, ApiError, error_response, speaks_anthropic
 from server.http.origin import check_host, check_origin
 from server.protocol.base import REQUEST_ID, shown
 
@@ -39,7 +38,8 @@ MAX_LINE = 300  # characters of a message; 100 of a path
 
 
 class Gate:
-    """Refuse with 401 a request without `Authorization: Bearer <api_key>`, with 413 a body over `max_body` bytes.
+    """Refuse with 401 a request without `Authorization: Bearer <api_key>` or `x-api-key: <api_key>`, with 413 a body
+    over `max_body` bytes.
 
     Refuse with 403 a host name that is neither in `hosts` nor this machine's own, unless that is None; and without a
     key what would change something and comes from a page whose origin isn't in `origins`.
@@ -77,6 +77,8 @@ class Gate:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                if speaks_anthropic(scope):
+                    MutableHeaders(scope=message)["request-id"] = request_id
             elif 400 <= status != GONE:
                 self.refusals.note(status, asked, request_id, message.get("body", b""))
             await send(message)
@@ -86,15 +88,15 @@ class Gate:
             await self.app(scope, self._counted(receive), answer)
         except ApiError as error:
             challenge = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
-            await JSONResponse(error.body, error.status, headers=challenge)(scope, receive, answer)
+            await error_response(scope, error.status, error.body, challenge)(scope, receive, answer)
         except Exception:
             log.exception("%s failed, request id %s", asked, request_id)
             if status == 0:
                 error = ApiError(500, FAILED, kind="server_error")
-                await JSONResponse(error.body, 500)(scope, receive, answer)
+                await error_response(scope, 500, error.body)(scope, receive, answer)
 
     def _client(self, scope: Scope, headers: Headers) -> str:
-        key = headers.get("authorization") if self.key is None else None
+        key = (headers.get("authorization") or headers.get("x-api-key")) if self.key is None else None
         address, *_ = scope.get("client") or ("",)
         return hashlib.sha256(f"address {address}".encode() if key is None else key.encode()).hexdigest()[:16]
 
@@ -105,10 +107,13 @@ class Gate:
         if self.key is None:
             check_origin(method, path, headers, self.origins)
         elif path not in OPEN_PATHS and not path.startswith(OPEN_FOLDER):
-            scheme, _, given = headers.get("authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("latin-1"), self.key):
-                found = "the API key is wrong" if "authorization" in headers else "an API key is required"
-                raise ApiError(401, f"{found}; send the header Authorization: Bearer <key>", code="invalid_api_key")
+            scheme, _, bearer = headers.get("authorization", "").partition(" ")
+            keys = [headers.get("x-api-key"), bearer if scheme.lower() == "bearer" else None]
+            given = [key.strip().encode("latin-1") for key in keys if key is not None]
+            if not any([hmac.compare_digest(key, self.key) for key in given]):
+                found = "the API key is wrong" if given or scheme else "an API key is required"
+                message = f"{found}; send the header Authorization: Bearer <key>, or x-api-key: <key>"
+                raise ApiError(401, message, code="invalid_api_key")
         if (coding := headers.get("content-encoding", "identity")) != "identity":
             raise ApiError(415, f"the body comes in the Content-Encoding {shown(coding)}; send it as it is")
         length = headers.get("content-length", "")
@@ -141,7 +146,7 @@ class Refusals:
         self._ends: asyncio.TimerHandle | None = None
 
     def note(self, status: int, asked: str, request_id: str, body: bytes) -> None:
-        """Log a response. `asked` is its request's method and path, `body` OpenAI's error object."""
+        """Log a response. `asked` is its request's method and path, `body` an error's."""
         if not self._has_room():
             return
         level = logging.WARNING if status >= 500 else logging.INFO
@@ -188,6 +193,6 @@ def _cause(body: bytes) -> tuple[str, str | None]:
     """Message and field of an error body."""
     try:
         error = json.loads(body)["error"]
-        return str(error["message"]), error["param"]
+        return str(error["message"]), error.get("param")
     except (ValueError, KeyError, TypeError):
         return "", None

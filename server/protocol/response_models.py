@@ -205,11 +205,19 @@ class ModelCard(Object):
     owned_by: str
     root: str
     max_model_len: int
+    # Anthropic's
+    type: Literal["model"]
+    display_name: str
+    created_at: str
 
 
 class ModelList(Object):
     object: Literal["list"]
     data: list[ModelCard]
+    # Anthropic's
+    has_more: bool
+    first_id: str
+    last_id: str
 
 
 class Health(Object):

@@ -34,6 +34,7 @@ INCLUDABLE = (
 )
 # Where this route's fields stand in a chat's body, for errors that name them.
 PLACES = {
+    "prompt": "input",
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import platform
 import time
+from datetime import UTC, datetime
 from importlib import metadata
 
 from fastapi import FastAPI
@@ -19,29 +20,36 @@ from server.routes.serving import Serving
 
 def add(app: FastAPI, serving: Serving) -> None:
     started, llm, name = time.monotonic(), serving.llm, serving.name  # the wall's clock may be set meanwhile
-    card = {
-        "id": name,
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": "jaxspec",
-        "root": llm.config.model,
-        "max_model_len": llm.config.context_length,
-    }
+    now = datetime.now(UTC)
+
+    def card(name: str) -> ModelCard:
+        """A model's card, with OpenAI's, vLLM's and Anthropic's fields."""
+        return ModelCard(
+            id=name,
+            object="model",
+            created=int(now.timestamp()),
+            owned_by="jaxspec",
+            root=llm.config.model,
+            max_model_len=llm.config.context_length,
+            type="model",
+            display_name=name,
+            created_at=now.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        )
 
     running = {409: {"description": "Requests are running"}}
 
     @app.get("/v1/models")
     async def models() -> ModelList:
-        """The one model served."""
-        return ModelList(object="list", data=[card])
+        """The one model served, under each of its names."""
+        first, *_, last = (*serving.names, serving.names[-1])
+        cards = [card(name) for name in serving.names]
+        return ModelList(object="list", data=cards, has_more=False, first_id=first, last_id=last)
 
     @app.get("/v1/models/{model:path}")
     async def model(model: str) -> ModelCard:
         """A model by its name."""
-        if model != name:
-            message = f"the model {model!r} does not exist; this server serves {name!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
-        return ModelCard(**card)
+        serving.check(model)
+        return card(model)
 
     @app.get("/version")
     async def version() -> dict:

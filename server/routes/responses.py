@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Query, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
-from pydantic import ValidationError
 
 from jaxspec.config.request import CONTEXT_EXCEEDED, RequestError, SamplingParams
 from server.http.errors import ApiError
+from server.http.field_names import their_fields
 from server.protocol import ChatRequest
 from server.protocol.responses import PLACES, ResponsesRequest, reference
 from server.replies import Prompt
@@ -54,7 +50,7 @@ def add(app: FastAPI, serving: Serving) -> None:
         before = body.previous_response_id
         history = [] if before is None else stored(before, "previous_response_id").items
         given = [*history, *map(resolved, body.input)]
-        with _their_fields():
+        with their_fields(PLACES, lambda _: ("input",)):  # a message has no one item
             chat = ChatRequest.model_validate(body.chat(given))
             params = chat.sampling(serving.sampling)
 
@@ -183,39 +179,3 @@ async def _truncated(serving: Serving, chat: ChatRequest) -> Prompt:
         else:
             high, best = middle, found
     return best
-
-
-@contextmanager
-def _their_fields() -> Iterator[None]:
-    """Let errors about the chat name the fields of the response's body."""
-    try:
-        yield
-    except RequestError as error:
-        raise _renamed(error) from error
-    except ValidationError as error:
-        problems = error.errors(include_url=False)
-        cause = (problems[0].get("ctx") or {}).get("error")
-        if not problems[0]["loc"] and isinstance(cause, RequestError):
-            raise _renamed(cause) from error
-        raise RequestValidationError(
-            [{**each, "loc": ("body", *_place(each["loc"]))} for each in problems],
-        ) from error
-
-
-def _renamed(error: RequestError) -> RequestError:
-    message = str(error)
-    for name in ("max_completion_tokens", "max_tokens", "response_format", "reasoning_effort"):
-        message = re.sub(rf"\b{name}\b", PLACES[name], message)
-    message = re.sub(r"messages\[(\d+)\]\.content\[(\d+)\]", r"part \2 of message \1 of the input", message)
-    field, dot, rest = (error.param or "").partition(".")
-    if field.startswith("messages["):
-        return RequestError(message, "input", error.code)
-    place = {"prompt": "input", **PLACES}.get(field, field)
-    return RequestError(message, f"{place}{dot}{rest.removeprefix('json_schema.')}" or None, error.code)
-
-
-def _place(loc: tuple[str | int, ...]) -> tuple[str | int, ...]:
-    """Where a field of the chat stands in the response's body. A message has no one item, so it is `input`."""
-    if not loc or loc[0] not in PLACES:
-        return loc
-    return (PLACES[loc[0]],) if loc[0] == "messages" else (PLACES[loc[0]], *loc[1:])

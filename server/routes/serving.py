@@ -30,10 +30,10 @@ from server.tracing import Tracer
 
 @dataclass
 class Serving:
-    """An engine under its name in the API. `sampling` holds of `SamplingParams` where a request doesn't say; `formats`
-    is how its model speaks in chats; `prompt_log` is where texts without pictures are kept, if they are; `media` says
-    where pictures may come from;
-    `tracer` sends traces, if they are wanted."""
+    """An engine under its name in the API, and perhaps further names (`aliases`). `sampling` holds of `SamplingParams`
+    where a request doesn't say; `formats` is how its model speaks in chats; `prompt_log` is where texts without
+    pictures are kept, if they are; `media` says where pictures may come from; `tracer` sends traces, if they are
+    wanted."""
 
     llm: AsyncLLM
     name: str
@@ -43,22 +43,26 @@ class Serving:
     prompt_log: PromptLog | None = None
     tracer: Tracer | None = None
     media: MediaRules = field(default_factory=MediaRules)
+    aliases: Sequence[str] = ()
     running: dict[str, str] = field(default_factory=dict)  # the engine's requests, with the ids that clients know
 
     def __post_init__(self):
+        self.names = (self.name, *self.aliases)
         self.texts, self.ids = TokenNames(self.llm.tokenizer), TokenNames(self.llm.tokenizer, as_ids=True)
 
-    def check(self, model: str | None = None) -> None:
-        """**Raises:** `ApiError` if the engine is dead, or the request is for another model."""
+    def check(self, model: str | None = None, also: str | None = None) -> None:
+        """**Raises:** `ApiError` if the engine is dead, or the request is for another model. `also`: the beginning of
+        further names that are this model's."""
         if self.llm.error is not None:
             raise engine_died(self.llm.error)
-        if model is not None and model != self.name:
-            message = f"the model {shown(model)} does not exist; this server serves {self.name!r}"
+        if model is not None and model not in self.names and not (also and model.startswith(also)):
+            names = ", ".join(map(repr, self.names))
+            message = f"the model {shown(model)} does not exist; this server serves {names}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    async def chat_prompt(self, body: ChatRequest) -> Prompt:
-        """A chat's prompt. **Raises:** `RequestError`."""
-        pictures, context = await self.pictures(body.pictures()), self.llm.config.context_length
+    async def chat_prompt(self, body: ChatRequest, most: int | None = None) -> Prompt:
+        """A chat's prompt, of at most as many tokens as the context, or `most`. **Raises:** `RequestError`."""
+        pictures, context = await self.pictures(body.pictures()), most or self.llm.config.context_length
         reader = self.llm.image_reader if pictures else None
         return await chat_prompt(body, self.llm.tokenizer, self.formats, context, reader, pictures)
 

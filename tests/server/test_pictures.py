@@ -80,6 +80,25 @@ def test_the_openai_client_sends_pictures(seeing):
         assert listed[-1].content[1].image_url == items[0]["content"][1]["image_url"]
 
 
+def test_messages_take_pictures(seeing, post):
+    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(encoded(SMALL)).decode()}
+    for wrong in (False, True):
+        content = [
+            {"type": "text", "text": "A"},
+            {"type": "image", "source": source | ({"data": "AAAA"} if wrong else {})},
+        ]
+        body = {"model": "fake/model", "max_tokens": 4, "messages": [{"role": "user", "content": content}]}
+        for route in ("/v1/messages", "/v1/messages/count_tokens"):
+            reply = post(route, **body)
+            if wrong:
+                assert reply.status_code == 400 and "messages[0].content" in reply.json()["error"]["message"], (
+                    reply.text
+                )
+                continue
+            assert reply.status_code == 200, reply.text
+    assert pictures_of(seeing) == [(7, (1, 4, 6), key(SMALL))]
+
+
 @pytest.mark.parametrize("text,prompt", [
     ("Human: x", f"{OPENS}######{CLOSES}Human: x"),  # as SGLang's send_one --image has it
     ("Human: <image>\nx", f"Human: {OPENS}######{CLOSES}\nx"),

@@ -82,8 +82,9 @@ def check(case: Case, attend) -> None:
     out = np.float64(attend(*operands))
     expected = dense(*operands)
     np.testing.assert_allclose(out, expected, atol=2e-5 if case.dtype == "float32" else 0.02)
+    # The reference rounds weights of the softmax as XLA does on the machine at hand.
     np.testing.assert_allclose(
-        np.float64(reference(*operands)), expected, atol=2e-5 if case.dtype == "float32" else 0.03
+        np.float64(reference(*operands)), expected, atol=2e-5 if case.dtype == "float32" else 0.06
     )
 
 

@@ -117,7 +117,7 @@ def test_values_of_a_config_file_are_the_texts_that_stand_there(tmp_path):
         "batch_sizes: [1, 2]\n"
     )
     args = parse(write(tmp_path, text))
-    assert (args.api_key, args.served_model_name, args.fp8_activations) == ("0123456", "1.10", "on")
+    assert (args.api_key, args.served_model_name, args.fp8_activations) == ("0123456", ["1.10"], "on")
     assert args.disable_overlap and args.allowed_origins == ["https://a.example", "https://b.example"]
     assert args.batch_sizes == "1,2" and args.decode_log_interval == 40 and args.seed == parse([]).seed
 

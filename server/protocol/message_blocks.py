@@ -1,0 +1,123 @@
+"""Content blocks of `/v1/messages`: checked one by one, and turned into the parts of a chat's messages.
+
+Invariant: a block is used, or known not to matter, or refused by its type. Fields that a block may also have, such as
+`cache_control`, pass unread.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from jaxspec.config.request import RequestError
+from server.protocol.base import Open, check_text, shown
+
+MAX_BLOCKS = 1000  # of one message, and of one result
+# Claude Code's first system block. Its hash changes with every request, so a prompt with it would never be cached.
+BILLING = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*\n?")
+BY_ROLE = {
+    "system": ("text",),
+    "user": ("text", "image", "document", "search_result", "tool_result"),
+    "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
+    "tool_result": ("text", "image", "document", "search_result", "tool_reference"),
+}
+
+
+class _Block(Open):
+    type: str
+
+
+Blocks = Annotated[list[_Block], Field(max_length=MAX_BLOCKS)]
+
+
+def blocks_of(content: Any) -> list[Any]:
+    """The blocks of a content, which may be a string. **Raises:** `RequestError`."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        raise RequestError(f"the content must be a string or a list of blocks, got {shown(content)}")
+    if len(content) > MAX_BLOCKS:
+        raise RequestError(f"the content has {len(content)} blocks, at most {MAX_BLOCKS} are allowed")
+    return content
+
+
+def read(block: Any, role: str) -> dict[str, Any]:
+    """A block of a `role`'s content, checked: an image as the chat's part, a call with its arguments as a string, a
+    document as text. **Raises:** `RequestError`."""
+    kind = block.get("type") if isinstance(block, dict) else None
+    if kind not in BY_ROLE[role]:
+        given = f"a block of type {shown(kind)}" if isinstance(kind, str) else shown(block)
+        raise RequestError(f"{role} content has {given}, which is not supported; send {', '.join(BY_ROLE[role])}")
+    if kind == "text":
+        return _text(_string(block, "text"))
+    if kind == "image":
+        return _image(block.get("source"))
+    if kind == "document":
+        return _document(block)
+    if kind == "search_result":
+        says = [_string(block, "title"), _string(block, "source")]
+        return _text("\n".join([*says, *(read(each, "system")["text"] for each in blocks_of(block.get("content")))]))
+    if kind == "tool_reference":
+        return _text(f"The tool {_string(block, 'tool_name')} can be called now.")
+    if kind == "tool_result":
+        content = block.get("content")
+        results = [read(each, "tool_result") for each in blocks_of("" if content is None else content)]
+        error = block.get("is_error") or False
+        if not isinstance(error, bool):
+            raise RequestError(f"a tool_result needs true or false as its is_error, got {shown(error)}")
+        return {"type": kind, "tool_use_id": _string(block, "tool_use_id"), "content": results, "is_error": error}
+    if kind == "tool_use":
+        given = block.get("input")
+        if not isinstance(given, dict):
+            raise RequestError(f"a tool_use needs an object as its input, got {shown(given)}")
+        function = {"name": _string(block, "name"), "arguments": json.dumps(given, ensure_ascii=False)}
+        return {"type": kind, "call": {"id": _string(block, "id"), "type": "function", "function": function}}
+    if kind == "thinking":
+        return {"type": kind, "thinking": _string(block, "thinking")}
+    return {"type": kind}
+
+
+def system_text(blocks: list[dict[str, Any]]) -> str:
+    """The text of system blocks, without the billing header."""
+    return "\n".join(filter(None, (BILLING.sub("", block["text"]) for block in blocks)))
+
+
+def parts(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Checked blocks as parts of a chat's message, without empty texts."""
+    return [block for block in blocks if block["type"] != "text" or block["text"]]
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def _string(block: dict[str, Any], name: str) -> str:
+    if not isinstance(block.get(name), str):
+        raise RequestError(f"a {block['type']} block needs a string as its {name}, got {shown(block.get(name))}")
+    return check_text(block[name])
+
+
+def _image(source: Any) -> dict[str, Any]:
+    """An image as the part that a chat takes, which refuses it unless the model serves pictures."""
+    kind = source.get("type") if isinstance(source, dict) else None
+    if kind not in ("base64", "url"):
+        raise RequestError(f"an image needs a source of type base64 or url, got {shown(source)}")
+    url = _string(source, "url") if kind == "url" else f"data:{_string(source, 'media_type')};base64,"
+    return {"type": "image_url", "image_url": {"url": url if kind == "url" else url + _string(source, "data")}}
+
+
+def _document(block: dict[str, Any]) -> dict[str, Any]:
+    """A document of text, behind its title and context."""
+    source = block.get("source")
+    kind = source.get("type") if isinstance(source, dict) else None
+    if kind == "text":
+        body = _string(source, "data")
+    elif kind == "content":
+        body = "\n".join(read(each, "system")["text"] for each in blocks_of(source.get("content")))
+    else:
+        raise RequestError(f"a document needs a source of type text or content, got {shown(kind)}; send PDFs as text")
+    head = [_string(block, name) for name in ("title", "context") if block.get(name) is not None]
+    return _text("\n".join([*head, body]))

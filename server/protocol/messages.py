@@ -1,0 +1,276 @@
+"""The body of `/v1/messages`, Anthropic's Messages API, and the chat that it means.
+
+Invariant: a message is a chat, so that prompt, tools, structured output and sampling can't differ between the routes.
+The chat grows at its end alone: a longer conversation's prompt begins with the shorter one's, so the prefix cache hits.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import Field, PlainValidator
+
+from jaxspec.config.request import MAX_STOPS, RequestError
+from server.protocol.base import Body, Integer, Object, Open, Text, at_most, must_be, shown
+from server.protocol.chat import MAX_MESSAGES, Effort, Variables
+from server.protocol.described import checked_later
+from server.protocol.generation import Biases, StopString
+from server.protocol.message_blocks import Blocks, blocks_of, parts, read, system_text
+from server.protocol.message_tools import Choice, Tools, read_choice, read_tools
+
+# Where this route's fields stand in a chat's body, for errors that name them.
+PLACES = {
+    "prompt": "messages",
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+}
+SAME = (
+    *("model", "stream", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids"),
+    *("ignore_eos", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
+    *("speculative", "fixed_drafts", "chat_template_kwargs"),
+)  # fields that mean in a chat what they mean here
+BUDGETS = ((4096, "low"), (16384, "medium"))  # tokens of thinking below which a budget asks for an effort; else high
+
+
+class _Message(Open):
+    role: Literal["user", "assistant", "system"]
+    content: str | Blocks
+
+
+class _Thinking(Open):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: NotRequired[int]
+    display: NotRequired[Literal["summarized", "omitted"] | None]
+
+
+Messages = Annotated[list[_Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:
+    """`messages`, each a role and checked blocks. **Raises:** `RequestError` that says which isn't one."""
+    if not isinstance(value, list) or not value:
+        raise RequestError(f"must be a list of messages, not empty, got {shown(value)}")
+    if len(value) > MAX_MESSAGES:
+        raise RequestError(f"has {len(value)} messages, at most {MAX_MESSAGES} are allowed")
+    found = []
+    for place, message in enumerate(value):
+        role = message.get("role") if isinstance(message, dict) else None
+        if role not in ("user", "assistant", "system"):
+            given = f"the role {shown(role)}" if role is not None else shown(message)
+            raise RequestError(f"message {place} must have the role user, assistant or system, got {given}")
+        try:
+            found.append({"role": role, "blocks": [read(block, role) for block in blocks_of(message.get("content"))]})
+        except RequestError as error:
+            raise RequestError(f"message {place}: {error}") from None
+    return found
+
+
+def _system(value: Any) -> str:
+    return system_text([read(block, "system") for block in blocks_of(value)])
+
+
+def _thinking(value: Any) -> dict[str, Any]:
+    kinds = ("enabled", "disabled", "adaptive")
+    if not isinstance(value, dict) or value.get("type") not in kinds:
+        raise RequestError(f"must have the type {', '.join(kinds[:-1])} or {kinds[-1]}, got {shown(value)}")
+    budget = value.get("budget_tokens")
+    if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 0):
+        raise RequestError(f"budget_tokens must be a number of tokens, got {shown(budget)}")
+    return value
+
+
+class OutputConfig(Body):
+    """`output_config`: how hard to think, and the output's JSON schema."""
+
+    OPEN = True
+    effort: Annotated[Any, checked_later(Effort)] | None = None
+    format: Object | None = None
+
+
+class CountTokensRequest(Body):
+    """The body of `/v1/messages/count_tokens`: a message's, without a need for `max_tokens`."""
+
+    OPEN = True
+
+    messages: Annotated[list[dict], PlainValidator(_messages, json_schema_input_type=Messages)]
+    model: Text | None = None
+    system: Annotated[str, PlainValidator(_system, json_schema_input_type=str | Blocks)] | None = None
+    tools: Annotated[list[dict], PlainValidator(read_tools, json_schema_input_type=Tools)] | None = None
+    tool_choice: Annotated[tuple, PlainValidator(read_choice, json_schema_input_type=Choice)] | None = None
+    thinking: Annotated[dict, PlainValidator(_thinking, json_schema_input_type=_Thinking)] | None = None
+    output_config: OutputConfig | None = None
+    output_format: Object | None = None  # the beta's name of output_config.format
+    chat_template_kwargs: Variables | None = None
+
+    def chat(self) -> tuple[dict[str, Any], list[int]]:
+        """The body of the chat that this is, and for each of its messages the number of the one that it came from.
+
+        **Raises:** `RequestError`.
+        """
+        chat = {name: value for name in SAME if (value := getattr(self, name, None)) is not None}
+        chat["messages"], origins = as_chat(self.system, self.messages)
+        if chat["messages"][-1]["role"] == "assistant" and "tool_calls" not in chat["messages"][-1]:
+            chat["continue_final_message"] = True
+        if self.tools:
+            chat["tools"] = self.tools
+        choice, parallel = self.tool_choice or (None, True)
+        if choice is not None:
+            chat["tool_choice"] = choice
+        if not parallel:
+            chat["parallel_tool_calls"] = False
+        if (effort := self._effort()) is not None:
+            chat["reasoning_effort"] = effort
+        given = (self.output_config and self.output_config.format) or self.output_format
+        if given is not None:
+            schema = given.get("schema")
+            if given.get("type") != "json_schema" or not isinstance(schema, dict):
+                raise RequestError(
+                    f'must have "type": "json_schema" and a schema, got {shown(given)}', "response_format"
+                )
+            chat["response_format"] = {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}}
+        return chat, origins
+
+    def _effort(self) -> str | None:
+        """The chat's effort. A budget asks for one too: nothing else limits the tokens of thinking."""
+        thinking = self.thinking or {}
+        if thinking.get("type") == "disabled":
+            return "none"
+        if self.output_config is not None and self.output_config.effort is not None:
+            return self.output_config.effort
+        if thinking.get("type") != "enabled":
+            return None
+        budget = thinking.get("budget_tokens")
+        return next((effort for most, effort in BUDGETS if budget is not None and budget < most), "high")
+
+
+class MessagesRequest(CountTokensRequest):
+    """The body of `/v1/messages`. None, everywhere, means the default; a field that isn't here passes unread."""
+
+    max_tokens: Annotated[Integer, Field(ge=1)]
+    stop_sequences: (
+        Annotated[list[StopString], Field(max_length=MAX_STOPS), at_most(MAX_STOPS, "strings"), must_be(list, "a list")]
+        | None
+    ) = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Integer | None = None
+    # Beyond Anthropic's, as in chats
+    min_p: float | None = None
+    seed: Integer | None = None
+    stop_token_ids: Annotated[Any, checked_later(list[int])] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Integer | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Annotated[Any, checked_later(Biases)] | None = None
+    speculative: bool | None = None
+    fixed_drafts: bool | None = None
+
+    def chat(self) -> tuple[dict[str, Any], list[int]]:
+        chat, origins = super().chat()
+        if self.stop_sequences is not None:
+            chat["stop"] = self.stop_sequences
+        return chat, origins
+
+    @property
+    def shows_thinking(self) -> bool:
+        return (self.thinking or {}).get("display") != "omitted"
+
+
+def as_chat(system: str | None, messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[int]]:
+    """A chat's messages, and for each the number of the message that it began with.
+
+    Neighbours of one role are one message. Results of tools come before the user's text. The text of a system message
+    joins the user's message or the tool's result before it, or else the user's after it: it never moves to the head,
+    which would change the whole prompt, and never stands between a call and its result.
+    """
+    found: list[dict[str, Any]] = []
+    origins: list[int] = []
+    told: list[dict[str, Any]] = []  # parts of system messages that wait for a user's message
+
+    def add(place: int, message: dict[str, Any]) -> None:
+        found.append(message)
+        origins.append(place)
+
+    def say(place: int, given: list[dict[str, Any]]) -> None:
+        """Add parts of a user's message."""
+        if found and found[-1]["role"] == "user":
+            found[-1]["content"] += given
+        else:
+            add(place, {"role": "user", "content": given})
+
+    if system:
+        add(0, {"role": "system", "content": [{"type": "text", "text": system}]})
+    for place, message in enumerate(messages):
+        blocks = message["blocks"]
+        if message["role"] == "system":
+            if not (text := system_text(blocks)):
+                continue
+            part = {"type": "text", "text": text}
+            if not found:
+                add(place, {"role": "system", "content": [part]})
+            elif found[-1]["role"] == "assistant":
+                told.append(part)
+            else:
+                found[-1]["content"].append(part)
+        elif message["role"] == "user":
+            results = [block for block in blocks if block["type"] == "tool_result"]
+            for block in results:
+                content = parts(block["content"])
+                if block.get("is_error"):
+                    content.insert(0, {"type": "text", "text": "Error:"})
+                add(place, {"role": "tool", "tool_call_id": block["tool_use_id"], "content": content})
+            said = parts([block for block in blocks if block["type"] != "tool_result"])
+            if results and not said:
+                found[-1]["content"] += told
+            else:
+                say(place, told + said)
+            told = []
+        else:
+            if told:
+                say(place, told)
+                told = []
+            turn = _assistant(blocks)
+            if found and found[-1]["role"] == "assistant":
+                _extend(found[-1], turn)
+            else:
+                add(place, turn)
+    if told:
+        say(len(messages) - 1, told)
+    if not found:
+        raise RequestError("the messages are empty; send a user's message", "messages")
+    if len(found) > 1 and found[-1] == {"role": "assistant", "content": []}:  # nothing of it could be continued
+        found.pop()
+        origins.pop()
+    return [_plain(message) for message in found], origins
+
+
+def _assistant(blocks: list[dict[str, Any]]) -> dict[str, Any]:
+    """An assistant's turn. What it thought in secret is left out: no model here can read it."""
+    turn: dict[str, Any] = {"role": "assistant", "content": parts([each for each in blocks if each["type"] == "text"])}
+    if thought := [block["thinking"] for block in blocks if block["type"] == "thinking" and block["thinking"]]:
+        turn["reasoning_content"] = "\n".join(thought)
+    if calls := [block["call"] for block in blocks if block["type"] == "tool_use"]:
+        turn["tool_calls"] = calls
+    return turn
+
+
+def _extend(turn: dict[str, Any], more: dict[str, Any]) -> None:
+    """Continue an assistant's turn by another that follows it at once."""
+    turn["content"] += more["content"]
+    if "reasoning_content" in more:
+        turn["reasoning_content"] = "\n".join(filter(None, (turn.get("reasoning_content"), more["reasoning_content"])))
+    if "tool_calls" in more:
+        turn["tool_calls"] = turn.get("tool_calls", []) + more["tool_calls"]
+
+
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose content is a string if it is text alone."""
+    content = message["content"]
+    if all(part["type"] == "text" for part in content):
+        content = "\n".join(part["text"] for part in content)
+    return {**message, "content": content}

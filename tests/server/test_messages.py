@@ -1,0 +1,392 @@
+"""`/v1/messages` over the fake engine: Anthropic's bodies in, its objects, events and errors out."""
+
+import json
+import random
+import re
+
+import httpx
+import pytest
+
+from jaxspec.config.engine_config import EngineConfig
+from jaxspec.config.request import Delta, RequestError, RequestMetrics, SamplingParams
+from server.app import create_app
+from server.chat.speech import PLAIN, Speech
+from server.protocol.messages import MessagesRequest
+from server.replies import Prompt
+from server.replies.messages import MessagesReply
+from tests.server.fake import CONTEXT, TEXT, byte_tokenizer
+from tests.server.live import serving
+from tests.server.test_tools import Scripted
+
+PATH = "/v1/messages"
+ASK = {"model": "fake/model", "max_tokens": 64, "messages": [{"role": "user", "content": "hello"}]}
+LONG = ASK | {"max_tokens": 500}
+TOOL = {"name": "weather", "description": "Tell it.", "input_schema": {"properties": {"city": {"type": "string"}}}}
+CALL_TEXT = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+PIXEL = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+
+
+def prompt_text(fake):
+    return byte_tokenizer().decode(fake.started[-1][0], skip_special_tokens=False)
+
+
+def events_of(response):
+    assert response.headers["content-type"].startswith("text/event-stream")
+    found = []
+    for block in response.text.removesuffix("\n\n").split("\n\n"):
+        name, data = re.fullmatch(r"event: (\w+)\ndata: (.*)", block, re.DOTALL).groups()
+        found.append(json.loads(data))
+        assert found[-1]["type"] == name
+    return found
+
+
+def joined(events):
+    """The message that a stream's events accumulate to, each checked for its place."""
+    message, opened = None, None
+    for event in events:
+        if event["type"] == "message_start":
+            assert message is None
+            message = dict(event["message"], content=[])
+
+        elif event["type"] == "content_block_start":
+            assert opened is None and event["index"] == len(message["content"])
+            opened = event["content_block"] | {"json": ""}
+            message["content"].append(opened)
+        elif event["type"] == "content_block_delta":
+            assert event["index"] == len(message["content"]) - 1
+            delta = event["delta"]
+            match delta.pop("type"):
+                case "text_delta":
+                    opened["text"] += delta["text"]
+                case "thinking_delta":
+                    opened["thinking"] += delta["thinking"]
+                case "signature_delta":
+                    opened["signature"] += delta["signature"]
+                case "input_json_delta":
+                    opened["json"] += delta["partial_json"]
+        elif event["type"] == "content_block_stop":
+            text = opened.pop("json")
+            if opened["type"] == "tool_use":
+                opened["input"] = json.loads(text)
+            opened = None
+        elif event["type"] == "message_delta":
+            assert opened is None
+            message |= event["delta"] | {"usage": event["usage"]}
+    assert [event["type"] for event in events[:2]] == ["message_start", "ping"] and events[-1]["type"] == "message_stop"
+    return message
+
+
+def test_text(http, fake):
+    body = ASK | {"system": "Be brief.", "temperature": 0.5, "top_k": 3, "metadata": {"user_id": "me"}, "new_key": [1]}
+    headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "a,b", "X-Request-Id": "mine"}
+    response = http.post(f"{PATH}?beta=true", json=body, headers=headers)
+    assert response.status_code == 200 and response.headers["request-id"] == "mine"
+    reply = response.json()
+    assert reply["content"] == [{"type": "text", "text": TEXT}] and re.fullmatch(r"msg_\w+", reply["id"])
+    assert (reply["type"], reply["role"], reply["model"]) == ("message", "assistant", "fake/model")
+    assert (reply["stop_reason"], reply["stop_sequence"]) == ("end_turn", None)
+    prompt, params = fake.started[-1]
+    assert (params.temperature, params.top_k, params.max_tokens) == (0.5, 3, 64)
+    assert prompt_text(fake).startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhello<|im_end|>")
+    assert reply["usage"] == {
+        "input_tokens": len(prompt) - 2,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 2,
+        "output_tokens": len(TEXT.encode()),
+    }
+    events = events_of(http.post(PATH, json=body | {"stream": True}))
+    assert joined(events) == reply | {"id": events[0]["message"]["id"]}
+    assert events[0]["message"]["usage"]["input_tokens"] == len(prompt)
+    count = http.post(
+        f"{PATH}/count_tokens", json={"model": "fake/model", "system": "Be brief.", "messages": ASK["messages"]}
+    )
+    assert count.json() == {"input_tokens": len(prompt)}
+
+
+@pytest.mark.parametrize("step", [1, 1000])
+def test_a_tool_is_used_and_its_result_goes_back(step):
+    fake = Scripted(EngineConfig(model="fake/model", context_length=4096), text=f"Let me see.\n{CALL_TEXT}", step=step)
+    with serving(create_app(fake)) as url, httpx.Client(base_url=url) as http:
+        reply = http.post(PATH, json=LONG | {"tools": [TOOL, {"type": "bash_20250124", "name": "bash"}]}).json()
+        text, call = reply["content"]
+        assert text == {"type": "text", "text": "Let me see.\n"} and reply["stop_reason"] == "tool_use"
+        assert (call["type"], call["name"], call["input"]) == ("tool_use", "weather", {"city": "Rome"}) and call["id"]
+        assert '"type": "object"' in prompt_text(fake) and "bash" not in prompt_text(fake)
+        streamed = joined(events_of(http.post(PATH, json=LONG | {"tools": [TOOL], "stream": True})))
+        assert streamed["content"][1] | {"id": call["id"]} == call and streamed["stop_reason"] == "tool_use"
+
+        forced = {"tool_choice": {"type": "tool", "name": "weather", "disable_parallel_tool_use": True}}
+        fake.text = CALL_TEXT
+        assert http.post(PATH, json=LONG | {"tools": [TOOL]} | forced).json()["stop_reason"] == "tool_use"
+        assert fake.started[-1][1].structured is not None
+        result = {"type": "tool_result", "tool_use_id": call["id"], "content": [{"type": "text", "text": "sunny"}]}
+        turns = [*ASK["messages"], {"role": "assistant", "content": reply["content"]}]
+        turns += [{"role": "user", "content": [{"type": "text", "text": "Well?"}, result]}]
+        http.post(PATH, json=LONG | {"tools": [TOOL], "messages": turns})
+        said = prompt_text(fake)
+        assert said.index('"city": "Rome"') < said.index("sunny") < said.index("Well?")
+
+
+def said(parser, text, *, finish="stop", stop_reason=None, limit=50, shows=True):
+    """A message's reply to one delta, whole."""
+    reply = MessagesReply(Prompt([1] * 9), SamplingParams(), "m", parser, limit=limit, shows_thinking=shows)
+    told = {"finish_reason": finish, "stop_reason": stop_reason, "metrics": RequestMetrics(cached_tokens=4)}
+    reply.take(0, Delta("r", 0, text, list(range(40)), **told))
+    return reply.whole()
+
+
+THINK = Speech("qwen3", None, thinking="prompt")
+
+
+def test_thinking_has_a_signature_and_may_be_left_out():
+    thought, text = said(THINK, "hm\n</think>\n\nyes")["content"]
+    assert thought["thinking"].strip() == "hm" and thought["signature"] and text["text"].strip() == "yes"
+    hidden, _ = said(THINK, "hm\n</think>\n\nyes", shows=False)["content"]
+    assert hidden["thinking"] == "" and hidden["signature"] == thought["signature"]
+
+
+@pytest.mark.parametrize("how,reason", [
+    ({}, "end_turn"),
+    ({"stop_reason": 7}, "end_turn"),
+    ({"stop_reason": "END"}, "stop_sequence"),
+    ({"finish": "length", "limit": 40}, "max_tokens"),
+    ({"finish": "length", "limit": 41}, "model_context_window_exceeded"),
+])  # fmt: skip
+def test_stop_reasons(how, reason):
+    reply = said(PLAIN, "a", **how)
+    assert reply["stop_reason"] == reason
+    assert reply["stop_sequence"] == ("END" if reason == "stop_sequence" else None)
+
+
+def test_arguments_that_are_no_object_become_an_empty_one():
+    speech = Speech(None, "hermes", [])
+    for arguments in ('{"a": 1e999}', '{"a": "\\ud800"}', "[1]"):
+        reply = said(speech, f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>')
+        assert all(block["input"] == {} for block in reply["content"] if block["type"] == "tool_use")
+        json.dumps(reply, allow_nan=False, ensure_ascii=False).encode()
+
+
+def chat(messages, system=None, **more):
+    body = MessagesRequest.model_validate(
+        {**ASK, **more, "messages": messages} | ({"system": system} if system else {})
+    )
+    return body.chat()[0]
+
+
+def turn(role, *blocks):
+    return {"role": role, "content": list(blocks)}
+
+
+def text(says):
+    return {"type": "text", "text": says, "cache_control": {"type": "ephemeral"}}
+
+
+USE = {"type": "tool_use", "id": "t1", "name": "f", "input": {"a": 1}}
+RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": "7"}
+
+
+def roles(messages):
+    return [(message["role"], message["content"]) for message in as_chat_of(messages)]
+
+
+def as_chat_of(messages):
+    return chat(messages)["messages"]
+
+
+def test_what_claude_code_sends_keeps_the_prompts_head():
+    """The billing header is dropped, and each conversation's chat begins with that of the turn before."""
+    header = lambda n: text(f"x-anthropic-billing-header: cc_version=2.1; cch={n:05x};")  # noqa: E731
+    turns = [
+        turn("user", text("<env>"), text("hi")),
+        turn("system", text("note one")),
+        turn("assistant", {"type": "thinking", "thinking": "hm", "signature": "s"}, text("calling"), USE),
+        turn("system", text("note two")),
+        turn("user", RESULT),
+        turn("system", text("note three")),
+        turn("assistant", {"type": "redacted_thinking", "data": "x"}, text("done")),
+        turn("system", text("note four")),
+        turn("user", text("more")),
+    ]
+    system = [header(1), text("You are Claude Code."), text("Rules.")]
+    found = chat(turns, system)["messages"]
+    assert [(each["role"], each["content"]) for each in found] == [
+        ("system", "You are Claude Code.\nRules."),
+        ("user", "<env>\nhi\nnote one"),
+        ("assistant", "calling"),
+        ("tool", "7\nnote two\nnote three"),
+        ("assistant", "done"),
+        ("user", "note four\nmore"),
+    ]
+    assert found[2]["reasoning_content"] == "hm" and found[2]["tool_calls"][0]["id"] == "t1"
+    for length in (2, 6, 9):
+        shorter = chat(turns[:length], [header(length), *system[1:]])["messages"]
+        assert found[: len(shorter)] == shorter
+    assert chat(turns, "x-anthropic-billing-header: cch=1;\nBe.")["messages"][0]["content"] == "Be."
+
+
+def test_turns():
+    assert roles([turn("user", text("a")), turn("user", text("b"))]) == [("user", "a\nb")]
+    assert roles([turn("user", text("a")), turn("assistant", text("")), turn("user", text("b"))]) == [
+        *[("user", "a"), ("assistant", ""), ("user", "b")]
+    ]
+    failed = turn("user", RESULT | {"is_error": True})
+    assert roles([turn("user", text("a")), turn("assistant", USE), failed])[-1] == ("tool", "Error:\n7")
+    prefill = [*ASK["messages"], turn("assistant", text("It is"))]
+    assert chat(prefill)["continue_final_message"] is True and "continue_final_message" not in chat(ASK["messages"])
+    shown = as_chat_of([turn("user", text("what?"), PIXEL)])[0]["content"]
+    assert shown[1] == {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+@pytest.mark.parametrize("given,effort", [
+    ({}, None),
+    ({"thinking": {"type": "disabled"}, "output_config": {"effort": "high"}}, "none"),
+    ({"thinking": {"type": "adaptive"}}, None),
+    ({"thinking": {"type": "adaptive"}, "output_config": {"effort": "low"}}, "low"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "low"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 10000}}, "medium"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 31999}}, "high"),
+])  # fmt: skip
+def test_thinking_and_effort(given, effort):
+    assert chat(ASK["messages"], **given).get("reasoning_effort") == effort
+
+
+@pytest.mark.parametrize("change,says", [
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": None}, "max_tokens"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "tool", "content": "a"}]}, "messages: message 0 must have the role"),
+    ({"messages": [turn("user", {"type": "video"})]}, "messages: message 0: "),
+    ({"messages": [turn("user", text("a")), turn("assistant", text("b")), turn("user", PIXEL)]}, "messages[2].content"),
+    ({"messages": [turn("user", {"type": "tool_result"})]}, "tool_use_id"),
+    ({"messages": [turn("system", text(""))]}, "empty"),
+    ({"tools": [{"name": "f"}]}, "input_schema"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "weather"),
+    ({"stop_sequences": "a"}, "stop_sequences"),
+    ({"thinking": {"type": "on"}}, "thinking"),
+    ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+    ({"temperature": -1}, "temperature"),
+])  # fmt: skip
+def test_bad_fields(http, fake, change, says):
+    response = http.post(PATH, json=ASK | change)
+    told = response.json()
+    assert response.status_code == 400 and (told["type"], told["error"]["type"]) == ("error", "invalid_request_error")
+    assert says in told["error"]["message"] and told["request_id"] == response.headers["request-id"]
+    assert not fake.started
+
+
+def test_a_long_prompt_says_so_and_a_large_limit_is_what_fits(http, fake):
+    long = ASK | {"messages": [{"role": "user", "content": "a" * 2 * CONTEXT}]}
+    message = http.post(PATH, json=long).json()["error"]["message"]
+    tokens, most = map(int, re.fullmatch(r"prompt is too long: (\d+) tokens > (\d+) maximum", message).groups())
+    assert most == CONTEXT - 1 and http.post(f"{PATH}/count_tokens", json=long).json() == {"input_tokens": tokens}
+    enormous = ASK | {"messages": [{"role": "user", "content": "a" * 200 * CONTEXT}]}
+    assert re.match(r"prompt is too long: \d+ tokens > ", http.post(PATH, json=enormous).json()["error"]["message"])
+    assert http.post(PATH, json=ASK | {"max_tokens": 32000}).status_code == 200
+    assert fake.started[-1][1].max_tokens is None
+
+
+def test_names_keys_and_routes():
+    with serving(create_app(Scripted(), ["mine", "other"], api_key="k")) as url, httpx.Client(base_url=url) as http:
+        told = http.post(PATH, json=ASK)
+        assert (told.status_code, told.json()["error"]["type"]) == (401, "authentication_error")
+        for headers in ({"x-api-key": "k"}, {"Authorization": "Bearer k"}, {"x-api-key": "k", "Authorization": "no"}):
+            for name in ("mine", "other", "claude-opus-9"):
+                reply = http.post(PATH, json=ASK | {"model": name}, headers=headers)
+                assert reply.status_code == 200 and reply.json()["model"] == "mine"
+        assert http.post(PATH, json=ASK, headers={"x-api-key": "j"}).status_code == 401
+        unknown = http.post(PATH, json=ASK, headers=headers)
+        assert (unknown.status_code, unknown.json()["error"]["type"]) == (404, "not_found_error")
+        assert http.get(PATH, headers=headers).json()["type"] == "error" and http.head("/").status_code == 200
+        assert http.post("/v1/responses", json=ASK, headers=headers).json()["error"]["param"], "OpenAI's elsewhere"
+        page = http.get("/v1/models", headers=headers).json()
+        assert [each["id"] for each in page["data"]] == ["mine", "other"] and page["has_more"] is False
+        card = http.get("/v1/models/other", headers=headers).json()
+        assert (card["type"], card["object"], card["display_name"]) == ("model", "model", "other")
+        assert card["created_at"].endswith("Z") and (page["first_id"], page["last_id"]) == ("mine", "other")
+
+
+class Failing(Scripted):
+    async def _deltas(self, prompt, params):
+        yield Delta("id", 0, "a", [97])
+        raise KeyError("a secret")
+
+
+def test_an_error_ends_a_stream():
+    with serving(create_app(Failing(), "fake/model")) as url, httpx.Client(base_url=url) as http:
+        events = events_of(http.post(PATH, json=ASK | {"stream": True}))
+        assert events[-1]["type"] == "error" and events[-1]["error"]["type"] == "api_error"
+        told = http.post(PATH, json=ASK)
+        assert (told.status_code, told.json()["error"]["type"]) == (500, "api_error") and "secret" not in told.text
+
+
+VALUES = [
+    *(None, True, -1, 0, 2.5, 1e300, 10**30, "", "a", "\ud800", [], ["a"], [None], {}, {"type": "text"}, [[[]]], [{}]),
+    *({"type": "tool", "name": "x"}, {"a": {"b": [1]}}, [{"role": "user", "content": [{"type": "image"}]}]),
+]
+RICH = ASK | {
+    "system": [text("s")],
+    "tools": [TOOL | {"strict": True}],
+    "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+    "thinking": {"type": "enabled", "budget_tokens": 9, "display": "omitted"},
+    "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": {"type": "object"}}},
+    "messages": [
+        turn("user", text("a"), PIXEL, {"type": "document", "source": {"type": "text", "data": "d"}, "title": "t"}),
+        turn("assistant", {"type": "thinking", "thinking": "t", "signature": "s"}, USE),
+        turn(
+            "user", RESULT | {"content": [text("r"), {"type": "tool_reference", "tool_name": "f"}], "is_error": False}
+        ),
+    ],
+    **dict.fromkeys(
+        ("stop_sequences", "temperature", "top_p", "top_k", "stream", "metadata", "logit_bias", "seed"), None
+    ),
+    **dict.fromkeys(("chat_template_kwargs", "stop_token_ids", "service_tier", "container", "mcp_servers"), None),
+}
+
+
+def spots(value, path=()):
+    yield path
+    for key, each in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from spots(each, (*path, key))
+
+
+def changed(value, path, new):
+    if not path:
+        return new
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    copy[path[0]] = changed(value[path[0]], path[1:], new)
+    return copy
+
+
+def fuzz(bodies):
+    with serving(create_app(Scripted(text="a"), "fake/model")) as url, httpx.Client(base_url=url) as http:
+        for number, body in enumerate(bodies):
+            data = json.dumps(body).encode()
+            path = (PATH, f"{PATH}/count_tokens")[number % 2]
+            response = http.post(path, content=data, headers={"content-type": "application/json"})
+            assert response.status_code < 500, (body, response.text)
+            assert response.status_code == 200 or response.json()["type"] == "error"
+
+
+def all_bodies():
+    return [changed(RICH, path, value) for path in list(spots(RICH))[1:] for value in VALUES]
+
+
+def test_no_field_breaks_it():
+    fuzz(random.Random(64).sample(all_bodies(), 80))
+
+
+@pytest.mark.exhaustive
+def test_no_field_breaks_it_whatever_its_value():
+    for half in (all_bodies(), all_bodies()[1:]):  # each by both routes
+        fuzz(half)
+
+
+def test_an_aborted_message_is_an_error():
+    with pytest.raises(Exception, match="aborted"):
+        said(PLAIN, "a", finish="abort")
+
+
+def test_errors_name_the_clients_fields():
+    with pytest.raises(RequestError, match="json_schema"):
+        chat(ASK["messages"], output_format={"type": "text"})
