@@ -309,8 +309,8 @@ class Scheduler:
         return True
 
     def _last(self, seqs: Sequence[SequenceState]) -> SequenceState | None:
-        """The one to preempt first: of the lowest priority, and of those admitted last."""
-        return max(reversed(seqs), key=lambda seq: seq.rank, default=None)
+        """The one to preempt first: of the lowest priority, in whole steps, and of those the one admitted last."""
+        return max(reversed(seqs), key=lambda seq: math.ceil(seq.rank), default=None)
 
     def _in_the_way(self, planned: Sequence[SequenceState] = ()) -> SequenceState | None:
         """The sequence to preempt for the next that waits, if that finds no slot or pages; not one in the plan."""

@@ -45,8 +45,11 @@ def test_lower_values_first_then_arrival():
 
 
 def test_an_urgent_request_takes_the_last_slot_of_the_lowest_priority():
-    s, _ = by_priority(num_slots=3)
-    low, lowest, later = (sequence(s, [i] * 4, 20, priority=p) for i, p in enumerate((1, 2, 2)))
+    s, clock = by_priority(num_slots=3)
+    low, lowest = (sequence(s, [i] * 4, 20, priority=1 + i) for i in range(2))
+    step(s)
+    later = sequence(s, [2] * 4, 20, priority=2)
+    clock.now += 1  # which lifts `later`, but by less than a whole step
     step(s)
     urgent = sequence(s, [9] * 4, 20)
     plan = step(s)
