@@ -229,7 +229,7 @@ def test_words_of_the_environment_are_kept_translated_or_named():
      "--tp-size 2 with --draft eagle3:a/b --topk 4: trees are drafted by one device; drop --topk for chains"),
     ("llama", "{} --tp 2 --speculative-algorithm DSPARK --speculative-draft-model-path a/b",
      "--tp-size 2 with --draft dspark:a/b: this drafter runs on one device"),
-    ("deepseek_v3", "{}", "model_type 'deepseek_v3' is not supported; supported: "),
+    ("mamba", "{}", "model_type 'mamba' is not supported; supported: "),
     ("speculators", "{}", "is a drafter; name its target as the model: --model meta/target --draft "),
     (None, "RedHatAI/Qwen3-32B-speculator.eagle3",
      "--model RedHatAI/Qwen3-32B-speculator.eagle3 is a drafter; name its target as the model: --model qwen/qwen3-32b "
