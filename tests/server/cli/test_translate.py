@@ -127,6 +127,8 @@ HERE = "--model Qwen/Qwen3-8B"
     (f"""{VLLM} -sc '{{"method":"ngram","num_speculative_tokens":5}}' -sc.prompt_lookup_max=4""",
      f"{HERE} --draft 'ngram?max_match=4' --num-draft-tokens 5 --port 8000"),
     ("a/b --max-model-len 99 --tool-call-parser llama4_pythonic", "--model a/b --context-length 99"),
+    (f"VLLM_SERVER_DEV_MODE=1 {VLLM} --enable-sleep-mode", f"{HERE} --enable-rollout-routes --port 8000"),
+    (f"{SGLANG} --admin-api-key secret", f"{HERE} --api-key secret"),
     (f"{VLLM} --disable-prefix-cache=true --trust-remote-code=True", f"{HERE} --disable-prefix-cache --port 8000"),
 ])  # fmt: skip
 def test_translations(line, here):
