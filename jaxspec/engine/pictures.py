@@ -24,19 +24,20 @@ from jaxspec.models.vision import Tower
 log = logging.getLogger("jaxspec")
 
 SIZES = tuple(1 << i for i in range(8, 15))  # patches that programs are compiled for: 256 to 16,384
+MOST_PATCHES = SIZES[-1]  # of a picture
 CACHED = 4096  # rows for embeddings beside those that a prefill needs at least
 
 
 def rows_for(tower: Tower, chunk: int) -> int:
     """Rows of pictures that an engine has: those of a whole chunk, and of a picture that goes beyond either end."""
-    return chunk + 2 * SIZES[-1] // tower.merge**2 + CACHED
+    return chunk + 2 * MOST_PATCHES // tower.merge**2 + CACHED
 
 
 class PictureReader:
     """Reads pictures into `rows` rows, each picture once while it is there."""
 
     def __init__(self, tower: Tower, params: Any, rows: int):
-        self.tower, self.largest, self._params, self._size = tower, SIZES[-1], params, rows
+        self.tower, self._params, self._size = tower, params, rows
         self._jit = jax.jit(partial(_read, tower), donate_argnums=1)
         self._compiled: dict[int, Any] = {}
         self._guard = threading.Lock()
@@ -113,7 +114,7 @@ def _together(pictures: list[Picture]) -> list[list[Picture]]:
     """Pictures of each program, in order: as many as the largest has patches for."""
     groups: list[list[Picture]] = []
     for picture in pictures:
-        if groups and sum(len(each.pixels) for each in groups[-1]) + len(picture.pixels) <= SIZES[-1]:
+        if groups and sum(len(each.pixels) for each in groups[-1]) + len(picture.pixels) <= MOST_PATCHES:
             groups[-1].append(picture)
         else:
             groups.append([picture])

@@ -68,6 +68,10 @@ class FakeLLM:
     controls: list[tuple[str, dict]] = field(default_factory=list)
 
     @property
+    def no_pictures(self) -> str | None:
+        return None if self.image_reader else f"{self.config.model} has no vision"
+
+    @property
     def said(self) -> str:
         return TEXT if self.text is None else self.text
 
