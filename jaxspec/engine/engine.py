@@ -175,7 +175,11 @@ class Engine:
             request.choices.append(choice)
         self.requests[request.id] = request
         self.rollout.enter(request)
-        self.counts.totals["prompt_tokens"] += len(request.tokens) * params.n
+        totals, pictures = self.counts.totals, request.pictures
+        totals["prompt_tokens"] += len(request.tokens) * params.n
+        if pictures is not None:
+            totals["images"] += len(pictures.pictures) * params.n
+            totals["image_tokens"] += len(pictures.keys) * params.n
 
     def abort(self, request_id: str) -> list[Delta]:
         """End a request at once; its slots and pages are free. Unknown ids are ignored."""

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxspec.decoder.vision import Patches, embed_pictures
+from jaxspec.decoder.vision import QUERIES, Patches, embed_pictures
 from jaxspec.images.picture import Picture
 from jaxspec.models.vision import Tower
 
@@ -31,6 +31,15 @@ CACHED = 4096  # rows for embeddings beside those that a prefill needs at least
 def rows_for(tower: Tower, chunk: int) -> int:
     """Rows of pictures that an engine has: those of a whole chunk, and of a picture that goes beyond either end."""
     return chunk + 2 * MOST_PATCHES // tower.merge**2 + CACHED
+
+
+def tower_workspace(tower: Tower, itemsize: int) -> int:
+    """Bytes that the largest program needs beside weights, until it is compiled and says so itself.
+
+    Scores of some patches with all and their softmax, and a layer's activations.
+    """
+    scores = tower.heads * QUERIES * MOST_PATCHES * (4 + itemsize)
+    return scores + MOST_PATCHES * itemsize * (4 * tower.width + tower.mlp)
 
 
 class PictureReader:
@@ -94,6 +103,12 @@ class PictureReader:
                 arguments = self._params, held, np.zeros((size, self.tower.patch), np.float32), patches, into
                 self._compiled[size] = self._jit.lower(*arguments).compile()
             return self._compiled[size]
+
+    @property
+    def workspace_bytes(self) -> int:
+        """The most memory that a compiled program needs beside its operands and results."""
+        compiled = list(self._compiled.values())
+        return max((program.memory_analysis().temp_size_in_bytes for program in compiled), default=0)
 
     def compile_behind(self, dtype: str) -> None:
         """Compile the programs of all sizes, in a thread of its own, once the engine's first ones are there."""

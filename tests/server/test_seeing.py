@@ -21,7 +21,7 @@ from tests.support.seeing import CLOSES, IMAGE, OPENS, seeing_checkpoint
 
 OPTIONS = {
     "context_length": 512, "page_size": 8, "chunked_prefill_size": 32, "max_running_requests": 2, "dtype": "float32",
-    "skip_warmup": True, "few_programs": True, "draft_policy": "fixed", "num_draft_tokens": 3,
+    "skip_warmup": True, "few_programs": True, "draft_policy": "fixed",
 }  # fmt: skip
 LONG = 24
 PIXELS, OTHER = noise(24, 32), noise(32, 24)  # 48 tokens each, 6 x 8 and 8 x 6
@@ -37,7 +37,8 @@ def image(pixels: np.ndarray) -> dict:
 @pytest.fixture(scope="module", params=DRAFTS)
 def seeing(request):
     """A server that reads pictures, and its engine."""
-    llm = AsyncLLM(str(seeing_checkpoint()), request.param, **OPTIONS)
+    drafts = {} if request.param == "none" else {"num_draft_tokens": 3}
+    llm = AsyncLLM(str(seeing_checkpoint()), request.param, **OPTIONS, **drafts)
     with contextlib.closing(llm), serving(create_app(llm, "seeing")) as url:
         yield url, llm
 
@@ -64,7 +65,7 @@ def offline(llm: LLM, *pixels: np.ndarray) -> Prompt:
 @pytest.fixture(scope="module")
 def plain():
     """Texts of plain decoding offline, from token ids with pictures."""
-    llm = LLM(str(seeing_checkpoint()), **{**OPTIONS, "num_draft_tokens": None})
+    llm = LLM(str(seeing_checkpoint()), **OPTIONS)
 
     def text(*pixels: np.ndarray) -> str:
         return llm.generate([offline(llm, *pixels)], SamplingParams(temperature=0, max_tokens=LONG))[0].text
@@ -108,6 +109,9 @@ def test_every_way_in_gives_one_text(seeing, plain):
     (own,) = plain.llm.chat(chats, SamplingParams(temperature=0, max_tokens=LONG))
     assert own.text == wanted
     assert httpx.get(f"{url}/model_info").json()["has_image_understanding"]
+    figures = dict(line.rsplit(" ", 1) for line in httpx.get(f"{url}/metrics").text.splitlines() if line[0] != "#")
+    names = ("images", "image_tokens", "encoded_images")
+    assert [float(figures[f"jaxspec_{name}_total"]) for name in names] == [8, 4 * 96, 2]
 
 
 @pytest.mark.exhaustive
@@ -130,7 +134,7 @@ def test_structured_output_and_sampling_after_a_picture(seeing):
 
 @pytest.mark.exhaustive
 def test_several_engines_behind_one_port_read_pictures(plain):
-    llm = DataParallelLLM(str(seeing_checkpoint()), "mtp", dp_size=2, **OPTIONS)
+    llm = DataParallelLLM(str(seeing_checkpoint()), "mtp", dp_size=2, num_draft_tokens=3, **OPTIONS)
     with contextlib.closing(llm), serving(create_app(llm, "seeing")) as url:
         assert httpx.get(f"{url}/model_info").json()["has_image_understanding"]
         wanted, hits = plain(PIXELS, OTHER), []
@@ -144,9 +148,7 @@ def test_several_engines_behind_one_port_read_pictures(plain):
 
 def test_an_engine_that_reads_no_pictures_says_why():
     """Without a compiled program: an engine is made, and refuses."""
-    llm = LLM(
-        str(seeing_checkpoint()), deterministic=True, **{**OPTIONS, "draft_policy": "auto", "num_draft_tokens": None}
-    )
+    llm = LLM(str(seeing_checkpoint()), deterministic=True, **OPTIONS | {"draft_policy": "auto"})
     assert llm.engine.image_reader is None
     with pytest.raises(RequestError, match=r"messages\[0\].content\[1\] is a picture, and --deterministic serves text"):
         llm.chat([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image", "image": PIXELS}]}])
@@ -155,7 +157,5 @@ def test_an_engine_that_reads_no_pictures_says_why():
 def test_a_picture_with_more_patches_than_the_tower_takes_is_named(plain):
     reader = dataclasses.replace(plain.llm.engine.image_reader, most=40)
     assert plain.llm.engine.image_reader.most == 4096
-    with pytest.raises(
-        RequestError, match=r"32 x 24 pixels takes 48 tokens, and the vision tower .* 40"
-    ):
+    with pytest.raises(RequestError, match=r"32 x 24 pixels takes 48 tokens, and the vision tower .* 40"):
         reader.read(PIXELS, 64)
