@@ -34,7 +34,7 @@ def rows_for(tower: Tower, chunk: int) -> int:
 
 
 def tower_workspace(tower: Tower, itemsize: int) -> int:
-    """Bytes that the largest program needs beside weights, until it is compiled and says so itself.
+    """Bytes that the largest program is estimated to need beside its operands and results.
 
     Scores of some patches with all and their softmax, and a layer's activations.
     """
@@ -106,9 +106,10 @@ class PictureReader:
 
     @property
     def workspace_bytes(self) -> int:
-        """The most memory that a compiled program needs beside its operands and results."""
-        compiled = list(self._compiled.values())
-        return max((program.memory_analysis().temp_size_in_bytes for program in compiled), default=0)
+        """Memory that the largest program needs beside its operands and results: an estimate until it is compiled."""
+        if (largest := self._compiled.get(MOST_PATCHES)) is not None:
+            return largest.memory_analysis().temp_size_in_bytes
+        return tower_workspace(self.tower, self._params["pos_embed.weight"].dtype.itemsize)
 
     def compile_behind(self, dtype: str) -> None:
         """Compile the programs of all sizes, in a thread of its own, once the engine's first ones are there."""
