@@ -138,7 +138,7 @@ class LLM:
         if not pictures:
             return tokenizer.apply_chat_template(chat, **template)
         if reader is None:
-            raise no_vision(self.engine.config.model, pictures[0][0])
+            raise no_vision(self.engine.no_pictures, pictures[0][0])
         room, read = self.engine.config.context_length, []
         for where, source in pictures:
             try:
