@@ -32,12 +32,11 @@ log = logging.getLogger("jaxspec.server")
 # Browsers, probes and scrapers rarely carry a key.
 OPEN_PATHS = ("/", "/health", "/ready", "/ping", "/health_generate", "/metrics")
 OPEN_FOLDER = "/playground/"
-# Routes that change what all clients are served: the weights, whether anything runs, what is kept in memory.
+# Routes that change what all clients are served: the weights, and whether anything runs.
 ROLLOUT_PATHS = frozenset(
     {
         *("/update_weights_from_disk", "/update_weight_version", "/pause_generation", "/continue_generation"),
-        *("/release_memory_occupation", "/resume_memory_occupation", "/flush_cache"),
-        *("/pause", "/resume", "/sleep", "/wake_up", "/reset_prefix_cache"),
+        *("/release_memory_occupation", "/resume_memory_occupation", "/pause", "/resume", "/sleep", "/wake_up"),
     }
 )
 MAX_BODY_BYTES = 64 * 2**20
