@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from jaxspec.engine.async_llm import AsyncLLM, EngineDead
     from jaxspec.engine.functional import hidden_states, logits, propose, propose_along
     from jaxspec.engine.llm import LLM
+    from jaxspec.engine.scoring import logprobs
     from jaxspec.engine.texts import keep, prefill, step
     from jaxspec.models.model_config import ModelConfig
 
@@ -53,6 +54,7 @@ __all__ = [
     "load_drafter",
     "load_model",
     "logits",
+    "logprobs",
     "prefill",
     "propose",
     "propose_along",
@@ -70,6 +72,7 @@ _MODULES = {
     "jaxspec.engine.async_llm": ("AsyncLLM", "EngineDead"),
     "jaxspec.engine.functional": ("hidden_states", "logits", "propose", "propose_along"),
     "jaxspec.engine.llm": ("LLM",),
+    "jaxspec.engine.scoring": ("logprobs",),
     "jaxspec.engine.texts": ("keep", "prefill", "step"),
     "jaxspec.models.model_config": ("ModelConfig",),
 }

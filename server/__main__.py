@@ -174,7 +174,8 @@ def _serve(
     parsers = args.reasoning_parser, args.tool_call_parser
     hosts = host_names(args, listener.getsockname()[0], bool(api_key))
     cors, media = cors_options(args), media_rules(args)
-    app = create_app(llm, args.served_model_name, api_key, sampling, *parsers, cors, kept, hosts, tracer, media)
+    rest = cors, kept, hosts, tracer, media, args.enable_rollout_routes
+    app = create_app(llm, args.served_model_name, api_key, sampling, *parsers, *rest)
     connections = allow_open_files(args.max_connections)
     config = uvicorn.Config(
         app,

@@ -50,6 +50,7 @@ def create_app(
     hosts: Sequence[str] | None = None,
     tracer: Tracer | None = None,
     media: MediaRules | None = None,
+    rollout_routes: bool = False,
 ) -> FastAPI:
     """The server's application over a running engine, which stays the caller's to close.
 
@@ -59,12 +60,13 @@ def create_app(
     that don't say otherwise; `reasoning_parser` and `tool_call_parser` are names of `server.parsers`, "auto" for what
     the chat template shows, or "none"; `cors` is `CORSMiddleware`'s options, None for no page of another origin;
     `prompt_log` keeps texts, and stays the caller's to close; `hosts` are names that it answers to beside this
-    machine's own, None for any; `tracer` sends traces; `media` says where pictures may come from.
+    machine's own, None for any; `tracer` sends traces; `media` says where pictures may come from;
+    `rollout_routes` opens `gate.ROLLOUT_PATHS` where there is no key.
     """
     app = FastAPI(title="jaxspec", version=jaxspec.__version__, docs_url=None, redoc_url=None)
     app.router.route_class = BodyRoute
     origins = cors["allow_origins"] if cors else ()
-    app.add_middleware(Gate, api_key=api_key, hosts=hosts, origins=origins)
+    app.add_middleware(Gate, api_key=api_key, hosts=hosts, origins=origins, rollout_routes=rollout_routes)
     if cors is not None:
         app.add_middleware(CORSMiddleware, expose_headers=EXPOSED, **cors)
     errors.install(app)

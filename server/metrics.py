@@ -65,7 +65,7 @@ GAUGES = (
     ("drafts", "jaxspec_drafts", "Tokens that a round drafts for each request, as chosen last"),
     ("step_seconds", "jaxspec_step_seconds", "Age of the running engine step; 0 without one"),
 )
-SET_BACK = "Completions set back to the queue, for want of pages or to draft again"
+SET_BACK = "Completions set back to the queue, for want of pages, for an urgent request, or to draft again"
 COUNTERS = (
     ("prompt_tokens_total", "vllm:prompt_tokens", "Prompt tokens taken in"),
     ("generation_tokens_total", "vllm:generation_tokens", "Tokens generated"),
@@ -74,6 +74,9 @@ COUNTERS = (
     ("preemptions_total", "vllm:num_preemptions", SET_BACK),
     ("prompt_tokens_total", "jaxspec_prompt_tokens", "Prompt tokens taken in"),
     ("cached_tokens_total", "jaxspec_cached_prompt_tokens", "Prompt tokens whose KV came from the prefix tree"),
+    ("images_total", "jaxspec_images", "Pictures of prompts taken in"),
+    ("image_tokens_total", "jaxspec_image_tokens", "Prompt tokens that pictures fill"),
+    ("encoded_images_total", "jaxspec_encoded_images", "Pictures that the vision tower read"),
     ("generation_tokens_total", "jaxspec_generation_tokens", "Tokens generated"),
     ("verify_rounds_total", "jaxspec_verify_rounds", "Verify rounds, counted per completion"),
     ("rested_rounds_total", "jaxspec_rested_rounds", "Rounds without drafts that didn't keep the drafter's state up"),

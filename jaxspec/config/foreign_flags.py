@@ -24,6 +24,8 @@ ELSEWHERE = {
     "allowed_local_media_path": "allowed_media_path",  # the server's, which isn't an engine's
     **dict.fromkeys(("limit_mm_per_prompt", "limit_mm_data_per_request"), "limit_images_per_prompt"),
     "enable_deterministic_inference": "deterministic",
+    "enable_sleep_mode": "enable_rollout_routes",  # the server's, which isn't an engine's
+    "admin_api_key": "api_key",  # the server's, which isn't an engine's
     "generation_config": "sampling_defaults",  # the server's, which isn't an engine's
     "gpu_memory_utilization": "mem_fraction_static",
     "max_num_batched_tokens": "chunked_prefill_size",
@@ -124,7 +126,6 @@ UNSUPPORTED = {
     "download_dir": "set HF_HOME in the environment",
     "override_generation_config": "change the model's generation_config.json, or set --sampling-defaults openai",
     "root_path": "put a proxy before the server",
-    "enable_sleep_mode": "the server keeps its memory until it ends",
 }  # fmt: skip
 SWITCHES = frozenset(
     {
@@ -156,6 +157,10 @@ THEIRS = frozenset({*ELSEWHERE, *SEVERAL_GPUS, *NEEDLESS, *UNSUPPORTED, *SWITCHE
 # Words of the environment that are the others' own, and our flag for a value, or a sentence.
 ENVIRONMENT: dict[str, dict[str, str]] = {
     "SGLANG_ENABLE_SPEC_V2": {"0": "--disable-overlap", "": "drafts overlap unless --disable-overlap is given"},
+    "VLLM_SERVER_DEV_MODE": {
+        "1": "--enable-rollout-routes",
+        "": "/sleep, /pause and the like need an API key, or --enable-rollout-routes",
+    },
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": {
         "1": "--allow-longer-context",
         "": "a context is at most the model's, unless --allow-longer-context is given",

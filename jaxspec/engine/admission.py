@@ -24,6 +24,7 @@ from jaxspec.config.request import (
     StructuredOutput,
     TokenLogprobs,
 )
+from jaxspec.engine.pictures import MOST_PATCHES
 from jaxspec.engine.runner import Runner
 from jaxspec.images.picture import PlacedPicture, Prompt
 from jaxspec.images.placement import Placement
@@ -75,9 +76,9 @@ class Intake:
 
     def __init__(self, runner: Runner, scheduler: Scheduler):
         # Not the runner's own model: its params change, and this would hold on to the old ones.
-        self.model = dataclasses.replace(runner.model, params=None)
+        self.model = dataclasses.replace(runner.model, params=None, tower=None)
         self.config, self.grammars, self.scheduler = runner.config, runner.grammars, scheduler
-        self.pictures, self.no_pictures = runner.pictures, runner.no_pictures
+        self.no_pictures = runner.no_pictures
         self._seeds = np.random.default_rng(self.config.seed)
 
     def check(self, prompt: str | list[int] | Prompt, params: SamplingParams) -> None:
@@ -180,10 +181,9 @@ class Intake:
 
     def _check_images(self, images: Sequence[PlacedPicture], length: int) -> None:
         """Check that the model reads pictures, and that these are its, one behind the other in the prompt."""
-        tower, most = self.model.config.tower, self.pictures and self.pictures.largest
-        if self.pictures is None:
+        if self.no_pictures is not None:
             raise RequestError(f"this prompt has pictures, and {self.no_pictures}", "images")
-        end = 0
+        tower, end = self.model.config.tower, 0
         for number, placed in enumerate(images):
             picture, shape = placed.picture, placed.picture.pixels.shape
             patches = math.prod(picture.grid)
@@ -194,9 +194,10 @@ class Intake:
                     "token",
                     "images",
                 )
-            if patches > most:
+            if patches > MOST_PATCHES:
                 raise RequestError(
-                    f"image {number} has {patches} patches, at most {most} are allowed; send a smaller one", "images"
+                    f"image {number} has {patches} patches, at most {MOST_PATCHES} are allowed; send a smaller one",
+                    "images",
                 )
             if placed.start < end or placed.start + picture.tokens > length:
                 raise RequestError(

@@ -27,6 +27,7 @@ from jaxspec.config.options import ConfigError
 from jaxspec.config.request import Delta, LogitsError, RequestError, SamplingParams
 from jaxspec.engine.admission import Request
 from jaxspec.engine.engine import Engine
+from jaxspec.images.picture import Prompt
 from jaxspec.parallel.hosts import Leader
 
 log = logging.getLogger("jaxspec")
@@ -103,8 +104,8 @@ class AsyncLLM:
     ends for good if that fails, or if the next step fails before any request has finished.
 
     **Attributes:** `config`, the options with what was left to the machine filled in; `model_config`; `tokenizer`, or
-    None; `sampling`, the checkpoint's own settings; `image_reader`, how it takes pictures, or None; `devices`, in
-    words; `error`, what the engine loop ended with, or None.
+    None; `sampling`, the checkpoint's own settings; `image_reader`, how it takes pictures, or None, and then
+    `no_pictures` says why; `devices`, in words; `error`, what the engine loop ended with, or None.
 
     `jaxspec.replicas.data_parallel.DataParallelLLM` has the same methods and runs several engines.
     """
@@ -128,7 +129,7 @@ class AsyncLLM:
         self.config = self.engine.config
         self.model_config = self.engine.model_config
         self.tokenizer, self.sampling = self.engine.tokenizer, self.engine.sampling
-        self.image_reader = self.engine.image_reader
+        self.image_reader, self.no_pictures = self.engine.image_reader, self.engine.no_pictures
         self.error: BaseException | None = None
         self.request_timeout, self.watchdog_timeout = request_timeout, watchdog_timeout
         queued = math.inf if max_queued_requests is None else max_queued_requests
@@ -151,7 +152,7 @@ class AsyncLLM:
 
     async def generate(
         self,
-        prompt: str | list[int],
+        prompt: str | list[int] | Prompt,
         params: SamplingParams,
         request_id: str | None = None,
         client: str = "",
@@ -209,7 +210,7 @@ class AsyncLLM:
                 del self._streams[request.id]  # the id is free only behind the abort, which would end its next owner
             self._release(params.n)
 
-    async def check(self, requests: Sequence[tuple[str | list[int], SamplingParams]]) -> None:
+    async def check(self, requests: Sequence[tuple[str | list[int] | Prompt, SamplingParams]]) -> None:
         """Check prompts, each with its params.
 
         **Raises:** `RequestError` for the first that can't be served; `Busy`.

@@ -41,13 +41,21 @@ def prepared(model: Model, draft: LoadedDrafter, options: EngineConfig) -> Model
             f"--deterministic verifies chains; --topk {draft.drafter.topk} drafts trees, whose rows' sums have another "
             "order. Drop one of the two"
         )
+    return fixed_order(model, options, draft.drafter.num_draft_tokens + 1)
+
+
+def fixed_order(model: Model, options: EngineConfig, width: int) -> Model:
+    """The model with a deterministic decoder and a head of its own, for rounds of up to `width` rows a request.
+
+    **Raises:** as `prepared`.
+    """
     segment = SEGMENT
     while segment * SEGMENTS < (options.context_length or model.config.max_position):
         segment *= 2
     decoder = dataclasses.replace(model.config.decoder, deterministic=segment)
     pages = page_dtype(options.kv_cache_dtype, model.dtype)
     try:
-        for rows in (1, draft.drafter.num_draft_tokens + 1, PROMPT_BLOCK):
+        for rows in (1, width, PROMPT_BLOCK):
             choose(decoder, model.params["layers"], Call(1, rows, pages, hopper.multiprocessors()))
     except NotImplementedError as error:
         raise ConfigError(f"{model.name}: {error}") from error

@@ -7,6 +7,7 @@ soon as it is dispatched.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections import Counter, deque
@@ -25,6 +26,7 @@ from jaxspec.config.request import Delta, LogitsError, RequestError, RequestMetr
 from jaxspec.engine.acceptance_watch import Watch
 from jaxspec.engine.admission import Choice, Intake, Request
 from jaxspec.engine.defaults import here
+from jaxspec.engine.pictures import MOST_PATCHES
 from jaxspec.engine.rollout import Rollout
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.stats import Counts, DecodeLog, figures
@@ -79,7 +81,11 @@ class Engine:
         self.config = self.runner.config
         self.model_config = self.runner.model.config
         self.tokenizer, self.sampling = self.runner.model.tokenizer, self.runner.model.sampling
-        self.image_reader = self.runner.model.image_reader
+        model, reader = self.runner.model, self.runner.model.image_reader
+        # Why pictures of requests aren't read, if they aren't, and what reads them.
+        self.no_pictures = self.runner.no_pictures or (None if reader else f"{model.name} has no tokenizer")
+        most = None if self.no_pictures else MOST_PATCHES // model.config.tower.merge**2
+        self.image_reader = None if most is None else dataclasses.replace(reader, most=most)
         shapes, snapshots = self.runner.shapes, self.runner.snapshots
         self.scheduler = Scheduler(
             num_slots=shapes.num_slots,
@@ -172,7 +178,11 @@ class Engine:
             request.choices.append(choice)
         self.requests[request.id] = request
         self.rollout.enter(request)
-        self.counts.totals["prompt_tokens"] += len(request.tokens) * params.n
+        totals, pictures = self.counts.totals, request.pictures
+        totals["prompt_tokens"] += len(request.tokens) * params.n
+        if pictures is not None:
+            totals["images"] += len(pictures.pictures) * params.n
+            totals["image_tokens"] += len(pictures.keys) * params.n
 
     def abort(self, request_id: str) -> list[Delta]:
         """End a request at once; its slots and pages are free. Unknown ids are ignored."""

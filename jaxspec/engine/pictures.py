@@ -17,26 +17,36 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxspec.decoder.vision import Patches, embed_pictures
+from jaxspec.decoder.vision import QUERIES, Patches, embed_pictures
 from jaxspec.images.picture import Picture
 from jaxspec.models.vision import Tower
 
 log = logging.getLogger("jaxspec")
 
 SIZES = tuple(1 << i for i in range(8, 15))  # patches that programs are compiled for: 256 to 16,384
+MOST_PATCHES = SIZES[-1]  # of a picture
 CACHED = 4096  # rows for embeddings beside those that a prefill needs at least
 
 
 def rows_for(tower: Tower, chunk: int) -> int:
     """Rows of pictures that an engine has: those of a whole chunk, and of a picture that goes beyond either end."""
-    return chunk + 2 * SIZES[-1] // tower.merge**2 + CACHED
+    return chunk + 2 * MOST_PATCHES // tower.merge**2 + CACHED
+
+
+def tower_workspace(tower: Tower, itemsize: int) -> int:
+    """Bytes that the largest program is estimated to need beside its operands and results.
+
+    Scores of some patches with all and their softmax, and a layer's activations.
+    """
+    scores = tower.heads * QUERIES * MOST_PATCHES * (4 + itemsize)
+    return scores + MOST_PATCHES * itemsize * (4 * tower.width + tower.mlp)
 
 
 class PictureReader:
     """Reads pictures into `rows` rows, each picture once while it is there."""
 
     def __init__(self, tower: Tower, params: Any, rows: int):
-        self.tower, self.largest, self._params, self._size = tower, SIZES[-1], params, rows
+        self.tower, self._params, self._size = tower, params, rows
         self._jit = jax.jit(partial(_read, tower), donate_argnums=1)
         self._compiled: dict[int, Any] = {}
         self._guard = threading.Lock()
@@ -94,6 +104,13 @@ class PictureReader:
                 self._compiled[size] = self._jit.lower(*arguments).compile()
             return self._compiled[size]
 
+    @property
+    def workspace_bytes(self) -> int:
+        """Memory that the largest program needs beside its operands and results: an estimate until it is compiled."""
+        if (largest := self._compiled.get(MOST_PATCHES)) is not None:
+            return largest.memory_analysis().temp_size_in_bytes
+        return tower_workspace(self.tower, self._params["pos_embed.weight"].dtype.itemsize)
+
     def compile_behind(self, dtype: str) -> None:
         """Compile the programs of all sizes, in a thread of its own, once the engine's first ones are there."""
         held = jax.ShapeDtypeStruct((self._size, self.tower.out), dtype)
@@ -113,7 +130,7 @@ def _together(pictures: list[Picture]) -> list[list[Picture]]:
     """Pictures of each program, in order: as many as the largest has patches for."""
     groups: list[list[Picture]] = []
     for picture in pictures:
-        if groups and sum(len(each.pixels) for each in groups[-1]) + len(picture.pixels) <= SIZES[-1]:
+        if groups and sum(len(each.pixels) for each in groups[-1]) + len(picture.pixels) <= MOST_PATCHES:
             groups[-1].append(picture)
         else:
             groups.append([picture])

@@ -47,7 +47,7 @@ from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.loading import LoadedDrafter, check_drafter, load_drafter
 from jaxspec.engine.defaults import resolve, rounds_for, shapes_of, small_model
 from jaxspec.engine.deterministic import prepared
-from jaxspec.engine.pictures import PictureReader, rows_for
+from jaxspec.engine.pictures import PictureReader, rows_for, tower_workspace
 from jaxspec.models.description import PagedRows
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas import hopper, portable
@@ -222,7 +222,8 @@ class Runner:
                     return False
                 flush()
                 self._time_rounds()
-        self.plan = dataclasses.replace(self.plan, workspace_bytes=self.programs.workspace_bytes)
+        tower = self.pictures.workspace_bytes if self.pictures else 0
+        self.plan = dataclasses.replace(self.plan, workspace_bytes=max(self.programs.workspace_bytes, tower))
         return True
 
     @property
@@ -251,12 +252,15 @@ class Runner:
         empty = self._state_shapes(PageLayout(1, 1, dtype), self._local, self._drafter)
         rows = max(shapes.num_slots * self.width, shapes.score * shapes.block)
         slot, state = state_bytes(self._local, self.width, config.dtype, config.state_dtype)
+        workspace = workspace_estimate(self._local, rows, shapes.prefills[-1] * shapes.block, config.tp_size)
+        if shapes.pictures:
+            workspace = max(workspace, tower_workspace(self.model.config.tower, np.dtype(config.dtype).itemsize))
         plan = plan_memory(
             weight_bytes=sharding.bytes_of(self.model.params) + sharding.bytes_of(self.model.tower),
             draft_weight_bytes=sharding.bytes_of(self.draft.params, self.model.params),
             bytes_per_token=per_token,
             slot_bytes=sharding.bytes_of((empty.slots, empty.hidden, empty.features, empty.pictures)),
-            workspace_bytes=workspace_estimate(self._local, rows, shapes.prefills[-1] * shapes.block, config.tp_size),
+            workspace_bytes=workspace,
             page_size=config.page_size,
             mem_fraction=config.mem_fraction_static,
             max_total_tokens=config.max_total_tokens,

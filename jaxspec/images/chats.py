@@ -54,13 +54,9 @@ def check_role(role: Any, where: str) -> None:
         )
 
 
-def no_vision(model: str, where: str) -> RequestError:
-    """The refusal of a picture by a model without vision."""
-    return RequestError(
-        f"{where} is a picture, and {model} has no vision: it reads text alone. Leave the picture out, or serve a "
-        "model with a vision tower",
-        where,
-    )
+def no_vision(why: str | None, where: str) -> RequestError:
+    """The refusal of a picture by an engine that reads none, and `why`."""
+    return RequestError(f"{where} is a picture, and {why}. Leave the picture out", where)
 
 
 def named(error: RequestError, where: str) -> RequestError:

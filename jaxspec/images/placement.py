@@ -32,9 +32,8 @@ class Placement:
         `merge`: patches on each side of a token, for models with positions on three axes; None: a place is a position.
         As published for Qwen3-VL, a picture takes as many positions as the longer of its sides has tokens.
         """
-        keys, parts, place, position = {}, [np.zeros((3, 0), np.int64)], 0, 0
+        parts, place, position = [np.zeros((3, 0), np.int64)], 0, 0
         for picture, start in ((each.picture, each.start) for each in pictures):
-            keys |= {start + row: _key(picture.key, row) for row in range(picture.tokens)}
             text = np.broadcast_to(np.arange(start - place) + position, (3, start - place))
             position += start - place
             if merge is None:
@@ -46,7 +45,7 @@ class Placement:
             parts += [text, own + position]
             place, position = start + picture.tokens, position + taken
         axes = np.concatenate(parts, axis=1).astype(np.int32)
-        return cls(pictures, position - place, keys, axes)
+        return cls(pictures, position - place, row_keys(pictures), axes)
 
     def positions(self, places: np.ndarray) -> np.ndarray:
         """Positions at these places on three axes, int[3, len(places)]."""
@@ -56,6 +55,11 @@ class Placement:
     def overlapping(self, start: int, stop: int) -> list[PlacedPicture]:
         """Pictures with a row from place `start` on and before `stop`."""
         return [each for each in self.pictures if each.start < stop and each.start + each.picture.tokens > start]
+
+
+def row_keys(pictures: tuple[PlacedPicture, ...]) -> dict[int, int]:
+    """Keys of the rows that pictures fill, as `Placement.keys` has them."""
+    return {each.start + row: _key(each.picture.key, row) for each in pictures for row in range(each.picture.tokens)}
 
 
 def _key(picture: int, row: int) -> int:

@@ -39,8 +39,9 @@ from jaxspec.engine.async_llm import (
     wake,
 )
 from jaxspec.engine.stats import together
+from jaxspec.images.picture import Prompt
 from jaxspec.replicas.engine_process import EngineProcess, check_devices, devices_of_each
-from jaxspec.replicas.prefix_affinity import Prefixes, pages
+from jaxspec.replicas.prefix_affinity import Prefixes, pages, told_apart
 from jaxspec.text.errors import TokenizerError
 
 log = logging.getLogger("jaxspec")
@@ -113,7 +114,7 @@ class DataParallelLLM:
         ready = [member.started("ready") for member in self._members]
         self.config: EngineConfig = dataclasses.replace(ready[0]["config"], dp_size=options.dp_size)
         self.model_config, self.sampling = ready[0]["model_config"], ready[0]["sampling"]
-        self.image_reader = ready[0]["image_reader"]
+        self.image_reader, self.no_pictures = ready[0]["image_reader"], ready[0]["no_pictures"]
         for member in self._members:
             member.prefixes = Prefixes(0 if self.config.disable_prefix_cache else member.stats["total_pages"])
 
@@ -123,7 +124,7 @@ class DataParallelLLM:
 
     async def generate(
         self,
-        prompt: str | list[int],
+        prompt: str | list[int] | Prompt,
         params: SamplingParams,
         request_id: str | None = None,
         client: str = "",
@@ -135,7 +136,8 @@ class DataParallelLLM:
         unfinished, key, timer, name, member = params.n, None, None, request_id or secrets.token_hex(8), None
         try:
             tokens = await self._tokens(prompt)
-            chain = pages(tokens, self.config.page_size) if isinstance(tokens, list) else []
+            known = told_apart(tokens)
+            chain = pages(known, self.config.page_size)
             member = self._choose(name, chain, params.n)
             loop, key = asyncio.get_running_loop(), next(self._keys)
             stream = self._streams[key] = Stream(loop, asyncio.Queue(), begun=True, member=member, name=name)
@@ -157,7 +159,7 @@ class DataParallelLLM:
                     generated += delta.token_ids
                 yield delta
             if generated:
-                member.prefixes.note(pages([*tokens, *generated], self.config.page_size))
+                member.prefixes.note(pages([*known, *generated], self.config.page_size))
         finally:
             if timer is not None:
                 timer.cancel()
@@ -174,7 +176,7 @@ class DataParallelLLM:
         for member in members:
             member.send("abort", request_id)
 
-    async def check(self, requests: Sequence[tuple[str | list[int], SamplingParams]]) -> None:
+    async def check(self, requests: Sequence[tuple[str | list[int] | Prompt, SamplingParams]]) -> None:
         """Check requests as `AsyncLLM.check` does, by one engine. **Raises:** `RequestError`, `EngineDead`."""
         member = min(self._living(), key=lambda member: member.held)
         for error in await self._ask([member], "check", lambda key: (key, list(requests))):
@@ -255,9 +257,11 @@ class DataParallelLLM:
         self._fail(EngineDead("the engines were closed"))
         return all(ended)
 
-    async def _tokens(self, prompt: str | list[int]) -> str | list[int]:
-        if not isinstance(prompt, str) or self.tokenizer is None:  # an engine will say that it has none
-            return prompt if isinstance(prompt, str) else list(prompt)
+    async def _tokens(self, prompt: str | list[int] | Prompt) -> str | list[int] | Prompt:
+        if isinstance(prompt, Prompt) or (isinstance(prompt, str) and self.tokenizer is None):
+            return prompt  # of a text an engine will say that it has no tokenizer
+        if not isinstance(prompt, str):
+            return list(prompt)
         try:
             if len(prompt) > LONG_PROMPT:
                 return await asyncio.to_thread(self.tokenizer.encode, prompt)

@@ -76,7 +76,7 @@ class Worker:
         gc.collect()
         gc.freeze()  # as the server does, so that nobody looks through what was loaded
         self._send("stats", llm.stats())
-        names = ("config", "model_config", "sampling", "image_reader")
+        names = ("config", "model_config", "sampling", "image_reader", "no_pictures")
         self._send("ready", {name: getattr(llm, name) for name in names})
         return self._loop.run_until_complete(self._serve(llm))
 

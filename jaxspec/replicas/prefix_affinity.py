@@ -10,6 +10,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxspec.images.picture import Prompt
+from jaxspec.images.placement import row_keys
+
 
 def pages(tokens: Sequence[int], page_size: int) -> list[int]:
     """A number for each whole page of a prompt, which stands for this page and all before it.
@@ -24,6 +27,14 @@ def pages(tokens: Sequence[int], page_size: int) -> list[int]:
     for end in range(step, len(data) + 1, step):
         chain.append(hash((chain[-1] if chain else 0, data[end - step : end])))
     return chain
+
+
+def told_apart(prompt: str | list[int] | Prompt) -> list[int]:
+    """A prompt's token ids, with numbers of their own for each picture's rows; none of a text."""
+    if not isinstance(prompt, Prompt):
+        return prompt if isinstance(prompt, list) else []
+    keys = row_keys(prompt.images)
+    return [keys[place] % 2**31 if place in keys else token for place, token in enumerate(prompt.tokens)]
 
 
 class Prefixes:

@@ -147,8 +147,8 @@ def prefill(
     state = state.replace(cache=hidden.cache, replay=replay, draft=draft, hidden=final, features=features)
     if not score:
         return state, jnp.sum(count)
-    scores = _score(config, params, hidden, LOGPROBS)
-    return state, all_gather_requests(_pack_logprobs(scores, my_requests(next_tokens)), len(tokens))
+    scores, fixed = _score(config, params, hidden, LOGPROBS), config.decoder.deterministic > 0
+    return state, all_gather_requests(_pack_logprobs(scores, my_requests(next_tokens), fixed), len(tokens))
 
 
 def first(
@@ -369,7 +369,7 @@ def conclude(
     ended = jnp.where(broken, NOT_FINITE, done.astype(jnp.int32))
     columns = [jnp.stack([emitted, accepted, drafted, ended], axis=1), outputs]
     if mode == LOGPROBS:
-        columns.append(all_of(_pack_logprobs(scores, mine(outputs))).reshape(b, -1))
+        columns.append(all_of(_pack_logprobs(scores, mine(outputs), fixed)).reshape(b, -1))
     return state, jnp.concatenate(columns, axis=1)
 
 
@@ -468,9 +468,25 @@ def _advance(slots: Slots, ids: Array, length: Array, outputs: Array, emitted: A
     )
 
 
-def _pack_logprobs(logits: Float[Array, "b t v"], tokens: Int[Array, "b t"]) -> Int[Array, "b t w"]:
+def own_logprobs(config: ModelConfig, params: Any, hidden: Hidden, tokens: Int[Array, "b t"]) -> Float[Array, "b t"]:
+    """The log-probability of each token after its row, as `_pack_logprobs` packs it."""
+    logits = _score(config, params, hidden, LOGPROBS)
+    logprobs = _log_softmax(logits, config.decoder.deterministic > 0)
+    return jnp.take_along_axis(logprobs, tokens[..., None], axis=-1)[..., 0]
+
+
+def _log_softmax(logits: Float[Array, "b t v"], fixed: bool) -> Float[Array, "b t v"]:
+    """Log-probabilities; if `fixed`, of a few rows at a time, as `_drawn` draws."""
+    if not fixed:
+        return jax.nn.log_softmax(logits, axis=-1)
+    return sliced(jax.nn.log_softmax, DRAWN_ROWS, logits.reshape(-1, logits.shape[-1])).reshape(logits.shape)
+
+
+def _pack_logprobs(
+    logits: Float[Array, "b t v"], tokens: Int[Array, "b t"], fixed: bool = False
+) -> Int[Array, "b t w"]:
     """The raw distribution's log-probability of each token and of the most likely ones, as int32 bits."""
-    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    logprobs = _log_softmax(logits, fixed)
     own = jnp.take_along_axis(logprobs, tokens[..., None], axis=-1)
     k = min(MAX_LOGPROBS, logits.shape[-1])
     top, top_ids = jax.lax.top_k(logprobs, k)

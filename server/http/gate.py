@@ -2,9 +2,10 @@
 
 Pure ASGI, because a wrapper that reads the request (Starlette's BaseHTTPMiddleware) would hide a client's disconnect.
 Invariants: with a key set, nothing but `OPEN_PATHS` and `OPEN_FOLDER` answers a request that doesn't carry it; without,
-pages of other origins are kept away (`origin`). Every response has an `X-Request-Id`, under `/v1/messages` as
-`request-id` too, and one that isn't a success has a line in the log, or is counted in one: one line, of at most a few
-hundred characters, whatever the client sent, and no more lines than a disk can bear.
+pages of other origins are kept away (`origin`), and `ROLLOUT_PATHS` are refused unless the server was told to take
+them. Every response has an `X-Request-Id`, under `/v1/messages` as `request-id` too, and one that isn't a success has a
+line in the log, or is counted in one: one line, of at most a few hundred characters, whatever the client sent, and no
+more lines than a disk can bear.
 """
 
 from __future__ import annotations
@@ -31,6 +32,13 @@ log = logging.getLogger("jaxspec.server")
 # Browsers, probes and scrapers rarely carry a key.
 OPEN_PATHS = ("/", "/health", "/ready", "/ping", "/health_generate", "/metrics")
 OPEN_FOLDER = "/playground/"
+# Routes that change what all clients are served: the weights, and whether anything runs.
+ROLLOUT_PATHS = frozenset(
+    {
+        *("/update_weights_from_disk", "/update_weight_version", "/pause_generation", "/continue_generation"),
+        *("/release_memory_occupation", "/resume_memory_occupation", "/pause", "/resume", "/sleep", "/wake_up"),
+    }
+)
 MAX_BODY_BYTES = 64 * 2**20
 LINES = 60  # in each PERIOD
 PERIOD = 60.0  # seconds
@@ -42,7 +50,8 @@ class Gate:
     over `max_body` bytes.
 
     Refuse with 403 a host name that is neither in `hosts` nor this machine's own, unless that is None; and without a
-    key what would change something and comes from a page whose origin isn't in `origins`.
+    key what would change something and comes from a page whose origin isn't in `origins`, and `ROLLOUT_PATHS` unless
+    `rollout_routes`.
 
     The request's id, which is the client's `X-Request-Id`, or a new one where that is none, is
     `request.state.request_id`. `request.state.client` is a key of whom it is from: of the API key that it carries,
@@ -56,8 +65,9 @@ class Gate:
         max_body: int = MAX_BODY_BYTES,
         hosts: Sequence[str] | None = None,
         origins: Sequence[str] = (),
+        rollout_routes: bool = False,
     ):
-        self.app, self.hosts, self.origins = app, hosts, origins
+        self.app, self.hosts, self.origins, self.rollout_routes = app, hosts, origins, rollout_routes
         self.key = api_key.encode() if api_key else None
         self.max_body = max_body
         self.refusals = Refusals()
@@ -106,6 +116,9 @@ class Gate:
             check_host(headers, self.hosts)
         if self.key is None:
             check_origin(method, path, headers, self.origins)
+            if path in ROLLOUT_PATHS and not self.rollout_routes:
+                way = "with --api-key, or with --enable-rollout-routes if everyone who reaches it may do that"
+                raise ApiError(403, f"{path} changes what all clients are served; start the server {way}")
         elif path not in OPEN_PATHS and not path.startswith(OPEN_FOLDER):
             scheme, _, bearer = headers.get("authorization", "").partition(" ")
             keys = [headers.get("x-api-key"), bearer if scheme.lower() == "bearer" else None]

@@ -38,14 +38,14 @@ class MediaRules:
 
 
 async def read_pictures(
-    sources: Sequence[tuple[str, str]], reader: ImageReader | None, model: str, rules: MediaRules, context: int
+    sources: Sequence[tuple[str, str]], reader: ImageReader | None, why: str | None, rules: MediaRules, context: int
 ) -> list[Picture]:
-    """Fetch and read pictures, each given by its place in the request and its URL.
+    """Fetch and read pictures, each given by its place in the request and its URL. `why`: why there is no `reader`.
 
     **Raises:** `RequestError` naming the place.
     """
     if sources and reader is None:
-        raise no_vision(model, sources[0][0])
+        raise no_vision(why, sources[0][0])
     if len(sources) > rules.most:
         where = sources[rules.most][0]
         raise RequestError(

@@ -67,7 +67,7 @@ def add(app: FastAPI, serving: Serving) -> None:
             "is_generation": True,
             "preferred_sampling_params": None,
             "weight_version": llm.stats()["weight_version"],
-            "has_image_understanding": False,
+            "has_image_understanding": llm.image_reader is not None,
             "has_audio_understanding": False,
             "model_type": llm.model_config.model_type,
         }

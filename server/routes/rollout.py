@@ -1,6 +1,6 @@
 """Routes for those who train what is served: new weights, pauses, and memory given back, as SGLang and vLLM name them.
 
-With an API key they take it, as all routes do.
+`http.gate` refuses those that change something to a server without an API key, unless --enable-rollout-routes is given.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class Serving:
         if not sources:
             return []
         context = self.llm.config.context_length
-        return await read_pictures(sources, self.llm.image_reader, self.name, self.media, context)
+        return await read_pictures(sources, self.llm.image_reader, self.llm.no_pictures, self.media, context)
 
     async def prompts(self, body: CompletionRequest) -> list[Prompt]:
         """A completion's prompts. **Raises:** `RequestError`."""

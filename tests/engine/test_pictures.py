@@ -1,13 +1,24 @@
 """Prompts with pictures in the engine: greedy texts are transformers', with each drafter, cached, preempted."""
 
 import dataclasses
+import json
 
+import jax
 import numpy as np
 import pytest
 
 from jaxspec import LLM, RequestError, SamplingParams
+from jaxspec.cache.mixers import WholeTexts
+from jaxspec.checkpoint.vision import dummy
+from jaxspec.decoder.forward import forward, unembed
+from jaxspec.decoder.vision import Patches, embed_pictures
+from jaxspec.engine.pictures import MOST_PATCHES, PictureReader, tower_workspace
 from jaxspec.images.picture import PlacedPicture, Prompt
+from jaxspec.images.placement import Placement
+from jaxspec.models.vision import Tower
 from jaxspec.rounds.packing import PICTURE_ROW
+from tests.support.exact import ALPHA, distribution, fit_p_value
+from tests.support.heads import random_eagle3
 from tests.support.picture_prompts import GOLDEN, IMAGES, PROMPTS, expected, prompt
 from tests.support.tiny import tiny_checkpoint
 
@@ -16,6 +27,7 @@ OPTIONS = {
     "context_length": 256, "page_size": 8, "chunked_prefill_size": 32, "max_running_requests": 2, "dtype": "float32",
     "skip_warmup": True, "few_programs": True, "draft_policy": "fixed",
 }  # fmt: skip
+SAMPLES = 4096
 exhaustive = pytest.mark.exhaustive
 
 
@@ -74,6 +86,45 @@ def test_other_drafters_are_lossless(draft):
     assert (history >= PICTURE_ROW).any() and not (history == IMAGES).any()
 
 
+@exhaustive
+def test_eagle3_is_lossless(tmp_path):
+    hf = json.loads((GOLDEN / "qwen3_5" / "config.json").read_text())["text_config"] | {"model_type": "llama"}
+    del hf["layer_types"], hf["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    draft = f"eagle3:{random_eagle3(tmp_path, tuple(range(60)), (0, 1, 2))}"
+    llm = LLM(str(GOLDEN / "qwen3_5"), draft, num_draft_tokens=3, **OPTIONS)
+    assert texts(llm, PROMPTS) == greedy(PROMPTS)
+    assert llm.engine.stats()["drafted_per_position"][0] > 0
+
+
+@exhaustive
+def test_sampled_tokens_after_a_picture_fit_the_models_distribution():
+    """Chi-square of the first two tokens with MTP: the first comes of the prefill, the second of a verify round."""
+    options = OPTIONS | {"max_running_requests": 32, "max_total_tokens": 8192}
+    llm = LLM(str(GOLDEN / "qwen3_5"), "mtp", num_draft_tokens=3, **options)
+    params = SamplingParams(temperature=0.7, max_tokens=4, n=32, ignore_eos=True)
+    outs = [out for _ in range(SAMPLES // 32) for out in llm.generate([prompt("one")], params)]
+    pairs = np.array([choice.token_ids[:2] for out in outs for choice in out.completions])
+    model, given = llm.engine.runner.model, prompt("one")
+    tower, vocab, length = model.config.tower, model.config.vocab_size, len(given.tokens)
+    (placed,) = given.images
+    pixels = placed.picture.pixels
+    rows = embed_pictures(tower, model.tower, pixels, Patches.of(tower, [placed.picture.grid], len(pixels)))
+    tokens = np.array([[*given.tokens, each] for each in range(vocab)])
+    axes = Placement.of(given.images, tower.merge).positions(np.arange(length + 1))
+    at = np.full(tokens.shape, -1)
+    at[:, placed.start : placed.start + placed.picture.tokens] = np.arange(placed.picture.tokens)
+    axes = np.broadcast_to(axes[:, None], (3, *tokens.shape))
+    hidden = forward(model.config.decoder, model.params, tokens, axes, WholeTexts(), overrides=(rows, at)).last
+    logits = np.asarray(unembed(model.params, hidden, model.config.decoder))
+    first = distribution(logits[0, -2], params)
+    both = np.stack([first[each] * distribution(logits[each, -1], params) for each in range(vocab)])
+    assert llm.engine.stats()["accepted_per_position"][0] > SAMPLES // 50
+    assert fit_p_value(pairs[:, 0], first) > ALPHA and fit_p_value(pairs, both) > ALPHA
+    without = np.tile(first[:, None], vocab) * first  # what the test can tell from it
+    assert fit_p_value(pairs, without / without.sum()) < ALPHA
+
+
 def test_preempted_requests_go_on_where_they_were():
     llm = LLM(str(GOLDEN / "qwen3_5"), "mtp", num_draft_tokens=2, max_total_tokens=208, **OPTIONS)
     names = ["long", "two"]
@@ -95,6 +146,22 @@ def test_a_reader_gives_up_the_least_recently_used(llm):
     assert picture.key not in reader._held
     llm.engine.runner.state = llm.engine.runner.state.replace(pictures=held)
     llm.engine.runner.reset()
+
+
+def test_the_memory_plan_has_room_for_the_towers_largest_program(llm):
+    tower = llm.engine.runner.model.config.tower
+    plan, _ = llm.engine.runner._plan()
+    assert plan.workspace_bytes == llm.engine.runner.plan.workspace_bytes == tower_workspace(tower, 4) > 2**28
+
+
+@exhaustive
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_towers_workspace_is_as_estimated(dtype):
+    """Qwen3.5-35B-A3B's tower but for its depth, which doesn't count."""
+    tower = Tower(2, 1152, 16, 4304, 1536, 48, 2, 2048)
+    reader = PictureReader(tower, jax.eval_shape(lambda: dummy(tower, dtype, 0)), 100)
+    reader._program(MOST_PATCHES, jax.ShapeDtypeStruct((100, tower.out), dtype))
+    assert reader.workspace_bytes < tower_workspace(tower, np.dtype(dtype).itemsize) < 2 * reader.workspace_bytes
 
 
 def changed(**fields):

@@ -91,10 +91,11 @@ class Offline(LLM):
     def __init__(self, seeing: bool):
         config = SimpleNamespace(model="m", context_length=100)
         self.engine = SimpleNamespace(
-            config=config, tokenizer=seeing_tokenizer(), image_reader=reader() if seeing else None
-        )
+            config=config, tokenizer=seeing_tokenizer(), image_reader=reader() if seeing else None,
+            no_pictures=None if seeing else "m has no vision",
+        )  # fmt: skip
 
-    def generate(self, prompts, params=None):
+    def generate(self, prompts, params=None, priority=0):
         return prompts
 
 

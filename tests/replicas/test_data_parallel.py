@@ -21,13 +21,15 @@ from jaxspec import AsyncLLM, CheckpointError, ConfigError, RequestError, Sampli
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.engine.async_llm import EngineDead
 from jaxspec.engine.stats import together
+from jaxspec.images.picture import PlacedPicture, Prompt
 from jaxspec.parallel.channel import Channel, ChannelError
 from jaxspec.replicas.data_parallel import DataParallelLLM
 from jaxspec.replicas.engine_process import EngineProcess, check_devices, devices_of_each
-from jaxspec.replicas.prefix_affinity import Prefixes, pages
+from jaxspec.replicas.prefix_affinity import Prefixes, pages, told_apart
 from server.app import create_app
 from tests.server.fake import FakeLLM
 from tests.server.live import ENGINE, as_here, meanwhile, serving, up, wait_for
+from tests.support.picture_prompts import prompt
 from tests.support.tiny import BYTE_VOCAB, tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,7 +54,7 @@ def llm():
 
 @pytest.fixture(scope="module")
 def url(llm):
-    with serving(create_app(llm, served_name="tiny")) as url:
+    with serving(create_app(llm, served_name="tiny", rollout_routes=True)) as url:
         yield url
 
 
@@ -73,6 +75,18 @@ def test_a_prompts_pages_are_known_from_the_first_on():
     assert given.matched(pages([*range(16), *range(99, 199)], 8)) == 2
     given.note(pages(range(50, 58), 8))
     assert given.matched(pages(range(24), 8)) == 2, "the last page of the older prompt makes room"
+
+
+def test_a_prompts_pages_know_its_pictures():
+    """Pictures 0 and 2 have one size."""
+    one, placed = prompt("one"), prompt("one").images[0]
+    other = Prompt(one.tokens, (PlacedPicture(prompt("other").images[0].picture, placed.start),))
+    assert told_apart(one) == told_apart(prompt("one")) and told_apart("text") == [] and told_apart([1]) == [1]
+    changed = [
+        place for place, each in enumerate(zip(told_apart(one), told_apart(other), strict=True)) if len({*each}) > 1
+    ]
+    assert changed == [*range(placed.start, placed.start + placed.picture.tokens)]
+    assert len(pages(told_apart(one), 4)) == len(one.tokens) // 4
 
 
 def test_a_channel_notices_what_is_lost_or_damaged():

@@ -16,7 +16,7 @@ from tests.server.live import serving
 @pytest.fixture(scope="session")
 def _shared() -> Iterator[tuple[str, FakeLLM]]:
     llm = FakeLLM()
-    with serving(create_app(llm)) as url:
+    with serving(create_app(llm, rollout_routes=True)) as url:
         yield url, llm
 
 

@@ -69,6 +69,10 @@ class FakeLLM:
     controls: list[tuple[str, dict]] = field(default_factory=list)
 
     @property
+    def no_pictures(self) -> str | None:
+        return None if self.image_reader else f"{self.config.model} has no vision"
+
+    @property
     def said(self) -> str:
         return TEXT if self.text is None else self.text
 
@@ -182,6 +186,9 @@ class FakeLLM:
             "cached_pages": 1,
             "page_size": 16,
             "prompt_tokens_total": 5,
+            "images_total": 2,
+            "image_tokens_total": 3,
+            "encoded_images_total": 1,
             "cached_tokens_total": 2,
             "generation_tokens_total": 9,
             "rested_rounds_total": 0,

@@ -35,7 +35,7 @@ def llm():
 
 @pytest.fixture(scope="module")
 def url(llm):
-    with serving(create_app(llm, served_name="tiny")) as url:
+    with serving(create_app(llm, served_name="tiny", rollout_routes=True)) as url:
         yield url
 
 

@@ -185,6 +185,7 @@ def test_only_users_and_tools_show_pictures(seeing, post):
 def test_a_model_without_vision_says_so(url, http):
     error = http.post(CHAT, json={"messages": [{"role": "user", "content": [TEXT, image(SMALL)]}]}).json()["error"]
     assert error["param"] == "messages[0].content[1]" and "fake/model has no vision" in error["message"]
+    assert http.get("/model_info").json()["has_image_understanding"] is False
 
 
 def test_a_template_that_writes_no_pictures_is_refused():

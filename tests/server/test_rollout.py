@@ -5,6 +5,8 @@ import pytest
 
 from jaxspec import AsyncLLM
 from server.app import create_app
+from server.http.gate import ROLLOUT_PATHS
+from tests.server.fake import FakeLLM
 from tests.server.live import serving
 from tests.support.engines import SMALL, checkpoint, tokens
 from tests.support.tiny import tiny_checkpoint
@@ -85,6 +87,22 @@ def test_the_names_of_vllm(live):
     generate(live)
 
 
-@pytest.mark.parametrize("path", ["/update_weights_from_disk", "/pause_generation", "/sleep", "/resume", "/wake_up"])
+@pytest.mark.parametrize("path", sorted(ROLLOUT_PATHS))
 def test_without_the_key_nothing_is_done(live, path):
     assert httpx.post(f"{live.base_url}{path}", json={}).status_code == 401
+
+
+def test_a_server_without_a_key_takes_none_of_them_unless_told_to():
+    app, opened = create_app(FakeLLM()), create_app(FakeLLM(), rollout_routes=True)
+    with serving(app) as url, serving(opened) as other:
+        for path in ROLLOUT_PATHS:
+            reply = httpx.post(f"{url}{path}", json={})
+            message = reply.json()["error"]["message"]
+            assert reply.status_code == 403 and "--api-key" in message and "--enable-rollout-routes" in message
+        assert httpx.post(f"{url}/flush_cache").json() == {"flushed": True}  # which costs time alone
+        assert httpx.post(f"{other}/pause_generation", json={}).status_code == 200
+
+
+def test_every_rollout_route_that_changes_something_is_guarded():
+    routes = [r for r in create_app(FakeLLM()).routes if r.endpoint.__module__ == "server.routes.rollout"]
+    assert {r.path for r in routes if "POST" in r.methods} - {"/reset_prefix_cache"} == ROLLOUT_PATHS

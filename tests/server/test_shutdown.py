@@ -178,6 +178,6 @@ def test_whoever_waits_for_another_answer_is_told_too(monkeypatch):
         raise EngineDead("the engine has stopped")
 
     monkeypatch.setattr(FakeLLM, "flush_cache", dead)
-    with serving(create_app(FakeLLM())) as url:
+    with serving(create_app(FakeLLM(), rollout_routes=True)) as url:
         reply = httpx.post(f"{url}/flush_cache")
     assert reply.status_code == 503 and "shutting down" in reply.json()["error"]["message"]

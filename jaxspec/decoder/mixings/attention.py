@@ -15,9 +15,11 @@ from jaxspec.decoder.fixed_order import in_order, row_norm
 from jaxspec.decoder.functions import cos_sin, normed, rope
 from jaxspec.decoder.mixings.kind import Mixing, Weights
 from jaxspec.models.description import ROPE_SCALINGS, Attention, Layer, Norm, Rope, beyond
+from jaxspec.pallas import hopper
 from jaxspec.pallas.attention import write_heads
 from jaxspec.pallas.attention.decode_attention.plan import HEAD_WIDTHS, MAX_GROUP
 from jaxspec.pallas.operation import ANY, HOPPER, Implementation, choose, nothing
+from jaxspec.pallas.sliced_rows import SLICE, sliced
 from jaxspec.parallel.sharding import devices, total
 
 # What the kernel implements that norms and rotates heads, and writes keys and values into pages.
@@ -128,6 +130,8 @@ HEADS = (
 def fixed(layer, weights, i, made, positions, mixer, cache, dtype, table, in_parts):
     """Mix with one order of sums. `write_heads` has no gates and not all norms: then each row is normed by itself."""
     a, (qkv,), (b, t) = layer.mixing, made, positions.shape
+    if not hopper.multiprocessors():
+        return _fixed_by_xla(layer, weights, i, qkv, positions, mixer, cache, table)
     if not beyond(a, HEADS_WRITTEN):
         if in_parts and write_heads.supported(a.heads, a.kv_heads, a.head_dim, a.head_dim, "bfloat16"):
             qkv = in_order(qkv)[None].astype(dtype)  # that kernel adds the parts up itself
@@ -139,6 +143,21 @@ def fixed(layer, weights, i, made, positions, mixer, cache, dtype, table, in_par
     if a.qk_norm:
         q, k = row_norm(q, weights["q_norm"], a.qk_norm), row_norm(k, weights["k_norm"], a.qk_norm)
     return _gated(*mixer.attend(cache, i, rope(q, positions, a, table), rope(k, positions, a, table), v, None), gates)
+
+
+def _fixed_by_xla(layer, weights, i, qkv, positions, mixer, cache, table):
+    """Mix with norms and rope a few tokens at a time: their bits would depend on how many there are."""
+    a = layer.mixing
+    q, k, v, gates = _split(a, qkv + weights["qkv_bias"] if a.bias else qkv)
+
+    def heads(q, k, positions, *table):
+        if a.qk_norm:
+            q, k = normed(q, weights["q_norm"], a.qk_norm), normed(k, weights["k_norm"], a.qk_norm)
+        return rope(q, positions, a, table), rope(k, positions, a, table)
+
+    rows = sliced(heads, SLICE, *(x.reshape(-1, *x.shape[2:]) for x in (q, k, positions, *table)))
+    q, k = (x.reshape(*v.shape[:2], *x.shape[1:]) for x in rows)
+    return _gated(*mixer.attend(cache, i, q, k, v, None), gates)
 
 
 def _fixed_refuses(layer: Layer, rows: int) -> str | None:

@@ -93,7 +93,8 @@ def _row_by_row(q, kv, layer, table, start, *rest) -> Array:
         raise NotImplementedError(f"--deterministic has no kernel for attention with {reason or 'this device'}")
     b, t, n, h = q.shape
     kv_slots = (start[:, None] + jnp.arange(t)).reshape(-1)
-    each = jnp.repeat(table, t, axis=0)
+    pages = BLOCK_TOKENS // kv.shape[4]  # a shorter table would have steps, and so sums, of another shape
+    each = jnp.repeat(jnp.pad(table, ((0, 0), (0, max(0, pages - table.shape[1])))), t, axis=0)
     one = lambda q, table, kv_slots: reference(q, kv, layer, table, kv_slots)  # noqa: E731
     return sliced(one, SLICE, q.reshape(b * t, 1, n, h), each, kv_slots).reshape(q.shape)
 

@@ -67,7 +67,9 @@ def test_one_prompt_and_its_figures(url, fake, capsys, flags):
     text, head, figures = capsys.readouterr().out.rsplit("\n", 3)[:3]
     assert text == TEXT and head.split()[:2] == ["latency", "(s)"]
     latency, tokens, accept, speed = map(float, figures.split())
-    assert (tokens, accept) == (LENGTH, 1.8) and latency > 0 and speed == pytest.approx(tokens / latency, rel=0.1)
+    assert (
+        (tokens, accept) == (LENGTH, 1.8) and latency > 0 and speed == pytest.approx(tokens / latency, rel=0.3)
+    )  # both are rounded
     (prompt,), params = prompts(fake)[-1:], fake.started[-1][1]
     assert prompt == (send_one.IN_JSON if "--json" in flags else send_one.PROMPT)
     assert params.temperature == 0 and (params.structured is not None) == ("--json" in flags)

@@ -131,6 +131,8 @@ HERE = "--model Qwen/Qwen3-8B"
     (f"""{VLLM} -sc '{{"method":"ngram","num_speculative_tokens":5}}' -sc.prompt_lookup_max=4""",
      f"{HERE} --draft 'ngram?max_match=4' --num-draft-tokens 5 --port 8000"),
     ("a/b --max-model-len 99 --tool-call-parser llama4_pythonic", "--model a/b --context-length 99"),
+    (f"VLLM_SERVER_DEV_MODE=1 {VLLM} --enable-sleep-mode", f"{HERE} --enable-rollout-routes --port 8000"),
+    (f"{SGLANG} --admin-api-key secret", f"{HERE} --api-key secret"),
     (f"{VLLM} --disable-prefix-cache=true --trust-remote-code=True", f"{HERE} --disable-prefix-cache --port 8000"),
 ])  # fmt: skip
 def test_translations(line, here):
@@ -235,7 +237,7 @@ def test_words_of_the_environment_are_kept_translated_or_named():
      "--tp-size 2 with --draft eagle3:a/b --topk 4: trees are drafted by one device; drop --topk for chains"),
     ("llama", "{} --tp 2 --speculative-algorithm DSPARK --speculative-draft-model-path a/b",
      "--tp-size 2 with --draft dspark:a/b: this drafter runs on one device"),
-    ("deepseek_v3", "{}", "model_type 'deepseek_v3' is not supported; supported: "),
+    ("mamba", "{}", "model_type 'mamba' is not supported; supported: "),
     ("speculators", "{}", "is a drafter; name its target as the model: --model meta/target --draft "),
     (None, "RedHatAI/Qwen3-32B-speculator.eagle3",
      "--model RedHatAI/Qwen3-32B-speculator.eagle3 is a drafter; name its target as the model: --model qwen/qwen3-32b "

@@ -16,7 +16,7 @@ FRIEND, STRANGER = "https://friend.example", "https://stranger.example"
 @pytest.fixture(scope="module")
 def url():
     cors = {"allow_origins": [FRIEND], "allow_methods": ["*"]}
-    with serving(create_app(FakeLLM(), hosts=["llm.example"], cors=cors)) as url:
+    with serving(create_app(FakeLLM(), hosts=["llm.example"], cors=cors, rollout_routes=True)) as url:
         yield url
 
 
