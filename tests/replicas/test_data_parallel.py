@@ -191,6 +191,8 @@ def test_refusals_pass_through(llm, url):
     assert len(ask(url, prompt=["a", "b", "c"], max_tokens=2, n=2).json()["choices"]) == 6
     reply = ask(url, prompt=["a", "b"], max_tokens=2, logit_bias={"5000": 1.0})
     assert reply.status_code == 400 and "outside the vocabulary" in reply.json()["error"]["message"]
+    reply = ask(url, prompt="hello", priority=1)
+    assert reply.status_code == 400 and "--schedule-policy priority" in reply.json()["error"]["message"]
     reply = ask(url, prompt="hello", structured_outputs={"regex": "("})
     assert reply.status_code == 400 and reply.json()["error"]["type"] == "invalid_request_error"
 
