@@ -187,9 +187,11 @@ async def run(
     watch: Watch | None = None,
     client: str = "",
     trace: Trace | None = None,
+    priority: int | None = None,
 ) -> Deltas:
     """Generate for all prompts at once; yields (number of the prompt, delta) as they come. `watch` and `trace` see them
     too. Meanwhile `running` has the jobs' ids, and those of their responses. `client`: whose they are.
+    `priority`: of all jobs.
 
     **Raises:** `RequestError` before any prompt has started, if one can't be served, or its `rid` is in use.
     """
@@ -198,7 +200,7 @@ async def run(
     if chosen := {job.name for job in jobs if job.chosen}.intersection(running.values()):
         raise RequestError(f"another request with the rid {min(chosen)!r} is running; choose another", "rid")
     watches = [metrics.watch(job.params) for job in jobs]
-    streams = [llm.generate(job.prompt, job.params, job.id, client) for job in jobs]
+    streams = [llm.generate(job.prompt, job.params, job.id, client, priority or 0) for job in jobs]
     metrics.load += 1
     named = {job.id: job.name for job in jobs}
     running.update(named)

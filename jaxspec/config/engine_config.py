@@ -233,6 +233,14 @@ class EngineConfig:
     max_itl_ms: int | None = option(
         None, "most ms between two rounds, prompts' programs included", "MS", group=RUNNING, shown="no limit", least=1
     )
+    schedule_policy: str = option(
+        "fcfs",
+        "fcfs: in the order of arrival, clients in turn; priority: requests have a priority, lower values go first and "
+        "preempt; priority-high-first: the same with higher values first",
+        "POLICY",
+        group=RUNNING,
+        choices=("fcfs", "priority", "priority-high-first"),
+    )
     disable_overlap: bool = option(False, "read each round's result before the next is dispatched", group=RUNNING)
     disable_structured_output: bool = option(False, "refuse grammars: fewer programs to compile", group=RUNNING)
     deterministic: bool = option(False, "a text is the same whatever batch it runs in", group=RUNNING)

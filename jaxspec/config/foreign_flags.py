@@ -36,6 +36,9 @@ ELSEWHERE = {
     **dict.fromkeys(("tp", "tensor_parallel_size"), "tp_size"),
     **dict.fromkeys(("ep", "expert_parallel_size", "enable_expert_parallel"), "ep_size"),
     **dict.fromkeys(("dp", "data_parallel_size"), "dp_size"),
+    **dict.fromkeys(
+        ("scheduling_policy", "enable_priority_scheduling", "schedule_low_priority_values_first"), "schedule_policy"
+    ),
     "speculative_eagle_topk": "topk",
     "speculative_num_steps": "num_steps",
     "speculative_token_map": "draft_token_map",
@@ -78,8 +81,8 @@ NEEDLESS = {
     **dict.fromkeys(("trust_remote_code", "no_trust_remote_code"), "a checkpoint's code is never run"),
     "distributed_executor_backend": "one process serves on the GPUs of each host",
     **dict.fromkeys(("torch_compile_max_bs", "enable_torch_compile"), "every step is one compiled program"),
-    **dict.fromkeys(("schedule_policy", "schedule_conservativeness", "scheduling_policy"),
-                    "a client's requests are served first come, first served, and clients take turns"),
+    "schedule_conservativeness": "a request is admitted once its prompt and first rounds have pages",
+    "abort_on_priority_when_disabled": "it is always on: a priority is refused unless --schedule-policy has them",
     **dict.fromkeys(("max_prefill_tokens", "max_num_partial_prefills", "long_prefill_token_threshold"),
                     "--chunked-prefill-size and --max-itl-ms limit prompts"),
     **dict.fromkeys(("guided_decoding_backend", "grammar_backend", "structured_outputs_config"),
@@ -112,6 +115,8 @@ UNSUPPORTED = {
     **dict.fromkeys(("ssl_keyfile", "ssl_certfile"), "TLS is not supported; put a proxy before the server"),
     **dict.fromkeys(("master_port", "data_parallel_address", "data_parallel_rpc_port"),
                     "with --nnodes, --dist-init-addr HOST:PORT says where node 0 is"),
+    **dict.fromkeys(("priority_scheduling_preemption_threshold", "disable_priority_preemption"),
+                    "with --schedule-policy priority, requests preempt any whose priority comes after theirs"),
     "enable_dp_attention": "attention is divided by heads (--tp-size), and whole engines are repeated (--dp-size)",
     **dict.fromkeys(("task", "runner", "is_embedding"), "only text generation is supported"),
     **dict.fromkeys(("disaggregation_mode", "kv_transfer_config"), "prefill and decoding run in one process"),
@@ -133,7 +138,8 @@ SWITCHES = frozenset(
         *("enable_torch_compile", "return_tokens_as_token_ids", "skip_server_warmup", "no_enable_chunked_prefill"),
         *("enable_nan_detection", "enable_sleep_mode", "h", "help", "version", "sleep_on_idle", "requests_all_greedy"),
         *("enable_piecewise_cuda_graph", "disable_piecewise_cuda_graph", "enforce_piecewise_cuda_graph"),
-        "disable_cuda_graph_padding",
+        *("enable_priority_scheduling", "schedule_low_priority_values_first", "abort_on_priority_when_disabled"),
+        *("disable_cuda_graph_padding", "disable_priority_preemption"),
     }
 )
 

@@ -45,6 +45,7 @@ INTEGERS = {
     "logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs": (0, MAX_LOGPROBS),
 }
+PRIORITIES = (-(2**31), 2**31 - 1)
 TOKEN_IDS = "token ids, which are integers of at least 0 and below the vocabulary's size"  # the engine knows that
 FIRST_VERSION = "default"  # of the weights that an engine starts with, as SGLang calls it
 CONTEXT_EXCEEDED = "context_length_exceeded"  # OpenAI's code

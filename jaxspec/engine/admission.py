@@ -17,6 +17,7 @@ import numpy as np
 from jaxspec.config.json_values import shown
 from jaxspec.config.request import (
     MAX_STOP_IDS,
+    PRIORITIES,
     RequestError,
     RequestMetrics,
     SamplingParams,
@@ -63,6 +64,7 @@ class Request:
     fixed_drafts: bool  # as asked, or it samples under a seed: its text must not depend on other requests
     added: float
     client: str = ""  # as of `AsyncLLM.generate`
+    priority: int = 0
     pictures: Placement | None = None
     matchers: list[Matcher] | None = None  # of its completions, if a grammar constrains them
     choices: list[Choice] = field(default_factory=list)
@@ -105,12 +107,18 @@ class Intake:
         raise RequestError(f"structured output can't be served: {why}", wanted.name or wanted.kind)
 
     def prepare(
-        self, prompt: str | list[int] | Prompt, params: SamplingParams, request_id: str | None = None, client: str = ""
+        self,
+        prompt: str | list[int] | Prompt,
+        params: SamplingParams,
+        request_id: str | None = None,
+        client: str = "",
+        priority: int = 0,
     ) -> Request:
         """Check a request against model and pool, and tokenise it. Touches no engine state.
 
         **Raises:** `RequestError` for anything that could never be served; `Busy` as `compiled`.
         """
+        self._check_priority(priority)
         tokens, stop_ids, limit = self._checked(prompt, params)
         images = prompt.images if isinstance(prompt, Prompt) else ()
         seeded = params.seed is not None or self.config.seed is not None
@@ -126,9 +134,21 @@ class Intake:
             fixed_drafts=params.fixed_drafts or (params.temperature > 0 and seeded),
             added=time.monotonic(),
             client=client,
+            priority=priority,
             pictures=Placement.of(tuple(images), self.model.config.tower.merge) if images else None,
             matchers=None if params.structured is None else self._matchers(params),
         )
+
+    def _check_priority(self, priority: int) -> None:
+        low, high = PRIORITIES
+        if isinstance(priority, bool) or not isinstance(priority, int) or not low <= priority <= high:
+            raise RequestError(f"priority must be an integer from {low} to {high}, got {shown(priority)}", "priority")
+        if priority and self.config.schedule_policy == "fcfs":
+            raise RequestError(
+                f"priority is {priority}, but this server goes by order of arrival; leave it out, or start the server "
+                "with --schedule-policy priority",
+                "priority",
+            )
 
     def _checked(
         self, prompt: str | list[int] | Prompt, params: SamplingParams

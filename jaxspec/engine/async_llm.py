@@ -151,10 +151,16 @@ class AsyncLLM:
         atexit.register(self.close, EXIT_SECONDS)
 
     async def generate(
-        self, prompt: str | list[int] | Prompt, params: SamplingParams, request_id: str | None = None, client: str = ""
+        self,
+        prompt: str | list[int] | Prompt,
+        params: SamplingParams,
+        request_id: str | None = None,
+        client: str = "",
+        priority: int = 0,
     ) -> AsyncIterator[Delta]:
         """Stream one request's deltas, all completions interleaved. Closing the iterator aborts the request. Prompts of
-        several clients, each known by a key, `client`, are computed in equal shares.
+        several clients, each known by a key, `client`, are computed in equal shares. `priority` says who goes first,
+        by `schedule_policy`.
 
         **Raises:** `Overloaded`, `Busy`, or `RequestError` for a request that can't be served, at the first iteration;
         `RequestFailed` or its `RequestTimeout` at a later one; `EngineDead`.
@@ -166,9 +172,9 @@ class AsyncLLM:
             if params.structured is not None:
                 await self.engine.compiled(params.structured)
             if params.structured is not None or (isinstance(prompt, str) and len(prompt) > LONG_PROMPT):
-                request = await asyncio.to_thread(self.engine.prepare, prompt, params, request_id, client)
+                request = await asyncio.to_thread(self.engine.prepare, prompt, params, request_id, client, priority)
             else:
-                request = self.engine.prepare(prompt, params, request_id, client)
+                request = self.engine.prepare(prompt, params, request_id, client, priority)
             loop = asyncio.get_running_loop()
             mine = Stream(loop, asyncio.Queue())
             if self._streams.setdefault(request.id, mine) is not mine:

@@ -108,6 +108,7 @@ class Engine:
             held_tokens=here().held_tokens,
             snapshots=snapshots,
             snapshot_interval=self.config.state_snapshot_interval,
+            by_priority=self.config.schedule_policy != "fcfs",
         )
         self.grammars = self.runner.grammars
         intake = Intake(self.runner, self.scheduler)
@@ -160,8 +161,10 @@ class Engine:
         params = request.params
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None] * len(request.tokens)
+        high_first = self.config.schedule_policy == "priority-high-first"
         for index in range(params.n):  # all of them are made before the scheduler sees one
             seq = SequenceState(list(request.tokens), len(request.tokens), request.limit, client=request.client)
+            seq.priority = -request.priority if high_first else request.priority
             seq.score = request.prompt_logprobs is not None and index == 0
             if request.pictures is not None:
                 seq.pictures, seq.overridden = request.pictures, request.pictures.keys

@@ -48,6 +48,7 @@ class LLM:
         self,
         prompts: str | list[int] | Prompt | list[str] | list[list[int]] | list[Prompt],
         params: SamplingParams | list[SamplingParams] | None = None,
+        priority: int | list[int] = 0,
     ) -> list[RequestOutput]:
         """Complete one prompt or several: strings, lists or arrays of token ids used as they are, or `Prompt`s with
         pictures. One output each, in order.
@@ -55,7 +56,8 @@ class LLM:
         Calls from several threads take turns; to serve many callers at once, use `AsyncLLM`.
 
         `params` holds for all prompts, or is a list with one for each; None is `SamplingParams()` with what the
-        checkpoint's generation_config.json says.
+        checkpoint's generation_config.json says. `priority`, of all or one for each, says who goes first, by
+        `schedule_policy`.
 
         **Raises:** `RequestError`, before anything runs if any prompt can't be served. Ctrl-C takes effect after the
         step that runs (pressed again, at once): the call's requests are aborted, and the next call finds the engine as
@@ -83,9 +85,18 @@ class LLM:
                 f"{len(prompts)} prompts but {len(settings)} sampling params; give one for each prompt, or one for all",
                 "params",
             )
+        priorities = priority if isinstance(priority, list | tuple) else [priority] * len(prompts)
+        if len(priorities) != len(prompts):
+            raise RequestError(
+                f"{len(prompts)} prompts but {len(priorities)} priorities; give one for each prompt, or one for all",
+                "priority",
+            )
         if self.engine.rollout.stopped:
             raise RequestError("the engine's memory is released; call resume_memory first", "prompts")
-        requests = [self.engine.prepare(p, s) for p, s in zip(prompts, settings, strict=True)]
+        requests = [
+            self.engine.prepare(prompt, each, priority=first)
+            for prompt, each, first in zip(prompts, settings, priorities, strict=True)
+        ]
         builders = {request.id: [CompletionBuilder(i) for i in range(request.params.n)] for request in requests}
         with self._turn, Interrupts() as interrupts:
             try:

@@ -123,7 +123,12 @@ class DataParallelLLM:
         return [f"engine {member.index}: {device}" for member in self._members for device in member.devices]
 
     async def generate(
-        self, prompt: str | list[int] | Prompt, params: SamplingParams, request_id: str | None = None, client: str = ""
+        self,
+        prompt: str | list[int] | Prompt,
+        params: SamplingParams,
+        request_id: str | None = None,
+        client: str = "",
+        priority: int = 0,
     ) -> AsyncIterator[Delta]:
         """Generate as `AsyncLLM.generate` does. Requests of an engine that is lost end with `RequestFailed`."""
         check_params(params)
@@ -136,7 +141,7 @@ class DataParallelLLM:
             member = self._choose(name, chain, params.n)
             loop, key = asyncio.get_running_loop(), next(self._keys)
             stream = self._streams[key] = Stream(loop, asyncio.Queue(), begun=True, member=member, name=name)
-            if not member.send("generate", (key, tokens, params, name, client)):
+            if not member.send("generate", (key, tokens, params, name, client, priority)):
                 stream.arrived.put_nowait(self._gone(member))
             if (limit := self.request_timeout) is not None:
                 late = RequestTimeout(

@@ -145,13 +145,14 @@ class Worker:
         task.add_done_callback(lambda _: self._tasks.pop(key))
 
     async def _generate(
-        self, key: int, before: asyncio.Task | None, prompt: Any, params: Any, name: str, client: str
+        self, key: int, before: asyncio.Task | None, prompt: Any, params: Any, name: str, *whose: Any
     ) -> None:
-        """Stream a request to the other side. `before` had its id, and may be being cancelled."""
+        """Stream a request to the other side. `before` had its id, and may be being cancelled. `whose`: client and
+        priority."""
         if before is not None:
             await asyncio.wait((before,))
         try:
-            async with aclosing(self._llm.generate(prompt, params, name, client)) as deltas:
+            async with aclosing(self._llm.generate(prompt, params, name, *whose)) as deltas:
                 async for delta in deltas:
                     self._post(key, brief(delta))
         except Exception as error:

@@ -51,6 +51,10 @@ class FairShare:
         self._waiting += 1
         return self._queues.setdefault(seq.client, deque())
 
+    def firsts(self) -> Iterator[SequenceState]:
+        """The first of each client."""
+        return (queue[0] for queue in self._queues.values())
+
     def remove(self, seq: SequenceState) -> None:
         self._queues[seq.client].remove(seq)
         self._waiting -= 1

@@ -19,18 +19,23 @@ rounds are *held* for a while.
 Of one client, order is strict, first come first served: at most one prompt is unfinished at a time, and those that wait
 came later. Clients take turns, so that each has as many prompt tokens computed (`fair_share`). What was admitted last
 is preempted first, and returns before all others.
+
+With priorities, all this holds within a priority (`priority`). Where a request waits for a slot or pages, the sequence
+of the lowest priority below its own gives way, of several the one admitted last.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from jaxspec.config.request import CONTEXT_EXCEEDED, RequestError
 from jaxspec.scheduling.fair_share import FairShare
 from jaxspec.scheduling.prefix_cache import Node, PagePool, PrefixTree, Snapshots
+from jaxspec.scheduling.priority import PriorityQueue
 from jaxspec.scheduling.sequence import Chunk, Plan, SequenceState, Status
 
 CROWD, CROWD_SHARE = 12, 1 / 8  # requests that could come now and for whom rounds are held, and of those that run
@@ -52,6 +57,7 @@ class Scheduler:
     - `held_tokens`: prompt tokens between two rounds while a crowd waits; otherwise one program's.
     - `snapshots`: of a model with linear attention, the state slots for snapshots; None of other models.
       `snapshot_interval`: prompt tokens between two of them, rounded up to whole blocks and pages.
+    - `by_priority`: priorities order and preempt; otherwise nobody looks at them. `clock`: gives seconds, for aging.
 
     `table`, i32[num_slots + 1, pages_per_seq], holds the pages of each slot in order, 0 beyond them; the last row is of
     the dummy slot, all 0. It changes in place: copy the rows that a program reads. `waiting`, `prefilling`
@@ -80,6 +86,8 @@ class Scheduler:
         held_tokens: int = 0,
         snapshots: Iterable[int] | None = None,
         snapshot_interval: int = 256,
+        by_priority: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ):
         sizes = {"num_slots": num_slots, "width": width, "block": block, "score_tokens": score_tokens, "rounds": rounds}
         for name, value in sizes.items():
@@ -103,7 +111,8 @@ class Scheduler:
         self.tree = PrefixTree(self.pool, page_size, reach, self.snapshots)
         self.pages_per_seq = self._pages_for(context_length + lookahead)
         self.table = np.zeros((num_slots + 1, self.pages_per_seq), np.int32)
-        self.waiting = FairShare()
+        self.by_priority = by_priority
+        self.waiting = PriorityQueue(clock) if by_priority else FairShare()
         self.prefilling: list[SequenceState] = []
         self.running: list[SequenceState] = []
         self.preemptions = 0
@@ -176,6 +185,8 @@ class Scheduler:
         if seq.status is not Status.WAITING:
             raise ValueError(f"only a new sequence can be added; this one is {seq.status.value}")
         self.waiting.add(seq)
+        if self.by_priority:
+            self._refused = False  # it may be the next now, and fit
 
     def plan(self) -> Plan:
         """The next programs, with slots and pages assigned; their rounds count as in flight from now on.
@@ -183,7 +194,7 @@ class Scheduler:
         The plan must be dispatched: pages it fills are in the prefix tree already. If that fails, `flush`, and `finish`
         its sequences.
         """
-        if not self._grow():
+        if not self._grow() or self._blocked_by_unread():
             return Plan([], [], [], [], drain=True)
         admit, prefill = self._fill()
         first = [chunk.seq for chunk in prefill if chunk.start + chunk.count == len(chunk.seq.tokens)]
@@ -277,29 +288,52 @@ class Scheduler:
     def _grow(self) -> bool:
         """Pages for the next round of all running sequences, oldest first. False: there are too few, and results are
         unread."""
-        for seq in self.running:  # may lose its last elements on the way, `seq` itself among them; then the loop ends
+        for seq in self.running[:]:
+            if seq.status is not Status.RUNNING:
+                continue  # it was preempted on the way
             if self._goes_on(seq) and (missing := self._missing(seq, 1)) and not self._extend(seq, missing):
                 return False
         return True
 
     def _extend(self, seq: SequenceState, missing: int) -> bool:
-        """Give `seq` that many pages, preempting the youngest, at worst itself. False: as `_grow`."""
+        """Give `seq` that many pages, preempting the youngest of the lowest priority, at worst itself. False: as
+        `_grow`."""
         while missing > self._available():
             if any(other.in_flight for other in self.running):
                 return False  # their results may end some of them, and tell how much the others really need
-            victim = (self.prefilling or self.running)[-1]
+            victim = self._last(self._admitted())
             self.preempt(victim)
             if victim is seq:
                 return True
         self._give(seq, missing)
         return True
 
+    def _last(self, seqs: Sequence[SequenceState]) -> SequenceState | None:
+        """The one to preempt first: of the lowest priority, in whole steps, and of those the one admitted last."""
+        return max(reversed(seqs), key=lambda seq: math.ceil(seq.rank), default=None)
+
+    def _in_the_way(self, planned: Sequence[SequenceState] = ()) -> SequenceState | None:
+        """The sequence to preempt for the next that waits, if that finds no slot or pages; not one in the plan."""
+        if not self.by_priority or (self._free_slots and not self._refused):
+            return None
+        seq = self.waiting.next(self.prefilling, True)
+        if seq is None or seq.status is not Status.WAITING:
+            return None
+        return self._last([each for each in self._admitted() if each.rank > seq.priority and each not in planned])
+
+    def _blocked_by_unread(self) -> bool:
+        """Whether a sequence must be preempted whose results are unread. They may end it, or others."""
+        victim = self._in_the_way()
+        return victim is not None and victim.in_flight > 0
+
     def _lookahead(self, rows: list[SequenceState]) -> int:
         """How many rounds to run in one program: several only if no request can be admitted, and there are pages for
-        them. If requests wait for a slot, one that ends is replaced after the program instead of after the round.
+        them. If requests wait for a slot, one that ends is replaced after the program instead of after the round. With
+        priorities there is one round while any wait, since an urgent request may come and preempt.
         """
         rounds = self.rounds if len(rows) <= self.rounds_for else 1
-        if rounds == 1 or self.prefilling or (self.waiting and self._free_slots) or any(seq.stepwise for seq in rows):
+        admits = self.waiting and (self._free_slots or self.by_priority)
+        if rounds == 1 or self.prefilling or admits or any(seq.stepwise for seq in rows):
             return 1
         if all(seq.limit - len(seq.tokens) - seq.in_flight < rounds for seq in rows):
             return 1  # the last few tokens of the last to end: most of the program would run for nobody
@@ -328,6 +362,9 @@ class Scheduler:
         a program alone, and is charged for all of it."""
         admit, chunks, blocks = [], [], self._room()
         while blocks:
+            victim = self._in_the_way([chunk.seq for chunk in chunks])
+            if victim is not None and not victim.in_flight:
+                self.preempt(victim)
             seq = self.waiting.next(self.prefilling, bool(self._free_slots) and not self._refused)
             if seq is None or (seq.score and chunks):
                 break
@@ -431,7 +468,7 @@ class Scheduler:
             )
 
     def preempt(self, seq: SequenceState) -> None:
-        """Back to the queue, before all others. All its results have been read, so only its KV is lost."""
+        """Back to the queue, before all others of its priority. All its results have been read: only its KV is lost."""
         self._vacate(seq)
         if self.replays:
             seq.replayed += len(seq.tokens) - seq.prompt_len

@@ -39,6 +39,7 @@ class SequenceState:
     - `overridden`: for prompt positions whose embedding isn't their token's, a key of what it is instead, 64 bits.
     - `pictures`: those of the prompt; the scheduler never looks at them.
     - `client`: a key of whom it is for; prompts are computed in equal shares for all clients (`fair_share`).
+    - `priority`: lower values first (`priority`); all are 0 where the scheduler goes by arrival.
     - `salt`: a key of what else its keys and values depend on, 64 bits; 0: of nothing else.
     - `drafter_seen`: positions that the drafter has seen, if it missed what came then; None: it misses nothing. Set by
       the engine, and at admission.
@@ -46,7 +47,8 @@ class SequenceState:
     The rest is the scheduler's: `slot` and `pages` while admitted; `computed`, positions whose KV was cached or has
     been dispatched as prefill; `cached`, tokens found in the prefix tree when first admitted; `in_flight`, rounds not
     read yet, of which the first token is one; `epoch`, which changes whenever slot and pages are lost, so that older
-    results are recognised; `arrival`, its number in the order of arrival; `replayed`, tokens that were read before a
+    results are recognised; `arrival`, its number in the order of arrival; `since`, when it came, later by as long as it
+    ran; `rank`, the priority that it was lifted to when it was admitted; `replayed`, tokens that were read before a
     preemption and aren't again yet, and `lost`, all that had been; `source`, the snapshot that the first chunk starts
     from; `points`, positions where snapshots are due.
     """
@@ -62,6 +64,7 @@ class SequenceState:
     salt: int = 0
     pictures: Placement | None = field(default=None, repr=False)
     client: str = ""
+    priority: int = 0
     drafter_seen: int | None = None
     slot: int = -1
     pages: list[int] = field(default_factory=list, repr=False)
@@ -70,6 +73,8 @@ class SequenceState:
     in_flight: int = 0
     epoch: int = 0
     arrival: int = 0
+    since: float = 0.0
+    rank: float = 0.0
     replayed: int = 0
     lost: list[int] = field(default_factory=list, repr=False)
     status: Status = Status.WAITING

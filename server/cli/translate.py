@@ -39,6 +39,7 @@ SHORT = {"sc": "speculative_config", "q": "quantization", "n": "nnodes", "r": "n
 LISTS = {"api_key", "served_model_name", "lora_modules", "lora_paths"}  # which may have several values there
 NAME_LISTS = {"allowed_media_domains"}  # ours that are lists in JSON
 SIZE_LISTS = {"batch_sizes", "prefill_sizes"}  # our flags whose value is a list where theirs has several values
+SGLANG_PRIORITIES = ("enable_priority_scheduling", "schedule_low_priority_values_first")  # both make one option here
 SIZES = {"context_length", "chunked_prefill_size", "max_running_requests", "max_total_tokens"}
 UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}  # vLLM's
 READ_FROM_CHECKPOINT = re.compile("awq|gptq|compressed.tensors|mxfp4|nvfp4|modelopt|gguf|w4a16|w8a16")
@@ -183,7 +184,7 @@ def _sorted(
             if value != "1":
                 given = f"{flag(name)} {value or ''}".strip()
                 left.append(f"{given}: of several GPUs, --tp-size, --ep-size and --dp-size are supported")
-        elif name == "enable_expert_parallel":
+        elif name == "enable_expert_parallel" or name in SGLANG_PRIORITIES:
             foreign[name] = value
         elif is_switch and here is not None:
             ours |= {} if str(value).lower() == "false" else {here: None}
@@ -209,7 +210,12 @@ def _sorted(
             ours[here] = _value(name, here, value)
     if "master_addr" in foreign:
         ours["dist_init_addr"] = f"{foreign.pop('master_addr')}:{foreign.pop('master_port', MASTER_PORT)}"
-    if "enable_expert_parallel" in foreign and str(foreign.pop("enable_expert_parallel")).lower() != "false":
+    by_priority, low_first = (_turned_on(foreign, name) for name in SGLANG_PRIORITIES)
+    if by_priority:
+        ours["schedule_policy"] = "priority" if low_first else "priority-high-first"
+    elif low_first:
+        left.append("--schedule-low-priority-values-first: it means something with --enable-priority-scheduling alone")
+    if _turned_on(foreign, "enable_expert_parallel"):
         if (size := ours.get("tp_size", "1")) != "1":
             ours.setdefault("ep_size", size)
         else:
@@ -217,6 +223,11 @@ def _sorted(
     if dotted:
         foreign["speculative_config"] = _merged(foreign.get("speculative_config"), dotted)
     return ours, foreign
+
+
+def _turned_on(foreign: dict[str, str | None], name: str) -> bool:
+    """Take a switch out of the other server's options: whether it is on."""
+    return name in foreign and str(foreign.pop(name)).lower() != "false"
 
 
 def _set(config: dict[str, Any], keys: list[str], text: str | None) -> None:

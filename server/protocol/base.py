@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, TypedDict
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from jaxspec.config.request import INTEGERS, NUMBERS, POSITIVE, TINY, RequestError, shown
+from jaxspec.config.request import INTEGERS, NUMBERS, POSITIVE, PRIORITIES, TINY, RequestError, shown
 
 # Fields of other servers, and how this one takes the same.
 ELSEWHERE = {
@@ -100,6 +100,7 @@ Text = Annotated[str, AfterValidator(check_text)]
 Integer = Annotated[int, BeforeValidator(whole)]
 # The engine checks ids against the vocabulary, whose size the API's description has in place of this maximum.
 TOKEN_ID = {"format": "token-id", "minimum": 0, "maximum": 2**31 - 1}
+Priority = Annotated[Integer, Field(ge=PRIORITIES[0], le=PRIORITIES[1])]
 TokenId = Annotated[Integer, Field(json_schema_extra=TOKEN_ID)]
 
 

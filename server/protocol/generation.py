@@ -17,7 +17,18 @@ from jaxspec.config.request import (
     RequestError,
     SamplingParams,
 )
-from server.protocol.base import BOUNDS, REQUEST_ID, Body, Integer, TokenId, at_most, check_text, describe_ranges, shown
+from server.protocol.base import (
+    BOUNDS,
+    REQUEST_ID,
+    Body,
+    Integer,
+    Priority,
+    TokenId,
+    at_most,
+    check_text,
+    describe_ranges,
+    shown,
+)
 from server.protocol.described import add_rules, any_of, is_true, null
 from server.protocol.structured import ONE_GRAMMAR, StructuredFields
 
@@ -117,7 +128,6 @@ class Generation(StructuredFields, Sampled):
     )
     UNSUPPORTED: ClassVar[dict[str, tuple]] = {
         **dict.fromkeys(("logits_processors", "lora_path"), ()),
-        "priority": (0,),
         "bad_words": ([],),
         "use_beam_search": (False,),
         "length_penalty": (1, 1.0),
@@ -144,6 +154,7 @@ class Generation(StructuredFields, Sampled):
     return_tokens_as_token_ids: bool | None = None
     token_sources: bool | None = None
     fixed_drafts: bool | None = None
+    priority: Priority | None = None
     request_id: Id | None = None  # vLLM's: what the response's id ends in
     rid: Id | None = None  # SGLang's: the response's id
 
@@ -185,7 +196,7 @@ class Generation(StructuredFields, Sampled):
 
 _OF_THE_REPLY = {
     *("model", "stream", "stream_options", "store", "request_id", "rid"),
-    *("return_token_ids", "return_tokens_as_token_ids"),
+    *("return_token_ids", "return_tokens_as_token_ids", "priority"),
 }
 _OTHERS = {*_OF_THE_REPLY, *StructuredFields.model_fields}
 _SHARED = tuple(name for name in Generation.model_fields if name not in _OTHERS)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field, PlainValidator
 
 from jaxspec.config.request import MAX_STOPS, RequestError
-from server.protocol.base import Body, Integer, Object, Open, Text, at_most, must_be, shown
+from server.protocol.base import Body, Integer, Object, Open, Priority, Text, at_most, must_be, shown
 from server.protocol.chat import MAX_MESSAGES, Effort, Variables
 from server.protocol.described import checked_later
 from server.protocol.generation import Biases, StopString
@@ -169,6 +169,7 @@ class MessagesRequest(CountTokensRequest):
     logit_bias: Annotated[Any, checked_later(Biases)] | None = None
     speculative: bool | None = None
     fixed_drafts: bool | None = None
+    priority: Priority | None = None
 
     def chat(self) -> tuple[dict[str, Any], list[int]]:
         chat, origins = super().chat()

@@ -13,7 +13,18 @@ from pydantic import ConfigDict, Field, PlainValidator
 
 from jaxspec.config.request import MAX_LOGPROBS, MAX_STOP_IDS, RequestError
 from jaxspec.images.chats import check_role
-from server.protocol.base import Body, Integer, Text, TokenId, at_most, check_text, describe_ranges, must_be, shown
+from server.protocol.base import (
+    Body,
+    Integer,
+    Priority,
+    Text,
+    TokenId,
+    at_most,
+    check_text,
+    describe_ranges,
+    must_be,
+    shown,
+)
 from server.protocol.chat import Effort, Variables, Verbosity
 from server.protocol.custom_tools import as_arguments
 from server.protocol.described import NULL, add_rules, any_of, checked_later, fields
@@ -215,7 +226,6 @@ class ResponsesRequest(Sampled):
         }
     )
     UNSUPPORTED: ClassVar[dict[str, tuple]] = {
-        "priority": (0,),  # routers add it
         **dict.fromkeys(("conversation", "prompt", "context_management", "moderation"), ()),
         "background": (False,),
     }
@@ -248,6 +258,7 @@ class ResponsesRequest(Sampled):
     min_tokens: Integer | None = None
     logit_bias: Annotated[Any, checked_later(Biases)] | None = None
     chat_template_kwargs: Variables | None = None
+    priority: Priority | None = None
 
     @property
     def wants_logprobs(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import ConfigDict, Field, PlainValidator, ValidatorFunctionWrapHandler, WrapValidator, model_validator
 
 from jaxspec.config.request import MAX_LOGPROBS, RequestError, SamplingParams, StructuredOutput
-from server.protocol.base import Body, Integer, Text, check_text, describe_ranges, shown, whole
+from server.protocol.base import Body, Integer, Priority, Text, check_text, describe_ranges, shown, whole
 from server.protocol.completion import MAX_COMPLETIONS, Ids, Several, as_ids
 from server.protocol.described import NULL, add_rules, any_of, fields, is_true, null, one_of
 from server.protocol.generation import Sampled, check_limit
@@ -176,7 +176,6 @@ class GenerateRequest(Body):
         **dict.fromkeys(("return_hidden_states", "return_routed_experts", "background"), (False,)),
         **dict.fromkeys(("return_entropy", "return_bytes"), (False,)),
         **dict.fromkeys(("bootstrap_host", "bootstrap_port", "bootstrap_room", "data_parallel_rank"), ()),
-        "priority": (0,),
     }
 
     text: Annotated[Any, PlainValidator(_texts, json_schema_input_type=Texts)] | None = None
@@ -187,6 +186,7 @@ class GenerateRequest(Body):
     image_data: Annotated[Any, PlainValidator(_images, json_schema_input_type=Images)] | None = None
     rid: Annotated[Any, _one_or_each(str, "a string", unique=True)] | None = None
     stream: bool | None = None
+    priority: Priority | None = None
     return_logprob: Annotated[Any, _one_or_each(bool, "true or false")] | None = None
     logprob_start_len: Annotated[Any, _one_or_each(int, "an integer")] | None = None
     top_logprobs_num: (

@@ -43,7 +43,7 @@ def add(app: FastAPI, serving: Serving) -> None:
                 settings = speech.sampling(params)
                 return ChatReply([prompt], settings, serving.name, speech=speech, **options(body, request))
 
-            return await serving.answer(request, make(), body.stream, body.store)
+            return await serving.answer(request, make(), body.stream, body.store, body.priority)
 
     @app.post("/v1/completions", responses=stream_of(Completion, Completion))
     async def completions(body: CompletionRequest, request: Request) -> Response:
@@ -55,4 +55,4 @@ def add(app: FastAPI, serving: Serving) -> None:
             prompts = await serving.prompts(body)
             return CompletionReply(prompts, params, serving.name, **options(body, request))
 
-        return await serving.answer(request, make(), body.stream, body.store)
+        return await serving.answer(request, make(), body.stream, body.store, body.priority)

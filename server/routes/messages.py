@@ -64,7 +64,7 @@ def add(app: FastAPI, serving: Serving) -> None:
                 options: dict[str, Any] = {"stream": bool(body.stream), "shows_thinking": body.shows_thinking}
                 return MessagesReply(prompt, settings, serving.name, speech, limit=body.max_tokens, **options)
 
-            return await serving.answer(request, make(), body.stream)
+            return await serving.answer(request, make(), body.stream, priority=body.priority)
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountTokensRequest) -> dict[str, int]:

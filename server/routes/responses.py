@@ -65,7 +65,7 @@ def add(app: FastAPI, serving: Serving) -> None:
                 options = {"stream": bool(body.stream), "done": keep, "origin": body.toolbox.origin}
                 return ResponsesReply(prompt, settings, serving.texts, head, speech, **options)
 
-            return await serving.answer(request, make(), body.stream, body.store)
+            return await serving.answer(request, make(), body.stream, body.store, body.priority)
 
     @app.get("/v1/responses/{name}")
     async def response(name: str, stream: bool = False) -> dict[str, Any]:

@@ -91,7 +91,12 @@ class Serving:
             self.llm.abort(each)
 
     async def answer(
-        self, request: Request, making: Awaitable[Answer], stream: bool | None, store: bool | None = None
+        self,
+        request: Request,
+        making: Awaitable[Answer],
+        stream: bool | None,
+        store: bool | None = None,
+        priority: int | None = None,
     ) -> Response:
         """Make a reply, run its prompts and send it, whole or as events. `store` False keeps it out of the log of
         prompts. **Raises:** `RequestError`, `ApiError`."""
@@ -102,7 +107,7 @@ class Serving:
                 jobs, kept = reply.jobs(), self.prompt_log if store is not False else None
                 watch = kept.watch(jobs, request.url.path) if kept and not any(job.images for job in jobs) else None
                 trace = self.tracer and self.tracer.begin(request.headers, request.url.path, jobs, began)
-                deltas = run(self.llm, jobs, self.metrics, self.running, watch, request.state.client, trace)
+                deltas = run(self.llm, jobs, self.metrics, self.running, watch, request.state.client, trace, priority)
                 if stream:
                     return EventStream(self.llm, reply, await anext(deltas), deltas)
                 whole = await collect(deltas, reply)

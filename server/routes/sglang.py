@@ -34,7 +34,7 @@ def add(app: FastAPI, serving: Serving) -> None:
                 options = {"several": body.several, "name_tokens": bool(body.return_text_in_logprobs)}
                 return GenerateReply(jobs, body.starts(), body.no_tokens(), serving.texts, **options)
 
-            return await serving.answer(request, make(), body.stream)
+            return await serving.answer(request, make(), body.stream, priority=body.priority)
 
     @app.post("/abort_request")
     async def abort_request(body: AbortRequest) -> JSONResponse:
@@ -68,7 +68,7 @@ def _their_fields(prompt: str) -> Iterator[None]:
         message = str(error)
         for ours, theirs in NAMES.items():
             message = re.sub(rf"\b{ours}\b", theirs, message)
-        param = {"request_id": "rid", "rid": "rid", "prompt": prompt}.get(error.param)
+        param = {"request_id": "rid", "rid": "rid", "prompt": prompt, "priority": "priority"}.get(error.param)
         if (error.param or "").startswith("image_data"):
             param = error.param
         if param is None and error.param:

@@ -37,6 +37,18 @@ def test_a_bad_request_is_refused_before_anything_runs(prompt, settings, words):
     idle(llm.engine)
 
 
+@pytest.mark.parametrize("priority,words", [
+    (1, "priority is 1, but this server goes by order of arrival; .* --schedule-policy priority"),
+    (2**31, "priority must be an integer from -2147483648 to 2147483647, got 2147483648"),
+    ("1", "priority must be an integer"),
+    ([0, 0], "1 prompts but 2 priorities"),
+])  # fmt: skip
+def test_a_priority_without_the_flag_is_refused(priority, words):
+    with pytest.raises(RequestError, match=words) as error:
+        engine("none").generate([[1, 2]], params(), priority=priority)
+    assert error.value.param == "priority"
+
+
 def test_text_goes_on_from_the_prompts(tmp_path):
     """Keep the first space of a SentencePiece model's completion, or prompt and text couldn't be put together."""
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"\u2581Hi": 256, "there": 257, "<s>": 258}

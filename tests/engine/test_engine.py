@@ -15,7 +15,9 @@ import jaxspec
 from jaxspec import LLM, StructuredOutput
 from jaxspec.config.request import Delta, RequestError
 from jaxspec.engine.engine import InFlight
+from jaxspec.engine.llm import CompletionBuilder
 from jaxspec.scheduling.audit import audit
+from jaxspec.scheduling.priority import PriorityQueue
 from tests.support.engines import (
     CONTEXT,
     COUNT_UP,
@@ -151,6 +153,37 @@ def test_a_preempted_request_keeps_its_text(llm):
     assert together[2].metrics.preemptions > 0, "the youngest should have lost its pages"
     for out, prompt, each in zip(together, prompts, settings, strict=True):
         assert said(llm.generate([prompt], each)[0]) == said(out)
+
+
+def test_texts_are_the_same_whoever_is_preempted_by_priority(llm, monkeypatch):
+    core = llm.engine
+    prompts = [tokens(n, 5) for n in (20, 21, 22, 23)]
+    each = params(temperature=1.0, seed=3, max_tokens=30)
+    alone = [said(llm.generate([prompt], each)[0]) for prompt in prompts]
+    config = dataclasses.replace(core.config, schedule_policy="priority")
+    monkeypatch.setattr(core.prepare.__self__, "config", config)
+    monkeypatch.setattr(core.scheduler, "waiting", PriorityQueue())
+    monkeypatch.setattr(core.scheduler, "by_priority", True)
+    got = {}
+
+    def send(prompt, priority):
+        request = core.prepare(prompt, each, priority=priority)
+        core.add(request)
+        got[request.id] = CompletionBuilder(0)
+
+    def step():
+        for delta in core.step():
+            got[delta.request_id].take(delta)
+
+    for prompt in prompts[:3]:  # as many as there are slots
+        send(prompt, 1)
+    for _ in range(6):
+        step()
+    send(prompts[3], 0)
+    while core.busy:
+        step()
+    assert [builder.completion.token_ids for builder in got.values()] == [text[0][0] for text in alone]
+    assert [builder.metrics.preemptions > 0 for builder in got.values()] == [False, False, True, False]
 
 
 def test_completion_i_is_drawn_with_seed_plus_i(llm):

@@ -63,6 +63,7 @@ class FakeLLM:
     aborts: set[str | None] = field(default_factory=set)
     names: list[str | None] = field(default_factory=list)
     clients: list[str] = field(default_factory=list)
+    priorities: list[int] = field(default_factory=list)
     image_reader: ImageReader | None = None
     images: list[tuple[PlacedPicture, ...]] = field(default_factory=list)
     controls: list[tuple[str, dict]] = field(default_factory=list)
@@ -100,7 +101,7 @@ class FakeLLM:
             raise RequestError(f"the context is {CONTEXT} tokens; lower max_tokens", "max_tokens")
 
     async def generate(
-        self, prompt: list[int] | Prompt, params: SamplingParams, request_id=None, client=""
+        self, prompt: list[int] | Prompt, params: SamplingParams, request_id=None, client="", priority=0
     ) -> AsyncIterator[Delta]:
         prompt, images = (prompt.tokens, prompt.images) if isinstance(prompt, Prompt) else (prompt, ())
         self.prepare(prompt, params)
@@ -109,6 +110,7 @@ class FakeLLM:
         self.started.append((prompt, params))
         self.names.append(request_id)
         self.clients.append(client)
+        self.priorities.append(priority)
         self.images.append(images)
         self.running += 1
         done = False

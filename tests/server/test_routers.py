@@ -44,6 +44,13 @@ def test_what_would_change_the_answer_is_refused_by_name(http, fake, path, name,
     assert fake.started == []
 
 
+@pytest.mark.parametrize("path,body", [*SENT.values(), ("/v1/messages", {"messages": MESSAGES, "max_tokens": 4})])
+def test_a_priority_reaches_the_engine(http, fake, path, body):
+    assert http.post(path, json=body | {"priority": -3}).status_code == 200
+    assert http.post(path, json={**body, "priority": None}).status_code == 200
+    assert fake.priorities == [-3, 0]
+
+
 def test_a_router_learns_the_model(http):
     for path in ("/model_info", "/get_model_info"):
         told = http.get(path).json()

@@ -48,8 +48,8 @@ class World:
     target and of a drafter that is one position behind after a round it got all right, wherever it reads.
     """
 
-    def __init__(self, seed, lag, clients=1, **sizes):
-        self.random, self.clients = random.Random(seed), clients
+    def __init__(self, seed, lag, clients=1, priorities=1, **sizes):
+        self.random, self.clients, self.priorities = random.Random(seed), clients, priorities
         self.scheduler = make(**sizes)
         self.lag = lag
         self.device = {}  # slot -> the sequence's tokens, those the host hasn't read included
@@ -67,7 +67,12 @@ class World:
         prompt = stem[: r.randint(1, 30)] + [r.randrange(3) for _ in range(r.choice([0, 0, 1, 5]))]
         room = s.check(len(prompt), None) - len(prompt)
         seq = sequence(
-            s, prompt, min(r.choice([1, 2, 3, 10, 25, 99]), room), score=r.random() < 0.2, client=self.client()
+            s,
+            prompt,
+            min(r.choice([1, 2, 3, 10, 25, 99]), room),
+            score=r.random() < 0.2,
+            client=self.client(),
+            priority=r.randrange(self.priorities) if self.priorities > 1 else 0,
         )
         self.seen["unfinished prompts of several"] += len(s.prefilling) > 1
         self.arrival[seq] = len(self.arrival)
@@ -115,8 +120,8 @@ class World:
         if any(chunk.seq.score for chunk in plan.prefill):
             assert len(plan.prefill) == 1 and plan.prefill[0].count <= s.score_tokens
             self.seen["scored"] += 1
-        running = list(s.running)  # of several clients, in any order
-        if self.clients == 1:
+        running = list(s.running)  # of several clients or priorities, in any order
+        if self.clients == self.priorities == 1:
             assert running == [seq for seq in self.arrival if seq.status is Status.RUNNING]
         unread = Counter(seq for flight in self.unread for results in flight for seq, *_ in results)
         unread.update(plan.first)
@@ -133,10 +138,11 @@ class World:
         if plan.rounds > 1:
             assert not (s.waiting and s._free_slots) and not s.prefilling
             self.seen["several rounds"] += 1
-        assert len({seq.client for seq in s.prefilling}) == len(s.prefilling)
-        for client in {seq.client for seq in self.arrival}:
-            admitted = [self.arrival[seq] for seq in self.live() if seq.slot >= 0 and seq.client == client]
-            waiting = [self.arrival[seq] for seq in s.waiting if seq.client == client]
+        line = lambda seq: (seq.client, seq.priority)  # noqa: E731
+        assert len(set(map(line, s.prefilling))) == len(s.prefilling)
+        for each in set(map(line, self.arrival)):
+            admitted = [self.arrival[seq] for seq in self.live() if seq.slot >= 0 and line(seq) == each]
+            waiting = [self.arrival[seq] for seq in s.waiting if line(seq) == each]
             assert waiting == sorted(waiting)
             assert max(admitted, default=-1) < min(waiting, default=len(self.arrival)), "someone jumped the queue"
 
