@@ -65,7 +65,7 @@ GAUGES = (
     ("drafts", "jaxspec_drafts", "Tokens that a round drafts for each request, as chosen last"),
     ("step_seconds", "jaxspec_step_seconds", "Age of the running engine step; 0 without one"),
 )
-SET_BACK = "Completions set back to the queue, for want of pages or to draft again"
+SET_BACK = "Completions set back to the queue, for want of pages, for an urgent request, or to draft again"
 COUNTERS = (
     ("prompt_tokens_total", "vllm:prompt_tokens", "Prompt tokens taken in"),
     ("generation_tokens_total", "vllm:generation_tokens", "Tokens generated"),

@@ -119,13 +119,14 @@ class LLM:
         self,
         messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
         params: SamplingParams | list[SamplingParams] | None = None,
+        priority: int | list[int] = 0,
         **template: Any,
     ) -> list[RequestOutput]:
         """Answer one chat or several, as the model's own template writes them. One output each, in order.
 
         `messages`: a chat is a list of messages, `{"role": "user", "content": "Hi"}`. A content with pictures is a list
         of parts, `{"type": "text", "text": ...}` and `{"type": "image", "image": ...}`: a path, a file's bytes, a PIL
-        image, an array u8[height, width, 3] or a data: URL. `params` as `generate`'s.
+        image, an array u8[height, width, 3] or a data: URL. `params` and `priority` as `generate`'s.
         `template`: of `Tokenizer.apply_chat_template`: `tools`, `continue_final_message` with
         `add_generation_prompt=False`, and variables of the template, such as `enable_thinking=False`.
 
@@ -140,7 +141,7 @@ class LLM:
                 f"{shown(messages)}",
                 "messages",
             )
-        return self.generate([self._prompt(chat, template) for chat in chats], params)
+        return self.generate([self._prompt(chat, template) for chat in chats], params, priority)
 
     def _prompt(self, chat: list[Any], template: dict[str, Any]) -> list[int] | Prompt:
         """A chat's token ids, with its pictures if it has some."""
