@@ -29,7 +29,7 @@ from jaxspec.bench import (
     structured,
     sums,
 )
-from jaxspec.bench.results import BenchError, Result, check_writable
+from jaxspec.bench.results import BenchError, Result, check_writable, write_csv
 from jaxspec.cache.memory_plan import claim_device
 from jaxspec.checkpoint import CheckpointError
 from jaxspec.cli import called, without_traceback
@@ -56,6 +56,7 @@ def make_parser() -> argparse.ArgumentParser:
         command = _add(commands, name, module)
         output = command.add_argument_group("output")
         output.add_argument("--json", type=Path, metavar="FILE", help="write figures and circumstances here")
+        output.add_argument("--csv", type=Path, metavar="FILE", help="write the rows' figures here")
         output.add_argument("--plot", type=Path, metavar="FILE", help="draw them here, as PNG (needs matplotlib)")
     _add(commands, "report", report)
     return parser
@@ -92,14 +93,17 @@ def _measure(module: ModuleType, args: argparse.Namespace, argv: list[str]) -> N
     """Run a benchmark; its first table comes row by row, the others at the end."""
     if args.plot is not None:
         plots.check(args.plot)
-    if args.json is not None:
-        check_writable("--json", args.json)
+    for flag, path in (("--json", args.json), ("--csv", args.csv)):
+        if path is not None:
+            check_writable(flag, path)
     claim_device()  # before anything asks what device there is: it can't be done later
     spare_torch()
     first, *others = module.TABLES
     result = Result(args.command, argv, args, first, args.json)
     module.run(args, result)
     result.save()
+    if args.csv is not None:
+        write_csv(args.csv, result.rows)
     for table in others:
         if table.lines(result.rows):
             print("\n" + table.plain(result.rows))

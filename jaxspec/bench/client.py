@@ -17,7 +17,8 @@ from urllib.parse import urlsplit
 from jaxspec.bench.results import BenchError
 from jaxspec.config.request import RequestMetrics, TokenLogprobs
 
-EVENT, DONE, NO_CHOICES = b"data: ", b"[DONE]", b'"choices":[]'
+EVENT, DONE = b"data: ", b"[DONE]"
+NO_CHOICES = b'"choices":[]', b'"choices": []'
 
 
 @dataclass
@@ -44,8 +45,8 @@ class Client:
 
     def __init__(self, url: str, api_key: str | None = None):
         parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname or parts.path.strip("/"):
-            raise BenchError(f"--url must look like http://127.0.0.1:30000, got {url}")
+        if parts.scheme != "http" or not parts.hostname or parts.path.strip("/") not in ("", "v1"):
+            raise BenchError(f"--base-url must look like http://127.0.0.1:30000, without TLS, got {url}")
         self._address = parts.hostname, parts.port or 80
         self._key = api_key
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
@@ -124,7 +125,7 @@ async def _follow(reader: asyncio.StreamReader, reply: Reply) -> None:
         chunks = [event for event in events.split(b"\n\n") if event.startswith(EVENT) and not event.endswith(DONE)]
         if chunks:
             last = chunks[-1]
-            if NO_CHOICES not in chunks[0]:  # what comes at once came from one round
+            if not any(none in chunks[0] for none in NO_CHOICES):  # what comes at once came from one round
                 reply.arrivals.append(time.perf_counter())
     try:
         usage = json.loads(last[len(EVENT) :])["usage"]

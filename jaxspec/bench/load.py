@@ -111,6 +111,7 @@ def run(args: argparse.Namespace, result: Result) -> None:
         if engine.config.skip_warmup:  # of what it meets, nothing is compiled when it counts
             rehearsal = min(count, 2 * concurrency)
             traffic.serve(engine, Load.closed(take(rehearsal), concurrency, params))
+            alone_seconds(engine, take(min(count, ALONE)), 0, params)  # prompts by themselves need other programs
         at_once = concurrency if rate is None else count
         row, recording = measure(engine, name, Load(take(count), starts or [0.0] * count, at_once, params))
         if rate is None:

@@ -7,6 +7,7 @@ row. Reports and plots are made from that document alone.
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import os
 import platform
@@ -132,6 +133,15 @@ class Result:
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.write_text(json.dumps(self.document, indent=1) + "\n")
+
+
+def write_csv(path: Path, rows: list[Row]) -> None:
+    """Write the rows' numbers and texts as CSV, a column for each that any row has; lists and tables stay in JSON."""
+    flat = [{key: value for key, value in row.items() if not isinstance(value, list | dict)} for row in rows]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(dict.fromkeys(key for row in flat for key in row)))
+        writer.writeheader()
+        writer.writerows(flat)
 
 
 def check_writable(flag: str, path: Path) -> None:

@@ -1,10 +1,10 @@
 """A server or an engine under load: callers' latencies, throughput, accept length, and programs compiled.
 
-The server is a running one (--url), or `python -m server` started here with the engine flags below and stopped at the
-end. The time from its start to the first answer of /health is `ready_s` in the JSON. For each N of --concurrency, the
-dataset's prompts are sent as streams, at most N at a time: as soon as one may (--request-rate inf), or at random times,
-that many a second on average (Poisson). Random prompts run to their full length; questions end where the model ends
-them.
+The server is a running one (--base-url), of jaxspec or any other with OpenAI's API, or `python -m server` started here
+with the engine flags below and stopped at the end. The time from its start to the first answer of /health is `ready_s`
+in the JSON. For each N of --concurrency, the dataset's prompts are sent as streams, at most N at a time: as soon as one
+may (--request-rate inf), or at random times, that many a second on average (Poisson). Random prompts run to their full
+length; questions end where the model ends them.
 
 TTFT is the time to a request's first output, TPOT the rest of its time over the rest of its tokens, ITL the gaps
 between outputs (a round's tokens come together), E2E the whole request. Means and percentiles are printed at the end.
@@ -28,14 +28,17 @@ from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Tab
 from jaxspec.bench.spawn import running_server
 from jaxspec.bench.traffic import Load
 from jaxspec.config.engine_config import EngineConfig
-from jaxspec.config.flags import add_engine_flags, engine_options
+from jaxspec.config.flags import add_engine_flags, engine_options, positive
 from jaxspec.engine.engine import Engine
 
 COLUMNS = (
     Column("load", "load", "<26", 26),
     Column("completed", "requests"),
+    Column("requests_per_s", "req/s", ".2f"),
+    Column("goodput_per_s", "goodput/s", ".2f"),
     Column("output_tokens_per_s", "tok/s out", ".0f"),
-    Column("prompt_tokens_per_s", "tok/s in", ".0f"),
+    Column("peak_output_tokens_per_s", "peak", ".0f"),
+    Column("total_tokens_per_s", "tok/s total", ".0f"),
     Column("accept_length", "accept len", ".2f"),
     Column("ttft_p50_ms", "TTFT p50", ".1f"),
     Column("ttft_p99_ms", "TTFT p99", ".1f"),
@@ -53,7 +56,12 @@ VIA = "http", "offline", "both"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--url", help="of a running server (http://HOST:PORT, sent $JAXSPEC_API_KEY); without it one is started")
+    said = "of a running server (http://HOST:PORT, sent $JAXSPEC_API_KEY); without it one is started"
+    add("--base-url", "--url", dest="url", metavar="URL", help=said)
+    said = "random prompts' token ids are below this; needed by a server that isn't jaxspec"
+    add("--vocab-size", type=positive, metavar="N", help=said)
+    said = "count requests within these limits too, each in ms, such as ttft:500,tpot:50,e2e:5000"
+    add("--goodput", type=_limits, default={}, metavar="KIND:MS,...", help=said)
     add("--concurrency", type=counts("1,8,32"), default="128", metavar="N,N,...", help="most at once (%(default)s)")
     add("--request-rate", type=_rate, default=float("inf"), metavar="R", help="requests a second (%(default)s)")
     add("--via", choices=VIA, default="http", help="a server, an engine in this process, or both in turn (%(default)s)")
@@ -71,11 +79,23 @@ def _rate(text: str) -> float:
     return rate
 
 
+def _limits(text: str) -> dict[str, float]:
+    try:
+        limits = {kind: float(most) for kind, _, most in (part.partition(":") for part in text.split(","))}
+    except ValueError:
+        limits = {}
+    if not limits or limits.keys() - {"ttft", "tpot", "e2e"} or not all(most > 0 for most in limits.values()):
+        raise argparse.ArgumentTypeError(
+            f"takes limits in ms greater than 0 of ttft, tpot or e2e, such as ttft:500,tpot:50, got {text}"
+        )
+    return limits
+
+
 def run(args: argparse.Namespace, result: Result) -> None:
     """Every load over HTTP, then every load offline, as far as asked for."""
     if args.url and args.via != "http":
         raise BenchError(
-            f"--via {args.via} needs the engine's flags: let the benchmark start the server, without --url"
+            f"--via {args.via} needs the engine's flags: let the benchmark start the server, without --base-url"
         )
     options = engine_options(args)
     options["max_running_requests"] = options["max_running_requests"] or max(args.concurrency)
@@ -103,24 +123,45 @@ async def over_http(url: str, args: argparse.Namespace, result: Result) -> list[
     """
     client = Client(url, os.environ.get("JAXSPEC_API_KEY"))
     try:
-        info = await client.get("/server_info")
-        result.fact(url=url, **{key: info[key] for key in ("devices", "versions", "engine", "draft")})
-        loads = make_loads(args, info["model_config"]["vocab_size"])
-        _check(await traffic.send(client, loads[0]), result)
-        compiles = info["stats"]["compiles_total"]
+        model = (await client.get("/v1/models"))["data"][0]["id"]
+        info = await _info(client)
+        result.fact(url=url, served_model=model)
+        if info is not None:
+            result.fact(**{key: info[key] for key in ("devices", "versions", "engine", "draft")})
+        vocab = args.vocab_size or (info and info["model_config"]["vocab_size"])
+        if vocab is None and args.dataset in datasets.SYNTHETIC:
+            raise BenchError(
+                f"--dataset {args.dataset} draws token ids, and this server doesn't say how many there are: give "
+                "--vocab-size"
+            )
+        loads = make_loads(args, vocab or 0)
+        _check(await traffic.send(client, loads[0], model), result)
         for load in loads[1:]:
-            before = (await client.get("/server_info"))["stats"]
-            replies = await traffic.send(client, load)
+            before = info and (await client.get("/server_info"))["stats"]
+            replies = await traffic.send(client, load, model)
             _check(replies, result)
-            after = (await client.get("/server_info"))["stats"]
-            row = _row("http", load, replies, args.request_rate, before, after)
+            after = info and (await client.get("/server_info"))["stats"]
+            row = _row("http", load, replies, args, before, after)
             result.add(row | ({"of_offline": None} if args.via == "both" else {}))
+        if info is None:
+            result.note("the server is not jaxspec's: its accept length and compiled programs are not known")
+            return loads
+        compiles = info["stats"]["compiles_total"]
         still = result.rows[-1]["compiles_total"]
         moved = f"MOVED from {compiles} to {still}" if still != compiles else f"stayed at {still}"
         result.note(f"the server's compile counter {moved} while it was under load")
         return loads
     finally:
         await client.close()
+
+
+async def _info(client: Client) -> Row | None:
+    """A jaxspec server's facts; None of any other server, which may have other facts under this path or none."""
+    try:
+        info = await client.get("/server_info")
+    except BenchError:
+        return None
+    return info if "compiles_total" in info.get("stats", ()) and "model_config" in info else None
 
 
 def make_loads(args: argparse.Namespace, vocab: int) -> list[Load]:
@@ -146,24 +187,27 @@ def offline(engine: Engine, args: argparse.Namespace, loads: list[Load], result:
     for load in loads[1:]:
         before = engine.stats()
         replies = traffic.serve(engine, load)
-        row = _row("offline", load, replies, args.request_rate, before, engine.stats())
+        row = _row("offline", load, replies, args, before, engine.stats())
         if load.concurrency in http:
             row["of_offline"] = http[load.concurrency]["output_tokens_per_s"] / row["output_tokens_per_s"]
         result.add(row)
 
 
-def _row(via: str, load: Load, replies: list[Reply], rate: float, before: Row, after: Row) -> Row:
-    """A load's figures; `before` and `after` are the engine's statistics around it."""
+def _row(
+    via: str, load: Load, replies: list[Reply], args: argparse.Namespace, before: Row | None, after: Row | None
+) -> Row:
+    """A load's figures; `before` and `after` are the engine's statistics around it, if the server gives any."""
+    rate = args.request_rate
     finite = rate < float("inf")
+    counted = {} if before is None else {"compiles_total": after["compiles_total"], **traffic.gained(before, after)}
     return {
         "load": f"{via} {load.concurrency}" + (f", {rate:g}/s" if finite else ""),
         "via": via,
         "concurrency": load.concurrency,
         "request_rate": rate if finite else None,
         "failed": sum(reply.error is not None for reply in replies),
-        "compiles_total": after["compiles_total"],
-        **traffic.gained(before, after),
-        **latency.figures(replies),
+        **counted,
+        **latency.figures(replies, args.goodput),
     }
 
 

@@ -32,8 +32,8 @@ class Load:
         return cls(prompts, [0.0] * len(prompts), concurrency, params)
 
 
-async def send(client: Client, load: Load) -> list[Reply]:
-    """Stream every prompt's completion over HTTP; the replies, failed ones too, in the prompts' order."""
+async def send(client: Client, load: Load, model: str) -> list[Reply]:
+    """Stream every prompt's completion by `model` over HTTP; the replies, failed ones too, in the prompts' order."""
     gate = asyncio.Semaphore(load.concurrency)
     began = time.perf_counter()
 
@@ -42,7 +42,9 @@ async def send(client: Client, load: Load) -> list[Reply]:
         async with gate:
             path, body = prompt.request()
             params = prompt.params(load.params)
-            settings = {name: getattr(params, name) for name in ("max_tokens", "temperature", "ignore_eos")}
+            settings = {"model": model, "max_tokens": params.max_tokens, "temperature": params.temperature}
+            if params.ignore_eos:  # no field of OpenAI's: strict servers refuse it
+                settings["ignore_eos"] = True
             reply = await client.stream(path, body | settings)
         bar.update()
         return reply

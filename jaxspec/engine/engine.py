@@ -84,8 +84,10 @@ class Engine:
         model, reader = self.runner.model, self.runner.model.image_reader
         # Why pictures of requests aren't read, if they aren't, and what reads them.
         self.no_pictures = self.runner.no_pictures or (None if reader else f"{model.name} has no tokenizer")
-        most = None if self.no_pictures else MOST_PATCHES // model.config.tower.merge**2
-        self.image_reader = None if most is None else dataclasses.replace(reader, most=most)
+        self.image_reader = None
+        if not self.no_pictures:
+            processor = reader.processor.within(MOST_PATCHES // model.config.tower.merge**2)
+            self.image_reader = dataclasses.replace(reader, processor=processor)
         shapes, snapshots = self.runner.shapes, self.runner.snapshots
         self.scheduler = Scheduler(
             num_slots=shapes.num_slots,

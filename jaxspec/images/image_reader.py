@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +18,10 @@ from jaxspec.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class ImageReader:
-    """A checkpoint's processor, the placeholder that its prompts have for a picture, and the `most` tokens of one."""
+    """A checkpoint's processor, and the placeholder that its prompts have for a picture."""
 
     processor: Processor
     placeholder: Placeholder
-    most: float = math.inf
 
     def read(self, source: Any, room: int) -> Picture:
         """Read and preprocess a picture that may fill at most `room` rows, which is checked before it is preprocessed.
@@ -32,13 +30,12 @@ class ImageReader:
         """
         rgb = read_picture(source)
         height, width = rgb.shape[:2]
-        tokens = self.processor.tokens(height, width)
-        takes = f"the picture of {width} x {height} pixels takes {tokens} tokens"
-        if tokens > self.most:
-            raise RequestError(f"{takes}, and the vision tower reads at most {self.most}; send a smaller one")
-        if tokens > room:
-            why = f"{takes}, and the context has room for {room}; send a smaller one"
-            raise RequestError(why, code=CONTEXT_EXCEEDED)
+        if (tokens := self.processor.tokens(height, width)) > room:
+            raise RequestError(
+                f"the picture of {width} x {height} pixels takes {tokens} tokens, and the context has room for {room}; "
+                "send a smaller one",
+                code=CONTEXT_EXCEEDED,
+            )
         return self.processor(rgb)
 
     def write(self, tokenizer: Tokenizer, messages: list[dict[str, Any]], pictures: int, **template: Any) -> str:

@@ -6,6 +6,7 @@ differ by one step of 255 in resized pixels.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 from collections.abc import Mapping
@@ -29,6 +30,10 @@ class Processor(Protocol):
 
     def tokens(self, height: int, width: int) -> int:
         """Rows of the prompt that a picture of this size fills. **Raises:** `RequestError` for one that can't be."""
+        ...
+
+    def within(self, tokens: int) -> Processor:
+        """This processor, which makes larger pictures so small that they fill at most so many rows, if it can."""
         ...
 
     def __call__(self, rgb: np.ndarray) -> Picture:
@@ -94,6 +99,9 @@ class QwenProcessor:
         rows, columns = self.size(height, width)
         return rows * columns // (self.patch * self.merge) ** 2
 
+    def within(self, tokens: int) -> QwenProcessor:
+        return dataclasses.replace(self, most=min(self.most, tokens * (self.patch * self.merge) ** 2))
+
     def __call__(self, rgb: np.ndarray) -> Picture:
         height, width = self.size(*rgb.shape[:2])
         p, m = self.patch, self.merge
@@ -121,6 +129,9 @@ class SquareProcessor:
 
     def tokens(self, height: int, width: int) -> int:
         return self.fills
+
+    def within(self, tokens: int) -> SquareProcessor:
+        return self
 
     def __call__(self, rgb: np.ndarray) -> Picture:
         p, rows, columns = self.patch, self.height // self.patch, self.width // self.patch

@@ -293,7 +293,7 @@ class Meter:
         self._bar.total = self._run.steps
         self._bar.update(step - self._step)
         live = "/".join(f"{x:.2f}" for x in stand[:5])
-        self._bar.set_postfix_str(f"loss {report.loss:.3f}, accepted {live}, {speed / 1e3:.0f}k tokens/s")
+        self._bar.set_postfix_str(f"loss {report.loss:.3f}, accepted {live}, {speed:,.0f} tokens/s")
         self._at, self._step = now, step
 
     def close(self) -> None:

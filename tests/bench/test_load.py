@@ -80,6 +80,28 @@ def test_a_closed_loop_and_arrivals(tiny, tmp_path, capsys):
     assert "where the device's time went" in capsys.readouterr().out
 
 
+def test_without_warm_up_no_compiling_counts_as_prompts(tiny, monkeypatch):
+    measure, compiled = load.alone_seconds, []
+
+    def watched(engine, prompts, tokens, params):
+        before = engine.stats()["compiles_total"]
+        seconds = measure(engine, prompts, tokens, params)
+        if tokens:
+            compiled.append(engine.stats()["compiles_total"] - before)
+        return seconds
+
+    monkeypatch.setattr(load, "alone_seconds", watched)
+    assert tiny[-1] == "--few-programs"  # left out: one program would do for all prompts
+    argv = ["load", *tiny[:-1], "--concurrency", "1", "--num-prompts", "6", "--prompt-len", "20", "--output-len", "4"]
+    assert (
+        bench.main(
+            [*argv, "--max-running-requests", "6", "--disable-structured-output", "--chunked-prefill-size", "256"]
+        )
+        == 0
+    )
+    assert compiled == [0]
+
+
 @pytest.mark.parametrize("text", ["0", "x", "70%,", "-5"])
 def test_rates_that_say_nothing_are_refused(text, capsys):
     with pytest.raises(SystemExit):

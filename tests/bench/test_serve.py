@@ -1,14 +1,17 @@
 """The serve benchmark, against a server that runs and one that it starts itself."""
 
+import csv
+import http.server
 import itertools
 import json
+import threading
 
 import pytest
 
 from jaxspec import AsyncLLM
 from jaxspec.bench import __main__ as bench
-from jaxspec.bench import serve
-from jaxspec.bench.client import Client
+from jaxspec.bench import latency, serve
+from jaxspec.bench.client import Client, Reply
 from server.app import create_app
 from tests.server.live import as_here, serving
 from tests.support.sample import rare
@@ -57,7 +60,8 @@ def test_programs_compiled_under_load_are_told(url, tmp_path, monkeypatch):
 
     async def get(self, path):
         info = await ask(self, path)
-        info["stats"]["compiles_total"] = next(count)
+        if path == "/server_info":
+            info["stats"]["compiles_total"] = next(count)
         return info
 
     monkeypatch.setattr(Client, "get", get)  # it is asked at the start, before the load, and after it
@@ -124,3 +128,72 @@ def test_prompts_that_do_not_fit_fail_every_request(url, capsys):
     with pytest.raises(SystemExit):
         bench.main(["serve", "--url", url, "--concurrency", "1", "--prompt-len", "300", "--num-prompts", "2"])
     assert "every request failed; the first: status 400" in capsys.readouterr().err
+
+
+class Other(http.server.BaseHTTPRequestHandler):
+    """An OpenAI server that isn't jaxspec's: no /server_info, no unknown fields, spaces in its JSON."""
+
+    protocol_version = "HTTP/1.1"
+
+    def _answer(self, status, body):
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self):
+        known = self.path == "/v1/models"
+        self._answer(200 if known else 404, b'{"data": [{"id": "other"}]}' if known else b"{}")
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if asked["model"] != "other" or ("ignore_eos" in asked and "messages" in asked):
+            return self._answer(400, b"bad fields")
+        events = [{"choices": [{"index": 0, "text": "a b"}]}, {"choices": [{"index": 0, "text": "c"}]}]
+        events += [{"choices": [], "usage": {"prompt_tokens": 20, "completion_tokens": 4}}]
+        body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+        self._answer(200, body.encode())
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def other():
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Other)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_server_of_another_kind(other, tmp_path, capsys):
+    argv = ["--concurrency", "2", *LOAD, "--goodput", "ttft:60000,e2e:60000", "--csv", str(tmp_path / "x.csv")]
+    document = command(tmp_path / "x.json", "--base-url", f"{other}/v1", "--vocab-size", "50", *argv)
+    (row,) = document["rows"]
+    assert (row["completed"], row["good"], row["prompt_tokens"], row["output_tokens"]) == (6, 6, 120, 24)
+    assert row["goodput_per_s"] == row["requests_per_s"] == 6 / row["seconds"]
+    assert "accept_length" not in row and "not jaxspec's" in document["notes"][-1]
+    (line,) = csv.DictReader((tmp_path / "x.csv").open())
+    assert float(line["ttft_p95_ms"]) == row["ttft_p95_ms"] <= row["ttft_max_ms"]
+    (tmp_path / "q.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
+    asked = ["--dataset", "gsm8k", "--data", str(tmp_path / "q.jsonl"), "--num-prompts", "2"]
+    assert command(tmp_path / "y.json", "--base-url", other, "--concurrency", "1", *asked)["rows"][0]["completed"] == 2
+    with pytest.raises(SystemExit):
+        bench.main(["serve", "--base-url", other])
+    assert "give --vocab-size" in capsys.readouterr().err
+
+
+def test_rates_peaks_and_goodput_of_known_replies():
+    replies = [Reply(0.0, 10, 4, [0.5, 1.5], 2.0), Reply(1.0, 10, 1, [1.75], 4.0), Reply(0.0, error="x")]
+    row = latency.figures(replies, {"ttft": 600.0, "tpot": 400.0})
+    assert (row["requests_per_s"], row["total_tokens_per_s"], row["peak_output_tokens_per_s"]) == (0.5, 6.25, 3.0)
+    assert (row["good"], row["ttft_max_ms"], row["ttft_p95_ms"]) == (1, 750.0, 737.5)
+    assert latency.figures(replies, {"ttft": 600.0, "tpot": 300.0})["good"] == 0
+
+
+@pytest.mark.parametrize("text", ["itl:5", "ttft", "ttft:0", "ttft:x"])
+def test_limits_that_say_nothing_are_refused(text, capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["serve", "--goodput", text])
+    assert "takes limits in ms" in capsys.readouterr().err

@@ -154,8 +154,11 @@ def test_an_engine_that_reads_no_pictures_says_why():
         llm.chat([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image", "image": PIXELS}]}])
 
 
-def test_a_picture_with_more_patches_than_the_tower_takes_is_named(plain):
-    reader = dataclasses.replace(plain.llm.engine.image_reader, most=40)
-    assert plain.llm.engine.image_reader.most == 4096
-    with pytest.raises(RequestError, match=r"32 x 24 pixels takes 48 tokens, and the vision tower .* 40"):
-        reader.read(PIXELS, 64)
+def test_larger_pictures_are_resized_to_what_the_tower_takes(plain):
+    """None is refused for its size: a processor with a smaller `max_pixels` does so, too."""
+    reader = plain.llm.engine.image_reader
+    assert reader.processor.tokens(8000, 6000) <= 4096
+    small = dataclasses.replace(reader, processor=reader.processor.within(40))
+    picture = small.read(PIXELS, 64)
+    assert 30 <= picture.tokens <= 40 and reader.read(PIXELS, 64).tokens == 48
+    assert picture.key != reader.read(PIXELS, 64).key
