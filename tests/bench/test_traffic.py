@@ -39,13 +39,14 @@ class FakeClient:
 
 def test_over_http():
     client, began = FakeClient(), time.perf_counter()
-    replies = asyncio.run(traffic.send(client, load(3, [0.0] * 6 + [0.2])))
+    replies = asyncio.run(traffic.send(client, load(3, [0.0] * 6 + [0.2]), "m"))
     assert client.most == 3
     assert [reply.output_tokens for reply in replies] == list(range(7))  # in the prompts' order
     assert replies[5].ended - began < 0.19 < 0.2 <= replies[6].sent - began
     path, body = client.bodies[1]
     assert path == "/v1/completions"
-    assert body == {"prompt": [1, 1, 1], "max_tokens": 10, "temperature": 0.0, "ignore_eos": True}
+    wanted = {"model": "m", "prompt": [1, 1, 1], "max_tokens": 10, "temperature": 0.0, "ignore_eos": True}
+    assert body == wanted
 
 
 def test_through_an_engine(monkeypatch):

@@ -83,6 +83,7 @@ FIELDS = {
         "scaling": (SCALING, ALL),
         "columns": (32, {EVERY, FUSED, STREAM, FP8, FP8S}),
         "interleaved": (True, {EVERY}),
+        "sections": ((24, 20, 20), ALL),  # positions on three axes turn by them, those of one axis as ever
     },
     Attention: {
         "heads": (16, ALL),

@@ -92,7 +92,7 @@ def stored(declared) -> dict[str, tuple[int, ...]]:
 
 
 def test_the_config_says_what_the_model_computes():
-    norm, rope = Norm(1e-6, centred=True), Rope(1e7, columns=64)
+    norm, rope = Norm(1e-6, centred=True), Rope(1e7, columns=64, sections=(11, 11, 10))
     mixing = Attention(24, 4, 256, rope, qk_norm=norm, gated=True)
     linear = DeltaRule(key_heads=16, value_heads=48, key_dim=128, value_dim=128, taps=4)
     block = (*(Layer(linear, Mlp(17408), norm),) * 3, Layer(mixing, Mlp(17408), norm))
@@ -108,7 +108,7 @@ def test_the_config_says_what_the_model_computes():
 def test_a_million_tokens_by_yarn():
     config = read(MILLION)
     yarn = Yarn(4.0, 262144, attention_factor=0.1 * math.log(4) + 1)
-    assert config.decoder.attention.rope == Rope(1e7, yarn, columns=64)
+    assert config.decoder.attention.rope == Rope(1e7, yarn, columns=64, sections=(11, 11, 10))
     assert config.max_position == 1_048_576
     # under the older key, beside what was saved
     assert read(rope_scaling={**MILLION, "mrope_section": [11, 11, 10]}).decoder == config.decoder
