@@ -19,7 +19,7 @@ from jaxspec.decoder.functions import causal_attention
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas import hopper
 from jaxspec.pallas.recurrence import accumulate, causal_conv, delta_pool, gated_delta, sequential
-from jaxspec.pallas.recurrence.causal_conv import conv_chunk, conv_step, empty_windows, split_heads
+from jaxspec.pallas.recurrence.causal_conv import conv_chunk, empty_windows, split_heads
 
 BLOCK = 32  # tokens of a whole text that recurrent layers take at once
 
@@ -159,10 +159,7 @@ class PromptBlocks(_OverCache):
 
     def convolve(self, cache, layer, x, weight, mix=None, bias=None):
         of = cache.states[self.number].windows, layer, *self._blocks
-        if mix is None:
-            out, windows = conv_chunk(*of, x, weight.T, bias=bias)
-        else:
-            out, windows = causal_conv.chunk(*of, x, weight, mix, self.rows.fixed > 0)
+        out, windows = causal_conv.chunk(*of, x, weight, mix, self.rows.fixed > 0, bias)
         return out, self._with(cache, windows=windows)
 
     def recur(self, cache, layer, q, k, v, decay, beta, padded_rows):
@@ -187,10 +184,7 @@ class RoundRows(_OverCache):
 
     def convolve(self, cache, layer, x, weight, mix=None, bias=None):
         of = cache.states[self.number].windows, layer, self.slots, self.replay
-        if mix is None:
-            out, windows = conv_step(*of, x, weight.T, bias=bias)
-        else:
-            out, windows = causal_conv.step(*of, x, weight, mix, self.rows.fixed > 0)
+        out, windows = causal_conv.step(*of, x, weight, mix, self.rows.fixed > 0, bias)
         return out, self._with(cache, windows=windows)
 
     def recur(self, cache, layer, q, k, v, decay, beta, padded_rows):

@@ -157,17 +157,7 @@ def load_model(
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        item = jax.numpy.dtype(dtype).itemsize
-        own = [sharding.local_param(param, tp_size) for param in jax.tree.leaves(declared)]
-        size = sum(math.prod(param.shape) * (param.format.bytes_each or item) for param in own)
-        each, more = ", more than the device", "or a smaller --dtype"
-        if tp_size > 1:
-            each, more = f" on each of {tp_size} devices, more than one", "a smaller --dtype, or a larger --tp-size"
-        raise CheckpointError(
-            f"{source.name}: its weights take {size / 2**30:,.1f} GiB in "
-            f"{quantization if online else dtype}{each} has free; use a smaller model, --quantization fp8 or "
-            f"int4, {more}"
-        ) from error
+        raise _no_room(source.name, declared, dtype, quantization if online else dtype, tp_size) from error
     sampling = _sampling(source.files.generation, source.name)
     tokenizer, scales = reading.result(), None
     if tokenizer is not None and (largest := tokenizer.vocab_size - 1) >= config.vocab_size:
@@ -186,6 +176,20 @@ def load_model(
     reader = source.files.image_reader(tokenizer) if tower is not None else None
     of = source.name, source.path, tokenizer, sampling, how, tp_size, scales, reader, tower
     return Model(config, params, dtype, *of)
+
+
+def _no_room(name: str, declared: Any, dtype: str, told: str, tp_size: int) -> CheckpointError:
+    """The error of weights, `told` to be in this format, that a device has no memory for."""
+    item = jax.numpy.dtype(dtype).itemsize
+    own = [sharding.local_param(param, tp_size) for param in jax.tree.leaves(declared)]
+    size = sum(math.prod(param.shape) * (param.format.bytes_each or item) for param in own)
+    each, more = ", more than the device", "or a smaller --dtype"
+    if tp_size > 1:
+        each, more = f" on each of {tp_size} devices, more than one", "a smaller --dtype, or a larger --tp-size"
+    return CheckpointError(
+        f"{name}: its weights take {size / 2**30:,.1f} GiB in {told}{each} has free; use a smaller model, "
+        f"--quantization fp8 or int4, {more}"
+    )
 
 
 def outlined(options: EngineConfig) -> Model:

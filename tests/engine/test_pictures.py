@@ -130,6 +130,7 @@ def test_preempted_requests_go_on_where_they_were():
     names = ["long", "two"]
     outs = llm.generate([prompt(name) for name in names], GREEDY)
     assert [out.token_ids for out in outs] == greedy(names)
+    assert any(out.metrics.preemptions for out in outs)
 
 
 def test_a_reader_gives_up_the_least_recently_used(llm):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.pallas.operation import ANY, PORTABLE, Implementation, choose, nothing
+from jaxspec.pallas.operation import ANY, HOPPER, PORTABLE, Implementation, choose, nothing
 from jaxspec.pallas.portable import delta as portable_delta
 from jaxspec.pallas.recurrence.delta_pool import DeltaPool, decay_between, einsum, log_decay, scan_blocks
 
@@ -51,6 +51,7 @@ def _step_refuses(pool, layer, slots, replay, q, k, u, decay) -> str | None:
 
 
 ACCUMULATE_STEP = (
+    Implementation("portable_step", HOPPER, _step_refuses, _portable_step),  # Hopper has no kernel of its own yet
     Implementation("portable", PORTABLE, _step_refuses, _portable_step),
     Implementation("reference", ANY, nothing, reference_step, slow=True),
 )
@@ -83,12 +84,17 @@ def chunk(
     return out.swapaxes(1, 2).astype(u.dtype), pool.replace(state=state)
 
 
+def _portable_scan(*call: Array) -> tuple[Array, Array]:
+    return portable_delta.scan(*call)
+
+
 def _scan_refuses(states, *_) -> str | None:
     return portable_delta.scan_supported(states, jnp.bfloat16)  # whatever keys are: it makes no products
 
 
 ACCUMULATE_SCAN = (
-    Implementation("portable_scan", PORTABLE, _scan_refuses, lambda *call: portable_delta.scan(*call)),
+    Implementation("portable_scan", HOPPER, _scan_refuses, _portable_scan),
+    Implementation("portable", PORTABLE, _scan_refuses, _portable_scan),
     Implementation("reference", ANY, nothing, scan_blocks, slow=True),
 )
 

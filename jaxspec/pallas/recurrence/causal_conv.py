@@ -20,6 +20,7 @@ from jaxspec.pallas.recurrence import conv_chunk as chunk_kernel
 from jaxspec.pallas.recurrence import conv_step as step_kernel
 from jaxspec.pallas.sliced_rows import SLICE, sliced
 
+NO_HEADS = "channels that aren't a delta rule's heads"
 L2_EPS = 1e-6  # avoids a division by zero, the length of a query or key of zeros
 
 Windows = Float[Array, "l r s c"]  # s = w - 1 + q: what came before the last round, then its q rows
@@ -51,31 +52,39 @@ def step(
     replay: Int[Array, " b"],
     x: Float[Array, "b t d"],
     weight: Float[Array, "w c"],
-    mix: DeltaRule,
+    mix: DeltaRule | None,
     fixed: bool = False,
-) -> tuple[Heads, Windows]:
-    """`conv_step` of the first c columns of x, and `split_heads` of what comes of it. **Raises:** as that.
+    bias: Float[Array, " c"] | None = None,
+) -> tuple[Heads | Float[Array, "b t c"], Windows]:
+    """`conv_step` of the first c columns of x, and `split_heads` of what comes of it if they are those of `mix`.
 
-    `fixed`: a row's bits don't depend on how many rows there are.
+    `fixed`: a row's bits don't depend on how many rows there are. `bias`: of channels without `mix`. **Raises:** as
+    `conv_step`.
     """
     _check_room(windows, x.shape[1], len(weight) - 1)
-    call = windows, layer, slots, replay, x, weight, mix, fixed
+    call = windows, layer, slots, replay, x, weight, mix, fixed, bias
     return choose("a round's convolution", CONVOLUTION_STEP, *call).run(*call)
 
 
-def _step_refuses(windows, layer, slots, replay, x, weight, mix, fixed) -> str | None:
+def _step_refuses(windows, layer, slots, replay, x, weight, mix, fixed, bias) -> str | None:
+    if mix is None:
+        return NO_HEADS
     dtypes = windows.dtype, x.dtype, weight.dtype
     return step_kernel.supported(x.shape[1], mix.key_dim, mix.value_dim, *dtypes)
 
 
-def _step(windows, layer, slots, replay, x, weight, mix, fixed) -> tuple[Heads, Windows]:
+def _step(windows, layer, slots, replay, x, weight, mix, fixed, bias) -> tuple[Heads, Windows]:
     return step_kernel.conv_step(windows, layer, slots, replay, x, weight, key_heads=mix.key_heads, eps=L2_EPS)
 
 
-def reference_step(windows, layer, slots, replay, x, weight, mix, fixed) -> tuple[Heads, Windows]:
+def reference_step(windows, layer, slots, replay, x, weight, mix, fixed, bias) -> tuple[Heads | Array, Windows]:
     """`step` in plain jnp."""
-    out, windows = conv_step(windows, layer, slots, replay, x[..., : weight.shape[1]], weight.T, fixed)
-    return (_split_in_slices if fixed else split_heads)(out, mix), windows
+    out, windows = conv_step(windows, layer, slots, replay, x[..., : weight.shape[1]], weight.T, fixed, bias)
+    return _heads(out, mix, fixed), windows
+
+
+def _heads(out: Float[Array, "b t c"], mix: DeltaRule | None, fixed: bool) -> Heads | Float[Array, "b t c"]:
+    return out if mix is None else (_split_in_slices if fixed else split_heads)(out, mix)
 
 
 CONVOLUTION_STEP = (
@@ -124,22 +133,26 @@ def chunk(
     count: Int[Array, " b"],
     x: Float[Array, "b t d"],
     weight: Float[Array, "w c"],
-    mix: DeltaRule,
+    mix: DeltaRule | None,
     fixed: bool = False,
-) -> tuple[Heads, Windows]:
-    """`conv_chunk` of the first c columns of x, and `split_heads` of what comes of it. `fixed`: as in `step`."""
-    call = windows, layer, slots, source, keep, count, x, weight, mix, fixed
+    bias: Float[Array, " c"] | None = None,
+) -> tuple[Heads | Float[Array, "b t c"], Windows]:
+    """`conv_chunk` of the first c columns of x, and `split_heads` of what comes of it. `mix`, `fixed` and `bias` as in
+    `step`."""
+    call = windows, layer, slots, source, keep, count, x, weight, mix, fixed, bias
     return choose("a prompt's convolution", CONVOLUTION_CHUNK, *call).run(*call)
 
 
-def _chunk_refuses(windows, layer, slots, source, keep, count, x, weight, mix, fixed) -> str | None:
+def _chunk_refuses(windows, layer, slots, source, keep, count, x, weight, mix, fixed, bias) -> str | None:
+    if mix is None:
+        return NO_HEADS
     (b, t, _), taps = x.shape, len(weight)
     counted = max(b, chunk_kernel.FEWEST) if fixed else b  # then few rows go the way of many
     dtypes = windows.dtype, x.dtype, weight.dtype
     return chunk_kernel.supported(counted, t, taps, mix.key_dim, mix.value_dim, *dtypes)
 
 
-def _chunk(windows, layer, slots, source, keep, count, x, weight, mix, fixed) -> tuple[Heads, Windows]:
+def _chunk(windows, layer, slots, source, keep, count, x, weight, mix, fixed, bias) -> tuple[Heads, Windows]:
     taps, channels = weight.shape
     before = _before(windows, layer, slots, source, keep, count, x[..., :channels], taps - 1)
     targets = _targets(slots, keep, windows.shape[1]).reshape(2, len(slots)).T
@@ -147,11 +160,11 @@ def _chunk(windows, layer, slots, source, keep, count, x, weight, mix, fixed) ->
     return chunk_kernel.conv_chunk(*given, key_heads=mix.key_heads, eps=L2_EPS)
 
 
-def reference_chunk(windows, layer, slots, source, keep, count, x, weight, mix, fixed) -> tuple[Heads, Windows]:
+def reference_chunk(windows, layer, slots, source, keep, count, x, weight, mix, fixed, bias) -> tuple:
     """`chunk` in plain jnp."""
     inputs = x[..., : weight.shape[1]]
-    out, windows = conv_chunk(windows, layer, slots, source, keep, count, inputs, weight.T, fixed)
-    return (_split_in_slices if fixed else split_heads)(out, mix), windows
+    out, windows = conv_chunk(windows, layer, slots, source, keep, count, inputs, weight.T, fixed, bias)
+    return _heads(out, mix, fixed), windows
 
 
 CONVOLUTION_CHUNK = (
