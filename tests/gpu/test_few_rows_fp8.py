@@ -51,6 +51,10 @@ def test_every_number_is_exact():
         np.testing.assert_array_equal(few_rows.product([x], weight), whole[:, first : first + 8].T)
 
 
+def test_quantised_rows_are_those_of_plain_jnp():
+    cpu.check_numbers()
+
+
 @pytest.mark.parametrize("kernel", CHECKS)
 @pytest.mark.parametrize("sizes,by_output,rows", [
     ("qwen3-8b", False, 8), ("qwen3-8b", True, 8), ("qwen3-30b-a3b", False, 8),

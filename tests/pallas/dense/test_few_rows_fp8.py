@@ -209,6 +209,24 @@ def test_rows_are_quantised_before_their_norms_factor(kernel):
     CHECKS[kernel](operands(**SIZES), rounds=True, **INTERPRET)
 
 
+def check_numbers(**options):
+    """Multiply by one: rows come out as their quantised numbers times their scales, of all sizes, zeros among them.
+
+    A GPU's quotient has another last bit, so that one just between two numbers may be either.
+    """
+    sizes = jnp.exp2(jnp.arange(-40, 40, 5, jnp.bfloat16))
+    x = drawn.normal(jax.random.key(3), (16, 256), jnp.bfloat16) * sizes[:, None]
+    x = x.at[3, 128:].set(0).at[:, :20].multiply(2**-14).at[5, 200].set(1e30)
+    weight = Fp8WeightAndRows(jnp.eye(256, dtype=fp8.E4M3), jnp.ones((2, 2)))
+    got, expected = (np.asarray(each, np.float32) for each in (op.product([x], weight, **options), fp8.rounded(x)))
+    np.testing.assert_allclose(got, expected, rtol=0.13)
+    assert (got != expected).mean() < (0.005 if not options else 1e-9)
+
+
+def test_quantised_rows_are_those_of_plain_jnp():
+    check_numbers(**INTERPRET)
+
+
 def test_rows_that_a_block_norms_are_not_quantised():
     with pytest.raises(ValueError, match="can't be quantised; give them as `Scaled`"):
         check_gated(operands(), scaled=False, rounds=True, **INTERPRET)
