@@ -16,22 +16,23 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxspec.models.vision import PER_LAYER, Tower
+from jaxspec.pallas.attention.picture_attention import picture_attention
 
 EPS = 1e-6  # of layer norms
 THETA = 10_000.0  # of rotary positions
-QUERIES = 512  # that attend at a time, so that scores of a large picture needn't be there at once
 
 
 @flax.struct.dataclass
 class Patches:
     """Places of patches, made on the host.
 
-    - `picture`: of which picture each is, -1 for padding. Attention stays within one.
+    - `begin`, `end`: the patches of its picture, to which it attends. Padding has none: it begins behind all.
     - `row`, `column`: where it stands there.
     - `corners`, `weights`: the four learnt positions around it, and how much each counts.
     """
 
-    picture: Int[np.ndarray, " p"]
+    begin: Int[np.ndarray, " p"]
+    end: Int[np.ndarray, " p"]
     row: Int[np.ndarray, " p"]
     column: Int[np.ndarray, " p"]
     corners: Int[np.ndarray, "4 p"]
@@ -40,19 +41,19 @@ class Patches:
     @classmethod
     def of(cls, tower: Tower, grids: Sequence[tuple[int, int, int]], size: int) -> Patches:
         """The patches of pictures with these grids, filled up to `size`."""
-        picture, row, column = np.full(size, -1, np.int32), np.zeros(size, np.int32), np.zeros(size, np.int32)
+        (last, row, column), begin = np.zeros((3, size), np.int32), np.full(size, size, np.int32)
         corners, weights, end = np.zeros((4, size), np.int32), np.zeros((4, size), np.float32), 0
-        for number, (_, rows, columns) in enumerate(grids):
+        for _, rows, columns in grids:
             own, m = slice(end, end := end + rows * columns), tower.merge
             blocks = np.indices((rows, columns)).reshape(2, rows // m, m, columns // m, m).transpose(0, 1, 3, 2, 4)
-            picture[own] = number
+            begin[own], last[own] = own.start, own.stop
             row[own], column[own] = blocks.reshape(2, -1)
             (top, bottom, down), (left, right, along) = (
                 _around(tower.side, *each) for each in ((row[own], rows), (column[own], columns))
             )
             corners[:, own] = [y * tower.side + x for y in (top, bottom) for x in (left, right)]
             weights[:, own] = [y * x for y in (1 - down, down) for x in (1 - along, along)]
-        return cls(picture, row, column, corners, weights)
+        return cls(begin, last, row, column, corners, weights)
 
 
 def _around(side: int, place: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -74,7 +75,7 @@ def embed_pictures(
     layers = {name.removeprefix(PER_LAYER): each for name, each in params.items() if name.startswith(PER_LAYER)}
 
     def layer(x, weights):
-        x = x + _attend(tower, weights, _norm(weights, "norm1", x), patches.picture, table)
+        x = x + _attend(tower, weights, _norm(weights, "norm1", x), patches, table)
         hidden = jax.nn.gelu(_linear(weights, "mlp.linear_fc1", _norm(weights, "norm2", x)), approximate=True)
         return x + _linear(weights, "mlp.linear_fc2", hidden), None
 
@@ -104,7 +105,7 @@ def _rope_table(tower: Tower, patches: Patches) -> tuple[Float[Array, "p 1 h"], 
     return jnp.cos(angle), jnp.sin(angle)
 
 
-def _attend(tower: Tower, weights: dict[str, Any], x: Array, picture: Int[Array, " p"], table: Any) -> Array:
+def _attend(tower: Tower, weights: dict[str, Any], x: Array, patches: Patches, table: Any) -> Array:
     """Attention of each patch to all of its picture."""
     p, n, (cos, sin) = len(x), tower.heads, table
     q, k, v = jnp.moveaxis(_linear(weights, "attn.qkv", x).reshape(p, 3, n, -1), 1, 0)
@@ -114,14 +115,5 @@ def _attend(tower: Tower, weights: dict[str, Any], x: Array, picture: Int[Array,
         first, second = jnp.split(x32, 2, axis=-1)
         return (x32 * cos + jnp.concatenate([-second, first], axis=-1) * sin).astype(x.dtype)
 
-    q, k = rotated(q), rotated(k)
-
-    def some(of):
-        q, own = of
-        scores = jnp.einsum("qnh,pnh->nqp", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
-        shares = jax.nn.softmax(jnp.where(own[:, None] == picture, scores, -jnp.inf), axis=-1)
-        return jnp.einsum("nqp,pnh->qnh", shares.astype(v.dtype), v)
-
-    size = min(p, QUERIES)
-    mixed = jax.lax.map(some, (q.reshape(p // size, size, n, -1), picture.reshape(-1, size)))
+    mixed = picture_attention(rotated(q), rotated(k), v, patches.begin, patches.end)
     return _linear(weights, "attn.proj", mixed.reshape(p, -1))

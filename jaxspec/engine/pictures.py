@@ -17,9 +17,10 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxspec.decoder.vision import QUERIES, Patches, embed_pictures
+from jaxspec.decoder.vision import Patches, embed_pictures
 from jaxspec.images.picture import Picture
 from jaxspec.models.vision import Tower
+from jaxspec.pallas.attention.picture_attention import QUERIES
 
 log = logging.getLogger("jaxspec")
 

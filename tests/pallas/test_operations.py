@@ -150,6 +150,7 @@ decode attention 8 x 1024, 4 rows, FP8 KV
 prompt attention 16 x 512
 prompt attention 1 x 8192, window 1024
 latent attention 8 x 4096, 4 rows, 16 heads
+picture attention 1024 x 1024
 cache write 1 x 1024
 cache write 1 x 1024, FP8 KV
 heads 8 x 1024, 4 rows
