@@ -70,6 +70,8 @@ class Rows:
 
     Positions are slots, moved by `shift[r]`, as those behind a picture are, or in three `axes` of their own.
 
+    `last_seen`: the last KV slot that each of a prompt's rows sees, as those of a picture see all of it; None: its own.
+
     `asked[r]`, if given: whether the attention of request r's rows is requested. `fixed`: as of `paged_attention`.
     """
 
@@ -81,6 +83,7 @@ class Rows:
     asked: Bool[Array, " b"] | None = None
     shift: Int[Array, " b"] | None = None
     axes: Int[Array, "3 b t"] | None = None
+    last_seen: Int[Array, "b t"] | None = None
     fixed: int = flax.struct.field(pytree_node=False, default=0)
 
     def positions(self, t: int) -> Int[Array, "b t"]:
@@ -158,7 +161,10 @@ class Rows:
     ) -> tuple[Array, KV]:
         mask, depth, start = self.mask, self.depth, self._seen_from(q.shape[1])
         if mask is None:
-            seen = {"window": window, "sinks": sinks, "scales": scales, "fixed": self.fixed}
+            last = self.last_seen
+            if last is not None and self.asked is not None:
+                last = jnp.where(self.asked[:, None], last, -1)
+            seen = {"window": window, "sinks": sinks, "scales": scales, "last": last, "fixed": self.fixed}
             return paged_attention(q, kv, layer, self.table, start, **seen), kv
         padding = (0, q.shape[1] - mask.shape[1])  # rows that follow those of the mask, and see nothing of them
         if window is not None:

@@ -187,11 +187,11 @@ class Intake:
         for number, placed in enumerate(images):
             picture, shape = placed.picture, placed.picture.pixels.shape
             patches = math.prod(picture.grid)
-            if shape != (patches, tower.patch) or picture.tokens * tower.merge**2 != patches or picture.grid[0] != 1:
+            if shape != (patches, tower.patch) or picture.tokens * tower.per_token != patches or picture.grid[0] != 1:
                 raise RequestError(
                     f"image {number} has pixels {list(shape)}, a grid {list(picture.grid)} and {picture.tokens} "
-                    f"tokens; {self.model.name} takes one frame of patches of {tower.patch} values, {tower.merge**2} a "
-                    "token",
+                    f"tokens; {self.model.name} takes one frame of patches of {tower.patch} values, "
+                    f"{tower.per_token} a token",
                     "images",
                 )
             if patches > MOST_PATCHES:

@@ -86,7 +86,7 @@ class Engine:
         self.no_pictures = self.runner.no_pictures or (None if reader else f"{model.name} has no tokenizer")
         self.image_reader = None
         if not self.no_pictures:
-            processor = reader.processor.within(MOST_PATCHES // model.config.tower.merge**2)
+            processor = reader.processor.within(MOST_PATCHES // model.config.tower.per_token)
             self.image_reader = dataclasses.replace(reader, processor=processor)
         shapes, snapshots = self.runner.shapes, self.runner.snapshots
         self.scheduler = Scheduler(
@@ -168,6 +168,7 @@ class Engine:
             seq.score = request.prompt_logprobs is not None and index == 0
             if request.pictures is not None:
                 seq.pictures, seq.overridden = request.pictures, request.pictures.keys
+                seq.whole = request.pictures.spans if self.runner.model.config.tower.mutual else ()
             seq.stepwise, seq.fixed_drafts = request.matchers is not None, request.fixed_drafts
             how = {"min_tokens": params.min_tokens, "prompt_ids": request.tokens, "kept": params.kept_special_tokens}
             how |= {"skip_special_tokens": params.skip_special_tokens, "keep_stop": params.include_stop_str_in_output}

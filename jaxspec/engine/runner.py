@@ -142,7 +142,8 @@ class Runner:
         # Rows that a round verifies per request, and most tokens that come of it.
         self.width, self.yields = drafter.num_draft_tokens + 1, drafter.longest + 1
         few = rounds_for(options, self.model)
-        shapes = shapes_of(self.config, drafter, alone=not small_model(self.model), rounds_for=few)
+        at_once = 1 if self.no_pictures else self.model.config.tower.at_once
+        shapes = shapes_of(self.config, drafter, alone=not small_model(self.model), rounds_for=few, at_once=at_once)
         rows = rows_for(self.model.config.tower, shapes.prefills[-1] * shapes.block) if not self.no_pictures else 0
         self.shapes = dataclasses.replace(shapes, pictures=rows)
         self.narrower = dict(self.shapes.narrower)
@@ -232,7 +233,12 @@ class Runner:
         if self.model.config.tower is None:
             return (
                 f"{self.model.name} (model_type {self.model.config.model_type}) is served as its text model; Qwen3.5 "
-                "checkpoints with their vision tower read pictures"
+                "and Gemma 3 checkpoints with their vision tower read pictures"
+            )
+        if (chunk := self.config.chunked_prefill_size) < (tokens := self.model.config.tower.at_once):
+            return (
+                f"a picture's {tokens} tokens don't fit in a chunk of {chunk}; start the server with a "
+                f"--chunked-prefill-size of at least {tokens}"
             )
         if self.config.deterministic:
             return "--deterministic serves text alone; start the server without"

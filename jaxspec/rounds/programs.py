@@ -125,18 +125,20 @@ def prefill(
     reads = state.pictures is not None
     (slots, start, count, source, keep, newest), known, table = packing.unpack_blocks(packed, block, reads)
     tokens, next_tokens = known[:, :-1], known[:, 1:]
-    axes, own, following = None, None, None
+    axes, last_seen, own, following = None, None, None, None
     if reads:
-        axes, at = packing.unpack_pictures(packed, block)
+        axes, last_seen, at = packing.unpack_pictures(packed, block)
+        axes = axes if config.tower.merge else None
+        last_seen = last_seen if config.tower.mutual else None
         own, following = (state.pictures, at[:, :-1]), (state.pictures, at[:, 1:])
-    rows = Rows(start, count, table, axes=axes)
+    rows = Rows(start, count, table, axes=axes, last_seen=last_seen)
     mixer, marked = PromptBlocks(_order(config, rows), slots, source, keep), rows.marked_positions(block)
     last = jnp.maximum(count - 1, 0)
     every = score or any(i >= config.num_layers - 1 for i in drafter.feature_layers)  # what the last layer makes of it
     requested = None if every else jnp.where(newest > 0, last, -1)
     hidden = forward(config.decoder, params, tokens, marked, mixer, state.cache, drafter.feature_layers, requested, own)
 
-    seen = rows.replace(count=count - newest, axes=None)
+    seen = rows.replace(count=count - newest, axes=None, last_seen=None)
     shown = PrefillBatch(slots, tokens, next_tokens, seen, axes, following)
     draft = drafter.prefill(draft_params, state.draft, shown, hidden.features)
     into = jnp.where(newest > 0, slots, len(state.hidden))  # out of range for all other blocks: their rows are dropped

@@ -1,12 +1,12 @@
-"""Vision towers as pure functions: from patches of pictures to the rows that stand in a prompt.
+"""Qwen3-VL's tower, as Qwen3.5 has it: pictures of any grid, with learnt and rotary positions.
 
-Patches of several pictures stand one behind the other, those of one token side by side, and padding at the end. Axis
-letters: p patches, d width, n heads, h their width.
+Patches of one token stand side by side.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import flax.struct
@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxspec.models.vision import PER_LAYER, Tower
+from jaxspec.decoder.towers.layers import by_layer, layer_norm, linear
+from jaxspec.models.vision import QwenTower
 from jaxspec.pallas.attention.picture_attention import picture_attention
 
 EPS = 1e-6  # of layer norms
@@ -39,7 +40,7 @@ class Patches:
     weights: Float[np.ndarray, "4 p"]
 
     @classmethod
-    def of(cls, tower: Tower, grids: Sequence[tuple[int, int, int]], size: int) -> Patches:
+    def of(cls, tower: QwenTower, grids: Sequence[tuple[int, int, int]], size: int) -> Patches:
         """The patches of pictures with these grids, filled up to `size`."""
         (last, row, column), begin = np.zeros((3, size), np.int32), np.full(size, size, np.int32)
         corners, weights, end = np.zeros((4, size), np.int32), np.zeros((4, size), np.float32), 0
@@ -63,40 +64,28 @@ def _around(side: int, place: np.ndarray, count: int) -> tuple[np.ndarray, np.nd
     return before, np.minimum(before + 1, side - 1), at - before
 
 
-def embed_pictures(
-    tower: Tower, params: dict[str, Any], pixels: Float[Array, "p v"], patches: Patches
+def embed(
+    tower: QwenTower, params: dict[str, Any], pixels: Float[Array, "p v"], patches: Patches
 ) -> Float[Array, "t d"]:
     """The tower's rows: one for each `merge` x `merge` patches, those of padding for nobody."""
     dtype = params["pos_embed.weight"].dtype
-    x = _linear(params, "patch_embed.proj", pixels.astype(dtype))
+    x = linear(params, "patch_embed.proj", pixels.astype(dtype))
     learnt = params["pos_embed.weight"][patches.corners].astype(jnp.float32) * patches.weights[..., None]
     x = x + learnt.sum(0).astype(dtype)
     table = _rope_table(tower, patches)
-    layers = {name.removeprefix(PER_LAYER): each for name, each in params.items() if name.startswith(PER_LAYER)}
+    norm = partial(layer_norm, eps=EPS)
 
     def layer(x, weights):
-        x = x + _attend(tower, weights, _norm(weights, "norm1", x), patches, table)
-        hidden = jax.nn.gelu(_linear(weights, "mlp.linear_fc1", _norm(weights, "norm2", x)), approximate=True)
-        return x + _linear(weights, "mlp.linear_fc2", hidden), None
+        x = x + _attend(tower, weights, norm(weights, "norm1", x), patches, table)
+        hidden = jax.nn.gelu(linear(weights, "mlp.linear_fc1", norm(weights, "norm2", x)), approximate=True)
+        return x + linear(weights, "mlp.linear_fc2", hidden), None
 
-    x, _ = jax.lax.scan(layer, x, layers)
-    x = _norm(params, "merger.norm", x).reshape(-1, tower.width * tower.merge**2)
-    return _linear(params, "merger.linear_fc2", jax.nn.gelu(_linear(params, "merger.linear_fc1", x), approximate=False))
-
-
-def _linear(params: dict[str, Any], name: str, x: Float[Array, "p i"]) -> Float[Array, "p o"]:
-    return jnp.einsum("pi,oi->po", x, params[f"{name}.weight"]) + params[f"{name}.bias"]
+    x, _ = jax.lax.scan(layer, x, by_layer(tower, params))
+    x = norm(params, "merger.norm", x).reshape(-1, tower.width * tower.merge**2)
+    return linear(params, "merger.linear_fc2", jax.nn.gelu(linear(params, "merger.linear_fc1", x), approximate=False))
 
 
-def _norm(params: dict[str, Any], name: str, x: Float[Array, "p d"]) -> Float[Array, "p d"]:
-    """Layer norm, in float32."""
-    x32 = x.astype(jnp.float32)
-    x32 = x32 - x32.mean(-1, keepdims=True)
-    x32 = x32 * jax.lax.rsqrt((x32 * x32).mean(-1, keepdims=True) + EPS)
-    return (x32 * params[f"{name}.weight"] + params[f"{name}.bias"]).astype(x.dtype)
-
-
-def _rope_table(tower: Tower, patches: Patches) -> tuple[Float[Array, "p 1 h"], Float[Array, "p 1 h"]]:
+def _rope_table(tower: QwenTower, patches: Patches) -> tuple[Float[Array, "p 1 h"], Float[Array, "p 1 h"]]:
     """Cosines and sines: a quarter of a head's columns turns by the row, a quarter by the column, then both again."""
     quarter = tower.width // tower.heads // 4
     frequency = THETA ** (-jnp.arange(quarter, dtype=jnp.float32) / quarter)
@@ -105,10 +94,10 @@ def _rope_table(tower: Tower, patches: Patches) -> tuple[Float[Array, "p 1 h"], 
     return jnp.cos(angle), jnp.sin(angle)
 
 
-def _attend(tower: Tower, weights: dict[str, Any], x: Array, patches: Patches, table: Any) -> Array:
+def _attend(tower: QwenTower, weights: dict[str, Any], x: Array, patches: Patches, table: Any) -> Array:
     """Attention of each patch to all of its picture."""
     p, n, (cos, sin) = len(x), tower.heads, table
-    q, k, v = jnp.moveaxis(_linear(weights, "attn.qkv", x).reshape(p, 3, n, -1), 1, 0)
+    q, k, v = jnp.moveaxis(linear(weights, "attn.qkv", x).reshape(p, 3, n, -1), 1, 0)
 
     def rotated(x):
         x32 = x.astype(jnp.float32)
@@ -116,4 +105,4 @@ def _attend(tower: Tower, weights: dict[str, Any], x: Array, patches: Patches, t
         return (x32 * cos + jnp.concatenate([-second, first], axis=-1) * sin).astype(x.dtype)
 
     mixed = picture_attention(rotated(q), rotated(k), v, patches.begin, patches.end)
-    return _linear(weights, "attn.proj", mixed.reshape(p, -1))
+    return linear(weights, "attn.proj", mixed.reshape(p, -1))
