@@ -150,8 +150,6 @@ def _not_ragged(options: EngineConfig, draft: LoadedDrafter) -> str | None:
     """Why a round's rows can't be shared out among its requests; None if they can."""
     if draft.drafter.topk > 1:
         return f"--topk {draft.drafter.topk} drafts trees, and only chains can be cut anywhere"
-    if options.tp_size > 1:
-        return f"--tp-size {options.tp_size}: rows can be shared out on one device alone"
     if options.deterministic:
         return "with --deterministic a text must not depend on the requests beside it"
     return None

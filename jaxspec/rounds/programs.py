@@ -190,18 +190,16 @@ def _round(config, drafter, mode, params, draft_params, state, ids, table):
         batch = batch.replace(coupled=True)
     proposal, state = propose(drafter, draft_params, state, slots, batch)
     proposal = proposal.replace(probs=None) if fixed else proposal
-    packed = None
+    spread = lambda x: x  # noqa: E731
     if isinstance(drafter, Ragged) and drafter.packs:
         proposal = drafter.shared(proposal, slots, batch)
         hidden, packed = ragged_verification.run(
             config, drafter, params, state.cache, state.replay[ids], batch, proposal
         )
-        state = state.replace(cache=hidden.cache)
+        state, spread = state.replace(cache=hidden.cache), partial(packed.spread, q=proposal.tokens.shape[1] + 1)
     else:
         hidden, state = run_rows(config, drafter, params, state, slots, batch, proposal)
-    scores, features = _score(config, params, hidden, mode), hidden.features
-    if packed is not None:
-        scores, features = jax.tree.map(partial(packed.spread, q=proposal.tokens.shape[1] + 1), (scores, features))
+    scores, features = _score(config, params, hidden, mode, spread), jax.tree.map(spread, hidden.features)
     state, out = conclude(drafter, mode, draft_params, state, slots, batch, proposal, scores, features, fixed=fixed)
     if isinstance(drafter, Ragged):
         state = state.replace(slots=ragged_verification.observe(state.slots, ids, out[:, DRAFTED], out[:, ACCEPTED]))
@@ -294,17 +292,19 @@ def batch_of(state: State, ids: Int[Array, " b"], table: Int[Array, "b p"], mode
     return slots, DraftBatch(*of, shift=slots.shift)
 
 
-def _score(config: ModelConfig, params: Any, hidden: Hidden, mode: str) -> Array:
+def _score(
+    config: ModelConfig, params: Any, hidden: Hidden, mode: str, spread: Callable[[Array], Array] = lambda x: x
+) -> Array:
     """The logits, f32[b, q, v], of the requests that this device decides for; in mode greedy the argmax of all,
-    i32[b, q], as `tokens_if_finite` gives it."""
+    i32[b, q], as `tokens_if_finite` gives it. `spread`: from the rows of `hidden` to those of requests."""
     if mode == GREEDY and not config.decoder.deterministic:  # there all modes have the same logits
         top = top_tokens(params, config.decoder.norm, params["norm"], hidden.unnormed)
         if top is not None:
-            return tokens_if_finite(*top)
+            return spread(tokens_if_finite(*top))
     logits = unembed(params, hidden.last, config.decoder)
     if mode == GREEDY:
-        return tokens_if_finite(*sharding.top_tokens(logits, config.vocab_size))
-    return logits_of_my_requests(logits, config.vocab_size)
+        return spread(tokens_if_finite(*sharding.top_tokens(logits, config.vocab_size)))
+    return logits_of_my_requests(spread(logits), config.vocab_size)
 
 
 def tokens_if_finite(tokens: Int[Array, "b q"], top: Float[Array, "b q"]) -> Int[Array, "b q"]:
@@ -346,17 +346,19 @@ def conclude(
     tokens = jnp.concatenate([batch.tokens(-1, 1), proposal.tokens], axis=1)
     drafted, tree = proposal.count, _tree(drafter, proposal)
     forced = None if masks is None else masks.forced
+    shown = proposal.replace(probs=None, logits=None)
     if tree is None:
-        own = mine(proposal.replace(probs=None, logits=None)).replace(probs=proposal.probs)
+        own = mine(shown).replace(probs=proposal.probs)
         outputs, accepted = all_of(_accept(scores, mine(slots), own, mode, masks, fixed))
     else:
-        outputs, path, accepted = _accept_path(scores, slots, proposal, tree, mode, masks)
+        outputs, path, accepted = all_of(_accept_path(scores, *mine((slots, shown, tree)), mode, masks))
         # From here on the accepted path is a chain.
-        along = lambda x: jnp.take_along_axis(x, path.reshape(*path.shape, *[1] * (x.ndim - 2)), axis=1)  # noqa: E731
+        along = lambda x, path: jnp.take_along_axis(x, path.reshape(*path.shape, *[1] * (x.ndim - 2)), axis=1)  # noqa: E731
         rows = Rows(slots.length - 1, jnp.where(batch.live, accepted, 0), batch.table)
         kv = tuple(rows.compact(pages, path, rows.count) for pages in state.cache.kv)
         state = state.replace(cache=state.cache.replace(kv=kv))
-        tokens, features, scores, forced = jax.tree.map(along, (tokens, features, scores, forced))
+        tokens, features, forced = jax.tree.map(partial(along, path=path), (tokens, features, forced))
+        scores = along(scores, mine(path))
         within = jnp.arange(tree.depth.shape[1]) <= drafted[:, None]
         drafted = jnp.where(within, jnp.minimum(tree.depth, tree.height), 0).max(axis=1)
     accepted = jnp.where(batch.live, accepted, 0)
