@@ -206,6 +206,12 @@ class Rows:
         page, slot = self._slots(kv, k.shape[-3])
         return kv_write.write(kv, layer, page, slot, k, v, _inverse_scales(scales))
 
+    def put(self, pages: Array, values: Array) -> Array:
+        """Put a value of each of these rows [b, t, ...] into its KV slot of pages [p, s, ...]."""
+        kv_slots, size = self._kv_slots(values.shape[1]), pages.shape[1]
+        valid = jnp.arange(values.shape[1]) < self.count[:, None]
+        return pages.at[self._pages(kv_slots, valid, size), kv_slots % size].set(values.astype(pages.dtype))
+
     def compact(self, kv: KV, path: Int[Array, "b k"], count: Int[Array, " b"]) -> KV:
         """Compact a tree's accepted path into a chain: move what pages have of row `path[r, i]` to KV slot
         `start[r] + i` in all layers, for every i below `count[r]`. A path begins at row 0 and continues to later

@@ -110,7 +110,7 @@ class DFlash2(DFlash):
         decoder, x = self.config.decoder, embed(params["embed"], block)
         x = x * jnp.asarray(decoder.embed_scale, x.dtype)
         ops = Convolved(positions, mixer, self.taps, self.group)
-        outputs, state = stack.run(ops, decoder, params["layers"], x, state)
+        outputs, state, _ = stack.run(ops, decoder, params["layers"], x, state)
         return Hidden(normed(outputs[-1], params["norm"], decoder.norm), (), state)
 
 

@@ -18,6 +18,7 @@ from jaxspec.config.json_values import shown
 from jaxspec.config.request import (
     MAX_STOP_IDS,
     PRIORITIES,
+    REPORTS,
     RequestError,
     RequestMetrics,
     SamplingParams,
@@ -162,6 +163,12 @@ class Intake:
             raise RequestError(
                 "stop strings need a tokenizer, which this model doesn't have; use stop_token_ids", "stop"
             )
+        for name in REPORTS:
+            if getattr(params, name) and not getattr(self.config, flag := f"enable_{name}"):
+                raise RequestError(
+                    f"{name} can't be served: this engine doesn't keep that; start it with --{flag.replace('_', '-')}",
+                    name,
+                )
         stop_ids = self._stop_ids(params)
         limit = self.scheduler.check(len(tokens), params.max_tokens, params.min_tokens, params.no_tokens)
         return tokens, stop_ids, limit

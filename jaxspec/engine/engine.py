@@ -22,7 +22,7 @@ import numpy as np
 from jaxspec.compiling.ladder import of_rounds, sizes_of
 from jaxspec.compiling.round_timing import group
 from jaxspec.config.engine_config import EngineConfig
-from jaxspec.config.request import Delta, LogitsError, RequestError, RequestMetrics, sources_of
+from jaxspec.config.request import REPORTS, Delta, LogitsError, RequestError, RequestMetrics, sources_of
 from jaxspec.engine.acceptance_watch import Watch
 from jaxspec.engine.admission import Choice, Intake, Request
 from jaxspec.engine.defaults import here
@@ -473,6 +473,7 @@ class Engine:
 
     def _finish(self, choice: Choice, why: str, reason=None, text: str = "", tokens=(), entries=None) -> Delta:
         request, metrics = choice.request, choice.metrics
+        hidden_states, routed_experts = self._reported(choice)
         self.scheduler.finish(choice.seq)
         if choice.detokenizer is not None:
             text += choice.detokenizer.finish()
@@ -483,7 +484,18 @@ class Engine:
         self.counts.finished[why] += 1
         if not any(_open(other) for other in request.choices):
             self.requests.pop(request.id, None)
-        return Delta(request.id, choice.index, text, list(tokens), entries, why, reason, metrics)
+        rows = {"hidden_states": hidden_states, "routed_experts": routed_experts}
+        return Delta(request.id, choice.index, text, list(tokens), entries, why, reason, metrics, **rows)
+
+    def _reported(self, choice: Choice) -> list[np.ndarray | None]:
+        """The rows that a completion's request asks for, `REPORTS`, as far as there are any yet."""
+        params, seq = choice.request.params, choice.seq
+        if not any(getattr(params, name) for name in REPORTS):
+            return [None, None]
+        there = {Status.PREFILL: seq.computed, Status.RUNNING: len(seq.tokens) - 1}.get(seq.status, 0)
+        count = min(there, seq.prompt_len + max(choice.metrics.output_tokens - 1, 0))
+        rows = self.runner.reported(seq.pages, count)
+        return [rows if getattr(params, name) else None for name, rows in zip(REPORTS, rows, strict=True)]
 
     def flush_cache(self) -> bool:
         """Empty the prefix tree. False, and nothing done, while requests run; in a pause, while any keeps its pages."""

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.cache.mixers import Cache, PromptBlocks, RoundRows, empty_cache
 from jaxspec.cache.paged import PageLayout, Rows, Scales
+from jaxspec.cache.reported import Reported, empty_reported
 from jaxspec.config.options import ConfigError
 from jaxspec.config.request import MAX_LOGPROBS
 from jaxspec.decoder.forward import Hidden, forward, top_tokens, unembed
@@ -56,7 +57,8 @@ class State:
     are the final hidden state and the drafter's features of each slot's last prompt token, from the prefill that
     computed it until `first` has made a token of it. `forced` is how many of the next drafts a grammar has determined,
     then those drafts (`structured`). `pictures` are embeddings of pictures' tokens, which stand in for those of a
-    prompt's; which row is whose, the host knows (`engine.pictures`). None: the model reads no pictures.
+    prompt's; which row is whose, the host knows (`engine.pictures`). None: the model reads no pictures. `reported` are
+    rows that requests may ask for, which the rounds pass on behind the drafter's features.
     """
 
     slots: Slots
@@ -67,6 +69,7 @@ class State:
     features: tuple[Float[Array, "r d"], ...]
     forced: Int[Array, "r k"]
     pictures: Float[Array, "n d"] | None = None
+    reported: Reported = Reported()
 
 
 def empty_state(
@@ -80,9 +83,10 @@ def empty_state(
     state_dtype: str = "float32",
     kv_scales: tuple[Scales, ...] | None = None,
     pictures: int = 0,
+    hidden_states: bool = False,
 ) -> State:
     """A state without requests: `num_slots` of them, histories of `capacity` tokens, activations in `dtype`, so many
-    rows for `pictures`.
+    rows for `pictures`, and pages for the `hidden_states` of all tokens.
 
     Of a model with recurrent layers, there are `snapshots` state slots beside those of the requests, in `state_dtype`.
     """
@@ -95,7 +99,8 @@ def empty_state(
     forced = jnp.zeros((num_slots + 1, rows), jnp.int32)
     features = tuple(last() for _ in drafter.feature_layers)
     embedded = jnp.zeros((pictures, config.hidden_size), dtype) if pictures else None
-    return State(slots, cache, replay, draft, last(), features, forced, embedded)
+    reported = empty_reported(config, layout, dtype, hidden_states)
+    return State(slots, cache, replay, draft, last(), features, forced, embedded, reported)
 
 
 def admit(state: State, packed: Int[Array, " k"]) -> State:
@@ -134,7 +139,8 @@ def prefill(
     rows = Rows(start, count, table, axes=axes, last_seen=last_seen)
     mixer, marked = PromptBlocks(_order(config, rows), slots, source, keep), rows.marked_positions(block)
     last = jnp.maximum(count - 1, 0)
-    every = score or any(i >= config.num_layers - 1 for i in drafter.feature_layers)  # what the last layer makes of it
+    read = any(i >= config.num_layers - 1 for i in drafter.feature_layers)
+    every = score or read or state.reported.kept  # whether all rows of the last layer are needed
     requested = None if every else jnp.where(newest > 0, last, -1)
     hidden = forward(config.decoder, params, tokens, marked, mixer, state.cache, drafter.feature_layers, requested, own)
 
@@ -146,7 +152,10 @@ def prefill(
     final = left(hidden.last, state.hidden, last if every else None)
     features = tuple(left(x, old, last) for x, old in zip(hidden.features, state.features, strict=True))
     replay = state.replay.at[slots].set(0)
-    state = state.replace(cache=hidden.cache, replay=replay, draft=draft, hidden=final, features=features)
+    reported = state.reported.write(rows, state.reported.of(hidden))
+    state = state.replace(
+        cache=hidden.cache, replay=replay, draft=draft, hidden=final, features=features, reported=reported
+    )
     if not score:
         return state, jnp.sum(count)
     scores, fixed = _score(config, params, hidden, LOGPROBS), config.decoder.deterministic > 0
@@ -199,7 +208,8 @@ def _round(config, drafter, mode, params, draft_params, state, ids, table):
         state, spread = state.replace(cache=hidden.cache), partial(packed.spread, q=proposal.tokens.shape[1] + 1)
     else:
         hidden, state = run_rows(config, drafter, params, state, slots, batch, proposal)
-    scores, features = _score(config, params, hidden, mode, spread), jax.tree.map(spread, hidden.features)
+    scores = _score(config, params, hidden, mode, spread)
+    features = jax.tree.map(spread, hidden.features + state.reported.of(hidden))
     state, out = conclude(drafter, mode, draft_params, state, slots, batch, proposal, scores, features, fixed=fixed)
     if isinstance(drafter, Ragged):
         state = state.replace(slots=ragged_verification.observe(state.slots, ids, out[:, DRAFTED], out[:, ACCEPTED]))
@@ -336,8 +346,8 @@ def conclude(
 ) -> tuple[State, Int[Array, "b w"]]:
     """From q rows' scores, as `_score` gives them, to tokens: accept, stop, commit, advance, and pack the result.
 
-    With `masks`, scores in mode greedy are the argmax among the allowed tokens. `fixed`: what a row draws has the same
-    bits whatever rows are beside it.
+    Behind the drafter's `features` may be rows to be reported. With `masks`, scores in mode greedy are the argmax among
+    the allowed tokens. `fixed`: what a row draws has the same bits whatever rows are beside it.
     """
     b = len(batch.slots)
     mine, all_of = my_requests, partial(all_gather_requests, b=b)
@@ -362,10 +372,14 @@ def conclude(
         within = jnp.arange(tree.depth.shape[1]) <= drafted[:, None]
         drafted = jnp.where(within, jnp.minimum(tree.depth, tree.height), 0).max(axis=1)
     accepted = jnp.where(batch.live, accepted, 0)
+    own = len(drafter.feature_layers)
+    features, reported = features[:own], features[own:]
+    reported = state.reported.write(Rows(slots.length - 1, accepted, batch.table), reported)
     emitted, done, broken = _stop(slots, outputs, accepted)
     commit = drafter.commit if masks is None else drafter.commit_others
     draft = commit(draft_params, state.draft, batch, Verified(tokens, outputs, emitted, features))
-    state = state.replace(slots=_advance(state.slots, batch.slots, slots.length, outputs, emitted, done), draft=draft)
+    advanced = _advance(state.slots, batch.slots, slots.length, outputs, emitted, done)
+    state = state.replace(slots=advanced, draft=draft, reported=reported)
     if forced is not None:
         last = jnp.take_along_axis(forced, jnp.maximum(emitted - 1, 0)[:, None, None], axis=1)[:, 0]
         state = state.replace(forced=state.forced.at[batch.slots].set(last))

@@ -38,6 +38,7 @@ from jaxspec.rounds import programs as rounds
 from jaxspec.rounds.packing import empty_slots
 from jaxspec.sampling.acceptance import Tree
 from jaxspec.scheduling.audit import audit
+from tests.engine.test_reported import run as reported
 from tests.support import heads, hybrids, widths
 from tests.support.tiny import BYTE_VOCAB, tiny_checkpoint
 
@@ -519,3 +520,9 @@ def test_host_time_is_that_of_rounds_over_all_devices():
     given = jax.tree.leaves(empty.input_shardings[0])
     assert len(given) >= len(jax.tree.leaves((made.runner.model.params, made.runner.state)))
     assert {len(sharding.device_set) for sharding in given} == {4}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3_5_moe"])
+def test_rows_to_report(kind):
+    reported(kind, "ngram", tp_size=2)
