@@ -1,6 +1,7 @@
 """The matmuls of a layer at few rows, each with the operations before and after it, on Hopper: see `layer`."""
 
-from jaxspec.pallas.dense.few_rows.fp8 import Fp8Weight, fp8_supported
+from jaxspec.pallas.dense.few_rows.four_bits import four_bits_of, four_bits_supported
+from jaxspec.pallas.dense.few_rows.fp8 import Fp8Weight, fp8_supported, storage
 from jaxspec.pallas.dense.few_rows.layer import (
     Scaled,
     add_product,
@@ -34,6 +35,8 @@ __all__ = [
     "Fp8Weight",
     "Scaled",
     "add_product",
+    "four_bits_of",
+    "four_bits_supported",
     "fp8_supported",
     "gated",
     "heads",
@@ -43,6 +46,7 @@ __all__ = [
     "product",
     "product_supported",
     "scale_rows",
+    "storage",
     "supported",
     "tiles_of_squares",
     "top_supported",

@@ -1,13 +1,11 @@
-"""Products of few rows with FP8 weights: a block's sums, with its warpgroups, its ring and its scales.
+"""Products of few rows with FP8 weights: a block's sums, with its scales.
 
-The warpgroups of a block alternate between its chunks. Each has slots of the ring to itself, so that none waits for
-another before the end, when the first one adds up. The numbers become bfloat16 in registers (`registers`). Each `BLOCK`
-of inputs has scales, which multiply its sums; or each output has one, for all inputs.
+The numbers become bfloat16 in registers (`registers`). Each `BLOCK` of inputs has scales, which multiply its sums; or
+each output has one, for all inputs.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -17,7 +15,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from jaxspec.models.fp8 import BLOCK
+from jaxspec.models.weights import Weight
+from jaxspec.pallas.dense.few_rows import four_bits
 from jaxspec.pallas.dense.few_rows.registers import flat_scales, products
+from jaxspec.pallas.dense.few_rows.ring import over_chunks
 from jaxspec.pallas.dense.few_rows.share import TILE, Share, column_of, split_of, turn_of
 from jaxspec.pallas.dense.fp8_rows import weight_supported
 
@@ -44,8 +45,16 @@ def fp8_supported(block: int | None, outputs: int, inputs: int, unit: int) -> st
     return weight_supported(*((block, outputs, inputs, unit) if block else (BLOCK, outputs, inputs, TILE)))
 
 
+def storage(weight: Any) -> dict[str, Any]:
+    """How a weight is stored, as options of `share_out`."""
+    four = four_bits.four_bits_of(weight) if isinstance(weight, Weight) else None
+    return {"fp8": isinstance(weight, Fp8Weight), "four": four}
+
+
 def operands(weight: Any) -> list[Any]:
-    """The arrays that a kernel takes for a weight: itself, or an `Fp8Weight`'s bytes and scales."""
+    """The arrays that a kernel takes for a weight: itself, or a quantised one's bytes and scales."""
+    if isinstance(weight, Weight):
+        return four_bits.operands(weight)
     if not isinstance(weight, Fp8Weight):
         return [weight]
     by_output = len(weight.scales) == len(weight.values)
@@ -55,40 +64,37 @@ def operands(weight: Any) -> list[Any]:
 
 def taken(share: Share, refs: list[Any]) -> Any:
     """Pop the references to a weight from the front of `refs`."""
+    if share.four:
+        return four_bits.taken(share, refs)
     return Fp8Weight(refs.pop(0), refs.pop(0)) if share.fp8 else refs.pop(0)
 
 
 def outputs(weight: Any) -> int:
     """The number of outputs of a weight, or of the references to one."""
-    return weight.values.shape[0] if isinstance(weight, Fp8Weight) else weight.shape[1]
+    by_output = isinstance(weight, Fp8Weight | Weight | four_bits.FourBitWeight)
+    return weight.values.shape[0] if by_output else weight.shape[1]
 
 
 def fp8_sums(share, begun, *, weight_s, rows_s, ready, scales_s, staged_s=None):
     """f32[TILE, rows] of each group, over this warpgroup's chunks. Each `BLOCK`'s products are summed by themselves,
     then multiplied by its scale, if it has one.
     """
-    (fetch, scales), slots, turn = begun, share.slots, turn_of(share)
-    groups, blocks, count = share.groups, share.chunk // BLOCK, share.warpgroups
+    fetch, scales = begun
+    groups, blocks, turn = share.groups, share.chunk // BLOCK, turn_of(share)
     scales.put(scales_s)
 
-    def one(j, totals):
-        i = j * count + turn
-        slot, block = lax.rem(i, _i32(slots)), i * blocks
-        by = [[scales.at(g, block + b) for b in range(blocks)] for g in range(groups)]
-        plgpu.barrier_wait(ready.at[slot])
+    def early(i):
+        return [[scales.at(g, i * blocks + b) for b in range(blocks)] for g in range(groups)]
+
+    def add(i, slot, by, totals):
         staged = None if staged_s is None else staged_s.at[turn]
         made = products(share, weight_s.at[slot], rows_s.at[i if share.normed else slot], staged)
         for b in range(blocks):
             more = [_by_output(each[b], by[g][b]) for g, each in enumerate(made)]
             totals = [total + sums for total, sums in zip(totals, more, strict=True)]
-        if slots < share.chunks:
-            plgpu.commit_smem()  # all warps have read the slot
-            pl.when(i + slots < share.chunks)(partial(fetch, i + slots, slot))
         return totals
 
-    start = plgpu.layout_cast(jnp.zeros((TILE, share.rows), _f32), plgpu.Layout.WGMMA)
-    mine = lax.div(_i32(share.chunks + count - 1) - turn, _i32(count))
-    totals = lax.fori_loop(_i32(0), mine, one, [start] * groups)
+    totals = over_chunks(share, fetch, ready, early, add)
     return [_by_output(total, scales.of_all(g)) for g, total in enumerate(totals)]
 
 
@@ -100,7 +106,9 @@ def _by_output(sums, scale):
 
 def scales_of(share: Share, weight: Fp8Weight, interpret: bool) -> Any:
     """The scales of a block's outputs, loaded here, before the weights: so no load waits behind all weights in
-    flight."""
+    flight. Of weights in four bits, their factors."""
+    if share.four:
+        return OutputScales(share, weight) if share.four.floats else None
     return OutputScales(share, weight) if len(weight.scales.shape) == 1 else Scales(share, weight, interpret)
 
 
@@ -114,7 +122,8 @@ class OutputScales:
 
     def __init__(self, share: Share, weight: Fp8Weight):
         first, layout = _first_group(share), plgpu.Layout.WGMMA.reduce(1)
-        parts = [weight.scales.at[pl.ds((first + g) * TILE, TILE)] for g in range(share.groups)]
+        by_output = weight.factors if share.four else weight.scales
+        parts = [by_output.at[pl.ds((first + g) * TILE, TILE)] for g in range(share.groups)]
         self._loaded = [plgpu.load(part, layout=layout, optimized=False) for part in parts]
 
     def put(self, scales_s: Any) -> None:
