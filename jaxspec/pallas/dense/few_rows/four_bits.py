@@ -38,7 +38,7 @@ from jaxspec.pallas.dense.few_rows.registers import _mul as mul
 from jaxspec.pallas.dense.few_rows.registers import _rem as rem
 from jaxspec.pallas.dense.few_rows.registers import _total as total_of
 from jaxspec.pallas.dense.few_rows.ring import over_chunks
-from jaxspec.pallas.dense.few_rows.share import TILE, FourBits, Share, column_of
+from jaxspec.pallas.dense.few_rows.share import TILE, FourBits, Share, column_of, turn_of
 from jaxspec.pallas.hopper import BULK_COPY
 
 DTYPES = ("bfloat16", "float16", "float32")  # of integers' scales
@@ -126,7 +126,7 @@ def four_bit_sums(share, begun, *, weight_s, rows_s, ready, scales_s, staged_s=N
     def add(i, slot, _, totals):
         refs = weight_s.at[slot], rows_s.at[i if share.normed else slot], scales_s.at[slot]
         if staged_s is not None:
-            return _interpreted(share, totals, *refs, staged_s.at[0])
+            return _interpreted(share, totals, *refs, staged_s.at[turn_of(share)])
         types = *[plgpu.Layout.WGMMA] * share.groups, *map(plgpu.RefType, registers_transforms())
         one = plgpu.ShapeDtypeStruct((TILE, share.rows), _f32, layout=plgpu.Layout.WGMMA)
         more = plgpu.inline_mgpu(arg_types=types, return_type=[one] * share.groups)
