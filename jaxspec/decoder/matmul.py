@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.decoder.functions import normed
+from jaxspec.decoder.low_rank import low_rank
 from jaxspec.decoder.padding import flat, padded
 from jaxspec.models import fp8
 from jaxspec.models.description import ClampedSwiglu, Norm
@@ -37,8 +38,31 @@ def normed_for(
     return choose("a norm", NORMS, weights, x, scale, norm).run(weights, x, scale, norm)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
 def project(
+    x: Float[Array, "*b k"] | Quantised,
+    weight: Weight,
+    valid: Int[Array, "1"],
+    residual: Float[Array, "*b n"] | None = None,
+    gated: bool = False,
+) -> Float[Array, "*b o"]:
+    """Multiply as `multiply`, and add what the rows' adapters do. These come in as the residual stream, so the kernels
+    of weights know nothing of them; the gate comes behind them then."""
+    if weight.adapters is None:
+        return multiply(x, weight, valid, residual, gated)
+    change, layout = low_rank(x, weight.adapters), weight.layout
+    change = change if residual is None else residual + change
+    out = multiply(x, weight.replace(adapters=None), valid, change, False)
+    return gate(out, layout.interleave) if gated else out
+
+
+def exact(x: Float[Array, "*b k"], weight: Weight) -> Float[Array, "*b n"]:
+    """The product in float32, in plain jnp, with what the rows' adapters add."""
+    product = matmul(x, weight, jnp.float32)
+    return product if weight.adapters is None else product + low_rank(x, weight.adapters)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def multiply(
     x: Float[Array, "*b k"] | Quantised,
     weight: Weight,
     valid: Int[Array, "1"],
@@ -63,12 +87,12 @@ def reference(
     residual: Float[Array, "*b n"] | None = None,
     gated: bool = False,
 ) -> Float[Array, "*b o"]:
-    """Multiply as `project` in plain jnp, all rows."""
+    """Multiply as `multiply` in plain jnp, all rows."""
     return _plain(Product(x, weight, residual=residual, gated=gated))
 
 
 def _forward(x, weight, valid, residual, gated):
-    return project(x, weight, valid, residual, gated), (x, weight, residual)
+    return multiply(x, weight, valid, residual, gated), (x, weight, residual)
 
 
 def _backward(gated, kept, gradient):
@@ -76,7 +100,7 @@ def _backward(gated, kept, gradient):
     return x, weight, None, residual
 
 
-project.defvjp(_forward, _backward)
+multiply.defvjp(_forward, _backward)
 
 
 ACTIVATIONS = {
@@ -308,6 +332,8 @@ PRODUCTS = (
 def _norm_refused(weights: Sequence[Weight], x: Array, scale: Array, norm: Norm) -> str | None:
     if len(weights) != 1:
         return f"{len(weights)} readers"
+    if weights[0].adapters is not None:
+        return "rows with adapters, which read them unquantised"
     rows, (weight,) = x.reshape(-1, x.shape[-1]), weights
     reason = _fp8_tiles_refused(Product(x, weight))
     return reason or fp8_quantise.norm_supported(*rows.shape, rows.dtype, weight.format.block)

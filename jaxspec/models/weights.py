@@ -216,6 +216,20 @@ class Layout:
 
 
 @flax.struct.dataclass
+class LowRank:
+    """Changes of a weight's product by adapters (LoRA): rows with adapter s have `x @ a[:, s] @ b[s]` added.
+
+    There are places for a fixed number of adapters, of a fixed rank p, padded with zeros. A weight fused of several
+    projections has their ranks side by side in p, and each one's outputs read its own. `place`: of each request or
+    block that rows belong to, equally many of each and in order, the place of its adapter; -1 for none.
+    """
+
+    a: Float[Array, "k s p"]
+    b: Float[Array, "s p n"]
+    place: Int[Array, " b"] | None = None
+
+
+@flax.struct.dataclass
 class Weight:
     """The weight of a matmul, or of many experts' matmuls.
 
@@ -223,7 +237,8 @@ class Weight:
     [inputs, outputs]. Experts' are [experts, outputs, inputs], and quantised ones [outputs, inputs], as checkpoints
     have them; formats of four bits have a byte for two inputs. `scales`: of quantised values, `[outputs, inputs]` as
     well, with one for several of each; those of four bits are `[inputs, outputs]`. `factors`: one for each output,
-    beside its scales. `order`: which of the rows' inputs each of the weight's is; None: they are in order.
+    beside its scales. `order`: which of the rows' inputs each of the weight's is; None: they are in order. `adapters`:
+    what rows' adapters add to the product; None: no row has one.
     """
 
     values: Float[Array, "*e a b"] | UInt8[Array, "*e a b"]
@@ -232,6 +247,7 @@ class Weight:
     scales: Float[Array, "*e c d"] | UInt8[Array, "*e c d"] | None = None
     factors: Float[Array, "*e n"] | None = None
     order: Int[Array, " k"] | None = None
+    adapters: LowRank | None = None
 
     @property
     def quantised(self) -> bool:

@@ -24,14 +24,18 @@ def add(app: FastAPI, serving: Serving) -> None:
     @app.put("/generate")
     async def generate(body: GenerateRequest, request: Request) -> Response:
         """Continue one or several prompts."""
-        serving.check()
+        for lora in body.adapters():
+            serving.check(lora=lora)
         with _their_fields("input_ids" if body.text is None else "text"):
             params = body.sampling(serving.sampling)
 
             async def make() -> GenerateReply:
                 prompts = await _prompts(serving, body)
-                work, chosen = zip(prompts, params, body.ids(), strict=True), body.rid is not None
-                jobs = [Job(prompt.ids, each, name, chosen=chosen, images=prompt.images) for prompt, each, name in work]
+                work, chosen = zip(prompts, params, body.ids(), body.adapters(), strict=True), body.rid is not None
+                jobs = [
+                    Job(prompt.ids, each, name, chosen=chosen, images=prompt.images, lora=lora)
+                    for prompt, each, name, lora in work
+                ]
                 options = {"several": body.several, "name_tokens": bool(body.return_text_in_logprobs)}
                 return GenerateReply(jobs, body.starts(), body.no_tokens(), serving.texts, **options)
 
