@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.decoder.matmul import ACTIVATIONS, Quantised, gate, gating, matmul, project
+from jaxspec.decoder.matmul import ACTIVATIONS, Quantised, Weighted, gate, gating, matmul, project
 from jaxspec.decoder.mixings.kind import Weights
 from jaxspec.models.description import Mixture, Mlp, SigmoidScores
 from jaxspec.pallas.experts.experts_mlp import NOBODY, Gating, Stack, experts_mlp
@@ -24,7 +24,7 @@ def mlp(
     m: Mlp,
     weights: Weights,
     x: Float[Array, "b t d"] | None,
-    rows: Float[Array, "b t d"] | Quantised,
+    rows: Float[Array, "b t d"] | Quantised | Weighted,
     valid: Int[Array, "1"],
 ) -> Float[Array, "b t d"]:
     """x + down(activation(gate) * up) of the normed rows, of which the first `valid` count."""

@@ -21,7 +21,7 @@ from jaxtyping import Array, Int
 from jaxspec.decoder import plain
 from jaxspec.decoder.mixings import mixing_of
 from jaxspec.decoder.mixings.kind import Weights
-from jaxspec.decoder.mixture_rows import add, given_first, mixture, operand
+from jaxspec.decoder.mixture_rows import add, given_first, given_to, mixture, operand
 from jaxspec.decoder.padding import flat, padded, untimed, valid_rows
 from jaxspec.decoder.path import MIXTURE, Call, Path, implementing
 from jaxspec.decoder.stack import Ops
@@ -30,7 +30,8 @@ from jaxspec.models.weights import HALF, Fp8, Weight
 from jaxspec.pallas.dense import few_rows
 
 IMPLEMENTS = implementing({
-    Mlp: {"bias", "activation"}, Mixture: MIXTURE, Norm: {"centred"}, Rope: {"columns"}, Fp8: {"block"},
+    Mlp: {"bias", "activation"}, Mixture: MIXTURE, Norm: {"centred"}, Rope: {"columns"},
+    Fp8: {"block", "activations"},
 })  # fmt: skip
 
 
@@ -127,7 +128,8 @@ class FusedNorms(Ops):
             given = few_rows.scale_rows(*given, layer.norm.centred)
         for names in _together(layer, weights):
             dtypes = tuple("float32" if name in mixing.exact else str(given[0].dtype) for name in names)
-            made += few_rows.normed(*given, [operand(weights[name]) for name in names], dtypes=dtypes, **norm)
+            own = given_to(weights[names[0]], given, layer.norm.centred)
+            made += few_rows.normed(*own, [operand(weights[name]) for name in names], dtypes=dtypes, **norm)
         return [self.batched(out)[:, : None if mixing.padding else self.positions.shape[1]] for out in made]
 
     def mix(self, layer, weights, i, x, given, cache):
@@ -148,6 +150,7 @@ class FusedNorms(Ops):
         if _mlp_refused(layer, weights, len(x)):
             x = plain.feed(layer, weights, self.batched(x), self.positions).reshape(x.shape)
             return x, (x, scale)
+        given = given_to(weights["gate_up"], given, norm.centred)
         hidden = few_rows.gated(*given, operand(weights["gate_up"]), eps=norm.eps)
         return add(x, hidden, weights["down"], scale, norm.centred)
 

@@ -6,7 +6,7 @@ of weights. Layers with post norms add norm(out(...)) and norm(feed(...)) instea
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.decoder.feed import add_product, mixture, mlp
 from jaxspec.decoder.functions import normed
-from jaxspec.decoder.matmul import Quantised, exact, normed_for, project, valid_count
+from jaxspec.decoder.matmul import Quantised, Weighted, exact, normed_for, project, valid_count
 from jaxspec.decoder.mixings import mixing_of
 from jaxspec.decoder.mixings.kind import Weights
 from jaxspec.decoder.path import MIXTURE, Path, implementing
@@ -55,10 +55,13 @@ class Plain(Ops):
         return x[:, :t], rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=-1)
 
     def project(self, layer, weights, x, given):
-        if given is None:
-            readers = [weights[name] for name in mixing_of(layer).projections]
-            given = normed_for(readers, x, weights["attn_norm"], layer.norm) if layer.pre_norm else x
-        return products(layer, weights, given, self.positions)
+        mixing = mixing_of(layer)
+        if given is None and layer.pre_norm:
+            readers = [[] if name in mixing.exact else [weights[name]] for name in mixing.projections]
+            rows = [normed_for(each, x, weights["attn_norm"], layer.norm) for each in readers]
+        else:
+            rows = [x if given is None else given] * len(mixing.projections)
+        return products(layer, weights, rows, self.positions)
 
     @jax.named_scope("output_projection")
     def add(self, layer, weights, x, mixed):
@@ -75,13 +78,16 @@ class Plain(Ops):
 
 @jax.named_scope("projections")
 def products(
-    layer: Layer, weights: Weights, rows: Float[Array, "b t w"] | Quantised, positions: Int[Array, "b t"]
+    layer: Layer,
+    weights: Weights,
+    rows: Sequence[Float[Array, "b t w"] | Quantised | Weighted],
+    positions: Int[Array, "b t"],
 ) -> list[Array]:
-    """The normed rows' products that the layer mixes."""
+    """The products that the layer mixes, each of its own normed rows."""
     valid, mixing = valid_count(positions), mixing_of(layer)
     return [
-        exact(rows, weights[name]) if name in mixing.exact else project(rows, weights[name], valid)
-        for name in mixing.projections
+        exact(own, weights[name]) if name in mixing.exact else project(own, weights[name], valid)
+        for own, name in zip(rows, mixing.projections, strict=True)
     ]
 
 

@@ -1,6 +1,6 @@
 """The matmuls of a layer at few rows, each with the operations before and after it, on Hopper: see `layer`."""
 
-from jaxspec.pallas.dense.few_rows.fp8 import Fp8Weight, fp8_supported
+from jaxspec.pallas.dense.few_rows.fp8 import Fp8Weight, Fp8WeightAndRows, fp8_supported
 from jaxspec.pallas.dense.few_rows.layer import (
     Scaled,
     add_product,
@@ -32,6 +32,7 @@ __all__ = [
     "TILE",
     "WIDE_ROWS",
     "Fp8Weight",
+    "Fp8WeightAndRows",
     "Scaled",
     "add_product",
     "fp8_supported",

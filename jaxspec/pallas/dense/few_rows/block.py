@@ -85,6 +85,8 @@ def scratch_of(share: Share, interpret: Any = False) -> dict[str, Any]:
         scratch["summed"] = plgpu.Barrier(num_arrivals=share.warpgroups - 1)
     if share.fp8:
         scratch["scales_s"] = plgpu.SMEM((share.warpgroups, groups, share.scales), _f32)
+    if share.rounds:  # the scales of two chunks' rows, so that none is overwritten before all warps have read it
+        scratch["row_scales_s"] = plgpu.SMEM((share.warpgroups, 2, share.chunk // BLOCK, rows), _f32)
     if share.fp8 and interpret:
         scratch["staged_s"] = plgpu.SMEM((share.warpgroups, TILE, BLOCK), jnp.bfloat16)
     return scratch

@@ -3,6 +3,9 @@
 The warpgroups of a block alternate between its chunks. Each has slots of the ring to itself, so that none waits for
 another before the end, when the first one adds up. The numbers become bfloat16 in registers (`registers`). Each `BLOCK`
 of inputs has scales, which multiply its sums; or each output has one, for all inputs.
+
+Rows may be quantised, too (`quantise`): the products are then those of two e4m3 numbers, and a row's scale multiplies
+its sums.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from jaxspec.models.fp8 import BLOCK
-from jaxspec.pallas.dense.few_rows.registers import flat_scales, products
+from jaxspec.pallas.dense.few_rows.registers import flat_scales, products, quantise
 from jaxspec.pallas.dense.few_rows.share import TILE, Share, column_of, split_of, turn_of
 from jaxspec.pallas.dense.fp8_rows import weight_supported
 
@@ -32,6 +35,15 @@ class Fp8Weight(NamedTuple):
 
     values: Float[Array, "n k"]
     scales: Float[Array, "a b"]
+
+
+class Fp8WeightAndRows(Fp8Weight):
+    """A weight whose rows are quantised, too: `fp8.quantise_rows` for `BLOCK` inputs each."""
+
+
+def format_of(weight: Any) -> dict[str, bool]:
+    """Say of a weight what `share_out` asks."""
+    return {"fp8": isinstance(weight, Fp8Weight), "rounds": isinstance(weight, Fp8WeightAndRows)}
 
 
 def fp8_supported(block: int | None, outputs: int, inputs: int, unit: int) -> str | None:
@@ -63,9 +75,9 @@ def outputs(weight: Any) -> int:
     return weight.values.shape[0] if isinstance(weight, Fp8Weight) else weight.shape[1]
 
 
-def fp8_sums(share, begun, *, weight_s, rows_s, ready, scales_s, staged_s=None):
+def fp8_sums(share, begun, *, weight_s, rows_s, ready, scales_s, row_scales_s=None, staged_s=None):
     """f32[TILE, rows] of each group, over this warpgroup's chunks. Each `BLOCK`'s products are summed by themselves,
-    then multiplied by its scale, if it has one.
+    then multiplied by its scale, if it has one, and by its rows', if these are quantised.
     """
     (fetch, scales), slots, turn = begun, share.slots, turn_of(share)
     groups, blocks, count = share.groups, share.chunk // BLOCK, share.warpgroups
@@ -77,9 +89,13 @@ def fp8_sums(share, begun, *, weight_s, rows_s, ready, scales_s, staged_s=None):
         by = [[scales.at(g, block + b) for b in range(blocks)] for g in range(groups)]
         plgpu.barrier_wait(ready.at[slot])
         staged = None if staged_s is None else staged_s.at[turn]
-        made = products(share, weight_s.at[slot], rows_s.at[i if share.normed else slot], staged)
+        rows = rows_s.at[i if share.normed else slot]
+        of_rows = [None] * blocks
+        if share.rounds:
+            of_rows = quantise(share, rows, row_scales_s.at[turn, lax.rem(j, _i32(2))], staged is not None)
+        made = products(share, weight_s.at[slot], rows, staged)
         for b in range(blocks):
-            more = [_by_output(each[b], by[g][b]) for g, each in enumerate(made)]
+            more = [_by_row(_by_output(each[b], by[g][b]), of_rows[b]) for g, each in enumerate(made)]
             totals = [total + sums for total, sums in zip(totals, more, strict=True)]
         if slots < share.chunks:
             plgpu.commit_smem()  # all warps have read the slot
@@ -96,6 +112,10 @@ def _by_output(sums, scale):
     if scale is None:
         return sums
     return sums * (scale if scale.ndim == 0 else lax.broadcast_in_dim(scale, sums.shape, [0]))
+
+
+def _by_row(sums, scale):
+    return sums if scale is None else sums * lax.broadcast_in_dim(scale, sums.shape, [1])
 
 
 def scales_of(share: Share, weight: Fp8Weight, interpret: bool) -> Any:

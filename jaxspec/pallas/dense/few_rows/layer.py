@@ -56,7 +56,7 @@ from jaxspec.pallas.dense.few_rows.block import (
     scratch_of,
     to_rows,
 )
-from jaxspec.pallas.dense.few_rows.fp8 import Fp8Weight, operands, outputs, taken
+from jaxspec.pallas.dense.few_rows.fp8 import Fp8Weight, format_of, operands, outputs, taken
 from jaxspec.pallas.dense.few_rows.share import (
     BLOCKS,
     MAX_GROUPS,
@@ -102,11 +102,12 @@ def gated(
     """silu(gate) * up of the normed rows, f = n / 2; all in bfloat16, rounded where plain layers round.
 
     `x` and `scale` are rows and the scale of their norm, or `Scaled` rows and their squares: then the norm is rounded
-    once less. `prefetch`: weights that later kernels will read. `splits`: among how many blocks of a cluster to divide
-    the inputs; interpret mode, which can't send data between them, takes 1 alone.
+    once less. With an `Fp8WeightAndRows` they are `Scaled`. `prefetch`: weights that later kernels will read. `splits`:
+    among how many blocks of a cluster to divide the inputs; interpret mode, which can't send data between them, takes 1
+    alone.
     """
     rows, columns = len(x), outputs(weight)
-    share = share_out(rows, [x.shape[1]], columns, normed=scale.ndim == 1, fp8=isinstance(weight, Fp8Weight))
+    share = share_out(rows, [x.shape[1]], columns, normed=scale.ndim == 1, **format_of(weight))
     share = with_splits(share, splits, interpret)
     return plgpu.kernel(
         partial(_gated_tile, share, eps, len(prefetch)),
@@ -200,8 +201,7 @@ def _heads(
     """The queries, if there are any, and the pages."""
     count, width, ref = len(kv_slots), kv.shape[5], jax.new_ref(kv)
     widths, unscaled = [x.shape[1] for x in rows], scales[0].ndim == 1
-    fp8 = isinstance(weight, Fp8Weight)
-    share = share_out(count, widths, outputs(weight), width // TILE, normed=unscaled, fp8=fp8)
+    share = share_out(count, widths, outputs(weight), width // TILE, normed=unscaled, **format_of(weight))
     share = with_splits(share, splits, interpret)
     bias = [] if bias is None else [bias.reshape(-1, width)]  # a head each
     inverse = [] if inverse_scales is None else [inverse_scales]
@@ -325,8 +325,8 @@ def product(
 
 def _products(x, rows, weight, scale, splits, interpret, centred=False, bias=()):
     """The products, or their sums with `x`; with a scale also the arrays of `Scaled`."""
-    count, columns, fp8 = len(rows[0]), outputs(weight), isinstance(weight, Fp8Weight)
-    share = share_out(count, [each.shape[1] for each in rows], columns, 1, normed=False, fp8=fp8)
+    count, columns = len(rows[0]), outputs(weight)
+    share = share_out(count, [each.shape[1] for each in rows], columns, 1, normed=False, **format_of(weight))
     share = with_splits(share, splits, interpret)
     out = jax.ShapeDtypeStruct((count, columns), rows[0].dtype)
     squares = jax.ShapeDtypeStruct((tiles_of_squares(columns), count), _f32)
@@ -410,7 +410,7 @@ def normed(
     else:
         groups = next(n for n in range(1, MAX_GROUPS + 1) if sum(tiles_of(w, n) for w in weights) <= BLOCKS)
         columns = sum(tiles_of(w, groups) for w in weights) * groups * TILE
-    share = share_out(len(x), [x.shape[1]], columns, groups, normed=scale.ndim == 1, fp8=fp8)
+    share = share_out(len(x), [x.shape[1]], columns, groups, normed=scale.ndim == 1, **format_of(weights[0]))
     share = with_splits(share, splits, interpret)
     outs = [jax.ShapeDtypeStruct((len(x), outputs(w)), dtype) for w, dtype in zip(weights, dtypes, strict=True)]
     scratch = scratch_of(share, interpret)

@@ -43,7 +43,7 @@ class Share:
     """How a product is shared out: `groups` groups of columns a block, inputs in `splits` parts, a part in `chunks`.
 
     `normed`: a block norms its inputs of all rows itself; otherwise they come in chunks with the weights. `fp8`: the
-    weights are, with scales for `BLOCK` inputs each.
+    weights are, with scales for `BLOCK` inputs each. `rounds`: so are rows, which are quantised once they have arrived.
     """
 
     rows: int
@@ -53,6 +53,7 @@ class Share:
     splits: int
     normed: bool
     fp8: bool = False
+    rounds: bool = False
 
     @property
     def item(self) -> int:
@@ -130,6 +131,7 @@ class Share:
         out = 2 * self.finished * TILE * (self.groups + (min(self.groups, 2) if self.fp8 else self.groups))
         parts = 4 * self.finished * TILE * self.groups * self.splits if self.splits > 1 else 0
         parts += 4 * self.scales * self.groups * warpgroups if self.fp8 else 0
+        parts += 8 * warpgroups * self.rows * self.chunk // BLOCK if self.rounds else 0
         rows = 2 * self.rows * (self.part if self.normed else 0)
         return (ROOM - 1024 - out - parts - rows) // self._slot
 
@@ -151,11 +153,15 @@ def share_out(
     *,
     normed: bool = True,
     fp8: bool = False,
+    rounds: bool = False,
 ) -> Share:
     """Divide a product so that all blocks run at once and most multiprocessors have one.
 
-    `groups`: of a block's columns; None: any number.
+    `groups`: of a block's columns; None: any number. **Raises:** `ValueError` for rows that a block norms and
+    quantises: they are quantised before the norm's factor.
     """
+    if normed and rounds:
+        raise ValueError("rows that a block norms can't be quantised; give them as `Scaled`")
     whole = columns // TILE
     if groups is None:
         # Unquantised layers whose last tile would overlap are as fast without these kernels.
@@ -166,7 +172,7 @@ def share_out(
     step = BLOCK if fp8 else TILE
     room = lambda n: tiles * n <= (BLOCKS if n == 2 else SPREAD)  # noqa: E731
     splits = next((n for n in range(most, 1, -1) if sum(widths) // step % n == 0 and room(n)), 1)
-    return Share(rows, tuple(widths), columns, groups, splits, normed, fp8)
+    return Share(rows, tuple(widths), columns, groups, splits, normed, fp8, rounds)
 
 
 def split_of(share: Share) -> Any:
