@@ -32,6 +32,7 @@ from server.routes import (
     responses,
     rollout,
     sglang,
+    token_ids,
     tokens,
 )
 from server.routes.serving import Serving
@@ -78,7 +79,8 @@ def create_app(
     app.add_middleware(RequestTimes, observe=metrics.http.observe)  # outermost
     where = media or MediaRules()
     serving = Serving(llm, name, metrics, sampling or {}, formats, prompt_log, tracer, where, aliases)
-    for routes in (generation, responses, messages, sglang, tokens, health, information, rollout, profile, playground):
+    texts = generation, responses, messages, sglang, token_ids
+    for routes in (*texts, tokens, health, information, rollout, profile, playground):
         routes.add(app, serving)
     openapi.describe(app, llm.model_config.vocab_size)
     return app

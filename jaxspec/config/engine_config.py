@@ -244,6 +244,12 @@ class EngineConfig:
     disable_overlap: bool = option(False, "read each round's result before the next is dispatched", group=RUNNING)
     disable_structured_output: bool = option(False, "refuse grammars: fewer programs to compile", group=RUNNING)
     deterministic: bool = option(False, "a text is the same whatever batch it runs in", group=RUNNING)
+    enable_return_hidden_states: bool = option(
+        False, "keep every token's final hidden state beside its page, for requests that ask", group=RUNNING
+    )
+    enable_return_routed_experts: bool = option(
+        False, "keep the experts that a mixture chose beside each page, for requests that ask", group=RUNNING
+    )
     skip_warmup: bool = option(False, "compile on first use instead of at start", group=RUNNING)
     few_programs: bool = option(False, "compile one batch size alone: ready sooner, slower at low load", group=RUNNING)
     batch_sizes: str | None = option(

@@ -46,13 +46,15 @@ class Hidden:
 
     Where one row a sequence was requested, t is 1 in `last`, and in all that is of the last layer.
 
-    `unnormed` is what the final norm was taken of.
+    `unnormed` is what the final norm was taken of. `experts`: the numbers of those that each mixture chose, if the
+    decoder reports them.
     """
 
     last: Float[Array, "b t d"]
     features: tuple[Float[Array, "b _ d"], ...]
     cache: Any
     unnormed: Float[Array, "b t d"] | None = None
+    experts: Int[Array, "b t l k"] | None = None
 
 
 def choose(decoder: Decoder, layers: Sequence[Weights], call: Call) -> tuple[Path, dict[str, str]]:
@@ -133,14 +135,16 @@ def forward(
         x = x * jnp.asarray(decoder.embed_scale, x.dtype)
     x = overridden(x, overrides)
     path, _ = choose(decoder, layers, Call.of(positions, mixer, cache))
-    outputs, cache = stack.run(_ops(path, decoder, layers, positions, mixer), decoder, layers, x, cache, requested)
+    outputs, cache, experts = stack.run(
+        _ops(path, decoder, layers, positions, mixer), decoder, layers, x, cache, requested
+    )
     if decoder.deterministic:
         last = deterministic.row_norm(outputs[-1], params["norm"], decoder.norm)
     else:
         last = normed(outputs[-1], params["norm"], decoder.norm)
     if requested is not None and last.shape[1] > 1:  # of paths that compute whole layers
         last, outputs[-1] = row_of(last, requested), row_of(outputs[-1], requested)
-    return Hidden(last, tuple([*outputs, last, x][i] for i in capture), cache, outputs[-1])
+    return Hidden(last, tuple([*outputs, last, x][i] for i in capture), cache, outputs[-1], experts)
 
 
 def overridden(x: Float[Array, "b t d"], overrides: Overrides | None) -> Float[Array, "b t d"]:

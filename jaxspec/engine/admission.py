@@ -18,6 +18,7 @@ from jaxspec.config.json_values import shown
 from jaxspec.config.request import (
     MAX_STOP_IDS,
     PRIORITIES,
+    REPORTS,
     RequestError,
     RequestMetrics,
     SamplingParams,
@@ -162,6 +163,12 @@ class Intake:
             raise RequestError(
                 "stop strings need a tokenizer, which this model doesn't have; use stop_token_ids", "stop"
             )
+        for name in REPORTS:
+            if getattr(params, name) and not getattr(self.config, flag := f"enable_{name}"):
+                raise RequestError(
+                    f"{name} can't be served: this engine doesn't keep that; start it with --{flag.replace('_', '-')}",
+                    name,
+                )
         stop_ids = self._stop_ids(params)
         limit = self.scheduler.check(len(tokens), params.max_tokens, params.min_tokens, params.no_tokens)
         return tokens, stop_ids, limit
@@ -187,11 +194,11 @@ class Intake:
         for number, placed in enumerate(images):
             picture, shape = placed.picture, placed.picture.pixels.shape
             patches = math.prod(picture.grid)
-            if shape != (patches, tower.patch) or picture.tokens * tower.merge**2 != patches or picture.grid[0] != 1:
+            if shape != (patches, tower.patch) or picture.tokens * tower.per_token != patches or picture.grid[0] != 1:
                 raise RequestError(
                     f"image {number} has pixels {list(shape)}, a grid {list(picture.grid)} and {picture.tokens} "
-                    f"tokens; {self.model.name} takes one frame of patches of {tower.patch} values, {tower.merge**2} a "
-                    "token",
+                    f"tokens; {self.model.name} takes one frame of patches of {tower.patch} values, "
+                    f"{tower.per_token} a token",
                     "images",
                 )
             if patches > MOST_PATCHES:

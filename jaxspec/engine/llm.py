@@ -218,6 +218,7 @@ class CompletionBuilder:
         if delta.finish_reason is not None:
             done.text = "".join(self._text)
             done.finish_reason, done.stop_reason, self.metrics = delta.finish_reason, delta.stop_reason, delta.metrics
+            done.hidden_states, done.routed_experts = delta.hidden_states, delta.routed_experts
 
 
 def _output(request: Request, builders: list[CompletionBuilder]) -> RequestOutput:

@@ -46,7 +46,7 @@ from jaxspec.decoder.forward import describe, path_table
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.loading import LoadedDrafter, check_drafter, load_drafter
 from jaxspec.engine.defaults import resolve, rounds_for, shapes_of, small_model
-from jaxspec.engine.deterministic import prepared
+from jaxspec.engine.deterministic import prepared, reporting
 from jaxspec.engine.pictures import PictureReader, rows_for, tower_workspace
 from jaxspec.models.description import PagedRows
 from jaxspec.models.model_config import ModelConfig
@@ -129,7 +129,7 @@ class Runner:
                 "load_model the same tp_size"
             )
         self.draft = draft or load_drafter(options.draft, self.model, options)
-        self.model = prepared(self.model, self.draft, options)
+        self.model = reporting(prepared(self.model, self.draft, options), options, self.hosts is not None)
         self._mesh = sharding.mesh_of(options.tp_size)
         self._local, self._drafter = self.model.config.on_one_of(options.tp_size), self.draft.drafter
         if self._mesh is not None:
@@ -142,7 +142,8 @@ class Runner:
         # Rows that a round verifies per request, and most tokens that come of it.
         self.width, self.yields = drafter.num_draft_tokens + 1, drafter.longest + 1
         few = rounds_for(options, self.model)
-        shapes = shapes_of(self.config, drafter, alone=not small_model(self.model), rounds_for=few)
+        at_once = 1 if self.no_pictures else self.model.config.tower.at_once
+        shapes = shapes_of(self.config, drafter, alone=not small_model(self.model), rounds_for=few, at_once=at_once)
         rows = rows_for(self.model.config.tower, shapes.prefills[-1] * shapes.block) if not self.no_pictures else 0
         self.shapes = dataclasses.replace(shapes, pictures=rows)
         self.narrower = dict(self.shapes.narrower)
@@ -232,7 +233,12 @@ class Runner:
         if self.model.config.tower is None:
             return (
                 f"{self.model.name} (model_type {self.model.config.model_type}) is served as its text model; Qwen3.5 "
-                "checkpoints with their vision tower read pictures"
+                "and Gemma 3 checkpoints with their vision tower read pictures"
+            )
+        if (chunk := self.config.chunked_prefill_size) < (tokens := self.model.config.tower.at_once):
+            return (
+                f"a picture's {tokens} tokens don't fit in a chunk of {chunk}; start the server with a "
+                f"--chunked-prefill-size of at least {tokens}"
             )
         if self.config.deterministic:
             return "--deterministic serves text alone; start the server without"
@@ -248,8 +254,9 @@ class Runner:
     def _plan(self) -> tuple[MemoryPlan, PageLayout]:
         config, shapes = self.config, self.shapes
         dtype = page_dtype(config.kv_cache_dtype, config.dtype)
-        per_token = kv_bytes_per_token(self._local, dtype) + self._drafter.kv_bytes_per_token(dtype)
         empty = self._state_shapes(PageLayout(1, 1, dtype), self._local, self._drafter)
+        per_token = kv_bytes_per_token(self._local, dtype) + self._drafter.kv_bytes_per_token(dtype)
+        per_token += sharding.bytes_of(empty.reported)
         rows = max(shapes.num_slots * self.width, shapes.score * shapes.block)
         slot, state = state_bytes(self._local, self.width, config.dtype, config.state_dtype)
         workspace = workspace_estimate(self._local, rows, shapes.prefills[-1] * shapes.block, config.tp_size)
@@ -355,7 +362,8 @@ class Runner:
     def _state_of(self, layout: PageLayout, snapshots: int, config: ModelConfig, drafter: Drafter) -> State:
         shapes, options = self.shapes, self.config
         sizes = shapes.num_slots, shapes.capacity, options.dtype, snapshots, options.state_dtype
-        return empty_state(config, drafter, layout, *sizes, self._kv_scales(layout, config), shapes.pictures)
+        more = self._kv_scales(layout, config), shapes.pictures, options.enable_return_hidden_states
+        return empty_state(config, drafter, layout, *sizes, *more)
 
     def _kv_scales(self, layout: PageLayout, config: ModelConfig) -> tuple[Array, ...] | None:
         """The checkpoint's scales of an FP8 cache by group of layers, of the heads that this device has."""
@@ -424,6 +432,10 @@ class Runner:
             packed = np.zeros(most, np.int32)  # the dummy page where there are fewer
             packed[: len(pages[start : start + most])] = pages[start : start + most]
             self.state = self.programs.clear(self.state, packed)
+
+    def reported(self, pages: list[int], count: int) -> list[np.ndarray | None]:
+        """Rows that are kept, as `Reported.read`."""
+        return self.state.reported.read(pages, count)
 
     def prefill(self, chunks: list[Chunk], table: np.ndarray) -> jax.Array | None:
         """Dispatch the keys and values of prompt chunks, before or after their sequences are admitted.

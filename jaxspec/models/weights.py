@@ -449,6 +449,12 @@ def embedding(tokens: int, width: int, source: str) -> Param:
     return Param((tokens, width), (source,), Layout((width,)), split=by_inputs(tokens, padded=True))
 
 
+def table(tokens: int, width: int, source: str) -> Param:
+    """Declare rows by token that are looked up for one draft after another, where an exchange for each costs more time
+    than the copy on each device costs memory."""
+    return Param((tokens, width), (source,), Layout((width,)), split=WHOLE)
+
+
 def head(width: int, tokens: int, source: str) -> Param:
     """Declare the weight that makes logits of final hidden states; it is never quantised on load."""
     return linear(width, {source: tokens}, exact=True, split=by_outputs(((tokens, 1),), padded=True))

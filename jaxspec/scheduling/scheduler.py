@@ -372,6 +372,8 @@ class Scheduler:
                 if not self._admitted_now(seq):
                     continue
                 admit.append(seq)
+            if chunks and blocks * self.block < self._at_once(seq):
+                break  # the next program begins with it
             chunks.append(self._next_chunk(seq, blocks))
             self.waiting.charge(seq, blocks * self.block if seq.score else chunks[-1].count)
             blocks = 0 if seq.score else blocks - len(chunks[-1].blocks(self.block))
@@ -381,6 +383,10 @@ class Scheduler:
         """How many positions its prefill computes: the prompt's, or those that were committed before a preemption."""
         return max(seq.prompt_len, len(seq.tokens) - 1)
 
+    def _at_once(self, seq: SequenceState) -> int:
+        """How many tokens its next chunk has at least."""
+        return next((end - seq.computed for start, end in seq.whole if start <= seq.computed < end), 1)
+
     def _next_chunk(self, seq: SequenceState, blocks: int) -> Chunk:
         """The next tokens of a prompt, as many as fit in so many blocks, which end where a snapshot is due."""
         due, start, source = self._due(seq), seq.computed, seq.source
@@ -388,6 +394,8 @@ class Scheduler:
         for _ in range(blocks):
             stop = next((point for point in seq.points if point > seq.computed), due)
             seq.computed = min(seq.computed + self.block, stop, end, due)
+        if cut := next((span for span in seq.whole if span[0] < seq.computed < span[1]), None):
+            seq.computed = cut[0] if cut[0] > start else cut[1]
         seq.source = None
         # Published at once: this program is dispatched before any that can read these pages, and within it all KV of a
         # layer is written before it is read. Of the newest token the drafter has seen nothing yet.

@@ -119,10 +119,10 @@ def forward(
     config: ModelConfig, drafter: Drafter, params: Any, draft_params: Any, state: State, packed, proposal: Proposal
 ) -> tuple[State, Float[Array, "b q v"], tuple[Float[Array, "b q d"], ...]]:
     """The target's logits after the newest token and each draft, of this device's part of the vocabulary, and the
-    features that the drafter asks for."""
+    features that the drafter asks for, then the rows to be reported."""
     slots, batch = _requests(drafter, state, packed, GREEDY)
     hidden, state = run_rows(config, drafter, params, state, slots, batch, proposal)
-    return state, unembed(params, hidden.last, config.decoder), hidden.features
+    return state, unembed(params, hidden.last, config.decoder), hidden.features + state.reported.of(hidden)
 
 
 def conclude(

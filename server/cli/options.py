@@ -20,7 +20,6 @@ from jaxspec.cli import called
 from jaxspec.config.flags import add_engine_flags, checked, engine_options, natural, positive
 from jaxspec.config.foreign_flags import ELSEWHERE, SEVERAL_GPUS, SWITCHES, meant, unabbreviated
 from jaxspec.config.options import flag
-from jaxspec.drafters.loading import check_devices
 from jaxspec.drafters.registry import entries
 from jaxspec.models.model_config import ModelConfig
 from server import logs
@@ -259,10 +258,6 @@ def _refused_later(parser: argparse.ArgumentParser, argv: Sequence[str]) -> str 
     for method, target, known in entries():
         if known.source and known.source.lower() == options.model.lower():
             return _drafter_alone(options.model, target, f"{method}:{known.source}")
-    try:
-        check_devices(options)
-    except ConfigError as error:
-        return str(error)
     try:
         hf = _config_at_hand(options)
         if "speculators_config" in hf or (not hf and "-speculator" in options.model):  # vLLM's form of one argument

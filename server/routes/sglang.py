@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from jaxspec import RequestError
+from jaxspec.config.request import REPORTS
 from server.generate import placed, refusals
 from server.http.gate import needs_key
 from server.protocol import CompletionRequest
@@ -71,7 +72,8 @@ def _their_fields(prompt: str) -> Iterator[None]:
         message = str(error)
         for ours, theirs in NAMES.items():
             message = re.sub(rf"\b{ours}\b", theirs, message)
-        param = {"request_id": "rid", "rid": "rid", "prompt": prompt, "priority": "priority"}.get(error.param)
+        same = {name: name for name in ("rid", "priority", *REPORTS)}
+        param = {"request_id": "rid", "prompt": prompt, **same}.get(error.param)
         if (error.param or "").startswith("image_data"):
             param = error.param
         if param is None and error.param:

@@ -233,10 +233,6 @@ def test_words_of_the_environment_are_kept_translated_or_named():
 
 
 @pytest.mark.parametrize("model_type,line,said", [
-    ("llama", "{} --tp 2 --speculative-algorithm EAGLE3 --speculative-draft-model-path a/b --speculative-eagle-topk 4",
-     "--tp-size 2 with --draft eagle3:a/b --topk 4: trees are drafted by one device; drop --topk for chains"),
-    ("llama", "{} --tp 2 --speculative-algorithm DSPARK --speculative-draft-model-path a/b",
-     "--tp-size 2 with --draft dspark:a/b: this drafter runs on one device"),
     ("mamba", "{}", "model_type 'mamba' is not supported; supported: "),
     ("speculators", "{}", "is a drafter; name its target as the model: --model meta/target --draft "),
     (None, "RedHatAI/Qwen3-32B-speculator.eagle3",
