@@ -63,7 +63,7 @@ def create_app(
     the chat template shows, or "none"; `cors` is `CORSMiddleware`'s options, None for no page of another origin;
     `prompt_log` keeps texts, and stays the caller's to close; `hosts` are names that it answers to beside this
     machine's own, None for any; `tracer` sends traces; `media` says where pictures may come from;
-    `rollout_routes` opens `gate.ROLLOUT_PATHS` where there is no key.
+    `rollout_routes` opens `gate.GUARDED_PATHS` where there is no key.
     """
     app = FastAPI(title="jaxspec", version=jaxspec.__version__, docs_url=None, redoc_url=None)
     app.router.route_class = BodyRoute

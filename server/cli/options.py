@@ -104,7 +104,7 @@ def make_parser() -> argparse.ArgumentParser:
     choice("--log-format", "text", logs.FORMATS, "format of log lines")
     ready = "be ready only once all programs are compiled: later, but then no request is slower for it (default: off)"
     add("--wait-for-programs", action="store_true", help=ready)
-    rollout = "take new weights, pauses and releases of memory without an API key (default: off)"
+    rollout = "take new weights, pauses, releases of memory and profiles without an API key (default: off)"
     add("--enable-rollout-routes", action="store_true", help=rollout)
     add("--access-log", action="store_true", help="log a line per HTTP request (default: off)")
     texts = "append each finished text to this file as token ids, for jaxspec.train --data (default: off)"

@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from jaxspec import RequestError
 from jaxspec.config.request import REPORTS
 from server.generate import placed, refusals
+from server.http.gate import needs_key
 from server.protocol import CompletionRequest
 from server.protocol.sglang import NAMES, AbortRequest, GenerateRequest
 from server.replies import Job, Prompt
@@ -42,9 +43,11 @@ def add(app: FastAPI, serving: Serving) -> None:
             return await serving.answer(request, make(), body.stream, priority=body.priority)
 
     @app.post("/abort_request")
-    async def abort_request(body: AbortRequest) -> JSONResponse:
+    async def abort_request(body: AbortRequest, request: Request) -> JSONResponse:
         """End a request, or all. They are answered with what they have so far; an unknown id does nothing."""
         serving.check()
+        if body.abort_all and not request.state.trusted:
+            raise needs_key("abort_all")
         serving.abort(None if body.abort_all else body.rid)
         return JSONResponse({"success": True})
 
