@@ -42,9 +42,14 @@ def declared(family: str, activations: bool = False, **more):
     return config, in_format(MODELS[family].tensors(config.decoder), None, "fp8", "dummy", activations)
 
 
-def check_layers(monkeypatch, family: str, path: Path, requests: int = 2, rows: int = 3, **sizes) -> None:
-    """Check that a path matches the plain one on some tokens a request; its kernels are interpreted already."""
-    config, tensors = declared(family, **sizes)
+def check_layers(
+    monkeypatch, family: str, path: Path, requests: int = 2, rows: int = 3, activations: bool = False, **sizes
+) -> None:
+    """Check that a path matches the plain one on some tokens a request; its kernels are interpreted already.
+
+    With `activations`, a last bit may make a row another e4m3 number.
+    """
+    config, tensors = declared(family, activations, **sizes)
     params = dummy(tensors, "bfloat16", 0)
     tokens = jnp.arange(rows * requests).reshape(requests, rows) % config.vocab_size
     positions = jnp.broadcast_to(jnp.arange(rows), tokens.shape)
@@ -60,7 +65,7 @@ def check_layers(monkeypatch, family: str, path: Path, requests: int = 2, rows: 
     found = run()
     for ours, theirs in zip((*found.features, found.last), (*expected.features, expected.last), strict=True):
         ours, theirs = (np.asarray(x, np.float32) for x in (ours, theirs))
-        np.testing.assert_allclose(ours, theirs, atol=3e-2 * np.abs(theirs).max())
+        np.testing.assert_allclose(ours, theirs, atol=(6e-2 if activations else 3e-2) * np.abs(theirs).max())
 
 
 @pytest.mark.parametrize("family,activations", [

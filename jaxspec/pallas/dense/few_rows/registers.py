@@ -128,18 +128,17 @@ def _quantise(share, _, rows_s, scales_s):
     own = arith.addi(_mul(_div(lane, 8), ATOM), arith.addi(_mul(row, 128), _mul(_rem(lane, 8), BYTES)))
     rows = _at(mgpu.utils.memref_ptr(rows_s), own)
     scales = _at(mgpu.utils.memref_ptr(scales_s), _mul(row, 4))
-    first = arith.cmpi(arith.CmpIPredicate.eq, lane, _int(0))
-    for n in range(groups):
-        for block in range(blocks):
-            at = (n * 2 * blocks + 2 * block) * ATOM
-            types = [_i32_type()] * 2 + [ir.F32Type.get()]
-            *made, scale = mgpu.utils.inline_ptx(QUANTISE, *_load(rows, at), result_types=types, convergent=True)
-            whole = llvm.mlir_undef(ir.VectorType.get((4,), _i32_type()))
-            for i, word in enumerate([word for each in made for word in _converted(each)]):
-                whole = llvm.insertelement(whole, word, position=_int(i))
-            llvm.store(whole, _at(rows, at), alignment=BYTES)
-            with mgpu.utils.when(first):
-                llvm.store(scale, _at(scales, 4 * (block * share.rows + GROUP * n)), alignment=4)
+    types = [_i32_type()] * 2 + [ir.F32Type.get()]
+    quantised = partial(mgpu.utils.inline_ptx, QUANTISE, result_types=types, convergent=True)
+    places = [(n, block) for n in range(groups) for block in range(blocks)]
+    at = [(n * 2 * blocks + 2 * block) * ATOM for n, block in places]
+    # All loads, then all else, then one branch: so these chains of operations are hidden behind one another.
+    made = [quantised(*words) for words in [_load(rows, each) for each in at]]
+    for each, (*fours, _) in zip(at, made, strict=True):
+        _store(rows, each, [word for four in fours for word in _converted(four)])
+    with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.eq, lane, _int(0))):
+        for (n, block), (*_, scale) in zip(places, made, strict=True):
+            llvm.store(scale, _at(scales, 4 * (block * share.rows + GROUP * n)), alignment=4)
     mgpu.utils.warpgroup_barrier()
 
 
@@ -251,6 +250,14 @@ def _load(pointer, offset: int):
     """Load four words of 32 bits."""
     whole = llvm.load(ir.VectorType.get((4,), _i32_type()), _at(pointer, offset), alignment=BYTES)
     return [llvm.extractelement(whole, _int(i)) for i in range(4)]
+
+
+def _store(pointer, offset: int, words):
+    """Store four words of 32 bits."""
+    whole = llvm.mlir_undef(ir.VectorType.get((4,), _i32_type()))
+    for i, word in enumerate(words):
+        whole = llvm.insertelement(whole, word, position=_int(i))
+    llvm.store(whole, _at(pointer, offset), alignment=BYTES)
 
 
 def _at(pointer, offset):
