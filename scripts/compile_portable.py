@@ -30,7 +30,7 @@ from jaxspec.models.description import ClampedSwiglu
 from jaxspec.models.weights import Mxfp4, Weight
 from jaxspec.pallas import portable
 from jaxspec.pallas.experts import experts_mlp, top_experts
-from jaxspec.pallas.portable import attention, delta, fp8, latent
+from jaxspec.pallas.portable import attention, delta, fp8, latent, pictures
 from jaxspec.pallas.recurrence import delta_pool, gated_delta
 
 DUMPED = Path(os.environ["XLA_FLAGS"].partition("=")[2])  # where XLA says what it launches
@@ -103,6 +103,11 @@ def attends_latents(b=1, t=1, n=128, page=64) -> tuple:
     return run, *args, shape((), jnp.int32), shape((b, entries), jnp.int32), shape((b,), jnp.int32)
 
 
+def attends_pictures(p=4096, n=16, h=72) -> tuple:
+    heads, places = [shape((p, n, h), jnp.bfloat16)] * 3, [shape((p,), jnp.int32)] * 2
+    return pictures.picture_attention, *heads, *places
+
+
 def mixes(tokens: int, d: int = 2048, f: int = 512, e: int = 256, k: int = 8, shared: int = 1) -> tuple:
     stack = lambda e: tuple(Weight(shape((e, *s), jnp.bfloat16)) for s in ((2 * f, d), (d, f)))  # noqa: E731
     stacks = [stack(e), stack(shared)] if shared else [stack(e)]
@@ -150,6 +155,7 @@ def cases() -> Iterator[tuple[str, tuple]]:
     yield "attention, pages of 16", attends(b=8, page=16)
     yield "latent attention, 128 heads", attends_latents(b=8)
     yield "latent attention, 16 heads", attends_latents(n=16)
+    yield "pictures' attention, heads of 72", attends_pictures()
     yield "latent attention, 20 heads, a prompt", attends_latents(b=8, t=64, n=20)
     yield "attention, FP8 pages", attends(b=128, kv=FP8)
     yield "attention, a prompt, FP8 pages", attends(b=32, t=64, kv=FP8)

@@ -70,6 +70,8 @@ class Rows:
 
     Positions are slots, moved by `shift[r]`, as those behind a picture are, or in three `axes` of their own.
 
+    `last_seen`: the last KV slot that each of a prompt's rows sees, as those of a picture see all of it; None: its own.
+
     `asked[r]`, if given: whether the attention of request r's rows is requested. `fixed`: as of `paged_attention`.
     """
 
@@ -81,6 +83,7 @@ class Rows:
     asked: Bool[Array, " b"] | None = None
     shift: Int[Array, " b"] | None = None
     axes: Int[Array, "3 b t"] | None = None
+    last_seen: Int[Array, "b t"] | None = None
     fixed: int = flax.struct.field(pytree_node=False, default=0)
 
     def positions(self, t: int) -> Int[Array, "b t"]:
@@ -158,7 +161,10 @@ class Rows:
     ) -> tuple[Array, KV]:
         mask, depth, start = self.mask, self.depth, self._seen_from(q.shape[1])
         if mask is None:
-            seen = {"window": window, "sinks": sinks, "scales": scales, "fixed": self.fixed}
+            last = self.last_seen
+            if last is not None and self.asked is not None:
+                last = jnp.where(self.asked[:, None], last, -1)
+            seen = {"window": window, "sinks": sinks, "scales": scales, "last": last, "fixed": self.fixed}
             return paged_attention(q, kv, layer, self.table, start, **seen), kv
         padding = (0, q.shape[1] - mask.shape[1])  # rows that follow those of the mask, and see nothing of them
         if window is not None:
@@ -199,6 +205,12 @@ class Rows:
         """Put these rows' keys and values into one `layer` i32[], or into several at once, i32[l, 1, 1]."""
         page, slot = self._slots(kv, k.shape[-3])
         return kv_write.write(kv, layer, page, slot, k, v, _inverse_scales(scales))
+
+    def put(self, pages: Array, values: Array) -> Array:
+        """Put a value of each of these rows [b, t, ...] into its KV slot of pages [p, s, ...]."""
+        kv_slots, size = self._kv_slots(values.shape[1]), pages.shape[1]
+        valid = jnp.arange(values.shape[1]) < self.count[:, None]
+        return pages.at[self._pages(kv_slots, valid, size), kv_slots % size].set(values.astype(pages.dtype))
 
     def compact(self, kv: KV, path: Int[Array, "b k"], count: Int[Array, " b"]) -> KV:
         """Compact a tree's accepted path into a chain: move what pages have of row `path[r, i]` to KV slot

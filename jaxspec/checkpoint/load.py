@@ -218,7 +218,7 @@ def _declared(
     """Where a model is, its config, its dtype and its declarations. `made_up`: in a quantised checkpoint's formats."""
     source = resolve(path_or_id, revision, load_format=load_format)
     config = source.config
-    if config.tower and load_format != "dummy" and not vision.found(source.files):
+    if config.tower and load_format != "dummy" and not vision.found(config.tower, source.files):
         config = replace(config, tower=None)  # a text model's files beside a multimodal config
     dtype = dtype or ("float32" if jax.default_backend() == "cpu" else config.dtype)
     if dtype not in DTYPES:

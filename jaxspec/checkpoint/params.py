@@ -237,7 +237,7 @@ def _quantised(sources: list[jax.Array], layout: Layout, format: Format) -> tupl
 
     def one(source):
         if block is None:
-            return fp8.quantise_rows(source, None)
+            return fp8.quantise_outputs(source)
         values, scales = fp8.quantise_blocks(source)
         return values, jnp.repeat(scales, BLOCK // size, axis=0)[: len(source) // size]
 

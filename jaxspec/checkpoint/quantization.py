@@ -205,7 +205,7 @@ def as_stored(param: Param, found: Mapping[str, TensorInfo], how: Quantization, 
             f"{where}: {stored[0]} is quantised and {other[0]} isn't. They are one matmul here: quantise both or none"
         )
     scales = tuple(_scale(source, shape, found, how) for source, shape in param.stored_values().items())
-    return dataclasses.replace(param, format=Fp8(how.block, activations), scales=scales)
+    return dataclasses.replace(param, format=_e4m3(param, how.block, activations), scales=scales)
 
 
 def is_packed(source: str, found: Mapping[str, TensorInfo]) -> bool:
@@ -301,6 +301,12 @@ def _scale(
     return name, as_found if math.prod(as_found) == math.prod(full) else full
 
 
+def _e4m3(param: Param, block: int | None, activations: bool) -> Fp8:
+    """The format of a weight that is made or stored as FP8. Rows of experts, and of what is never quantised on load,
+    keep their dtype."""
+    return Fp8(block, activations and not param.stacked and not param.exact)
+
+
 def quantised_on_load(param: Param, activations: bool, how: Quantization | None = None, to: str | None = None) -> Param:
     """The declaration of a weight that is quantised `to` "fp8" or "int4" while it loads, or as `how` says, of dummy
     weights. FP8 is in blocks, int4 symmetric in groups of 128 inputs, or the largest divisor of their number.
@@ -317,7 +323,7 @@ def quantised_on_load(param: Param, activations: bool, how: Quantization | None 
         return dataclasses.replace(param, format=format)
     if (to if how is None else how.kind) in (INT4, NVFP4):
         return param
-    return dataclasses.replace(param, format=Fp8(BLOCK if how is None else how.block, activations))
+    return dataclasses.replace(param, format=_e4m3(param, BLOCK if how is None else how.block, activations))
 
 
 def _four_bits_on_load(inputs: int, how: Quantization | None, to: str | None) -> FourBits | None:

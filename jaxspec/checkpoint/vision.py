@@ -13,14 +13,15 @@ import numpy as np
 from jaxspec.checkpoint.check import CheckpointError
 from jaxspec.checkpoint.gguf_file import GgufFile
 from jaxspec.checkpoint.shards import ModelFolder
-from jaxspec.models.vision import PER_LAYER, PREFIX, Tower
+from jaxspec.models.vision import Tower
 
-NORMS = ("norm.weight", "norm1.weight", "norm2.weight")  # that dummies have at one
+NORMS = re.compile(r"norm\d?\.weight$")  # that dummies have at one
 
 
-def found(files: ModelFolder | GgufFile) -> bool:
+def found(tower: Tower, files: ModelFolder | GgufFile) -> bool:
     """Whether files have a tower: its first matrix stands for the rest."""
-    return PREFIX + "patch_embed.proj.weight" in files.tensors()
+    first = next(iter(tower.shapes)), 0
+    return any(tower.parameter(name) == first for name in files.tensors())
 
 
 def load(tower: Tower, files: ModelFolder | GgufFile, dtype: str, load_format: str, seed: int) -> dict[str, Any]:
@@ -30,12 +31,14 @@ def load(tower: Tower, files: ModelFolder | GgufFile, dtype: str, load_format: s
     """
     if load_format == "dummy":
         return dummy(tower, dtype, seed)
-    wanted = {name: (key, layer) for key in tower.shapes for layer, name in _names(tower, key)}
-    host = {key: [None] * (tower.layers if key.startswith(PER_LAYER) else 1) for key in tower.shapes}
-    if missing := sorted(wanted.keys() - files.tensors().keys()):
+    host = {key: [None] * _count(tower, key) for key in tower.shapes}
+    wanted = {name: own for name in files.tensors() if (own := tower.parameter(name)) is not None}
+    if missing := sorted({(key, i) for key, each in host.items() for i in range(len(each))} - {*wanted.values()}):
+        (key, layer), inner = missing[0], tower.per_layer
         raise CheckpointError(
-            f"{files.path}: {len(missing)} tensors of the vision tower are missing, such as {missing[0]}; download the "
-            "model again, or remove vision_config from its config.json to serve text alone"
+            f"{files.path}: {len(missing)} tensors of the vision tower are missing, such as "
+            f"{key.replace(inner, f'{inner}{layer}.')}; download the model again, or remove vision_config from its "
+            "config.json to serve text alone"
         )
     for name, tensor in files.some(wanted):
         key, layer = wanted[name]
@@ -43,23 +46,21 @@ def load(tower: Tower, files: ModelFolder | GgufFile, dtype: str, load_format: s
         if tensor.size != math.prod(shape) or len(tensor) != shape[0]:
             raise CheckpointError(f"{files.path}: {name} has shape {list(tensor.shape)}, {list(shape)} is expected")
         host[key][layer] = np.asarray(tensor).reshape(shape)
-    stacked = {key: np.stack(each) if key.startswith(PER_LAYER) else each[0] for key, each in host.items()}
+    stacked = {key: np.stack(each) if key.startswith(tower.per_layer) else each[0] for key, each in host.items()}
     return {key: jnp.array(values, dtype) for key, values in stacked.items()}
 
 
-def _names(tower: Tower, key: str) -> list[tuple[int, str]]:
-    """The tensors that a parameter is made of, each with its layer."""
-    if not key.startswith(PER_LAYER):
-        return [(0, PREFIX + key)]
-    return [(i, PREFIX + re.sub(f"^{PER_LAYER}", f"{PER_LAYER}{i}.", key)) for i in range(tower.layers)]
+def _count(tower: Tower, key: str) -> int:
+    """How many tensors a parameter is made of."""
+    return tower.layers if key.startswith(tower.per_layer) else 1
 
 
 def dummy(tower: Tower, dtype: str, seed: int) -> dict[str, Any]:
     """Random parameters, each a function of `seed` and its place."""
     made = {}
     for i, (key, shape) in enumerate(tower.shapes.items()):
-        shape = (tower.layers, *shape) if key.startswith(PER_LAYER) else shape
-        if key.endswith(NORMS):
+        shape = (tower.layers, *shape) if key.startswith(tower.per_layer) else shape
+        if NORMS.search(key):
             made[key] = jnp.ones(shape, dtype)
         elif key.endswith("bias"):
             made[key] = jnp.zeros(shape, dtype)

@@ -11,7 +11,11 @@ import json
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    from jaxtyping import Float, Int
 
 MAX_LOGPROBS = 20  # OpenAI's limit; every sampled row computes this many
 MAX_STOP_IDS = 32  # stop token ids of one request, the model's own end tokens included
@@ -20,6 +24,7 @@ MAX_STOPS, MAX_STOP_LENGTH = 64, 256  # stop strings, and characters of each: al
 MAX_N = 128
 # How a token came: as a draft that the model accepted; as the model's own choice in place of a rejected draft; as its
 # own after all drafts of the round were accepted; as its own where nothing was drafted, like the first after a prompt.
+REPORTS = ("return_hidden_states", "return_routed_experts")  # what an engine keeps if it is told to
 TOKEN_SOURCES = ("accepted", "corrected", "bonus", "plain")
 MAX_GRAMMAR, MAX_NESTING = 2**18, 64  # characters of a grammar, levels of a schema
 MAX_WHITESPACE = 1024  # characters of a whitespace pattern, which stands between any two parts of a text
@@ -257,6 +262,9 @@ class SamplingParams:
     - `speculative`: False decodes this request without drafts.
     - `fixed_drafts`: rounds with this request have all drafts, as with `--draft-policy fixed`.
     - `token_sources`: report of each token how it came, one of `TOKEN_SOURCES`.
+    - `return_hidden_states`, `return_routed_experts`: report the final hidden state, or the experts that each mixture
+      chose, of every token but the last, the prompt's included. The engine needs `enable_return_hidden_states`, or
+      `enable_return_routed_experts`.
     - `structured`: a grammar that the text follows, a `StructuredOutput`. It ends where the grammar does. Everything
       else means what it means without; with `ignore_eos`, the text doesn't end before it must.
 
@@ -287,6 +295,8 @@ class SamplingParams:
     speculative: bool = True
     fixed_drafts: bool = False
     token_sources: bool = False
+    return_hidden_states: bool = False
+    return_routed_experts: bool = False
     structured: StructuredOutput | None = None
 
     def __post_init__(self):
@@ -325,7 +335,7 @@ class SamplingParams:
             raise RequestError("fixed_drafts asks for drafts and speculative: false for none; send one", "fixed_drafts")
         if self.structured is not None and not isinstance(self.structured, StructuredOutput):
             raise RequestError(f"structured takes a StructuredOutput, got {self.structured!r}", "structured")
-        switches = ("ignore_eos", "speculative", "fixed_drafts", "token_sources")
+        switches = ("ignore_eos", "speculative", "fixed_drafts", "token_sources", *REPORTS)
         for name in (*switches, "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, got {shown(getattr(self, name))}", name)
@@ -402,6 +412,8 @@ class Completion:
     stop_reason: int | str | None = None  # the stop token id or stop string that ended it
     logprobs: list[TokenLogprobs] | None = None
     token_sources: list[str] | None = None  # of each of `token_ids`, if asked for
+    hidden_states: Float[np.ndarray, "t d"] | None = None  # of prompt and text but the last token, if asked for
+    routed_experts: Int[np.ndarray, "t l k"] | None = None  # as `hidden_states`, by mixture
 
 
 @dataclass(slots=True)
@@ -469,6 +481,8 @@ class Delta:
     metrics: RequestMetrics | None = None  # with the finish_reason
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # with completion 0's first delta, if asked for
     token_sources: list[str] | None = None  # of each of `token_ids`, if asked for
+    hidden_states: Float[np.ndarray, "t d"] | None = None  # with the finish_reason, as of `Completion`
+    routed_experts: Int[np.ndarray, "t l k"] | None = None  # likewise
     error: Exception | None = None  # with the finish_reason "error": why this completion failed, and it alone
 
 

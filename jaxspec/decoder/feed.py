@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.decoder.matmul import ACTIVATIONS, Quantised, gate, gating, matmul, project
+from jaxspec.decoder.matmul import ACTIVATIONS, Quantised, Weighted, gate, gating, matmul, project
 from jaxspec.decoder.mixings.kind import Weights
 from jaxspec.models.description import Mixture, Mlp, SigmoidScores
 from jaxspec.pallas.experts.experts_mlp import NOBODY, Gating, Stack, experts_mlp
@@ -24,7 +24,7 @@ def mlp(
     m: Mlp,
     weights: Weights,
     x: Float[Array, "b t d"] | None,
-    rows: Float[Array, "b t d"] | Quantised,
+    rows: Float[Array, "b t d"] | Quantised | Weighted,
     valid: Int[Array, "1"],
 ) -> Float[Array, "b t d"]:
     """x + down(activation(gate) * up) of the normed rows, of which the first `valid` count."""
@@ -57,17 +57,22 @@ def mixture(
     x: Float[Array, "b t d"] | None,
     rows: Float[Array, "b t d"],
     positions: Int[Array, "b _"],
+    report: list[Array] | None = None,
 ) -> Float[Array, "b t d"]:
     """x + each token's experts, weighted as its router likes them (https://arxiv.org/abs/1701.06538), + the shared one.
 
-    The router's logits and probabilities are float32 throughout: a rounded one may pick another expert.
+    The router's logits and probabilities are float32 throughout: a rounded one may pick another expert. `report` gets
+    the chosen experts, i32[b, t, k].
     """
     # One array for the router and the experts, which XLA would otherwise normalise rows for once each.
     shape, rows = rows.shape, jax.lax.optimization_barrier(rows.reshape(-1, rows.shape[-1]))
     logits = matmul(rows, weights["router"], jnp.float32)
     logits = logits + weights["router_bias"] if m.router_bias else logits
     x = None if x is None else x.reshape(rows.shape)
-    return mix_experts(m, weights, rows, logits, positions, x).reshape(shape)
+    ids, scores = chosen_experts(m, weights, rows, logits, positions)
+    if report is not None:
+        report.append(ids[:, : m.per_token].reshape(*shape[:-1], -1))
+    return mix_chosen(m, weights, rows, ids, scores, x).reshape(shape)
 
 
 def mix_experts(
@@ -80,6 +85,14 @@ def mix_experts(
     **further: Any,
 ) -> Float[Array, "r d"] | tuple[Float[Array, "r d"], Any]:
     """Mix flat rows' experts by the router's logits; all else as in `mix_chosen`."""
+    return mix_chosen(m, weights, rows, *chosen_experts(m, weights, rows, logits, positions), residual, **further)
+
+
+def chosen_experts(
+    m: Mixture, weights: Weights, rows: Float[Array, "r d"], logits: Float[Array, "r e"], positions: Int[Array, "*b"]
+) -> tuple[Int[Array, "r w"], Float[Array, "r w"]]:
+    """The experts of flat rows by the router's logits, and their weights. The shared one follows, if it is gated or one
+    that all choose."""
     positions = positions.reshape(-1)
     shared = (rows, weights["shared_gate"].dequantised(rows.dtype)) if m.shared and m.shared_gated else None
     with jax.named_scope("experts"):
@@ -91,7 +104,7 @@ def mix_experts(
             always = jnp.where(positions < 0, NOBODY, m.experts)[:, None]
             ids = jnp.concatenate([ids[:, : m.per_token], always], axis=1)
             scores = jnp.concatenate([scores[:, : m.per_token], jnp.ones_like(scores[:, :1])], axis=1)
-    return mix_chosen(m, weights, rows, ids, scores, residual, **further)
+    return ids, scores
 
 
 def corrected_experts(

@@ -14,9 +14,10 @@ from functools import partial
 from jaxtyping import Array, Float, Int
 
 from jaxspec.decoder.functions import cos_sin
+from jaxspec.decoder.matmul import rounds
 from jaxspec.decoder.mixings.attention import sinks
 from jaxspec.decoder.mixings.kind import Weights
-from jaxspec.decoder.mixture_rows import add, given_first, mixture, operand, quantised_refused
+from jaxspec.decoder.mixture_rows import add, given_first, given_to, mixture, operand, quantised_refused, stored_as
 from jaxspec.decoder.padding import flat, padded, untimed, valid_rows
 from jaxspec.decoder.path import MIXTURE, Call, Path, implementing, layers_differ
 from jaxspec.decoder.stack import Ops
@@ -31,8 +32,9 @@ ALONE_DEVICES = 1  # that a layer by itself is divided among: no GPU has timed i
 Table = tuple[Float[Array, "r half"], Float[Array, "r half"]]
 
 IMPLEMENTS = implementing({
-    Mixture: {*MIXTURE, "bias", "router_bias", "activation"}, ClampedSwiglu: {"alpha", "limit"}, Fp8: {"block"},
-    Int4: {"group", "zeros"}, Nvfp4: set(), Mxfp4: set(),  # of a mixture's experts, which have kernels of their own
+    Mixture: {*MIXTURE, "bias", "router_bias", "activation"}, ClampedSwiglu: {"alpha", "limit"},
+    Fp8: {"block", "activations"}, Int4: {"group", "zeros"}, Nvfp4: set(),
+    Mxfp4: set(),  # of a mixture's experts, which have kernels of their own
 })  # fmt: skip
 
 
@@ -58,6 +60,8 @@ def sizes_fit(decoder: Decoder, layers: Sequence[Weights], call: Call, quantised
     if call.inputs == ():
         return "rows that are normed already"
     beside = sum(call.inputs[1:]) if call.inputs else 0
+    if beside and any(map(rounds, _multiplied(layers))):
+        return "two inputs whose rows are quantised"
     if reason := layers_differ(decoder):
         return reason
     a, norm = decoder.attention, decoder.layers[0].norm
@@ -80,7 +84,7 @@ def sizes_fit(decoder: Decoder, layers: Sequence[Weights], call: Call, quantised
     if multiplied[0].quantised:
         if reason := next(filter(None, map(quantised_refused, multiplied)), None):
             return reason
-        dtype, ways = layers[0]["attn_norm"].dtype, [few_rows.storage(operand(weight)) for weight in multiplied]
+        dtype, ways = layers[0]["attn_norm"].dtype, list(map(stored_as, multiplied))
     fit = partial(few_rows.supported, rows, a.head_dim, widths, dtype, call.pages, beside=beside)
     return next(filter(None, (fit(**way) for way in ways)), None)
 
@@ -119,6 +123,7 @@ class FewRows(Ops):
         a, norms = layer.mixing, [weights[name] for name in ("q_norm", "k_norm") if layer.mixing.qk_norm]
         later = [name for name in ("out", "gate_up", "down") if name in weights and _idle(weights, x)]
         prefetch = [weights[name].unquantised for name in later]
+        given = [given_to(weights["qkv"], each, layer.norm.centred) for each in given]
 
         def write(pages, kv_slots, inverse_scales):
             operands = *zip(*given, strict=True), operand(weights["qkv"]), *self.table, pages, i, kv_slots.reshape(-1)
@@ -142,6 +147,7 @@ class FewRows(Ops):
             x, given = mixture(layer, weights, x, given, *self.valid, scale, qkv)
             return x, [given]
         prefetch = [qkv.unquantised] if after and _idle(weights, x) else []
+        given = given_to(weights["gate_up"], given, layer.norm.centred)
         hidden = few_rows.gated(*given, operand(weights["gate_up"]), prefetch, eps=layer.norm.eps)
         x, given = add(x, hidden, weights["down"], scale, prefetch=qkv)
         return x, [given]

@@ -36,6 +36,15 @@ def centred_rms_norm(x: Float[Array, "*b d"], weight: Float[Array, "... d"], eps
     return (x32 * (1 + weight.astype(jnp.float32))).astype(x.dtype)
 
 
+def weighted(
+    x: Float[Array, "*b d"], weight: Float[Array, " d"], norm: Norm
+) -> tuple[Float[Array, "*b d"], Float[Array, "*b"]]:
+    """A norm in two: x times its weight, rounded, and each row's factor, float32, by which products are multiplied."""
+    x32 = x.astype(jnp.float32)
+    factor = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1) + norm.eps)
+    return (x32 * (weight.astype(jnp.float32) + norm.centred)).astype(x.dtype), factor
+
+
 def rope_frequencies(attention: Attention | LatentAttention) -> Float[Array, " half"]:
     """Inverse frequencies of the rotary embedding, scaled for long contexts where the description says so."""
     rope = attention.rope

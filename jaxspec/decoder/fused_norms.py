@@ -20,7 +20,7 @@ from jaxtyping import Array, Int
 from jaxspec.decoder import plain
 from jaxspec.decoder.mixings import mixing_of
 from jaxspec.decoder.mixings.kind import Weights
-from jaxspec.decoder.mixture_rows import add, given_first, mixture, operand, quantised_refused
+from jaxspec.decoder.mixture_rows import add, given_first, given_to, mixture, operand, quantised_refused, stored_as
 from jaxspec.decoder.padding import flat, padded, untimed, valid_rows
 from jaxspec.decoder.path import MIXTURE, Call, Path, implementing
 from jaxspec.decoder.stack import Ops
@@ -29,8 +29,8 @@ from jaxspec.models.weights import HALF, FourBits, Fp8, Int4, Nvfp4, Weight
 from jaxspec.pallas.dense import few_rows
 
 IMPLEMENTS = implementing({
-    Mlp: {"bias", "activation"}, Mixture: MIXTURE, Norm: {"centred"}, Rope: {"columns"}, Fp8: {"block"},
-    Int4: {"group", "zeros"}, Nvfp4: set(),
+    Mlp: {"bias", "activation"}, Mixture: MIXTURE, Norm: {"centred"}, Rope: {"columns"},
+    Fp8: {"block", "activations"}, Int4: {"group", "zeros"}, Nvfp4: set(),
 })  # fmt: skip
 
 
@@ -46,7 +46,7 @@ def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
     for layer, weights in zip(decoder.layers, layers, strict=True):
         dtype, quantised = weights["attn_norm"].dtype, any(map(_quantised, weights.values()))
         for names in _together(layer, weights):
-            columns, of = [weights[name].outputs for name in names], _storage(weights[names[0]])
+            columns, of = [weights[name].outputs for name in names], stored_as(weights[names[0]])
             if not quantised and (odd := [each for each in columns if each % few_rows.TILE]):
                 return f"{odd[0]} columns of unquantised weights"  # took longer than plain layers, docs/experiments.md
             scaled = quantised and decoder.width > few_rows.NARROW
@@ -64,10 +64,6 @@ def _quantised(weight: Any) -> bool:
     return isinstance(weight, Weight) and isinstance(weight.format, Fp8 | FourBits)
 
 
-def _storage(weight: Weight) -> dict[str, Any]:
-    return few_rows.storage(operand(weight)) if _quantised(weight) else {}
-
-
 def _together(layer: Layer, weights: Weights) -> list[tuple[str, ...]]:
     """The weights that make of a layer's normed rows what it mixes; those of one kernel together."""
     names = mixing_of(layer).projections
@@ -77,7 +73,7 @@ def _together(layer: Layer, weights: Weights) -> list[tuple[str, ...]]:
 def _sum_refused(weight: Weight, rows: int, dtype: Any) -> str | None:
     """Why the kernel of a product and the residual stream can't take so many rows of this weight, or None."""
     shape = weight.inputs, weight.outputs
-    return few_rows.product_supported(rows, [weight.inputs], shape, dtype, **_storage(weight))
+    return few_rows.product_supported(rows, [weight.inputs], shape, dtype, **stored_as(weight))
 
 
 def _mlp_refused(layer: Layer, weights: Weights, rows: int) -> str | None:
@@ -89,7 +85,7 @@ def _mlp_refused(layer: Layer, weights: Weights, rows: int) -> str | None:
         return "an MLP with biases" if m.bias else f"an MLP with {m.activation}"
     if d <= few_rows.NARROW or gate_up.layout.interleave != HALF:
         return f"an MLP {m.width} wide, of rows of {d}"
-    reason = few_rows.normed_supported(rows, d, [gate_up.outputs], weights["attn_norm"].dtype, **_storage(gate_up))
+    reason = few_rows.normed_supported(rows, d, [gate_up.outputs], weights["attn_norm"].dtype, **stored_as(gate_up))
     return reason or _sum_refused(weights["down"], rows, weights["attn_norm"].dtype)
 
 
@@ -130,7 +126,8 @@ class FusedNorms(Ops):
             given = few_rows.scale_rows(*given, layer.norm.centred)
         for names in _together(layer, weights):
             dtypes = tuple("float32" if name in mixing.exact else str(given[0].dtype) for name in names)
-            made += few_rows.normed(*given, [operand(weights[name]) for name in names], dtypes=dtypes, **norm)
+            own = given_to(weights[names[0]], given, layer.norm.centred)
+            made += few_rows.normed(*own, [operand(weights[name]) for name in names], dtypes=dtypes, **norm)
         return [self.batched(out)[:, : None if mixing.padding else self.positions.shape[1]] for out in made]
 
     def mix(self, layer, weights, i, x, given, cache):
@@ -151,6 +148,7 @@ class FusedNorms(Ops):
         if _mlp_refused(layer, weights, len(x)):
             x = plain.feed(layer, weights, self.batched(x), self.positions).reshape(x.shape)
             return x, (x, scale)
+        given = given_to(weights["gate_up"], given, norm.centred)
         hidden = few_rows.gated(*given, operand(weights["gate_up"]), eps=norm.eps)
         return add(x, hidden, weights["down"], scale, norm.centred)
 

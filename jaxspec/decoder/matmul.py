@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.decoder.functions import normed
+from jaxspec.decoder.functions import normed, weighted
+from jaxspec.decoder.low_rank import low_rank
 from jaxspec.decoder.padding import flat, padded
 from jaxspec.models import fp8
 from jaxspec.models.description import ClampedSwiglu, Norm
@@ -22,24 +23,61 @@ from jaxspec.pallas.dense import few_rows, fp8_quantise, fp8_rows, fp8_tiles, fp
 from jaxspec.pallas.operation import ANY, HOPPER, PORTABLE, Implementation, choose, nothing, warn
 from jaxspec.pallas.portable import fp8 as portable_fp8
 
+MOST_ROUNDED = 32  # rows that `fp8_rows` multiplies where they are quantised; `fp8_tiles` takes more
+
 
 class Quantised(NamedTuple):
-    """Rows as e4m3, and their scales for each 128 inputs."""
+    """Rows of a norm as e4m3, and their scales for each 128 inputs, the norm's factor among them."""
 
     values: Float[Array, "*b k"]
     scales: Float[Array, "r g"]
 
 
+class Weighted(NamedTuple):
+    """Rows of a norm that are to be quantised: times the norm's weight, and the norm's factor of each."""
+
+    rows: Float[Array, "*b k"]
+    factor: Float[Array, "*b"]
+
+
 def normed_for(
     weights: Sequence[Weight], x: Float[Array, "*b k"], scale: Float[Array, " k"], norm: Norm
-) -> Float[Array, "*b k"] | Quantised:
-    """The norm of x as `project` takes it: quantised already, if one weight alone reads it and a kernel does both."""
+) -> Float[Array, "*b k"] | Quantised | Weighted:
+    """The norm of x as `project` takes it, for one weight that quantises rows, or for any that don't."""
     return choose("a norm", NORMS, weights, x, scale, norm).run(weights, x, scale, norm)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def rounds(weight: Weight) -> bool:
+    """Whether the rows that a weight multiplies are quantised, too."""
+    return isinstance(weight.format, Fp8) and weight.format.activations
+
+
 def project(
-    x: Float[Array, "*b k"] | Quantised,
+    x: Float[Array, "*b k"] | Quantised | Weighted,
+    weight: Weight,
+    valid: Int[Array, "1"],
+    residual: Float[Array, "*b n"] | None = None,
+    gated: bool = False,
+) -> Float[Array, "*b o"]:
+    """Multiply as `multiply`, and add what the rows' adapters do. These come in as the residual stream, so the kernels
+    of weights know nothing of them; the gate comes behind them then."""
+    if weight.adapters is None:
+        return multiply(x, weight, valid, residual, gated)
+    change, layout = low_rank(x, weight.adapters), weight.layout
+    change = change if residual is None else residual + change
+    out = multiply(x, weight.replace(adapters=None), valid, change, False)
+    return gate(out, layout.interleave) if gated else out
+
+
+def exact(x: Float[Array, "*b k"], weight: Weight) -> Float[Array, "*b n"]:
+    """The product in float32, in plain jnp, with what the rows' adapters add."""
+    product = matmul(x, weight, jnp.float32)
+    return product if weight.adapters is None else product + low_rank(x, weight.adapters)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def multiply(
+    x: Float[Array, "*b k"] | Quantised | Weighted,
     weight: Weight,
     valid: Int[Array, "1"],
     residual: Float[Array, "*b n"] | None = None,
@@ -47,28 +85,28 @@ def project(
 ) -> Float[Array, "*b o"]:
     """`residual + x @ weight`; `gated`, without a residual, silu(gate) * up of the product, half as wide.
 
-    Rows from `valid` on are padding, and may be anything finite. x is `Quantised` where `normed_for` made it so.
+    Rows from `valid` on are padding, and may be anything finite. x is `Quantised` or `Weighted` where `normed_for` made
+    it so.
     """
     if isinstance(x, Quantised):
-        rows = x.values.reshape(-1, x.values.shape[-1]), x.scales
-        out = fp8_tiles.matmul(*rows, weight.values, weight.scales, valid, block=weight.format.block, gated=gated)
-        return out.reshape(*x.values.shape[:-1], -1)
-    call = Product(x, weight, valid, residual, gated)
+        call = Product(x.values, weight, valid, residual, gated)
+        return _tiled_fp8(call, call.rows, x.scales)
+    call = Product.of(x, weight, valid, residual, gated)
     return choose("a product", PRODUCTS, call).run(call)
 
 
 def reference(
-    x: Float[Array, "*b k"],
+    x: Float[Array, "*b k"] | Weighted,
     weight: Weight,
     residual: Float[Array, "*b n"] | None = None,
     gated: bool = False,
 ) -> Float[Array, "*b o"]:
-    """Multiply as `project` in plain jnp, all rows."""
-    return _plain(Product(x, weight, residual=residual, gated=gated))
+    """Multiply as `multiply` in plain jnp, all rows."""
+    return _plain(Product.of(x, weight, None, residual, gated))
 
 
 def _forward(x, weight, valid, residual, gated):
-    return project(x, weight, valid, residual, gated), (x, weight, residual)
+    return multiply(x, weight, valid, residual, gated), (x, weight, residual)
 
 
 def _backward(gated, kept, gradient):
@@ -76,7 +114,7 @@ def _backward(gated, kept, gradient):
     return x, weight, None, residual
 
 
-project.defvjp(_forward, _backward)
+multiply.defvjp(_forward, _backward)
 
 
 ACTIVATIONS = {
@@ -132,6 +170,7 @@ class Product(NamedTuple):
     - `residual`: what it is added to. `gated`: silu(gate) * up of it, half as wide, without a residual.
     - `dtype`: of the result, if not that of x.
     - `parts`: what x consists of, side by side, each with the padding rows that it comes with.
+    - `factor`: of each row, as in `Weighted`.
     """
 
     x: Float[Array, "*b k"]
@@ -141,6 +180,11 @@ class Product(NamedTuple):
     gated: bool = False
     dtype: Any = None
     parts: tuple[Float[Array, "b _ _"], ...] = ()
+    factor: Float[Array, "*b"] | None = None
+
+    @classmethod
+    def of(cls, x: Float[Array, "*b k"] | Weighted, *further: Any) -> Product:
+        return cls(x.rows, *further, factor=x.factor) if isinstance(x, Weighted) else cls(x, *further)
 
     @property
     def rows(self) -> Float[Array, "r k"]:
@@ -169,7 +213,11 @@ class Product(NamedTuple):
 
 
 def _plain(call: Product) -> Float[Array, "*b o"]:
-    return call.finished(matmul(call.x, call.weight, call.dtype))
+    if call.factor is None:
+        return call.finished(matmul(call.x, call.weight, call.dtype))
+    weight = call.weight
+    out = fp8.product(call.x, weight.values, weight.scales, weight.format.block, call.factor)
+    return call.finished(out.astype(call.dtype or call.x.dtype))
 
 
 def _not_in(kind: type[Format], call: Product) -> str | None:
@@ -216,21 +264,20 @@ def _fp8_rows_refused(by: ModuleType, call: Product) -> str | None:
     block, outputs, inputs, unit = call.scaled
     if block is None:
         block, unit = fp8.BLOCK, outputs
-    elif call.weight.format.activations:
-        return "rows that are quantised, too"
+    if rounds(call.weight) and len(call.rows) > MOST_ROUNDED:
+        return f"{len(call.rows)} rows that are quantised, too; supported: up to {MOST_ROUNDED}"
     return by.supported(len(call.rows), call.x.dtype, block, outputs, inputs, unit)
 
 
 def _fp8_rows(by: ModuleType, call: Product) -> Float[Array, "*b o"]:
     """Multiply by `fp8_rows` or the portable one. Scales for all inputs come last."""
-    rows, weight, scales, by_row, by_output = call.rows, call.weight, call.weight.scales, 1.0, 1.0
+    rows, weight, scales, by_output = call.rows, call.weight, call.weight.scales, 1.0
     if weight.format.block is None:
         by_output = jnp.repeat(scales[:, 0], weight.outputs // len(scales))
         scales = jnp.ones((1, weight.inputs // fp8.BLOCK), jnp.float32)
-    if weight.format.activations:
-        quantised, by_row = fp8.quantise_rows(rows, None)
-        rows = quantised.astype(rows.dtype)  # which is exact
-    out = by.product(rows, weight.values, scales) * by_row * by_output
+    if rounds(weight):
+        rows = fp8.rounded(rows, None if call.factor is None else call.factor.reshape(-1))
+    out = by.product(rows, weight.values, scales) * by_output
     return call.finished(call.like_x(out.astype(call.dtype or call.x.dtype)))
 
 
@@ -248,10 +295,15 @@ def _fp8_tiles_refused(call: Product) -> str | None:
 
 
 def _fp8_tiles(call: Product) -> Float[Array, "*b o"]:
-    rows, weight, block = call.rows, call.weight, call.weight.format.block
-    quantised = choose("quantising rows", QUANTISED_ROWS, rows, block).run(rows, block)
-    of = *quantised, weight.values, weight.scales, *call.tiles
-    return call.like_x(fp8_tiles.matmul(*of, block=block, gated=call.gated))
+    values, scales = choose("quantising rows", QUANTISED_ROWS, call.rows).run(call.rows)
+    return _tiled_fp8(call, values, scales if call.factor is None else scales * call.factor.reshape(-1, 1))
+
+
+def _tiled_fp8(call: Product, rows: Float[Array, "r k"], scales: Float[Array, "r g"]) -> Float[Array, "*b o"]:
+    """Multiply rows that are quantised."""
+    weight = call.weight
+    of = rows, scales, weight.values, weight.scales, *call.tiles
+    return call.like_x(fp8_tiles.matmul(*of, block=weight.format.block, gated=call.gated))
 
 
 def _fp8_wide_refused(call: Product) -> str | None:
@@ -308,12 +360,19 @@ PRODUCTS = (
 )
 
 
-def _norm_refused(weights: Sequence[Weight], x: Array, scale: Array, norm: Norm) -> str | None:
+def _not_quantised(weights: Sequence[Weight], *_: Any) -> str | None:
     if len(weights) != 1:
         return f"{len(weights)} readers"
+    if weights[0].adapters is not None:
+        return "rows with adapters, which read them unquantised"
+    return None if rounds(weights[0]) else f"a weight in {weights[0].format}"
+
+
+def _norm_refused(weights: Sequence[Weight], x: Array, scale: Array, norm: Norm) -> str | None:
+    if reason := _not_quantised(weights):
+        return reason
     rows, (weight,) = x.reshape(-1, x.shape[-1]), weights
-    reason = _fp8_tiles_refused(Product(x, weight))
-    return reason or fp8_quantise.norm_supported(*rows.shape, rows.dtype, weight.format.block)
+    return _fp8_tiles_refused(Product(x, weight)) or fp8_quantise.norm_supported(*rows.shape, rows.dtype)
 
 
 def _norm_and_quantise(weights: Sequence[Weight], x: Array, scale: Array, norm: Norm) -> Quantised:
@@ -324,14 +383,15 @@ def _norm_and_quantise(weights: Sequence[Weight], x: Array, scale: Array, norm: 
 
 NORMS = (
     Implementation("fp8_norm_quantise", HOPPER, _norm_refused, _norm_and_quantise),
+    Implementation("weighted", ANY, _not_quantised, lambda _, x, scale, norm: Weighted(*weighted(x, scale, norm))),
     Implementation("plain", ANY, nothing, lambda weights, x, scale, norm: normed(x, scale, norm)),
 )
 QUANTISED_ROWS = (
     Implementation(
         "fp8_quantise",
         HOPPER,
-        lambda rows, block: fp8_quantise.supported(len(rows), rows.dtype, block),
-        lambda rows, block: fp8_quantise.quantise_rows(rows),
+        lambda rows: fp8_quantise.supported(len(rows), rows.dtype),
+        lambda rows: fp8_quantise.quantise_rows(rows),
     ),
     Implementation("plain", ANY, nothing, fp8.quantise_rows),
 )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.decoder import feed
 from jaxspec.decoder.functions import normed
+from jaxspec.decoder.matmul import rounds
 from jaxspec.decoder.mixings.kind import Weights
 from jaxspec.models.description import Layer, Mixture
 from jaxspec.models.weights import FourBits, Fp8, Unquantised, Weight
@@ -24,8 +27,16 @@ Given = tuple[Float[Array, "r d"], Float[Array, " d"] | None] | few_rows.Scaled 
 def operand(weight: Weight) -> Float[Array, "k n"] | few_rows.Fp8Weight | Weight:
     """A weight as `pallas.few_rows` takes it."""
     if isinstance(weight.format, Fp8):
-        return few_rows.Fp8Weight(weight.values, weight.scales)
+        kind = few_rows.Fp8WeightAndRows if rounds(weight) else few_rows.Fp8Weight
+        return kind(weight.values, weight.scales)
     return weight if isinstance(weight.format, FourBits) else weight.unquantised
+
+
+def stored_as(weight: Weight) -> dict[str, Any]:
+    """How a quantised weight is stored, as `pallas.few_rows` asks to tell which sizes fit; nothing for others."""
+    if not weight.quantised:
+        return {}
+    return {name: each for name, each in few_rows.format_of(operand(weight)).items() if name != "rounds"}
 
 
 def quantised_refused(weight: Weight) -> str | None:
@@ -36,6 +47,13 @@ def quantised_refused(weight: Weight) -> str | None:
         return few_rows.four_bits_supported(weight)
     unit = weight.outputs // len(weight.scales)
     return few_rows.fp8_supported(weight.format.block, weight.outputs, weight.inputs, unit)
+
+
+def given_to(weight: Weight, given: Given, centred: bool) -> Given:
+    """Return what a kernel of this weight takes for its norm. Quantised rows are `Scaled`, however narrow they are."""
+    if not rounds(weight) or isinstance(given, few_rows.Scaled):
+        return given
+    return few_rows.scale_rows(*given, centred)
 
 
 def add(
@@ -49,14 +67,16 @@ def add(
 ) -> tuple[Float[Array, "r d"], Given]:
     """The residual stream after a product is added, and what is given to the norm that follows, of this `scale`.
 
-    Narrow rows aren't scaled for it: they are normed before weights arrive. No scale: nothing follows. Among several
-    devices the product is a part of the sum, rounded to bfloat16; `prefetch`: weights to fetch while it is made.
+    Narrow rows aren't scaled for it, unless the weight after it quantises them: they are normed before weights arrive.
+    No scale: nothing follows. Among several devices the product is a part of the sum, rounded to bfloat16. `prefetch`:
+    the weight after the norm, to fetch while that is made.
     """
     if devices() > 1:
         part = few_rows.product([rows], operand(weight))
         part = part if bias is None else part + bias  # which is zero but on the first device
         return _summed(part, x, scale, centred, prefetch)
-    if x.shape[1] > few_rows.NARROW and scale is not None:
+    wide = x.shape[1] > few_rows.NARROW or (prefetch is not None and rounds(prefetch))
+    if wide and scale is not None:
         return few_rows.add_product(x, rows, operand(weight), scale, bias, centred=centred)
     x = few_rows.add_product(x, rows, operand(weight), None, bias)
     return x, (x, scale)
@@ -144,7 +164,8 @@ ROUTER = (
 def given_first(layer: Layer, weights: Weights, x: Float[Array, "r d"], scale: Float[Array, " d"]) -> Given:
     """Give the first layer's first norm its rows: as layers like it give it to the next, so that all are traced
     once."""
-    if not scaled_sums(layer, x):
+    quantised = not isinstance(layer.feed, Mixture) and devices() == 1 and "qkv" in weights and rounds(weights["qkv"])
+    if not quantised and not scaled_sums(layer, x):
         return x, scale
     rows, squares = few_rows.scale_rows(x, scale, layer.norm.centred)
     mixture = isinstance(layer.feed, Mixture) and devices() == 1

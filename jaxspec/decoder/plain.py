@@ -6,7 +6,8 @@ of weights. Layers with post norms add norm(out(...)) and norm(feed(...)) instea
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -14,18 +15,18 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.decoder.feed import add_product, mixture, mlp
 from jaxspec.decoder.functions import normed
-from jaxspec.decoder.matmul import Quantised, matmul, normed_for, project, valid_count
+from jaxspec.decoder.matmul import Quantised, Weighted, exact, normed_for, project, valid_count
 from jaxspec.decoder.mixings import mixing_of
 from jaxspec.decoder.mixings.kind import Weights
 from jaxspec.decoder.path import MIXTURE, Path, implementing
-from jaxspec.decoder.stack import Ops
-from jaxspec.models.description import Absent, ClampedSwiglu, Layer, Mixture, Mlp, Norm, Rope, SigmoidScores
+from jaxspec.decoder.stack import Chosen, Ops
+from jaxspec.models.description import Absent, ClampedSwiglu, Decoder, Layer, Mixture, Mlp, Norm, Rope, SigmoidScores
 from jaxspec.models.weights import Fp8, Int4, Mxfp4, Nvfp4
 from jaxspec.parallel.peers import summed
 from jaxspec.parallel.sharding import devices, total
 
 IMPLEMENTS = implementing({
-    Layer: {"pre_norm", "post_norm", "residual_scale"}, Absent: set(), Norm: {"centred"},
+    Decoder: {"reports_experts"}, Layer: {"pre_norm", "post_norm", "residual_scale"}, Absent: set(), Norm: {"centred"},
     Mlp: {"bias", "activation", "gated"},
     Rope: {"columns", "interleaved"},
     Mixture: {*MIXTURE, "shared_gated", "scores", "bias", "router_bias", "activation", "groups", "gated", "latent"},
@@ -34,10 +35,17 @@ IMPLEMENTS = implementing({
 })  # fmt: skip
 
 
+@dataclass(frozen=True, eq=False)
 class Plain(Ops):
     """The equations. What is given to a layer is None, or rows that it mixes in place of its normed residual stream."""
 
+    reports: bool = field(default=False, kw_only=True)  # the experts that mixtures choose
+
     compacts = True
+
+    @classmethod
+    def of(cls, decoder, layers, positions, mixer):
+        return cls(positions, mixer, reports=decoder.reports_experts)
 
     def first(self, layer, weights, x, inputs):
         if inputs is None:
@@ -47,10 +55,13 @@ class Plain(Ops):
         return x[:, :t], rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=-1)
 
     def project(self, layer, weights, x, given):
-        if given is None:
-            readers = [weights[name] for name in mixing_of(layer).projections]
-            given = normed_for(readers, x, weights["attn_norm"], layer.norm) if layer.pre_norm else x
-        return products(layer, weights, given, self.positions)
+        mixing = mixing_of(layer)
+        if given is None and layer.pre_norm:
+            readers = [[] if name in mixing.exact else [weights[name]] for name in mixing.projections]
+            rows = [normed_for(each, x, weights["attn_norm"], layer.norm) for each in readers]
+        else:
+            rows = [x if given is None else given] * len(mixing.projections)
+        return products(layer, weights, rows, self.positions)
 
     @jax.named_scope("output_projection")
     def add(self, layer, weights, x, mixed):
@@ -58,18 +69,25 @@ class Plain(Ops):
         return added(layer, weights, "attn_post_norm", x, lambda x: add_product(x, mixed, weights, "out", valid)), None
 
     def feed(self, layer, weights, after, x, given):
-        return feed(layer, weights, x, self.positions), None
+        if not (self.reports and isinstance(layer.feed, Mixture)):
+            return feed(layer, weights, x, self.positions), None
+        chosen: list[Array] = []
+        x = feed(layer, weights, x, self.positions, chosen)
+        return x, Chosen(*chosen)
 
 
 @jax.named_scope("projections")
 def products(
-    layer: Layer, weights: Weights, rows: Float[Array, "b t w"] | Quantised, positions: Int[Array, "b t"]
+    layer: Layer,
+    weights: Weights,
+    rows: Sequence[Float[Array, "b t w"] | Quantised | Weighted],
+    positions: Int[Array, "b t"],
 ) -> list[Array]:
-    """The normed rows' products that the layer mixes."""
+    """The products that the layer mixes, each of its own normed rows."""
     valid, mixing = valid_count(positions), mixing_of(layer)
     return [
-        matmul(rows, weights[name], jnp.float32) if name in mixing.exact else project(rows, weights[name], valid)
-        for name in mixing.projections
+        exact(own, weights[name]) if name in mixing.exact else project(own, weights[name], valid)
+        for own, name in zip(rows, mixing.projections, strict=True)
     ]
 
 
@@ -95,15 +113,21 @@ def added(
 
 
 def feed(
-    layer: Layer, weights: Weights, x: Float[Array, "b t d"], positions: Int[Array, "b _"]
+    layer: Layer,
+    weights: Weights,
+    x: Float[Array, "b t d"],
+    positions: Int[Array, "b _"],
+    report: list[Array] | None = None,
 ) -> Float[Array, "b t d"]:
-    """x + feed(norm(x)). Padding, at negative positions, is no row of an MLP and chooses no expert."""
+    """x + feed(norm(x)). Padding, at negative positions, is no row of an MLP and chooses no expert. `report`: as in
+    `mixture`."""
     readers = [] if isinstance(layer.feed, Mixture) else [weights["gate_up" if layer.feed.gated else "up"]]
     rows = normed_for(readers, x, weights["mlp_norm"], layer.norm) if layer.pre_norm else x
     if isinstance(layer.feed, Mixture):
-        return added(layer, weights, "mlp_post_norm", x, lambda x: mixture(layer.feed, weights, x, rows, positions))
+        mixed = lambda x: mixture(layer.feed, weights, x, rows, positions, report)  # noqa: E731
+        return added(layer, weights, "mlp_post_norm", x, mixed)
     valid = valid_count(positions)
     return added(layer, weights, "mlp_post_norm", x, lambda x: mlp(layer.feed, weights, x, rows, valid))
 
 
-PLAIN = Path("plain", IMPLEMENTS, 0, lambda *_: None, Plain.of, one=True, sums=True)
+PLAIN = Path("plain", IMPLEMENTS, 0, lambda *_: None, Plain.of, one=True, sums=True, adapters=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -84,14 +85,23 @@ class Ops:
         return added if isinstance(layer.feed, Absent) else self.feed(layer, weights, after, *added)
 
 
+@flax.struct.dataclass
+class Chosen:
+    """Given to nobody: the experts that a layer's mixture chose."""
+
+    experts: Int[Array, "b t k"]
+
+
 class Stack(NamedTuple):
     """Results of a stack of layers: the residual stream after each, without padding rows, and the cache.
 
-    Where one row of each sequence was requested, the last output may have that row alone.
+    Where one row of each sequence was requested, the last output may have that row alone. `experts`: those that each
+    mixture chose, if the decoder reports them.
     """
 
     outputs: list[Float[Array, "b _ d"]]
     cache: Any
+    experts: Int[Array, "b t l k"] | None
 
 
 def run(
@@ -103,7 +113,7 @@ def run(
     requested: Int[Array, " b"] | None = None,
 ) -> Stack:
     """All layers, one after the other. `requested`: as in `forward.forward`."""
-    t, outputs = x.shape[1], []
+    t, outputs, experts = x.shape[1], [], []
 
     # One trace and one lowering of each half for all layers alike: the index is data.
     @partial(jax.jit, static_argnums=(0, 1))
@@ -121,7 +131,10 @@ def run(
         mixed, cache = mix(layer, group, weights, jnp.int32(i), x, given, cache, row)
         x, given = finish(layer, weights, after, x, mixed, row)
         outputs.append(ops.batched(x)[:, :t])
-    return Stack(outputs, cache)
+        if isinstance(given, Chosen):
+            experts.append(given.experts)
+            given = None
+    return Stack(outputs, cache, jnp.stack(experts, axis=2) if experts else None)
 
 
 def run_one(

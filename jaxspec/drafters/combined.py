@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.config.options import ConfigError
 from jaxspec.drafters.base import Drafter, Proposal
+from jaxspec.parallel.sharding import my_requests
 
 LOOKUPS = ("ngram", "suffix")
 MEMORY = 0.75  # of an average, that stays when a round is added
@@ -73,6 +74,9 @@ class Combined(Drafter):
     def lookahead(self):
         return max(self.num_draft_tokens + 1, self.second.lookahead)
 
+    def on_one_of(self, size):
+        return replace(self, first=self.first.on_one_of(size), second=self.second.on_one_of(size))
+
     def kv_bytes_per_token(self, dtype):
         return self.second.kv_bytes_per_token(dtype)
 
@@ -102,8 +106,8 @@ class Combined(Drafter):
         count = jnp.where(taken, found.count, drawn.count)
         if greedy or drawn.probs is None:
             return Proposal(tokens, count)
-        probs = wide(drawn.probs)
-        certain = tokens[..., None] == jnp.arange(probs.shape[-1])  # a lookup draws from nothing
+        probs, (taken, own) = wide(drawn.probs), my_requests((taken, tokens))  # of which the probabilities are
+        certain = own[..., None] == jnp.arange(probs.shape[-1])  # a lookup draws from nothing
         return Proposal(tokens, count, jnp.where(taken[:, None, None], certain.astype(probs.dtype), probs))
 
     def commit(self, params, state, batch, verified):

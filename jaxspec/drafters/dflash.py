@@ -176,12 +176,13 @@ class DFlash(OwnLayers):
         n, found = self.num_draft_tokens, None
         hidden = self._fill(params, state, batch)
         logits = self._logits(params, self._drafting(hidden.last))
+        vocab = known_tokens(params, self.config.vocab_size)
         if self.topk > 1:
-            return eagle_tree.of_block(logits, self.topk, n, params, batch), hidden.cache
+            return eagle_tree.of_block(logits, self.topk, n, params, batch, vocab), hidden.cache
         if batch.greedy:
             found = top_tokens(params, self.config.decoder.norm, params["norm"], hidden.unnormed)
         top = None if found is None else self._drafting(found[0])
-        choose = partial(batch.choose, vocab=known_tokens(params, self.config.vocab_size))
+        choose = partial(batch.choose, vocab=vocab)
         tokens, probs = jax.vmap(choose, in_axes=(1, 0, 1), out_axes=1)(logits, jnp.arange(n), top)
         tokens, probs = as_targets(params, tokens, probs)
         return Proposal(tokens, jnp.where(batch.live, n, 0), probs, logits), hidden.cache

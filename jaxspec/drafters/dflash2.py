@@ -29,11 +29,12 @@ from jaxspec.decoder.functions import normed
 from jaxspec.decoder.matmul import valid_count
 from jaxspec.decoder.plain import Plain
 from jaxspec.drafters import dflash_checkpoint as checkpoint
-from jaxspec.drafters.base import Drafter, Proposal
+from jaxspec.drafters.base import Proposal
 from jaxspec.drafters.dflash import DFlash
-from jaxspec.drafters.vocabulary import as_targets
+from jaxspec.drafters.vocabulary import as_targets, known_tokens
 from jaxspec.models.description import Layer
-from jaxspec.models.weights import Layout, Param, linear, matmul
+from jaxspec.models.weights import WHOLE, Layout, Param, linear, matmul, table
+from jaxspec.parallel.sharding import embed, my_requests, top_logprobs, total
 
 CHUNK = 128  # tokens whose largest logit stands for all of them
 
@@ -48,7 +49,6 @@ class DFlash2(DFlash):
     rank: int = 256
     top: int = 16
 
-    on_one_of = Drafter.on_one_of  # its convolutions and its selector aren't divided
     computes: ClassVar[frozenset[str]] = frozenset({"selector_rank", "conv_kernel_size"})
 
     @classmethod
@@ -70,11 +70,13 @@ class DFlash2(DFlash):
         for i, layer in enumerate(declared["layers"]):
             for name in ("attention_conv", "mlp_conv"):
                 base, made = (f"layers.{i}.{name}.{tensor}" for tensor in ("base_kernel", "kernel_projection.weight"))
-                layer[name] = Param((2, self.taps, d), (base,), Layout((d,)), whole=base, exact=True)
-                layer[name + "_made"] = linear(d, {made: 2 * self.taps * (d // self.group)}, exact=True)
-        book = lambda name: Param((v, self.rank), (f"candidate_selector.{name}_codebook",), Layout((self.rank,)))  # noqa: E731
-        selector = linear(d, {"candidate_selector.hidden_projection.weight": self.rank}, exact=True)
-        return {**declared, "selector": selector, "before": book("predecessor"), "after": book("successor")}
+                layer[name] = Param((2, self.taps, d), (base,), Layout((d,)), whole=base, exact=True, split=WHOLE)
+                layer[name + "_made"] = linear(d, {made: 2 * self.taps * (d // self.group)}, exact=True, split=WHOLE)
+        books = {"before": "predecessor", "after": "successor"}
+        for name, book in books.items():
+            declared[name] = table(v, self.rank, f"candidate_selector.{book}_codebook")
+        selector = linear(d, {"candidate_selector.hidden_projection.weight": self.rank}, exact=True, split=WHOLE)
+        return {**declared, "selector": selector}
 
     def with_token_map(self, params, ids):
         if len(ids) < self.top:
@@ -87,7 +89,7 @@ class DFlash2(DFlash):
         hidden, n = self._fill(params, state, batch), self.num_draft_tokens
         rows, token = self._drafting(hidden.last), batch.tokens(-1, 1)[:, 0]
         alone = self._logits(params, rows)
-        best, ids = largest(alone, self.top)
+        best, ids, _ = top_logprobs(alone, self.top, known_tokens(params, self.config.vocab_size), largest)
         ids = as_targets(params, ids, None)[0]
         by_row, after, each = matmul(rows, params["selector"]), params["after"][ids], jnp.arange(len(token))
         tokens, probs, scores = [], [], []
@@ -99,16 +101,16 @@ class DFlash2(DFlash):
             token = ids[each, step, choice]
             tokens.append(token)
             probs.append(p)
-        spread = partial(_spread, ids=ids, size=self.config.vocab_size)
-        q = None if batch.greedy else spread(jnp.stack(probs, axis=1), fill=0.0)
-        logits = spread(jnp.stack(scores, axis=1), fill=-jnp.inf)
+        spread = partial(_spread, size=self.config.vocab_size)
+        q = None if batch.greedy else spread(jnp.stack(probs, axis=1), my_requests(ids), fill=0.0)
+        logits = spread(jnp.stack(scores, axis=1), ids, fill=-jnp.inf)
         return Proposal(jnp.stack(tokens, axis=1), jnp.where(batch.live, n, 0), q, logits), hidden.cache
 
     def _forward(self, params, block, positions, mixer, state):
-        decoder, x = self.config.decoder, params["embed"][block]
+        decoder, x = self.config.decoder, embed(params["embed"], block)
         x = x * jnp.asarray(decoder.embed_scale, x.dtype)
         ops = Convolved(positions, mixer, self.taps, self.group)
-        outputs, state = stack.run(ops, decoder, params["layers"], x, state)
+        outputs, state, _ = stack.run(ops, decoder, params["layers"], x, state)
         return Hidden(normed(outputs[-1], params["norm"], decoder.norm), (), state)
 
 
@@ -129,11 +131,11 @@ class Convolved(Plain):
 
     def add(self, layer, weights, x, mixed):
         mixed, kernel = mixed
-        return x + convolve(add_product(None, mixed, weights, "out", valid_count(self.positions)), kernel), None
+        return x + convolve(total(add_product(None, mixed, weights, "out", valid_count(self.positions))), kernel), None
 
     def feed(self, layer, weights, after, x, given):
         rows, kernel = self._convolved(layer, weights, "mlp_norm", "mlp_conv", x)
-        return x + convolve(mlp(layer.feed, weights, None, rows, valid_count(self.positions)), kernel), None
+        return x + convolve(total(mlp(layer.feed, weights, None, rows, valid_count(self.positions))), kernel), None
 
     def _convolved(
         self, layer: Layer, weights: Any, norm: str, name: str, x: Float[Array, "b t d"]

@@ -23,10 +23,9 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.config.options import ConfigError, option
 from jaxspec.drafters import dflash_checkpoint as checkpoint
-from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.dflash import DFlash
 from jaxspec.drafters.vocabulary import Chained, columns_of
-from jaxspec.models.weights import Layout, Param, bias, linear, matmul
+from jaxspec.models.weights import WHOLE, bias, head, linear, matmul, table
 
 HEADS = ("vanilla", "gated", "rnn")
 
@@ -48,7 +47,6 @@ class DSpark(DFlash):
         between=(0.0, 1.0),
     )
 
-    on_one_of = Drafter.on_one_of  # its heads aren't divided
     computes: ClassVar[frozenset[str]] = frozenset({"markov_rank"})
     first_by_default: ClassVar[int] = 0
 
@@ -75,19 +73,19 @@ class DSpark(DFlash):
         declared, d, r, v = super().parameters(found), self.config.hidden_size, self.rank, self.config.vocab_size
         if r:
             name = "markov_head."
-            declared["markov_before"] = Param((v, r), (name + "markov_w1.weight",), Layout((r,)))
-            declared["markov_after"] = linear(r, {name + "markov_w2.weight": self.draft_ids or v}, exact=True)
+            declared["markov_before"] = table(v, r, name + "markov_w1.weight")
+            declared["markov_after"] = head(r, self.draft_ids or v, name + "markov_w2.weight")
         if r and self.head != "vanilla":
             name, inputs, outputs = {
                 "gated": ("markov_head.gate_proj", d + r, r),
                 "rnn": ("markov_head.joint_proj", 2 * r + d, 3 * r),
             }[self.head]
-            declared["markov_joint"] = linear(inputs, {name + ".weight": outputs}, exact=True)
-            declared["markov_joint_bias"] = bias({name + ".bias": outputs})
+            declared["markov_joint"] = linear(inputs, {name + ".weight": outputs}, exact=True, split=WHOLE)
+            declared["markov_joint_bias"] = bias({name + ".bias": outputs}, split=WHOLE)
         if self.guesses:
             name, inputs = "confidence_head.proj", d + r if self.guesses_by_draft else d
-            declared["confidence"] = linear(inputs, {name + ".weight": 1}, exact=True)
-            declared["confidence_bias"] = bias({name + ".bias": 1})
+            declared["confidence"] = linear(inputs, {name + ".weight": 1}, exact=True, split=WHOLE)
+            declared["confidence_bias"] = bias({name + ".bias": 1}, split=WHOLE)
         return declared
 
     def with_token_map(self, params, ids):

@@ -24,7 +24,8 @@ from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
 from jaxspec.drafters.base import DraftBatch, Proposal
 from jaxspec.drafters.chain import Chain
-from jaxspec.drafters.vocabulary import as_targets
+from jaxspec.drafters.vocabulary import as_targets, known_tokens
+from jaxspec.parallel.sharding import top_logprobs
 
 STEPS, DRAFTS = 5, 8  # what is not given, unless what is given asks for less or more
 
@@ -97,13 +98,16 @@ def propose(
     return _likeliest(drafter.num_draft_tokens, found, jnp.concatenate(all_logits, axis=1), batch), kv
 
 
-def of_block(logits: Float[Array, "b s w"], topk: int, drafts: int, params: Any, batch: DraftBatch) -> Proposal:
+def of_block(
+    logits: Float[Array, "b s w"], topk: int, drafts: int, params: Any, batch: DraftBatch, vocab: int
+) -> Proposal:
     """The tree of a block drafter, which knows one distribution for each place, whatever was drafted before it.
 
     So a step takes no pass: its candidates are the `topk` likeliest tokens of its place, after each draft of the beam.
+    `vocab`: the drafter's, of which logits may be a device's part.
     """
-    top, ids = jax.lax.top_k(logits, topk)
-    likely = top - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    top, ids, total = top_logprobs(logits, topk, vocab)
+    likely = top - total
     ids, _ = as_targets(params, ids, None)
     b, steps, k = ids.shape
     root = jnp.zeros((b, k), jnp.int32)
@@ -126,8 +130,8 @@ def _expand(
 ) -> tuple[Int[Array, "b c"], Float[Array, "b c"], Float[Array, "b k w"]]:
     """The likeliest tokens after each row, row by row, as target ids; their scores; and the logits."""
     logits = drafter._logits(params, out)
-    top, ids = jax.lax.top_k(logits, drafter.topk)
-    likely = top - jax.nn.logsumexp(logits, axis=-1, keepdims=True) + score[..., None]
+    top, ids, total = top_logprobs(logits, drafter.topk, known_tokens(params, drafter.config.vocab_size))
+    likely = top - total + score[..., None]
     flat = lambda x: x.reshape(len(x), -1)  # noqa: E731
     return flat(drafter._target_ids(params, ids)), flat(likely), logits
 

@@ -69,7 +69,6 @@ def load_drafter(draft: str, model: Model, options: EngineConfig | None = None) 
     if draft == "none":
         return LoadedDrafter("none", NoDrafter(), {})
     if sides := combined.parts(draft):
-        _check_devices(Combined, options)
         return _load_both(draft, *sides, model, options)
     if draft == "auto":
         draft = _automatic(model, options)
@@ -130,7 +129,6 @@ def check_drafter(options: EngineConfig) -> None:
     **Raises:** as `load_drafter`, of what needs no weights to be seen.
     """
     if sides := combined.parts(options.draft):
-        _check_devices(Combined, options)
         for each in _sides(*sides, options):
             check_drafter(each)
         return
@@ -149,24 +147,13 @@ def check_drafter(options: EngineConfig) -> None:
             mtp.check(target, options.load_format)
 
 
-def check_devices(options: EngineConfig) -> None:
-    """**Raises:** `ConfigError` as a start would for these options on several devices, before any model is found."""
-    method = options.draft.partition("?")[0].partition(":")[0]
-    _check_devices(Combined if combined.parts(options.draft) else DRAFTERS.get(method, MtpModules), options)
-
-
 def _check_devices(cls: type[Drafter], options: EngineConfig) -> None:
-    """**Raises:** `ConfigError` for a drafter, or an option of one, that can't be divided among several devices."""
-    if options.tp_size == 1:
-        return
-    given = f"--tp-size {options.tp_size} with --draft {options.draft}"
-    if cls.on_one_of is Drafter.on_one_of:
-        able = ", ".join(name for name, each in DRAFTERS.items() if each.on_one_of is not Drafter.on_one_of)
-        raise ConfigError(f"{given}: this drafter runs on one device. Those that can be divided are {able}")
-    if options.topk > 1:
-        raise ConfigError(f"{given} --topk {options.topk}: trees are drafted by one device; drop --topk for chains")
-    if options.draft_token_map is not None:
-        raise ConfigError(f"{given} --draft-token-map {options.draft_token_map}: a token map serves one device alone")
+    """**Raises:** `ConfigError` for a drafter that doesn't say how it runs on several devices."""
+    if options.tp_size > 1 and cls.on_one_of is Drafter.on_one_of:
+        raise ConfigError(
+            f"--tp-size {options.tp_size} with --draft {options.draft}: this drafter runs on one device, since it "
+            f"doesn't override on_one_of. Those that run on several are {', '.join(DRAFTERS)}"
+        )
 
 
 def _check_weights(cls: type[Drafter], options: EngineConfig) -> None:

@@ -22,6 +22,7 @@ from jaxspec.checkpoint.bin_file import read_ids
 from jaxspec.config.options import ConfigError
 from jaxspec.drafters.base import DraftBatch, Proposal
 from jaxspec.models.weights import Weight
+from jaxspec.parallel.sharding import take
 
 
 def id_maps(offsets: np.ndarray | None, size: int, vocab_size: int, source: str) -> dict[str, Array]:
@@ -133,14 +134,14 @@ def _read(path: str) -> Any:
 def rows_of(head: dict[str, Any], ids: Int[np.ndarray, " n"]) -> dict[str, Any]:
     """Copy what computes logits, a `head` or tied embeddings, for these tokens alone."""
     if "head" not in head:
-        return {"embed": head["embed"][ids]}
+        return {"embed": take(head["embed"], ids, axis=0)}
     return {"head": columns_of(head["head"], ids, head["embed"].dtype)}
 
 
 def columns_of(weight: Weight, ids: Int[np.ndarray, " n"], dtype: Any) -> Weight:
     """A copy of these outputs of a weight [k, v]; those of a quantised one in `dtype`."""
     values = weight.dequantised(dtype) if weight.quantised else weight.unquantised
-    return Weight(values[:, ids])
+    return Weight(take(values, ids, axis=1))
 
 
 def maps_of(params: Any, ids: Int[np.ndarray, " n"], vocab_size: int) -> dict[str, Array]:

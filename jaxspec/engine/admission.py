@@ -14,16 +14,19 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from jaxspec.checkpoint.peft import Adapter
 from jaxspec.config.json_values import shown
 from jaxspec.config.request import (
     MAX_STOP_IDS,
     PRIORITIES,
+    REPORTS,
     RequestError,
     RequestMetrics,
     SamplingParams,
     StructuredOutput,
     TokenLogprobs,
 )
+from jaxspec.engine.adapters import UNKNOWN
 from jaxspec.engine.pictures import MOST_PATCHES
 from jaxspec.engine.runner import Runner
 from jaxspec.images.picture import PlacedPicture, Prompt
@@ -66,6 +69,7 @@ class Request:
     client: str = ""  # as of `AsyncLLM.generate`
     priority: int = 0
     pictures: Placement | None = None
+    adapter: Adapter | None = None
     matchers: list[Matcher] | None = None  # of its completions, if a grammar constrains them
     choices: list[Choice] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -78,7 +82,7 @@ class Intake:
         # Not the runner's own model: its params change, and this would hold on to the old ones.
         self.model = dataclasses.replace(runner.model, params=None, tower=None)
         self.config, self.grammars, self.scheduler = runner.config, runner.grammars, scheduler
-        self.no_pictures = runner.no_pictures
+        self.no_pictures, self.adapters = runner.no_pictures, runner.adapters
         self._seeds = np.random.default_rng(self.config.seed)
 
     def check(self, prompt: str | list[int] | Prompt, params: SamplingParams) -> None:
@@ -113,12 +117,14 @@ class Intake:
         request_id: str | None = None,
         client: str = "",
         priority: int = 0,
+        lora: str | None = None,
     ) -> Request:
-        """Check a request against model and pool, and tokenise it. Touches no engine state.
+        """Check a request against model and pool, and tokenise it. Touches no engine state. `lora`: its adapter's name.
 
         **Raises:** `RequestError` for anything that could never be served; `Busy` as `compiled`.
         """
         self._check_priority(priority)
+        adapter = self._adapter(lora)
         tokens, stop_ids, limit = self._checked(prompt, params)
         images = prompt.images if isinstance(prompt, Prompt) else ()
         seeded = params.seed is not None or self.config.seed is not None
@@ -136,8 +142,19 @@ class Intake:
             client=client,
             priority=priority,
             pictures=Placement.of(tuple(images), self.model.config.tower.merge) if images else None,
+            adapter=adapter,
             matchers=None if params.structured is None else self._matchers(params),
         )
+
+    def _adapter(self, name: str | None) -> Adapter | None:
+        if name is not None and self.adapters is None:
+            raise RequestError(
+                f"the adapter {shown(name)} isn't loaded: this engine serves none. Start it with --lora-modules or "
+                "--enable-lora",
+                "lora",
+                UNKNOWN,
+            )
+        return None if self.adapters is None else self.adapters.find(name)
 
     def _check_priority(self, priority: int) -> None:
         low, high = PRIORITIES
@@ -162,6 +179,12 @@ class Intake:
             raise RequestError(
                 "stop strings need a tokenizer, which this model doesn't have; use stop_token_ids", "stop"
             )
+        for name in REPORTS:
+            if getattr(params, name) and not getattr(self.config, flag := f"enable_{name}"):
+                raise RequestError(
+                    f"{name} can't be served: this engine doesn't keep that; start it with --{flag.replace('_', '-')}",
+                    name,
+                )
         stop_ids = self._stop_ids(params)
         limit = self.scheduler.check(len(tokens), params.max_tokens, params.min_tokens, params.no_tokens)
         return tokens, stop_ids, limit
@@ -187,11 +210,11 @@ class Intake:
         for number, placed in enumerate(images):
             picture, shape = placed.picture, placed.picture.pixels.shape
             patches = math.prod(picture.grid)
-            if shape != (patches, tower.patch) or picture.tokens * tower.merge**2 != patches or picture.grid[0] != 1:
+            if shape != (patches, tower.patch) or picture.tokens * tower.per_token != patches or picture.grid[0] != 1:
                 raise RequestError(
                     f"image {number} has pixels {list(shape)}, a grid {list(picture.grid)} and {picture.tokens} "
-                    f"tokens; {self.model.name} takes one frame of patches of {tower.patch} values, {tower.merge**2} a "
-                    "token",
+                    f"tokens; {self.model.name} takes one frame of patches of {tower.patch} values, "
+                    f"{tower.per_token} a token",
                     "images",
                 )
             if patches > MOST_PATCHES:

@@ -112,6 +112,9 @@ def resolve(
             f"--topk {draft.drafter.topk}: {model.name} has linear attention, whose state goes from one token to "
             "the next, so drafts must be a chain. Drop --topk"
         )
+    for name in () if options.has_adapters else ("max_loras", "max_lora_rank", "lora_target_modules"):
+        if getattr(options, name):
+            raise ConfigError(f"{flag(name)} needs --lora-modules, --enable-lora or --lora-root. Add one, or drop it")
     if options.draft_policy == "ragged" and (reason := _not_ragged(options, draft)):
         raise ConfigError(f"--draft-policy ragged: {reason}. Use --draft-policy auto")
     chunk = options.chunked_prefill_size or (
@@ -150,8 +153,6 @@ def _not_ragged(options: EngineConfig, draft: LoadedDrafter) -> str | None:
     """Why a round's rows can't be shared out among its requests; None if they can."""
     if draft.drafter.topk > 1:
         return f"--topk {draft.drafter.topk} drafts trees, and only chains can be cut anywhere"
-    if options.tp_size > 1:
-        return f"--tp-size {options.tp_size}: rows can be shared out on one device alone"
     if options.deterministic:
         return "with --deterministic a text must not depend on the requests beside it"
     return None
@@ -178,11 +179,12 @@ def shapes_of(
     alone: bool = True,
     defaults: Defaults | None = None,
     rounds_for: int | None = None,
+    at_once: int = 1,
 ) -> Shapes:
     """`alone`: whether there is a round for one request, whose attention is divided among all multiprocessors.
 
     Without it, one request is padded to `least_rows` as others are, which is faster for small models.
-    `defaults`: as of `resolve`. `rounds_for`: as of `Shapes`.
+    `defaults`: as of `resolve`. `rounds_for`: as of `Shapes`. `at_once`: tokens that any chunk must have room for.
     """
     defaults, most = defaults or here(), drafter.num_draft_tokens
     slots, rounds = config.max_running_requests, config.num_continuous_decode_steps
@@ -210,7 +212,7 @@ def shapes_of(
         pages_per_seq=-(-(config.context_length + drafter.lookahead) // config.page_size),
         block=defaults.block,
         prefills=tuple(sorted({*prompts, blocks})) if prompts else ladder(blocks),
-        score=min(SCORE_TOKENS, config.chunked_prefill_size) // defaults.block,
+        score=min(-(-max(SCORE_TOKENS, at_once) // defaults.block), config.chunked_prefill_size // defaults.block),
         firsts=firsts[-1:] if config.few_programs else firsts,
         batches=batches(most),
         seldom=seldom_sizes(batches(most), defaults.seldom_requests),

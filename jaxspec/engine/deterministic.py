@@ -44,6 +44,21 @@ def prepared(model: Model, draft: LoadedDrafter, options: EngineConfig) -> Model
     return fixed_order(model, options, draft.drafter.num_draft_tokens + 1)
 
 
+def reporting(model: Model, options: EngineConfig, several_hosts: bool) -> Model:
+    """The model with a decoder that reports the experts of its mixtures, if the options ask for that.
+
+    **Raises:** `ConfigError` for a model without any, and on several hosts.
+    """
+    if several_hosts and (options.enable_return_hidden_states or options.enable_return_routed_experts):
+        raise ConfigError("--enable-return-hidden-states and --enable-return-routed-experts need a model on one host")
+    if not options.enable_return_routed_experts:
+        return model
+    if model.config.decoder.mixture is None:
+        raise ConfigError(f"--enable-return-routed-experts: {model.name} has no mixture of experts. Drop the flag")
+    decoder = dataclasses.replace(model.config.decoder, reports_experts=True)
+    return dataclasses.replace(model, config=dataclasses.replace(model.config, decoder=decoder))
+
+
 def fixed_order(model: Model, options: EngineConfig, width: int) -> Model:
     """The model with a deterministic decoder and a head of its own, for rounds of up to `width` rows a request.
 

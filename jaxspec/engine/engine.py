@@ -22,8 +22,10 @@ import numpy as np
 from jaxspec.compiling.ladder import of_rounds, sizes_of
 from jaxspec.compiling.round_timing import group
 from jaxspec.config.engine_config import EngineConfig
-from jaxspec.config.request import Delta, LogitsError, RequestError, RequestMetrics, sources_of
+from jaxspec.config.options import ConfigError
+from jaxspec.config.request import REPORTS, Delta, LogitsError, RequestError, RequestMetrics, sources_of
 from jaxspec.engine.acceptance_watch import Watch
+from jaxspec.engine.adapters import Adapters, salt_of
 from jaxspec.engine.admission import Choice, Intake, Request
 from jaxspec.engine.defaults import here
 from jaxspec.engine.pictures import MOST_PATCHES
@@ -86,7 +88,7 @@ class Engine:
         self.no_pictures = self.runner.no_pictures or (None if reader else f"{model.name} has no tokenizer")
         self.image_reader = None
         if not self.no_pictures:
-            processor = reader.processor.within(MOST_PATCHES // model.config.tower.merge**2)
+            processor = reader.processor.within(MOST_PATCHES // model.config.tower.per_token)
             self.image_reader = dataclasses.replace(reader, processor=processor)
         shapes, snapshots = self.runner.shapes, self.runner.snapshots
         self.scheduler = Scheduler(
@@ -109,6 +111,7 @@ class Engine:
             snapshots=snapshots,
             snapshot_interval=self.config.state_snapshot_interval,
             by_priority=self.config.schedule_policy != "fcfs",
+            adapters=self.runner.adapters and self.runner.adapters.places,
         )
         self.grammars = self.runner.grammars
         intake = Intake(self.runner, self.scheduler)
@@ -168,6 +171,8 @@ class Engine:
             seq.score = request.prompt_logprobs is not None and index == 0
             if request.pictures is not None:
                 seq.pictures, seq.overridden = request.pictures, request.pictures.keys
+                seq.whole = request.pictures.spans if self.runner.model.config.tower.mutual else ()
+            seq.adapter, seq.salt = request.adapter, salt_of(request.adapter)
             seq.stepwise, seq.fixed_drafts = request.matchers is not None, request.fixed_drafts
             how = {"min_tokens": params.min_tokens, "prompt_ids": request.tokens, "kept": params.kept_special_tokens}
             how |= {"skip_special_tokens": params.skip_special_tokens, "keep_stop": params.include_stop_str_in_output}
@@ -262,7 +267,7 @@ class Engine:
         mode, slots = _mode(seqs), [seq.slot for seq in seqs]
         dispatched = self.prefill_budget.round(time.monotonic(), rounds)
         if not _constrained(seqs):
-            mode = self.runner.mode_of_round(mode, len(seqs), rounds)
+            mode = self.runner.mode_of_round(mode, slots, rounds)
             started, (drafts, chosen) = time.monotonic(), self._choose(seqs, mode, rounds)
             result = self.runner.round(slots, table, mode, rounds, drafts)
             rows = _rows(seqs)
@@ -270,7 +275,7 @@ class Engine:
                 InFlight(self._read_rounds, result, rows, mode, None, drafts, chosen, dispatched, started)
             )
             return
-        mode = self.runner.mode_of_open_round(mode, len(seqs))
+        mode = self.runner.mode_of_open_round(mode, slots)
         opened = self.runner.open_round(slots, table, mode, [self._forced(seq) for seq in seqs])
         rows = _rows(seqs)
         self._read(deltas, keep=0)  # while the device runs the forward: matchers are to stand where it starts
@@ -472,6 +477,7 @@ class Engine:
 
     def _finish(self, choice: Choice, why: str, reason=None, text: str = "", tokens=(), entries=None) -> Delta:
         request, metrics = choice.request, choice.metrics
+        hidden_states, routed_experts = self._reported(choice)
         self.scheduler.finish(choice.seq)
         if choice.detokenizer is not None:
             text += choice.detokenizer.finish()
@@ -482,7 +488,25 @@ class Engine:
         self.counts.finished[why] += 1
         if not any(_open(other) for other in request.choices):
             self.requests.pop(request.id, None)
-        return Delta(request.id, choice.index, text, list(tokens), entries, why, reason, metrics)
+        rows = {"hidden_states": hidden_states, "routed_experts": routed_experts}
+        return Delta(request.id, choice.index, text, list(tokens), entries, why, reason, metrics, **rows)
+
+    def _reported(self, choice: Choice) -> list[np.ndarray | None]:
+        """The rows that a completion's request asks for, `REPORTS`, as far as there are any yet."""
+        params, seq = choice.request.params, choice.seq
+        if not any(getattr(params, name) for name in REPORTS):
+            return [None, None]
+        there = {Status.PREFILL: seq.computed, Status.RUNNING: len(seq.tokens) - 1}.get(seq.status, 0)
+        count = min(there, seq.prompt_len + max(choice.metrics.output_tokens - 1, 0))
+        rows = self.runner.reported(seq.pages, count)
+        return [rows if getattr(params, name) else None for name, rows in zip(REPORTS, rows, strict=True)]
+
+    @property
+    def adapters(self) -> Adapters:
+        """The adapters that requests may have. **Raises:** `ConfigError` if there is no room for any."""
+        if self.runner.adapters is None:
+            raise ConfigError("this engine has no room for adapters; start it with --enable-lora or --lora-modules")
+        return self.runner.adapters
 
     def flush_cache(self) -> bool:
         """Empty the prefix tree. False, and nothing done, while requests run; in a pause, while any keeps its pages."""
@@ -509,6 +533,10 @@ class Engine:
                 self.counts.finished["error"] += 1
         self.requests.clear()
         audit(self.scheduler)
+        if (adapters := self.runner.adapters) is not None:  # the failed step may have consumed their arrays
+            adapters.reset()
+            self.scheduler.adapters = adapters.places
+            self.runner.set_weights(self.runner.model, self.runner.draft)
         self.runner.reset()
 
     def settle(self) -> None:

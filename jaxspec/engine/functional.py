@@ -42,7 +42,7 @@ def logits(model: Model, tokens: Int[Any, "b t"], *, params: Any = None) -> Floa
     one that `jaxspec.load_model` returns.
     """
     tokens = checked(model, tokens)
-    return _logits(model.config, model.params if params is None else params, tokens)
+    return plain_logits(model.config, model.params if params is None else params, tokens)
 
 
 def hidden_states(
@@ -108,7 +108,7 @@ def _forward(config, params, tokens, capture=()):
 
 
 @partial(jax.jit, static_argnums=0)
-def _logits(config, params, tokens):
+def plain_logits(config, params, tokens):
     return unembed(params, _forward(config, params, tokens).last, config.decoder)
 
 

@@ -17,20 +17,21 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxspec.decoder.vision import QUERIES, Patches, embed_pictures
+from jaxspec.decoder.towers import embed_pictures, places
+from jaxspec.decoder.towers.qwen import Patches
 from jaxspec.images.picture import Picture
 from jaxspec.models.vision import Tower
+from jaxspec.pallas.attention.picture_attention import QUERIES
 
 log = logging.getLogger("jaxspec")
 
-SIZES = tuple(1 << i for i in range(8, 15))  # patches that programs are compiled for: 256 to 16,384
-MOST_PATCHES = SIZES[-1]  # of a picture
+MOST_PATCHES = 1 << 14  # of a program, and so of a picture
 CACHED = 4096  # rows for embeddings beside those that a prefill needs at least
 
 
 def rows_for(tower: Tower, chunk: int) -> int:
     """Rows of pictures that an engine has: those of a whole chunk, and of a picture that goes beyond either end."""
-    return chunk + 2 * MOST_PATCHES // tower.merge**2 + CACHED
+    return chunk + 2 * MOST_PATCHES // tower.per_token + CACHED
 
 
 def tower_workspace(tower: Tower, itemsize: int) -> int:
@@ -49,6 +50,7 @@ class PictureReader:
         self.tower, self._params, self._size = tower, params, rows
         self._jit = jax.jit(partial(_read, tower), donate_argnums=1)
         self._compiled: dict[int, Any] = {}
+        self._sizes = tower.sizes(MOST_PATCHES)
         self._guard = threading.Lock()
         self.encoded = 0  # pictures that the tower read
         self.forget()
@@ -85,21 +87,21 @@ class PictureReader:
 
     def _encode(self, held: Float[Array, "n d"], pictures: list[Picture]) -> Float[Array, "n d"]:
         count = sum(len(picture.pixels) for picture in pictures)
-        size = next(size for size in SIZES if size >= count)
+        size = next(size for size in self._sizes if size >= count)
         pixels = np.zeros((size, self.tower.patch), np.float32)
         pixels[:count] = np.concatenate([picture.pixels for picture in pictures])
-        into = np.full(size // self.tower.merge**2, self._size, np.int32)  # out of range: padding's rows are dropped
+        into = np.full(size // self.tower.per_token, self._size, np.int32)  # out of range: padding's rows are dropped
         rows = [row for picture in pictures for row in self._held[picture.key]]
         into[: len(rows)] = rows
         self.encoded += len(pictures)
-        patches = Patches.of(self.tower, [picture.grid for picture in pictures], size)
+        patches = places(self.tower, [picture.grid for picture in pictures], size)
         return self._program(size, held)(self._params, held, pixels, patches, into)
 
     def _program(self, size: int, held: Any) -> Any:
         with self._guard:  # one is compiled at a time, by whoever comes first
             if size not in self._compiled:
-                patches = Patches.of(self.tower, [], size)
-                into = np.zeros(size // self.tower.merge**2, np.int32)
+                patches = places(self.tower, [], size)
+                into = np.zeros(size // self.tower.per_token, np.int32)
                 arguments = self._params, held, np.zeros((size, self.tower.patch), np.float32), patches, into
                 self._compiled[size] = self._jit.lower(*arguments).compile()
             return self._compiled[size]
@@ -107,9 +109,9 @@ class PictureReader:
     @property
     def workspace_bytes(self) -> int:
         """Memory that the largest program needs beside its operands and results: an estimate until it is compiled."""
-        if (largest := self._compiled.get(MOST_PATCHES)) is not None:
+        if (largest := self._compiled.get(self._sizes[-1])) is not None:
             return largest.memory_analysis().temp_size_in_bytes
-        return tower_workspace(self.tower, self._params["pos_embed.weight"].dtype.itemsize)
+        return tower_workspace(self.tower, jax.tree.leaves(self._params)[0].dtype.itemsize)
 
     def compile_behind(self, dtype: str) -> None:
         """Compile the programs of all sizes, in a thread of its own, once the engine's first ones are there."""
@@ -117,11 +119,13 @@ class PictureReader:
 
         def compile_all() -> None:
             started = time.monotonic()
-            for size in SIZES:
+            for size in self._sizes:
                 if not threading.main_thread().is_alive():
                     return
                 self._program(size, held)
-            log.info("the vision tower's %d programs are ready, after %.1f s", len(SIZES), time.monotonic() - started)
+            log.info(
+                "the vision tower's %d programs are ready, after %.1f s", len(self._sizes), time.monotonic() - started
+            )
 
         threading.Thread(target=compile_all, name="jaxspec-tower", daemon=True).start()
 
@@ -142,7 +146,7 @@ def _read(
     params: Any,
     held: Float[Array, "n d"],
     pixels: Float[Array, "p v"],
-    patches: Patches,
+    patches: Patches | None,
     into: Int[Array, " t"],
 ) -> Float[Array, "n d"]:
     """Put the embeddings of pictures' tokens into these rows of `held`."""

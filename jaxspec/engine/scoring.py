@@ -23,7 +23,8 @@ from jaxspec.config.json_values import shown
 from jaxspec.config.request import RequestError
 from jaxspec.decoder.forward import Hidden, forward
 from jaxspec.engine.deterministic import PROMPT_BLOCK, fixed_order
-from jaxspec.engine.functional import PAGE, checked
+from jaxspec.engine.functional import PAGE, checked, plain_logits
+from jaxspec.models.model_config import ModelConfig
 from jaxspec.rounds.programs import own_logprobs
 
 ROWS = 8  # of a text that run in one round
@@ -44,9 +45,9 @@ def logprobs(
 
     **Arguments:** `tokens`: int[b, t], shorter texts padded at their ends with any token. `prompt`: how many tokens of
     each text are its prompt, at least 1. `config`: the engine's, `llm.engine.config`, whose context length and dtypes
-    count; None is an engine that was given none. `params`: in place of the model's own.
+    count; None is an engine that was given none. `params`: in place of the model's own, to differentiate by them.
 
-    There is no derivative: docs/rollouts.md says how to train on these values.
+    The values are exact; their derivative is that of `jaxspec.logits`, which sums in another order.
 
     **Raises:** as `jaxspec.logits`; `RequestError` for a prompt that isn't 1 to t tokens long; `ConfigError` for a
     model that `--deterministic` doesn't support.
@@ -59,14 +60,33 @@ def logprobs(
             f"prompt must be from 1 to {t} tokens, one number or int[{b}], got {shown(prompt)}", "prompt"
         )
     options = config or EngineConfig(model=model.name, deterministic=True)
-    if params is not None:
-        model = dataclasses.replace(model, params=params)
-    if not model.config.decoder.deterministic:
-        model = fixed_order(model, options, ROWS)
     dtypes = model.dtype, page_dtype(options.kv_cache_dtype, model.dtype), options.state_dtype
     sizes = -(-int(lengths.max()) // PROMPT_BLOCK), -(-(t - 1 - int(lengths.min())) // ROWS)
     lengths = np.broadcast_to(lengths, (b,)).astype(np.int32)
-    return _logprobs(model.config, dtypes, sizes, model.params, tokens, lengths)
+
+    @jax.custom_vjp
+    def exact(params, tokens):
+        own = dataclasses.replace(model, params=params)
+        own = own if own.config.decoder.deterministic else fixed_order(own, options, ROWS)
+        return _logprobs(own.config, dtypes, sizes, own.params, tokens, lengths)
+
+    def slopes(given, slope):
+        params, tokens = given
+        return *jax.vjp(partial(_plain, any_order(model.config), tokens), params)[1](slope), None
+
+    exact.defvjp(lambda params, tokens: (exact(params, tokens), (params, tokens)), slopes)
+    return exact(model.params if params is None else params, tokens)
+
+
+def any_order(config: ModelConfig) -> ModelConfig:
+    """The config of the same model without `--deterministic`."""
+    return dataclasses.replace(config, decoder=dataclasses.replace(config.decoder, deterministic=0))
+
+
+@partial(jax.jit, static_argnums=0)
+def _plain(config, tokens, params):
+    rows = jax.nn.log_softmax(plain_logits(config, params, tokens))[:, :-1]
+    return jnp.take_along_axis(rows, tokens[:, 1:, None], axis=-1)[..., 0]
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))

@@ -68,7 +68,8 @@ def read_folders(
     if target is not None:
         loaded = load_target(dataclasses.replace(config, model=target))
         own = model.config.decoder
-        if dataclasses.replace(loaded.config.decoder, deterministic=own.deterministic) != own:
+        asked = {name: getattr(own, name) for name in ("deterministic", "reports_experts")}
+        if dataclasses.replace(loaded.config.decoder, **asked) != own:
             raise CheckpointError(f"{target} is another model than {model.name}: their configs describe other layers")
         if isinstance(draft.drafter, mtp.Mtp) and drafter is None and mtp.found(loaded, config.load_format):
             made = load_drafter("mtp", loaded, config)

@@ -52,6 +52,18 @@ class Placement:
         within = np.minimum(places, self.axes.shape[1] - 1)
         return np.where(places < self.axes.shape[1], self.axes[:, within], places + self.shift)
 
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """Each picture's first place, and the one behind it."""
+        return tuple((each.start, each.start + each.picture.tokens) for each in self.pictures)
+
+    def last_seen(self, places: np.ndarray) -> np.ndarray:
+        """The last place that the row at each of these sees, where a picture's rows see all of it."""
+        seen = places.copy()
+        for start, end in self.spans:
+            seen[(places >= start) & (places < end)] = end - 1
+        return seen
+
     def overlapping(self, start: int, stop: int) -> list[PlacedPicture]:
         """Pictures with a row from place `start` on and before `stop`."""
         return [each for each in self.pictures if each.start < stop and each.start + each.picture.tokens > start]

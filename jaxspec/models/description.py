@@ -392,8 +392,8 @@ class Decoder:
     """A stack of layers, `width` wide, between embedding and head. `tied`: the head is the embedding.
 
     `embed_scale`: what embeddings are multiplied by, rounded to the activations' dtype. `logit_scale`: what logits are
-    multiplied by. `deterministic`: a row has the
-    same bits whatever rows are beside it, and its attention sums so many tokens by themselves; 0: it needn't.
+    multiplied by. `deterministic`: a row has the same bits whatever rows are beside it, and its attention sums so many
+    tokens by themselves; 0: it needn't. `reports_experts`: a forward returns the experts that mixtures chose.
     """
 
     vocab_size: int
@@ -404,6 +404,7 @@ class Decoder:
     embed_scale: float = 1.0
     logit_scale: float = 1.0
     deterministic: int = 0
+    reports_experts: bool = False
 
     @property
     def attention(self) -> Attention | LatentAttention | None:
@@ -437,6 +438,12 @@ class Decoder:
     @property
     def mixture(self) -> Mixture | None:
         return next((layer.feed for layer in self.layers if isinstance(layer.feed, Mixture)), None)
+
+    @property
+    def routing(self) -> tuple[int, int]:
+        """How many mixtures there are, and the experts that each chooses for a token."""
+        mixtures = [layer.feed for layer in self.layers if isinstance(layer.feed, Mixture)]
+        return len(mixtures), self.mixture.per_token
 
 
 # Rope tables are made outside of kernels: who implements one scaling implements all.

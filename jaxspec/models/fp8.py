@@ -4,8 +4,11 @@ Values are e4m3 [outputs, inputs], as checkpoints have them and tensor cores tak
 float32: one for g outputs and for a group of inputs. With `block`, groups are of that many inputs, the last one of what
 is left; without, all inputs are one. A weight is values times scales.
 
-Rows are quantised as they come: each row's group by its own largest magnitude, one scale for as many inputs as the
-weight has. e4m3 has no infinity, so what is larger than its largest number is clipped.
+Rows are quantised as they come: each row's group of `BLOCK` inputs by its own largest magnitude, however many inputs
+share a scale of the weight. e4m3 has no infinity, so what is larger than its largest number is clipped.
+
+Rows of a norm are quantised before the norm's factor, which multiplies the products: a row's scale takes any factor. So
+no kernel needs the factor of a row before its products.
 """
 
 from __future__ import annotations
@@ -29,14 +32,31 @@ def quantise_blocks(weight: Float[Array, "n k"]) -> tuple[Float[Array, "n k"], F
     return values[:n, :k], scales
 
 
-def quantise_rows(x: Float[Array, "*r k"], block: int | None) -> tuple[Float[Array, "*r k"], Float[Array, "*r b"]]:
-    """Values and scales of rows, a scale for each group of `block` inputs, or for all."""
+def quantise_outputs(weight: Float[Array, "n k"]) -> tuple[Float[Array, "n k"], Float[Array, "n 1"]]:
+    """Values and scales of a weight, one for each output."""
+    scales = _scales(jnp.max(jnp.abs(weight.astype(jnp.float32)), axis=1, keepdims=True))
+    return _e4m3(weight.astype(jnp.float32) / scales), scales
+
+
+def quantise_rows(x: Float[Array, "*r k"]) -> tuple[Float[Array, "*r k"], Float[Array, "*r b"]]:
+    """Values and scales of rows, a scale for each group of `BLOCK` inputs."""
     k = x.shape[-1]
-    size = block or k
-    groups = jnp.pad(x.astype(jnp.float32), [(0, 0)] * (x.ndim - 1) + [(0, -k % size)]).reshape(*x.shape[:-1], -1, size)
+    whole = jnp.pad(x.astype(jnp.float32), [(0, 0)] * (x.ndim - 1) + [(0, -k % BLOCK)])
+    groups = whole.reshape(*x.shape[:-1], -1, BLOCK)
     scales = _scales(jnp.max(jnp.abs(groups), axis=-1))
-    values = _e4m3(groups / scales[..., None])
+    quotients = groups * (1 / scales[..., None])
+    # XLA may leave out a conversion to e4m3 and back, so these are its numbers already: of four bits, or of fewer.
+    normal = jax.lax.reduce_precision(quotients, exponent_bits=8, mantissa_bits=3)
+    values = _e4m3(jnp.where(jnp.abs(quotients) < 2.0**-6, jnp.round(quotients * 512) / 512, normal))
     return values.reshape(*x.shape[:-1], -1)[..., :k], scales
+
+
+def rounded(x: Float[Array, "*r k"], factor: Float[Array, "*r"] | None = None) -> Float[Array, "*r k"]:
+    """Quantised rows times their scales, and each times its factor, in their own dtype: for kernels that take no
+    quantised rows."""
+    (values, scales), k = quantise_rows(x), x.shape[-1]
+    scales = scales if factor is None else scales * factor[..., None]
+    return (values.astype(jnp.float32) * jnp.repeat(scales, BLOCK, axis=-1)[..., :k]).astype(x.dtype)
 
 
 def dequantise(
@@ -51,20 +71,26 @@ def dequantise(
 
 
 def product(
-    x: Float[Array, "*r k"], values: Float[Array, "n k"], scales: Float[Array, "a b"], block: int | None
+    x: Float[Array, "*r k"],
+    values: Float[Array, "n k"],
+    scales: Float[Array, "a b"],
+    block: int | None,
+    factor: Float[Array, "*r"] | None = None,
 ) -> Float[Array, "*r n"]:
-    """Rows, quantised, times a weight, in float32: the sum over groups of what each gives, times both scales.
+    """Rows, quantised, times a weight, in float32: the sum over groups of what each gives, times both scales, and times
+    each row's factor, if there are any.
 
     Products of two e4m3 numbers and the sums over a group are exact enough in any dtype whose products are summed in
     float32. Groups go one after the other, so that no more than one group's products are kept.
     """
-    rows, row_scales = quantise_rows(x, block)
+    rows, row_scales = quantise_rows(x)
+    row_scales = row_scales if factor is None else row_scales * factor[..., None]
     n, k = values.shape
-    size = block or k
-    pad = lambda a: jnp.pad(a.astype(x.dtype), [(0, 0)] * (a.ndim - 1) + [(0, -k % size)])  # noqa: E731
-    groups = jnp.moveaxis(pad(rows).reshape(*x.shape[:-1], -1, size), -2, 0)
-    parts = jnp.moveaxis(pad(values).reshape(n, -1, size), 1, 0)
+    pad = lambda a: jnp.pad(a.astype(x.dtype), [(0, 0)] * (a.ndim - 1) + [(0, -k % BLOCK)])  # noqa: E731
+    groups = jnp.moveaxis(pad(rows).reshape(*x.shape[:-1], -1, BLOCK), -2, 0)
+    parts = jnp.moveaxis(pad(values).reshape(n, -1, BLOCK), 1, 0)
     weight_scales = jnp.repeat(scales, n // len(scales), axis=0).T  # [groups, n]
+    weight_scales = weight_scales if block else jnp.broadcast_to(weight_scales, (len(groups), n))
 
     def add(total, group):
         row, part, row_scale, weight_scale = group
@@ -77,7 +103,7 @@ def product(
 
 def _scales(largest: Float[Array, "*s"]) -> Float[Array, "*s"]:
     """Scales that map the largest magnitude to the largest number; 1 where all are zero, or too small for a scale."""
-    scales = largest / LARGEST
+    scales = largest * (1 / LARGEST)
     return jnp.where(scales > 0, scales, 1.0)
 
 

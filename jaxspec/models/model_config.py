@@ -93,7 +93,7 @@ class ModelConfig:
         **Raises:** `ConfigError` for a model family, activation, rope type or attention variant that isn't supported,
         or a missing or senseless size; the message names the key, its value and what is supported.
         """
-        vision, hf = hf.get("vision_config"), _text_model(hf)
+        whole, hf = hf, _text_model(hf)
         model_type = hf.get("model_type")
         if not isinstance(model_type, str) or model_type not in MODELS:
             raise ConfigError(
@@ -116,7 +116,7 @@ class ModelConfig:
             eos_token_ids=tuple(eos),
             bos_token_id=bos,
             dtype=_dtype(hf),
-            tower=family.tower(vision, decoder.width) if hasattr(family, "tower") and vision else None,
+            tower=family.tower(whole, decoder.width) if hasattr(family, "tower") else None,
         )
 
 

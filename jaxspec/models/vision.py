@@ -1,27 +1,29 @@
 """Descriptions of vision towers: what they compute, and what their tensors are called.
 
-A tower takes patches of pictures to embeddings that stand in a prompt: Qwen3-VL's, which Qwen3.5 has without deepstack.
+A tower takes patches of pictures to embeddings that stand in a prompt: Qwen3-VL's, which Qwen3.5 has without deepstack,
+or SigLIP with Gemma 3's projector.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from jaxspec.config.json_values import positive, shown
+from jaxspec.config.json_values import positive, positive_float, shown
 from jaxspec.config.options import ConfigError
 
-PREFIX = "model.visual."
-PER_LAYER = "blocks."  # whose parameters have a leading axis of layers
+# Before a parameter's name, in files of transformers and those that were published before it put all under `model`.
+PREFIXES = re.compile(r"(model\.)?(visual|vision_tower(\.vision_model)?|multi_modal_projector)\.")
 
 
 @dataclass(frozen=True)
 class Tower:
-    """A transformer over patches, and a merger that makes one token of `merge` x `merge` of them.
+    """A transformer over patches, and what makes a token of some of them.
 
-    `patch`: values of one. `side`: of the square of learnt positions, which is resampled to a picture's grid. `mlp`:
-    the width of its MLPs. `out`: the width of embeddings.
+    `patch`: values of one. `mlp`: the width of its MLPs. `out`: the width of embeddings.
     """
 
     layers: int
@@ -29,59 +31,177 @@ class Tower:
     heads: int
     mlp: int
     patch: int
-    side: int
-    merge: int
     out: int
+
+    per_layer: ClassVar[str]  # before names of parameters that have a leading axis of layers
+    at_once: ClassVar[int] = 1  # a picture's tokens that the text model computes together
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Parameters by name, as a checkpoint has them behind `PREFIX`; those of a layer without its number."""
-        d, merged = self.width, self.width * self.merge**2
-        matrices = {
-            "patch_embed.proj": (d, self.patch),
-            f"{PER_LAYER}attn.qkv": (3 * d, d),
-            f"{PER_LAYER}attn.proj": (d, d),
-            f"{PER_LAYER}mlp.linear_fc1": (self.mlp, d),
-            f"{PER_LAYER}mlp.linear_fc2": (d, self.mlp),
-            "merger.linear_fc1": (merged, merged),
-            "merger.linear_fc2": (self.out, merged),
-        }
-        norms = {name: (d,) for name in (f"{PER_LAYER}norm1", f"{PER_LAYER}norm2", "merger.norm")}
-        shapes = {"pos_embed.weight": (self.side**2, d)}
-        for name, shape in (matrices | norms).items():
-            shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
-        return shapes
+        """Parameters by name, as a checkpoint has them behind `PREFIXES`; those of a layer without its number."""
+        raise NotImplementedError
+
+    @property
+    def per_token(self) -> int:
+        """Patches of a token."""
+        raise NotImplementedError
+
+    @property
+    def mutual(self) -> bool:
+        """Whether the text model's rows of a picture see all of it."""
+        return self.at_once > 1
+
+    @property
+    def merge(self) -> int | None:
+        """Patches on each side of a token, where positions have three axes; None: a token's place is its position."""
+        return None
+
+    def sizes(self, most: int) -> tuple[int, ...]:
+        """Patches that programs are made for, ascending, up to `most`."""
+        raise NotImplementedError
 
     @property
     def numbers(self) -> int:
         """Numbers in all of its parameters."""
-        d, merged = self.width, self.width * self.merge**2
-        layer = 4 * d * d + 2 * d * self.mlp + 9 * d + self.mlp
-        ends = d * (self.patch + 3 + self.side**2) + merged * (merged + 1) + self.out * (merged + 1)
-        return self.layers * layer + ends
+        times = lambda name: self.layers if name.startswith(self.per_layer) else 1  # noqa: E731
+        return sum(times(name) * math.prod(shape) for name, shape in self.shapes.items())
+
+    def parameter(self, tensor: str) -> tuple[str, int] | None:
+        """The parameter, and its layer, that a checkpoint's tensor is; None for one of another part."""
+        if (prefix := PREFIXES.match(tensor)) is None:
+            return None
+        name, layer = tensor[prefix.end() :], 0
+        if numbered := re.match(re.escape(self.per_layer) + r"(\d+)\.", name):
+            name, layer = self.per_layer + name[numbered.end() :], int(numbered[1])
+        return (name, layer) if name in self.shapes and layer < self.layers else None
 
 
-def tower(hf: Any, width: int) -> Tower | None:
-    """Read a `vision_config`; None for one without sizes. `width`: of the text model.
+@dataclass(frozen=True)
+class QwenTower(Tower):
+    """Qwen3-VL's: `side` of the square of learnt positions, which is resampled to a picture's grid, and a merger that
+    makes one token of `merged` x `merged` patches."""
+
+    side: int
+    merged: int
+
+    per_layer = "blocks."
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        d, merged = self.width, self.width * self.merged**2
+        matrices = {
+            "patch_embed.proj": (d, self.patch),
+            "blocks.attn.qkv": (3 * d, d),
+            "blocks.attn.proj": (d, d),
+            "blocks.mlp.linear_fc1": (self.mlp, d),
+            "blocks.mlp.linear_fc2": (d, self.mlp),
+            "merger.linear_fc1": (merged, merged),
+            "merger.linear_fc2": (self.out, merged),
+        }
+        norms = {name: (d,) for name in ("blocks.norm1", "blocks.norm2", "merger.norm")}
+        return {"pos_embed.weight": (self.side**2, d)} | _with_biases(matrices | norms)
+
+    @property
+    def per_token(self) -> int:
+        return self.merged**2
+
+    @property
+    def merge(self) -> int:
+        return self.merged
+
+    def sizes(self, most: int) -> tuple[int, ...]:
+        return tuple(1 << i for i in range(8, most.bit_length()))
+
+
+@dataclass(frozen=True)
+class SiglipTower(Tower):
+    """SigLIP and Gemma 3's projector: pictures of `side` x `side` patches, tokens of `pooled` x `pooled`."""
+
+    side: int
+    pooled: int
+    eps: float
+
+    per_layer = "encoder.layers."
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        d, layer = self.width, self.per_layer
+        matrices = {"embeddings.patch_embedding": (d, self.patch)}
+        matrices |= {f"{layer}self_attn.{name}_proj": (d, d) for name in ("q", "k", "v", "out")}
+        matrices |= {f"{layer}mlp.fc1": (self.mlp, d), f"{layer}mlp.fc2": (d, self.mlp)}
+        norms = {name: (d,) for name in (f"{layer}layer_norm1", f"{layer}layer_norm2", "post_layernorm")}
+        return _with_biases(matrices | norms) | {
+            "embeddings.position_embedding.weight": (self.side**2, d),
+            "mm_soft_emb_norm.weight": (d,),
+            "mm_input_projection_weight": (d, self.out),
+        }
+
+    @property
+    def per_token(self) -> int:
+        return self.pooled**2
+
+    @property
+    def at_once(self) -> int:
+        return self.side**2 // self.pooled**2
+
+    def sizes(self, most: int) -> tuple[int, ...]:
+        """Whole pictures: one, two, four and so on."""
+        one = self.side**2
+        return tuple(one << i for i in range((most // one).bit_length()))
+
+
+def _with_biases(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    weights = {f"{name}.weight": shape for name, shape in shapes.items()}
+    return weights | {f"{name}.bias": shape[:1] for name, shape in shapes.items()}
+
+
+def qwen_tower(hf: Mapping[str, Any], width: int) -> Tower | None:
+    """Read Qwen3-VL's `vision_config` of a config.json; None for one without sizes. `width`: of the text model.
 
     **Raises:** `ConfigError` naming the key.
     """
-    if not isinstance(hf, Mapping) or "depth" not in hf:
+    if (vision := _vision(hf, "depth")) is None:
         return None
-    if (activation := hf.get("hidden_act", "gelu_pytorch_tanh")) != "gelu_pytorch_tanh":
-        raise ConfigError(f"vision_config: hidden_act {shown(activation)} is not supported; it is gelu_pytorch_tanh")
-    if hf.get("deepstack_visual_indexes"):
+    if vision.get("deepstack_visual_indexes"):
         raise ConfigError("vision_config: deepstack_visual_indexes is not supported for this model; remove the key")
-    heads, d, table = positive(hf, "num_heads", 16), positive(hf, "hidden_size"), "num_position_embeddings"
+    heads, d, table = positive(vision, "num_heads", 16), positive(vision, "hidden_size"), "num_position_embeddings"
     if d % (4 * heads):
         raise ConfigError(f"vision_config: hidden_size ({d}) must be a multiple of four times num_heads ({heads})")
-    side = round(positive(hf, table, 2304) ** 0.5)
-    if side**2 != positive(hf, table, 2304):
-        raise ConfigError(f"vision_config: {table} must be a square number, got {shown(hf[table])}")
-    if (out := positive(hf, "out_hidden_size", width)) != width:
+    side = round(positive(vision, table, 2304) ** 0.5)
+    if side**2 != positive(vision, table, 2304):
+        raise ConfigError(f"vision_config: {table} must be a square number, got {shown(vision[table])}")
+    if (out := positive(vision, "out_hidden_size", width)) != width:
         raise ConfigError(f"vision_config: out_hidden_size ({out}) must be the text model's hidden_size ({width})")
-    patch = (
-        positive(hf, "in_channels", 3) * positive(hf, "temporal_patch_size", 2) * positive(hf, "patch_size", 16) ** 2
-    )
-    sizes = positive(hf, "depth"), d, heads, positive(hf, "intermediate_size"), patch, side
-    return Tower(*sizes, positive(hf, "spatial_merge_size", 2), out)
+    frames = positive(vision, "in_channels", 3) * positive(vision, "temporal_patch_size", 2)
+    patch = frames * positive(vision, "patch_size", 16) ** 2
+    sizes = positive(vision, "depth"), d, heads, positive(vision, "intermediate_size"), patch, out
+    return QwenTower(*sizes, side, positive(vision, "spatial_merge_size", 2))
+
+
+def siglip_tower(hf: Mapping[str, Any], width: int) -> Tower | None:
+    """Read SigLIP's `vision_config` of a Gemma 3's config.json; otherwise as `qwen_tower`."""
+    if (vision := _vision(hf, "num_hidden_layers")) is None:
+        return None
+    heads, d = positive(vision, "num_attention_heads", 12), positive(vision, "hidden_size", 768)
+    if d % heads:
+        raise ConfigError(f"vision_config: hidden_size ({d}) must be a multiple of num_attention_heads ({heads})")
+    image, patch = positive(vision, "image_size", 224), positive(vision, "patch_size", 16)
+    fills = positive(hf, "mm_tokens_per_image", 256)
+    side, tokens = image // patch, math.isqrt(fills)
+    if image % patch or tokens**2 != fills or side % tokens:
+        raise ConfigError(
+            f"config.json: pictures of {image} x {image} pixels in patches of {patch} can't be pooled to "
+            f"mm_tokens_per_image, {fills}: it must be the square of a number that divides {side}"
+        )
+    channels, layers = positive(vision, "num_channels", 3), positive(vision, "num_hidden_layers")
+    sizes = layers, d, heads, positive(vision, "intermediate_size", 3072), channels * patch**2, width
+    return SiglipTower(*sizes, side, side // tokens, positive_float(vision, "layer_norm_eps", 1e-6))
+
+
+def _vision(hf: Mapping[str, Any], layers: str) -> Mapping[str, Any] | None:
+    vision = hf.get("vision_config")
+    if not isinstance(vision, Mapping) or layers not in vision:
+        return None
+    if (activation := vision.get("hidden_act", "gelu_pytorch_tanh")) != "gelu_pytorch_tanh":
+        raise ConfigError(f"vision_config: hidden_act {shown(activation)} is not supported; it is gelu_pytorch_tanh")
+    return vision

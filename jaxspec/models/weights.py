@@ -215,6 +215,20 @@ class Layout:
 
 
 @flax.struct.dataclass
+class LowRank:
+    """Changes of a weight's product by adapters (LoRA): rows with adapter s have `x @ a[:, s] @ b[s]` added.
+
+    There are places for a fixed number of adapters, of a fixed rank p, padded with zeros. A weight fused of several
+    projections has their ranks side by side in p, and each one's outputs read its own. `place`: of each request or
+    block that rows belong to, equally many of each and in order, the place of its adapter; -1 for none.
+    """
+
+    a: Float[Array, "k s p"]
+    b: Float[Array, "s p n"]
+    place: Int[Array, " b"] | None = None
+
+
+@flax.struct.dataclass
 class Weight:
     """The weight of a matmul, or of many experts' matmuls.
 
@@ -222,7 +236,8 @@ class Weight:
     [inputs, outputs]. Experts' are [experts, outputs, inputs], and quantised ones [outputs, inputs], as checkpoints
     have them; formats of four bits have a byte for two inputs. `scales`: of quantised values, `[outputs, inputs]` as
     well, with one for several of each; those of four bits are `[inputs, outputs]`. `factors`: one for each output,
-    beside its scales. `order`: which of the rows' inputs each of the weight's is; None: they are in order.
+    beside its scales. `order`: which of the rows' inputs each of the weight's is; None: they are in order. `adapters`:
+    what rows' adapters add to the product; None: no row has one.
     """
 
     values: Float[Array, "*e a b"] | UInt8[Array, "*e a b"]
@@ -231,6 +246,7 @@ class Weight:
     scales: Float[Array, "*e c d"] | UInt8[Array, "*e c d"] | None = None
     factors: Float[Array, "*e n"] | None = None
     order: Int[Array, " k"] | None = None
+    adapters: LowRank | None = None
 
     @property
     def quantised(self) -> bool:
@@ -446,6 +462,12 @@ def norm_scale(width: int, source: str, centred: bool = False, split: Split = WH
 
 def embedding(tokens: int, width: int, source: str) -> Param:
     return Param((tokens, width), (source,), Layout((width,)), split=by_inputs(tokens, padded=True))
+
+
+def table(tokens: int, width: int, source: str) -> Param:
+    """Declare rows by token that are looked up for one draft after another, where an exchange for each costs more time
+    than the copy on each device costs memory."""
+    return Param((tokens, width), (source,), Layout((width,)), split=WHOLE)
 
 
 def head(width: int, tokens: int, source: str) -> Param:

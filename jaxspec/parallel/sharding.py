@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -246,6 +247,17 @@ def everywhere(tree: Any, mesh: Mesh) -> Any:
     return jax.tree.map(copy, tree)
 
 
+def take(x: Array, ids: Int[np.ndarray, " n"], axis: int) -> Array:
+    """These of an array's entries along an axis. If that is divided, so are they, and the last is repeated for
+    padding."""
+    mesh = None if isinstance(x, jax.core.Tracer) else getattr(x.sharding, "mesh", None)
+    if mesh is None:
+        return jnp.take(x, ids, axis=axis)
+    there = NamedSharding(mesh, PartitionSpec(*[None] * axis, AXIS))
+    ids = np.pad(ids, (0, -len(ids) % mesh.size), mode="edge")
+    return jax.jit(partial(jnp.take, axis=axis), out_shardings=there)(x, ids)
+
+
 def specs_of(tree: Any) -> Any:
     """How the arrays of a pytree are divided."""
     return jax.tree.map(lambda x: x.sharding.spec, tree)
@@ -317,14 +329,44 @@ def top_tokens(logits: Float[Array, "*b v"], vocab: int | None = None) -> tuple[
     if devices() == 1 or vocab is None:
         best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         return best, jnp.take_along_axis(logits, best[..., None], axis=-1)[..., 0]
-    rank, width = jax.lax.axis_index(AXIS), logits.shape[-1]
-    logits = jnp.where(rank * width + jnp.arange(width) < vocab, logits, -jnp.inf)  # what pads the vocabulary
+    logits, first = _unpadded(logits, vocab)
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    bits = jax.lax.bitcast_convert_type(logits.max(-1).astype(jnp.float32), jnp.int32)
-    both = all_gather(jnp.stack([bits, best + rank * width]))
-    values, ids = jax.lax.bitcast_convert_type(both[:, 0], jnp.float32), both[:, 1]
+    values, ids = _all_gather_pairs(logits.max(-1), best + first)
     of = jnp.argmax(values, axis=0)[None]
     return tuple(jnp.take_along_axis(each, of, axis=0)[0] for each in (ids, values))
+
+
+def top_logprobs(
+    logits: Float[Array, "*b v"], k: int, vocab: int | None = None, find: Callable = jax.lax.top_k
+) -> tuple[Float[Array, "*b k"], Int[Array, "*b k"], Float[Array, "*b 1"]]:
+    """The k highest logits, the lowest token of equals first; their tokens; and what to subtract for log-probabilities.
+
+    `vocab`: as of `top_tokens`; each device's k best are exchanged. `find` is `top_k`, or another that finds the same.
+    """
+    if devices() == 1 or vocab is None:
+        return *find(logits, k), jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    logits, first = _unpadded(logits, vocab)
+    values, ids = find(logits, min(k, logits.shape[-1]))
+    own = jax.nn.logsumexp(logits, axis=-1, keepdims=True)  # goes along as one more candidate
+    values, ids = jnp.concatenate([values, own], axis=-1), jnp.concatenate([ids + first, ids[..., :1]], axis=-1)
+    values, ids = (jnp.moveaxis(each, 0, -2) for each in _all_gather_pairs(values, ids))
+    normaliser = jax.nn.logsumexp(values[..., -1], axis=-1, keepdims=True)
+    values, ids = (each[..., :-1].reshape(*logits.shape[:-1], -1) for each in (values, ids))
+    values, at = jax.lax.top_k(values, k)
+    return values, jnp.take_along_axis(ids, at, axis=-1), normaliser
+
+
+def _unpadded(logits: Float[Array, "*b v"], vocab: int) -> tuple[Float[Array, "*b v"], Int[Array, ""]]:
+    """This device's logits with -inf where the vocabulary is padded, and its first token."""
+    first, width = jax.lax.axis_index(AXIS) * logits.shape[-1], logits.shape[-1]
+    return jnp.where(first + jnp.arange(width) < vocab, logits, -jnp.inf), first
+
+
+def _all_gather_pairs(values: Float[Array, "*b"], ids: Int[Array, "*b"]) -> tuple[Array, Array]:
+    """Each device's values, as float32, and ids: [n, *b] both."""
+    bits = jax.lax.bitcast_convert_type(values.astype(jnp.float32), jnp.int32)
+    both = all_gather(jnp.stack([bits, ids]))
+    return jax.lax.bitcast_convert_type(both[:, 0], jnp.float32), both[:, 1]
 
 
 def _each(b: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -174,10 +174,10 @@ _BLOCK = 6
 def block_columns(block: int, pictures: bool = False) -> int:
     """Columns of a packed block of up to `block` tokens, before the page table.
 
-    With `pictures`, those of the tokens are followed by their positions on three axes, and by the rows of pictures that
-    stand in for their embeddings, the one's after them too; -1 where none does.
+    With `pictures`, those of the tokens are followed by their positions on three axes, by the last KV slots that they
+    see, and by the rows of pictures that stand in for their embeddings, the one's after them too; -1 where none does.
     """
-    return _BLOCK + block + 1 + (4 * block + 1 if pictures else 0)
+    return _BLOCK + block + 1 + (5 * block + 1 if pictures else 0)
 
 
 def pack_blocks(
@@ -217,9 +217,10 @@ def placed_columns(start: int, block: int, placed: PictureRows | None) -> np.nda
     """The columns of a block that begins at `start`, behind those of its tokens: see `block_columns`."""
     place = np.arange(start, start + block + 1)
     if placed is None:
-        return np.concatenate([*[place[:block]] * 3, np.full(block + 1, -1)])
+        return np.concatenate([*[place[:block]] * 4, np.full(block + 1, -1)])
     rows = [placed.rows.get(at, -1) for at in place.tolist()]
-    return np.concatenate([*placed.placement.positions(place[:block]), rows])
+    own, placement = place[:block], placed.placement
+    return np.concatenate([*placement.positions(own), placement.last_seen(own), rows])
 
 
 def unpack_blocks(
@@ -231,11 +232,25 @@ def unpack_blocks(
     return packed[:, :_BLOCK].T, packed[:, _BLOCK:tokens], packed[:, columns:]
 
 
-def unpack_pictures(packed: Int[Array, "b k"], block: int) -> tuple[Int[Array, "3 b t"], Int[Array, "b t+1"]]:
-    """Positions on three axes, and rows that stand in for embeddings, of packed blocks that have such columns."""
+def unpack_pictures(
+    packed: Int[Array, "b k"], block: int
+) -> tuple[Int[Array, "3 b t"], Int[Array, "b t"], Int[Array, "b t+1"]]:
+    """Positions on three axes, last KV slots that are seen, and rows that stand in for embeddings, of packed blocks
+    that have such columns."""
     columns = packed[:, block_columns(block) : block_columns(block, True)]
-    axes, rows = columns[:, : 3 * block], columns[:, 3 * block :]
-    return jnp.moveaxis(axes.reshape(-1, 3, block), 1, 0), rows
+    places, rows = columns[:, : 4 * block], columns[:, 4 * block :]
+    *axes, seen = jnp.moveaxis(places.reshape(-1, 4, block), 1, 0)
+    return jnp.stack(axes), seen, rows
+
+
+def put_adapters(packed: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """Packed requests or blocks, with the places of their adapters in a last column; -1 for none, and for padding."""
+    return np.concatenate([packed, places[:, None]], axis=1)
+
+
+def take_adapters(params: Any, packed: Int[Array, "b k"]) -> tuple[Int[Array, "b _"], Int[Array, " b"] | None]:
+    """Undo `put_adapters`, where the weights have adapters."""
+    return (packed[:, :-1], packed[:, -1]) if "adapters" in params else (packed, None)
 
 
 def unpack_logprobs(rows: np.ndarray, tokens: Iterable[int], wanted: int) -> list[TokenLogprobs]:
@@ -282,6 +297,7 @@ class Shapes:
     # of those numbers, the ones that a request has on average, shared out; and the most that one request has
     ragged: tuple[tuple[int, int], ...] = ()
     pictures: int = 0  # rows for embeddings of pictures' tokens; 0: the model reads no pictures
+    adapters: int = 0  # places for adapters; 0: there are no programs for requests that have one
 
     def several(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
         """Sizes, in requests, that have programs of several rounds."""

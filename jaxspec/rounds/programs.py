@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.cache.mixers import Cache, PromptBlocks, RoundRows, empty_cache
 from jaxspec.cache.paged import PageLayout, Rows, Scales
+from jaxspec.cache.reported import Reported, empty_reported
 from jaxspec.config.options import ConfigError
 from jaxspec.config.request import MAX_LOGPROBS
 from jaxspec.decoder.forward import Hidden, forward, top_tokens, unembed
@@ -56,7 +57,8 @@ class State:
     are the final hidden state and the drafter's features of each slot's last prompt token, from the prefill that
     computed it until `first` has made a token of it. `forced` is how many of the next drafts a grammar has determined,
     then those drafts (`structured`). `pictures` are embeddings of pictures' tokens, which stand in for those of a
-    prompt's; which row is whose, the host knows (`engine.pictures`). None: the model reads no pictures.
+    prompt's; which row is whose, the host knows (`engine.pictures`). None: the model reads no pictures. `reported` are
+    rows that requests may ask for, which the rounds pass on behind the drafter's features.
     """
 
     slots: Slots
@@ -67,6 +69,7 @@ class State:
     features: tuple[Float[Array, "r d"], ...]
     forced: Int[Array, "r k"]
     pictures: Float[Array, "n d"] | None = None
+    reported: Reported = Reported()
 
 
 def empty_state(
@@ -80,9 +83,10 @@ def empty_state(
     state_dtype: str = "float32",
     kv_scales: tuple[Scales, ...] | None = None,
     pictures: int = 0,
+    hidden_states: bool = False,
 ) -> State:
     """A state without requests: `num_slots` of them, histories of `capacity` tokens, activations in `dtype`, so many
-    rows for `pictures`.
+    rows for `pictures`, and pages for the `hidden_states` of all tokens.
 
     Of a model with recurrent layers, there are `snapshots` state slots beside those of the requests, in `state_dtype`.
     """
@@ -95,7 +99,8 @@ def empty_state(
     forced = jnp.zeros((num_slots + 1, rows), jnp.int32)
     features = tuple(last() for _ in drafter.feature_layers)
     embedded = jnp.zeros((pictures, config.hidden_size), dtype) if pictures else None
-    return State(slots, cache, replay, draft, last(), features, forced, embedded)
+    reported = empty_reported(config, layout, dtype, hidden_states)
+    return State(slots, cache, replay, draft, last(), features, forced, embedded, reported)
 
 
 def admit(state: State, packed: Int[Array, " k"]) -> State:
@@ -122,21 +127,25 @@ def prefill(
     token after it isn't known yet. Returned are how many tokens there were, which shows when they are done; with
     `score`, the packed logprobs of the token after each row.
     """
-    reads = state.pictures is not None
+    reads, (packed, adapters) = state.pictures is not None, packing.take_adapters(params, packed)
     (slots, start, count, source, keep, newest), known, table = packing.unpack_blocks(packed, block, reads)
     tokens, next_tokens = known[:, :-1], known[:, 1:]
-    axes, own, following = None, None, None
+    axes, last_seen, own, following = None, None, None, None
     if reads:
-        axes, at = packing.unpack_pictures(packed, block)
+        axes, last_seen, at = packing.unpack_pictures(packed, block)
+        axes = axes if config.tower.merge else None
+        last_seen = last_seen if config.tower.mutual else None
         own, following = (state.pictures, at[:, :-1]), (state.pictures, at[:, 1:])
-    rows = Rows(start, count, table, axes=axes)
+    rows = Rows(start, count, table, axes=axes, last_seen=last_seen)
     mixer, marked = PromptBlocks(_order(config, rows), slots, source, keep), rows.marked_positions(block)
     last = jnp.maximum(count - 1, 0)
-    every = score or any(i >= config.num_layers - 1 for i in drafter.feature_layers)  # what the last layer makes of it
+    read = any(i >= config.num_layers - 1 for i in drafter.feature_layers)
+    every = score or read or state.reported.kept  # whether all rows of the last layer are needed
     requested = None if every else jnp.where(newest > 0, last, -1)
-    hidden = forward(config.decoder, params, tokens, marked, mixer, state.cache, drafter.feature_layers, requested, own)
+    given = drafter.feature_layers, requested, own, adapters
+    hidden = forward(config.decoder, params, tokens, marked, mixer, state.cache, *given)
 
-    seen = rows.replace(count=count - newest, axes=None)
+    seen = rows.replace(count=count - newest, axes=None, last_seen=None)
     shown = PrefillBatch(slots, tokens, next_tokens, seen, axes, following)
     draft = drafter.prefill(draft_params, state.draft, shown, hidden.features)
     into = jnp.where(newest > 0, slots, len(state.hidden))  # out of range for all other blocks: their rows are dropped
@@ -144,7 +153,10 @@ def prefill(
     final = left(hidden.last, state.hidden, last if every else None)
     features = tuple(left(x, old, last) for x, old in zip(hidden.features, state.features, strict=True))
     replay = state.replay.at[slots].set(0)
-    state = state.replace(cache=hidden.cache, replay=replay, draft=draft, hidden=final, features=features)
+    reported = state.reported.write(rows, state.reported.of(hidden))
+    state = state.replace(
+        cache=hidden.cache, replay=replay, draft=draft, hidden=final, features=features, reported=reported
+    )
     if not score:
         return state, jnp.sum(count)
     scores, fixed = _score(config, params, hidden, LOGPROBS), config.decoder.deterministic > 0
@@ -179,27 +191,27 @@ def decode_round(
 
     `mode` is one of `MODES`. A request that is done yields nothing and changes nothing.
     """
-    return _round(config, drafter, mode, params, draft_params, state, packed[:, 0], packed[:, 1:])
+    packed, adapters = packing.take_adapters(params, packed)
+    return _round(config, drafter, mode, params, draft_params, state, packed[:, 0], packed[:, 1:], adapters)
 
 
-def _round(config, drafter, mode, params, draft_params, state, ids, table):
+def _round(config, drafter, mode, params, draft_params, state, ids, table, adapters):
     slots, batch = batch_of(state, ids, table, mode)
     if fixed := config.decoder.deterministic:
         batch = batch.replace(coupled=True)
     proposal, state = propose(drafter, draft_params, state, slots, batch)
     proposal = proposal.replace(probs=None) if fixed else proposal
-    packed = None
+    spread = lambda x: x  # noqa: E731
     if isinstance(drafter, Ragged) and drafter.packs:
         proposal = drafter.shared(proposal, slots, batch)
         hidden, packed = ragged_verification.run(
-            config, drafter, params, state.cache, state.replay[ids], batch, proposal
+            config, drafter, params, state.cache, state.replay[ids], batch, proposal, adapters
         )
-        state = state.replace(cache=hidden.cache)
+        state, spread = state.replace(cache=hidden.cache), partial(packed.spread, q=proposal.tokens.shape[1] + 1)
     else:
-        hidden, state = run_rows(config, drafter, params, state, slots, batch, proposal)
-    scores, features = _score(config, params, hidden, mode), hidden.features
-    if packed is not None:
-        scores, features = jax.tree.map(partial(packed.spread, q=proposal.tokens.shape[1] + 1), (scores, features))
+        hidden, state = run_rows(config, drafter, params, state, slots, batch, proposal, adapters)
+    scores = _score(config, params, hidden, mode, spread)
+    features = jax.tree.map(spread, hidden.features + state.reported.of(hidden))
     state, out = conclude(drafter, mode, draft_params, state, slots, batch, proposal, scores, features, fixed=fixed)
     if isinstance(drafter, Ragged):
         state = state.replace(slots=ragged_verification.observe(state.slots, ids, out[:, DRAFTED], out[:, ACCEPTED]))
@@ -241,8 +253,9 @@ def run_rows(
     slots: Slots,
     batch: DraftBatch,
     proposal: Proposal,
+    adapters: Int[Array, " b"] | None = None,
 ) -> tuple[Hidden, State]:
-    """The target's forward over the newest token and the drafts."""
+    """The target's forward over the newest token and the drafts, each request's with its adapter."""
     tokens = jnp.concatenate([batch.tokens(-1, 1), proposal.tokens], axis=1)
     tree = _tree(drafter, proposal)
     if tree is not None and config.recurrent:  # the runner refuses those that say so by their `topk`
@@ -260,7 +273,8 @@ def run_rows(
         rows = rows.replace(depth=tree.depth, mask=tree.follows)
     positions = rows.marked_positions(tokens.shape[1])
     mixer = RoundRows(_order(config, rows), batch.slots, state.replay[batch.slots])
-    hidden = forward(config.decoder, params, tokens, positions, mixer, state.cache, drafter.feature_layers)
+    of = config.decoder, params, tokens, positions, mixer, state.cache, drafter.feature_layers
+    hidden = forward(*of, adapters=adapters)
     return hidden, state.replace(cache=hidden.cache)
 
 
@@ -277,10 +291,11 @@ def decode_rounds(
     config: ModelConfig, drafter: Drafter, mode: str, rounds: int, params: Any, draft_params: Any, state: State, packed
 ) -> tuple[State, Int[Array, "k b w"]]:
     """Run `rounds` rounds, one after the other, and return each one's result."""
+    packed, adapters = packing.take_adapters(params, packed)
     ids, table = packed[:, 0], packed[:, 1:]  # taken apart once
 
     def step(state, _):
-        return _round(config, drafter, mode, params, draft_params, state, ids, table)
+        return _round(config, drafter, mode, params, draft_params, state, ids, table, adapters)
 
     return jax.lax.scan(step, state, length=rounds)
 
@@ -292,17 +307,19 @@ def batch_of(state: State, ids: Int[Array, " b"], table: Int[Array, "b p"], mode
     return slots, DraftBatch(*of, shift=slots.shift)
 
 
-def _score(config: ModelConfig, params: Any, hidden: Hidden, mode: str) -> Array:
+def _score(
+    config: ModelConfig, params: Any, hidden: Hidden, mode: str, spread: Callable[[Array], Array] = lambda x: x
+) -> Array:
     """The logits, f32[b, q, v], of the requests that this device decides for; in mode greedy the argmax of all,
-    i32[b, q], as `tokens_if_finite` gives it."""
+    i32[b, q], as `tokens_if_finite` gives it. `spread`: from the rows of `hidden` to those of requests."""
     if mode == GREEDY and not config.decoder.deterministic:  # there all modes have the same logits
         top = top_tokens(params, config.decoder.norm, params["norm"], hidden.unnormed)
         if top is not None:
-            return tokens_if_finite(*top)
+            return spread(tokens_if_finite(*top))
     logits = unembed(params, hidden.last, config.decoder)
     if mode == GREEDY:
-        return tokens_if_finite(*sharding.top_tokens(logits, config.vocab_size))
-    return logits_of_my_requests(logits, config.vocab_size)
+        return spread(tokens_if_finite(*sharding.top_tokens(logits, config.vocab_size)))
+    return logits_of_my_requests(spread(logits), config.vocab_size)
 
 
 def tokens_if_finite(tokens: Int[Array, "b q"], top: Float[Array, "b q"]) -> Int[Array, "b q"]:
@@ -334,8 +351,8 @@ def conclude(
 ) -> tuple[State, Int[Array, "b w"]]:
     """From q rows' scores, as `_score` gives them, to tokens: accept, stop, commit, advance, and pack the result.
 
-    With `masks`, scores in mode greedy are the argmax among the allowed tokens. `fixed`: what a row draws has the same
-    bits whatever rows are beside it.
+    Behind the drafter's `features` may be rows to be reported. With `masks`, scores in mode greedy are the argmax among
+    the allowed tokens. `fixed`: what a row draws has the same bits whatever rows are beside it.
     """
     b = len(batch.slots)
     mine, all_of = my_requests, partial(all_gather_requests, b=b)
@@ -344,24 +361,30 @@ def conclude(
     tokens = jnp.concatenate([batch.tokens(-1, 1), proposal.tokens], axis=1)
     drafted, tree = proposal.count, _tree(drafter, proposal)
     forced = None if masks is None else masks.forced
+    shown = proposal.replace(probs=None, logits=None)
     if tree is None:
-        own = mine(proposal.replace(probs=None, logits=None)).replace(probs=proposal.probs)
+        own = mine(shown).replace(probs=proposal.probs)
         outputs, accepted = all_of(_accept(scores, mine(slots), own, mode, masks, fixed))
     else:
-        outputs, path, accepted = _accept_path(scores, slots, proposal, tree, mode, masks)
+        outputs, path, accepted = all_of(_accept_path(scores, *mine((slots, shown, tree)), mode, masks))
         # From here on the accepted path is a chain.
-        along = lambda x: jnp.take_along_axis(x, path.reshape(*path.shape, *[1] * (x.ndim - 2)), axis=1)  # noqa: E731
+        along = lambda x, path: jnp.take_along_axis(x, path.reshape(*path.shape, *[1] * (x.ndim - 2)), axis=1)  # noqa: E731
         rows = Rows(slots.length - 1, jnp.where(batch.live, accepted, 0), batch.table)
         kv = tuple(rows.compact(pages, path, rows.count) for pages in state.cache.kv)
         state = state.replace(cache=state.cache.replace(kv=kv))
-        tokens, features, scores, forced = jax.tree.map(along, (tokens, features, scores, forced))
+        tokens, features, forced = jax.tree.map(partial(along, path=path), (tokens, features, forced))
+        scores = along(scores, mine(path))
         within = jnp.arange(tree.depth.shape[1]) <= drafted[:, None]
         drafted = jnp.where(within, jnp.minimum(tree.depth, tree.height), 0).max(axis=1)
     accepted = jnp.where(batch.live, accepted, 0)
+    own = len(drafter.feature_layers)
+    features, reported = features[:own], features[own:]
+    reported = state.reported.write(Rows(slots.length - 1, accepted, batch.table), reported)
     emitted, done, broken = _stop(slots, outputs, accepted)
     commit = drafter.commit if masks is None else drafter.commit_others
     draft = commit(draft_params, state.draft, batch, Verified(tokens, outputs, emitted, features))
-    state = state.replace(slots=_advance(state.slots, batch.slots, slots.length, outputs, emitted, done), draft=draft)
+    advanced = _advance(state.slots, batch.slots, slots.length, outputs, emitted, done)
+    state = state.replace(slots=advanced, draft=draft, reported=reported)
     if forced is not None:
         last = jnp.take_along_axis(forced, jnp.maximum(emitted - 1, 0)[:, None, None], axis=1)[:, 0]
         state = state.replace(forced=state.forced.at[batch.slots].set(last))

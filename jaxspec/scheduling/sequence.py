@@ -37,10 +37,12 @@ class SequenceState:
     - `stepwise`: no program runs several of its rounds.
     - `fixed_drafts`: it never goes without drafts, as asked or because a seed's text depends on them.
     - `overridden`: for prompt positions whose embedding isn't their token's, a key of what it is instead, 64 bits.
+    - `whole`: spans of the prompt, start and end, of which a chunk has all or none: their rows see one another.
     - `pictures`: those of the prompt; the scheduler never looks at them.
     - `client`: a key of whom it is for; prompts are computed in equal shares for all clients (`fair_share`).
     - `priority`: lower values first (`priority`); all are 0 where the scheduler goes by arrival.
     - `salt`: a key of what else its keys and values depend on, 64 bits; 0: of nothing else.
+    - `adapter`: the one that it is computed with, in a place that it holds while admitted (`adapter_places`), or None.
     - `drafter_seen`: positions that the drafter has seen, if it missed what came then; None: it misses nothing. Set by
       the engine, and at admission.
 
@@ -62,6 +64,8 @@ class SequenceState:
     fixed_drafts: bool = False
     overridden: Mapping[int, int] = field(default_factory=dict, repr=False)
     salt: int = 0
+    whole: tuple[tuple[int, int], ...] = field(default=(), repr=False)
+    adapter: Any = field(default=None, repr=False)
     pictures: Placement | None = field(default=None, repr=False)
     client: str = ""
     priority: int = 0

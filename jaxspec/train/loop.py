@@ -126,8 +126,8 @@ def train(
     check_batch(data.batch_size)
     mesh = Mesh(np.array(jax.devices()), ("data",))
     everywhere, shared = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
-    optimizer = _optimizer(settings)
-    step_function = _step_function(objective, optimizer, mesh)
+    optimizer = optimizer_of(settings)
+    run_step = step_function(objective, optimizer, mesh)
     state = jax.device_put({"params": trained, "moments": optimizer.init(trained)}, everywhere)
     frozen, target_params = jax.device_put((frozen, target_params), everywhere)
     run.claim(run.steps or settings.steps)
@@ -140,7 +140,7 @@ def train(
         while (run.steps is None or step < run.steps) and not ended:
             batch = jax.device_put(data.batch(step), shared)
             rate = np.float32(learning_rate(settings, step, run.steps))
-            state, report = step_function(state, frozen, target_params, batch, rate, jax.random.fold_in(key, step))
+            state, report = run_step(state, frozen, target_params, batch, rate, jax.random.fold_in(key, step))
             step += 1
             clock.tick(step, report)
             if step % settings.log_every == 0 or step == run.steps:
@@ -164,7 +164,7 @@ def learning_rate(settings: Settings, step: int, steps: int | None) -> float:
     return settings.learning_rate * (0.01 + 0.99 * 0.5 * (1 + np.cos(np.pi * min(done, 1.0))))
 
 
-def _optimizer(settings: Settings) -> optax.GradientTransformation:
+def optimizer_of(settings: Settings) -> optax.GradientTransformation:
     """Optimizer whose updates are those of a learning rate of 1."""
     matrices = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)  # noqa: E731
     clip = optax.clip_by_global_norm(settings.clip)
@@ -193,7 +193,7 @@ def _inner(params: dict[str, Any]) -> dict[str, Any]:
     return {name: jax.tree.map(partial(of, name), tree) for name, tree in params.items()}
 
 
-def _step_function(objective: Objective, optimizer: optax.GradientTransformation, mesh: Mesh) -> Callable:
+def step_function(objective: Objective, optimizer: optax.GradientTransformation, mesh: Mesh) -> Callable:
     """Each device takes the gradient of its own rows, which compilers can't be left to find out: our kernels, for one,
     are opaque to them. The sum over devices, by what their drafts weigh, is the whole batch's."""
 

@@ -4,7 +4,8 @@
 #
 #     scripts/gpu/quantised.sh OUT [PART...]
 #
-# PART is of: kernels dense cache eagle3 on 30b 35b mtp 27b gpt-oss prefill; all by default, in that order. A part's
+# PART is of: kernels dense cache eagle3 turns 30b 35b mtp 27b gpt-oss prefill; all by default, in that order. `turns` has
+# rows that are quantised and rows that aren't by turns: plain and with EAGLE-3, and mixtures (turns-35b). A part's
 # engines start side by side and are timed one after the other (in_turn.py); their shares of memory are an H200's. A GPU
 # of 80 GB runs those that fit. OUT receives for each engine its table, its kernels, JSON and a log. LIMIT: seconds that
 # an engine may take (240).
@@ -36,7 +37,7 @@ rounds() {
 fp8=(--quantization fp8)
 drafts=(--num-steps 3 --accept-rates 0.75,0.5,0.25 --draft-quantization fp8)
 eagle3=("${fp8[@]}" --draft "eagle3:$out/models/qwen3-8b-eagle3" "${drafts[@]}")
-for part in "${@:-kernels dense cache eagle3 on 30b 35b mtp 27b gpt-oss prefill}"; do
+for part in "${@:-kernels dense cache eagle3 turns turns-35b 30b 35b mtp 27b gpt-oss prefill}"; do
     for part in $part; do
         case $part in
             kernels) timeout "${LIMIT:-240}" python3 -m jaxspec.bench kernels --only FP8 --no-plain --profile \
@@ -53,9 +54,24 @@ for part in "${@:-kernels dense cache eagle3 on 30b 35b mtp 27b gpt-oss prefill}
                 rounds eagle3 0.16 qwen3-8b 8 "${eagle3[@]}"
                 rounds eagle3 0.20 qwen3-8b 32 "${eagle3[@]}"
                 rounds eagle3 0.40 qwen3-8b 128 "${eagle3[@]}" ;;
-            on)
+            turns)
+                for switch in off on; do
+                    rounds "$switch" 0.12 qwen3-8b 8 "${fp8[@]}" --fp8-activations "$switch"
+                    rounds "$switch" 0.14 qwen3-8b 32 "${fp8[@]}" --fp8-activations "$switch"
+                done
                 rounds on 0.34 qwen3-8b 128 "${fp8[@]}" --fp8-activations on
-                rounds on-eagle3 0.40 qwen3-8b 128 "${eagle3[@]}" --fp8-activations on ;;
+                wait
+                for switch in off on; do
+                    rounds "$switch-eagle3" 0.14 qwen3-8b 8 "${eagle3[@]}" --fp8-activations "$switch"
+                    rounds "$switch-eagle3" 0.16 qwen3-8b 32 "${eagle3[@]}" --fp8-activations "$switch"
+                done
+                rounds off 0.34 qwen3-8b 128 "${fp8[@]}" --fp8-activations off ;;
+            turns-128) for switch in off on; do
+                rounds "$switch-eagle3" 0.42 qwen3-8b 128 "${eagle3[@]}" --fp8-activations "$switch"
+            done ;;
+            turns-35b) for switch in off on; do
+                rounds "35b-$switch" 0.45 qwen3.5-35b-a3b 32 "${fp8[@]}" --fp8-activations "$switch"
+            done ;;
             30b)
                 rounds 30b 0.27 qwen3-30b-a3b 8 "${fp8[@]}"
                 rounds 30b 0.29 qwen3-30b-a3b 32 "${fp8[@]}"

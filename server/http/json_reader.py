@@ -18,6 +18,7 @@ from contextlib import suppress
 from json.decoder import JSONDecodeError, scanstring
 from typing import Any
 
+import numpy as np
 from pydantic_core import from_json
 
 from jaxspec.config.request import RequestError
@@ -77,13 +78,16 @@ def _read_at_once(body: bytes) -> Any:
 
 def _is_brief(text: bytes) -> bool:
     """Whether a document has few values, by an upper bound: each value and key but the first follows a mark."""
-    marks = _count(text, b",:[{")
-    integers = marks <= INTEGERS_AT_ONCE and _count(text, b':[{".eEtfnNI') <= VALUES_AT_ONCE
-    return (marks <= VALUES_AT_ONCE or integers) and not _has_long_number(text)
+    marks = len(text) if len(text) <= VALUES_AT_ONCE else _count(text, b",:[{")
+    if marks > VALUES_AT_ONCE and (marks > INTEGERS_AT_ONCE or _count(text, b':[{".eEtfnNI') > VALUES_AT_ONCE):
+        return False
+    return not _has_long_number(text)
 
 
 def _count(text: bytes, marks: bytes) -> int:
-    return len(text) - len(text.translate(None, marks))
+    """How many bytes of `text` are `marks`. numpy has no branches to mispredict, as `bytes.translate` has."""
+    each = np.frombuffer(text, np.uint8)
+    return sum(int(np.count_nonzero(each == mark)) for mark in marks)
 
 
 def _without_strings(body: bytes) -> bytes:

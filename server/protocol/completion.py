@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import countOf
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PlainValidator, model_validator
@@ -40,9 +41,10 @@ def _prompts(value: Any) -> list[str] | list[list[int]]:
 
 def as_ids(values: list[Any]) -> list[int] | None:
     """Token ids as integers; None for a list that has something else."""
-    if not all(type(each) is int for each in values):
-        values = [whole(each) for each in values]
-    return values if all(type(each) is int for each in values) else None
+    for each in (values, map(whole, values)):
+        if countOf(map(type, given := list(each)), int) == len(given):
+            return given
+    return None
 
 
 class CompletionRequest(Generation):

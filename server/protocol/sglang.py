@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field, PlainValidator, ValidatorFunctionWrapHandler, WrapValidator, model_validator
 
-from jaxspec.config.request import MAX_LOGPROBS, RequestError, SamplingParams, StructuredOutput
+from jaxspec.config.request import MAX_LOGPROBS, REPORTS, RequestError, SamplingParams, StructuredOutput
 from server.protocol.base import Body, Integer, Priority, Text, check_text, describe_ranges, shown, whole
 from server.protocol.completion import MAX_COMPLETIONS, Ids, Several, as_ids
 from server.protocol.described import NULL, add_rules, any_of, fields, is_true, null, one_of
@@ -54,7 +54,7 @@ class Sampling(Sampled):
         """Whether nothing is to follow the prompt, which is how one has it scored."""
         return self.max_new_tokens == 0
 
-    def params(self, defaults: Mapping[str, Any], **reports: int | None) -> SamplingParams:
+    def params(self, defaults: Mapping[str, Any], **reports: Any) -> SamplingParams:
         """With `defaults` where the client says nothing. **Raises:** `RequestError` for a value out of range.
 
         The engine always generates a token, even when it won't be shown (`no_tokens`).
@@ -156,6 +156,22 @@ Prompts = Ids | Annotated[list[Ids], Several]
 Settings = Sampling | Annotated[list[Sampling], Field(max_length=MAX_COMPLETIONS)]
 
 
+Adapters = str | Annotated[list[str | None], Several]
+
+
+def _adapters(value: Any) -> Any:
+    """An adapter's name, or for each prompt one or null."""
+    if not all(isinstance(each, str) or (each is None and isinstance(value, list)) for each in _listed(value)):
+        raise RequestError(
+            f"must be an adapter's name, or a list with a name or null for each prompt, got {shown(value)}"
+        )
+    return value
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
 Image = Annotated[str, Field(json_schema_extra={"pattern": "^data:"})]
 Images = Image | Annotated[list[Image | list[Image]], Several]
 
@@ -172,9 +188,8 @@ class GenerateRequest(Body):
     )
     UNSUPPORTED: ClassVar[dict[str, tuple]] = {
         **dict.fromkeys(("input_embeds", "video_data", "audio_data"), ([],)),
-        **dict.fromkeys(("session_params", "lora_path", "lora_id", "custom_logit_processor", "extra_key"), ()),
-        **dict.fromkeys(("return_hidden_states", "return_routed_experts", "background"), (False,)),
-        **dict.fromkeys(("return_entropy", "return_bytes"), (False,)),
+        **dict.fromkeys(("session_params", "lora_id", "custom_logit_processor", "extra_key"), ()),
+        **dict.fromkeys(("return_entropy", "return_bytes", "background"), (False,)),
         **dict.fromkeys(("bootstrap_host", "bootstrap_port", "bootstrap_room", "data_parallel_rank"), ()),
     }
 
@@ -187,12 +202,15 @@ class GenerateRequest(Body):
     rid: Annotated[Any, _one_or_each(str, "a string", unique=True)] | None = None
     stream: bool | None = None
     priority: Priority | None = None
+    lora_path: Annotated[Any, PlainValidator(_adapters, json_schema_input_type=Adapters)] | None = None
     return_logprob: Annotated[Any, _one_or_each(bool, "true or false")] | None = None
     logprob_start_len: Annotated[Any, _one_or_each(int, "an integer")] | None = None
     top_logprobs_num: (
         Annotated[Any, _one_or_each(int, f"an integer from 0 to {MAX_LOGPROBS}", 0, MAX_LOGPROBS)] | None
     ) = None
     return_text_in_logprobs: bool | None = None
+    return_hidden_states: Annotated[Any, _one_or_each(bool, "true or false")] | None = None
+    return_routed_experts: Annotated[Any, _one_or_each(bool, "true or false")] | None = None
     token_ids_logprob: list[Any] | None = (
         None  # bench_serving sends some always, and without return_logprob they ask for nothing
     )
@@ -202,7 +220,7 @@ class GenerateRequest(Body):
         if (self.text is None) == (self.input_ids is None):
             given = "neither" if self.text is None else "both"
             raise RequestError(f"send text or input_ids; {given} was given", "text")
-        for name in ("rid", "return_logprob", "logprob_start_len", "top_logprobs_num"):
+        for name in ("rid", "lora_path", "return_logprob", "logprob_start_len", "top_logprobs_num", *REPORTS):
             value = getattr(self, name)
             if isinstance(value, list) and len(value) != len(self.prompts):
                 raise RequestError(f"has {len(value)} entries for {len(self.prompts)} prompts", name)
@@ -263,11 +281,16 @@ class GenerateRequest(Body):
         """Settings for each prompt. **Raises:** `RequestError` for a value out of range."""
         settings = self._settings()
         reported = zip(self._each("return_logprob"), self._each("top_logprobs_num"), self.starts(), strict=True)
+        rows = zip(*([bool(each) for each in self._each(name)] for name in REPORTS), strict=True)
         all_params = []
-        for each, (wanted, top, start) in zip(settings, reported, strict=True):
-            top = (top or 0) if wanted else None
-            all_params.append(each.params(defaults, logprobs=top, prompt_logprobs=None if start < 0 else top))
+        for each, (wanted, top, start), kept in zip(settings, reported, rows, strict=True):
+            top, more = (top or 0) if wanted else None, dict(zip(REPORTS, kept, strict=True))
+            all_params.append(each.params(defaults, logprobs=top, prompt_logprobs=None if start < 0 else top, **more))
         return all_params
+
+    def adapters(self) -> list[str | None]:
+        """For each prompt, the name of its adapter."""
+        return self._each("lora_path")
 
     def no_tokens(self) -> list[bool]:
         """For each prompt, whether nothing is to follow it."""

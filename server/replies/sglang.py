@@ -6,6 +6,7 @@ the last of a completion is what the whole response says of it.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -92,7 +93,7 @@ class GenerateReply:
         if job.params.logprobs is not None:
             meta |= self._logprobs(prompt, output)
         if output.last is not None:
-            meta |= self._figures(output.last)
+            meta |= self._figures(output.last) | self._rows(prompt, output.last)
         return {"text": output.text, "output_ids": output.token_ids, "meta_info": meta}
 
     def _finish_reason(self, output: Output) -> dict[str, Any] | None:
@@ -124,6 +125,16 @@ class GenerateReply:
                 "spec_accept_histogram": drafts.histogram,
             }
         return figures
+
+    def _rows(self, prompt: int, last: Delta) -> dict[str, Any]:
+        """Rows of prompt and text: hidden states, the prompt's in one list, and experts i32[t, l, k] in base64."""
+        shown: dict[str, Any] = {}
+        if last.hidden_states is not None:
+            rows, length = last.hidden_states.tolist(), len(self._jobs[prompt].ids)
+            shown["hidden_states"] = [rows[:length], *rows[length:]]
+        if last.routed_experts is not None:
+            shown["routed_experts"] = base64.b64encode(last.routed_experts.tobytes()).decode()
+        return shown
 
     def _logprobs(self, prompt: int, output: Output) -> dict[str, list]:
         """Log-probabilities of output tokens, and of prompt tokens from the requested start; the first has none."""

@@ -41,7 +41,7 @@ def batch_of(requests: int) -> DraftBatch:
 def test_a_tree_holds_the_likeliest_branches(steps, topk, drafts):
     """Compare with all branches of the `topk` likeliest tokens, where a step's beam leaves none of them out."""
     logits = 3 * drawn.normal(jax.random.key(steps), (2, steps, 30))
-    proposal = jax.jit(eagle_tree.of_block, static_argnums=(1, 2))(logits, topk, drafts, {}, batch_of(2))
+    proposal = jax.jit(eagle_tree.of_block, static_argnums=(1, 2))(logits, topk, drafts, {}, batch_of(2), 30)
     likely = np.asarray(jax.nn.log_softmax(logits), np.float64)
     for request in range(2):
         tokens, parents = np.asarray(proposal.tokens[request]), np.asarray(proposal.parents[request])

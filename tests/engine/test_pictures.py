@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -11,11 +12,11 @@ from jaxspec import LLM, RequestError, SamplingParams
 from jaxspec.cache.mixers import WholeTexts
 from jaxspec.checkpoint.vision import dummy
 from jaxspec.decoder.forward import forward, unembed
-from jaxspec.decoder.vision import Patches, embed_pictures
+from jaxspec.decoder.towers import embed_pictures, places
 from jaxspec.engine.pictures import MOST_PATCHES, PictureReader, tower_workspace
 from jaxspec.images.picture import PlacedPicture, Prompt
 from jaxspec.images.placement import Placement
-from jaxspec.models.vision import Tower
+from jaxspec.models.vision import QwenTower
 from jaxspec.rounds.packing import PICTURE_ROW
 from tests.support.exact import ALPHA, distribution, fit_p_value
 from tests.support.heads import random_eagle3
@@ -109,7 +110,7 @@ def test_sampled_tokens_after_a_picture_fit_the_models_distribution():
     tower, vocab, length = model.config.tower, model.config.vocab_size, len(given.tokens)
     (placed,) = given.images
     pixels = placed.picture.pixels
-    rows = embed_pictures(tower, model.tower, pixels, Patches.of(tower, [placed.picture.grid], len(pixels)))
+    rows = embed_pictures(tower, model.tower, pixels, places(tower, [placed.picture.grid], len(pixels)))
     tokens = np.array([[*given.tokens, each] for each in range(vocab)])
     axes = Placement.of(given.images, tower.merge).positions(np.arange(length + 1))
     at = np.full(tokens.shape, -1)
@@ -159,10 +160,54 @@ def test_the_memory_plan_has_room_for_the_towers_largest_program(llm):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_towers_workspace_is_as_estimated(dtype):
     """Qwen3.5-35B-A3B's tower but for its depth, which doesn't count."""
-    tower = Tower(2, 1152, 16, 4304, 1536, 48, 2, 2048)
+    tower = QwenTower(2, 1152, 16, 4304, 1536, 2048, 48, 2)
     reader = PictureReader(tower, jax.eval_shape(lambda: dummy(tower, dtype, 0)), 100)
     reader._program(MOST_PATCHES, jax.ShapeDtypeStruct((100, tower.out), dtype))
     assert reader.workspace_bytes < tower_workspace(tower, np.dtype(dtype).itemsize) < 2 * reader.workspace_bytes
+
+
+def test_gemmas_pictures_are_whole_in_a_chunk():
+    """Chunks of 32 tokens end before a picture of 16 that doesn't fit; the prefix cache may end within one."""
+    family, names = "gemma3", PROMPTS
+    llm = LLM(str(GOLDEN / family), "ngram", num_draft_tokens=3, **OPTIONS)
+    params = dataclasses.replace(GREEDY, prompt_logprobs=1)
+
+    def tokens(params):
+        outs = llm.generate([prompt(name, family) for name in names], params)
+        return outs, [out.token_ids for out in outs]
+
+    greedy = [expected(family)[f"{name}_greedy"].tolist() for name in names]
+    assert tokens(GREEDY)[1] == greedy
+    again, cached = tokens(GREEDY)
+    assert cached == greedy and again[names.index("long")].metrics.cached_tokens > 100
+    scored, _ = tokens(params)
+    for name, out in zip(names, scored, strict=True):
+        logits, ids = expected(family)[f"{name}_logits"].astype(np.float64), expected(family)[f"{name}_ids"]
+        logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        told = [entry.logprob for entry in out.prompt_logprobs[1:]]
+        np.testing.assert_allclose(told, logprobs[np.arange(len(ids) - 1), ids[1:]], atol=5e-4)
+
+
+def test_a_chunk_too_small_for_gemmas_pictures_refuses_them(tmp_path):
+    folder = shutil.copytree(GOLDEN / "gemma3", tmp_path / "model")
+    hf = json.loads((folder / "config.json").read_text()) | {"mm_tokens_per_image": 64}
+    (folder / "config.json").write_text(json.dumps(hf))
+    llm = LLM(str(folder), **{**OPTIONS, "draft_policy": "auto"})
+    with pytest.raises(RequestError, match="a picture's 64 tokens don't fit in a chunk of 32"):
+        llm.generate([prompt("one", "gemma3")], GREEDY)
+
+
+@exhaustive
+def test_gemmas_pictures_with_eagle3_under_preemption(tmp_path):
+    hf = json.loads((GOLDEN / "gemma3" / "config.json").read_text())["text_config"] | {"model_type": "llama"}
+    hf = {key: value for key, value in hf.items() if key not in ("layer_types", "rope_parameters")}
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    draft = f"eagle3:{random_eagle3(tmp_path, tuple(range(60)), (0, 1, 2))}"
+    llm = LLM(str(GOLDEN / "gemma3"), draft, num_draft_tokens=2, max_total_tokens=256, **OPTIONS)
+    names = ["long", "two"]
+    outs = llm.generate([prompt(name, "gemma3") for name in names], GREEDY)
+    assert [out.token_ids for out in outs] == [expected("gemma3")[f"{name}_greedy"].tolist() for name in names]
+    assert any(out.metrics.preemptions for out in outs)
 
 
 def changed(**fields):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,8 +34,18 @@ def test_scales_of_outputs(kind):
 
 
 @pytest.mark.parametrize("rows", [1, 8, 64, 100, 128])
-def test_few_quantised_rows(rows):
-    check(rows, rows, 4096, 6144, 128, 128)
+@pytest.mark.parametrize("shape", PRODUCTS)
+def test_few_quantised_rows(rows, shape):
+    """Sum some in parts."""
+    inputs, outputs, unit, kind = PRODUCTS[shape]
+    check(rows, rows, inputs, outputs, 128, unit, kind)
+
+
+@pytest.mark.parametrize("block,unit", [(128, 64), (None, 1)])
+def test_every_division(block, unit):
+    for tiling in fp8_tiles.SIZES:
+        for splits in (2, 3, 8):
+            check(100, 90, 128 * 24, 1152, block, unit, "added", tiling=Tiling(*tiling), splits=splits)
 
 
 @pytest.mark.parametrize("tiling", fp8_tiles.GATED)
@@ -58,7 +66,7 @@ def test_a_row_gets_the_same_in_any_company():
 @pytest.mark.parametrize("rows,inputs", [(64, 4096), (100, 12288), (2048, 4096)])
 def test_rows_are_quantised_as_in_plain_jnp(rows, inputs):
     x = operands(rows, inputs, 128, 128, 128)[0]
-    got, expected = jax.jit(fp8_quantise.quantise_rows)(x), jax.jit(partial(fp8.quantise_rows, block=128))(x)
+    got, expected = jax.jit(fp8_quantise.quantise_rows)(x), jax.jit(fp8.quantise_rows)(x)
     for ours, theirs in zip(got, expected, strict=True):
         np.testing.assert_allclose(np.asarray(ours, np.float32), np.asarray(theirs, np.float32), rtol=1e-6)
 

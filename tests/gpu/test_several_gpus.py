@@ -67,6 +67,38 @@ def test_texts_are_one_gpus_without_drafts_and_cached_ones_are_cold_ones(family,
     assert stats["cached_tokens_total"] and sum(stats["drafted_per_position"])
 
 
+# Drafters of more than layers: by name of `with_drafter`, and options.
+DRAFTERS = {
+    "tree": ("eagle", several_devices.tree_of(3, 2, 6)),
+    "tree, EAGLE-3": ("eagle3", several_devices.tree_of(2, 4, 7)),
+    "tree, DFlash": ("dflash/full", several_devices.tree_of(2, 4, 6)),
+    "dspark": ("dspark/specforge", {}),
+    "dflash2": ("dflash2/sliding", {}),
+    "side by side": ("suffix+eagle", {}),
+    "some tokens": ("dspark/deepspec", {"draft_token_map": list(range(1, 40, 2))}),
+}
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_texts_with_each_drafter_are_one_gpus_without(name, tmp_path, figures):
+    """Greedy texts are plain decoding's, and sampled ones are one GPU's with these drafts; of trees, plain decoding's
+    too."""
+    draft, more = DRAFTERS[name]
+    (folder, draft), more = several_devices.with_drafter(draft), dict(more)
+    if "draft_token_map" in more:
+        (tmp_path / "map.json").write_text(json.dumps(more["draft_token_map"]))
+        more["draft_token_map"] = str(tmp_path / "map.json")
+    with in_float32():
+        plain, llm = several_devices.engine(folder, "none", 1), several_devices.engine(folder, draft, GPUS, **more)
+        one = plain if "topk" in more else several_devices.engine(folder, draft, 1, **more)
+        assert several_devices.said(llm, BATCHES["greedy"])[0] == several_devices.said(plain, BATCHES["greedy"])[0]
+        stats = llm.engine.stats()
+        assert several_devices.said(llm, BATCHES["sampled"])[0] == several_devices.said(one, BATCHES["sampled"])[0]
+    figures[name] = {key: stats[key] for key in ("sums", "drafted_per_position", "accepted_per_position")}
+    print(name, figures[name])
+    assert sum(stats["drafted_per_position"])
+
+
 def test_sampled_texts_and_log_probabilities_are_one_gpus():
     folder = several_devices.checkpoint("qwen3")
     with in_float32():
@@ -77,10 +109,12 @@ def test_sampled_texts_and_log_probabilities_are_one_gpus():
     np.testing.assert_allclose(several[1], one[1], atol=1e-3)
 
 
-def decoded(folder: str, size: int, requests: int, **more) -> tuple[list[list[int]], list[np.ndarray], dict]:
+def decoded(
+    folder: str, size: int, requests: int, draft: str = "none", **more
+) -> tuple[list[list[int]], list[np.ndarray], dict]:
     """Greedy texts, their tokens' log-probabilities, and which kernels the programs called."""
     before = KERNELS.copy()
-    llm = LLM(folder, "none", tp_size=size, load_format="dummy", dtype="bfloat16", context_length=256, skip_warmup=True,
+    llm = LLM(folder, draft, tp_size=size, load_format="dummy", dtype="bfloat16", context_length=256, skip_warmup=True,
               max_running_requests=requests, max_total_tokens=8192, few_programs=True, **more)  # fmt: skip
     prompts = [[(i + j) % VOCAB for j in prompt] for i in range(requests // 4) for prompt in PROMPTS[:4]]
     outs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=16, logprobs=0, ignore_eos=True))
@@ -109,13 +143,44 @@ def test_fast_paths_compute_what_one_gpu_does(name, tmp_path, figures):
     config = tiny_config(family, VOCAB, **{"num_hidden_layers": 4} | WIDE | sizes)
     (tmp_path / "config.json").write_text(json.dumps(config))
     more = {"quantization": "fp8"} if "fp8" in name else {}
-    (texts, scores, _), (own, same, kernels) = (decoded(str(tmp_path), size, requests, **more) for size in (1, GPUS))
+    kernels = alike(name, figures, *(decoded(str(tmp_path), size, requests, **more) for size in (1, GPUS)))
     assert all(kernels[each] for each in ("peer_sum", *called)), kernels
+
+
+def alike(name: str, figures, one: tuple, several: tuple) -> dict:
+    """Check what one GPU and several `decoded`. Returns the several's kernels."""
+    (texts, scores, _), (own, same, kernels) = one, several
     agree, apart = [], []
     for a, b, x, y in zip(texts, own, scores, same, strict=True):
-        alike = next((i for i, (s, t) in enumerate(zip(a, b, strict=True)) if s != t), len(a))
-        agree.append(alike)
-        apart.append(float(np.abs(x[: alike + 1] - y[: alike + 1]).max()))
+        until = next((i for i, (s, t) in enumerate(zip(a, b, strict=True)) if s != t), len(a))
+        agree.append(until)
+        apart.append(float(np.abs(x[: until + 1] - y[: until + 1]).max()))
     figures[name] = {"tokens alike": agree, "log-probabilities apart": apart}
     print(name, agree, apart, dict(kernels))
     assert max(apart) < 0.1
+    return kernels
+
+
+@pytest.mark.skipif(kernels_here() is not None, reason="no kernels here")
+@pytest.mark.parametrize("draft", ["dspark", "dflash2", "eagle3"])
+def test_kernels_draft_as_on_one_gpu_with_each_drafter(draft, tmp_path, figures):
+    """In bfloat16, at a model's sizes: rows of trees, block drafters' layers and their contexts."""
+    config = tiny_config("qwen3", VOCAB, **{"num_hidden_layers": 4} | WIDE)
+    block = {"block_size": 6, "mask_token_id": 2, "target_layer_ids": [1, 3]}
+    own, more = {
+        "dspark": (block | {"markov_rank": 64, "enable_confidence_head": True}, {}),
+        "dflash2": (
+            block | {"selector_rank": 64, "selector_top_k": 8, "conv_group_size": 16, "conv_kernel_size": 2},
+            {},
+        ),
+        "eagle3": ({"draft_vocab_size": 101, "num_hidden_layers": 1}, several_devices.tree_of(3, 4, 7)),
+    }[draft]
+    for name, keys in (
+        ("target", {}),
+        ("drafter", own | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config | keys))
+    of = str(tmp_path / "target"), f"{draft}:{tmp_path / 'drafter'}"
+    kernels = alike(draft, figures, *(decoded(of[0], size, 4, of[1], **more) for size in (1, GPUS)))
+    assert kernels["peer_sum"], kernels

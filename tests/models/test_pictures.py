@@ -16,34 +16,35 @@ import jaxspec
 from jaxspec import CheckpointError, ConfigError
 from jaxspec.cache.mixers import WholeTexts
 from jaxspec.decoder.forward import forward, unembed
-from jaxspec.decoder.vision import Patches, embed_pictures
+from jaxspec.decoder.towers import embed_pictures, places
 from jaxspec.images.placement import Placement
 from jaxspec.models.model_config import ModelConfig
-from tests.support.picture_prompts import GOLDEN, IMAGES, PROMPTS, expected, prompt
+from tests.support.picture_prompts import FAMILIES, GOLDEN, IMAGES, PROMPTS, expected, prompt
 
 CLOSE = dict(rtol=0, atol=5e-4)
 MERGE = 2
 
 
 @functools.cache
-def model():
-    return jaxspec.load_model(str(GOLDEN / "qwen3_5"), dtype="float32", progress=False)
+def model(family="qwen3_5"):
+    return jaxspec.load_model(str(GOLDEN / family), dtype="float32", progress=False)
 
 
-def embedded(pictures, size):
-    tower = model().config.tower
+def embedded(pictures, size, family="qwen3_5"):
+    tower = model(family).config.tower
     pixels = np.zeros((size, tower.patch), np.float32)
     pixels[: sum(len(each.pixels) for each in pictures)] = np.concatenate([each.pixels for each in pictures])
-    patches = Patches.of(tower, [each.grid for each in pictures], size)
-    return np.asarray(jax.jit(functools.partial(embed_pictures, tower))(model().tower, pixels, patches))
+    patches = places(tower, [each.grid for each in pictures], size)
+    return np.asarray(jax.jit(functools.partial(embed_pictures, tower))(model(family).tower, pixels, patches))
 
 
-def test_embeddings_are_transformers_alone_and_beside_others():
-    pictures = [prompt("other").images[0].picture, prompt("first").images[0].picture, prompt("one").images[0].picture]
-    rows = embedded(pictures, 64)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_embeddings_are_transformers_alone_and_beside_others(family):
+    pictures = [prompt(name, family).images[0].picture for name in ("other", "first", "one")]
+    rows = embedded(pictures, 64 if family == "qwen3_5" else 256, family)
     ends = np.cumsum([picture.tokens for picture in pictures])
     for i, end, picture in zip((2, 1, 0), ends, pictures, strict=True):
-        np.testing.assert_allclose(rows[end - picture.tokens : end], expected()[f"embeddings_{i}"], **CLOSE)
+        np.testing.assert_allclose(rows[end - picture.tokens : end], expected(family)[f"embeddings_{i}"], **CLOSE)
 
 
 @pytest.mark.parametrize("name", PROMPTS)
@@ -82,22 +83,24 @@ def test_a_folder_without_the_towers_tensors_is_a_text_model(tmp_path):
         jaxspec.load_model(str(folder), progress=False)
     del tensors["model.visual.blocks.1.attn.qkv.bias"]
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"1 tensors .* model\.visual\.blocks\.1\.attn\.qkv\.bias"):
+    with pytest.raises(CheckpointError, match=r"1 tensors .* blocks\.1\.attn\.qkv\.bias"):
         jaxspec.load_model(str(folder), progress=False)
 
 
-@pytest.mark.parametrize("key,value", [
-    ("hidden_act", "relu"), ("num_heads", 5), ("num_position_embeddings", 26), ("out_hidden_size", 33),
-    ("deepstack_visual_indexes", [1]),
+@pytest.mark.parametrize("family,key,value", [
+    ("qwen3_5", "hidden_act", "relu"), ("qwen3_5", "num_heads", 5), ("qwen3_5", "num_position_embeddings", 26),
+    ("qwen3_5", "out_hidden_size", 33), ("qwen3_5", "deepstack_visual_indexes", [1]),
+    ("gemma3", "hidden_act", "relu"), ("gemma3", "num_attention_heads", 5), ("gemma3", "image_size", 15),
 ])  # fmt: skip
-def test_a_tower_that_isnt_served_is_refused_by_its_key(key, value):
-    hf = json.loads((GOLDEN / "qwen3_5" / "config.json").read_text())
+def test_a_tower_that_isnt_served_is_refused_by_its_key(family, key, value):
+    hf = json.loads((GOLDEN / family / "config.json").read_text())
     hf["vision_config"][key] = value
-    with pytest.raises(ConfigError, match=key.removeprefix("num_")):
+    with pytest.raises(ConfigError, match="pictures of 15 x 15" if key == "image_size" else key.removeprefix("num_")):
         ModelConfig.from_hf(hf)
 
 
-def test_the_towers_numbers_are_counted():
-    numbers = sum(array.size for array in jax.tree.leaves(model().tower))
-    assert model().config.tower.numbers == numbers
-    assert dataclasses.replace(model().config.tower, layers=3).numbers > numbers
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_towers_numbers_are_counted(family):
+    numbers = sum(array.size for array in jax.tree.leaves(model(family).tower))
+    assert model(family).config.tower.numbers == numbers
+    assert dataclasses.replace(model(family).config.tower, layers=3).numbers > numbers

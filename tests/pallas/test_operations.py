@@ -139,6 +139,12 @@ def mixture(tokens: int, each: int, gate_up: Weight, down: Weight) -> list:
     return [experts_mlp, bfloat16(tokens, down.outputs), [(gate_up, down)], int32(tokens, each), float32(tokens, each)]
 
 
+def later_attention(rows: int) -> list:
+    pages = bfloat16(2, 17, 2, 8, 64, 128), int32(), int32(8, 16), int32(8)
+    run = lambda *of: paged_attention(*of[:-1], last=of[-1])  # noqa: E731
+    return [run, bfloat16(8, rows, 32, 128), *pages, int32(8, rows)]
+
+
 def fixed_attention(rows: int) -> list:
     pages = bfloat16(2, 17, 2, 8, 64, 128), int32(), int32(8, 16), int32(8)
     return [partial(paged_attention, fixed=1024), bfloat16(8, rows, 32, 128), *pages]
@@ -150,6 +156,7 @@ decode attention 8 x 1024, 4 rows, FP8 KV
 prompt attention 16 x 512
 prompt attention 1 x 8192, window 1024
 latent attention 8 x 4096, 4 rows, 16 heads
+picture attention 1024 x 1024
 cache write 1 x 1024
 cache write 1 x 1024, FP8 KV
 heads 8 x 1024, 4 rows
@@ -174,6 +181,8 @@ MORE = {  # what the benchmark has no case of
     "FP8 experts of Qwen3-30B-A3B, 32 tokens": mixture(32, 8, in_fp8(1536, 2048, 128), in_fp8(2048, 768, 128)),
     "experts of gpt-oss-20b": mixture(8, 4, in_mxfp4(5760, 2880, 32), in_mxfp4(2880, 2880, 32)),
     "int4 gate, up, 8 rows": [matmul.project, bfloat16(8, 4096), in_int4(24576, 4096), int32(1)],
+    "a round's attention to later rows": later_attention(4),
+    "a prompt's attention to later rows": later_attention(64),
     "a round's attention in a fixed order": fixed_attention(4),
     "a prompt's attention in a fixed order": fixed_attention(64),
     "hidden states of three layers, side by side": [

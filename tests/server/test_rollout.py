@@ -1,11 +1,21 @@
 """Routes that trainers call, with bodies as slime's and AReaL's disk modes send them, and vLLM's names."""
 
+import base64
+import io
+import json
+
 import httpx
+import numpy as np
 import pytest
 
-from jaxspec import AsyncLLM
+from jaxspec import AsyncLLM, Delta, SamplingParams
+from jaxspec.config.request import RequestMetrics
 from server.app import create_app
-from server.http.gate import ROLLOUT_PATHS
+from server.http.gate import GUARDED_PATHS
+from server.replies import Job, Prompt
+from server.replies.logprobs import TokenNames
+from server.replies.sglang import GenerateReply
+from server.replies.token_ids import TokensReply
 from tests.server.fake import FakeLLM
 from tests.server.live import serving
 from tests.support.engines import SMALL, checkpoint, tokens
@@ -17,7 +27,8 @@ SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 8, 
 
 @pytest.fixture(scope="module")
 def live():
-    llm = AsyncLLM(checkpoint(), "ngram", max_running_requests=3, num_draft_tokens=3, **SMALL)
+    options = SMALL | {"max_running_requests": 3, "num_draft_tokens": 3, "enable_return_hidden_states": True}
+    llm = AsyncLLM(checkpoint(), "ngram", **options)
     with serving(create_app(llm, api_key="key")) as url, httpx.Client(base_url=url, timeout=60) as client:
         client.headers["Authorization"] = "Bearer key"
         yield client
@@ -87,7 +98,7 @@ def test_the_names_of_vllm(live):
     generate(live)
 
 
-@pytest.mark.parametrize("path", sorted(ROLLOUT_PATHS))
+@pytest.mark.parametrize("path", sorted(GUARDED_PATHS))
 def test_without_the_key_nothing_is_done(live, path):
     assert httpx.post(f"{live.base_url}{path}", json={}).status_code == 401
 
@@ -95,14 +106,79 @@ def test_without_the_key_nothing_is_done(live, path):
 def test_a_server_without_a_key_takes_none_of_them_unless_told_to():
     app, opened = create_app(FakeLLM()), create_app(FakeLLM(), rollout_routes=True)
     with serving(app) as url, serving(opened) as other:
-        for path in ROLLOUT_PATHS:
-            reply = httpx.post(f"{url}{path}", json={})
+        for path in (*GUARDED_PATHS, "/abort_request"):
+            reply = httpx.post(f"{url}{path}", json={"abort_all": True, "rid": "mine"})
             message = reply.json()["error"]["message"]
             assert reply.status_code == 403 and "--api-key" in message and "--enable-rollout-routes" in message
         assert httpx.post(f"{url}/flush_cache").json() == {"flushed": True}  # which costs time alone
+        assert httpx.post(f"{url}/abort_request", json={"rid": "mine"}).status_code == 200
+        assert httpx.post(f"{other}/abort_request", json={"abort_all": True}).status_code == 200
         assert httpx.post(f"{other}/pause_generation", json={}).status_code == 200
 
 
-def test_every_rollout_route_that_changes_something_is_guarded():
-    routes = [r for r in create_app(FakeLLM()).routes if r.endpoint.__module__ == "server.routes.rollout"]
-    assert {r.path for r in routes if "POST" in r.methods} - {"/reset_prefix_cache"} == ROLLOUT_PATHS
+def test_every_route_that_acts_on_all_requests_is_guarded():
+    modules = ("server.routes.rollout", "server.routes.profile")
+    routes = [r for r in create_app(FakeLLM()).routes if r.endpoint.__module__ in modules]
+    assert {r.path for r in routes if "POST" in r.methods} - {"/reset_prefix_cache"} == GUARDED_PATHS
+
+
+def test_hidden_states_are_the_prompts_then_one_a_token(live):
+    asked = {"input_ids": PROMPT, "sampling_params": SAMPLING | {"ignore_eos": True}, "return_hidden_states": True}
+    out = post(live, "/generate", asked)
+    prompt, *rows = out["meta_info"]["hidden_states"]
+    assert len(prompt) == len(PROMPT) and len(rows) == len(out["output_ids"]) - 1
+    assert {len(row) for row in (*prompt, *rows)} == {len(prompt[0])} and all(map(np.isfinite, prompt[0]))
+    reply = live.post("/generate", json={**asked, "return_hidden_states": False, "return_routed_experts": [True]})
+    assert reply.status_code == 400 and "--enable-return-routed-experts" in reply.text
+    assert reply.json()["error"]["param"] == "return_routed_experts"
+    assert "hidden_states" not in post(live, "/generate", {**asked, "return_hidden_states": [False]})["meta_info"]
+
+
+TOKENS = {"model": None, "token_ids": PROMPT, "stream": False, "priority": 0, "features": None}
+
+
+def test_tokens_in_and_tokens_out(live):
+    """Ask as vLLM's clients do; log-probabilities are those that /generate reports."""
+    sampling = {"temperature": 0.0, "max_tokens": 8, "logprobs": 1, "prompt_logprobs": 0, "detokenize": False}
+    out = post(live, "/inference/v1/generate", TOKENS | {"request_id": "a-1", "sampling_params": sampling})
+    (choice,) = out["choices"]
+    asked = {"input_ids": PROMPT, "sampling_params": {"temperature": 0, "max_new_tokens": 8}, "return_logprob": True}
+    same = post(live, "/generate", asked | {"logprob_start_len": 0})
+    assert out["request_id"] == out["id"] == "a-1" and choice["token_ids"] == same["output_ids"]
+    assert choice["finish_reason"] == same["meta_info"]["finish_reason"]["type"] and "text" not in choice
+    told = [(item["logprob"], item["token"]) for item in choice["logprobs"]["content"]]
+    mine = [(logprob, f"token_id:{token}") for logprob, token, _ in same["meta_info"]["output_token_logprobs"]]
+    assert told == mine and out["usage"]["completion_tokens"] == len(mine)
+    first, *others = out["prompt_logprobs"]
+    assert first is None and [list(each) for each in others] == [[str(token)] for token in PROMPT[1:]]
+    body = TOKENS | {"sampling_params": sampling, "stream": True, "stream_options": {"include_usage": True}}
+    with live.stream("POST", "/inference/v1/generate", json=body) as reply:
+        *parts, done = [line.removeprefix("data: ") for line in reply.iter_lines() if line]
+    parts = [json.loads(part) for part in parts]
+    assert done == "[DONE]" and parts[-1]["usage"] == out["usage"] and parts[0]["choices"][0]["prompt_logprobs"]
+    streamed = [token for part in parts for each in part["choices"] for token in each["token_ids"]]
+    assert streamed == choice["token_ids"]
+    unlimited = post(live, "/inference/v1/generate", TOKENS | {"sampling_params": {"seed": 1, "ignore_eos": True}})
+    assert len(unlimited["choices"][0]["token_ids"]) == SMALL["context_length"] - len(PROMPT)
+
+
+@pytest.mark.parametrize(
+    "name,value", [("cache_salt", "x"), ("token_ids", []), ("sampling_params", {"bad_words": [""]})]
+)
+def test_tokens_that_cant_be_served_are_refused(live, name, value):
+    reply = live.post("/inference/v1/generate", json=TOKENS | {"sampling_params": {}} | {name: value})
+    assert reply.status_code == 400 and (name in reply.text or "bad_words" in reply.text)
+
+
+def test_experts_travel_as_sglang_and_vllm_send_them():
+    experts, names = np.arange(24, dtype=np.int32).reshape(4, 3, 2), TokenNames(None)
+    last = Delta("a", 0, token_ids=[5], finish_reason="length", metrics=RequestMetrics(), routed_experts=experts)
+    params = SamplingParams(return_routed_experts=True)
+    generated = GenerateReply([Job([1, 2, 3, 4], params, "a")], [-1], [False], names, several=False, name_tokens=False)
+    generated.take(0, last)
+    sent = base64.b64decode(generated.whole()["meta_info"]["routed_experts"])
+    np.testing.assert_array_equal(np.frombuffer(sent, np.int32).reshape(-1, 3, 2), experts)
+    reply = TokensReply([Prompt([1, 2, 3, 4])], params, "m", names, id="a", return_token_ids=True)
+    reply.take(0, last)
+    sent = base64.b64decode(reply.whole()["choices"][0]["routed_experts"])
+    np.testing.assert_array_equal(np.load(io.BytesIO(sent)), experts)

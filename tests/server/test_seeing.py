@@ -12,7 +12,7 @@ import pytest
 from openai import OpenAI
 
 from jaxspec import LLM, AsyncLLM, RequestError, SamplingParams
-from jaxspec.images.picture import Prompt
+from jaxspec.images.picture import PlacedPicture, Prompt
 from jaxspec.replicas.data_parallel import DataParallelLLM
 from server.app import create_app
 from tests.server.live import serving
@@ -72,6 +72,18 @@ def plain():
 
     text.llm = llm
     return text
+
+
+def test_a_chat_with_gemmas_pictures_gives_the_text_of_their_tokens():
+    llm = LLM(str(seeing_checkpoint("gemma3")), "ngram", num_draft_tokens=3, **OPTIONS)
+    model, params = llm.engine.runner.model, SamplingParams(temperature=0, max_tokens=LONG, logprobs=0)
+    ids = model.tokenizer.encode(written(*[f"\n\n{OPENS}{IMAGE * 16}{CLOSES}\n\n"] * 2))
+    pictures = [model.image_reader.read(each, 64) for each in (PIXELS, OTHER)]
+    starts = [i for i, token in enumerate(ids) if token == model.tokenizer.encode(IMAGE)[0]][::16]
+    prompt = Prompt(ids, tuple(map(PlacedPicture, pictures, starts)))
+    wanted = llm.generate([prompt], params)[0]
+    one, other = (llm.chat([chat(*pixels)], params)[0] for pixels in ((PIXELS, OTHER), (OTHER, PIXELS)))
+    assert one.text == wanted.text and other.logprobs != wanted.logprobs
 
 
 def test_every_way_in_gives_one_text(seeing, plain):

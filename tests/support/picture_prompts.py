@@ -10,22 +10,23 @@ from jaxspec.images.picture import Picture, PlacedPicture, Prompt
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "pictures"
 PROMPTS = ("one", "other", "two", "first", "long")
+FAMILIES = ("qwen3_5", "gemma3")  # four patches a token, in both
 USED = {"one": (0,), "other": (2,), "two": (0, 1), "first": (1,), "long": (0, 1)}
 IMAGES = 60  # the placeholder's id
 
 
 @functools.cache
-def expected():
-    return dict(np.load(GOLDEN / "qwen3_5.npz"))
+def expected(family: str = "qwen3_5"):
+    return dict(np.load(GOLDEN / f"{family}.npz"))
 
 
 @functools.cache
-def picture(i: int) -> Picture:
-    pixels, grid = expected()[f"pixels_{i}"], tuple(map(int, expected()[f"grid_{i}"]))
+def picture(i: int, family: str = "qwen3_5") -> Picture:
+    pixels, grid = expected(family)[f"pixels_{i}"], tuple(map(int, expected(family)[f"grid_{i}"]))
     return Picture(pixels, grid, grid[1] * grid[2] // 4, zlib.crc32(pixels.tobytes()))
 
 
-def prompt(name: str) -> Prompt:
-    ids = expected()[f"{name}_ids"].tolist()
+def prompt(name: str, family: str = "qwen3_5") -> Prompt:
+    ids = expected(family)[f"{name}_ids"].tolist()
     begins = [at for at, token in enumerate(ids) if token == IMAGES and (at == 0 or ids[at - 1] != IMAGES)]
-    return Prompt(ids, tuple(PlacedPicture(picture(i), at) for i, at in zip(USED[name], begins, strict=True)))
+    return Prompt(ids, tuple(PlacedPicture(picture(i, family), at) for i, at in zip(USED[name], begins, strict=True)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -25,13 +26,19 @@ from jaxspec import LLM, EngineConfig, SamplingParams, StructuredOutput
 from jaxspec.bench import __main__ as bench
 from jaxspec.bench import host
 from jaxspec.cache.memory_plan import MemoryPlan
+from jaxspec.cache.paged import PageLayout
 from jaxspec.checkpoint import ModelFolder, reserve
 from jaxspec.checkpoint import params as loading
+from jaxspec.drafters.base import DraftBatch, Proposal
 from jaxspec.engine.runner import Runner
 from jaxspec.models.description import Decoder, Recurrence
 from jaxspec.models.families import MODELS
 from jaxspec.parallel import collectives, sharding
+from jaxspec.rounds import programs as rounds
+from jaxspec.rounds.packing import empty_slots
+from jaxspec.sampling.acceptance import Tree
 from jaxspec.scheduling.audit import audit
+from tests.engine.test_reported import run as reported
 from tests.support import heads, hybrids, widths
 from tests.support.tiny import BYTE_VOCAB, tiny_checkpoint
 
@@ -233,6 +240,85 @@ def test_padding_of_a_vocabulary_is_nobodys_token():
     np.testing.assert_array_equal(whole, logits)
 
 
+@pytest.mark.parametrize("k", [3, 7])
+def test_the_likeliest_tokens_of_all_devices_are_those_of_one(k):
+    """Equal ones come in order, padding never, and more are wanted than a device has."""
+    logits = np.float32(np.random.default_rng(k).integers(-9, 0, (2, 3, 15)))  # 15 on four devices: one lacks one
+    by_columns = PartitionSpec(None, None, sharding.AXIS)
+    find = functools.partial(sharding.top_logprobs, k=k, vocab=15)
+    run = sharding.spread(find, sharding.mesh_of(4), (by_columns,), sharding.EVERYWHERE)
+    values, ids, normaliser = jax.jit(run)(np.pad(logits, ((0, 0), (0, 0), (0, 1))))
+    expected = sharding.top_logprobs(logits, k)
+    np.testing.assert_array_equal(values, expected[0])
+    np.testing.assert_array_equal(ids, expected[1])
+    np.testing.assert_allclose(normaliser, expected[2], atol=1e-6)
+
+
+def test_drafts_of_several_devices_are_those_of_one(tmp_path):
+    """Compare each kind with more than layers: trees, selectors, Markov heads, token maps, two side by side.
+    Engines say so with `make exhaustive`."""
+    (tmp_path / "map.json").write_text(json.dumps(list(range(1, 40, 2))))
+    some = {"draft_token_map": str(tmp_path / "map.json")}
+    kinds = (("dflash/full", tree_of(2, 4, 6), True), ("dflash2/causal", {}, False))
+    kinds += (("ngram+dspark/deepspec", some, False),)
+    one, several = ([proposed(*kind, size) for kind in kinds] for size in (1, 2))
+    for a, b, (name, _, greedy) in zip(one, several, kinds, strict=True):
+        np.testing.assert_array_equal(a.tokens, b.tokens, err_msg=name)
+        np.testing.assert_array_equal(a.count, b.count)
+        if a.parents is not None:
+            np.testing.assert_array_equal(a.parents, b.parents)
+        assert greedy or np.abs(a.probs - b.probs).max() < 1e-5, name
+
+
+def proposed(draft: str, more: dict, greedy: bool, size: int) -> Proposal:
+    """The drafts behind two texts over random keys and values, on so many devices."""
+    folder, draft = with_drafter(draft)
+    model = jaxspec.load_model(str(folder), tp_size=size, progress=False)
+    loaded = jaxspec.load_drafter(draft, model, EngineConfig(draft=draft, tp_size=size, **more))
+    slots = empty_slots(2, 16)
+    texts = jax.numpy.array([[3, 4, 5, 3, 4, 5, 3, 4] * 2, list(range(16))])
+    settings = jax.tree.map(lambda x: x[:2], slots.sampling)
+    table, layout = jax.numpy.arange(8).reshape(2, 4), PageLayout(8, 8, "float32")
+    batch = DraftBatch(
+        jax.numpy.arange(2), jax.numpy.array([11, 9]), texts, table, jax.numpy.ones(2, bool), settings, greedy
+    )
+    whole = jax.eval_shape(lambda: loaded.drafter.init_state(layout, 3))
+    rng = np.random.default_rng(0)
+    noise = lambda x: rng.standard_normal(x.shape, np.float32) if x.ndim == 6 else np.ones(x.shape, x.dtype)  # noqa: E731
+    state, drafter = jax.tree.map(noise, whole), loaded.drafter
+    run = lambda params, state: drafter.propose(params, state, batch)[0].replace(logits=None)  # noqa: E731
+    if size > 1:
+        mesh, drafter = sharding.mesh_of(size), drafter.on_one_of(size)
+        params = sharding.everywhere(loaded.params, mesh)
+        loaded = dataclasses.replace(loaded, params=params)
+        parts = sharding.divided(whole, jax.eval_shape(lambda: drafter.init_state(layout, 3)))
+        gives = Proposal(tokens=sharding.EVERYWHERE, count=sharding.EVERYWHERE, probs=sharding.BY_REQUEST,
+                         parents=sharding.EVERYWHERE)  # fmt: skip
+        run = sharding.spread(run, mesh, (sharding.specs_of(params), parts), gives)
+    return jax.tree.map(np.asarray, jax.jit(run)(loaded.params, state))
+
+
+def test_a_sampled_tree_is_accepted_by_the_devices_that_decide():
+    """Three requests on two devices, of which each has the logits of its own."""
+    rng = np.random.default_rng(0)
+    logits = np.float32(rng.standard_normal((3, 4, 6)))
+    slots = jax.tree.map(lambda x: x[:3], empty_slots(3, 8))
+    slots = slots.replace(length=slots.length + 2)
+    drafts = jax.numpy.array(rng.integers(0, 6, (3, 3)), jax.numpy.int32)
+    proposal = Proposal(drafts, jax.numpy.full(3, 3), parents=jax.numpy.array([[0, 0, 1]] * 3))
+    tree = Tree.of(proposal.parents, 2)
+
+    def decide(part):
+        own = sharding.my_requests((slots, proposal, tree))
+        scores = sharding.logits_of_my_requests(part, 6)
+        return sharding.all_gather_requests(rounds._accept_path(scores, *own, rounds.SAMPLED, None), 3)
+
+    by_columns = PartitionSpec(None, None, sharding.AXIS)
+    run = sharding.spread(decide, sharding.mesh_of(2), (by_columns,), sharding.EVERYWHERE)
+    for a, b in zip(jax.jit(run)(logits), jax.jit(decide)(logits), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_a_benchmark_times_sums(capsys):
     assert bench.main(["sums", "--tp-size", "2", "--kilobytes", "2,8"]) == 0
     out = capsys.readouterr().out
@@ -259,15 +345,12 @@ def test_what_cannot_be_divided_is_refused_by_name():
     for size, draft, more, words in (
         (3, "none", {}, ["--tp-size 3", "8 query heads", "1, 2, 4, 8"]),
         (16, "none", {}, ["--tp-size 16", "8 devices"]),
-        (2, "eagle3:x", {"topk": 2, "num_steps": 2}, ["--tp-size 2", "--topk 2"]),
-        (2, "ngram+eagle3:x", {}, ["--tp-size 2", "ngram+eagle3"]),
-        (2, f"dspark:{GOLDEN / 'dspark' / 'deepspec'}", {}, ["--tp-size 2", "dspark", "eagle3"]),
         (2, "none", {"ep_size": 2}, ["--ep-size 2", "has none"]),
         (2, "tests.support.engines:CountUp", {}, ["--tp-size 2", "CountUp"]),
-        (2, "eagle3:x", {"draft_token_map": "ids.json"}, ["--tp-size 2", "ids.json"]),
+        (2, "ngram+tests.support.engines:CountUp", {}, ["--tp-size 2", "CountUp"]),
     ):
         with pytest.raises(jaxspec.ConfigError) as error:
-            LLM(model, draft.replace(":x", f":{model}"), tp_size=size, skip_warmup=True, **more)
+            LLM(model, draft, tp_size=size, skip_warmup=True, **more)
         assert all(word in str(error.value) for word in words), (draft, str(error.value))
 
 
@@ -285,38 +368,80 @@ def test_each_family_with_ngrams(family, size):
     check(checkpoint(family), "ngram", size, structured=True)
 
 
+BLOCKS = ("dflash/full", "dflash/sliding", "dflash/window", "dflash2/sliding", "dflash2/causal")
+BLOCKS += ("dspark/deepspec", "dspark/specforge", "dspark/speculators", "dspark/masks")
+LAYERS = ("none", "suffix", "standalone", "eagle", "eagle3", "eagle3-own", "suffix+eagle", "suffix+eagle3")
+TREES = ("eagle", "eagle3", "dflash/full", "dflash/window")
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("draft", ["none", "suffix", "standalone", "eagle", "eagle3", "eagle3-own", "dflash"])
+@pytest.mark.parametrize("draft,size", [
+    *((draft, size) for draft in LAYERS for size in SIZES),
+    *((draft, size) for draft in (*BLOCKS, "ngram+dspark/deepspec") for size in SIZES[:2]),  # their heads are four
+])  # fmt: skip
 def test_each_drafter(draft, size):
-    if draft == "dflash":
-        if size == 8:
-            pytest.skip("its four query heads can't be divided among eight devices")
-        for variant in ("full", "sliding", "window"):
-            check(GOLDEN / "dflash" / "target", f"dflash:{GOLDEN / 'dflash' / variant}", size)
-        return
     check(*with_drafter(draft), size)
 
 
-def with_drafter(draft: str) -> tuple[Path, str]:
-    """A target, and `--draft` for a drafter of this kind."""
-    folder = checkpoint("llama")
-    drafters = {
-        "standalone": lambda: f"standalone:{tiny_checkpoint('llama', VOCAB, 7, **EIGHT)}",
-        "eagle": lambda: f"eagle:{heads.mimic(one_layer())}",
-        "eagle3": lambda: f"eagle3:{eagle3(folder)}",
-        "eagle3-own": lambda: f"eagle3:{heads.random_eagle3(folder, tuple(range(VOCAB)), (0, 1))}",
-        "dflash": lambda: f"dflash:{GOLDEN / 'dflash' / 'full'}",
-    }
-    folder = {"eagle": one_layer(), "dflash": GOLDEN / "dflash" / "target"}.get(draft, folder)
-    return folder, drafters.get(draft, lambda: draft)()
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("draft,size", [*((draft, size) for draft in TREES for size in SIZES[:2]), ("eagle", 8)])
+@pytest.mark.parametrize("tree", [(2, 4, 4), (3, 2, 6), (1, 2, 2)], ids=str)
+def test_trees(draft, size, tree):
+    """Trees of so many steps, branches and drafts; with grammars too, which make a chain of what they force."""
+    check(*with_drafter(draft), size, structured=not draft.startswith("dflash"), **tree_of(*tree))
+
+
+def tree_of(steps: int, topk: int, drafts: int) -> dict[str, int]:
+    return {"num_steps": steps, "topk": topk, "num_draft_tokens": drafts}
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("draft", ["ngram", "suffix", "standalone", "eagle", "eagle3", "dflash"])
+@pytest.mark.parametrize("draft", ["eagle", "mtp", "dflash/full", "dflash2/causal", "dspark/deepspec"])
+def test_a_drafter_of_some_tokens(draft, tmp_path):
+    """By a token map, whose tokens no number of devices divides; of tied and untied heads."""
+    folder, draft = with_drafter(draft)
+    (tmp_path / "map.json").write_text(json.dumps(list(range(1, 40, 2))))
+    check(folder, draft, 4, draft_token_map=str(tmp_path / "map.json"))
+
+
+def with_drafter(draft: str) -> tuple[Path, str]:
+    """A target, and `--draft` for a drafter of this kind: for a block drafter, its method and the golden checkpoint."""
+    lookup, joint, draft = draft.rpartition("+")
+    folder = checkpoint("llama")
+    if draft == "mtp":
+        folder = hybrids.checkpoint("qwen3_next", VOCAB, 2, **EIGHT | HYBRID)
+    elif draft == "eagle":
+        folder = one_layer()
+        draft = f"eagle:{heads.mimic(folder)}"
+    elif draft.startswith("eagle3"):
+        known = tuple(range(VOCAB) if draft == "eagle3-own" else range(3, VOCAB, 2))
+        draft = f"eagle3:{heads.random_eagle3(folder, known, (0, 1))}"
+    elif draft == "standalone":
+        draft = f"standalone:{tiny_checkpoint('llama', VOCAB, 7, **EIGHT)}"
+    elif "/" in draft:
+        folder, draft = GOLDEN / "dflash" / "target", f"{draft.partition('/')[0]}:{GOLDEN / draft}"
+    return folder, lookup + joint + draft
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("draft", [
+    *("ngram", "suffix", "standalone", "eagle", "eagle3", "dflash/full", "dflash2/sliding", "dspark/deepspec"),
+    "suffix+eagle",
+])  # fmt: skip
 def test_rounds_of_fewer_drafts_of_each_drafter(draft, monkeypatch):
     folder, draft = with_drafter(draft)
     takes_turns(check(folder, draft, 2), expected(folder, draft, False)[1][0][1][0], monkeypatch)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("size", SIZES[:2])
+@pytest.mark.parametrize("draft", ["eagle", "mtp", "dspark/deepspec"])
+def test_rounds_that_share_their_rows_out(draft, size, monkeypatch):
+    """Ragged rounds: by how often drafts were accepted, and by the drafter's own confidence."""
+    folder, draft = with_drafter(draft)
+    make = lambda size: widths.several(lambda: engine(folder, draft, size), ragged=True)  # noqa: E731
+    texts = said(engine(folder, draft, 1), BATCHES["greedy"])[0]
+    takes_turns(make(size), texts, monkeypatch, MODES[:2])
 
 
 def takes_turns(llm: LLM, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch, modes=MODES) -> None:
@@ -395,3 +520,9 @@ def test_host_time_is_that_of_rounds_over_all_devices():
     given = jax.tree.leaves(empty.input_shardings[0])
     assert len(given) >= len(jax.tree.leaves((made.runner.model.params, made.runner.state)))
     assert {len(sharding.device_set) for sharding in given} == {4}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3_5_moe"])
+def test_rows_to_report(kind):
+    reported(kind, "ngram", tp_size=2)

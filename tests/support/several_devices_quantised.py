@@ -4,6 +4,8 @@ experts in MXFP4, and weights of four bits.
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
@@ -18,12 +20,16 @@ from tests.support.tiny import tiny_checkpoint
 
 
 @pytest.mark.exhaustive
-def test_drafts_by_a_copy_of_the_head_in_fp8(monkeypatch):
-    """Each device's part of the head has a copy; the layer is too small for blocks of 128 to be divided."""
+@pytest.mark.parametrize("known", [None, list(range(1, 40, 3))])
+def test_drafts_by_a_copy_of_the_head_in_fp8(known, monkeypatch, tmp_path):
+    """Each device's part of the head has a copy, also of a token map's; the layer is too small for blocks of 128 to be
+    divided."""
     kept = own_weights.in_format
     monkeypatch.setattr(own_weights, "in_format", lambda declared, how, _, *rest: kept(declared, how, None, *rest))
     folder = hybrids.checkpoint("qwen3_5", VOCAB, 2, **EIGHT | HYBRID)
-    plain, llm = engine(folder, "none", 1), engine(folder, "mtp", 2, draft_quantization="fp8")
+    (tmp_path / "map.json").write_text(json.dumps(known))
+    some = {} if known is None else {"draft_token_map": str(tmp_path / "map.json")}
+    plain, llm = engine(folder, "none", 1), engine(folder, "mtp", 2, draft_quantization="fp8", **some)
     copy = llm.engine.runner.draft.params["head"]["head_copy"]
     assert copy.values.sharding.spec == copy.scales.sharding.spec == PartitionSpec(sharding.AXIS)
     texts, expected = ([out.token_ids for out in each.generate(PROMPTS, BATCHES["greedy"])] for each in (llm, plain))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxspec.bench.cases import attention, divided, latent, linear_attention, matmuls, mixtures
+from jaxspec.bench.cases import attention, divided, latent, linear_attention, matmuls, mixtures, pictures
 from jaxspec.bench.cases.case import Case
 from jaxspec.models.fp8 import BLOCK
 from jaxspec.models.weights import Fp8
@@ -16,6 +16,7 @@ DECODE = (
 LATENTS = tuple(
     (b, 4096, t, heads) for heads in (16, 128) for t in (1, 4) for b in (1, 8, 32, 128)
 )  # requests, tokens each, rows each, heads: one of eight GPUs' of DeepSeek-V3's, and all of them
+PICTURES = ((512, 16, 16, 72), (1024, 16, 16, 72), (2048, 16, 16, 72))  # pixels of a side, of a patch's; heads, columns
 PROMPTS = ((1, 1024), (1, 2048), (1, 8192), (16, 512))  # prompts, tokens each
 WINDOWS = {  # by tokens, how many of them a row sees (None: all): a window should cost what it holds
     1024: (128, None),
@@ -47,6 +48,7 @@ CHUNKS = ((1, 1024), (1, 8192), (16, 512))  # prompts, tokens each
 SMALL = {
     "decode": ((2, 40, 1), (3, 17, 4)),
     "latents": ((2, 40, 1, 4),),
+    "pictures": ((64, 16, 2, 24),),
     "prompts": ((2, 100),),
     "windows": {40: (8, None)},
     "mixtures": {"small": (64, 32, 8, 2)},
@@ -65,11 +67,12 @@ def make_cases(small: bool) -> list[Case]:
     """All cases, at Qwen3-8B's sizes and those of two mixtures of experts, or at tiny ones."""
     layers, dtype = (2, "float32") if small else (16, "bfloat16")
     full = {"decode": DECODE, "latents": LATENTS, "prompts": PROMPTS, "windows": WINDOWS, "mixtures": MIXTURES}
-    full |= {"tokens": TOKENS, "states": STATES}
+    full |= {"pictures": PICTURES, "tokens": TOKENS, "states": STATES}
     full |= {"delta": DELTA, "steps": STEPS, "chunks": CHUNKS, "layer": LAYER, "many": MANY_ROWS, "fp8": FP8_ROWS}
     sizes = SMALL if small else full
     cases = [attention.decode_attention(b, context, t, layers, dtype) for b, context, t in sizes["decode"]]
     cases += [latent.decode(*each, layers // 2, dtype) for each in sizes["latents"]]
+    cases += [pictures.attention(*each, layers, dtype) for each in sizes["pictures"]]
     cases += [attention.prompt_attention(count, length, layers, dtype) for count, length in sizes["prompts"]]
     for context, window in [(context, window) for context, each in sizes["windows"].items() for window in each]:
         cases += [attention.decode_attention(b, context, t, layers, dtype, window) for b, t in ((2, 1), (4, 4))]

@@ -1,7 +1,7 @@
 """Gemma 3's text model: most layers see a window, the others all of the text, each kind with a rope of its own.
 
 Zero-centred norms stand before and after each sub-layer, and over each query and key head. MLPs are gated by GELU.
-Embeddings are multiplied by the square root of the width. The vision tower of the larger ones is left out.
+Embeddings are multiplied by the square root of the width. The larger ones read pictures.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from jaxspec.config.options import ConfigError
 from jaxspec.models import reading
 from jaxspec.models.declaring import decoder_tensors
 from jaxspec.models.description import Decoder, Layer, Mlp
+from jaxspec.models.vision import siglip_tower as tower
 
-__all__ = ["read", "tensors"]
+__all__ = ["read", "tensors", "tower"]
 
 # What transformers' Gemma3TextConfig has where a config.json is silent, as those with a vision tower are about most.
 DEFAULTS = {

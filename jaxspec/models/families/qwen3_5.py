@@ -15,7 +15,7 @@ from jaxspec.models import reading
 from jaxspec.models.declaring import Tensors, channel_parts, decoder_tensors, delta_rule_tensors
 from jaxspec.models.description import Attention, Decoder, DeltaRule, Layer
 from jaxspec.models.families import qwen3_next
-from jaxspec.models.vision import tower
+from jaxspec.models.vision import qwen_tower as tower
 from jaxspec.models.weights import LEAST, by_outputs, linear
 
 __all__ = ["read", "tensors", "tower"]

@@ -39,6 +39,7 @@ def paged_attention(
     depth: Int[Array, "b _"] | None = None,
     sinks: Float[Array, " n"] | None = None,
     scales: Float[Array, "l 2 m"] | None = None,
+    last: Int[Array, "b t"] | None = None,
     fixed: int = 0,
 ) -> Float[Array, "b t n h"]:
     """Causal attention of rows at KV slots `start + 0..t-1`, whose keys and values are already in `kv`.
@@ -49,35 +50,43 @@ def paged_attention(
     position. That is `start + i`, or with a mask `start + depth[b, i]` where a tree's rows have a `depth`. From `start`
     on the mask alone decides. Scores are scaled by h**-0.5 and summed in float32. `sinks`: one more logit of each
     head's softmax, which no value belongs to. `scales`: float32, by which the keys (0) and values (1) of each layer and
-    head are multiplied. `fixed`: a row's result has the same bits whatever rows and requests are beside it, as in
-    `decode_attention`; calls of up to `MAX_ROWS` rows differ from calls of more. There is no mask or window then.
+    head are multiplied. `last`: the last KV slot that each row sees, its own or a later one; there is no mask then.
+    `fixed`: a row's result has the same bits whatever rows and requests are beside it, as in `decode_attention`; calls
+    of up to `MAX_ROWS` rows differ from calls of more. There is no mask or window then.
 
     Returns the mix of values, in q's dtype. Rows that see no KV slot, as those before slot 0, return zeros.
     """
-    call = q, kv, layer, table, start, mask, window, depth, sinks, scales, fixed
+    call = q, kv, layer, table, start, mask, window, depth, sinks, scales, last, fixed
     if mask is not None or q.shape[1] <= (MAX_ROWS if fixed else DECODE_ROWS):
         return choose("paged attention", PAGED_ATTENTION, *call).run(*call)
     return choose("prompt attention", PROMPT_ATTENTION, *call).run(*call)
 
 
-def _decode_refuses(q, kv, layer, table, start, mask, *_) -> str | None:
+SEES_LATER = "rows that see later ones"
+
+
+def _decode_refuses(q, kv, layer, table, start, mask, window, depth, sinks, scales, last, fixed) -> str | None:
+    if last is not None:
+        return SEES_LATER
     if q.dtype != jnp.bfloat16:
         return f"queries are {q.dtype.name}, not bfloat16"
     return decode_attention_fits(q.shape, kv.shape, kv.dtype, 0 if mask is None else mask.shape[2])
 
 
-def _decode(q, kv, layer, table, start, mask, window, depth, sinks, scales, fixed) -> Array:
+def _decode(q, kv, layer, table, start, mask, window, depth, sinks, scales, last, fixed) -> Array:
     named = dict(mask=mask, window=window, depth=depth, sinks=sinks, scales=scales, fixed=fixed)
     return decode_attention(q, kv, layer, table, start, **named)
 
 
-def _prompt_refuses(q, kv, *_) -> str | None:
+def _prompt_refuses(q, kv, layer, table, start, mask, window, depth, sinks, scales, last, fixed) -> str | None:
+    if last is not None:
+        return SEES_LATER
     if q.dtype != jnp.bfloat16:
         return f"queries are {q.dtype.name}, not bfloat16"
     return prompt_attention_fits(q.shape, kv.shape, kv.dtype)
 
 
-def _prompt(q, kv, layer, table, start, mask, window, depth, sinks, scales, fixed) -> Array:
+def _prompt(q, kv, layer, table, start, mask, window, depth, sinks, scales, last, fixed) -> Array:
     named = {"window": window, "sinks": sinks, "scales": scales}
     return prompt_attention(q, kv, layer, table, start, **{name: x for name, x in named.items() if x is not None})
 
@@ -110,6 +119,7 @@ def reference(
     depth=None,
     sinks=None,
     scales=None,
+    last=None,
     *,
     block_tokens: int = BLOCK_TOKENS,
 ) -> Array:
@@ -122,7 +132,7 @@ def reference(
     first = jnp.zeros_like(kv_slots) if window is None else position - window + 1
     if mask is not None:
         return _masked_attention(q, kv, layer, table, start, first, mask, sinks, scales, block_tokens)
-    return span_attention(q, kv, layer, table, first, kv_slots, block_tokens, sinks, scales)
+    return span_attention(q, kv, layer, table, first, kv_slots if last is None else last, block_tokens, sinks, scales)
 
 
 def _portable_refuses(q, kv, *rest) -> str | None:
@@ -131,8 +141,17 @@ def _portable_refuses(q, kv, *rest) -> str | None:
     return portable_attention.supported(q.shape, kv, q.dtype)
 
 
+def _portable(*call) -> Array:
+    return portable_attention.attention(*call[:-1])
+
+
+def _portable_on_hopper_refuses(*call) -> str | None:
+    return _portable_refuses(*call) if call[-2] is not None else "rows that Hopper's kernels take"
+
+
 _OTHERS = (
-    Implementation("portable", PORTABLE, _portable_refuses, lambda *call: portable_attention.attention(*call[:-1])),
+    Implementation("portable_on_hopper", HOPPER, _portable_on_hopper_refuses, _portable),
+    Implementation("portable", PORTABLE, _portable_refuses, _portable),
     Implementation("row_by_row", ANY, _row_by_row_refuses, _row_by_row),
     Implementation("reference", ANY, nothing, lambda *call: reference(*call[:-1]), slow=True),
 )

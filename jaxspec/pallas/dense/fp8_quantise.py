@@ -29,22 +29,20 @@ _f32 = jnp.float32
 _LAYOUT = by_row(fp8.BLOCK // LANES)
 
 
-def supported(rows: int, dtype: Any, block: int | None) -> str | None:
+def supported(rows: int, dtype: Any) -> str | None:
     """Why the kernel can't quantise so many rows of `dtype`, or None if it can."""
     if dtype != jnp.bfloat16:
         return f"rows in {jnp.dtype(dtype).name}; supported: bfloat16"
     if rows < ROWS:
         return f"{rows} rows; supported: {ROWS} and more"
-    if block != fp8.BLOCK:
-        return f"scales that aren't for {fp8.BLOCK} inputs each"
     return None
 
 
-def norm_supported(rows: int, width: int, dtype: Any, block: int | None) -> str | None:
+def norm_supported(rows: int, width: int, dtype: Any) -> str | None:
     """Why the kernel can't norm and quantise so many rows of `dtype`, or None if it can."""
     if width % (GROUP * fp8.BLOCK) or width > WIDEST:
         return f"rows of {width}; supported: multiples of {GROUP * fp8.BLOCK} up to {WIDEST}"
-    return supported(rows, dtype, block)
+    return supported(rows, dtype)
 
 
 @lower_once("fp8_quantise")
@@ -74,7 +72,7 @@ def _block(x_g, values_g, scales_g):
 
 def _quantised(x):
     """Quantise rows of 128 inputs to e4m3; also returns their scales."""
-    scale = jnp.max(jnp.abs(x), axis=1) / fp8.LARGEST
+    scale = jnp.max(jnp.abs(x), axis=1) * (1 / fp8.LARGEST)
     scale = jnp.where(scale > 0, scale, 1.0)
     quotient = x * lax.broadcast_in_dim(1 / scale, x.shape, [0])
     return jnp.clip(quotient, -fp8.LARGEST, fp8.LARGEST).astype(fp8.E4M3), scale
@@ -84,7 +82,7 @@ def _quantised(x):
 def norm_and_quantise(
     x: Float[Array, "r k"], weight: Float[Array, " k"], *, eps: float, centred: bool = False, interpret: Any = False
 ) -> tuple[Float[Array, "r k"], Float[Array, "r b"]]:
-    """Run `quantise_rows` on the rows' norm, rounded where plain layers round (`decoder.functions.normed`)."""
+    """Run `quantise_rows` on the rows times the norm's weight, rounded first; scales are multiplied by its factor."""
     rows, inputs = x.shape
     groups = inputs // fp8.BLOCK
     values, scales = plgpu.kernel(
@@ -105,9 +103,8 @@ def norm_and_quantise(
 def _norm_row(eps, centred, x_g, weight_g, values_g, scales_g):
     row, (_, *shape) = lax.axis_index("row"), x_g.shape
     load = partial(plgpu.load, layout=_LAYOUT, optimized=False)
-    x, weight = load(x_g.at[row]), load(weight_g).astype(_f32)
-    wide = x.astype(_f32)
-    squares = jnp.sum(jnp.sum(wide * wide, axis=1))
-    wide = wide * lax.rsqrt(squares / math.prod(shape) + eps)
-    wide = wide * (1 + weight) if centred else wide.astype(x.dtype).astype(_f32) * weight
-    values_g[row], scales_g[:, row] = _quantised(wide.astype(x.dtype).astype(_f32))
+    x, weight = load(x_g.at[row]).astype(_f32), load(weight_g).astype(_f32)
+    factor = lax.rsqrt(jnp.sum(jnp.sum(x * x, axis=1)) / math.prod(shape) + eps)
+    weighted = (x * (1 + weight if centred else weight)).astype(jnp.bfloat16)
+    values_g[row], scales = _quantised(weighted.astype(_f32))
+    scales_g[:, row] = scales * factor

@@ -1,12 +1,15 @@
 """A matmul of quantised rows with FP8 weights, both e4m3, on Hopper's FP8 tensor cores.
 
 `tiles` divides the tiles among blocks, and writes results. A step is of 128 inputs. FP8 tensor cores keep some 14 bits
-of a sum, so a step's products are a sum of their own: it is multiplied by its scales, if they are for 128 inputs, and
-added to the total in float32. Meanwhile the tensor cores have the other warpgroup's products. Scales for all inputs, a
-row's and an output's, multiply the total.
+of a sum, so a step's products are a sum of their own: it is multiplied by its rows' scales, and by the weight's if
+these are for 128 inputs, and added to the total in float32. Meanwhile the tensor cores have the other warpgroup's
+products. An output's scale for all inputs multiplies the total.
 
 A warpgroup has 64 rows of a tile: the sums of 128 need more registers than there are, and ran at two fifths of the
 speed. Tiles of 192 rows have three warpgroups.
+
+Few rows have few tiles. Then the inputs are split, so that most multiprocessors have a part of a tile, and XLA adds the
+parts' sums, in float32.
 """
 
 from __future__ import annotations
@@ -36,6 +39,9 @@ LEAST_ROWS = 128  # of a tile: fewer rows are padded
 SIZES = {(128, 192): 22.7, (128, 128): 18.0, (128, 64): 11.0}
 GATED = SIZES | {(192, 128): 20.8}
 RING_BYTES = 176 * 1024
+PART, ADD = 0.7, 1.2  # us to write and read 4,096 outputs of a part, and to launch what adds parts
+PART_STEPS = 4  # of a part at least
+WIDEST_PART = 32  # columns of a part's results that are written at once: 128 bytes
 _i32, _f32 = jnp.int32, jnp.float32
 
 
@@ -61,7 +67,25 @@ def tiling_of(rows: int, outputs: int, gated: bool = False) -> Tiling:
     return Tiling.quickest(rows, outputs, {size: sizes[size] for size in sizes if size[0] <= max(rows, LEAST_ROWS)})
 
 
-@lower_once("fp8_tiles", "block", "gated", "tiling")
+def division_of(rows: int, outputs: int, inputs: int, gated: bool = False) -> tuple[Tiling, int]:
+    """The tiles, and in how many parts their inputs are summed, that should take the least time."""
+    whole = tiling_of(rows, outputs, gated)
+    if gated or rows > LEAST_ROWS:
+        return whole, 1
+    steps = inputs // STEP
+
+    def cost(division: tuple[Tiling, int]) -> float:
+        tiling, splits = division
+        waves = -(-outputs // tiling.columns * splits // tiles.BLOCKS)
+        parts = (PART * splits * outputs / 4096 + ADD) if splits > 1 else 0
+        return waves * SIZES[tiling.rows, tiling.columns] * steps / 32 / splits + parts
+
+    sizes = [Tiling(*size) for size in SIZES if outputs % size[1] == 0]
+    parts = [n for n in range(1, steps // PART_STEPS + 1) if steps % n == 0] or [1]
+    return min(((tiling, n) for tiling in sizes for n in parts), key=cost)
+
+
+@lower_once("fp8_tiles", "block", "gated", "tiling", "splits")
 def matmul(
     x: Float[Array, "r k"],
     x_scales: Float[Array, "r b"],
@@ -73,25 +97,29 @@ def matmul(
     block: int | None,
     gated: bool = False,
     tiling: Tiling | None = None,
+    splits: int = 1,
     interpret: Any = False,
 ) -> Float[Array, "r o"]:
     """`fp8.product` of the first `valid` rows, given by values and scales, as bfloat16; padding holds that or zeros.
 
     `residual`, which a gated one can't have: the product is rounded, as in the plain layers, and added to it. `gated`:
-    silu(gate) * up of the product, half as wide, rounded once. `tiling` overrides `tiling_of`.
+    silu(gate) * up of the product, half as wide, rounded once. `tiling` and `splits` override `division_of`.
     """
-    r, n = len(x), len(values)
-    tiling = tiling or tiling_of(r, n, gated)
-    padded = [tiles.padded(a, tiling.rows) for a in (x, x_scales, residual) if a is not None]
+    (r, k), n = x.shape, len(values)
+    if tiling is None:
+        tiling, splits = division_of(r, n, k, gated)
+    added = residual if splits == 1 else None
+    padded = [tiles.padded(a, tiling.rows) for a in (x, x_scales, added) if a is not None]
     rows, unit = len(padded[0]), n // len(scales)
     scale = scales if block else jnp.repeat(scales[:, 0], unit)
     slot_bytes = STEP * (tiling.rows + tiling.columns) + 4 * tiling.rows
     slots = RING_BYTES // slot_bytes
     piece = math.gcd(unit, tiling.columns) if block else tiling.columns
+    dtype, part = (jnp.bfloat16, HALF if gated else min(piece, tiles.STEP)) if splits == 1 else (_f32, WIDEST_PART)
     out = plgpu.kernel(
-        partial(_kernel, tiling, gated, block, piece),
+        partial(_kernel, tiling, splits, gated, block, piece),
         kernel_name="fp8_tiles",
-        out_type=jax.ShapeDtypeStruct((rows, n // 2 if gated else n), jnp.bfloat16),
+        out_type=jax.ShapeDtypeStruct((rows, n // 2 if gated else n * splits), dtype),
         grid=(tiles.BLOCKS,),
         grid_names=("block",),
         num_threads=tiling.warpgroups + 1,
@@ -100,15 +128,18 @@ def matmul(
             rows_s=plgpu.SMEM((slots, tiling.rows, STEP), fp8.E4M3),
             scales_s=plgpu.SMEM((slots, tiling.rows), _f32),
             weight_s=plgpu.SMEM((slots, tiling.columns, STEP), fp8.E4M3),
-            out_s=tiling.results(HALF if gated else min(piece, tiles.STEP), slots * slot_bytes),
-            full=plgpu.Barrier(num_arrivals=3 if block else 2, num_barriers=slots),
+            out_s=tiling.results(part, slots * slot_bytes, dtype),
+            full=plgpu.Barrier(num_arrivals=3, num_barriers=slots),
             empty=plgpu.Barrier(num_arrivals=tiling.warpgroups, num_barriers=slots),
         ),
         # Safe here: every hand-over within a block goes through a barrier or `commit_smem`, written out below.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
     )(padded[0], padded[1].T, values, scale, valid, *padded[2:])
-    return out[:r]
+    if splits == 1:
+        return out[:r]
+    total = out[:r].reshape(r, splits, n).sum(1).astype(jnp.bfloat16)
+    return total if residual is None else residual + total
 
 
 class _Operands(NamedTuple):
@@ -118,6 +149,13 @@ class _Operands(NamedTuple):
     x_scales: Any
     values: Any
     scales: Any
+
+    def place(self, block: Block, c: Any) -> tuple[Any, Any]:
+        """The tile of the weight's columns, and the first step of its inputs, of the c-th tile of columns."""
+        across = self.values.shape[0] // block.tiling.columns
+        if across == block.across:
+            return c, 0
+        return lax.rem(c, _i32(across)), lax.div(c, _i32(across)) * block.steps
 
 
 class _Ring(NamedTuple):
@@ -130,20 +168,21 @@ class _Ring(NamedTuple):
 
 
 def _kernel(
-    tiling, gated, in_blocks, piece, x, x_scales, values, scales, valid, *results,
+    tiling, splits, gated, in_blocks, piece, x, x_scales, values, scales, valid, *results,
     rows_s, scales_s, weight_s, out_s, full, empty,
 ):  # fmt: skip
     *added, out = results
     index, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
     (rows, inputs), outputs, registers = x.shape, values.shape[0], tiles.REGISTERS[tiling.warpgroups]
-    block = Block.of(tiling, rows, outputs, inputs // STEP, valid[0], index)
+    # Parts of a tile's inputs are tiles of their own, side by side: first those of the first part.
+    block = Block.of(tiling, rows, outputs * splits, inputs // STEP // splits, valid[0], index)
     operands = _Operands(x, x_scales, values, scales)
     ring = _Ring(rows_s, scales_s, weight_s, Hands(full, empty, len(rows_s)))
 
     @pl.when(warpgroup == tiling.warpgroups)
     def _():
         plgpu.set_max_registers(registers[1], action="decrease")
-        tiles.produce(block, ring.hands, partial(_copy, block, ring, operands, in_blocks))
+        tiles.produce(block, ring.hands, partial(_copy, block, ring, operands))
 
     @pl.when(warpgroup < tiling.warpgroups)
     def _():
@@ -153,29 +192,31 @@ def _kernel(
         tiles.consume(block, ring.hands, warpgroup, results, multiply)
 
 
-def _copy(block: Block, ring: _Ring, operands: _Operands, in_blocks: Any, slot: Any, k: Any, top: Any, c: Any) -> None:
+def _copy(block: Block, ring: _Ring, operands: _Operands, slot: Any, k: Any, top: Any, c: Any) -> None:
     """Begin to copy step k of a tile into a slot, for `tiles.produce`: rows, weight, and rows' scales by step."""
+    c, first = operands.place(block, c)
+    k = first + k
     full, inputs = ring.hands.full.at[slot], pl.ds(k * STEP, STEP)
     rows, outputs = pl.ds(top, block.tiling.rows), pl.ds(c * block.tiling.columns, block.tiling.columns)
     plgpu.copy_gmem_to_smem(operands.x.at[rows, inputs], ring.rows_s.at[slot], full)
     plgpu.copy_gmem_to_smem(operands.values.at[outputs, inputs], ring.weight_s.at[slot], full)
-    if in_blocks:
-        plgpu.copy_gmem_to_smem(operands.x_scales.at[k, rows], ring.scales_s.at[slot], full)
+    plgpu.copy_gmem_to_smem(operands.x_scales.at[k, rows], ring.scales_s.at[slot], full)
 
 
 def _multiply(block: Block, ring: _Ring, operands: _Operands, in_blocks: Any, piece: int, tile: Tile, write: Any):
     """Multiply a tile's steps as they arrive. Totals are in pieces of columns that share a scale."""
     width, hands = block.tiling.columns, ring.hands
+    tile_c, first_step = operands.place(block, tile.c)
     firsts = range(0, width, piece)
     load = partial(plgpu.load, optimized=False)
 
     def scales_of(k):
         """Load each piece's scale for a step's inputs: a step early, as reading takes about as long as a step."""
         if not in_blocks:
-            return []
-        unit = width * block.across // operands.scales.shape[0]
-        k = jnp.minimum(k, block.steps - 1)
-        return [operands.scales[lax.div(tile.c * width + first, _i32(unit)), k] for first in firsts]
+            return [None] * len(firsts)
+        unit = operands.values.shape[0] // operands.scales.shape[0]
+        k = first_step + jnp.minimum(k, block.steps - 1)
+        return [operands.scales[lax.div(tile_c * width + first, _i32(unit)), k] for first in firsts]
 
     def product(slot, row, total):
         plgpu.wgmma(total, ring.rows_s.at[slot, pl.ds(row, UNIT)], ring.weight_s.at[slot].transpose((1, 0)))
@@ -189,9 +230,9 @@ def _multiply(block: Block, ring: _Ring, operands: _Operands, in_blocks: Any, pi
         for row, total in zip(tile.units, totals, strict=True):
             made = pl.run_scoped(partial(product, slot, row), plgpu.ACC((UNIT, width), _f32))
             parts = [made[:, first : first + piece] for first in firsts]
-            if in_blocks:
-                by_row = load(ring.scales_s.at[slot, pl.ds(row, UNIT)], layout=plgpu.Layout.WGMMA.reduce(1))
-                parts = [part * _across(by_row * by, part) for part, by in zip(parts, scales, strict=True)]
+            by_row = load(ring.scales_s.at[slot, pl.ds(row, UNIT)], layout=_layout(1))
+            by = [by_row if scale is None else by_row * scale for scale in scales]
+            parts = [part * _across(each, part) for part, each in zip(parts, by, strict=True)]
             sums.append([before + part for before, part in zip(total, parts, strict=True)])
         plgpu.barrier_arrive(hands.empty.at[slot])
         return sums, following
@@ -201,9 +242,8 @@ def _multiply(block: Block, ring: _Ring, operands: _Operands, in_blocks: Any, pi
         part = totals[unit][first // piece][:, at : at + count]
         if in_blocks:
             return part
-        by_row = load(operands.x_scales.at[0, pl.ds(tile.top + tile.units[unit], UNIT)], layout=_layout(1))
-        by_column = load(operands.scales.at[pl.ds(tile.c * width + first, count)], layout=_layout(0))
-        return part * _across(by_row, part) * lax.broadcast_in_dim(by_column, part.shape, (1,))
+        by_column = load(operands.scales.at[pl.ds(tile_c * width + first, count)], layout=_layout(0))
+        return part * lax.broadcast_in_dim(by_column, part.shape, (1,))
 
     zeros = plgpu.layout_cast(jnp.zeros((UNIT, piece), _f32), plgpu.Layout.WGMMA)
     totals = [[zeros] * len(firsts)] * len(tile.units)

@@ -61,11 +61,11 @@ class Tiling:
 
         return cls(*min((size for size in times if outputs % size[1] == 0), key=cost))
 
-    def results(self, part: int, ring_bytes: int) -> Any:
-        """Shared memory for bfloat16 results, `part` columns at a time: the ring's rest, at most a tile's."""
+    def results(self, part: int, ring_bytes: int, dtype: Any = jnp.bfloat16) -> Any:
+        """Shared memory for results, `part` columns at a time: the ring's rest, at most a tile's."""
         stores = self.rows * self.columns // (self.warpgroups * UNIT * STEP)  # of a warpgroup for one tile
-        places = min(stores, (ROOM - ring_bytes) // (self.warpgroups * UNIT * part * 2))
-        return plgpu.SMEM((self.warpgroups, places, UNIT, part), jnp.bfloat16)
+        places = min(stores, (ROOM - ring_bytes) // (self.warpgroups * UNIT * part * jnp.dtype(dtype).itemsize))
+        return plgpu.SMEM((self.warpgroups, places, UNIT, part), dtype)
 
 
 class Block(NamedTuple):

@@ -120,6 +120,7 @@ def attention(
     depth: Int[Array, "b _"] | None = None,
     sinks: Float[Array, " n"] | None = None,
     scales: Float[Array, "l 2 m"] | None = None,
+    last: Int[Array, "b t"] | None = None,
     *,
     parts: int | None = None,
     interpret: bool = False,
@@ -142,6 +143,8 @@ def attention(
         given["scales"] = scales.reshape(-1)
     if sinks is not None:
         given["sinks"] = sinks.astype(jnp.float32)
+    if last is not None:
+        given["last"] = last.reshape(-1)
     return attend(plan, given, interpret=interpret).reshape(q.shape)
 
 
@@ -207,8 +210,12 @@ def _rows_of(plan: Plan, ref: dict[str, Any], b: Array, tile: Array, head: Array
     kv_slots = start + token
     last = start + (plan.masked_slots or jnp.minimum((tile + 1) * plan.tile_tokens, plan.t)) - 1
     first, begin = None, jnp.int32(0)
+    position = kv_slots
+    if "last" in ref:
+        kv_slots = load(ref["last"].at[row], valid, -1)
+        last = jnp.max(kv_slots)
     if plan.window is not None:
-        position, earliest = kv_slots, start + tile * plan.tile_tokens
+        earliest = start + tile * plan.tile_tokens
         if "depth" in ref:
             position, earliest = start + load(ref["depth"].at[row], valid, 0), start
         first = position - plan.window + 1

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.decoder.functions import centred_rms_norm, rms_norm, rope
+from jaxspec.decoder.functions import centred_rms_norm, rms_norm, rope, weighted
 from jaxspec.decoder.matmul import gate
 from jaxspec.models import fp8
+from jaxspec.models.description import Norm
 from jaxspec.models.weights import HALF
 from jaxspec.pallas.dense import few_rows as op
-from jaxspec.pallas.dense.few_rows import Fp8Weight
+from jaxspec.pallas.dense.few_rows import Fp8Weight, Fp8WeightAndRows
 from jaxspec.pallas.dense.few_rows import share as share_module
 from jaxspec.pallas.dense.few_rows.share import share_out
 from tests.pallas.dense.test_few_rows import EPS, INTERPRET, MIXTURE, QWEN3, assert_written, rotating
@@ -61,50 +62,70 @@ def multiplied(rows, weight):
     return jnp.matmul(rows, weight, precision="highest", preferred_element_type=jnp.float32).astype(jnp.bfloat16)
 
 
-def check_gated(given: dict, scaled: bool = True, **options):
-    weight, whole = given["gate_up"]
+def rounded(rows):
+    """Quantised rows times their scales, in float32."""
+    return fp8.rounded(rows.astype(jnp.float32))
+
+
+def of_norm(given: dict, rounds: bool = False, centred: bool = False):
+    """The normed rows; `rounds`: in float32, quantised before the norm's factor."""
+    scale = given["scale"] - 1 if centred else given["scale"]
+    if not rounds:
+        return (centred_rms_norm if centred else rms_norm)(given["x"], scale, EPS)
+    rows, factor = weighted(given["x"], scale, Norm(EPS, centred))
+    return rounded(rows) * factor[:, None]
+
+
+def operand(given: dict, name: str, rounds: bool):
+    """A weight that may quantise its rows, and the float32 one that it stands for."""
+    weight, whole = given[name]
+    return Fp8WeightAndRows(*weight) if rounds else weight, whole
+
+
+def check_gated(given: dict, scaled: bool = True, rounds: bool = False, **options):
+    weight, whole = operand(given, "gate_up", rounds)
     rows = op.scale_rows(given["x"], given["scale"]) if scaled else (given["x"], given["scale"])
     got = op.gated(*rows, weight, eps=EPS, **options)
-    assert_close(got, gate(multiplied(rms_norm(given["x"], given["scale"], EPS), whole), HALF))
+    assert_close(got, gate(multiplied(of_norm(given, rounds), whole), HALF))
 
 
-def check_add(given: dict, biased: bool = False, scaled: bool = True, **options):
-    (weight, whole), bias = given["down"], given["out_bias"] if biased else None
+def check_add(given: dict, biased: bool = False, scaled: bool = True, rounds: bool = False, **options):
+    (weight, whole), bias = operand(given, "down", rounds), given["out_bias"] if biased else None
     got = op.add_product(given["x"], given["hidden"], weight, given["scale"] if scaled else None, bias, **options)
     if scaled:
         got, made = got
         expected = op.scale_rows(got, given["scale"])
         np.testing.assert_array_equal(made.rows, expected.rows)
         np.testing.assert_allclose(made.squares, expected.squares, rtol=1e-5)
-    product = multiplied(given["hidden"], whole)
+    product = multiplied(rounded(given["hidden"]) if rounds else given["hidden"], whole)
     assert_close(got, given["x"] + (product + bias if biased else product))
 
 
-def check_normed(given: dict, centred: bool = False, scaled: bool = True, **options):
+def check_normed(given: dict, centred: bool = False, scaled: bool = True, rounds: bool = False, **options):
     """The products, and the rows themselves."""
-    weight, whole = given["qkv"]
+    weight, whole = operand(given, "qkv", rounds)
     scale = given["scale"] - 1 if centred else given["scale"]
     of = op.scale_rows(given["x"], scale, centred) if scaled else (given["x"], scale)
     got, rows = op.normed(*of, [weight], eps=EPS, dtypes=("bfloat16",), centred=centred, keep=True, **options)
-    norm = (centred_rms_norm if centred else rms_norm)(given["x"], scale, EPS)
-    assert_close(rows, norm)
-    assert_close(got, multiplied(norm, whole))
+    assert_close(rows, of_norm(given, centred=centred))
+    assert_close(got, multiplied(of_norm(given, rounds, centred), whole))
 
 
-def check_product(given: dict, **options):
-    weight, whole = given["gate_up"]
-    rows = jnp.split(given["x"], 2, axis=1)
-    assert_close(op.product(rows, weight, **options), multiplied(given["x"], whole))
+def check_product(given: dict, rounds: bool = False, **options):
+    weight, whole = operand(given, "gate_up", rounds)
+    rows, x = jnp.split(given["x"], 2, axis=1), given["x"]
+    x = rounded(x) if rounds else x
+    assert_close(op.product(rows, weight, **options), multiplied(x, whole))
 
 
-def check_heads(given: dict, scaled: bool = True, normed: bool = True, **options):
-    weight, whole = given["qkv"]
+def check_heads(given: dict, scaled: bool = True, normed: bool = True, rounds: bool = False, **options):
+    weight, whole = operand(given, "qkv", rounds)
     rows, scale = op.scale_rows(given["x"], given["scale"]) if scaled else (given["x"], given["scale"])
     norms = list(given["norms"]) if normed else []
     of = given["cos"], given["sin"], given["kv"], jnp.int32(1), given["kv_slots"]
     q, kv = op.heads([rows], [scale], weight, *of, norms, eps=EPS, **options)
     kv_heads, _, width = given["kv"].shape[3:]
-    qkv = multiplied(rms_norm(given["x"], given["scale"], EPS), whole).reshape(len(rows), 1, -1, width)
+    qkv = multiplied(of_norm(given, rounds), whole).reshape(len(rows), 1, -1, width)
     turned = qkv[:, :, :-kv_heads]
     if normed:
         parts = jnp.split(turned, [turned.shape[2] - kv_heads], axis=2)
@@ -182,6 +203,35 @@ CHECKS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("kernel", ["gated", "add", rare("normed"), "product", rare("heads")])
+def test_rows_are_quantised_before_their_norms_factor(kernel):
+    """Products differ from those of rows that aren't by several times what is allowed here."""
+    CHECKS[kernel](operands(**SIZES), rounds=True, **INTERPRET)
+
+
+def check_numbers(**options):
+    """Multiply by one: rows come out as their quantised numbers times their scales, of all sizes, zeros among them.
+
+    A GPU's quotient has another last bit, so that one just between two numbers may be either.
+    """
+    sizes = jnp.exp2(jnp.arange(-40, 40, 5, jnp.bfloat16))
+    x = drawn.normal(jax.random.key(3), (16, 256), jnp.bfloat16) * sizes[:, None]
+    x = x.at[3, 128:].set(0).at[:, :20].multiply(2**-14).at[5, 200].set(1e30)
+    weight = Fp8WeightAndRows(jnp.eye(256, dtype=fp8.E4M3), jnp.ones((2, 2)))
+    got, expected = (np.asarray(each, np.float32) for each in (op.product([x], weight, **options), fp8.rounded(x)))
+    np.testing.assert_allclose(got, expected, rtol=0.13)
+    assert (got != expected).mean() < (0.005 if not options else 1e-9)
+
+
+def test_quantised_rows_are_those_of_plain_jnp():
+    check_numbers(**INTERPRET)
+
+
+def test_rows_that_a_block_norms_are_not_quantised():
+    with pytest.raises(ValueError, match="can't be quantised; give them as `Scaled`"):
+        check_gated(operands(), scaled=False, rounds=True, **INTERPRET)
+
+
 # 24 rows gated and of heads are a hybrid's (test_few_rows_layers.py).
 TALL = {("add", 32), ("normed", 24), ("product", 16)}
 
@@ -237,9 +287,21 @@ def test_lowers_for_cuda(kernel, by_output, rows, sizes=QWEN3):
     assert kernels(KERNELS_OF[kernel], jax.eval_shape(lambda: operands(rows, by_output, **sizes))) == 1
 
 
+@pytest.mark.parametrize(
+    "kernel,by_output,rows", some({("gated", False, 32), ("add", True, 8)}, KERNELS_OF, (False, True), (8, 32))
+)
+def test_quantising_rows_lowers_for_cuda(kernel, by_output, rows, sizes=QWEN3):
+    def given():
+        made = operands(rows, by_output, **sizes)
+        return made | {name: operand(made, name, rounds=True) for name in ("qkv", "gate_up", "down")}
+
+    assert kernels(KERNELS_OF[kernel], jax.eval_shape(given)) == 1
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kernel", KERNELS_OF)
 @pytest.mark.parametrize("sizes", [WIDE, MIXTURE, HYBRID])
 @pytest.mark.parametrize("rows", [8, 32])
 def test_other_sizes_lower_for_cuda(kernel, sizes, rows):
     test_lowers_for_cuda(kernel, False, rows, sizes)
+    test_quantising_rows_lowers_for_cuda(kernel, False, rows, sizes)

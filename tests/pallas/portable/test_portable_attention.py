@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxspec.pallas import operation
-from jaxspec.pallas.attention.paged_attention import paged_attention
+from jaxspec.pallas.attention.paged_attention import paged_attention, reference
 from jaxspec.pallas.hopper import counting
 from jaxspec.pallas.portable import attention as op
 from tests.pallas.attention.test_decode_attention import CASES, RARE, Case, check_kernel, dense
@@ -44,6 +44,20 @@ def check(case: Case, interpret: bool = False) -> None:
 ])  # fmt: skip
 def test_equals_dense_softmax(case):
     check(case, interpret=True)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_rows_may_see_later_ones(window):
+    """Rows see as a picture's do: of every sixteen, the last one's KV slot."""
+    case = Case("", t=64, group=2, lengths=(64, 200), window=window)
+    args, named = case.inputs()
+    last = (args["start"][:, None] + np.arange(64)) // 16 * 16 + 15
+    last = np.minimum(last, np.array(case.lengths)[:, None] - 1)
+    given = {**args, **named, "last": jnp.asarray(last, jnp.int32)}
+    given["kv"] = jnp.nan_to_num(given["kv"])  # of what no row sees, which the reference multiplies by zero
+    expected = np.float32(reference(**given))
+    np.testing.assert_allclose(np.float32(op.attention(**given, interpret=True)), expected, atol=0.02)
+    assert np.abs(expected - np.float32(reference(**given | {"last": None}))).max() > 0.1
 
 
 @pytest.mark.parametrize("capability,sizes", one_in(len(KINDS), KINDS, [

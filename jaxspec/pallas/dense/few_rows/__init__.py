@@ -1,7 +1,7 @@
 """The matmuls of a layer at few rows, each with the operations before and after it, on Hopper: see `layer`."""
 
 from jaxspec.pallas.dense.few_rows.four_bits import four_bits_of, four_bits_supported
-from jaxspec.pallas.dense.few_rows.fp8 import Fp8Weight, fp8_supported, storage
+from jaxspec.pallas.dense.few_rows.fp8 import Fp8Weight, Fp8WeightAndRows, format_of, fp8_supported
 from jaxspec.pallas.dense.few_rows.layer import (
     Scaled,
     add_product,
@@ -33,8 +33,10 @@ __all__ = [
     "TILE",
     "WIDE_ROWS",
     "Fp8Weight",
+    "Fp8WeightAndRows",
     "Scaled",
     "add_product",
+    "format_of",
     "four_bits_of",
     "four_bits_supported",
     "fp8_supported",
@@ -46,7 +48,6 @@ __all__ = [
     "product",
     "product_supported",
     "scale_rows",
-    "storage",
     "supported",
     "tiles_of_squares",
     "top_supported",

@@ -89,6 +89,8 @@ def scratch_of(share: Share, interpret: Any = False) -> dict[str, Any]:
     if share.four:
         of = share.four.scales(share.chunk, share.together * TILE)
         scratch["scales_s"] = plgpu.SMEM((share.slots, groups // share.together, *of), jnp.dtype(share.four.dtype))
+    if share.rounds:  # the scales of two chunks' rows, so that none is overwritten before all warps have read it
+        scratch["row_scales_s"] = plgpu.SMEM((share.warpgroups, 2, share.chunk // BLOCK, rows), _f32)
     if share.quantised and interpret:
         scratch["staged_s"] = plgpu.SMEM((share.warpgroups, TILE, BLOCK), jnp.bfloat16)
     return scratch

@@ -123,7 +123,7 @@ def four_bit_sums(share, begun, *, weight_s, rows_s, ready, scales_s, staged_s=N
     """f32[TILE, rows] of each group, over this warpgroup's chunks."""
     fetch, factors = begun
 
-    def add(i, slot, _, totals):
+    def add(_, i, slot, __, totals):
         refs = weight_s.at[slot], rows_s.at[i if share.normed else slot], scales_s.at[slot]
         if staged_s is not None:
             return _interpreted(share, totals, *refs, staged_s.at[turn_of(share)])

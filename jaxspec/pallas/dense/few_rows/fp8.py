@@ -2,6 +2,9 @@
 
 The numbers become bfloat16 in registers (`registers`). Each `BLOCK` of inputs has scales, which multiply its sums; or
 each output has one, for all inputs.
+
+Rows may be quantised, too (`quantise`): the products are then those of two e4m3 numbers, and a row's scale multiplies
+its sums.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from jaxtyping import Array, Float
 from jaxspec.models.fp8 import BLOCK
 from jaxspec.models.weights import Weight
 from jaxspec.pallas.dense.few_rows import four_bits
-from jaxspec.pallas.dense.few_rows.registers import flat_scales, products
+from jaxspec.pallas.dense.few_rows.registers import flat_scales, products, quantise
 from jaxspec.pallas.dense.few_rows.ring import over_chunks
 from jaxspec.pallas.dense.few_rows.share import TILE, Share, column_of, split_of, turn_of
 from jaxspec.pallas.dense.fp8_rows import weight_supported
@@ -35,6 +38,16 @@ class Fp8Weight(NamedTuple):
     scales: Float[Array, "a b"]
 
 
+class Fp8WeightAndRows(Fp8Weight):
+    """A weight whose rows are quantised, too: `fp8.quantise_rows` for `BLOCK` inputs each."""
+
+
+def format_of(weight: Any) -> dict[str, Any]:
+    """Say of a weight what `share_out` asks."""
+    four = four_bits.four_bits_of(weight) if isinstance(weight, Weight) else None
+    return {"fp8": isinstance(weight, Fp8Weight), "rounds": isinstance(weight, Fp8WeightAndRows), "four": four}
+
+
 def fp8_supported(block: int | None, outputs: int, inputs: int, unit: int) -> str | None:
     """Why kernels of few rows can't read such a weight, or None if they can.
 
@@ -43,12 +56,6 @@ def fp8_supported(block: int | None, outputs: int, inputs: int, unit: int) -> st
     if block is None and unit > 1:
         return f"scales for {unit} outputs and all inputs; supported: one for each output"
     return weight_supported(*((block, outputs, inputs, unit) if block else (BLOCK, outputs, inputs, TILE)))
-
-
-def storage(weight: Any) -> dict[str, Any]:
-    """How a weight is stored, as options of `share_out`."""
-    four = four_bits.four_bits_of(weight) if isinstance(weight, Weight) else None
-    return {"fp8": isinstance(weight, Fp8Weight), "four": four}
 
 
 def operands(weight: Any) -> list[Any]:
@@ -75,9 +82,9 @@ def outputs(weight: Any) -> int:
     return weight.values.shape[0] if by_output else weight.shape[1]
 
 
-def fp8_sums(share, begun, *, weight_s, rows_s, ready, scales_s, staged_s=None):
+def fp8_sums(share, begun, *, weight_s, rows_s, ready, scales_s, row_scales_s=None, staged_s=None):
     """f32[TILE, rows] of each group, over this warpgroup's chunks. Each `BLOCK`'s products are summed by themselves,
-    then multiplied by its scale, if it has one.
+    then multiplied by its scale, if it has one, and by its rows', if these are quantised.
     """
     fetch, scales = begun
     groups, blocks, turn = share.groups, share.chunk // BLOCK, turn_of(share)
@@ -86,11 +93,15 @@ def fp8_sums(share, begun, *, weight_s, rows_s, ready, scales_s, staged_s=None):
     def early(i):
         return [[scales.at(g, i * blocks + b) for b in range(blocks)] for g in range(groups)]
 
-    def add(i, slot, by, totals):
+    def add(j, i, slot, by, totals):
         staged = None if staged_s is None else staged_s.at[turn]
-        made = products(share, weight_s.at[slot], rows_s.at[i if share.normed else slot], staged)
+        rows = rows_s.at[i if share.normed else slot]
+        of_rows = [None] * blocks
+        if share.rounds:
+            of_rows = quantise(share, rows, row_scales_s.at[turn, lax.rem(j, _i32(2))], staged is not None)
+        made = products(share, weight_s.at[slot], rows, staged)
         for b in range(blocks):
-            more = [_by_output(each[b], by[g][b]) for g, each in enumerate(made)]
+            more = [_by_row(_by_output(each[b], by[g][b]), of_rows[b]) for g, each in enumerate(made)]
             totals = [total + sums for total, sums in zip(totals, more, strict=True)]
         return totals
 
@@ -104,7 +115,11 @@ def _by_output(sums, scale):
     return sums * (scale if scale.ndim == 0 else lax.broadcast_in_dim(scale, sums.shape, [0]))
 
 
-def scales_of(share: Share, weight: Fp8Weight, interpret: bool) -> Any:
+def _by_row(sums, scale):
+    return sums if scale is None else sums * lax.broadcast_in_dim(scale, sums.shape, [1])
+
+
+def scales_of(share: Share, weight: Fp8Weight | four_bits.FourBitWeight, interpret: bool) -> Any:
     """The scales of a block's outputs, loaded here, before the weights: so no load waits behind all weights in
     flight. Of weights in four bits, their factors."""
     if share.four:
@@ -120,7 +135,7 @@ def _first_group(share: Share) -> Any:
 class OutputScales:
     """Scales of outputs for all inputs: they multiply each warpgroup's sums once, in the end."""
 
-    def __init__(self, share: Share, weight: Fp8Weight):
+    def __init__(self, share: Share, weight: Fp8Weight | four_bits.FourBitWeight):
         first, layout = _first_group(share), plgpu.Layout.WGMMA.reduce(1)
         by_output = weight.factors if share.four else weight.scales
         parts = [by_output.at[pl.ds((first + g) * TILE, TILE)] for g in range(share.groups)]

@@ -56,7 +56,7 @@ from jaxspec.pallas.dense.few_rows.block import (
     scratch_of,
     to_rows,
 )
-from jaxspec.pallas.dense.few_rows.fp8 import Fp8Weight, operands, outputs, storage, taken
+from jaxspec.pallas.dense.few_rows.fp8 import Fp8Weight, format_of, operands, outputs, taken
 from jaxspec.pallas.dense.few_rows.share import (
     BLOCKS,
     MAX_GROUPS,
@@ -102,11 +102,12 @@ def gated(
     """silu(gate) * up of the normed rows, f = n / 2; all in bfloat16, rounded where plain layers round.
 
     `x` and `scale` are rows and the scale of their norm, or `Scaled` rows and their squares: then the norm is rounded
-    once less. `prefetch`: weights that later kernels will read. `splits`: among how many blocks of a cluster to divide
-    the inputs; interpret mode, which can't send data between them, takes 1 alone.
+    once less. With an `Fp8WeightAndRows` they are `Scaled`. `prefetch`: weights that later kernels will read. `splits`:
+    among how many blocks of a cluster to divide the inputs; interpret mode, which can't send data between them, takes 1
+    alone.
     """
     rows, columns = len(x), outputs(weight)
-    share = share_out(rows, [x.shape[1]], columns, normed=scale.ndim == 1, **storage(weight))
+    share = share_out(rows, [x.shape[1]], columns, normed=scale.ndim == 1, **format_of(weight))
     share = with_splits(share, splits, interpret)
     return plgpu.kernel(
         partial(_gated_tile, share, eps, len(prefetch)),
@@ -200,7 +201,7 @@ def _heads(
     """The queries, if there are any, and the pages."""
     count, width, ref = len(kv_slots), kv.shape[5], jax.new_ref(kv)
     widths, unscaled = [x.shape[1] for x in rows], scales[0].ndim == 1
-    share = share_out(count, widths, outputs(weight), width // TILE, normed=unscaled, **storage(weight))
+    share = share_out(count, widths, outputs(weight), width // TILE, normed=unscaled, **format_of(weight))
     share = with_splits(share, splits, interpret)
     bias = [] if bias is None else [bias.reshape(-1, width)]  # a head each
     inverse = [] if inverse_scales is None else [inverse_scales]
@@ -325,7 +326,7 @@ def product(
 def _products(x, rows, weight, scale, splits, interpret, centred=False, bias=()):
     """The products, or their sums with `x`; with a scale also the arrays of `Scaled`."""
     count, columns = len(rows[0]), outputs(weight)
-    share = share_out(count, [each.shape[1] for each in rows], columns, 1, normed=False, **storage(weight))
+    share = share_out(count, [each.shape[1] for each in rows], columns, 1, normed=False, **format_of(weight))
     share = with_splits(share, splits, interpret)
     out = jax.ShapeDtypeStruct((count, columns), rows[0].dtype)
     squares = jax.ShapeDtypeStruct((tiles_of_squares(columns), count), _f32)
@@ -399,7 +400,7 @@ def normed(
     that in them already. `bias`: of the first weight's columns, in float32, if that is the dtype of its product. With
     `keep` the normed rows come after the products. A quantised weight comes alone. Sizes: `normed_supported`.
     """
-    biases, of = [] if bias is None else [bias.astype(_f32)], storage(weights[0])
+    biases, of = [] if bias is None else [bias.astype(_f32)], format_of(weights[0])
     quantised = any(of.values())
     if biases and dtypes[0] != "float32":
         raise ValueError(f"a bias and a product in {dtypes[0]}; supported: float32")

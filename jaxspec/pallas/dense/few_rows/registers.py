@@ -7,6 +7,9 @@ another's words. A word of four e4m3 numbers makes two registers; the rows' neig
 
 In rows of 128 bytes, in `SwizzleTransform`'s order, the four lanes of an output read the 16 bytes given by `PIECES`,
 then their neighbours: so neither operand's loads share a bank.
+
+Rows that are quantised become e4m3's numbers in shared memory, where they arrived: eight rows are a warpgroup's at
+once, a row's 128 inputs those of 16 lanes, which find the largest among themselves.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 from jaxlib.mlir.dialects import llvm
 
+from jaxspec.models import fp8
 from jaxspec.models.fp8 import BLOCK
 from jaxspec.pallas.dense.few_rows.share import GROUP, TILE
 from jaxspec.pallas.hopper import THREADS
@@ -44,6 +48,28 @@ shl.b32 pair, pair, 4;
 and.b32 pair, pair, 0x87F087F0;
 mul.bf16x2 $1, pair, $3;
 }"""
+# Four words of two bfloat16 numbers to two words of the e4m3 numbers that they are quantised to, and the scale: that of
+# 16 lanes' largest, 2^-100 at least, and not a number where one of them isn't.
+QUANTISE = "\n".join([
+    "{.reg .b32 largest, other; .reg .b16 low, high; .reg .f32 scale, inverse, x, y;",
+    "and.b32 largest, $3, 0x7FFF7FFF;",
+    *(f"and.b32 other, ${i}, 0x7FFF7FFF; max.NaN.bf16x2 largest, largest, other;" for i in (4, 5, 6)),
+    "shr.b32 other, largest, 16; and.b32 largest, largest, 0xFFFF; max.u32 largest, largest, other;",
+    *(f"shfl.sync.bfly.b32 other, largest, {i}, 31, -1; max.u32 largest, largest, other;" for i in (1, 2, 4, 8)),
+    "shl.b32 largest, largest, 16; mov.b32 scale, largest;",
+    "mul.f32 scale, scale, 0f3B124925; max.NaN.f32 scale, scale, 0f0D800000;",  # 1 / 448, 2^-100
+    "rcp.approx.ftz.f32 inverse, scale; mov.f32 $2, scale;",
+    *(
+        f"shl.b32 other, ${i}, 16; mov.b32 x, other; mul.f32 x, x, inverse;"
+        f"and.b32 other, ${i}, 0xFFFF0000; mov.b32 y, other; mul.f32 y, y, inverse;"
+        f"cvt.rn.satfinite.e4m3x2.f32 {half}, y, x; {then}"
+        for i, half, then in (
+            (3, "low", ""), (4, "high", "mov.b32 $0, {low, high};"),
+            (5, "low", ""), (6, "high", "mov.b32 $1, {low, high};"),
+        )
+    ),
+    "}",
+])  # fmt: skip
 MMA = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
 CONSTRAINTS = ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4)
 _i32, _f32 = jnp.int32, jnp.float32
@@ -73,6 +99,47 @@ def products(share: Any, weight_s: Any, rows_s: Any, staged_s: Any = None, apart
     multiply = plgpu.inline_mgpu(arg_types=types, return_type=[one] * (groups * blocks))
     made = multiply(partial(_products, share, apart, rows_s.shape[0] - 1))(weight_s, rows_s)
     return [made[g * blocks : (g + 1) * blocks] for g in range(groups)]
+
+
+def quantise(share: Any, rows_s: Any, scales_s: Any, interpret: bool) -> list[Any]:
+    """Quantise rows [r, chunk] where they are, as `fp8.quantise_rows`: their numbers become those of e4m3, still in
+    bfloat16. Returns their scales, f32[r] for each `BLOCK`, by way of `scales_s`."""
+    blocks = range(share.chunk // BLOCK)
+    if interpret:
+        return [_interpreted_rows(rows_s, b) for b in blocks]
+    types = plgpu.RefType(rows_transforms()), plgpu.RefType()
+    plgpu.inline_mgpu(arg_types=types, return_type=None)(partial(_quantise, share))(rows_s, scales_s)
+    load = partial(plgpu.load, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+    return [load(scales_s.at[b]) for b in blocks]
+
+
+def _interpreted_rows(rows_s, block):
+    inputs = pl.ds(block * BLOCK, BLOCK)
+    values, scales = fp8.quantise_rows(rows_s[:, inputs])
+    rows_s[:, inputs] = values.astype(jnp.bfloat16)
+    return scales[:, 0]
+
+
+def _quantise(share, _, rows_s, scales_s):
+    blocks, groups = share.chunk // BLOCK, share.rows // GROUP
+    thread = _rem(mgpu.utils.thread_idx(), THREADS)
+    row, lane = _div(thread, 16), _rem(thread, 16)
+    # A row of an atom is 128 bytes; in which order its parts come makes no difference here.
+    own = arith.addi(_mul(_div(lane, 8), ATOM), arith.addi(_mul(row, 128), _mul(_rem(lane, 8), BYTES)))
+    rows = _at(mgpu.utils.memref_ptr(rows_s), own)
+    scales = _at(mgpu.utils.memref_ptr(scales_s), _mul(row, 4))
+    types = [_i32_type()] * 2 + [ir.F32Type.get()]
+    quantised = partial(mgpu.utils.inline_ptx, QUANTISE, result_types=types, convergent=True)
+    places = [(n, block) for n in range(groups) for block in range(blocks)]
+    at = [(n * 2 * blocks + 2 * block) * ATOM for n, block in places]
+    # All loads, then all else, then one branch: so these chains of operations are hidden behind one another.
+    made = [quantised(*words) for words in [_load(rows, each) for each in at]]
+    for each, (*fours, _) in zip(at, made, strict=True):
+        _store(rows, each, [word for four in fours for word in _converted(four)])
+    with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.eq, lane, _int(0))):
+        for (n, block), (*_, scale) in zip(places, made, strict=True):
+            llvm.store(scale, _at(scales, 4 * (block * share.rows + GROUP * n)), alignment=4)
+    mgpu.utils.warpgroup_barrier()
 
 
 def flat_scales(ref: Any, stride: int, size: int) -> Any:
@@ -183,6 +250,14 @@ def _load(pointer, offset: int):
     """Load four words of 32 bits."""
     whole = llvm.load(ir.VectorType.get((4,), _i32_type()), _at(pointer, offset), alignment=BYTES)
     return [llvm.extractelement(whole, _int(i)) for i in range(4)]
+
+
+def _store(pointer, offset: int, words):
+    """Store four words of 32 bits."""
+    whole = llvm.mlir_undef(ir.VectorType.get((4,), _i32_type()))
+    for i, word in enumerate(words):
+        whole = llvm.insertelement(whole, word, position=_int(i))
+    llvm.store(whole, _at(pointer, offset), alignment=BYTES)
 
 
 def _at(pointer, offset):

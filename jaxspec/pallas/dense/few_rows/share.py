@@ -69,7 +69,8 @@ class Share:
     """How a product is shared out: `groups` groups of columns a block, inputs in `splits` parts, a part in `chunks`.
 
     `normed`: a block norms its inputs of all rows itself; otherwise they come in chunks with the weights. `fp8`: the
-    weights are, with scales for `BLOCK` inputs each. `four`: they have four bits, and their scales come with them.
+    weights are, with scales for `BLOCK` inputs each. `rounds`: so are rows, which are quantised once they have arrived.
+    `four`: weights have four bits, and their scales come with them.
     """
 
     rows: int
@@ -79,6 +80,7 @@ class Share:
     splits: int
     normed: bool
     fp8: bool = False
+    rounds: bool = False
     four: FourBits | None = None
 
     @property
@@ -173,6 +175,7 @@ class Share:
         out = 2 * self.finished * TILE * (self.groups + (min(self.groups, 2) if self.quantised else self.groups))
         parts = 4 * self.finished * TILE * self.groups * self.splits if self.splits > 1 else 0
         parts += 4 * self.scales * self.groups * warpgroups if self.fp8 else 0
+        parts += 8 * warpgroups * self.rows * self.chunk // BLOCK if self.rounds else 0
         rows = 2 * self.rows * (self.part if self.normed else 0)
         return (ROOM - 1024 - out - parts - rows) // self._slot
 
@@ -194,12 +197,16 @@ def share_out(
     *,
     normed: bool = True,
     fp8: bool = False,
+    rounds: bool = False,
     four: FourBits | None = None,
 ) -> Share:
     """Divide a product so that all blocks run at once and most multiprocessors have one.
 
-    `groups`: of a block's columns; None: any number.
+    `groups`: of a block's columns; None: any number. **Raises:** `ValueError` for rows that a block norms and
+    quantises: they are quantised before the norm's factor.
     """
+    if normed and rounds:
+        raise ValueError("rows that a block norms can't be quantised; give them as `Scaled`")
     whole = columns // TILE
     if groups is None:
         # Unquantised layers whose last tile would overlap are as fast without these kernels.
@@ -210,7 +217,7 @@ def share_out(
     step = step_of(fp8, four)
     room = lambda n: tiles * n <= (BLOCKS if n == 2 else SPREAD)  # noqa: E731
     splits = next((n for n in range(most, 1, -1) if sum(widths) // step % n == 0 and room(n)), 1)
-    return Share(rows, tuple(widths), columns, groups, splits, normed, fp8, four)
+    return Share(rows, tuple(widths), columns, groups, splits, normed, fp8, rounds, four)
 
 
 def step_of(fp8: bool, four: FourBits | None) -> int:

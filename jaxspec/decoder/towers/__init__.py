@@ -1,0 +1,27 @@
+"""Vision towers as pure functions: from patches of pictures to the rows that stand in a prompt.
+
+Patches of several pictures stand one behind the other, and padding at the end. Axis letters: p patches, d width, n
+heads, h their width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxtyping import Array, Float
+
+from jaxspec.decoder.towers import qwen, siglip
+from jaxspec.models.vision import QwenTower, Tower
+
+
+def places(tower: Tower, grids: Sequence[tuple[int, int, int]], size: int) -> qwen.Patches | None:
+    """Make on the host what a tower must know of pictures with these grids in a program of `size` patches."""
+    return qwen.Patches.of(tower, grids, size) if isinstance(tower, QwenTower) else None
+
+
+def embed_pictures(
+    tower: Tower, params: dict[str, Any], pixels: Float[Array, "p v"], patches: qwen.Patches | None
+) -> Float[Array, "t d"]:
+    """The tower's rows: one for each `per_token` patches, those of padding for nobody. `patches`: as of `places`."""
+    return (qwen if isinstance(tower, QwenTower) else siglip).embed(tower, params, pixels, patches)

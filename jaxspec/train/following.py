@@ -1,0 +1,90 @@
+"""A drafter that follows its target: between updates of the target's weights it learns from the newest texts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Int
+
+from jaxspec.config.options import ConfigError
+from jaxspec.drafters.eagle import Eagle3
+from jaxspec.drafters.mtp import Mtp
+from jaxspec.engine.llm import LLM
+from jaxspec.engine.scoring import any_order
+from jaxspec.models.weights import Weight, formats
+from jaxspec.train.eagle3 import Eagle3Objective, MtpObjective
+from jaxspec.train.loop import Settings, optimizer_of, step_function
+from jaxspec.train.objective import Batch, Report
+
+
+class Follower:
+    """Trains an engine's drafter on texts that its target wrote. The engine gets the result by `update_weights`:
+
+        follower = Follower(llm, learning_rate=1e-4)
+        follower.learn(texts, prompt_lengths)
+        llm.update_weights(draft=follower.params())
+
+    **Arguments:** `llm`: its drafter is an EAGLE-3 drafter or an MTP module, unquantised and on one device.
+    `learning_rate`: constant. `unroll`: drafts in a row to train on; None: as many as the engine drafts.
+
+    **Raises:** `ConfigError` for another drafter.
+    """
+
+    def __init__(self, llm: LLM, learning_rate: float = 1e-4, unroll: int | None = None, optimizer: str = "adamw"):
+        self._runner = runner = llm.engine.runner
+        drafter = runner.draft.drafter
+        if not isinstance(drafter, Eagle3 | Mtp) or runner.config.tp_size > 1:
+            raise ConfigError(
+                f"--draft {runner.draft.name} with --tp-size {runner.config.tp_size} can't follow its target; an "
+                "EAGLE-3 drafter and an MTP module on one device can"
+            )
+        theirs = {id(array) for array in jax.tree.leaves(runner.model.params)}
+        own = {
+            name: value
+            for name, value in runner.draft.params.items()
+            if name != "head_copy" and not any(_fixed(array, theirs) for array in jax.tree.leaves(value))
+        }
+        whole = jax.tree.leaves(own, is_leaf=lambda leaf: isinstance(leaf, Weight))
+        if any(each.quantised for each in formats(whole)):
+            raise ConfigError(f"--draft {runner.draft.name} has quantised weights, which can't be trained")
+        kind = Eagle3Objective if isinstance(drafter, Eagle3) else MtpObjective
+        model = any_order(runner.model.config), runner.model.dtype
+        self._objective = kind(drafter, *model, "soft", unroll or drafter.num_draft_tokens)
+        settings = Settings(steps=1, learning_rate=learning_rate, optimizer=optimizer, weight_decay=0.0)
+        change = optimizer_of(settings)
+        trained = jax.tree.map(lambda x: jnp.array(x, jnp.float32), own)
+        self._state = {"params": trained, "moments": change.init(trained)}
+        self._step = step_function(self._objective, change, Mesh(np.array(jax.devices()[:1]), ("data",)))
+        self._rate, self._done = np.float32(learning_rate), 0
+
+    def learn(
+        self, tokens: Int[Any, "b t"], prompts: int | Int[Any, " b"], lengths: int | Int[Any, " b"] | None = None
+    ) -> Report:
+        """Take one step. The target's weights are the engine's at this moment.
+
+        **Arguments:** `tokens`: int[b, t], shorter texts padded at their ends. `prompts`: how many tokens of each text
+        are its prompt. `lengths`: how many tokens each text has; None: t.
+        """
+        tokens = np.asarray(tokens, np.int32)
+        row, size = np.arange(tokens.shape[1]), np.full(len(tokens), tokens.shape[1] if lengths is None else lengths)
+        answer = (row >= np.broadcast_to(prompts, len(tokens))[:, None]) & (row < size[:, None])
+        batch = Batch(tokens, np.where(row < size[:, None], 0, size[:, None]).astype(np.int32), answer)
+        params, learned = self._runner.draft.params, self._state["params"]
+        frozen = {name: value for name, value in params.items() if name not in learned and name != "head_copy"}
+        given = frozen, self._runner.model.params, batch, self._rate, jax.random.key(self._done)
+        self._state, report = self._step(self._state, *given)
+        self._done += 1
+        return report
+
+    def params(self) -> dict[str, Any]:
+        """The drafter's weights, as `LLM.update_weights` takes them: copies, since the next step overwrites its own."""
+        return jax.tree.map(jnp.copy, self._state["params"])
+
+
+def _fixed(array: Any, theirs: set[int]) -> bool:
+    """Whether an array is the target's, or no weight."""
+    return id(array) in theirs or not jnp.issubdtype(array.dtype, jnp.inexact)

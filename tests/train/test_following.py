@@ -1,0 +1,60 @@
+"""A drafter that follows its target between updates, and the example that trains both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import jaxspec
+from examples import policy_gradient
+from jaxspec import LLM, ConfigError
+from jaxspec.train.following import Follower
+from tests.support.engines import SMALL, VOCAB, checkpoint, tokens
+from tests.support.heads import random_eagle3
+
+
+def drafter() -> str:
+    return f"eagle3:{random_eagle3(Path(checkpoint()), tuple(range(VOCAB)), (0, 0, 0))}"
+
+
+def test_the_example_trains_both_and_nothing_differs():
+    options = {"page_size": 8, "chunked_prefill_size": 64, "num_draft_tokens": 2}
+    history = policy_gradient.main(checkpoint(), drafter(), steps=2, samples=1, tokens=4, **options)
+    assert len(history) == 2 and [mismatches for *_, mismatches in history] == [0, 0]
+    assert all(0 <= reward <= 1 and length >= 1 for reward, length, _ in history)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("follow", [True, False])
+def test_the_example_on_the_demo(follow):
+    history = policy_gradient.main(follow=follow)
+    assert not any(mismatches for *_, mismatches in history)
+    rewards = [reward for reward, *_ in history]
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.15
+
+
+@pytest.mark.exhaustive
+def test_a_drafter_learns_its_targets_texts():
+    """Many steps over one text: the loss falls, and the engine's own copy stays until it is updated."""
+    llm = LLM(checkpoint(), drafter(), dtype="float32", num_draft_tokens=2, **SMALL)
+    before = jax.device_get(llm.engine.runner.draft.params["fc"].values)
+    follower = Follower(llm, learning_rate=1e-2)
+    text = np.array([tokens(24) + [0] * 8])
+    losses = [float(follower.learn(text, 4, 24).loss) for _ in range(12)]
+    assert losses[-1] < losses[0] - 0.3
+    np.testing.assert_array_equal(llm.engine.runner.draft.params["fc"].values, before)
+    llm.update_weights(draft=follower.params())
+    served = llm.engine.runner.draft.params["fc"].values
+    follower.learn(text, 4, 24)
+    assert (np.asarray(served) != before).any()  # and wasn't donated to the step
+    padded = np.array([tokens(24) + [7] * 8])
+    assert float(Follower(llm).learn(text, 4, 24).loss) == float(Follower(llm).learn(padded, 4, 24).loss)
+
+
+def test_a_drafter_without_weights_follows_nobody():
+    llm = LLM(jaxspec.load_model(checkpoint(), progress=False), "ngram", **SMALL)
+    with pytest.raises(ConfigError, match=r"ngram .* can't follow its target; an EAGLE-3 drafter"):
+        Follower(llm)
