@@ -17,9 +17,9 @@ from jaxspec.decoder.low_rank import low_rank
 from jaxspec.decoder.padding import flat, padded
 from jaxspec.models import fp8
 from jaxspec.models.description import ClampedSwiglu, Norm
-from jaxspec.models.weights import Format, FourBits, Fp8, Int4, Unquantised, Weight, matmul
+from jaxspec.models.weights import Format, FourBits, Fp8, Unquantised, Weight, matmul
 from jaxspec.pallas import hopper
-from jaxspec.pallas.dense import few_rows, fp8_quantise, fp8_rows, fp8_tiles, fp8_wide, int4_rows, tile_matmul
+from jaxspec.pallas.dense import few_rows, fp8_quantise, fp8_rows, fp8_tiles, fp8_wide, tile_matmul
 from jaxspec.pallas.operation import ANY, HOPPER, PORTABLE, Implementation, choose, nothing, warn
 from jaxspec.pallas.portable import fp8 as portable_fp8
 
@@ -227,7 +227,7 @@ def _not_in(kind: type[Format], call: Product) -> str | None:
 def _xla(call: Product) -> Float[Array, "*b o"]:
     """Multiply in plain jnp. A weight of four bits is dequantised for it each time, which the log tells on a GPU."""
     if isinstance(call.weight.format, FourBits) and jax.default_backend() != "cpu":
-        warn("a product of a weight in four bits", f"int4_rows: {_int4_rows_refused(call) or hopper.kernels_here()}")
+        warn("a product of a weight in four bits", f"few_rows: {_four_bits_refused(call) or hopper.kernels_here()}")
     return _plain(call)
 
 
@@ -326,20 +326,23 @@ def _dequantised(call: Product) -> Float[Array, "*b o"]:
     return call.like_x(tile_matmul.matmul(call.rows, weight, *call.tiles, gated=call.gated))
 
 
-def _int4_rows_refused(call: Product) -> str | None:
+def _four_bits_refused(call: Product) -> str | None:
     weight = call.weight
-    reason = _not_in(Int4, call)
-    return reason or int4_rows.supported(
-        len(call.rows), call.x.dtype, weight.outputs, weight.inputs, weight.format.group
-    )
+    if reason := _not_in(FourBits, call):
+        return reason
+    if call.dtype is not None:
+        return f"results in {jnp.dtype(call.dtype).name}"
+    shape, four = (weight.inputs, weight.outputs), few_rows.four_bits_of(weight)
+    reason = few_rows.four_bits_supported(weight)
+    return reason or few_rows.product_supported(len(call.rows), [weight.inputs], shape, call.x.dtype, four=four)
 
 
-def _int4_rows(call: Product) -> Float[Array, "*b o"]:
+def _four_bits(call: Product) -> Float[Array, "*b o"]:
     rows, weight = call.rows, call.weight
     if weight.order is not None:
         rows = jnp.take(rows, weight.order, axis=1)
-    out = int4_rows.product(rows, weight.values, weight.scales, zeros=weight.format.zeros)
-    return call.finished(call.like_x(out.astype(call.dtype or call.x.dtype)))
+    rows = jnp.pad(rows, ((0, -len(rows) % few_rows.GROUP), (0, 0)))
+    return call.finished(call.like_x(few_rows.product([rows], weight)[: len(call.rows)]))
 
 
 _FP8_ROWS, _PORTABLE_FP8 = ((partial(_fp8_rows_refused, by), partial(_fp8_rows, by)) for by in (fp8_rows, portable_fp8))
@@ -348,7 +351,7 @@ PRODUCTS = (
     Implementation("few_rows", HOPPER, _few_refused, _few),
     Implementation("tile_matmul", HOPPER, _tiled_refused, _tiled),
     Implementation("fp8_rows", HOPPER, *_FP8_ROWS),
-    Implementation("int4_rows", HOPPER, _int4_rows_refused, _int4_rows),
+    Implementation("four_bits", HOPPER, _four_bits_refused, _four_bits),
     Implementation("fp8_tiles", HOPPER, _fp8_tiles_refused, _fp8_tiles),
     Implementation("fp8_wide", HOPPER, _fp8_wide_refused, _fp8_wide),
     Implementation("dequantised", HOPPER, _dequantised_refused, _dequantised),

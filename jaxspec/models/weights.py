@@ -148,7 +148,7 @@ class Int4(FourBits):
 
 @dataclass(frozen=True)
 class Nvfp4(FourBits):
-    """E2M1 numbers, e4m3 scales of each 16 inputs and float32 factors, as `jaxspec.models.nvfp4` has them."""
+    """E2M1 numbers, scales of each 16 inputs in a byte and float32 factors, as `jaxspec.models.nvfp4` has them."""
 
     bytes_each: ClassVar[float | None] = 9 / 16
 
@@ -159,8 +159,7 @@ class Nvfp4(FourBits):
         return nvfp4.quantise(rows)
 
     def placed(self, values, scales):
-        by_input = jnp.swapaxes(scales[..., 0], -1, -2)
-        return mxfp4.arranged(values), by_input.astype(fp8.E4M3), scales[..., 0, 1].astype(jnp.float32)
+        return *nvfp4.arrange(values, scales[..., 0]), scales[..., 0, 1].astype(jnp.float32)
 
     def dequantise(self, values, scales, factors):
         return nvfp4.dequantise(values, scales, factors)
