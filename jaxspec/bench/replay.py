@@ -32,15 +32,15 @@ class Replay:
     def __init__(self, runner: Runner):
         self._runner = runner
         self._programs = {name: getattr(runner.programs, name) for name in NAMES}
-        self._last: tuple[str, np.ndarray, str, int | None] | None = None
+        self._last: tuple[str, np.ndarray, str, int | None, bool] | None = None
         for name in NAMES:
             setattr(runner.programs, name, partial(self._remember, name))
 
     def _remember(
-        self, name: str, state: State, packed: np.ndarray, mode: str, drafts: int | None
+        self, name: str, state: State, packed: np.ndarray, mode: str, drafts: int | None, adapters: bool = False
     ) -> tuple[State, jax.Array]:
-        self._last = name, packed, mode, drafts
-        return self._programs[name](state, packed, mode, drafts)
+        self._last = name, packed, mode, drafts, adapters
+        return self._programs[name](state, packed, mode, drafts, adapters)
 
     def close(self) -> None:
         for name in NAMES:
@@ -79,9 +79,9 @@ class Replay:
         runner = self._runner
         slots = jax.tree.map(jnp.copy, saved).replace(length=jnp.copy(length))
         runner.state = jax.block_until_ready(runner.state.replace(slots=slots))
-        name, packed, mode, drafts = self._last
+        name, packed, *rest = self._last
         began = time.perf_counter()
         for _ in range(times):
-            runner.state, out = self._programs[name](runner.state, packed, mode, drafts)
+            runner.state, out = self._programs[name](runner.state, packed, *rest)
         jax.block_until_ready(out)
         return began
