@@ -54,16 +54,16 @@ class Adapters:
         self._tree = model.family.tensors(model.config.decoder)
         self._lock, self._numbers = threading.Lock(), itertools.count(1)
         self._loaded: dict[str, Adapter] = {}
-        for name, path in config.adapters.items():
-            self._loaded[name] = self._read(name, path, config.max_lora_rank)
-        given = self._loaded.values()
+        given = [
+            peft.read_adapter(name, path, self._tree, config.max_lora_rank) for name, path in config.adapters.items()
+        ]
         self.rank = config.max_lora_rank or peft.largest_rank(given)
         self._modules = self._wanted(set().union(*(adapter.modules for adapter in given)))
         self._declared = peft.declare(self._tree["layers"], self.rank, self._modules)
-        self.count = config.max_loras or min(max(len(self._loaded), FEWEST), MOST)
+        self.count = config.max_loras or min(max(len(given), FEWEST), MOST)
         self._num_slots = num_slots
         for adapter in given:
-            self._check_modules(adapter)
+            self.put(adapter)
         self.reset()
 
     def reset(self) -> None:
@@ -94,12 +94,15 @@ class Adapters:
         Any thread may call it. **Raises:** `CheckpointError`, `RequestError`.
         """
         self._check_new(name, replace)
-        adapter = self._read(name, path, self.rank)
+        self.put(peft.read_adapter(name, path, self._tree, self.rank), replace)
+        log.info("adapter %s: rank %d, from %s", name, self._loaded[name].rank, path)
+
+    def put(self, adapter: Adapter, replace: bool = False) -> None:
+        """Serve an adapter, as `load` does."""
         self._check_modules(adapter)
         with self._lock:
-            self._check_new(name, replace)
-            self._loaded[name] = adapter
-        log.info("adapter %s: rank %d, from %s", name, adapter.rank, path)
+            self._check_new(adapter.name, replace)
+            self._loaded[adapter.name] = dataclasses.replace(adapter, number=next(self._numbers))
 
     def unload(self, name: str) -> None:
         """Serve an adapter no more. Requests that have begun end with it. **Raises:** `RequestError`."""
@@ -123,10 +126,6 @@ class Adapters:
             raise RequestError(
                 f"{len(self._loaded)} adapters are loaded, as many as --max-cpu-loras allows; unload one", "lora_name"
             )
-
-    def _read(self, name: str, path: str, rank: int | None) -> Adapter:
-        adapter = peft.read_adapter(name, path, self._tree, rank)
-        return dataclasses.replace(adapter, number=next(self._numbers))
 
     def _wanted(self, found: set[str]) -> set[str] | None:
         """The modules that adapters may change; None: all."""

@@ -1,17 +1,15 @@
 """Adapters against PEFT (tests/golden/adapters): logits of each, beside rows without one."""
 
-import functools
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
 import jaxspec
 from jaxspec import EngineConfig
-from jaxspec.cache.mixers import WholeTexts
-from jaxspec.decoder.forward import forward, unembed
 from jaxspec.engine.adapters import Adapters, with_adapters
+from tests.support.lora import logits
+from tests.support.sample import rare
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 MODELS = {
@@ -23,14 +21,7 @@ MODELS = {
 CLOSE = dict(rtol=0, atol=5e-4)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def logits(config, params, tokens, places):
-    positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
-    hidden = forward(config.decoder, params, tokens, positions, WholeTexts(), adapters=places)
-    return unembed(params, hidden.last, config.decoder)
-
-
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_next", *(rare(name) for name in ("llama", "gemma3"))])
 def test_logits_are_peft_s_and_rows_without_an_adapter_keep_theirs(name):
     """Ranks and scales by pattern, and rslora's, are in "qwen3"; "qwen3_next" has linear attention's projections, which
     are fused by head."""
