@@ -136,6 +136,7 @@ class Runner:
         if self._mesh is not None:
             self._drafter = self._drafter.on_one_of(options.tp_size)
             self.draft = dataclasses.replace(self.draft, params=sharding.everywhere(self.draft.params, self._mesh))
+            self.model = dataclasses.replace(self.model, tower=sharding.everywhere(self.model.tower, self._mesh))
 
     def _prepare(self, options: EngineConfig) -> None:
         """All that follows from the shapes of model and drafter: options, memory, programs that aren't compiled yet."""
@@ -246,16 +247,15 @@ class Runner:
                 f"a picture's {tokens} tokens don't fit in a chunk of {chunk}; start the server with a "
                 f"--chunked-prefill-size of at least {tokens}"
             )
-        if self.config.deterministic:
-            return "--deterministic serves text alone; start the server without"
-        if self.config.tp_size > 1 or self.hosts is not None:
-            return "a model on several devices serves text alone; use --tp-size 1"
+        if self.hosts is not None:
+            return "a model on several hosts serves text alone; use --nnodes 1"
         return None
 
     def _reader(self) -> PictureReader | None:
         if not self.shapes.pictures:
             return None
-        return PictureReader(self.model.config.tower, self.model.tower, self.shapes.pictures)
+        of = self.model.config.tower, self.model.tower, self.shapes.pictures, self._mesh
+        return PictureReader(*of, alone=self.config.deterministic)
 
     def _plan(self) -> tuple[MemoryPlan, PageLayout]:
         config, shapes = self.config, self.shapes
