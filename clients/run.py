@@ -36,7 +36,7 @@ ROOT = HERE.parent
 VENVS = ROOT / ".venv-clients"
 CLIENTS = (
     *("openai", "openai_agents", "anthropic", "pydantic_ai", "langchain", "vercel_ai", "instructor", "litellm"),
-    *("guidellm", "aiperf", "bench_serving", "lm_eval"),
+    *("guidellm", "aiperf", "bench_serving", "sglang", "lm_eval"),
 )
 MODEL = "smollm2-135m-instruct"
 START_SECONDS, CLIENT_SECONDS, INSTALL_SECONDS = 1800, 3600, 3600

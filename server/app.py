@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 import jaxspec
-from jaxspec import AsyncLLM
+from jaxspec import AsyncLLM, ConfigError
 from server.chat.speech import Formats
 from server.http import errors, openapi
 from server.http.body import BodyRoute
@@ -23,6 +23,7 @@ from server.media.pictures import MediaRules
 from server.metrics import Metrics
 from server.prompt_log import PromptLog
 from server.routes import (
+    adapters,
     generation,
     health,
     information,
@@ -62,7 +63,7 @@ def create_app(
     the chat template shows, or "none"; `cors` is `CORSMiddleware`'s options, None for no page of another origin;
     `prompt_log` keeps texts, and stays the caller's to close; `hosts` are names that it answers to beside this
     machine's own, None for any; `tracer` sends traces; `media` says where pictures may come from;
-    `rollout_routes` opens `gate.ROLLOUT_PATHS` where there is no key.
+    `rollout_routes` opens `gate.GUARDED_PATHS` where there is no key.
     """
     app = FastAPI(title="jaxspec", version=jaxspec.__version__, docs_url=None, redoc_url=None)
     app.router.route_class = BodyRoute
@@ -78,9 +79,12 @@ def create_app(
     metrics = Metrics(llm.stats, llm.config, name)
     app.add_middleware(RequestTimes, observe=metrics.http.observe)  # outermost
     where = media or MediaRules()
+    if taken := {name, *aliases}.intersection(llm.adapters):
+        raise ConfigError(f"--lora-modules: {taken.pop()} is the model's own name; give the adapter another")
     serving = Serving(llm, name, metrics, sampling or {}, formats, prompt_log, tracer, where, aliases)
     texts = generation, responses, messages, sglang, token_ids
-    for routes in (*texts, tokens, health, information, rollout, profile, playground):
+    engine = adapters, rollout, profile
+    for routes in (*texts, tokens, health, information, *engine, playground):
         routes.add(app, serving)
     openapi.describe(app, llm.model_config.vocab_size)
     return app

@@ -200,7 +200,7 @@ async def run(
     if chosen := {job.name for job in jobs if job.chosen}.intersection(running.values()):
         raise RequestError(f"another request with the rid {min(chosen)!r} is running; choose another", "rid")
     watches = [metrics.watch(job.params) for job in jobs]
-    streams = [llm.generate(job.prompt, job.params, job.id, client, priority or 0) for job in jobs]
+    streams = [llm.generate(job.prompt, job.params, job.id, client, priority or 0, job.lora) for job in jobs]
     metrics.load += 1
     named = {job.id: job.name for job in jobs}
     running.update(named)

@@ -12,6 +12,9 @@ from the drafter's quality. With --overlap both each N runs with overlap off and
 `program` is its time per round, `engine` what the loop adds to it. With --skip-warmup the programs that these loads
 need are compiled, no others. With --profile its kernels are listed by name, per round: how often each is called and
 what all its calls take under jax's profiler, which adds a little to each.
+
+With --lora each N runs without adapters, and then with as many random ones of rank --max-lora-rank, which requests
+have in turn: `cost` is what a round takes more for them.
 """
 
 from __future__ import annotations
@@ -25,10 +28,11 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxspec.bench import engines, floors, plots, profile
-from jaxspec.bench.results import Column, Document, Result, Row, Table, counts, memory_facts
+from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table, counts, memory_facts
 from jaxspec.bench.steady import Load
-from jaxspec.compiling.ladder import One
-from jaxspec.config.flags import positive
+from jaxspec.checkpoint import peft
+from jaxspec.compiling.ladder import ADAPTED, One
+from jaxspec.config.flags import natural, positive
 from jaxspec.config.request import SamplingParams
 from jaxspec.engine.engine import Engine
 from jaxspec.rounds.packing import fit
@@ -37,6 +41,7 @@ from jaxspec.rounds.programs import GREEDY, SAMPLED
 COLUMNS = (
     Column("concurrency", "requests"),
     Column("overlap", "overlap"),
+    Column("adapters", "adapters"),
     Column("ms_per_round", "ms/round", ".3f"),
     Column("mean_ms", "mean", ".3f"),
     Column("tokens_per_s", "tok/s", ".0f"),
@@ -46,6 +51,7 @@ COLUMNS = (
     Column("floor_ms", "floor ms", ".3f"),
     Column("ratio", "ratio", ".2f"),
     Column("overlap_gain", "gain", "+.1%"),
+    Column("adapter_cost", "cost", "+.1%"),
     Column("program_ms", "program", ".3f"),
     Column("engine_overhead", "engine", "+.1%"),
 )
@@ -62,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output-len", type=positive, default=256, metavar="TOKENS", help="of every request (%(default)s)")
     add("--temperature", type=float, default=0.0, help="above 0 each token is sampled (%(default)s)")
     add("--overlap", choices=("on", "off", "both"), help="default: as --disable-overlap says")
+    add("--lora", type=natural, default=0, metavar="N", help="also with so many adapters (%(default)s)")
     add("--back-to-back", action="store_true", help="also time the round program by itself")
     add("--profile", action="store_true", help="also list its kernels (a GPU only; implies --back-to-back)")
     engines.add_accept_rates(parser)
@@ -72,31 +79,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, result: Result) -> None:
     """Measure every concurrency, each with every overlap asked for.
 
-    **Raises:** `RequestError` for a temperature that no request may have; as `engines.start`.
+    **Raises:** `RequestError` for a temperature that no request may have; `BenchError`; as `engines.start`.
     """
     SamplingParams(temperature=args.temperature)
     if args.profile:
         profile.require_gpu()
+    if args.lora:
+        if args.overlap == "both":
+            raise BenchError("--lora compares rounds with and without adapters; drop --overlap both")
+        args.enable_lora, args.max_loras = True, args.max_loras or args.lora
+        args.max_lora_rank = args.max_lora_rank or 16
     engine = engines.start(args, result, max(args.concurrency), args.accept_rates)
+    adapters = random_adapters(engine, args.lora, args.max_lora_rank) if args.lora else []
     result.fact(width=engine.runner.width, kv_dtype=engines.kv_dtype(engine))
     modes = {"both": ("off", "on"), None: ("off" if args.disable_overlap else "on",)}.get(args.overlap, (args.overlap,))
-    loads = [(count, mode) for count in args.concurrency for mode in modes]
+    given = [(None,), adapters] if adapters else [(None,)]
+    loads = [(count, mode, names) for count in args.concurrency for mode in modes for names in given]
     back_to_back = args.back_to_back or args.profile
     if engine.config.skip_warmup:
         compile_ahead(engine, args)
     rng = np.random.default_rng(args.seed or 0)
     before: Row = {}
-    for count, mode in tqdm(loads, desc="decode", unit="load", disable=None):
+    for count, mode, names in tqdm(loads, desc="decode", unit="load", disable=None):
         engine.config = dataclasses.replace(engine.config, disable_overlap=mode == "off")
-        load = Load(engine, rng, count, args.prompt_len, args.temperature)
+        load = Load(engine, rng, count, args.prompt_len, args.temperature, names)
         if engine.config.skip_warmup:
             load.run(args.output_len)  # it may meet a program more
         gc.collect()
-        row = {"concurrency": count, "overlap": mode} | load.run(args.output_len, back_to_back, args.profile)
+        adapted = len(adapters) if names is adapters else None
+        row = {"concurrency": count, "overlap": mode, "adapters": adapted}
+        row |= load.run(args.output_len, back_to_back, args.profile)
         row |= against_floor(engine, args, row)
         if args.overlap == "both":
             same = before.get("concurrency") == count and before["ms_per_round"] and row["ms_per_round"]
             row["overlap_gain"] = before["mean_ms"] / row["mean_ms"] - 1 if same else None
+            before = row
+        if args.lora:
+            timed = adapted and before["ms_per_round"] and row["ms_per_round"]
+            row["adapter_cost"] = row["ms_per_round"] / before["ms_per_round"] - 1 if timed else None
             before = row
         result.add(row)
         tell(result, row, args)
@@ -112,7 +132,7 @@ def compile_ahead(engine: Engine, args: argparse.Namespace) -> None:
     requests = fit(max(args.concurrency), shapes.batches)  # and fewer, while prompts are served and as requests end
 
     def needed(one: One) -> bool:
-        kind, size = one
+        kind, size = one[0].removeprefix(ADAPTED), one[1]
         if kind == "prefill":
             return least <= size <= largest
         if kind in (f"round_{mode}", f"rounds_{mode}"):
@@ -120,6 +140,18 @@ def compile_ahead(engine: Engine, args: argparse.Namespace) -> None:
         return kind in ("admit", f"first_{mode}")
 
     engine.runner.programs.warm_up(engine.runner.state, needed)
+
+
+def random_adapters(engine: Engine, count: int, rank: int) -> list[str]:
+    """Load so many adapters with random matrices for all modules that they may change; their names."""
+    model, rng = engine.runner.model, np.random.default_rng(0)
+    weights = peft.adaptable(model.family.tensors(model.config.decoder))
+    shapes = {name: (param.shape[0], param.layout.splits[i]) for name, (param, i) in weights.items()}
+    draw = lambda *shape: rng.normal(0, 0.01, shape).astype(np.float32)  # noqa: E731
+    for number in range(count):
+        matrices = {name: (draw(rank, inputs), draw(outputs, rank)) for name, (inputs, outputs) in shapes.items()}
+        engine.adapters.put(peft.Adapter(f"random-{number}", "", rank, matrices))
+    return [f"random-{number}" for number in range(count)]
 
 
 def against_floor(engine: Engine, args: argparse.Namespace, row: Row) -> Row:

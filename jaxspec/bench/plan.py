@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxspec.bench import engines, plots
@@ -36,6 +37,7 @@ from jaxspec.config.options import ConfigError
 from jaxspec.drafters import combined
 from jaxspec.drafters.loading import LoadedDrafter, parse_draft
 from jaxspec.drafters.registry import DRAFTERS
+from jaxspec.drafters.vocabulary import read_token_map
 from jaxspec.engine.defaults import GPU, Defaults, resolve, shapes_of, small_model
 from jaxspec.engine.runner import Runner
 from jaxspec.models.description import Mixture, Recurrence
@@ -221,7 +223,7 @@ def planned(options: EngineConfig, tp: int, defaults: Defaults, memory: tuple[in
             options = _shared(options, tp, Path(where))
         dtype = options.dtype or locate(options.model, options.revision, load_format="dummy").config.dtype
         model = outlined(dataclasses.replace(options, dtype=dtype, load_format="dummy"))
-        return Planner(options, model, drafter_of(options, model), defaults, memory)
+        return Planner(options, model, _with_whole_tables(drafter_of(options, model), tp), defaults, memory)
 
 
 # --- one device's share ---
@@ -229,6 +231,7 @@ def planned(options: EngineConfig, tp: int, defaults: Defaults, memory: tuple[in
 HEADS = ("num_attention_heads", "linear_num_key_heads", "linear_num_value_heads")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 VOCABULARIES = ("vocab_size", "draft_vocab_size")
+TABLES = ("markov_before", "before", "after")  # params of DSpark and DFlash 2 that are whole on each device
 
 
 def share(hf: Mapping[str, Any], n: int, quantization: str | None = None) -> dict[str, Any]:
@@ -299,7 +302,24 @@ def _shared(options: EngineConfig, n: int, where: Path) -> EngineConfig:
     model = _written(files, options.model, n, where / "model", options.quantization)
     sides = combined.parts(options.draft) or (options.draft,)
     drafts = [_draft_share(side, options, n, where / str(i)) for i, side in enumerate(sides)]
-    return dataclasses.replace(options, model=model, revision=None, draft="+".join(drafts))
+    known = _map_share(options, files, n, where)
+    return dataclasses.replace(options, model=model, revision=None, draft="+".join(drafts), draft_token_map=known)
+
+
+def _with_whole_tables(draft: LoadedDrafter, n: int) -> LoadedDrafter:
+    """The drafter's share with its tables of rows by token whole, as each of n devices has them."""
+    whole = lambda x: jax.ShapeDtypeStruct((n * x.shape[0], *x.shape[1:]), x.dtype)  # noqa: E731
+    tables = {name: whole(draft.params[name]) for name in TABLES if n > 1 and name in draft.params}
+    return dataclasses.replace(draft, params={**draft.params, **tables}) if tables else draft
+
+
+def _map_share(options: EngineConfig, files: ModelFolder | GgufFile, n: int, where: Path) -> str | None:
+    """A token map with as many tokens as one of n devices has of the options' map."""
+    if options.draft_token_map is None:
+        return None
+    known = len(read_token_map(options.draft_token_map, files.config.vocab_size))
+    (where / "map.json").write_text(json.dumps(list(range(-(-known // n)))))
+    return str(where / "map.json")
 
 
 def _draft_share(draft: str, options: EngineConfig, n: int, folder: Path) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,15 +33,13 @@ class Replay:
     def __init__(self, runner: Runner):
         self._runner = runner
         self._programs = {name: getattr(runner.programs, name) for name in NAMES}
-        self._last: tuple[str, np.ndarray, str, int | None] | None = None
+        self._last: tuple[str, np.ndarray, tuple[Any, ...]] | None = None
         for name in NAMES:
             setattr(runner.programs, name, partial(self._remember, name))
 
-    def _remember(
-        self, name: str, state: State, packed: np.ndarray, mode: str, drafts: int | None
-    ) -> tuple[State, jax.Array]:
-        self._last = name, packed, mode, drafts
-        return self._programs[name](state, packed, mode, drafts)
+    def _remember(self, name: str, state: State, packed: np.ndarray, *how: Any) -> tuple[State, jax.Array]:
+        self._last = name, packed, how
+        return self._programs[name](state, packed, *how)
 
     def close(self) -> None:
         for name in NAMES:
@@ -53,7 +52,7 @@ class Replay:
         `accepted` is the mean number of tokens that a request gains in a round. None if the requests aren't far enough
         beyond `context` to wind back. Leaves every request as it was.
         """
-        runner, (name, packed, *_) = self._runner, self._last
+        runner, (name, packed, _) = self._runner, self._last
         burst = runner.shapes.rounds if name == "rounds" else 1
         saved = jax.tree.map(jnp.copy, runner.state.slots)
         slots = packed[packed[:, 0] < runner.shapes.num_slots, 0]
@@ -79,9 +78,9 @@ class Replay:
         runner = self._runner
         slots = jax.tree.map(jnp.copy, saved).replace(length=jnp.copy(length))
         runner.state = jax.block_until_ready(runner.state.replace(slots=slots))
-        name, packed, mode, drafts = self._last
+        name, packed, how = self._last
         began = time.perf_counter()
         for _ in range(times):
-            runner.state, out = self._programs[name](runner.state, packed, mode, drafts)
+            runner.state, out = self._programs[name](runner.state, packed, *how)
         jax.block_until_ready(out)
         return began

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -60,9 +60,18 @@ def figures(samples: list[Sample], start: Sample, count: int, prompt_len: int) -
 
 
 class Load:
-    """`count` requests of `prompt_len` random tokens each, other ones in every run."""
+    """`count` requests of `prompt_len` random tokens each, other ones in every run. They have `adapters` in turn."""
 
-    def __init__(self, engine: Engine, rng: np.random.Generator, count: int, prompt_len: int, temperature: float = 0.0):
+    def __init__(
+        self,
+        engine: Engine,
+        rng: np.random.Generator,
+        count: int,
+        prompt_len: int,
+        temperature: float = 0.0,
+        adapters: Sequence[str | None] = (None,),
+    ):
+        self._adapters = adapters
         self._engine, self._rng, self._count, self._prompt_len = engine, rng, count, prompt_len
         self._temperature = temperature
         self._burst = 1  # rounds in a program, as far as seen
@@ -114,7 +123,8 @@ class Load:
         the first to end is about to, then "ending".
         """
         engine, params = self._engine, self.params(output_len)
-        gained = dict.fromkeys(traffic.queue(engine, self._rng, self._count, self._prompt_len, params), 0)
+        of = self._rng, self._count, self._prompt_len, params, self._adapters
+        gained = dict.fromkeys(traffic.queue(engine, *of), 0)
         phase, settling = "filling", SETTLING_STEPS
         while engine.busy:
             rounds = engine.counts.totals["rounds"]

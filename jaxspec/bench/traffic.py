@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -94,13 +96,21 @@ def afresh(
     return serve(engine, Load.closed([Prompt(tuple(tokens)) for tokens in prompts], concurrency, params), title)
 
 
-def queue(engine: Engine, rng: np.random.Generator, count: int, length: int, params: SamplingParams) -> list[str]:
-    """Add `count` requests of `length` random tokens each, all at once; their ids.
+def queue(
+    engine: Engine,
+    rng: np.random.Generator,
+    count: int,
+    length: int,
+    params: SamplingParams,
+    adapters: Sequence[str | None] = (None,),
+) -> list[str]:
+    """Add `count` requests of `length` random tokens each, all at once; their ids. They have `adapters` in turn.
 
     **Raises:** `RequestError` for lengths that don't fit the engine.
     """
     prompts = rng.integers(0, engine.model_config.vocab_size, (count, length))
-    requests = [engine.prepare(prompt, params) for prompt in prompts.tolist()]
+    named = zip(prompts.tolist(), itertools.cycle(adapters), strict=False)
+    requests = [engine.prepare(prompt, params, lora=lora) for prompt, lora in named]
     for request in requests:
         request.added = time.monotonic()  # checking all the others' tokens is none of its wait
         engine.add(request)

@@ -9,11 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 from jaxspec.checkpoint.check import CheckpointError
 from jaxspec.checkpoint.shards import ModelFolder
 from jaxspec.models.description import Decoder, PagedRows
+from jaxspec.parallel import sharding
 
 # Behind `model.layers.N.self_attn.`, the first that is there: by compressed-tensors and vLLM, by ModelOpt, and as the
 # former two were before. The last is of keys and values alike.
@@ -61,3 +65,15 @@ def read_kv_scales(files: ModelFolder, decoder: Decoder, rename: Callable[[str],
         for place in sources[name]:
             scales[place] = value.reshape(-1)
     return scales
+
+
+def by_group(scales: Float[np.ndarray, "l 2 m"], decoder: Decoder) -> tuple[Array, ...]:
+    """The scales of each group of layers, of the heads that this device has."""
+    memories, out = [layer.mixing.memory for layer in decoder.layers], []
+    paged = [memory for memory in memories if isinstance(memory, PagedRows)]
+    size = sharding.devices()
+    for group in decoder.groups(PagedRows):
+        own = scales[[memory == group for memory in paged]]
+        first = jax.lax.axis_index(sharding.AXIS) * own.shape[2] // size if size > 1 else 0
+        out.append(jax.lax.dynamic_slice_in_dim(jnp.asarray(own), first, group.heads, axis=2))
+    return tuple(out)

@@ -110,7 +110,7 @@ class ModelFolder:
         stored: dict[Path, dict[str, TensorInfo]] = {file: {} for file in self.files}
         strays = 0
         for file, held in stored.items():
-            with _open(file) as shard:
+            with open_shard(file) as shard:
                 for name in shard.keys():  # noqa: SIM118 - a safe_open handle isn't a mapping
                     if self._index is None or self._index.get(name) == file.name:
                         held[name] = self._info(file, name, shard.get_slice(name))
@@ -153,7 +153,7 @@ class ModelFolder:
 
     def _read(self) -> Iterator[tuple[str, np.ndarray]]:
         for file, held in self._stored.items():
-            with _open(file) as shard:
+            with open_shard(file) as shard:
                 places = _places(file) if self.quantization and file.suffix != ".bin" else {}
                 for name in shard.offset_keys():  # in the file's order, so that the disk is read forwards
                     if name in held:
@@ -167,7 +167,7 @@ class ModelFolder:
         """Read only the tensors in `names`, as `read` gives all."""
         for file, held in self._stored.items():
             if here := [name for name in held if name in names]:
-                with _open(file) as shard:
+                with open_shard(file) as shard:
                     for name in here:
                         yield name, shard.get_tensor(name)
 
@@ -237,7 +237,7 @@ def _check_tokenizer_files(folder: Path) -> None:
 
 
 @contextmanager
-def _open(file: Path) -> Iterator[Any]:
+def open_shard(file: Path) -> Iterator[Any]:
     """A handle of a shard, as `safe_open` gives it. **Raises:** `CheckpointError` for a file that can't be read."""
     try:
         if file.suffix == ".bin":

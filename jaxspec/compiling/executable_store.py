@@ -55,14 +55,14 @@ def enable_compilation_cache() -> None:
 
 class Executables:
     """The programs in `folder`, for this version of everything. `made_by`: the part of the key that all of them
-    share. `devices`: those that run them; None: jax's default."""
+    share. `devices`: those that run them; None: the first one, where jax would take all there are."""
 
     def __init__(self, folder: Path, made_by: Any, devices: list[jax.Device] | None = None):
         device = jax.devices()[0]
         versions = made_by, jax.__version__, jaxlib.__version__, device.device_kind, device.client.platform_version
         flags = {name: value for name, value in os.environ.items() if name.startswith(("XLA_", "JAX_"))}
         self._key = *versions, sorted(flags.items()), jax.config.jax_default_matmul_precision, source_digest()
-        self._folder, self._devices = folder, devices
+        self._folder, self._devices = folder, devices or [device]
         self._warned = False
 
     def load(self, key: Any, arguments: Any) -> tuple[jax.stages.Compiled, Any] | None:

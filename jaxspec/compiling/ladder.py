@@ -6,12 +6,20 @@ A kind is what a program does, in which mode, and for rounds of fewer drafts tha
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from jaxspec.rounds.packing import Shapes, admission_size, fit
 from jaxspec.rounds.programs import GREEDY, LOGPROBS, MODES, SAMPLED
 
 One = tuple[str, int]  # a program
+ADAPTED = "adapted_"  # before the kind of a program for requests of which some have adapters
+WITH_LAYERS = ("prefill", "score", "round", "rounds", "forward")  # which alone differ for adapters
+
+
+def adapted(programs: Iterable[One], shapes: Shapes) -> list[One]:
+    """The programs that take these ones' places where requests have adapters."""
+    differ = [one for one in programs if one[0].partition("_")[0] in WITH_LAYERS]
+    return [(ADAPTED + kind, size) for kind, size in differ] if shapes.adapters else []
 
 
 def kind_of(name: str, mode: str, drafts: int | None = None) -> str:
@@ -71,7 +79,8 @@ def ladder_of(shapes: Shapes) -> list[One]:
         kinds = "forward", *(f"conclude_{mode}" for mode in MODES), f"draft_{SAMPLED}", f"draft_{GREEDY}"
         masked = [(kind, n) for kind in kinds for n in reversed(shapes.seldom)]
         masked += [("masked_first", n) for n in shapes.firsts]
-    return [*of_mode[LOGPROBS], *prompts, *of_mode[SAMPLED], *of_mode[GREEDY], admit, *masked]
+    programs = [*of_mode[LOGPROBS], *prompts, *of_mode[SAMPLED], *of_mode[GREEDY], admit, *masked]
+    return programs + adapted(programs, shapes)
 
 
 def essential(shapes: Shapes) -> set[One]:
@@ -82,19 +91,21 @@ def essential(shapes: Shapes) -> set[One]:
     return alone | rounds | {(f"first_{LOGPROBS}", shapes.firsts[-1])}
 
 
-def special(shapes: Shapes, scores: bool = True, grammars: bool = True) -> set[One]:
-    """Programs that few requests need beside those: of prompts' log-probabilities, and of grammars."""
+def special(shapes: Shapes, scores: bool = True, grammars: bool = True, adapters: bool = True) -> set[One]:
+    """Programs that few requests need beside those: of prompts' log-probabilities, of grammars, and of adapters."""
     few = {("score", shapes.score)} if scores else set()
     if grammars and shapes.structured:
         few |= {(kind, shapes.seldom[-1]) for kind in _kinds_of("structured", LOGPROBS)}
         few.add(("masked_first", shapes.firsts[-1]))
-    return few
+    return few | set(adapted(few | essential(shapes), shapes)) if adapters else few
 
 
 def use(one: One) -> tuple[int, int]:
     """A key that sorts programs by how soon they are missed: log-probabilities and grammars late, small sizes first.
     Rounds of fewer drafts run once all programs are there, so they come last."""
     kind, size = one
+    if kind.startswith(ADAPTED):
+        return 5, size
     name, _, rest = kind.partition("_")
     if kind in ("prefill", f"first_{SAMPLED}", f"first_{GREEDY}"):
         return 0, size
@@ -105,7 +116,9 @@ def use(one: One) -> tuple[int, int]:
     return 2 + (rest == LOGPROBS), size
 
 
-def stand_in(have: Container[One], shapes: Shapes, name: str, modes: Sequence[str], requests: int) -> tuple[str, int]:
+def stand_in(
+    have: Container[One], shapes: Shapes, name: str, modes: Sequence[str], requests: int, adapters: bool = False
+) -> tuple[str, int]:
     """The first of `modes` and its smallest size that hold `requests` whose programs there are.
 
     A later mode and a larger size serve the same requests, more slowly. Where there is none, what would be best.
@@ -114,13 +127,14 @@ def stand_in(have: Container[One], shapes: Shapes, name: str, modes: Sequence[st
         (mode, size)
         for mode in modes
         for size in sizes_of(shapes, name, mode)
-        if size >= requests and all((kind, size) in have for kind in _kinds_of(name, mode))
+        if size >= requests and all((kind, size) in have for kind in _kinds_of(name, mode, adapters))
     )
     return next(able, (modes[0], fit(requests, sizes_of(shapes, name, modes[0]))))
 
 
-def _kinds_of(name: str, mode: str) -> tuple[str, ...]:
+def _kinds_of(name: str, mode: str, adapters: bool = False) -> tuple[str, ...]:
     """The programs that `name` consists of, which run at one size."""
+    before = ADAPTED if adapters else ""
     if name == "structured":
-        return f"draft_{drafting(mode)}", "forward", f"conclude_{mode}"
-    return (f"{name}_{mode}" if mode else name,)
+        return f"draft_{drafting(mode)}", f"{before}forward", f"conclude_{mode}"
+    return (before + (f"{name}_{mode}" if mode else name),)

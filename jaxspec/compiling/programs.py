@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
 from functools import partial
 from typing import Any
@@ -24,7 +25,7 @@ from jaxspec.cache.memory_plan import gib, resident_memory
 from jaxspec.compiling import ladder, xla_options
 from jaxspec.compiling.divided import divided
 from jaxspec.compiling.executable_store import Executables
-from jaxspec.compiling.ladder import One, drafting, kind_of
+from jaxspec.compiling.ladder import ADAPTED, One, drafting, kind_of
 from jaxspec.compiling.lowering import Module, Processes, shape_of
 from jaxspec.compiling.xla_options import no_garbage_collection
 from jaxspec.config.progress import progress_bar, took
@@ -86,9 +87,14 @@ class Programs:
         self._params = params, draft_params if division is None else (draft_params, division.peers)
         self.vocab, self.width = config.vocab_size, drafter.num_draft_tokens + 1  # rows that a round verifies at most
 
-        def jit(f: Callable, *static: Any, by: Drafter = drafter) -> Callable:
+        def jit(f: Callable, *static: Any, by: Drafter = drafter, adapters: bool = False) -> Callable:
             run = partial(f, config, by, *static)
-            return jax.jit(run if division is None else divided(f, run, division), donate_argnums=2)
+            if division is not None:
+                given = (
+                    division if adapters else dataclasses.replace(division, params=_without_adapters(division.params))
+                )
+                run = divided(f, run, given)
+            return jax.jit(run, donate_argnums=2)
 
         def writing(f: Callable) -> Callable:
             """A program of the state and one array, without weights."""
@@ -103,14 +109,20 @@ class Programs:
             "prefill": jit(prefill, shapes.block, False),
             "score": jit(prefill, shapes.block, True),
             **{f"first_{mode}": jit(first, mode) for mode in MODES},
-            **{f"round_{mode}": jit(decode_round, mode, by=whole) for mode in MODES},
-            **{f"rounds_{mode}": jit(decode_rounds, mode, shapes.rounds, by=whole) for mode in MODES},
             **{f"draft_{mode}": jit(structured.draft, mode) for mode in (GREEDY, SAMPLED)},
             "forward": jit(structured.forward),
             **{f"conclude_{mode}": jit(structured.conclude, mode) for mode in MODES},
             "masked_first": jit(structured.first, LOGPROBS),
         }
         self._jit = jit
+        self._add_rounds("", whole)
+        if shapes.adapters:
+            self._jits |= {
+                ADAPTED + "prefill": jit(prefill, shapes.block, False, adapters=True),
+                ADAPTED + "score": jit(prefill, shapes.block, True, adapters=True),
+                ADAPTED + "forward": jit(structured.forward, adapters=True),
+            }
+            self._add_rounds("", whole, ADAPTED)
         for drafts, _ in shapes.narrower:
             fewer = sharing if drafts in dict(shapes.ragged) else type(drafter).narrowed
             self.add_rounds(drafts, SkippedDrafter() if drafts == SKIP_DRAFTER else fewer(drafter, drafts))
@@ -131,9 +143,14 @@ class Programs:
 
     def add_rounds(self, drafts: int, by: Drafter) -> None:
         """Have rounds of so many drafts, which `by` makes."""
+        for before in ("", ADAPTED) if self.shapes.adapters else ("",):
+            self._add_rounds(f"_{drafts}", by, before)
+
+    def _add_rounds(self, suffix: str, by: Drafter, before: str = "") -> None:
         for mode in MODES:
-            self._jits[f"round_{mode}_{drafts}"] = self._jit(decode_round, mode, by=by)
-            self._jits[f"rounds_{mode}_{drafts}"] = self._jit(decode_rounds, mode, self.shapes.rounds, by=by)
+            of = {"by": by, "adapters": bool(before)}
+            self._jits[f"{before}round_{mode}{suffix}"] = self._jit(decode_round, mode, **of)
+            self._jits[f"{before}rounds_{mode}{suffix}"] = self._jit(decode_rounds, mode, self.shapes.rounds, **of)
 
     def admit(self, state: State, packed: np.ndarray) -> State:
         return self._write("admit", state, packed)
@@ -148,29 +165,36 @@ class Programs:
             self.broadcast(kind, packed)
         return self._program(kind, len(packed), state)(state, packed)
 
-    def prefill(self, state: State, packed: np.ndarray) -> State:
-        return self.dispatch("prefill", state, packed)[0]
+    def prefill(self, state: State, packed: np.ndarray, adapters: bool = False) -> State:
+        """`adapters`, here and below: some of the requests have one, and `packed` says which in its last column."""
+        return self.dispatch(_kind("prefill", adapters), state, packed)[0]
 
-    def score(self, state: State, packed: np.ndarray) -> tuple[State, Array]:
-        return self.dispatch("score", state, packed)
+    def score(self, state: State, packed: np.ndarray, adapters: bool = False) -> tuple[State, Array]:
+        return self.dispatch(_kind("score", adapters), state, packed)
 
     def first(self, state: State, packed: np.ndarray, mode: str) -> tuple[State, Array]:
         return self.dispatch(f"first_{mode}", state, packed)
 
-    def round(self, state: State, packed: np.ndarray, mode: str, drafts: int | None = None) -> tuple[State, Array]:
+    def round(
+        self, state: State, packed: np.ndarray, mode: str, drafts: int | None = None, adapters: bool = False
+    ) -> tuple[State, Array]:
         """`drafts`: one of `Shapes.narrower`; None: the drafter's."""
-        return self.dispatch(kind_of("round", mode, drafts), state, packed)
+        return self.dispatch(_kind(kind_of("round", mode, drafts), adapters), state, packed)
 
-    def rounds(self, state: State, packed: np.ndarray, mode: str, drafts: int | None = None) -> tuple[State, Array]:
+    def rounds(
+        self, state: State, packed: np.ndarray, mode: str, drafts: int | None = None, adapters: bool = False
+    ) -> tuple[State, Array]:
         """`Shapes.rounds` rounds in one program; results have a leading axis for them."""
-        return self.dispatch(kind_of("rounds", mode, drafts), state, packed)
+        return self.dispatch(_kind(kind_of("rounds", mode, drafts), adapters), state, packed)
 
     def draft(self, state: State, packed: Array, mode: str) -> tuple[State, Proposal, Array]:
         """The drafts of a round that grammars constrain, and the same for the host: see `structured.programs`."""
         return self.dispatch(f"draft_{drafting(mode)}", state, packed)
 
-    def forward(self, state: State, packed: Array, proposal: Proposal) -> tuple[State, Array, tuple[Array, ...]]:
-        return self.dispatch("forward", state, packed, proposal.replace(probs=None))
+    def forward(
+        self, state: State, packed: Array, proposal: Proposal, adapters: bool = False
+    ) -> tuple[State, Array, tuple[Array, ...]]:
+        return self.dispatch(_kind("forward", adapters), state, packed, proposal.replace(probs=None))
 
     def conclude(self, state: State, packed: Array, mode: str, *handed: Any) -> tuple[State, Array]:
         """`handed`: the proposal, what `forward` returned, masks and forced drafts."""
@@ -220,14 +244,15 @@ class Programs:
             return []
         return [one for one in ladder.ladder_of(self.shapes) if one not in self._compiled]
 
-    def lacks(self, scores: bool, grammars: bool) -> bool:
-        """Whether programs are still to come without which prompts' log-probabilities or grammars can't be served."""
+    def lacks(self, scores: bool, grammars: bool, adapters: bool = False) -> bool:
+        """Whether programs are still to come without which prompts' log-probabilities, grammars or adapters can't be
+        served."""
         behind = self.behind
         if behind is None or not behind.is_alive():  # what isn't there by now is compiled when it is called
             return False
-        return any(one not in self._compiled for one in ladder.special(self.shapes, scores, grammars))
+        return any(one not in self._compiled for one in ladder.special(self.shapes, scores, grammars, adapters))
 
-    def stand_in(self, name: str, modes: Sequence[str], requests: int) -> One:
+    def stand_in(self, name: str, modes: Sequence[str], requests: int, adapters: bool = False) -> One:
         """The mode and size to run `name` in: the first of `modes` and its smallest size that holds `requests`.
 
         While a start in stages goes on, those that there are. `name`: see `ladder.sizes_of`; "prefill" and
@@ -235,7 +260,7 @@ class Programs:
         """
         if self.behind is None:  # without warm-up too: what is best is compiled
             return modes[0], fit(requests, ladder.sizes_of(self.shapes, name, modes[0]))
-        return ladder.stand_in(self._compiled, self.shapes, name, modes, requests)
+        return ladder.stand_in(self._compiled, self.shapes, name, modes, requests, adapters)
 
     def stop(self) -> None:
         """Compile nothing further behind. What is being compiled is finished, and not waited for."""
@@ -401,21 +426,24 @@ class Programs:
         """The target's and the drafter's weights. Passing hundreds of arrays takes a while, so programs that read none
         get none."""
         target, draft = self._params
-        return (None, draft) if kind.partition("_")[0] in ("draft", "conclude") else (target, draft)
+        if kind.startswith(ADAPTED):
+            return target, draft
+        return None if kind.partition("_")[0] in ("draft", "conclude") else _without_adapters(target), draft
 
     def _arguments(self, kind: str, size: int, state: State) -> tuple:
         if kind in ("admit", "clear"):
             return state, np.zeros(size, np.int32)
-        columns = (
-            packing.block_columns(self.shapes.block, self.shapes.pictures > 0) if kind in ("prefill", "score") else 1
-        )
-        if kind.partition("_")[0] in ("draft", "forward", "conclude", "masked"):
+        plain, columns = kind.removeprefix(ADAPTED), 1
+        if plain in ("prefill", "score"):
+            columns = packing.block_columns(self.shapes.block, self.shapes.pictures > 0)
+        if plain.partition("_")[0] in ("draft", "forward", "conclude", "masked"):
             columns = structured.columns(self.width - 1)
-        return *self._weights(kind), state, np.zeros((size, columns + self.shapes.pages_per_seq), np.int32)
+        columns += self.shapes.pages_per_seq + (plain != kind)
+        return *self._weights(kind), state, np.zeros((size, columns), np.int32)
 
     def _handed(self, kind: str, size: int, state: State) -> tuple:
         """A program's arguments beside the packed array, by shape: the results of programs before it, and masks."""
-        kind, _, mode = kind.partition("_")
+        kind, _, mode = kind.removeprefix(ADAPTED).partition("_")
         shape_of = lambda kind, *handed: self._jits[kind].eval_shape(*self._arguments(kind, size, state), *handed)  # noqa: E731
         rows = 1 if kind == "masked" else self.width
         bits = np.zeros((size, rows, structured.words(self.vocab)), np.uint32)
@@ -463,7 +491,8 @@ class Programs:
         if self.division and self.division.peers:
             options |= xla_options.IN_A_ROW
         if self.division is None and hopper.kernels_run_here(self._kernels):
-            rows = size * (self.shapes.block if kind in ("prefill", "score") else 1)
+            prompts = kind.removeprefix(ADAPTED) in ("prefill", "score")
+            rows = size * (self.shapes.block if prompts else 1)
             options |= xla_options.autotuning(self._params, rows)
         with took(f"compiled {kind} {size}"), contextlib.nullcontext() if self._store is None else not_in_jax_cache():
             program = self._compiled[kind, size] = lowered.compile(options)
@@ -473,3 +502,22 @@ class Programs:
         if self._store is not None:
             with took(f"kept {one[0]} {one[1]}"):
                 self._store.save(one, self._arguments(*one, state), program, kernels)
+
+
+def _kind(kind: str, adapters: bool) -> str:
+    return ADAPTED + kind if adapters else kind
+
+
+def _without_adapters(params: Any) -> Any:
+    """The target's weights, or how they are divided, as programs take them that know no adapters."""
+    if not isinstance(params, Mapping) or "adapters" not in params:
+        return params
+    return {name: each for name, each in params.items() if name != "adapters"}
+
+
+def programs_there(programs: Programs) -> str:
+    """How many of an engine's programs are compiled, in words."""
+    ready, pending = programs.ready, len(programs.pending)
+    if pending:
+        return f"{ready} of {ready + pending} programs. The others are being compiled; until then requests are slower"
+    return f"{ready} programs" if ready else "whose programs are compiled when they are first used"

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jaxspec.config.foreign_flags import METHODS, meant
 from jaxspec.config.options import ConfigError, check, flag, option
+from jaxspec.config.request import shown
 
 DTYPES = ("float32", "bfloat16", "float16")
 DTYPE_ALIASES = {"auto": None, "half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16"}
 KV_DTYPES = (*DTYPES, "float8_e4m3fn")
 STATE_DTYPES = ("float32", "bfloat16")
+MOST_LORA_RANK = 64
 
 
-MODEL, SPECULATION, MEMORY, RUNNING = "model", "speculation", "memory and batching", "running"  # groups of --help
+# groups of --help
+MODEL, SPECULATION, MEMORY, RUNNING, ADAPTERS = "model", "speculation", "memory and batching", "running", "adapters"
+ADAPTER_NAME = r"[A-Za-z0-9._:/+@-]{1,128}"
 
 
 @dataclass(frozen=True)
@@ -275,9 +281,57 @@ class EngineConfig:
         choices=("auto", "portable", "plain"),
     )
     decode_log_interval: int = option(40, "rounds between two decode log lines; 0: none", "N", group=RUNNING, least=0)
+    lora_modules: tuple[str, ...] = option(
+        (),
+        "LoRA adapters, PEFT's folders, and the names by which requests ask for them: sql=./sql poet=/data/poet",
+        "NAME=PATH",
+        group=ADAPTERS,
+        shown="none",
+        several=True,
+    )
+    enable_lora: bool = option(False, "make room for adapters that are loaded later", group=ADAPTERS)
+    lora_root: str | None = option(
+        None,
+        "folder from which clients may load adapters, by /v1/load_lora_adapter; the server reads what they name there",
+        "DIR",
+        group=ADAPTERS,
+        shown="none: clients may load none",
+    )
+    max_loras: int | None = option(
+        None,
+        "adapters on the device at once, so also the most that run in one batch",
+        "N",
+        group=ADAPTERS,
+        shown="as many as --lora-modules, from 4 to 32",
+        least=1,
+    )
+    max_lora_rank: int | None = option(
+        None,
+        "largest rank of an adapter, to 64; smaller ones are padded to it",
+        "R",
+        group=ADAPTERS,
+        shown="the largest of --lora-modules, at least 16",
+        least=1,
+    )
+    lora_target_modules: tuple[str, ...] = option(
+        (),
+        "modules that adapters may change, as q_proj down_proj: fewer take less memory and time",
+        "MODULE",
+        group=ADAPTERS,
+        shown="those of --lora-modules; all with --enable-lora or --lora-root",
+        several=True,
+    )
+    max_cpu_loras: int = option(
+        256, "adapters loaded at once, which the host keeps in its memory", "N", group=ADAPTERS, least=1
+    )
 
     def __post_init__(self):
+        modules = self.lora_modules
+        named = [f"{name}={path}" for name, path in modules.items()] if isinstance(modules, Mapping) else modules
+        for name, value in (("lora_modules", named), ("lora_target_modules", self.lora_target_modules)):
+            object.__setattr__(self, name, tuple(value) if isinstance(value, list | tuple) else value)
         check(self)
+        self._check_adapters()
         method, cut, rest = re.match("([^:?]*)([:?]?)(.*)", self.draft, re.DOTALL).groups()
         method = method.lower() if method.lower() in ("none", "auto") else METHODS.get(method.lower(), method)
         object.__setattr__(self, "draft", method + cut + rest)  # the dataclass is frozen
@@ -294,6 +348,43 @@ class EngineConfig:
         if not all(text.isascii() and text.isdecimal() and 0 < int(text) < 10**6 for text in texts):
             raise ConfigError(f"{flag(name)} must be integers of at least 1 with commas between, got {given!r}")
         return tuple(sorted(set(map(int, texts))))
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """The folder of each adapter that is named, in either of vLLM's forms. **Raises:** `ConfigError`."""
+        found: dict[str, str] = {}
+        for given in self.lora_modules:
+            name, equals, path = given.partition("=")
+            if given.startswith("{"):
+                try:
+                    fields = json.loads(given)
+                    name, path, equals = fields["name"], fields["path"], True
+                except (ValueError, TypeError, KeyError, RecursionError):
+                    equals = False
+            named = isinstance(name, str) and re.fullmatch(ADAPTER_NAME, name)
+            if not (equals and named and isinstance(path, str) and path):
+                raise ConfigError(
+                    f'--lora-modules must be NAME=PATH or {{"name": ..., "path": ...}}, with names of letters, digits '
+                    f"and . _ : / + @ -, got {shown(given)}"
+                )
+            if name in found:
+                raise ConfigError(f"--lora-modules names {name} twice; give each adapter a name of its own")
+            found[name] = path
+        return found
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether requests may have adapters."""
+        return bool(self.lora_modules or self.enable_lora or self.lora_root)
+
+    def _check_adapters(self) -> None:
+        named = self.adapters
+        if (self.max_lora_rank or 0) > MOST_LORA_RANK:
+            raise ConfigError(f"--max-lora-rank must be at most {MOST_LORA_RANK}, got {self.max_lora_rank}")
+        if len(named) > self.max_cpu_loras:
+            raise ConfigError(f"--lora-modules names {len(named)} adapters, more than --max-cpu-loras allows")
+        if self.has_adapters and self.deterministic:
+            raise ConfigError("--deterministic has no kernels for adapters. Drop the flag, or --lora-modules")
 
     def _check_drafts(self) -> None:
         """Check that drafts, steps and top-k agree. A chain's steps are its drafts; drafters read the latter alone."""

@@ -37,7 +37,8 @@ def add_engine_flags(
         if kind is bool:
             group.add_argument(flag(name), action="store_true", default=default, help=help_text)
         else:
-            group.add_argument(flag(name), type=kind, default=default, metavar=spec.metavar, help=help_text)
+            nargs = {"nargs": "+"} if spec.several else {}
+            group.add_argument(flag(name), type=kind, default=default, metavar=spec.metavar, help=help_text, **nargs)
 
 
 def shown_default(default: Any, spec: Option) -> str:

@@ -32,6 +32,9 @@ ELSEWHERE = {
     "max_num_seqs": "max_running_requests",
     "model_path": "model",
     "random_seed": "seed",
+    "lora_paths": "lora_modules",
+    "max_loras_per_batch": "max_loras",
+    "max_loaded_loras": "max_cpu_loras",
     **dict.fromkeys(("speculative_draft_model_quantization", "speculative_model_quantization"), "draft_quantization"),
     **dict.fromkeys(("tp", "tensor_parallel_size"), "tp_size"),
     **dict.fromkeys(("ep", "expert_parallel_size", "enable_expert_parallel"), "ep_size"),
@@ -99,12 +102,17 @@ NEEDLESS = {
     "enable_auto_tool_choice": "it is always on where tools are supported",
     **dict.fromkeys(("h", "help", "version"), "give it alone"),
     "speculative_adaptive": "it is on unless --draft-policy is fixed",
+    **dict.fromkeys(("lora_backend", "max_lora_chunk_size", "lora_use_virtual_experts"), "it is chosen by the machine"),
+    "lora_eviction_policy": "the least recently used adapter gives way",
+    "lora_dtype": "adapters have the model's dtype",
+    "fully_sharded_loras": "an adapter is divided as the weights are that it changes",
+    "enable_lora_overlap_loading": "an adapter comes to the device with the first request that has it",
+    "lora_extra_vocab_size": "adapters with new tokens are not supported",
 }  # fmt: skip
 UNSUPPORTED = {
     **dict.fromkeys(("torchao_config", "quantization_param_path"),
                     "weights are quantised by --quantization fp8, or as their checkpoint has them"),
-    **dict.fromkeys(("enable_lora", "lora_modules", "lora_paths", "max_loras", "max_lora_rank", "max_loras_per_batch"),
-                    "LoRA adapters are not supported; merge the adapter into its model"),
+    "default_mm_loras": "a request names its adapter",
     **dict.fromkeys(("cpu_offload_gb", "swap_space", "kv_offloading_size", "enable_hierarchical_cache"),
                     "offloading to host memory is not supported"),
     **dict.fromkeys(("tokenizer", "tokenizer_path", "tokenizer_mode"),
@@ -132,14 +140,15 @@ SWITCHES = frozenset(
         *("disable_radix_cache", "no_enable_prefix_caching", "disable_overlap_schedule", "no_async_scheduling"),
         *("enable_prefix_caching", "enable_chunked_prefill", "async_scheduling", "enable_metrics"),
         *("enable_cache_report", "enable_mixed_chunk", "enforce_eager", "disable_cuda_graph", "disable_log_requests"),
-        *("no_enable_log_requests", "disable_log_stats", "trust_remote_code", "no_trust_remote_code", "enable_lora"),
+        *("no_enable_log_requests", "disable_log_stats", "trust_remote_code", "no_trust_remote_code"),
         *("enable_auto_tool_choice", "enable_expert_parallel", "is_embedding", "enable_multimodal"),
         *("enable_deterministic_inference", "enable_hierarchical_cache", "speculative_adaptive", "enable_dp_attention"),
         *("enable_torch_compile", "return_tokens_as_token_ids", "skip_server_warmup", "no_enable_chunked_prefill"),
         *("enable_nan_detection", "enable_sleep_mode", "h", "help", "version", "sleep_on_idle", "requests_all_greedy"),
         *("enable_piecewise_cuda_graph", "disable_piecewise_cuda_graph", "enforce_piecewise_cuda_graph"),
         *("enable_priority_scheduling", "schedule_low_priority_values_first", "abort_on_priority_when_disabled"),
-        *("disable_cuda_graph_padding", "disable_priority_preemption"),
+        *("disable_cuda_graph_padding", "disable_priority_preemption", "fully_sharded_loras"),
+        *("enable_lora_overlap_loading", "lora_use_virtual_experts"),
     }
 )
 
@@ -160,6 +169,10 @@ ENVIRONMENT: dict[str, dict[str, str]] = {
     "VLLM_SERVER_DEV_MODE": {
         "1": "--enable-rollout-routes",
         "": "/sleep, /pause and the like need an API key, or --enable-rollout-routes",
+    },
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": {
+        "1": "--lora-root=/",
+        "": "clients load adapters from the folder of --lora-root alone",
     },
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": {
         "1": "--allow-longer-context",

@@ -30,7 +30,7 @@ class Option:
 
     `metavar` names its value in --help; None: it is on or off. `shown` is the default in words. `choices` are all
     allowed values, `aliases` other names for some; numbers are `least` or more, or strictly `between` two. `common`:
-    most people set it. `hint` follows the error about a value that isn't allowed.
+    most people set it. `several`: it is a tuple of texts. `hint` follows the error about a value that isn't allowed.
     """
 
     help: str
@@ -42,6 +42,7 @@ class Option:
     choices: tuple[Any, ...] | None = None
     aliases: tuple[tuple[str, Any], ...] = ()
     common: bool = False
+    several: bool = False
     hint: str = ""
 
 
@@ -61,8 +62,9 @@ def options_of(cls: type) -> dict[str, tuple[type, Any, Option]]:
     for field in fields:
         if _KEY in field.metadata:
             default = field.default
+            spec = field.metadata[_KEY]
             kind = _plain(typing.get_type_hints(cls)[field.name]) if default is None else type(default)
-            found[field.name] = kind, default, field.metadata[_KEY]
+            found[field.name] = str if spec.several else kind, default, spec
     return found
 
 
@@ -85,6 +87,9 @@ def check(config: Any, spell: Any = lambda name: flag(name)) -> None:
 def _refused(value: Any, kind: type, spec: Option) -> str | None:
     """Describe the allowed values if this isn't one; None if it is."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
+    if spec.several:
+        whole = isinstance(value, tuple) and all(isinstance(each, str) and each for each in value)
+        return None if whole else "must be a list of texts that aren't empty"
     if spec.choices is not None:
         others = [name for name, meant in spec.aliases if meant not in spec.choices]  # of the default, which is None
         return None if value in spec.choices else f"must be one of {', '.join(map(str, (*others, *spec.choices)))}"

@@ -7,6 +7,7 @@ A sum in floating point depends on its order. Here every sum has one order, for 
   parts (`paged.Rows.fixed`).
 - Rows of prompts go through `tile_matmul`, which adds up one step of inputs after the other in tiles of any shape, and
   a kernel for their norms.
+- Over several devices all rows go through `tile_matmul`, and sums go in the order of ranks (`summed_in_order`).
 - On a CPU all rows go through XLA's products in slices of `SLICE`, so that there is one shape.
 - Linear attention takes its state from one token to the next, in a round and in replay alike (`delta_fixed`), and
   prompts in blocks at fixed positions. It and gated attention are in their kinds (`Mixing.fixed`).
@@ -29,7 +30,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.decoder import few_rows as narrow
 from jaxspec.decoder.fixed_order import exact_product, row_norm
-from jaxspec.decoder.functions import Table, cos_sin_apart
+from jaxspec.decoder.functions import Table, cos_sin_apart, cos_sin_by_axis
 from jaxspec.decoder.matmul import reference, valid_count
 from jaxspec.decoder.mixer import Mixer
 from jaxspec.decoder.mixings import mixing_of
@@ -37,7 +38,7 @@ from jaxspec.decoder.mixings.kind import Weights
 from jaxspec.decoder.padding import flat
 from jaxspec.decoder.path import Call, Path, implementing, layers_differ
 from jaxspec.decoder.stack import Ops
-from jaxspec.models.description import Decoder, Layer, Norm, Rope, beyond
+from jaxspec.models.description import Attention, Decoder, Layer, Norm, Rope, beyond
 from jaxspec.models.weights import HALF, Weight
 from jaxspec.pallas import hopper
 from jaxspec.pallas.attention.decode_attention.plan import MAX_ROWS
@@ -45,6 +46,8 @@ from jaxspec.pallas.attention.prompt_attention import UNIT as PROMPT_ROWS
 from jaxspec.pallas.dense import few_rows, tile_matmul, weight_stream
 from jaxspec.pallas.dense.add_norm import WIDEST, add_norm
 from jaxspec.pallas.sliced_rows import SLICE, sliced
+from jaxspec.parallel.peers import summed_in_order
+from jaxspec.parallel.sharding import devices
 
 NARROW_SLICE = 64  # that `few_rows` does
 
@@ -77,6 +80,8 @@ def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
     for weight in weights.values():
         if reason := tile_matmul.fixed_supported(weight.dtype, weight.inputs, weight.outputs):
             return reason
+    if call.devices > 1:
+        return None
     if _narrow(decoder):
         return narrow.sizes_fit(decoder, layers, Call(1, NARROW_SLICE, call.pages, call.processors))
     widths = [width for weight in weights.values() for width in (weight.inputs, weight.outputs)]
@@ -94,8 +99,9 @@ def _narrow(decoder: Decoder) -> bool:
 
 
 def ops_of(decoder: Decoder, layers: Sequence[Weights], positions: Int[Array, "b t"], mixer: Mixer) -> Ops:
-    """Steps of prompts and a CPU's rows, of a narrow model's round, or of a wide one's."""
-    if _by_xla() or positions.shape[1] >= PROMPT_ROWS:
+    """Steps of prompts and a CPU's rows, of a narrow model's round, or of a wide one's. Kernels from one layer to the
+    next have no sums over devices."""
+    if _by_xla() or devices() > 1 or positions.shape[1] >= PROMPT_ROWS:
         return LayerByLayer(positions, mixer, cos_sin_apart(positions, decoder.attention))
     if _narrow(decoder):
         return NarrowRound(positions, mixer, cos_sin_apart(flat(positions[..., None])[:, 0], decoder.attention))
@@ -124,7 +130,10 @@ class Fixed(Ops):
     table: Table  # of the rope
 
     def _mix(self, layer, weights, i, made, cache, dtype, in_parts=False):
-        of = layer, weights, i, made, self.positions, self.mixer, cache, dtype, self.table, in_parts
+        table = self.table
+        if self.axes is not None and isinstance(layer.mixing, Attention):
+            table = jax.lax.optimization_barrier(cos_sin_by_axis(self.axes, layer.mixing))
+        of = layer, weights, i, made, self.positions, self.mixer, cache, dtype, table, in_parts
         return mixing_of(layer).fixed(*of)
 
 
@@ -240,11 +249,21 @@ class LayerByLayer(Fixed):
         return self._mix(layer, weights, i, made, cache, x.dtype)
 
     def add(self, layer, weights, x, mixed):
-        return _product(mixed, weights["out"], valid_count(self.positions), x), None
+        return _added(x, mixed, weights["out"], valid_count(self.positions)), None
 
     def feed(self, layer, weights, after, x, given):
         rows, valid = row_norm(x, weights["mlp_norm"], layer.norm), valid_count(self.positions)
-        return _product(_product(rows, weights["gate_up"], valid, gated=True), weights["down"], valid, x), None
+        return _added(x, _product(rows, weights["gate_up"], valid, gated=True), weights["down"], valid), None
+
+
+def _added(
+    x: Float[Array, "b t d"], rows: Float[Array, "b t k"], weight: Weight, valid: Array
+) -> Float[Array, "b t d"]:
+    """x + a product, of which each of several devices has a part."""
+    if devices() == 1:
+        return _product(rows, weight, valid, x)
+    part = _product(rows, weight, valid)
+    return summed_in_order(part.reshape(-1, part.shape[-1]), x.reshape(-1, x.shape[-1])).reshape(x.shape)
 
 
 def _product(x: Array, weight: Weight, valid: Array, residual: Array | None = None, gated: bool = False) -> Array:
@@ -257,4 +276,4 @@ def _product(x: Array, weight: Weight, valid: Array, residual: Array | None = No
     return out.reshape(*x.shape[:-1], math.prod(out.shape) // math.prod(x.shape[:-1]))
 
 
-DETERMINISTIC = Path("deterministic", IMPLEMENTS, 0, fits, ops_of)
+DETERMINISTIC = Path("deterministic", IMPLEMENTS, 0, fits, ops_of, sums=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from jaxtyping import Array, Float, Int
 
@@ -16,12 +17,12 @@ from jaxspec.decoder.functions import cos_sin
 from jaxspec.decoder.matmul import rounds
 from jaxspec.decoder.mixings.attention import sinks
 from jaxspec.decoder.mixings.kind import Weights
-from jaxspec.decoder.mixture_rows import add, given_first, given_to, mixture, operand
+from jaxspec.decoder.mixture_rows import add, given_first, given_to, mixture, operand, quantised_refused, stored_as
 from jaxspec.decoder.padding import flat, padded, untimed, valid_rows
 from jaxspec.decoder.path import MIXTURE, Call, Path, implementing, layers_differ
 from jaxspec.decoder.stack import Ops
 from jaxspec.models.description import Attention, ClampedSwiglu, Decoder, Mixture, Mlp
-from jaxspec.models.weights import HALF, Fp8, Mxfp4, Weight
+from jaxspec.models.weights import HALF, Fp8, Int4, Mxfp4, Nvfp4, Unquantised, Weight
 from jaxspec.pallas.attention.prompt_attention import UNIT
 from jaxspec.pallas.dense import few_rows
 
@@ -32,7 +33,7 @@ Table = tuple[Float[Array, "r half"], Float[Array, "r half"]]
 
 IMPLEMENTS = implementing({
     Mixture: {*MIXTURE, "bias", "router_bias", "activation"}, ClampedSwiglu: {"alpha", "limit"},
-    Fp8: {"block", "activations"},
+    Fp8: {"block", "activations"}, Int4: {"group", "zeros"}, Nvfp4: set(),
     Mxfp4: set(),  # of a mixture's experts, which have kernels of their own
 })  # fmt: skip
 
@@ -52,8 +53,8 @@ def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
     return sizes_fit(decoder, layers, call)
 
 
-def sizes_fit(decoder: Decoder, layers: Sequence[Weights], call: Call, fp8: bool = True) -> str | None:
-    """Why the kernels can't take these layers' sizes and dtypes, or None if they can. `fp8`: FP8 weights may fit."""
+def sizes_fit(decoder: Decoder, layers: Sequence[Weights], call: Call, quantised: bool = True) -> str | None:
+    """Why the kernels can't take these layers' sizes and dtypes, or None if they can. `quantised`: weights may be."""
     if call.pages is None:
         return "no pages to write to"
     if call.inputs == ():
@@ -76,16 +77,16 @@ def sizes_fit(decoder: Decoder, layers: Sequence[Weights], call: Call, fp8: bool
         if any(each["gate_up"].layout.interleave != HALF for each in layers if "gate_up" in each):
             return f"an MLP {max(mlps)} wide"
     rows, multiplied = call.requests * padded(call.requests, call.rows), _multiplied(layers)
-    formats = {isinstance(weight.format, Fp8) for weight in multiplied}
-    if len(formats) > 1 or (True in formats and not fp8):
-        return "weights of which some are FP8" if fp8 else "FP8 weights"
-    (quantised,) = formats
-    for weight in multiplied if quantised else ():
-        unit = weight.outputs // len(weight.scales)
-        if reason := few_rows.fp8_supported(weight.format.block, weight.outputs, weight.inputs, unit):
+    formats = {type(weight.format) for weight in multiplied}
+    if len(formats) > 1 or (multiplied[0].quantised and not quantised):
+        return f"weights in {' and '.join(sorted(each.__name__ for each in formats))}"
+    dtype, ways = multiplied[0].dtype, [{}]
+    if multiplied[0].quantised:
+        if reason := next(filter(None, map(quantised_refused, multiplied)), None):
             return reason
-    dtype = layers[0]["attn_norm"].dtype if quantised else multiplied[0].dtype
-    return few_rows.supported(rows, a.head_dim, widths, dtype, call.pages, beside=beside, fp8=quantised)
+        dtype, ways = layers[0]["attn_norm"].dtype, list(map(stored_as, multiplied))
+    fit = partial(few_rows.supported, rows, a.head_dim, widths, dtype, call.pages, beside=beside)
+    return next(filter(None, (fit(**way) for way in ways)), None)
 
 
 def _multiplied(layers: Sequence[Weights]) -> list[Weight]:
@@ -154,7 +155,7 @@ class FewRows(Ops):
 
 def _idle(weights: Weights, x: Float[Array, "r d"]) -> bool:
     """Whether a layer is so small that memory is idle for most of it, and later weights are prefetched."""
-    return x.shape[1] <= few_rows.NARROW and not isinstance(weights["qkv"].format, Fp8)
+    return x.shape[1] <= few_rows.NARROW and isinstance(weights["qkv"].format, Unquantised)
 
 
 def rope_table(attention: Attention, positions: Int[Array, "b t"]) -> Table:

@@ -21,6 +21,7 @@ from jaxspec.decoder.few_rows import FEW_ROWS, rope_table, sizes_fit
 from jaxspec.decoder.fp8_rows import FP8_ROWS
 from jaxspec.decoder.functions import normed, rope, row_of
 from jaxspec.decoder.fused_norms import FUSED_NORMS
+from jaxspec.decoder.low_rank import attached
 from jaxspec.decoder.matmul import logits
 from jaxspec.decoder.mixer import Mixer
 from jaxspec.decoder.mixings.kind import Weights
@@ -75,15 +76,21 @@ def choose(decoder: Decoder, layers: Sequence[Weights], call: Call) -> tuple[Pat
 
 
 def path_table(
-    decoder: Decoder, layers: Sequence[Weights], requests: Sequence[int], rows: int, pages: str, tp_size: int = 1
+    decoder: Decoder,
+    layers: Sequence[Weights],
+    requests: Sequence[int],
+    rows: int,
+    pages: str,
+    tp_size: int = 1,
+    adapters: bool = False,
 ) -> list[dict[str, Any]]:
     """For rounds of so many `requests`, `rows` each: which path runs the layers, and why no faster one does.
 
-    "portable" is the plain path with the portable kernels.
+    "portable" is the plain path with the portable kernels. `adapters`: requests have some.
     """
-    table = []
+    table, of = [], {"devices": tp_size, "adapters": adapters}
     for count in requests:
-        path, refused = choose(decoder, layers, Call(count, rows, pages, hopper.multiprocessors(), devices=tp_size))
+        path, refused = choose(decoder, layers, Call(count, rows, pages, hopper.multiprocessors(), **of))
         name = "portable" if path is PLAIN and portable.kernels_here() is None else path.name
         table.append({"requests": count, "rows": count * rows, "path": name, "refused": refused})
     return table
@@ -115,6 +122,7 @@ def forward(
     capture: tuple[int, ...] = (),
     requested: Int[Array, " b"] | None = None,
     overrides: Overrides | None = None,
+    adapters: Int[Array, " b"] | None = None,
 ) -> Hidden:
     """Run the decoder over `tokens` at absolute `positions`; negative ones are padding, whose results nobody reads.
     Those of three axes, which tokens of pictures have, are for the rope table alone.
@@ -129,15 +137,18 @@ def forward(
 
     `overrides`: rows that stand in for embeddings, an image's for example, and for each token the number of its row,
     negative where it has its own embedding.
+
+    `adapters`: for each sequence the place of its adapter among `params["adapters"]`, -1 for none; None: none has one.
     """
     x, layers = embed(params["embed"], tokens), params["layers"]
     if decoder.embed_scale != 1:
         x = x * jnp.asarray(decoder.embed_scale, x.dtype)
     x = overridden(x, overrides)
-    path, _ = choose(decoder, layers, Call.of(positions, mixer, cache))
-    outputs, cache, experts = stack.run(
-        _ops(path, decoder, layers, positions, mixer), decoder, layers, x, cache, requested
-    )
+    if adapters is not None:
+        layers = attached(layers, params["adapters"], adapters)
+    path, _ = choose(decoder, layers, Call.of(positions, mixer, cache, adapters=adapters is not None))
+    ops = _ops(path, decoder, layers, positions, mixer)
+    outputs, cache, experts = stack.run(ops, decoder, layers, x, cache, requested)
     if decoder.deterministic:
         last = deterministic.row_norm(outputs[-1], params["norm"], decoder.norm)
     else:

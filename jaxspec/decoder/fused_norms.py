@@ -11,7 +11,6 @@ anything, and nothing that follows looks from one row at another. What mixes tok
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,17 +20,17 @@ from jaxtyping import Array, Int
 from jaxspec.decoder import plain
 from jaxspec.decoder.mixings import mixing_of
 from jaxspec.decoder.mixings.kind import Weights
-from jaxspec.decoder.mixture_rows import add, given_first, given_to, mixture, operand
+from jaxspec.decoder.mixture_rows import add, given_first, given_to, mixture, operand, quantised_refused, stored_as
 from jaxspec.decoder.padding import flat, padded, untimed, valid_rows
 from jaxspec.decoder.path import MIXTURE, Call, Path, implementing
 from jaxspec.decoder.stack import Ops
 from jaxspec.models.description import Decoder, Layer, Mixture, Mlp, Norm, Rope
-from jaxspec.models.weights import HALF, Fp8, Weight
+from jaxspec.models.weights import HALF, FourBits, Fp8, Int4, Nvfp4, Weight
 from jaxspec.pallas.dense import few_rows
 
 IMPLEMENTS = implementing({
     Mlp: {"bias", "activation"}, Mixture: MIXTURE, Norm: {"centred"}, Rope: {"columns"},
-    Fp8: {"block", "activations"},
+    Fp8: {"block", "activations"}, Int4: {"group", "zeros"}, Nvfp4: set(),
 })  # fmt: skip
 
 
@@ -45,13 +44,13 @@ def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
     if reason := untimed(rows, call.devices):
         return reason
     for layer, weights in zip(decoder.layers, layers, strict=True):
-        dtype, quantised = weights["attn_norm"].dtype, any(map(_in_fp8, weights.values()))
+        dtype, quantised = weights["attn_norm"].dtype, any(map(_quantised, weights.values()))
         for names in _together(layer, weights):
-            columns, fp8 = [weights[name].outputs for name in names], _in_fp8(weights[names[0]])
+            columns, of = [weights[name].outputs for name in names], stored_as(weights[names[0]])
             if not quantised and (odd := [each for each in columns if each % few_rows.TILE]):
                 return f"{odd[0]} columns of unquantised weights"  # took longer than plain layers, docs/experiments.md
             scaled = quantised and decoder.width > few_rows.NARROW
-            if reason := few_rows.normed_supported(rows, decoder.width, columns, dtype, fp8=fp8, scaled=scaled):
+            if reason := few_rows.normed_supported(rows, decoder.width, columns, dtype, **of, scaled=scaled):
                 return reason
         reason = _sum_refused(weights["out"], rows, dtype)
         if quantised and not isinstance(layer.feed, Mixture):
@@ -61,40 +60,39 @@ def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
     return None
 
 
-def _in_fp8(weight: Any) -> bool:
-    return isinstance(weight, Weight) and isinstance(weight.format, Fp8)
+def _quantised(weight: Any) -> bool:
+    return isinstance(weight, Weight) and isinstance(weight.format, Fp8 | FourBits)
 
 
 def _together(layer: Layer, weights: Weights) -> list[tuple[str, ...]]:
     """The weights that make of a layer's normed rows what it mixes; those of one kernel together."""
     names = mixing_of(layer).projections
-    return [(name,) for name in names] if any(_in_fp8(weights[name]) for name in names) else [names]
+    return [(name,) for name in names] if any(_quantised(weights[name]) for name in names) else [names]
 
 
 def _sum_refused(weight: Weight, rows: int, dtype: Any) -> str | None:
     """Why the kernel of a product and the residual stream can't take so many rows of this weight, or None."""
     shape = weight.inputs, weight.outputs
-    return few_rows.product_supported(rows, [weight.inputs], shape, dtype, _in_fp8(weight))
+    return few_rows.product_supported(rows, [weight.inputs], shape, dtype, **stored_as(weight))
 
 
 def _mlp_refused(layer: Layer, weights: Weights, rows: int) -> str | None:
     """Why an MLP can't be two kernels, or None if it can."""
     m, d, gate_up = layer.feed, weights["down"].outputs, weights["gate_up"]
-    if not _in_fp8(gate_up):
+    if not _quantised(gate_up):
         return "an unquantised MLP"  # took longer than the plain layer's, docs/experiments.md
     if m.bias or m.activation != "silu":
         return "an MLP with biases" if m.bias else f"an MLP with {m.activation}"
     if d <= few_rows.NARROW or gate_up.layout.interleave != HALF:
         return f"an MLP {m.width} wide, of rows of {d}"
-    reason = few_rows.normed_supported(rows, d, [gate_up.outputs], weights["attn_norm"].dtype, fp8=True)
+    reason = few_rows.normed_supported(rows, d, [gate_up.outputs], weights["attn_norm"].dtype, **stored_as(gate_up))
     return reason or _sum_refused(weights["down"], rows, weights["attn_norm"].dtype)
 
 
 def _scales_refused(weights: Weights) -> str | None:
     """Why the kernels can't read the scales of a layer's dense weights, or None if they can."""
     dense = [weights[name] for name in ("qkv", "qkvz", "out", "gate_up", "down") if name in weights]
-    of = [(w.format.block, w.outputs, w.inputs, w.outputs // len(w.scales)) for w in dense if _in_fp8(w)]
-    return next(filter(None, itertools.starmap(few_rows.fp8_supported, of)), None)
+    return next(filter(None, (quantised_refused(weight) for weight in dense if _quantised(weight))), None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,8 +121,8 @@ class FusedNorms(Ops):
     def project(self, layer, weights, x, given):
         """The products of `ba`, which go into exponents, are float32."""
         norm, made, mixing = {"eps": layer.norm.eps, "centred": layer.norm.centred}, [], mixing_of(layer)
-        fp8, wide = any(_in_fp8(weights[name]) for name in mixing.projections), x.shape[1] > few_rows.NARROW
-        if fp8 and wide and not isinstance(given, few_rows.Scaled):
+        quantised, wide = any(_quantised(weights[name]) for name in mixing.projections), x.shape[1] > few_rows.NARROW
+        if quantised and wide and not isinstance(given, few_rows.Scaled):
             given = few_rows.scale_rows(*given, layer.norm.centred)
         for names in _together(layer, weights):
             dtypes = tuple("float32" if name in mixing.exact else str(given[0].dtype) for name in names)

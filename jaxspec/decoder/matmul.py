@@ -13,12 +13,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.decoder.functions import normed, weighted
+from jaxspec.decoder.low_rank import low_rank
 from jaxspec.decoder.padding import flat, padded
 from jaxspec.models import fp8
 from jaxspec.models.description import ClampedSwiglu, Norm
-from jaxspec.models.weights import Format, FourBits, Fp8, Int4, Unquantised, Weight, matmul
+from jaxspec.models.weights import Format, FourBits, Fp8, Unquantised, Weight, matmul
 from jaxspec.pallas import hopper
-from jaxspec.pallas.dense import few_rows, fp8_quantise, fp8_rows, fp8_tiles, fp8_wide, int4_rows, tile_matmul
+from jaxspec.pallas.dense import few_rows, fp8_quantise, fp8_rows, fp8_tiles, fp8_wide, tile_matmul
 from jaxspec.pallas.operation import ANY, HOPPER, PORTABLE, Implementation, choose, nothing, warn
 from jaxspec.pallas.portable import fp8 as portable_fp8
 
@@ -51,8 +52,31 @@ def rounds(weight: Weight) -> bool:
     return isinstance(weight.format, Fp8) and weight.format.activations
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
 def project(
+    x: Float[Array, "*b k"] | Quantised | Weighted,
+    weight: Weight,
+    valid: Int[Array, "1"],
+    residual: Float[Array, "*b n"] | None = None,
+    gated: bool = False,
+) -> Float[Array, "*b o"]:
+    """Multiply as `multiply`, and add what the rows' adapters do. These come in as the residual stream, so the kernels
+    of weights know nothing of them; the gate comes behind them then."""
+    if weight.adapters is None:
+        return multiply(x, weight, valid, residual, gated)
+    change, layout = low_rank(x, weight.adapters), weight.layout
+    change = change if residual is None else residual + change
+    out = multiply(x, weight.replace(adapters=None), valid, change, False)
+    return gate(out, layout.interleave) if gated else out
+
+
+def exact(x: Float[Array, "*b k"], weight: Weight) -> Float[Array, "*b n"]:
+    """The product in float32, in plain jnp, with what the rows' adapters add."""
+    product = matmul(x, weight, jnp.float32)
+    return product if weight.adapters is None else product + low_rank(x, weight.adapters)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def multiply(
     x: Float[Array, "*b k"] | Quantised | Weighted,
     weight: Weight,
     valid: Int[Array, "1"],
@@ -77,12 +101,12 @@ def reference(
     residual: Float[Array, "*b n"] | None = None,
     gated: bool = False,
 ) -> Float[Array, "*b o"]:
-    """Multiply as `project` in plain jnp, all rows."""
+    """Multiply as `multiply` in plain jnp, all rows."""
     return _plain(Product.of(x, weight, None, residual, gated))
 
 
 def _forward(x, weight, valid, residual, gated):
-    return project(x, weight, valid, residual, gated), (x, weight, residual)
+    return multiply(x, weight, valid, residual, gated), (x, weight, residual)
 
 
 def _backward(gated, kept, gradient):
@@ -90,7 +114,7 @@ def _backward(gated, kept, gradient):
     return x, weight, None, residual
 
 
-project.defvjp(_forward, _backward)
+multiply.defvjp(_forward, _backward)
 
 
 ACTIVATIONS = {
@@ -203,7 +227,7 @@ def _not_in(kind: type[Format], call: Product) -> str | None:
 def _xla(call: Product) -> Float[Array, "*b o"]:
     """Multiply in plain jnp. A weight of four bits is dequantised for it each time, which the log tells on a GPU."""
     if isinstance(call.weight.format, FourBits) and jax.default_backend() != "cpu":
-        warn("a product of a weight in four bits", f"int4_rows: {_int4_rows_refused(call) or hopper.kernels_here()}")
+        warn("a product of a weight in four bits", f"few_rows: {_four_bits_refused(call) or hopper.kernels_here()}")
     return _plain(call)
 
 
@@ -302,20 +326,23 @@ def _dequantised(call: Product) -> Float[Array, "*b o"]:
     return call.like_x(tile_matmul.matmul(call.rows, weight, *call.tiles, gated=call.gated))
 
 
-def _int4_rows_refused(call: Product) -> str | None:
+def _four_bits_refused(call: Product) -> str | None:
     weight = call.weight
-    reason = _not_in(Int4, call)
-    return reason or int4_rows.supported(
-        len(call.rows), call.x.dtype, weight.outputs, weight.inputs, weight.format.group
-    )
+    if reason := _not_in(FourBits, call):
+        return reason
+    if call.dtype is not None:
+        return f"results in {jnp.dtype(call.dtype).name}"
+    shape, four = (weight.inputs, weight.outputs), few_rows.four_bits_of(weight)
+    reason = few_rows.four_bits_supported(weight)
+    return reason or few_rows.product_supported(len(call.rows), [weight.inputs], shape, call.x.dtype, four=four)
 
 
-def _int4_rows(call: Product) -> Float[Array, "*b o"]:
+def _four_bits(call: Product) -> Float[Array, "*b o"]:
     rows, weight = call.rows, call.weight
     if weight.order is not None:
         rows = jnp.take(rows, weight.order, axis=1)
-    out = int4_rows.product(rows, weight.values, weight.scales, zeros=weight.format.zeros)
-    return call.finished(call.like_x(out.astype(call.dtype or call.x.dtype)))
+    rows = jnp.pad(rows, ((0, -len(rows) % few_rows.GROUP), (0, 0)))
+    return call.finished(call.like_x(few_rows.product([rows], weight)[: len(call.rows)]))
 
 
 _FP8_ROWS, _PORTABLE_FP8 = ((partial(_fp8_rows_refused, by), partial(_fp8_rows, by)) for by in (fp8_rows, portable_fp8))
@@ -324,7 +351,7 @@ PRODUCTS = (
     Implementation("few_rows", HOPPER, _few_refused, _few),
     Implementation("tile_matmul", HOPPER, _tiled_refused, _tiled),
     Implementation("fp8_rows", HOPPER, *_FP8_ROWS),
-    Implementation("int4_rows", HOPPER, _int4_rows_refused, _int4_rows),
+    Implementation("four_bits", HOPPER, _four_bits_refused, _four_bits),
     Implementation("fp8_tiles", HOPPER, _fp8_tiles_refused, _fp8_tiles),
     Implementation("fp8_wide", HOPPER, _fp8_wide_refused, _fp8_wide),
     Implementation("dequantised", HOPPER, _dequantised_refused, _dequantised),
@@ -336,6 +363,8 @@ PRODUCTS = (
 def _not_quantised(weights: Sequence[Weight], *_: Any) -> str | None:
     if len(weights) != 1:
         return f"{len(weights)} readers"
+    if weights[0].adapters is not None:
+        return "rows with adapters, which read them unquantised"
     return None if rounds(weights[0]) else f"a weight in {weights[0].format}"
 
 

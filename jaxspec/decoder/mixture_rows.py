@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -10,7 +12,7 @@ from jaxspec.decoder.functions import normed
 from jaxspec.decoder.matmul import rounds
 from jaxspec.decoder.mixings.kind import Weights
 from jaxspec.models.description import Layer, Mixture
-from jaxspec.models.weights import Fp8, Unquantised, Weight
+from jaxspec.models.weights import FourBits, Fp8, Unquantised, Weight
 from jaxspec.pallas.dense import few_rows
 from jaxspec.pallas.experts import expert_few
 from jaxspec.pallas.experts import router as one_router
@@ -22,12 +24,29 @@ from jaxspec.parallel.sharding import devices
 Given = tuple[Float[Array, "r d"], Float[Array, " d"] | None] | few_rows.Scaled  # rows and their norm's scale
 
 
-def operand(weight: Weight) -> Float[Array, "k n"] | few_rows.Fp8Weight:
+def operand(weight: Weight) -> Float[Array, "k n"] | few_rows.Fp8Weight | Weight:
     """A weight as `pallas.few_rows` takes it."""
     if isinstance(weight.format, Fp8):
         kind = few_rows.Fp8WeightAndRows if rounds(weight) else few_rows.Fp8Weight
         return kind(weight.values, weight.scales)
-    return weight.unquantised
+    return weight if isinstance(weight.format, FourBits) else weight.unquantised
+
+
+def stored_as(weight: Weight) -> dict[str, Any]:
+    """How a quantised weight is stored, as `pallas.few_rows` asks to tell which sizes fit; nothing for others."""
+    if not weight.quantised:
+        return {}
+    return {name: each for name, each in few_rows.format_of(operand(weight)).items() if name != "rounds"}
+
+
+def quantised_refused(weight: Weight) -> str | None:
+    """Why `pallas.few_rows` can't read a dense weight in FP8 or four bits, or None if it can."""
+    if weight.order is not None:
+        return "inputs in an order of their own"
+    if isinstance(weight.format, FourBits):
+        return few_rows.four_bits_supported(weight)
+    unit = weight.outputs // len(weight.scales)
+    return few_rows.fp8_supported(weight.format.block, weight.outputs, weight.inputs, unit)
 
 
 def given_to(weight: Weight, given: Given, centred: bool) -> Given:

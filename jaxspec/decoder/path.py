@@ -60,6 +60,7 @@ class Call:
       values are made of, each with a norm of its own; empty if they are normed already.
     - `devices`: how many the weights are divided among.
     - `axes`: whether positions have three axes, as a prompt's with pictures do.
+    - `adapters`: whether rows may have some.
     """
 
     requests: int
@@ -69,12 +70,16 @@ class Call:
     inputs: tuple[int, ...] | None = None
     devices: int = 1
     axes: bool = False
+    adapters: bool = False
 
     @classmethod
-    def of(cls, positions: Array, mixer: Mixer, cache: Any, inputs: tuple[int, ...] | None = None) -> Call:
+    def of(
+        cls, positions: Array, mixer: Mixer, cache: Any, inputs: tuple[int, ...] | None = None, adapters: bool = False
+    ) -> Call:
         pages = mixer.pages(cache)
         dtype = None if pages is None else jnp.dtype(pages.dtype).name
-        return cls(*positions.shape[-2:], dtype, hopper.multiprocessors(), inputs, devices(), positions.ndim == 3)
+        where = hopper.multiprocessors(), inputs, devices(), positions.ndim == 3
+        return cls(*positions.shape[-2:], dtype, *where, adapters)
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,7 @@ class Path:
     - `one`: whether it runs a layer by itself.
     - `sums`: whether it sums what several devices compute of a layer.
     - `axes`: whether it takes positions of three axes: its layers mix as `Ops.mix` does.
+    - `adapters`: whether all its products are `matmul.project`'s, which add what rows' adapters do.
     """
 
     name: str
@@ -99,6 +105,7 @@ class Path:
     one: bool = False
     sums: bool = False
     axes: bool = True
+    adapters: bool = False
 
     @property
     def implements(self) -> Table:
@@ -118,6 +125,8 @@ class Path:
             return NO_HOPPER
         if call.processors < self.processors:
             return f"{call.processors} Hopper multiprocessors; {self.processors} are needed"
+        if call.adapters and not self.adapters:
+            return "rows with adapters"
         return self.lacks(decoder, layers) or self.fits(decoder, layers, call)
 
     def lacks(self, decoder: Decoder, weights: Any) -> str | None:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.decoder.feed import add_product, mixture, mlp
 from jaxspec.decoder.functions import normed
-from jaxspec.decoder.matmul import Quantised, Weighted, matmul, normed_for, project, valid_count
+from jaxspec.decoder.matmul import Quantised, Weighted, exact, normed_for, project, valid_count
 from jaxspec.decoder.mixings import mixing_of
 from jaxspec.decoder.mixings.kind import Weights
 from jaxspec.decoder.path import MIXTURE, Path, implementing
@@ -86,7 +86,7 @@ def products(
     """The products that the layer mixes, each of its own normed rows."""
     valid, mixing = valid_count(positions), mixing_of(layer)
     return [
-        matmul(own, weights[name], jnp.float32) if name in mixing.exact else project(own, weights[name], valid)
+        exact(own, weights[name]) if name in mixing.exact else project(own, weights[name], valid)
         for own, name in zip(rows, mixing.projections, strict=True)
     ]
 
@@ -130,4 +130,4 @@ def feed(
     return added(layer, weights, "mlp_post_norm", x, lambda x: mlp(layer.feed, weights, x, rows, valid))
 
 
-PLAIN = Path("plain", IMPLEMENTS, 0, lambda *_: None, Plain.of, one=True, sums=True)
+PLAIN = Path("plain", IMPLEMENTS, 0, lambda *_: None, Plain.of, one=True, sums=True, adapters=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from jaxspec.checkpoint.peft import Adapter
 from jaxspec.config.json_values import shown
 from jaxspec.config.request import (
     MAX_STOP_IDS,
@@ -25,6 +26,7 @@ from jaxspec.config.request import (
     StructuredOutput,
     TokenLogprobs,
 )
+from jaxspec.engine.adapters import UNKNOWN
 from jaxspec.engine.pictures import MOST_PATCHES
 from jaxspec.engine.runner import Runner
 from jaxspec.images.picture import PlacedPicture, Prompt
@@ -67,6 +69,7 @@ class Request:
     client: str = ""  # as of `AsyncLLM.generate`
     priority: int = 0
     pictures: Placement | None = None
+    adapter: Adapter | None = None
     matchers: list[Matcher] | None = None  # of its completions, if a grammar constrains them
     choices: list[Choice] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -79,7 +82,7 @@ class Intake:
         # Not the runner's own model: its params change, and this would hold on to the old ones.
         self.model = dataclasses.replace(runner.model, params=None, tower=None)
         self.config, self.grammars, self.scheduler = runner.config, runner.grammars, scheduler
-        self.no_pictures = runner.no_pictures
+        self.no_pictures, self.adapters = runner.no_pictures, runner.adapters
         self._seeds = np.random.default_rng(self.config.seed)
 
     def check(self, prompt: str | list[int] | Prompt, params: SamplingParams) -> None:
@@ -114,12 +117,14 @@ class Intake:
         request_id: str | None = None,
         client: str = "",
         priority: int = 0,
+        lora: str | None = None,
     ) -> Request:
-        """Check a request against model and pool, and tokenise it. Touches no engine state.
+        """Check a request against model and pool, and tokenise it. Touches no engine state. `lora`: its adapter's name.
 
         **Raises:** `RequestError` for anything that could never be served; `Busy` as `compiled`.
         """
         self._check_priority(priority)
+        adapter = self._adapter(lora)
         tokens, stop_ids, limit = self._checked(prompt, params)
         images = prompt.images if isinstance(prompt, Prompt) else ()
         seeded = params.seed is not None or self.config.seed is not None
@@ -137,8 +142,19 @@ class Intake:
             client=client,
             priority=priority,
             pictures=Placement.of(tuple(images), self.model.config.tower.merge) if images else None,
+            adapter=adapter,
             matchers=None if params.structured is None else self._matchers(params),
         )
+
+    def _adapter(self, name: str | None) -> Adapter | None:
+        if name is not None and self.adapters is None:
+            raise RequestError(
+                f"the adapter {shown(name)} isn't loaded: this engine serves none. Start it with --lora-modules or "
+                "--enable-lora",
+                "lora",
+                UNKNOWN,
+            )
+        return None if self.adapters is None else self.adapters.find(name)
 
     def _check_priority(self, priority: int) -> None:
         low, high = PRIORITIES

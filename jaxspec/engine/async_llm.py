@@ -157,10 +157,11 @@ class AsyncLLM:
         request_id: str | None = None,
         client: str = "",
         priority: int = 0,
+        lora: str | None = None,
     ) -> AsyncIterator[Delta]:
         """Stream one request's deltas, all completions interleaved. Closing the iterator aborts the request. Prompts of
         several clients, each known by a key, `client`, are computed in equal shares. `priority` says who goes first,
-        by `schedule_policy`.
+        by `schedule_policy`. `lora`: the name of its adapter.
 
         **Raises:** `Overloaded`, `Busy`, or `RequestError` for a request that can't be served, at the first iteration;
         `RequestFailed` or its `RequestTimeout` at a later one; `EngineDead`.
@@ -171,10 +172,11 @@ class AsyncLLM:
         try:
             if params.structured is not None:
                 await self.engine.compiled(params.structured)
+            given = prompt, params, request_id, client, priority, lora
             if params.structured is not None or (isinstance(prompt, str) and len(prompt) > LONG_PROMPT):
-                request = await asyncio.to_thread(self.engine.prepare, prompt, params, request_id, client, priority)
+                request = await asyncio.to_thread(self.engine.prepare, *given)
             else:
-                request = self.engine.prepare(prompt, params, request_id, client, priority)
+                request = self.engine.prepare(*given)
             loop = asyncio.get_running_loop()
             mine = Stream(loop, asyncio.Queue())
             if self._streams.setdefault(request.id, mine) is not mine:
@@ -224,6 +226,11 @@ class AsyncLLM:
     def devices(self) -> list[str]:
         return described_devices()
 
+    @property
+    def adapters(self) -> dict[str, str]:
+        """The folders of the adapters that are loaded, by name."""
+        return {} if self.engine.runner.adapters is None else self.engine.runner.adapters.loaded
+
     def abort(self, request_id: str | None = None) -> None:
         """End a request, or all: each of its completions gets a last delta with the finish reason "abort".
 
@@ -246,10 +253,15 @@ class AsyncLLM:
 
         - "update": `target`, `draft`, `version`, `flush`, and `abort`, to end all requests first.
         - "rename": `version`. "pause": `mode`. "resume". "release" and "restore": `tags`. "state": nothing.
+        - "load_adapter": as `LLM.load_adapter`. "unload_adapter": `name`.
 
         **Raises:** `RequestError`, `ConfigError` or `CheckpointError` for what can't be done; `EngineDead`.
         """
         rollout = self.engine.rollout
+        if action in ("load_adapter", "unload_adapter"):
+            adapters = self.engine.adapters
+            await asyncio.to_thread(getattr(adapters, action.removesuffix("_adapter")), **given)
+            return rollout.figures() | {"requests": len(self.engine.requests)}
         counted = lambda: len(self.engine.requests)  # noqa: E731
         requests = await self._ask(counted)
         if action == "update":
@@ -378,7 +390,7 @@ class AsyncLLM:
     def _begin(self, request: Request, stream: Stream, now: bool = False) -> None:
         """Hand a request to the engine: `now`, or once its programs are there. Others go first until then."""
         scores, grammars = request.params.prompt_logprobs is not None, request.matchers is not None
-        if not now and self.engine.runner.programs.lacks(scores, grammars):
+        if not now and self.engine.runner.programs.lacks(scores, grammars, request.adapter is not None):
             self._early.append((request, stream))
             return
         try:

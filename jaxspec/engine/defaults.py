@@ -112,6 +112,9 @@ def resolve(
             f"--topk {draft.drafter.topk}: {model.name} has linear attention, whose state goes from one token to "
             "the next, so drafts must be a chain. Drop --topk"
         )
+    for name in () if options.has_adapters else ("max_loras", "max_lora_rank", "lora_target_modules"):
+        if getattr(options, name):
+            raise ConfigError(f"{flag(name)} needs --lora-modules, --enable-lora or --lora-root. Add one, or drop it")
     if options.draft_policy == "ragged" and (reason := _not_ragged(options, draft)):
         raise ConfigError(f"--draft-policy ragged: {reason}. Use --draft-policy auto")
     chunk = options.chunked_prefill_size or (

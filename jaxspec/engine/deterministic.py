@@ -18,10 +18,12 @@ from jaxspec.decoder.mixings import mixing_of
 from jaxspec.decoder.path import Call
 from jaxspec.drafters.loading import LoadedDrafter
 from jaxspec.models.description import Decoder
+from jaxspec.models.local import local
 from jaxspec.models.weights import Weight
 from jaxspec.pallas import hopper
 from jaxspec.pallas.dense import weight_stream
 from jaxspec.pallas.hopper import SWIZZLED as UNIT
+from jaxspec.parallel import sharding
 
 PROMPT_BLOCK = 64  # rows of a prompt's block on a GPU
 SEGMENT, SEGMENTS = 256, 32  # tokens that attention sums by themselves, and how many times it does at most
@@ -34,8 +36,6 @@ def prepared(model: Model, draft: LoadedDrafter, options: EngineConfig) -> Model
     """
     if not options.deterministic:
         return model
-    if options.tp_size > 1:
-        raise ConfigError(f"--deterministic runs on one GPU; --tp-size is {options.tp_size}. Drop one of the two")
     if draft.drafter.topk > 1:
         raise ConfigError(
             f"--deterministic verifies chains; --topk {draft.drafter.topk} drafts trees, whose rows' sums have another "
@@ -68,10 +68,12 @@ def fixed_order(model: Model, options: EngineConfig, width: int) -> Model:
     while segment * SEGMENTS < (options.context_length or model.config.max_position):
         segment *= 2
     decoder = dataclasses.replace(model.config.decoder, deterministic=segment)
+    size, layers = model.tp_size, model.params["layers"]
+    layers = layers if size == 1 else sharding.on_one(layers)
     pages = page_dtype(options.kv_cache_dtype, model.dtype)
     try:
         for rows in (1, width, PROMPT_BLOCK):
-            choose(decoder, model.params["layers"], Call(1, rows, pages, hopper.multiprocessors()))
+            choose(local(decoder, size), layers, Call(1, rows, pages, hopper.multiprocessors(), devices=size))
     except NotImplementedError as error:
         raise ConfigError(f"{model.name}: {error}") from error
     params = dict(model.params)
@@ -79,7 +81,7 @@ def fixed_order(model: Model, options: EngineConfig, width: int) -> Model:
         params["head"] = Weight(jax.jit(lambda embed: embed.T)(params["embed"]))
     params = widened(params, decoder)
     if hopper.multiprocessors():
-        head = params["head"]
+        head = sharding.on_one(params["head"])
         reason = weight_stream.fixed_supported(head.dtype, head.inputs, head.outputs)
         if reason is not None:
             raise ConfigError(f"{model.name}: --deterministic has no kernel for {reason}. Drop the flag")
@@ -92,7 +94,8 @@ def widened(params: dict[str, Any], decoder: Decoder) -> dict[str, Any]:
         return params
 
     def wide(weight: Weight) -> Weight:
-        return dataclasses.replace(weight, values=jnp.pad(weight.values, ((0, 0), (0, -weight.outputs % UNIT))))
+        pad = lambda values: jnp.pad(values, ((0, 0), (0, -values.shape[1] % UNIT)))  # noqa: E731
+        return dataclasses.replace(weight, values=sharding.on_each(pad, weight.values))
 
     each = zip(decoder.layers, params["layers"], strict=True)
     layers = [own | {name: wide(own[name]) for name in mixing_of(layer).exact} for layer, own in each]

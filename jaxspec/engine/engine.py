@@ -22,8 +22,10 @@ import numpy as np
 from jaxspec.compiling.ladder import of_rounds, sizes_of
 from jaxspec.compiling.round_timing import group
 from jaxspec.config.engine_config import EngineConfig
+from jaxspec.config.options import ConfigError
 from jaxspec.config.request import REPORTS, Delta, LogitsError, RequestError, RequestMetrics, sources_of
 from jaxspec.engine.acceptance_watch import Watch
+from jaxspec.engine.adapters import Adapters, salt_of
 from jaxspec.engine.admission import Choice, Intake, Request
 from jaxspec.engine.defaults import here
 from jaxspec.engine.pictures import MOST_PATCHES
@@ -109,6 +111,7 @@ class Engine:
             snapshots=snapshots,
             snapshot_interval=self.config.state_snapshot_interval,
             by_priority=self.config.schedule_policy != "fcfs",
+            adapters=self.runner.adapters and self.runner.adapters.places,
         )
         self.grammars = self.runner.grammars
         intake = Intake(self.runner, self.scheduler)
@@ -169,6 +172,7 @@ class Engine:
             if request.pictures is not None:
                 seq.pictures, seq.overridden = request.pictures, request.pictures.keys
                 seq.whole = request.pictures.spans if self.runner.model.config.tower.mutual else ()
+            seq.adapter, seq.salt = request.adapter, salt_of(request.adapter)
             seq.stepwise, seq.fixed_drafts = request.matchers is not None, request.fixed_drafts
             how = {"min_tokens": params.min_tokens, "prompt_ids": request.tokens, "kept": params.kept_special_tokens}
             how |= {"skip_special_tokens": params.skip_special_tokens, "keep_stop": params.include_stop_str_in_output}
@@ -263,7 +267,7 @@ class Engine:
         mode, slots = _mode(seqs), [seq.slot for seq in seqs]
         dispatched = self.prefill_budget.round(time.monotonic(), rounds)
         if not _constrained(seqs):
-            mode = self.runner.mode_of_round(mode, len(seqs), rounds)
+            mode = self.runner.mode_of_round(mode, slots, rounds)
             started, (drafts, chosen) = time.monotonic(), self._choose(seqs, mode, rounds)
             result = self.runner.round(slots, table, mode, rounds, drafts)
             rows = _rows(seqs)
@@ -271,7 +275,7 @@ class Engine:
                 InFlight(self._read_rounds, result, rows, mode, None, drafts, chosen, dispatched, started)
             )
             return
-        mode = self.runner.mode_of_open_round(mode, len(seqs))
+        mode = self.runner.mode_of_open_round(mode, slots)
         opened = self.runner.open_round(slots, table, mode, [self._forced(seq) for seq in seqs])
         rows = _rows(seqs)
         self._read(deltas, keep=0)  # while the device runs the forward: matchers are to stand where it starts
@@ -497,6 +501,13 @@ class Engine:
         rows = self.runner.reported(seq.pages, count)
         return [rows if getattr(params, name) else None for name, rows in zip(REPORTS, rows, strict=True)]
 
+    @property
+    def adapters(self) -> Adapters:
+        """The adapters that requests may have. **Raises:** `ConfigError` if there is no room for any."""
+        if self.runner.adapters is None:
+            raise ConfigError("this engine has no room for adapters; start it with --enable-lora or --lora-modules")
+        return self.runner.adapters
+
     def flush_cache(self) -> bool:
         """Empty the prefix tree. False, and nothing done, while requests run; in a pause, while any keeps its pages."""
         paused = self.rollout.stopped and not (self.scheduler.running or self.scheduler.prefilling)
@@ -522,6 +533,10 @@ class Engine:
                 self.counts.finished["error"] += 1
         self.requests.clear()
         audit(self.scheduler)
+        if (adapters := self.runner.adapters) is not None:  # the failed step may have consumed their arrays
+            adapters.reset()
+            self.scheduler.adapters = adapters.places
+            self.runner.set_weights(self.runner.model, self.runner.draft)
         self.runner.reset()
 
     def settle(self) -> None:

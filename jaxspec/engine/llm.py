@@ -49,6 +49,7 @@ class LLM:
         prompts: str | list[int] | Prompt | list[str] | list[list[int]] | list[Prompt],
         params: SamplingParams | list[SamplingParams] | None = None,
         priority: int | list[int] = 0,
+        lora: str | list[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Complete one prompt or several: strings, lists or arrays of token ids used as they are, or `Prompt`s with
         pictures. One output each, in order.
@@ -57,7 +58,7 @@ class LLM:
 
         `params` holds for all prompts, or is a list with one for each; None is `SamplingParams()` with what the
         checkpoint's generation_config.json says. `priority`, of all or one for each, says who goes first, by
-        `schedule_policy`.
+        `schedule_policy`. `lora`: the name of an adapter, of all or one for each; None is the model itself.
 
         **Raises:** `RequestError`, before anything runs if any prompt can't be served. Ctrl-C takes effect after the
         step that runs (pressed again, at once): the call's requests are aborted, and the next call finds the engine as
@@ -85,17 +86,18 @@ class LLM:
                 f"{len(prompts)} prompts but {len(settings)} sampling params; give one for each prompt, or one for all",
                 "params",
             )
-        priorities = priority if isinstance(priority, list | tuple) else [priority] * len(prompts)
-        if len(priorities) != len(prompts):
-            raise RequestError(
-                f"{len(prompts)} prompts but {len(priorities)} priorities; give one for each prompt, or one for all",
-                "priority",
-            )
+        each_of = lambda value: value if isinstance(value, list | tuple) else [value] * len(prompts)  # noqa: E731
+        priorities, adapters = each_of(priority), each_of(lora)
+        for given, what, param in ((priorities, "priorities", "priority"), (adapters, "adapters", "lora")):
+            if len(given) != len(prompts):
+                raise RequestError(
+                    f"{len(prompts)} prompts but {len(given)} {what}; give one for each prompt, or one for all", param
+                )
         if self.engine.rollout.stopped:
             raise RequestError("the engine's memory is released; call resume_memory first", "prompts")
         requests = [
-            self.engine.prepare(prompt, each, priority=first)
-            for prompt, each, first in zip(prompts, settings, priorities, strict=True)
+            self.engine.prepare(prompt, each, priority=first, lora=adapter)
+            for prompt, each, first, adapter in zip(prompts, settings, priorities, adapters, strict=True)
         ]
         builders = {request.id: [CompletionBuilder(i) for i in range(request.params.n)] for request in requests}
         with self._turn, Interrupts() as interrupts:
@@ -120,13 +122,14 @@ class LLM:
         messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
         params: SamplingParams | list[SamplingParams] | None = None,
         priority: int | list[int] = 0,
+        lora: str | list[str | None] | None = None,
         **template: Any,
     ) -> list[RequestOutput]:
         """Answer one chat or several, as the model's own template writes them. One output each, in order.
 
         `messages`: a chat is a list of messages, `{"role": "user", "content": "Hi"}`. A content with pictures is a list
         of parts, `{"type": "text", "text": ...}` and `{"type": "image", "image": ...}`: a path, a file's bytes, a PIL
-        image, an array u8[height, width, 3] or a data: URL. `params` and `priority` as `generate`'s.
+        image, an array u8[height, width, 3] or a data: URL. `params`, `priority` and `lora` as `generate`'s.
         `template`: of `Tokenizer.apply_chat_template`: `tools`, `continue_final_message` with
         `add_generation_prompt=False`, and variables of the template, such as `enable_thinking=False`.
 
@@ -141,7 +144,7 @@ class LLM:
                 f"{shown(messages)}",
                 "messages",
             )
-        return self.generate([self._prompt(chat, template) for chat in chats], params, priority)
+        return self.generate([self._prompt(chat, template) for chat in chats], params, priority, lora)
 
     def _prompt(self, chat: list[Any], template: dict[str, Any]) -> list[int] | Prompt:
         """A chat's token ids, with its pictures if it has some."""
@@ -176,6 +179,19 @@ class LLM:
             rollout = self.engine.rollout
             rollout.update(rollout.prepare(target, draft, version)).result()
             return rollout.version
+
+    def load_adapter(self, name: str, path: str, replace: bool = False) -> None:
+        """Read a LoRA adapter, a folder that PEFT wrote. `generate` then takes it by this name. `replace`: it may be in
+        use, by another adapter.
+
+        **Raises:** `CheckpointError` naming what can't be served, `RequestError`, `ConfigError` for an engine without
+        room for adapters.
+        """
+        self.engine.adapters.load(name, path, replace)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter. **Raises:** as `load_adapter`."""
+        self.engine.adapters.unload(name)
 
     def release_memory(self, tags: list[str] | None = None) -> None:
         """Give memory back until `resume_memory`: "kv_cache", "weights" (which move to the host), or both.

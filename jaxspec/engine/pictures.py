@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int
 
 from jaxspec.decoder.towers import embed_pictures, places
@@ -22,6 +23,7 @@ from jaxspec.decoder.towers.qwen import Patches
 from jaxspec.images.picture import Picture
 from jaxspec.models.vision import Tower
 from jaxspec.pallas.attention.picture_attention import QUERIES
+from jaxspec.parallel import sharding
 
 log = logging.getLogger("jaxspec")
 
@@ -44,11 +46,20 @@ def tower_workspace(tower: Tower, itemsize: int) -> int:
 
 
 class PictureReader:
-    """Reads pictures into `rows` rows, each picture once while it is there."""
+    """Reads pictures into `rows` rows, each picture once while it is there.
 
-    def __init__(self, tower: Tower, params: Any, rows: int):
-        self.tower, self._params, self._size = tower, params, rows
-        self._jit = jax.jit(partial(_read, tower), donate_argnums=1)
+    `mesh`: of an engine on several devices. Each has the whole tower, `params`, and reads all pictures, in the time of
+    one and without a sum. `alone`: each picture has a program of its size to itself, so that its embeddings have the
+    same bits whatever is read beside it.
+    """
+
+    def __init__(self, tower: Tower, params: Any, rows: int, mesh: Mesh | None = None, alone: bool = False):
+        self.tower, self._params, self._size, self._alone = tower, params, rows, alone
+        read, self._there = partial(_read, tower), None
+        if mesh is not None:
+            read = sharding.spread(read, mesh, sharding.EVERYWHERE, sharding.EVERYWHERE)
+            self._there = NamedSharding(mesh, sharding.EVERYWHERE)
+        self._jit = jax.jit(read, donate_argnums=1)
         self._compiled: dict[int, Any] = {}
         self._sizes = tower.sizes(MOST_PATCHES)
         self._guard = threading.Lock()
@@ -81,7 +92,7 @@ class PictureReader:
         for key in wanted:
             self._held.move_to_end(key)
         kept |= wanted.keys()
-        for several in _together(missing):
+        for several in [[each] for each in missing] if self._alone else _together(missing):
             held = self._encode(held, several)
         return held, [self._held[picture.key] for picture in pictures]
 
@@ -115,7 +126,7 @@ class PictureReader:
 
     def compile_behind(self, dtype: str) -> None:
         """Compile the programs of all sizes, in a thread of its own, once the engine's first ones are there."""
-        held = jax.ShapeDtypeStruct((self._size, self.tower.out), dtype)
+        held = jax.ShapeDtypeStruct((self._size, self.tower.out), dtype, sharding=self._there)
 
         def compile_all() -> None:
             started = time.monotonic()

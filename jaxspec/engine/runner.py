@@ -16,9 +16,7 @@ from concurrent.futures import CancelledError
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
 
 from jaxspec.cache.memory_check import check_room, explain_out_of_memory
 from jaxspec.cache.memory_plan import (
@@ -34,27 +32,28 @@ from jaxspec.cache.paged import PageLayout, kv_bytes_per_token, page_dtype
 from jaxspec.cache.recurrent import state_bytes
 from jaxspec.checkpoint import CheckpointError, Model, load_target
 from jaxspec.checkpoint.demo import cache_folder
+from jaxspec.checkpoint.kv_scales import by_group
 from jaxspec.compiling import xla_options
 from jaxspec.compiling.abstract_model import Loading, alike
 from jaxspec.compiling.executable_store import Executables, enable_compilation_cache
 from jaxspec.compiling.ladder import of_rounds, sizes_of
-from jaxspec.compiling.programs import Programs
+from jaxspec.compiling.programs import Programs, programs_there
 from jaxspec.compiling.round_timing import time_rounds
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
 from jaxspec.decoder.forward import describe, path_table
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.loading import LoadedDrafter, check_drafter, load_drafter
+from jaxspec.engine.adapters import Adapters, places_of, with_adapters
 from jaxspec.engine.defaults import resolve, rounds_for, shapes_of, small_model
 from jaxspec.engine.deterministic import prepared, reporting
 from jaxspec.engine.pictures import PictureReader, rows_for, tower_workspace
-from jaxspec.models.description import PagedRows
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas import hopper, portable
 from jaxspec.parallel import peers, sharding
 from jaxspec.parallel.hosts import Follower, Leader
 from jaxspec.parallel.sharding import Division
-from jaxspec.rounds.packing import PictureRows, fit, pack_admission, pack_blocks
+from jaxspec.rounds.packing import PictureRows, fit, pack_admission, pack_blocks, put_adapters
 from jaxspec.rounds.programs import MODES, State, empty_state
 from jaxspec.scheduling.draft_count import SKIP_DRAFTER, Group
 from jaxspec.scheduling.sequence import NO_STATE, Chunk, SequenceState
@@ -94,6 +93,8 @@ class Runner:
                 "jaxspec.replicas.data_parallel.DataParallelLLM, which has AsyncLLM's methods"
             )
         self.hosts = hosts
+        if hosts is not None and options.has_adapters:
+            raise ConfigError("adapters aren't served on several hosts (--nnodes); merge one into its model")
         claim_device()
         enable_compilation_cache()
         log.info("kernels: %s", portable.kernel_choice())
@@ -135,6 +136,7 @@ class Runner:
         if self._mesh is not None:
             self._drafter = self._drafter.on_one_of(options.tp_size)
             self.draft = dataclasses.replace(self.draft, params=sharding.everywhere(self.draft.params, self._mesh))
+            self.model = dataclasses.replace(self.model, tower=sharding.everywhere(self.model.tower, self._mesh))
 
     def _prepare(self, options: EngineConfig) -> None:
         """All that follows from the shapes of model and drafter: options, memory, programs that aren't compiled yet."""
@@ -145,7 +147,9 @@ class Runner:
         at_once = 1 if self.no_pictures else self.model.config.tower.at_once
         shapes = shapes_of(self.config, drafter, alone=not small_model(self.model), rounds_for=few, at_once=at_once)
         rows = rows_for(self.model.config.tower, shapes.prefills[-1] * shapes.block) if not self.no_pictures else 0
-        self.shapes = dataclasses.replace(shapes, pictures=rows)
+        self.adapters = Adapters(self.config, self.model, shapes.num_slots) if self.config.has_adapters else None
+        places = self.adapters.count if self.adapters else 0
+        self.shapes = dataclasses.replace(shapes, pictures=rows, adapters=places)
         self.narrower = dict(self.shapes.narrower)
         self.round_times: dict[Group, dict[int, float]] = {}  # seconds by drafts; none without warm-up
         self.plan, self._layout = self._plan()
@@ -153,9 +157,12 @@ class Runner:
         of = self._local.decoder, sharding.on_one(self.model.params["layers"]), self.shapes.batches, self.width
         self.paths = path_table(*of, self._layout.dtype, self.config.tp_size)
         log.info("%s", describe(self.paths))
+        if self.adapters is not None:
+            paths = path_table(*of, self._layout.dtype, self.config.tp_size, adapters=True)
+            log.info("with adapters of rank %d in %d places, %s", self.adapters.rank, places, describe(paths))
         self._division = self._divide()
-        params, draft_params = self.model.params, self.draft.params
-        self.programs = Programs(self._local, drafter, self.shapes, params, draft_params, self._store(), self._division)
+        params = with_adapters(self.model.params, self.adapters), self.draft.params
+        self.programs = Programs(self._local, drafter, self.shapes, *params, self._store(), self._division)
 
     def _compile(self, options: EngineConfig, staged: bool, loading: Loading | None) -> None:
         """Compile the programs, or in a `staged` start those that serve anything; meet the other hosts.
@@ -195,7 +202,7 @@ class Runner:
         self._load(self.config, model, draft)
         if not (same and alike(shapes[:2], (model.params, draft.params)) and alike(shapes[2], self._shaped_state())):
             return False
-        self.programs.fill(model.params, draft.params)
+        self._fill()
         self.pictures = self._reader()
         self.state = self._empty_state()
         return True
@@ -240,16 +247,15 @@ class Runner:
                 f"a picture's {tokens} tokens don't fit in a chunk of {chunk}; start the server with a "
                 f"--chunked-prefill-size of at least {tokens}"
             )
-        if self.config.deterministic:
-            return "--deterministic serves text alone; start the server without"
-        if self.config.tp_size > 1 or self.hosts is not None:
-            return "a model on several devices serves text alone; use --tp-size 1"
+        if self.hosts is not None:
+            return "a model on several hosts serves text alone; use --nnodes 1"
         return None
 
     def _reader(self) -> PictureReader | None:
         if not self.shapes.pictures:
             return None
-        return PictureReader(self.model.config.tower, self.model.tower, self.shapes.pictures)
+        of = self.model.config.tower, self.model.tower, self.shapes.pictures, self._mesh
+        return PictureReader(*of, alone=self.config.deterministic)
 
     def _plan(self) -> tuple[MemoryPlan, PageLayout]:
         config, shapes = self.config, self.shapes
@@ -263,7 +269,9 @@ class Runner:
         if shapes.pictures:
             workspace = max(workspace, tower_workspace(self.model.config.tower, np.dtype(config.dtype).itemsize))
         plan = plan_memory(
-            weight_bytes=sharding.bytes_of(self.model.params) + sharding.bytes_of(self.model.tower),
+            weight_bytes=sharding.bytes_of(self.model.params)
+            + sharding.bytes_of(self.model.tower)
+            + sharding.bytes_of(self.adapters and self.adapters.stacks),
             draft_weight_bytes=sharding.bytes_of(self.draft.params, self.model.params),
             bytes_per_token=per_token,
             slot_bytes=sharding.bytes_of((empty.slots, empty.hidden, empty.features, empty.pictures)),
@@ -315,7 +323,8 @@ class Runner:
         whole = self._state_shapes(self._layout, self.model.config, self.draft.drafter)
         state = sharding.divided(whole, self._state_shapes(self._layout, self._local, self._drafter))
         workspaces, self.sums = peers.opened(self._mesh)
-        return Division(self._mesh, *sharding.specs_of((self.model.params, self.draft.params)), state, workspaces)
+        params = with_adapters(self.model.params, self.adapters), self.draft.params
+        return Division(self._mesh, *sharding.specs_of(params), state, workspaces)
 
     def _state_shapes(self, layout: PageLayout, config: ModelConfig, drafter: Drafter) -> State:
         return jax.eval_shape(lambda: self._state_of(layout, 0, config, drafter))
@@ -362,22 +371,10 @@ class Runner:
     def _state_of(self, layout: PageLayout, snapshots: int, config: ModelConfig, drafter: Drafter) -> State:
         shapes, options = self.shapes, self.config
         sizes = shapes.num_slots, shapes.capacity, options.dtype, snapshots, options.state_dtype
-        more = self._kv_scales(layout, config), shapes.pictures, options.enable_return_hidden_states
+        scales = self.model.kv_scales if layout.dtype.startswith("float8") else None
+        scales = None if scales is None else by_group(scales, config.decoder)
+        more = scales, shapes.pictures, options.enable_return_hidden_states
         return empty_state(config, drafter, layout, *sizes, *more)
-
-    def _kv_scales(self, layout: PageLayout, config: ModelConfig) -> tuple[Array, ...] | None:
-        """The checkpoint's scales of an FP8 cache by group of layers, of the heads that this device has."""
-        scales = self.model.kv_scales
-        if scales is None or not layout.dtype.startswith("float8"):
-            return None
-        memories, out = [layer.mixing.memory for layer in config.decoder.layers], []
-        paged = [memory for memory in memories if isinstance(memory, PagedRows)]
-        size = sharding.devices()
-        for group in config.decoder.groups(PagedRows):
-            own = scales[[memory == group for memory in paged]]
-            first = jax.lax.axis_index(sharding.AXIS) * own.shape[2] // size if size > 1 else 0
-            out.append(jax.lax.dynamic_slice_in_dim(jnp.asarray(own), first, group.heads, axis=2))
-        return tuple(out)
 
     def reset(self) -> None:
         """Replace the state by an empty one. The old one is freed first: there is no room for two."""
@@ -395,7 +392,10 @@ class Runner:
         if not alike((self.model.params, self.draft.params), (model.params, draft.params)):
             raise CheckpointError("the weights differ from the engine's in structure, shape or dtype")
         self.model, self.draft = model, draft
-        self.programs.fill(model.params, draft.params)
+        self._fill()
+
+    def _fill(self) -> None:
+        self.programs.fill(with_adapters(self.model.params, self.adapters), self.draft.params)
 
     def release_state(self) -> None:
         """Delete pages, slots and states; `reset` makes them again."""
@@ -453,15 +453,17 @@ class Runner:
             blocks += [(chunk.seq.slot, *each) for each in cut]
             texts += [chunk.seq.tokens] * len(cut)
             pictures += [read[i]] * len(cut) if read is not None else []
-        size = self.programs.stand_in("prefill", ("",), len(blocks))[1]
+        adapted = self._adapted([chunk.seq.slot for chunk in chunks])
+        size = self.programs.stand_in("prefill", ("",), len(blocks), adapted)[1]
         padding = (self.shapes.score if score else size) - len(blocks)
         blocks += [(self.shapes.num_slots, 0, 0, NO_STATE, NO_STATE)] * padding
         pictures = None if read is None else pictures + [None] * padding
         packed = pack_blocks(blocks, texts + [[]] * padding, table[[slot for slot, *_ in blocks]], block, pictures)
+        packed = self._with_adapters(packed, adapted)
         if not score:
-            self.state = self.programs.prefill(self.state, packed)
+            self.state = self.programs.prefill(self.state, packed, adapted)
             return None
-        self.state, out = self.programs.score(self.state, packed)
+        self.state, out = self.programs.score(self.state, packed, adapted)
         out.copy_to_host_async()
         return out
 
@@ -497,13 +499,14 @@ class Runner:
 
         `drafts`: one of `Runner.drafts`, or `SKIP_DRAFTER`; None: the drafter's own number.
         """
-        run = getattr(self.programs, of_rounds(rounds))
+        run, adapted = getattr(self.programs, of_rounds(rounds)), self._adapted(slots)
         narrow = drafts if drafts in self.narrower else None
         if narrow is None:
-            _, size = self.programs.stand_in(of_rounds(rounds), (mode,), len(slots))
+            _, size = self.programs.stand_in(of_rounds(rounds), (mode,), len(slots), adapted)
         else:
             size = fit(len(slots), sizes_of(self.shapes, of_rounds(rounds), mode, narrow))
-        self.state, out = run(self.state, self._pack(slots, table, size), mode, narrow)
+        packed = self._with_adapters(self._pack(slots, table, size), adapted)
+        self.state, out = run(self.state, packed, mode, narrow, adapted)
         out.copy_to_host_async()
         return out
 
@@ -511,28 +514,41 @@ class Runner:
         """The mode of `first` for requests that need `mode`: another only while that one's programs are missing."""
         return self._mode_of("first", mode, requests)
 
-    def mode_of_round(self, mode: str, requests: int, rounds: int = 1) -> str:
+    def mode_of_round(self, mode: str, slots: list[int], rounds: int = 1) -> str:
         """The mode of `round`, chosen as in `mode_of_first`."""
-        return self._mode_of(of_rounds(rounds), mode, requests)
+        return self._mode_of(of_rounds(rounds), mode, len(slots), self._adapted(slots))
 
-    def mode_of_open_round(self, mode: str, requests: int) -> str:
+    def mode_of_open_round(self, mode: str, slots: list[int]) -> str:
         """The mode of `open_round`, chosen as in `mode_of_first`."""
-        return self._mode_of("structured", mode, requests)
+        return self._mode_of("structured", mode, len(slots), self._adapted(slots))
 
-    def _mode_of(self, name: str, mode: str, requests: int) -> str:
-        return self.programs.stand_in(name, MODES[MODES.index(mode) :], requests)[0]
+    def _mode_of(self, name: str, mode: str, requests: int, adapted: bool = False) -> str:
+        return self.programs.stand_in(name, MODES[MODES.index(mode) :], requests, adapted)[0]
+
+    def _adapted(self, slots: list[int]) -> bool:
+        """Whether any of these slots' requests has an adapter, which then is on the device."""
+        if places_of(self.adapters, slots) is None:
+            return False
+        if self.adapters.written():
+            self._fill()
+        return True
+
+    def _with_adapters(self, packed: np.ndarray, adapted: bool) -> np.ndarray:
+        return put_adapters(packed, self.adapters.places.of_slot[packed[:, 0]]) if adapted else packed
 
     def open_round(self, slots: list[int], table: np.ndarray, mode: str, forced: list[list[int] | None]) -> OpenRound:
         """Dispatch drafts and forward of a round that `close_round` ends, with the masks made meanwhile.
 
         `forced`: for each slot the drafts that a grammar forces; None where the slot's last round left them.
         """
-        _, size = self.programs.stand_in("structured", (mode,), len(slots))
-        packed = put_forced(self._pack(slots, table, size, columns(self.width - 1)), forced)
-        packed = packed if self.hosts else jax.device_put(packed)
+        adapted = self._adapted(slots)
+        _, size = self.programs.stand_in("structured", (mode,), len(slots), adapted)
+        given = put_forced(self._pack(slots, table, size, columns(self.width - 1)), forced)
+        packed = given if self.hosts else jax.device_put(given)
         self.state, proposal, drafts = self.programs.draft(self.state, packed, mode)
         drafts.copy_to_host_async()
-        self.state, logits, features = self.programs.forward(self.state, packed, proposal)
+        rows = self._with_adapters(given, True) if adapted else packed
+        self.state, logits, features = self.programs.forward(self.state, rows, proposal, adapted)
         return OpenRound(packed, mode, drafts, (proposal, logits, features))
 
     def close_round(self, opened: OpenRound, bits: np.ndarray, forced: np.ndarray) -> jax.Array:
@@ -586,11 +602,3 @@ def _report_start(runner: Runner, started: float) -> None:
         )
     seconds, name = time.monotonic() - started, f"{runner.model.name} with --draft {runner.draft.name}"
     log.info("ready in %.1f s: %s, %s", seconds, name, programs_there(runner.programs))
-
-
-def programs_there(programs: Programs) -> str:
-    """How many of an engine's programs are compiled, in words."""
-    ready, pending = programs.ready, len(programs.pending)
-    if pending:
-        return f"{ready} of {ready + pending} programs. The others are being compiled; until then requests are slower"
-    return f"{ready} programs" if ready else "whose programs are compiled when they are first used"

@@ -20,6 +20,7 @@ from jaxspec.cache.recurrent import NOTHING
 from jaxspec.checkpoint import Model
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.json_values import shown
+from jaxspec.config.options import ConfigError
 from jaxspec.config.request import RequestError
 from jaxspec.decoder.forward import Hidden, forward
 from jaxspec.engine.deterministic import PROMPT_BLOCK, fixed_order
@@ -60,6 +61,11 @@ def logprobs(
             f"prompt must be from 1 to {t} tokens, one number or int[{b}], got {shown(prompt)}", "prompt"
         )
     options = config or EngineConfig(model=model.name, deterministic=True)
+    if options.tp_size > 1:
+        raise ConfigError(
+            f"config has tp_size={options.tp_size}, whose sums have another order than those of one device, on which "
+            "log-probabilities of whole texts are computed. Run the engine with tp_size=1"
+        )
     dtypes = model.dtype, page_dtype(options.kv_cache_dtype, model.dtype), options.state_dtype
     sizes = -(-int(lengths.max()) // PROMPT_BLOCK), -(-(t - 1 - int(lengths.min())) // ROWS)
     lengths = np.broadcast_to(lengths, (b,)).astype(np.int32)

@@ -5,7 +5,9 @@ A number is an integer n from 0 to 15. Each group of inputs of an output shares 
 
 On the device the bits stand so that a mask and a shift make bfloat16 of them, in the order of the tensor cores' left
 operand. A `BLOCK` of 32 inputs is four words of 32 bits. Word c holds inputs 8i + 2c and the next, i = 0..3: the first
-one's number at bit 4i, the other's at bit 16 + 4i. A group is a multiple of a block.
+one's number at bit 4i, the other's at bit 16 + 4i. A group is a multiple of a block. Of `UNIT` inputs, or as many as
+divide both them and all inputs, the blocks' words 0 come first, then their words 1, and so on (`by_lane`): a lane of
+the tensor cores takes the same word of each block, and so loads neighbours.
 
 Scales stand by group, `[groups, outputs]`. With zero points there are two rows a group: scales, then zero points.
 """
@@ -19,6 +21,7 @@ from jax import lax
 from jaxtyping import Array, Float, UInt8
 
 BLOCK = 32  # inputs whose numbers are arranged together
+UNIT = 256  # inputs whose words are arranged together
 GROUP = 128  # inputs that share a scale in weights quantised on load
 MIDDLE = 8  # the zero point of symmetric weights
 
@@ -33,12 +36,29 @@ def _bytes(numbers: UInt8[Array, "*e n k"]) -> UInt8[Array, "*e n k2"]:
     blocks = numbers.reshape(*numbers.shape[:-1], -1, 4, 4, 2).astype(jnp.uint32)  # [block, i, c, first or second]
     at = 4 * jnp.arange(4, dtype=jnp.uint32)[:, None, None] + 16 * jnp.arange(2, dtype=jnp.uint32)
     words = jnp.sum(blocks << at, axis=(-3, -1), dtype=jnp.uint32)
-    return lax.bitcast_convert_type(words, jnp.uint8).reshape(*numbers.shape[:-1], -1)
+    return by_lane(lax.bitcast_convert_type(words, jnp.uint8).reshape(*numbers.shape[:-1], -1))
+
+
+def unit_of(inputs: int) -> int:
+    """How many of so many inputs have their words arranged together."""
+    return math.gcd(inputs, UNIT)
+
+
+def by_lane(values: UInt8[Array, "*e n k2"]) -> UInt8[Array, "*e n k2"]:
+    """Values whose words stand block by block, lane by lane in each unit."""
+    words = values.reshape(*values.shape[:-1], -1, unit_of(2 * values.shape[-1]) // BLOCK, 4, 4)
+    return jnp.swapaxes(words, -3, -2).reshape(values.shape)
+
+
+def by_block(values: UInt8[Array, "*e n k2"]) -> UInt8[Array, "*e n k2"]:
+    """`by_lane` undone."""
+    words = values.reshape(*values.shape[:-1], -1, 4, unit_of(2 * values.shape[-1]) // BLOCK, 4)
+    return jnp.swapaxes(words, -3, -2).reshape(values.shape)
 
 
 def numbers(values: UInt8[Array, "*e n k2"]) -> UInt8[Array, "*e n k"]:
     """The numbers in the order of inputs."""
-    words = lax.bitcast_convert_type(values.reshape(*values.shape[:-1], -1, 1, 4, 1, 4), jnp.uint32)
+    words = lax.bitcast_convert_type(by_block(values).reshape(*values.shape[:-1], -1, 1, 4, 1, 4), jnp.uint32)
     at = 4 * jnp.arange(4, dtype=jnp.uint32)[:, None, None] + 16 * jnp.arange(2, dtype=jnp.uint32)
     return (words >> at & 15).astype(jnp.uint8).reshape(*values.shape[:-1], -1)
 

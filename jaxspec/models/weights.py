@@ -148,7 +148,7 @@ class Int4(FourBits):
 
 @dataclass(frozen=True)
 class Nvfp4(FourBits):
-    """E2M1 numbers, e4m3 scales of each 16 inputs and float32 factors, as `jaxspec.models.nvfp4` has them."""
+    """E2M1 numbers, scales of each 16 inputs in a byte and float32 factors, as `jaxspec.models.nvfp4` has them."""
 
     bytes_each: ClassVar[float | None] = 9 / 16
 
@@ -159,8 +159,7 @@ class Nvfp4(FourBits):
         return nvfp4.quantise(rows)
 
     def placed(self, values, scales):
-        by_input = jnp.swapaxes(scales[..., 0], -1, -2)
-        return mxfp4.arranged(values), by_input.astype(fp8.E4M3), scales[..., 0, 1].astype(jnp.float32)
+        return *nvfp4.arrange(values, scales[..., 0]), scales[..., 0, 1].astype(jnp.float32)
 
     def dequantise(self, values, scales, factors):
         return nvfp4.dequantise(values, scales, factors)
@@ -216,6 +215,20 @@ class Layout:
 
 
 @flax.struct.dataclass
+class LowRank:
+    """Changes of a weight's product by adapters (LoRA): rows with adapter s have `x @ a[:, s] @ b[s]` added.
+
+    There are places for a fixed number of adapters, of a fixed rank p, padded with zeros. A weight fused of several
+    projections has their ranks side by side in p, and each one's outputs read its own. `place`: of each request or
+    block that rows belong to, equally many of each and in order, the place of its adapter; -1 for none.
+    """
+
+    a: Float[Array, "k s p"]
+    b: Float[Array, "s p n"]
+    place: Int[Array, " b"] | None = None
+
+
+@flax.struct.dataclass
 class Weight:
     """The weight of a matmul, or of many experts' matmuls.
 
@@ -223,7 +236,8 @@ class Weight:
     [inputs, outputs]. Experts' are [experts, outputs, inputs], and quantised ones [outputs, inputs], as checkpoints
     have them; formats of four bits have a byte for two inputs. `scales`: of quantised values, `[outputs, inputs]` as
     well, with one for several of each; those of four bits are `[inputs, outputs]`. `factors`: one for each output,
-    beside its scales. `order`: which of the rows' inputs each of the weight's is; None: they are in order.
+    beside its scales. `order`: which of the rows' inputs each of the weight's is; None: they are in order. `adapters`:
+    what rows' adapters add to the product; None: no row has one.
     """
 
     values: Float[Array, "*e a b"] | UInt8[Array, "*e a b"]
@@ -232,6 +246,7 @@ class Weight:
     scales: Float[Array, "*e c d"] | UInt8[Array, "*e c d"] | None = None
     factors: Float[Array, "*e n"] | None = None
     order: Int[Array, " k"] | None = None
+    adapters: LowRank | None = None
 
     @property
     def quantised(self) -> bool:

@@ -25,7 +25,7 @@ from jaxspec.pallas import hopper
 from jaxspec.pallas.collectives import peer_sum
 from jaxspec.pallas.dense.few_rows import Scaled
 from jaxspec.pallas.operation import ANY, HOPPER, Implementation, choose, nothing
-from jaxspec.parallel.collectives import summing, total
+from jaxspec.parallel.collectives import AXIS, summing, total
 
 log = logging.getLogger("jaxspec")
 
@@ -158,6 +158,13 @@ def summed(
     return choose("a sum over devices", SUM, *call).run(*call)
 
 
+def summed_in_order(part: Float[Array, "r d"], x: Float[Array, "r d"]) -> Float[Array, "r d"]:
+    """x plus the sum of all devices' `part`, in float32 in the order of ranks and rounded once, for any number of
+    rows."""
+    call = part, x, None, None, False
+    return choose("a sum in the order of ranks", SUM_IN_ORDER, *call).run(*call)
+
+
 def _peers_refused(part: Array, *_: Any) -> str | None:
     if _known.get() is None:
         return "devices that don't read each other's memory"
@@ -176,6 +183,10 @@ def _by_xla(part, x, scale, prefetch, centred) -> Array | tuple[Array, Scaled]:
     return peer_sum.reference(x, total(part)[None], scale, centred)
 
 
+def _gathered(part, x, scale, prefetch, centred) -> Array | tuple[Array, Scaled]:
+    return peer_sum.reference(x, jax.lax.all_gather(part, AXIS), scale, centred)
+
+
 def _rounded(part: Array) -> Any:
     """The dtype in which a part is sent."""
     return jnp.bfloat16 if part.ndim == 3 else part.dtype
@@ -183,3 +194,4 @@ def _rounded(part: Array) -> Any:
 
 PEER_SUM = Implementation("peer_sum", HOPPER, _peers_refused, _by_peers)
 SUM = (PEER_SUM, Implementation("psum", ANY, nothing, _by_xla))
+SUM_IN_ORDER = (PEER_SUM, Implementation("gathered", ANY, nothing, _gathered))

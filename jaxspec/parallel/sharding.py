@@ -300,6 +300,13 @@ def spread(run: Callable, mesh: Mesh, given: Any, gives: Any) -> Callable:
     return jax.shard_map(run, mesh=mesh, in_specs=given, out_specs=gives, check_vma=False)
 
 
+def on_each(f: Callable[[Array], Array], x: Array) -> Array:
+    """`f` of each device's part of an array; divided as that is."""
+    if isinstance(x, jax.core.Tracer) or not isinstance(x.sharding, NamedSharding):
+        return f(x)
+    return jax.jit(spread(f, x.sharding.mesh, (x.sharding.spec,), x.sharding.spec))(x)
+
+
 def divided(whole: Any, one: Any) -> Any:
     """How a state is divided, from its shapes on a device that has the whole model, and on one of several: what a
     smaller model has less of is divided. All else is the same on all devices."""

@@ -115,6 +115,7 @@ class DataParallelLLM:
         self.config: EngineConfig = dataclasses.replace(ready[0]["config"], dp_size=options.dp_size)
         self.model_config, self.sampling = ready[0]["model_config"], ready[0]["sampling"]
         self.image_reader, self.no_pictures = ready[0]["image_reader"], ready[0]["no_pictures"]
+        self.adapters: dict[str, str] = ready[0]["adapters"]
         for member in self._members:
             member.prefixes = Prefixes(0 if self.config.disable_prefix_cache else member.stats["total_pages"])
 
@@ -129,6 +130,7 @@ class DataParallelLLM:
         request_id: str | None = None,
         client: str = "",
         priority: int = 0,
+        lora: str | None = None,
     ) -> AsyncIterator[Delta]:
         """Generate as `AsyncLLM.generate` does. Requests of an engine that is lost end with `RequestFailed`."""
         check_params(params)
@@ -141,7 +143,7 @@ class DataParallelLLM:
             member = self._choose(name, chain, params.n)
             loop, key = asyncio.get_running_loop(), next(self._keys)
             stream = self._streams[key] = Stream(loop, asyncio.Queue(), begun=True, member=member, name=name)
-            if not member.send("generate", (key, tokens, params, name, client, priority)):
+            if not member.send("generate", (key, tokens, params, name, client, priority, lora)):
                 stream.arrived.put_nowait(self._gone(member))
             if (limit := self.request_timeout) is not None:
                 late = RequestTimeout(
@@ -201,6 +203,10 @@ class DataParallelLLM:
                 raise self._as_ours(answer, member)
             if action in ("update", "release"):
                 member.prefixes.clear()
+        if action == "load_adapter":
+            self.adapters[given["name"]] = given["path"]
+        if action == "unload_adapter":
+            self.adapters.pop(given["name"], None)
         return answers[0] | {"requests": sum(each["requests"] for each in answers)}
 
     async def _ask(self, members: list[EngineProcess], kind: str, value: Callable[[int], Any]) -> list[Any]:

@@ -76,7 +76,7 @@ class Worker:
         gc.collect()
         gc.freeze()  # as the server does, so that nobody looks through what was loaded
         self._send("stats", llm.stats())
-        names = ("config", "model_config", "sampling", "image_reader", "no_pictures")
+        names = ("config", "model_config", "sampling", "image_reader", "no_pictures", "adapters")
         self._send("ready", {name: getattr(llm, name) for name in names})
         return self._loop.run_until_complete(self._serve(llm))
 
@@ -147,8 +147,8 @@ class Worker:
     async def _generate(
         self, key: int, before: asyncio.Task | None, prompt: Any, params: Any, name: str, *whose: Any
     ) -> None:
-        """Stream a request to the other side. `before` had its id, and may be being cancelled. `whose`: client and
-        priority."""
+        """Stream a request to the other side. `before` had its id, and may be being cancelled. `whose`: client,
+        priority and adapter."""
         if before is not None:
             await asyncio.wait((before,))
         try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -243,6 +243,16 @@ def unpack_pictures(
     return jnp.stack(axes), seen, rows
 
 
+def put_adapters(packed: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """Packed requests or blocks, with the places of their adapters in a last column; -1 for none, and for padding."""
+    return np.concatenate([packed, places[:, None]], axis=1)
+
+
+def take_adapters(params: Any, packed: Int[Array, "b k"]) -> tuple[Int[Array, "b _"], Int[Array, " b"] | None]:
+    """Undo `put_adapters`, where the weights have adapters."""
+    return (packed[:, :-1], packed[:, -1]) if "adapters" in params else (packed, None)
+
+
 def unpack_logprobs(rows: np.ndarray, tokens: Iterable[int], wanted: int) -> list[TokenLogprobs]:
     """Unpack `programs._pack_logprobs`: one row of int32 bits per token. `wanted`: how many of the top entries to
     return."""
@@ -287,6 +297,7 @@ class Shapes:
     # of those numbers, the ones that a request has on average, shared out; and the most that one request has
     ragged: tuple[tuple[int, int], ...] = ()
     pictures: int = 0  # rows for embeddings of pictures' tokens; 0: the model reads no pictures
+    adapters: int = 0  # places for adapters; 0: there are no programs for requests that have one
 
     def several(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
         """Sizes, in requests, that have programs of several rounds."""

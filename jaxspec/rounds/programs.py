@@ -127,7 +127,7 @@ def prefill(
     token after it isn't known yet. Returned are how many tokens there were, which shows when they are done; with
     `score`, the packed logprobs of the token after each row.
     """
-    reads = state.pictures is not None
+    reads, (packed, adapters) = state.pictures is not None, packing.take_adapters(params, packed)
     (slots, start, count, source, keep, newest), known, table = packing.unpack_blocks(packed, block, reads)
     tokens, next_tokens = known[:, :-1], known[:, 1:]
     axes, last_seen, own, following = None, None, None, None
@@ -142,7 +142,8 @@ def prefill(
     read = any(i >= config.num_layers - 1 for i in drafter.feature_layers)
     every = score or read or state.reported.kept  # whether all rows of the last layer are needed
     requested = None if every else jnp.where(newest > 0, last, -1)
-    hidden = forward(config.decoder, params, tokens, marked, mixer, state.cache, drafter.feature_layers, requested, own)
+    given = drafter.feature_layers, requested, own, adapters
+    hidden = forward(config.decoder, params, tokens, marked, mixer, state.cache, *given)
 
     seen = rows.replace(count=count - newest, axes=None, last_seen=None)
     shown = PrefillBatch(slots, tokens, next_tokens, seen, axes, following)
@@ -190,10 +191,11 @@ def decode_round(
 
     `mode` is one of `MODES`. A request that is done yields nothing and changes nothing.
     """
-    return _round(config, drafter, mode, params, draft_params, state, packed[:, 0], packed[:, 1:])
+    packed, adapters = packing.take_adapters(params, packed)
+    return _round(config, drafter, mode, params, draft_params, state, packed[:, 0], packed[:, 1:], adapters)
 
 
-def _round(config, drafter, mode, params, draft_params, state, ids, table):
+def _round(config, drafter, mode, params, draft_params, state, ids, table, adapters):
     slots, batch = batch_of(state, ids, table, mode)
     if fixed := config.decoder.deterministic:
         batch = batch.replace(coupled=True)
@@ -203,11 +205,11 @@ def _round(config, drafter, mode, params, draft_params, state, ids, table):
     if isinstance(drafter, Ragged) and drafter.packs:
         proposal = drafter.shared(proposal, slots, batch)
         hidden, packed = ragged_verification.run(
-            config, drafter, params, state.cache, state.replay[ids], batch, proposal
+            config, drafter, params, state.cache, state.replay[ids], batch, proposal, adapters
         )
         state, spread = state.replace(cache=hidden.cache), partial(packed.spread, q=proposal.tokens.shape[1] + 1)
     else:
-        hidden, state = run_rows(config, drafter, params, state, slots, batch, proposal)
+        hidden, state = run_rows(config, drafter, params, state, slots, batch, proposal, adapters)
     scores = _score(config, params, hidden, mode, spread)
     features = jax.tree.map(spread, hidden.features + state.reported.of(hidden))
     state, out = conclude(drafter, mode, draft_params, state, slots, batch, proposal, scores, features, fixed=fixed)
@@ -251,8 +253,9 @@ def run_rows(
     slots: Slots,
     batch: DraftBatch,
     proposal: Proposal,
+    adapters: Int[Array, " b"] | None = None,
 ) -> tuple[Hidden, State]:
-    """The target's forward over the newest token and the drafts."""
+    """The target's forward over the newest token and the drafts, each request's with its adapter."""
     tokens = jnp.concatenate([batch.tokens(-1, 1), proposal.tokens], axis=1)
     tree = _tree(drafter, proposal)
     if tree is not None and config.recurrent:  # the runner refuses those that say so by their `topk`
@@ -270,7 +273,8 @@ def run_rows(
         rows = rows.replace(depth=tree.depth, mask=tree.follows)
     positions = rows.marked_positions(tokens.shape[1])
     mixer = RoundRows(_order(config, rows), batch.slots, state.replay[batch.slots])
-    hidden = forward(config.decoder, params, tokens, positions, mixer, state.cache, drafter.feature_layers)
+    of = config.decoder, params, tokens, positions, mixer, state.cache, drafter.feature_layers
+    hidden = forward(*of, adapters=adapters)
     return hidden, state.replace(cache=hidden.cache)
 
 
@@ -287,10 +291,11 @@ def decode_rounds(
     config: ModelConfig, drafter: Drafter, mode: str, rounds: int, params: Any, draft_params: Any, state: State, packed
 ) -> tuple[State, Int[Array, "k b w"]]:
     """Run `rounds` rounds, one after the other, and return each one's result."""
+    packed, adapters = packing.take_adapters(params, packed)
     ids, table = packed[:, 0], packed[:, 1:]  # taken apart once
 
     def step(state, _):
-        return _round(config, drafter, mode, params, draft_params, state, ids, table)
+        return _round(config, drafter, mode, params, draft_params, state, ids, table, adapters)
 
     return jax.lax.scan(step, state, length=rounds)
 

@@ -186,10 +186,11 @@ def run(
     replay: Int[Array, " b"],
     batch: DraftBatch,
     proposal: Proposal,
+    adapters: Int[Array, " b"] | None = None,
 ) -> tuple[Hidden, Packed]:
     """The target's forward over each request's newest token and its drafts that are verified, packed as returned.
 
-    `replay`: as of `mixers.RoundRows`.
+    `replay`: as of `mixers.RoundRows`. `adapters`: as of `forward`, by request.
     """
     count = jnp.where(batch.live, proposal.count + 1, 0)
     packed = Packed.of(count, len(count) * (drafter.each + 1))
@@ -199,4 +200,5 @@ def run(
     rows = rows if batch.shift is None else rows.replace(shift=batch.shift[of])
     mixer = PackedRows(rows, batch.slots, replay, packed, drafter.num_draft_tokens + 1)
     positions = rows.marked_positions(1)
-    return forward(config.decoder, params, tokens, positions, mixer, cache, drafter.feature_layers), packed
+    given = config.decoder, params, tokens, positions, mixer, cache, drafter.feature_layers
+    return forward(*given, adapters=None if adapters is None else adapters[of]), packed

@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from jaxspec.config.request import CONTEXT_EXCEEDED, RequestError
+from jaxspec.scheduling.adapter_places import AdapterPlaces
 from jaxspec.scheduling.fair_share import FairShare
 from jaxspec.scheduling.prefix_cache import Node, PagePool, PrefixTree, Snapshots
 from jaxspec.scheduling.priority import PriorityQueue
@@ -58,6 +59,7 @@ class Scheduler:
     - `snapshots`: of a model with linear attention, the state slots for snapshots; None of other models.
       `snapshot_interval`: prompt tokens between two of them, rounded up to whole blocks and pages.
     - `by_priority`: priorities order and preempt; otherwise nobody looks at them. `clock`: gives seconds, for aging.
+    - `adapters`: places that sequences with an adapter hold; None: there are no adapters.
 
     `table`, i32[num_slots + 1, pages_per_seq], holds the pages of each slot in order, 0 beyond them; the last row is of
     the dummy slot, all 0. It changes in place: copy the rows that a program reads. `waiting`, `prefilling`
@@ -87,6 +89,7 @@ class Scheduler:
         snapshots: Iterable[int] | None = None,
         snapshot_interval: int = 256,
         by_priority: bool = False,
+        adapters: AdapterPlaces | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         sizes = {"num_slots": num_slots, "width": width, "block": block, "score_tokens": score_tokens, "rounds": rounds}
@@ -111,7 +114,7 @@ class Scheduler:
         self.tree = PrefixTree(self.pool, page_size, reach, self.snapshots)
         self.pages_per_seq = self._pages_for(context_length + lookahead)
         self.table = np.zeros((num_slots + 1, self.pages_per_seq), np.int32)
-        self.by_priority = by_priority
+        self.by_priority, self.adapters = by_priority, adapters
         self.waiting = PriorityQueue(clock) if by_priority else FairShare()
         self.prefilling: list[SequenceState] = []
         self.running: list[SequenceState] = []
@@ -408,8 +411,11 @@ class Scheduler:
         return chunk
 
     def _admitted_now(self, seq: SequenceState) -> bool:
-        """Give a sequence that waits a slot and its pages. False: there are too few pages, and none is admitted before
-        a sequence has left."""
+        """Give a sequence that waits a slot and its pages. False: there are too few pages, or no place for its adapter,
+        and none is admitted before a sequence has left."""
+        if self.adapters is not None and not self.adapters.room(seq.adapter):
+            self._refused = True
+            return False
         seq.source, seq.points = None, []
         shares = self.prefix_cache and not seq.score
         # The last position is always computed: a first token, or a drafter, needs more of it than its keys and values.
@@ -432,6 +438,8 @@ class Scheduler:
         seq.pages = pages + self._take(missing)
         seq.slot = self._free_slots.pop()
         self.table[seq.slot, : len(seq.pages)] = seq.pages
+        if self.adapters is not None:
+            self.adapters.hold(seq.adapter, seq.slot)
         seq.status = Status.PREFILL
         self.prefilling.append(seq)
         return True
@@ -517,6 +525,8 @@ class Scheduler:
             self._publish(seq, seq.computed, leaving=True)
             self.prefilling.remove(seq)
         self.pool.release(seq.pages)
+        if self.adapters is not None:
+            self.adapters.leave(seq.adapter, seq.slot)
         self.table[seq.slot] = 0
         self._free_slots.append(seq.slot)
         seq.pages, seq.slot, seq.node, seq.drafter_seen = [], -1, None, None

@@ -42,6 +42,7 @@ class SequenceState:
     - `client`: a key of whom it is for; prompts are computed in equal shares for all clients (`fair_share`).
     - `priority`: lower values first (`priority`); all are 0 where the scheduler goes by arrival.
     - `salt`: a key of what else its keys and values depend on, 64 bits; 0: of nothing else.
+    - `adapter`: the one that it is computed with, in a place that it holds while admitted (`adapter_places`), or None.
     - `drafter_seen`: positions that the drafter has seen, if it missed what came then; None: it misses nothing. Set by
       the engine, and at admission.
 
@@ -64,6 +65,7 @@ class SequenceState:
     overridden: Mapping[int, int] = field(default_factory=dict, repr=False)
     salt: int = 0
     whole: tuple[tuple[int, int], ...] = field(default=(), repr=False)
+    adapter: Any = field(default=None, repr=False)
     pictures: Placement | None = field(default=None, repr=False)
     client: str = ""
     priority: int = 0

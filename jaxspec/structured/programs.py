@@ -21,6 +21,7 @@ from jaxspec.decoder.forward import unembed
 from jaxspec.drafters.base import Drafter, Proposal
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.parallel.sharding import all_gather_requests, logits_of_my_requests, my_requests, top_tokens
+from jaxspec.rounds.packing import take_adapters
 from jaxspec.rounds.programs import (
     GREEDY,
     Masks,
@@ -120,8 +121,9 @@ def forward(
 ) -> tuple[State, Float[Array, "b q v"], tuple[Float[Array, "b q d"], ...]]:
     """The target's logits after the newest token and each draft, of this device's part of the vocabulary, and the
     features that the drafter asks for, then the rows to be reported."""
+    packed, adapters = take_adapters(params, packed)
     slots, batch = _requests(drafter, state, packed, GREEDY)
-    hidden, state = run_rows(config, drafter, params, state, slots, batch, proposal)
+    hidden, state = run_rows(config, drafter, params, state, slots, batch, proposal, adapters)
     return state, unembed(params, hidden.last, config.decoder), hidden.features + state.reported.of(hidden)
 
 

@@ -5,7 +5,7 @@
 #     scripts/gpu/parallel.sh OUT N [PART...]
 #
 # PART is of: plan kernels sums texts servers local kept dense mixture hybrid large train; by default all, in this order;
-# or drafters, of texts the tests with trees, block drafters, token maps and drafters side by side.
+# or drafters, of texts the tests with trees, block drafters, token maps, drafters side by side and --deterministic.
 #   plan     memory and least times of a round of each model that the parts below time, as `bench plan` predicts them
 #   kernels  the sum through peers' memory: ranks as blocks and as devices, and a peer that never comes
 #   sums     each way to make a sum, from 2 KB to 2 MB: psum, XLA's one-shot kernel, peers' memory
@@ -128,7 +128,7 @@ for part in "${@:-plan kernels sums texts servers local kept dense mixture hybri
                 bench sums sums --tp-size "$n"
                 XLA_FLAGS="${XLA_FLAGS:-} $one_shot" bench sums-one-shot sums --tp-size "$n" --ways psum ;;
             texts) each tests/gpu/test_several_gpus.py ;;
-            drafters) each tests/gpu/test_several_gpus.py -k each_drafter ;;
+            drafters) each tests/gpu/test_several_gpus.py -k "each_drafter or deterministic" ;;
             servers) # several processes share each GPU's memory
                 XLA_PYTHON_CLIENT_PREALLOCATE=false tests servers tests/gpu/test_several_servers.py ;;
             local) CUDA_VISIBLE_DEVICES=$(cut -d, -f 1 <<<"${CUDA_VISIBLE_DEVICES:-0}") bench local kernels --only over --no-plain --profile ;;

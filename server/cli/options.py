@@ -104,7 +104,7 @@ def make_parser() -> argparse.ArgumentParser:
     choice("--log-format", "text", logs.FORMATS, "format of log lines")
     ready = "be ready only once all programs are compiled: later, but then no request is slower for it (default: off)"
     add("--wait-for-programs", action="store_true", help=ready)
-    rollout = "take new weights, pauses and releases of memory without an API key (default: off)"
+    rollout = "take new weights, pauses, releases of memory and profiles without an API key (default: off)"
     add("--enable-rollout-routes", action="store_true", help=rollout)
     add("--access-log", action="store_true", help="log a line per HTTP request (default: off)")
     texts = "append each finished text to this file as token ids, for jaxspec.train --data (default: off)"
@@ -176,7 +176,8 @@ def _parse_known(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpar
     try:
         args, unknown = parser.parse_known_args(argv)
     except UsageError as error:
-        if any(word.startswith("-") and _from_elsewhere(name_of(word)) for word in argv):
+        known = set(map(name_of, _flags(parser)))
+        if any(word.startswith("-") and _from_elsewhere(name_of(word), known) for word in argv):
             raise UsageError(str(error) + _translation(parser, argv)) from None
         raise
     named = list(pairs(unknown, SWITCHES))
@@ -202,9 +203,9 @@ def _spelt(name: str, argv: Sequence[str]) -> str:
     )
 
 
-def _from_elsewhere(name: str) -> bool:
+def _from_elsewhere(name: str, known: Iterable[str] = ()) -> bool:
     """Whether a flag of that name has another name here."""
-    return unabbreviated(name.partition(".")[0]) in ELSEWHERE
+    return unabbreviated(name.partition(".")[0], known) in ELSEWHERE
 
 
 def _without_one_gpu(argv: Sequence[str]) -> list[str]:
@@ -322,6 +323,8 @@ def _words_of(place: str, name: str, action: argparse.Action, node: yaml.Node) -
     ):
         values = [each.value for each in node.value]
         return [f"{name}={json.dumps(values) if action.metavar == 'LIST' else ','.join(values)}"]
+    if kind == "seq" and action.nargs == "+" and all(isinstance(each, yaml.ScalarNode) for each in node.value):
+        return [name, *(each.value for each in node.value)]
     if not isinstance(node, yaml.ScalarNode):
         raise UsageError(f"{place} takes one value, got a {'list' if kind == 'seq' else 'mapping'}")
     return [f"{name}={node.value}"]

@@ -36,7 +36,8 @@ VLLM_PORT = 8000  # where its clients look, who were told no port
 MASTER_PORT = 29501  # vLLM's for several hosts
 THEIR_WORDS = re.compile("(SGLANG|SGL|VLLM)_")  # of the environment; others are kept
 SHORT = {"sc": "speculative_config", "q": "quantization", "n": "nnodes", "r": "node_rank"}  # vLLM's, with one dash
-LISTS = {"api_key", "served_model_name", "lora_modules", "lora_paths"}  # which may have several values there
+LISTS = {"api_key", "served_model_name", "lora_modules", "lora_paths", "lora_target_modules"}  # of several values there
+SEVERAL = {"served_model_name", "lora_modules", "lora_target_modules"}  # ours that take several values
 NAME_LISTS = {"allowed_media_domains"}  # ours that are lists in JSON
 SIZE_LISTS = {"batch_sizes", "prefill_sizes"}  # our flags whose value is a list where theirs has several values
 SGLANG_PRIORITIES = ("enable_priority_scheduling", "schedule_low_priority_values_first")  # both make one option here
@@ -202,8 +203,8 @@ def _sorted(
         elif here is None:
             why = UNSUPPORTED.get(whole) or NEEDLESS.get(whole) or "it has no counterpart here"
             left.append(f"{flag(name)}: {why}")
-        elif here == "served_model_name" and here in ours:
-            ours[here] += f" {value}"
+        elif here in SEVERAL and here in ours:
+            ours[here] += f"\n{_value(name, here, value)}"
         elif name in LISTS and here in ours:
             left.append(f"{flag(name)} {value}: there can be but one here")
         else:
@@ -256,8 +257,8 @@ def _words(ours: Mapping[str, str | None]) -> list[str]:
     """Options as words of a command line."""
     words: list[str] = []
     for name, value in ours.items():
-        if name == "served_model_name":
-            words += [flag(name), *value.split()]
+        if name in SEVERAL:
+            words += [flag(name), *value.split("\n")]
             continue
         joined = value is not None and value.startswith("-")
         words += [f"{flag(name)}={value}"] if joined else [each for each in (flag(name), value) if each is not None]
@@ -268,11 +269,22 @@ def _value(name: str, here: str, value: str) -> str:
     """The value here of an option that is called `name` there, where it is spelt in another way."""
     if name == "generation_config":
         return "openai" if value == "vllm" else "model"
+    if name == "lora_paths":
+        return _adapter(value)
     if here in ("reasoning_parser", "tool_call_parser"):
         return {"qwen3_xml": "qwen3_coder", "llama4_json": "llama3_json"}.get(value, value.replace("-", "_"))
     if here in SIZES and (size := re.fullmatch(r"(\d+(?:\.\d+)?)([kmgtKMGT])", value)):
         return str(round(float(size[1]) * UNITS[size[2]]))
     return value
+
+
+def _adapter(value: str) -> str:
+    """One of SGLang's adapters, NAME=PATH: there it may be a path alone, or a JSON object."""
+    try:
+        fields = json.loads(value)
+        return f"{fields['lora_name']}={fields['lora_path']}"
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return value if "=" in value else f"{value}={value}"
 
 
 def _most_images(key: str, value: str) -> str | None:

@@ -2,7 +2,7 @@
 
 Pure ASGI, because a wrapper that reads the request (Starlette's BaseHTTPMiddleware) would hide a client's disconnect.
 Invariants: with a key set, nothing but `OPEN_PATHS` and `OPEN_FOLDER` answers a request that doesn't carry it; without,
-pages of other origins are kept away (`origin`), and `ROLLOUT_PATHS` are refused unless the server was told to take
+pages of other origins are kept away (`origin`), and `GUARDED_PATHS` are refused unless the server was told to take
 them. Every response has an `X-Request-Id`, under `/v1/messages` as `request-id` too, and one that isn't a success has a
 line in the log, or is counted in one: one line, of at most a few hundred characters, whatever the client sent, and no
 more lines than a disk can bear.
@@ -32,11 +32,13 @@ log = logging.getLogger("jaxspec.server")
 # Browsers, probes and scrapers rarely carry a key.
 OPEN_PATHS = ("/", "/health", "/ready", "/ping", "/health_generate", "/metrics")
 OPEN_FOLDER = "/playground/"
-# Routes that change what all clients are served: the weights, and whether anything runs.
-ROLLOUT_PATHS = frozenset(
+# Routes that act on all clients' requests: the weights, whether anything runs, a record of who asks. So does
+# /abort_request with abort_all, which only its body shows: `request.state.trusted` tells its route.
+GUARDED_PATHS = frozenset(
     {
         *("/update_weights_from_disk", "/update_weight_version", "/pause_generation", "/continue_generation"),
         *("/release_memory_occupation", "/resume_memory_occupation", "/pause", "/resume", "/sleep", "/wake_up"),
+        *("/start_profile", "/stop_profile"),
     }
 )
 MAX_BODY_BYTES = 64 * 2**20
@@ -50,7 +52,7 @@ class Gate:
     over `max_body` bytes.
 
     Refuse with 403 a host name that is neither in `hosts` nor this machine's own, unless that is None; and without a
-    key what would change something and comes from a page whose origin isn't in `origins`, and `ROLLOUT_PATHS` unless
+    key what would change something and comes from a page whose origin isn't in `origins`, and `GUARDED_PATHS` unless
     `rollout_routes`.
 
     The request's id, which is the client's `X-Request-Id`, or a new one where that is none, is
@@ -79,6 +81,7 @@ class Gate:
         given = headers.get("x-request-id", "")
         request_id = given if re.fullmatch(REQUEST_ID, given) else secrets.token_hex(16)
         scope.setdefault("state", {}).update(request_id=request_id, client=self._client(scope, headers))
+        scope["state"]["trusted"] = self.key is not None or self.rollout_routes
         asked = f"{scope['method']} {scope['path']}"
         status = 0
 
@@ -116,9 +119,8 @@ class Gate:
             check_host(headers, self.hosts)
         if self.key is None:
             check_origin(method, path, headers, self.origins)
-            if path in ROLLOUT_PATHS and not self.rollout_routes:
-                way = "with --api-key, or with --enable-rollout-routes if everyone who reaches it may do that"
-                raise ApiError(403, f"{path} changes what all clients are served; start the server {way}")
+            if path in GUARDED_PATHS and not self.rollout_routes:
+                raise needs_key(path)
         elif path not in OPEN_PATHS and not path.startswith(OPEN_FOLDER):
             scheme, _, bearer = headers.get("authorization", "").partition(" ")
             keys = [headers.get("x-api-key"), bearer if scheme.lower() == "bearer" else None]
@@ -149,6 +151,12 @@ class Gate:
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body is larger than {self.max_body} bytes; send fewer or shorter prompts at once")
+
+
+def needs_key(action: str) -> ApiError:
+    """The refusal of an `action` on all clients' requests, by a server that doesn't know who asks."""
+    way = "with --api-key, or with --enable-rollout-routes if everyone who reaches it may do that"
+    return ApiError(403, f"{action} acts on all clients' requests; start the server {way}")
 
 
 class Refusals:

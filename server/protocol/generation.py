@@ -23,6 +23,7 @@ from server.protocol.base import (
     Body,
     Integer,
     Priority,
+    Text,
     TokenId,
     at_most,
     check_text,
@@ -127,7 +128,7 @@ class Generation(StructuredFields, Sampled):
         }
     )
     UNSUPPORTED: ClassVar[dict[str, tuple]] = {
-        **dict.fromkeys(("logits_processors", "lora_path"), ()),
+        "logits_processors": (),
         "bad_words": ([],),
         "use_beam_search": (False,),
         "length_penalty": (1, 1.0),
@@ -155,6 +156,7 @@ class Generation(StructuredFields, Sampled):
     token_sources: bool | None = None
     fixed_drafts: bool | None = None
     priority: Priority | None = None
+    lora_path: Text | None = None  # SGLang's: an adapter's name
     request_id: Id | None = None  # vLLM's: what the response's id ends in
     rid: Id | None = None  # SGLang's: the response's id
 
@@ -196,7 +198,7 @@ class Generation(StructuredFields, Sampled):
 
 _OF_THE_REPLY = {
     *("model", "stream", "stream_options", "store", "request_id", "rid"),
-    *("return_token_ids", "return_tokens_as_token_ids", "priority"),
+    *("return_token_ids", "return_tokens_as_token_ids", "priority", "lora_path"),
 }
 _OTHERS = {*_OF_THE_REPLY, *StructuredFields.model_fields}
 _SHARED = tuple(name for name in Generation.model_fields if name not in _OTHERS)

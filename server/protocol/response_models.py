@@ -204,6 +204,7 @@ class ModelCard(Object):
     created: int
     owned_by: str
     root: str
+    parent: str | None
     max_model_len: int
     # Anthropic's
     type: Literal["model"]

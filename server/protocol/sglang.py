@@ -156,6 +156,22 @@ Prompts = Ids | Annotated[list[Ids], Several]
 Settings = Sampling | Annotated[list[Sampling], Field(max_length=MAX_COMPLETIONS)]
 
 
+Adapters = str | Annotated[list[str | None], Several]
+
+
+def _adapters(value: Any) -> Any:
+    """An adapter's name, or for each prompt one or null."""
+    if not all(isinstance(each, str) or (each is None and isinstance(value, list)) for each in _listed(value)):
+        raise RequestError(
+            f"must be an adapter's name, or a list with a name or null for each prompt, got {shown(value)}"
+        )
+    return value
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
 Image = Annotated[str, Field(json_schema_extra={"pattern": "^data:"})]
 Images = Image | Annotated[list[Image | list[Image]], Several]
 
@@ -172,7 +188,7 @@ class GenerateRequest(Body):
     )
     UNSUPPORTED: ClassVar[dict[str, tuple]] = {
         **dict.fromkeys(("input_embeds", "video_data", "audio_data"), ([],)),
-        **dict.fromkeys(("session_params", "lora_path", "lora_id", "custom_logit_processor", "extra_key"), ()),
+        **dict.fromkeys(("session_params", "lora_id", "custom_logit_processor", "extra_key"), ()),
         **dict.fromkeys(("return_entropy", "return_bytes", "background"), (False,)),
         **dict.fromkeys(("bootstrap_host", "bootstrap_port", "bootstrap_room", "data_parallel_rank"), ()),
     }
@@ -186,6 +202,7 @@ class GenerateRequest(Body):
     rid: Annotated[Any, _one_or_each(str, "a string", unique=True)] | None = None
     stream: bool | None = None
     priority: Priority | None = None
+    lora_path: Annotated[Any, PlainValidator(_adapters, json_schema_input_type=Adapters)] | None = None
     return_logprob: Annotated[Any, _one_or_each(bool, "true or false")] | None = None
     logprob_start_len: Annotated[Any, _one_or_each(int, "an integer")] | None = None
     top_logprobs_num: (
@@ -203,7 +220,7 @@ class GenerateRequest(Body):
         if (self.text is None) == (self.input_ids is None):
             given = "neither" if self.text is None else "both"
             raise RequestError(f"send text or input_ids; {given} was given", "text")
-        for name in ("rid", "return_logprob", "logprob_start_len", "top_logprobs_num", *REPORTS):
+        for name in ("rid", "lora_path", "return_logprob", "logprob_start_len", "top_logprobs_num", *REPORTS):
             value = getattr(self, name)
             if isinstance(value, list) and len(value) != len(self.prompts):
                 raise RequestError(f"has {len(value)} entries for {len(self.prompts)} prompts", name)
@@ -270,6 +287,10 @@ class GenerateRequest(Body):
             top, more = (top or 0) if wanted else None, dict(zip(REPORTS, kept, strict=True))
             all_params.append(each.params(defaults, logprobs=top, prompt_logprobs=None if start < 0 else top, **more))
         return all_params
+
+    def adapters(self) -> list[str | None]:
+        """For each prompt, the name of its adapter."""
+        return self._each("lora_path")
 
     def no_tokens(self) -> list[bool]:
         """For each prompt, whether nothing is to follow it."""

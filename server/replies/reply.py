@@ -57,7 +57,8 @@ def event(data: str) -> str:
 @dataclass(slots=True)
 class Job:
     """A prompt for the engine, with the request id that the engine is to know it by. `response`: the response's id, by
-    which a client may abort it, where that is another. `chosen`: the client chose that id, for this request alone."""
+    which a client may abort it, where that is another. `chosen`: the client chose that id, for this request alone.
+    `lora`: its adapter's name."""
 
     ids: list[int]
     params: SamplingParams
@@ -65,6 +66,7 @@ class Job:
     response: str | None = None
     chosen: bool = False
     images: tuple[PlacedPicture, ...] = ()
+    lora: str | None = None
 
     @property
     def prompt(self) -> list[int] | engine.Prompt:

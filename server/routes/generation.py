@@ -33,7 +33,7 @@ def add(app: FastAPI, serving: Serving) -> None:
     @app.post("/v1/chat/completions", responses=stream_of(ChatCompletion, ChatCompletionChunk))
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Continue a chat."""
-        serving.check(body.model)
+        lora = serving.check(body.model, lora=body.lora_path)
         with chat_fields(body.limit_name):
             params = body.sampling(serving.sampling)
 
@@ -41,18 +41,19 @@ def add(app: FastAPI, serving: Serving) -> None:
                 prompt = await serving.chat_prompt(body)
                 speech = serving.speech(body, prompt)
                 settings = speech.sampling(params)
-                return ChatReply([prompt], settings, serving.name, speech=speech, **options(body, request))
+                name = lora or serving.name
+                return ChatReply([prompt], settings, name, speech=speech, **options(body, request))
 
-            return await serving.answer(request, make(), body.stream, body.store, body.priority)
+            return await serving.answer(request, make(), body.stream, body.store, body.priority, lora)
 
     @app.post("/v1/completions", responses=stream_of(Completion, Completion))
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue one or several texts."""
-        serving.check(body.model)
+        lora = serving.check(body.model, lora=body.lora_path)
         params = body.sampling(serving.sampling)
 
         async def make() -> CompletionReply:
             prompts = await serving.prompts(body)
-            return CompletionReply(prompts, params, serving.name, **options(body, request))
+            return CompletionReply(prompts, params, lora or serving.name, **options(body, request))
 
-        return await serving.answer(request, make(), body.stream, body.store, body.priority)
+        return await serving.answer(request, make(), body.stream, body.store, body.priority, lora)

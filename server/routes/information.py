@@ -23,13 +23,15 @@ def add(app: FastAPI, serving: Serving) -> None:
     now = datetime.now(UTC)
 
     def card(name: str) -> ModelCard:
-        """A model's card, with OpenAI's, vLLM's and Anthropic's fields."""
+        """A model's card, or an adapter's, with OpenAI's, vLLM's and Anthropic's fields."""
+        folder = None if name in serving.names else llm.adapters.get(name)
         return ModelCard(
             id=name,
             object="model",
             created=int(now.timestamp()),
             owned_by="jaxspec",
-            root=llm.config.model,
+            root=folder or llm.config.model,
+            parent=serving.name if folder else None,
             max_model_len=llm.config.context_length,
             type="model",
             display_name=name,
@@ -40,16 +42,14 @@ def add(app: FastAPI, serving: Serving) -> None:
 
     @app.get("/v1/models")
     async def models() -> ModelList:
-        """The one model served, under each of its names."""
-        first, *_, last = (*serving.names, serving.names[-1])
-        cards = [card(name) for name in serving.names]
-        return ModelList(object="list", data=cards, has_more=False, first_id=first, last_id=last)
+        """The one model served, under each of its names, and its adapters."""
+        cards = [card(name) for name in (*serving.names, *llm.adapters)]
+        return ModelList(object="list", data=cards, has_more=False, first_id=cards[0].id, last_id=cards[-1].id)
 
     @app.get("/v1/models/{model:path}")
     async def model(model: str) -> ModelCard:
         """A model by its name."""
-        serving.check(model)
-        return card(model)
+        return card(serving.check(model) or model)
 
     @app.get("/version")
     async def version() -> dict:

@@ -49,7 +49,7 @@ def add(app: FastAPI, serving: Serving) -> None:
     @app.post("/v1/messages")
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """Answer a conversation."""
-        serving.check(body.model, CLAUDE)
+        lora = serving.check(body.model, CLAUDE)
         with chat_of(body) as chat:
             params = chat.sampling(serving.sampling)
 
@@ -62,9 +62,10 @@ def add(app: FastAPI, serving: Serving) -> None:
                 if len(prompt.ids) + body.max_tokens > context:  # as many as fit, as Anthropic has it
                     settings = dataclasses.replace(settings, max_tokens=None)
                 options: dict[str, Any] = {"stream": bool(body.stream), "shows_thinking": body.shows_thinking}
-                return MessagesReply(prompt, settings, serving.name, speech, limit=body.max_tokens, **options)
+                name = lora or serving.name
+                return MessagesReply(prompt, settings, name, speech, limit=body.max_tokens, **options)
 
-            return await serving.answer(request, make(), body.stream, priority=body.priority)
+            return await serving.answer(request, make(), body.stream, priority=body.priority, lora=lora)
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountTokensRequest) -> dict[str, int]:

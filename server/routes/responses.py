@@ -46,7 +46,7 @@ def add(app: FastAPI, serving: Serving) -> None:
     @app.post("/v1/responses")
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         """Respond to text, or to a conversation's items."""
-        serving.check(body.model)
+        lora = serving.check(body.model)
         before = body.previous_response_id
         history = [] if before is None else stored(before, "previous_response_id").items
         given = [*history, *map(resolved, body.input)]
@@ -61,11 +61,11 @@ def add(app: FastAPI, serving: Serving) -> None:
             async def make() -> ResponsesReply:
                 prompt = await (_truncated if body.truncation == "auto" else Serving.chat_prompt)(serving, chat)
                 speech = serving.speech(chat, prompt)
-                settings, head = speech.sampling(params), _head(body, params, serving.name)
+                settings, head = speech.sampling(params), _head(body, params, lora or serving.name)
                 options = {"stream": bool(body.stream), "done": keep, "origin": body.toolbox.origin}
                 return ResponsesReply(prompt, settings, serving.texts, head, speech, **options)
 
-            return await serving.answer(request, make(), body.stream, body.store, body.priority)
+            return await serving.answer(request, make(), body.stream, body.store, body.priority, lora)
 
     @app.get("/v1/responses/{name}")
     async def response(name: str, stream: bool = False) -> dict[str, Any]:

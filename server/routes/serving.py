@@ -14,6 +14,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from jaxspec import AsyncLLM, RequestError
+from jaxspec.engine.adapters import UNKNOWN
 from jaxspec.images.picture import Picture
 from server.chat.speech import Formats, Speech
 from server.generate import ClientGone, EventStream, UnlessGone, chat_prompt, collect, completion_prompts, run
@@ -50,15 +51,32 @@ class Serving:
         self.names = (self.name, *self.aliases)
         self.texts, self.ids = TokenNames(self.llm.tokenizer), TokenNames(self.llm.tokenizer, as_ids=True)
 
-    def check(self, model: str | None = None, also: str | None = None) -> None:
-        """**Raises:** `ApiError` if the engine is dead, or the request is for another model. `also`: the beginning of
-        further names that are this model's."""
+    def check(self, model: str | None = None, also: str | None = None, lora: str | None = None) -> str | None:
+        """The name of the adapter that a request is for: of `lora`, or of a `model` that is an adapter's name, or the
+        model's and an adapter's with a colon between. None: it is for the model itself.
+
+        **Raises:** `ApiError` if the engine is dead, or the request is for another model. `also`: the beginning of
+        further names that are this model's.
+        """
         if self.llm.error is not None:
             raise engine_died(self.llm.error)
-        if model is not None and model not in self.names and not (also and model.startswith(also)):
-            names = ", ".join(map(repr, self.names))
-            message = f"the model {shown(model)} does not exist; this server serves {names}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+        adapters, found = self.llm.adapters, None
+        if model is not None and model not in self.names:
+            heads = [f"{name}:" for name in self.names if model.startswith(f"{name}:")]
+            found = model if model in adapters else next((model.removeprefix(head) for head in heads), None)
+            if found not in adapters and not (also and model.startswith(also)):
+                names = ", ".join(map(repr, (*self.names, *adapters)))
+                message = f"the model {shown(model)} does not exist; this server serves {names}"
+                raise ApiError(404, message, param="model", code=UNKNOWN)
+        if lora is None:
+            return found if found in adapters else None
+        if lora not in adapters or found not in (None, lora):
+            known = ", ".join(map(repr, adapters)) or "none"
+            other = (
+                f"is {shown(lora)}, and model asks for {found!r}" if lora in adapters else f"{shown(lora)} isn't loaded"
+            )
+            raise ApiError(404, f"lora_path {other}; loaded: {known}", param="lora_path", code=UNKNOWN)
+        return lora
 
     async def chat_prompt(self, body: ChatRequest, most: int | None = None) -> Prompt:
         """A chat's prompt, of at most as many tokens as the context, or `most`. **Raises:** `RequestError`."""
@@ -97,14 +115,17 @@ class Serving:
         stream: bool | None,
         store: bool | None = None,
         priority: int | None = None,
+        lora: str | None = None,
     ) -> Response:
         """Make a reply, run its prompts and send it, whole or as events. `store` False keeps it out of the log of
-        prompts. **Raises:** `RequestError`, `ApiError`."""
+        prompts. `lora`: the adapter of those that name none. **Raises:** `RequestError`, `ApiError`."""
         began = time.time()
         try:
             with UnlessGone(request.receive):
                 reply = await making
                 jobs, kept = reply.jobs(), self.prompt_log if store is not False else None
+                for job in jobs:
+                    job.lora = job.lora or lora
                 watch = kept.watch(jobs, request.url.path) if kept and not any(job.images for job in jobs) else None
                 trace = self.tracer and self.tracer.begin(request.headers, request.url.path, jobs, began)
                 deltas = run(self.llm, jobs, self.metrics, self.running, watch, request.state.client, trace, priority)

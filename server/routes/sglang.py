@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from jaxspec import RequestError
 from jaxspec.config.request import REPORTS
 from server.generate import placed, refusals
+from server.http.gate import needs_key
 from server.protocol import CompletionRequest
 from server.protocol.sglang import NAMES, AbortRequest, GenerateRequest
 from server.replies import Job, Prompt
@@ -24,23 +25,29 @@ def add(app: FastAPI, serving: Serving) -> None:
     @app.put("/generate")
     async def generate(body: GenerateRequest, request: Request) -> Response:
         """Continue one or several prompts."""
-        serving.check()
+        for lora in body.adapters():
+            serving.check(lora=lora)
         with _their_fields("input_ids" if body.text is None else "text"):
             params = body.sampling(serving.sampling)
 
             async def make() -> GenerateReply:
                 prompts = await _prompts(serving, body)
-                work, chosen = zip(prompts, params, body.ids(), strict=True), body.rid is not None
-                jobs = [Job(prompt.ids, each, name, chosen=chosen, images=prompt.images) for prompt, each, name in work]
+                work, chosen = zip(prompts, params, body.ids(), body.adapters(), strict=True), body.rid is not None
+                jobs = [
+                    Job(prompt.ids, each, name, chosen=chosen, images=prompt.images, lora=lora)
+                    for prompt, each, name, lora in work
+                ]
                 options = {"several": body.several, "name_tokens": bool(body.return_text_in_logprobs)}
                 return GenerateReply(jobs, body.starts(), body.no_tokens(), serving.texts, **options)
 
             return await serving.answer(request, make(), body.stream, priority=body.priority)
 
     @app.post("/abort_request")
-    async def abort_request(body: AbortRequest) -> JSONResponse:
+    async def abort_request(body: AbortRequest, request: Request) -> JSONResponse:
         """End a request, or all. They are answered with what they have so far; an unknown id does nothing."""
         serving.check()
+        if body.abort_all and not request.state.trusted:
+            raise needs_key("abort_all")
         serving.abort(None if body.abort_all else body.rid)
         return JSONResponse({"success": True})
 

@@ -66,6 +66,26 @@ def test_what_a_drafter_borrows_counts_once(tmp_path):
     assert made.width == 4
 
 
+def test_a_block_drafters_tables_are_whole_on_each_device(tmp_path):
+    """DSpark's layers, second copies of keys' and values' columns, and what is added to logits are divided."""
+    sizes = dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_key_value_heads=8)
+    target = tiny_config("qwen3", 151936, num_attention_heads=32, head_dim=128, **sizes)
+    block = dict(num_hidden_layers=2, block_size=5, mask_token_id=9, target_layer_ids=[9, 18], markov_rank=256)
+    of_model, draft = folder(tmp_path, target), f"dspark:{folder(tmp_path, target | block, 'draft')}"
+    made = of(of_model, 4, draft=draft, context_length=128)
+    columns = 4096 * 8 * 128
+    layers = 2 * (2 * 4096 * 32 * 128 + 2 * 2 * columns + 3 * 4096 * 12288)
+    table = 151936 * 256
+    expected = 2 * (layers / 4 + 2 * 4096 * 4096 + table + table / 4)
+    assert made.plan.draft_weight_bytes == pytest.approx(expected, rel=0.01)
+    (tmp_path / "map.json").write_text(json.dumps(list(range(0, 151936, 8))))
+    less = of(of_model, 4, draft=draft, context_length=128, draft_token_map=str(tmp_path / "map.json"))
+    known = -(-151936 // 8)  # of which heads are copies, beside the whole one for verification
+    ids = 4 * (151936 / 4 + known / 4)
+    expected += 2 * (4096 + 256) * known / 4 - 2 * table / 4 + ids
+    assert less.plan.draft_weight_bytes == pytest.approx(expected, rel=0.01)
+
+
 @pytest.mark.parametrize("hf,numbers", [(LLAMA_70B, 70.55e9), (QWEN3_235B, 235.1e9)])
 def test_shares_add_up_to_the_model(tmp_path, hf, numbers):
     model = folder(tmp_path, hf)

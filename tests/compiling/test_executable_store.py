@@ -10,6 +10,7 @@ import pickle
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -31,6 +32,15 @@ def test_a_program_is_found_again_with_its_notes(tmp_path):
     Executables(tmp_path / "new", "model").save(("round", 8), ARGUMENTS, "program", {"kernel": 1})
     store = Executables(tmp_path / "new", "model")
     assert store.load(("round", 8), ARGUMENTS) == (["program", "in", "out"], {"kernel": 1})
+
+
+def test_a_program_of_one_device_runs_on_one_where_there_are_several(tmp_path, monkeypatch):
+    first, second = jax.devices()[0], SimpleNamespace()
+    monkeypatch.setattr(executable_store.jax, "devices", lambda: [first, second])
+    load = lambda *program, execution_devices: execution_devices  # noqa: E731
+    monkeypatch.setattr(executable_store.serialize_executable, "deserialize_and_load", load)
+    Executables(tmp_path, "model").save("round", ARGUMENTS, "program", {})
+    assert Executables(tmp_path, "model").load("round", ARGUMENTS) == ([first], {})
 
 
 @pytest.mark.parametrize("made_by, key, arguments", [

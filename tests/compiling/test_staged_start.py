@@ -10,9 +10,8 @@ import pytest
 
 from jaxspec import AsyncLLM, EngineConfig, StructuredOutput
 from jaxspec.compiling.ladder import essential, ladder_of, sizes_of, special, stand_in, use
-from jaxspec.compiling.programs import Programs
+from jaxspec.compiling.programs import Programs, programs_there
 from jaxspec.engine.engine import Engine
-from jaxspec.engine.runner import programs_there
 from jaxspec.rounds.packing import Shapes, admission_size
 from jaxspec.rounds.programs import GREEDY, LOGPROBS, MODES, SAMPLED
 from tests.server.live import wait_for
@@ -108,9 +107,9 @@ def test_drafts_are_chosen_once_all_programs_are_there(staged):
     assert len(core.stats()["programs_pending"]) == len(programs.pending) > 10
     core.complete_start()
     assert core.chooser is None and core.runner.starting
-    assert core.runner.mode_of_round(GREEDY, 1) == LOGPROBS
+    assert core.runner.mode_of_round(GREEDY, [0]) == LOGPROBS
     go.set()
-    assert ended(core) and programs.pending == [] and core.runner.mode_of_round(GREEDY, 1) == GREEDY
+    assert ended(core) and programs.pending == [] and core.runner.mode_of_round(GREEDY, [0]) == GREEDY
     core.requests["one"] = None  # that runs
     core.complete_start()
     assert core.chooser is None, "to time rounds would overwrite its pages"
@@ -129,7 +128,7 @@ def test_a_program_that_fails_leaves_those_that_serve(staged, caplog):
     assert ended(core) and "others serve in their place" in caplog.text and "round_sampled" in caplog.text
     core.complete_start()
     assert not core.runner.starting and core.chooser is None
-    assert core.runner.mode_of_round(SAMPLED, 2) == LOGPROBS and ("round_logprobs", 3) in made
+    assert core.runner.mode_of_round(SAMPLED, [0, 1]) == LOGPROBS and ("round_logprobs", 3) in made
 
 
 def test_an_engine_that_is_closed_compiles_nothing_further(staged, caplog):

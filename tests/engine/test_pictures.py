@@ -13,16 +13,41 @@ from jaxspec.cache.mixers import WholeTexts
 from jaxspec.checkpoint.vision import dummy
 from jaxspec.decoder.forward import forward, unembed
 from jaxspec.decoder.towers import embed_pictures, places
+from jaxspec.drafters.dflash import DFlash
+from jaxspec.drafters.dspark import DSpark
 from jaxspec.engine.pictures import MOST_PATCHES, PictureReader, tower_workspace
 from jaxspec.images.picture import PlacedPicture, Prompt
 from jaxspec.images.placement import Placement
 from jaxspec.models.vision import QwenTower
 from jaxspec.rounds.packing import PICTURE_ROW
+from tests.support.blocks import write_drafter
 from tests.support.exact import ALPHA, distribution, fit_p_value
 from tests.support.heads import random_eagle3
 from tests.support.picture_prompts import GOLDEN, IMAGES, PROMPTS, expected, prompt
+from tests.support.sample import rare
 from tests.support.tiny import tiny_checkpoint
 
+
+def text_model(folder):
+    """A folder with the config of what drafters see of the model: its text."""
+    hf = json.loads((GOLDEN / "qwen3_5" / "config.json").read_text())["text_config"] | {"model_type": "llama"}
+    del hf["layer_types"], hf["rope_parameters"]
+    (folder / "config.json").write_text(json.dumps(hf))
+    return folder
+
+
+def standalone(folder):
+    vocab = json.loads((text_model(folder) / "config.json").read_text())["vocab_size"]
+    return f"standalone:{tiny_checkpoint('qwen3', vocab, 3)}"
+
+
+# `--draft` of drafters that have weights and no picture, made in a folder.
+DRAFTERS = {
+    "eagle3": lambda folder: f"eagle3:{random_eagle3(text_model(folder), tuple(range(60)), (0, 1, 2))}",
+    "dflash": lambda folder: f"dflash:{write_drafter(DFlash, folder / 'own', text_model(folder))}",
+    "dspark": lambda folder: f"dspark:{write_drafter(DSpark, folder / 'own', text_model(folder), markov_rank=4)}",
+    "standalone": standalone,
+}
 GREEDY = SamplingParams(temperature=0, max_tokens=24, logit_bias={60: -100, 61: -100, 62: -100, 63: -100})
 OPTIONS = {
     "context_length": 256, "page_size": 8, "chunked_prefill_size": 32, "max_running_requests": 2, "dtype": "float32",
@@ -78,24 +103,45 @@ def test_sampled_texts_and_logprobs_are_those_of_a_cold_engine(llm):
     np.testing.assert_allclose(told, logprobs[np.arange(len(ids) - 1), ids[1:]], atol=5e-4)
 
 
-@pytest.mark.parametrize("draft", ["ngram", pytest.param("suffix", marks=exhaustive)])
-def test_other_drafters_are_lossless(draft):
+@pytest.mark.parametrize("draft", ["ngram", *map(rare, ("suffix", *DRAFTERS))])
+def test_other_drafters_are_lossless(draft, tmp_path):
+    draft = DRAFTERS[draft](tmp_path) if draft in DRAFTERS else draft
     llm = LLM(str(GOLDEN / "qwen3_5"), draft, num_draft_tokens=3, disable_overlap=True, **OPTIONS)
     names = PROMPTS[:3]
     assert texts(llm, names) == greedy(names)
     history = np.asarray(llm.engine.runner.state.slots.history)
     assert (history >= PICTURE_ROW).any() and not (history == IMAGES).any()
+    assert "ngram" in draft or llm.engine.stats()["drafted_per_position"][0] > 0
 
 
 @exhaustive
-def test_eagle3_is_lossless(tmp_path):
-    hf = json.loads((GOLDEN / "qwen3_5" / "config.json").read_text())["text_config"] | {"model_type": "llama"}
-    del hf["layer_types"], hf["rope_parameters"]
-    (tmp_path / "config.json").write_text(json.dumps(hf))
-    draft = f"eagle3:{random_eagle3(tmp_path, tuple(range(60)), (0, 1, 2))}"
-    llm = LLM(str(GOLDEN / "qwen3_5"), draft, num_draft_tokens=3, **OPTIONS)
-    assert texts(llm, PROMPTS) == greedy(PROMPTS)
-    assert llm.engine.stats()["drafted_per_position"][0] > 0
+@pytest.mark.parametrize("draft", ["mtp", "ngram+dspark"])
+def test_a_deterministic_text_is_the_same_whatever_is_read_beside_it(draft, tmp_path):
+    """Pictures cached and read anew, alone and several at once, prompts in other chunks, preempted, without drafts."""
+    options = OPTIONS | {"deterministic": True, "num_draft_tokens": 3, "dtype": "bfloat16", "max_total_tokens": 208}
+    draft = f"ngram+{DRAFTERS['dspark'](tmp_path)}" if "dspark" in draft else draft
+    llm = LLM(str(GOLDEN / "qwen3_5"), draft, **options)
+    alone = [texts(llm, [name], logprobs=0)[0] for name in PROMPTS]
+    assert texts(llm, PROMPTS) == alone
+    two = ["long", "two"]
+    assert texts(llm, two) == [alone[PROMPTS.index(name)] for name in two]
+    assert llm.engine.scheduler.preemptions
+    assert texts(llm, PROMPTS, speculative=False) == alone
+    other = LLM(str(GOLDEN / "qwen3_5"), "ngram", **options | {"chunked_prefill_size": 64, "max_total_tokens": 512})
+    assert texts(other, PROMPTS) == alone
+
+
+def test_a_deterministic_reader_reads_each_picture_by_itself(llm):
+    """Its embeddings have the bits that they have alone, whatever the size of a program for several."""
+    model = llm.engine.runner.model
+    pictures = [prompt(name).images[0].picture for name in ("one", "first", "other")]
+    rows = {}
+    for together in ([pictures[0]], [pictures[1]], [pictures[2]], pictures):
+        reader = PictureReader(model.config.tower, model.tower, 200, alone=True)
+        held, places = reader.read(jax.numpy.zeros((200, model.config.tower.out), "bfloat16"), together, set())
+        for picture, own in zip(together, places, strict=True):
+            expected = rows.setdefault(picture.key, np.asarray(held[np.array(own)]))
+            np.testing.assert_array_equal(np.asarray(held[np.array(own)]), expected)
 
 
 @exhaustive

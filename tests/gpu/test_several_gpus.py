@@ -184,3 +184,23 @@ def test_kernels_draft_as_on_one_gpu_with_each_drafter(draft, tmp_path, figures)
     of = str(tmp_path / "target"), f"{draft}:{tmp_path / 'drafter'}"
     kernels = alike(draft, figures, *(decoded(of[0], size, 4, of[1], **more) for size in (1, GPUS)))
     assert kernels["peer_sum"], kernels
+
+
+@pytest.mark.skipif(kernels_here() is not None, reason="no kernels here")
+def test_deterministic_texts_are_the_same_whatever_happens_to_them(tmp_path):
+    """Prompts and rounds of any number of rows, more than the sums through peers' memory take among them."""
+    config = tiny_config("qwen3", VOCAB, **{"num_hidden_layers": 4, "max_position_embeddings": 1024} | WIDE)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    prompts = [[(7 * i + j) % VOCAB for j in range(3 + 37 * i)] for i in range(16)]
+    settings = [{"temperature": 0.0}, {"temperature": 0.9, "seed": 5}, {"temperature": 0.8, "seed": 6, "logprobs": 1}]
+    params = [SamplingParams(max_tokens=40, ignore_eos=True, **settings[i % 3]) for i in range(16)]
+    texts = []
+    for chunk, draft in ((512, "ngram"), (2048, "none")):
+        llm = LLM(str(tmp_path), draft, tp_size=GPUS, load_format="dummy", dtype="bfloat16", deterministic=True,
+                  context_length=1024, chunked_prefill_size=chunk, max_running_requests=16, max_total_tokens=4096,
+                  skip_warmup=True)  # fmt: skip
+        for number in (16, 1, 5):
+            outs = [llm.generate(prompts[at : at + number], params[at : at + number]) for at in range(0, 16, number)]
+            outs = [out.completions[0] for some in outs for out in some]
+            texts.append([(out.token_ids, [each.logprob for each in out.logprobs or ()]) for out in outs])
+    assert all(each == texts[0] for each in texts)

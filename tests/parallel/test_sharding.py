@@ -29,8 +29,8 @@ from tests.server.live import wait_for
 from tests.support.tiny import BYTE_VOCAB, tiny_checkpoint, tiny_config
 
 ROOT = Path(__file__).resolve().parents[2]
-APART = "tests/support/several_devices.py", "tests/support/several_devices_quantised.py"
-PARTS = "family", "drafter", "mtp", "rounds", "quantised"  # by words in the names of cases and files; then all others
+APART = tuple(f"tests/support/several_devices{name}.py" for name in ("", "_quantised", "_deterministic", "_pictures"))
+PARTS = "family", "drafter", "trees", "mtp", "rounds", "quantised", "deterministic", "pictures"  # in names
 EIGHT = dict(num_attention_heads=8, intermediate_size=64, moe_intermediate_size=32, shared_expert_intermediate_size=16)
 EIGHT |= dict(linear_num_key_heads=8, linear_num_value_heads=16, attention_bias=True, mlp_bias=True)
 UNBIASED = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "qwen3_5", "qwen3_5_moe", "qwen3_next"}

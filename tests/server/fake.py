@@ -65,6 +65,8 @@ class FakeLLM:
     clients: list[str] = field(default_factory=list)
     priorities: list[int] = field(default_factory=list)
     image_reader: ImageReader | None = None
+    adapters: dict[str, str] = field(default_factory=dict)
+    loras: list[str | None] = field(default_factory=list)
     images: list[tuple[PlacedPicture, ...]] = field(default_factory=list)
     controls: list[tuple[str, dict]] = field(default_factory=list)
 
@@ -101,7 +103,7 @@ class FakeLLM:
             raise RequestError(f"the context is {CONTEXT} tokens; lower max_tokens", "max_tokens")
 
     async def generate(
-        self, prompt: list[int] | Prompt, params: SamplingParams, request_id=None, client="", priority=0
+        self, prompt: list[int] | Prompt, params: SamplingParams, request_id=None, client="", priority=0, lora=None
     ) -> AsyncIterator[Delta]:
         prompt, images = (prompt.tokens, prompt.images) if isinstance(prompt, Prompt) else (prompt, ())
         self.prepare(prompt, params)
@@ -111,6 +113,7 @@ class FakeLLM:
         self.names.append(request_id)
         self.clients.append(client)
         self.priorities.append(priority)
+        self.loras.append(lora)
         self.images.append(images)
         self.running += 1
         done = False

@@ -11,7 +11,7 @@ import pytest
 from jaxspec import AsyncLLM, Delta, SamplingParams
 from jaxspec.config.request import RequestMetrics
 from server.app import create_app
-from server.http.gate import ROLLOUT_PATHS
+from server.http.gate import GUARDED_PATHS
 from server.replies import Job, Prompt
 from server.replies.logprobs import TokenNames
 from server.replies.sglang import GenerateReply
@@ -98,7 +98,7 @@ def test_the_names_of_vllm(live):
     generate(live)
 
 
-@pytest.mark.parametrize("path", sorted(ROLLOUT_PATHS))
+@pytest.mark.parametrize("path", sorted(GUARDED_PATHS))
 def test_without_the_key_nothing_is_done(live, path):
     assert httpx.post(f"{live.base_url}{path}", json={}).status_code == 401
 
@@ -106,17 +106,20 @@ def test_without_the_key_nothing_is_done(live, path):
 def test_a_server_without_a_key_takes_none_of_them_unless_told_to():
     app, opened = create_app(FakeLLM()), create_app(FakeLLM(), rollout_routes=True)
     with serving(app) as url, serving(opened) as other:
-        for path in ROLLOUT_PATHS:
-            reply = httpx.post(f"{url}{path}", json={})
+        for path in (*GUARDED_PATHS, "/abort_request"):
+            reply = httpx.post(f"{url}{path}", json={"abort_all": True, "rid": "mine"})
             message = reply.json()["error"]["message"]
             assert reply.status_code == 403 and "--api-key" in message and "--enable-rollout-routes" in message
         assert httpx.post(f"{url}/flush_cache").json() == {"flushed": True}  # which costs time alone
+        assert httpx.post(f"{url}/abort_request", json={"rid": "mine"}).status_code == 200
+        assert httpx.post(f"{other}/abort_request", json={"abort_all": True}).status_code == 200
         assert httpx.post(f"{other}/pause_generation", json={}).status_code == 200
 
 
-def test_every_rollout_route_that_changes_something_is_guarded():
-    routes = [r for r in create_app(FakeLLM()).routes if r.endpoint.__module__ == "server.routes.rollout"]
-    assert {r.path for r in routes if "POST" in r.methods} - {"/reset_prefix_cache"} == ROLLOUT_PATHS
+def test_every_route_that_acts_on_all_requests_is_guarded():
+    modules = ("server.routes.rollout", "server.routes.profile")
+    routes = [r for r in create_app(FakeLLM()).routes if r.endpoint.__module__ in modules]
+    assert {r.path for r in routes if "POST" in r.methods} - {"/reset_prefix_cache"} == GUARDED_PATHS
 
 
 def test_hidden_states_are_the_prompts_then_one_a_token(live):

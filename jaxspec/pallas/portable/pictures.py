@@ -23,7 +23,7 @@ from jaxspec.pallas.portable.attention import LOG2E
 LEAST = 16  # columns of a product, and patches
 MOST = 128  # columns of a head: sums of a tile are float32 in registers
 ROWS, STEP = 128, 64  # patches of a tile, and those that one step attends to
-WARPS, STAGES = 8, 2
+WARPS, STAGES = 4, 3
 LOWEST = -1e30  # a maximum before the first score, from which -inf may be subtracted
 
 

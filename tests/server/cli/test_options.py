@@ -50,7 +50,7 @@ def test_values_have_the_fields_types():
     (["a/b", "c/d"], "unknown argument c/d: a/b is the model to serve, and there can be but one"),
     (["a/b", "--model", "c/d"], "unknown argument --model c/d: a/b is the model"),
     (["--torchao-config", "int4wo"], "weights are quantised by --quantization fp8"),
-    (["--enable-lora"], "LoRA adapters are not supported"),
+    (["--max-loras-per-batch", "2"], "unknown argument --max-loras-per-batch; here it is --max-loras"),
     (["--enable-overlap-schedule"], "unknown argument --enable-overlap-schedule; --help lists"),
     (["--enable-prefix-caching"], "it is always on"),
     (["--no-skip-warmup"], "unknown argument --no-skip-warmup; --help"),

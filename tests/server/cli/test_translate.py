@@ -141,7 +141,7 @@ def test_translations(line, here):
 
 @pytest.mark.parametrize("flags,said", [
     ("--torchao-config int4wo", "--torchao-config: weights are quantised by --quantization fp8"),
-    ("--enable-lora --lora-modules a=b", "--enable-lora: LoRA"),
+    ("--lora-dtype auto", "--lora-dtype: adapters have the model's dtype"),
     ("--enable-multimodal", "--enable-multimodal: pictures are read wherever the model has a vision tower"),
     ("""--limit-mm-per-prompt '{"video": 1}'""", '--limit-mm-per-prompt {"video": 1}: it names no number'),
     ("--mm-processor-kwargs '{}'", "--mm-processor-kwargs: the processor is as the checkpoint's"),
@@ -208,9 +208,22 @@ def test_what_a_translation_leaves_out_is_said(flags, said):
 
 def test_of_several_values_the_others_are_told():
     command, left = answer(f"{VLLM} --api-key one two --served-model-name x y --lora-modules a=b c=d")
-    assert command == f"{HERE} --api-key one --served-model-name x y --port 8000"
-    assert left[0] == "left out: --api-key two: there can be but one here"
-    assert len(left) == 2 and left[1].startswith("left out: --lora-modules: LoRA")
+    assert command == f"{HERE} --api-key one --served-model-name x y --lora-modules a=b c=d --port 8000"
+    assert left == ["left out: --api-key two: there can be but one here"]
+
+
+@pytest.mark.parametrize("line,here", [
+    (f"{SGLANG} --enable-lora --lora-paths a=b c/d --max-loras-per-batch 4 --lora-target-modules q_proj v_proj",
+     f"{HERE} --enable-lora --lora-modules a=b c/d=c/d --max-loras 4 --lora-target-modules q_proj v_proj"),
+    (SGLANG + ''' --lora-paths '{"lora_name": "a", "lora_path": "b", "pinned": true}' --max-loaded-loras 9''',
+     f"{HERE} --lora-modules a=b --max-cpu-loras 9"),
+    (VLLM + ''' --enable-lora --lora-modules '{"name": "a", "path": "b", "base_model_name": "c"}' --max-lora-rank 64''',
+     HERE + ''' --enable-lora --lora-modules '{"name": "a", "path": "b", "base_model_name": "c"}' --max-lora-rank 64'''
+     " --port 8000"),
+    (f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=True {VLLM}", f"{HERE} --lora-root / --port 8000"),
+])  # fmt: skip
+def test_adapters_of_both_are_translated(line, here):
+    assert answer(line) == (here, [])
 
 
 def test_what_is_missing_for_several_hosts_is_told():

@@ -1,6 +1,7 @@
 """The matmuls of a layer at few rows, each with the operations before and after it, on Hopper: see `layer`."""
 
-from jaxspec.pallas.dense.few_rows.fp8 import Fp8Weight, Fp8WeightAndRows, fp8_supported
+from jaxspec.pallas.dense.few_rows.four_bits import four_bits_of, four_bits_supported
+from jaxspec.pallas.dense.few_rows.fp8 import Fp8Weight, Fp8WeightAndRows, format_of, fp8_supported
 from jaxspec.pallas.dense.few_rows.layer import (
     Scaled,
     add_product,
@@ -35,6 +36,9 @@ __all__ = [
     "Fp8WeightAndRows",
     "Scaled",
     "add_product",
+    "format_of",
+    "four_bits_of",
+    "four_bits_supported",
     "fp8_supported",
     "gated",
     "heads",

@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.models.fp8 import BLOCK
 from jaxspec.pallas.dense.few_rows import cluster
+from jaxspec.pallas.dense.few_rows.four_bits import four_bit_sums, scale_copies
 from jaxspec.pallas.dense.few_rows.fp8 import fp8_sums, outputs, scales_of
 from jaxspec.pallas.dense.few_rows.share import (
     COPY_GROUPS,
@@ -67,12 +68,12 @@ def grid_of(share: Share) -> dict[str, Any]:
 def scratch_of(share: Share, interpret: Any = False) -> dict[str, Any]:
     """Shared memory and barriers of a block."""
     rows, groups = share.rows, share.groups
-    if share.fp8:
-        weight_s = plgpu.SMEM((share.slots, groups * TILE, share.chunk), jnp.int8)
+    if share.quantised:
+        weight_s = plgpu.SMEM((share.slots, groups * TILE, int(share.item * share.chunk)), jnp.int8)
     else:
         weight_s = plgpu.SMEM((share.slots, groups, share.chunk, TILE), jnp.bfloat16)
     if share.warpgroups > 1:  # in the end, a slot of each warpgroup holds its sums
-        size = groups * share.chunk // (4 * GROUP)
+        size = int(groups * share.chunk * share.item) // (4 * GROUP)
         weight_s = plgpu.RefUnion(weight_s, plgpu.SMEM((share.warpgroups, size, TILE, GROUP), _f32))
     scratch = dict(
         weight_s=weight_s,
@@ -85,9 +86,12 @@ def scratch_of(share: Share, interpret: Any = False) -> dict[str, Any]:
         scratch["summed"] = plgpu.Barrier(num_arrivals=share.warpgroups - 1)
     if share.fp8:
         scratch["scales_s"] = plgpu.SMEM((share.warpgroups, groups, share.scales), _f32)
+    if share.four:
+        of = share.four.scales(share.chunk, share.together * TILE)
+        scratch["scales_s"] = plgpu.SMEM((share.slots, groups // share.together, *of), jnp.dtype(share.four.dtype))
     if share.rounds:  # the scales of two chunks' rows, so that none is overwritten before all warps have read it
         scratch["row_scales_s"] = plgpu.SMEM((share.warpgroups, 2, share.chunk // BLOCK, rows), _f32)
-    if share.fp8 and interpret:
+    if share.quantised and interpret:
         scratch["staged_s"] = plgpu.SMEM((share.warpgroups, TILE, BLOCK), jnp.bfloat16)
     return scratch
 
@@ -99,7 +103,7 @@ def out_of(share: Share) -> dict[str, Any]:
 
 def ranges(share, weights_g):
     """Each weight, its first tile, and the one after its last."""
-    if share.fp8:
+    if share.quantised:
         return [(weights_g[0], 0, share.tiles)]
     ends = [sum(tiles_of(w, share.groups) for w in weights_g[: i + 1]) for i in range(len(weights_g))]
     return list(zip(weights_g, [0, *ends[:-1]], ends, strict=True))
@@ -113,7 +117,7 @@ def begin(share, weights_g, rows_g, *, weight_s, rows_s, ready, **others):
     """
     if share.splits > 1:
         cluster.expect(share, others["sent_s"])
-    scales = scales_of(share, *weights_g, interpret="staged_s" in others) if share.fp8 else None
+    scales = scales_of(share, *weights_g, interpret="staged_s" in others) if share.quantised else None
     weight_s = ring_of(share, weight_s)[0]
     tile, split, rows_g = lax.axis_index("tile"), split_of(share), () if share.normed else rows_g
 
@@ -123,12 +127,14 @@ def begin(share, weights_g, rows_g, *, weight_s, rows_s, ready, **others):
         for weight_g, first, end in ranges(share, weights_g):
 
             def copy_weight(weight_g=weight_g, first=first):
-                for at in range(0, share.groups if share.fp8 else 0, COPY_GROUPS):
-                    size = min(COPY_GROUPS, share.groups - at) * TILE
+                for at in range(0, share.groups if share.quantised else 0, COPY_GROUPS):
+                    size, width = min(COPY_GROUPS, share.groups - at) * TILE, weight_s.shape[2]
                     first_column = column_of(share, outputs(weight_g), tile, at)
-                    part = weight_g.values.at[pl.ds(first_column, size), inputs]
+                    part = weight_g.values.at[pl.ds(first_column, size), pl.ds(chunk * width, width)]
                     plgpu.copy_gmem_to_smem(part, weight_s.at[slot, pl.ds(at * TILE, size)], ready.at[slot])
-                for g in range(0 if share.fp8 else share.groups):
+                for part, place in scale_copies(share, weight_g, chunk, tile) if share.four else ():
+                    plgpu.copy_gmem_to_smem(part, others["scales_s"].at[slot, place], ready.at[slot])
+                for g in range(0 if share.quantised else share.groups):
                     columns = pl.ds(column_of(share, outputs(weight_g), tile - first, g), TILE)
                     plgpu.copy_gmem_to_smem(weight_g.at[inputs, columns], weight_s.at[slot, g], ready.at[slot])
 
@@ -176,7 +182,10 @@ def multiply(
 
     weight_s, sums_s = ring_of(share, weight_s)
     ring["weight_s"] = weight_s
-    totals = fp8_sums(share, begun, **ring) if share.fp8 else _sums(share, begun[0], **ring)
+    if share.quantised:
+        totals = (four_bit_sums if share.four else fp8_sums)(share, begun, **ring)
+    else:
+        totals = _sums(share, begun[0], **ring)
     gather = partial(_gathered, share, finish, split, parts_s, sent_s)
     if share.splits > 1:
         cluster.meet()

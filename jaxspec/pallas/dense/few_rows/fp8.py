@@ -1,8 +1,7 @@
-"""Products of few rows with FP8 weights: a block's sums, with its warpgroups, its ring and its scales.
+"""Products of few rows with FP8 weights: a block's sums, with its scales.
 
-The warpgroups of a block alternate between its chunks. Each has slots of the ring to itself, so that none waits for
-another before the end, when the first one adds up. The numbers become bfloat16 in registers (`registers`). Each `BLOCK`
-of inputs has scales, which multiply its sums; or each output has one, for all inputs.
+The numbers become bfloat16 in registers (`registers`). Each `BLOCK` of inputs has scales, which multiply its sums; or
+each output has one, for all inputs.
 
 Rows may be quantised, too (`quantise`): the products are then those of two e4m3 numbers, and a row's scale multiplies
 its sums.
@@ -10,7 +9,6 @@ its sums.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -20,7 +18,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from jaxspec.models.fp8 import BLOCK
+from jaxspec.models.weights import Weight
+from jaxspec.pallas.dense.few_rows import four_bits
 from jaxspec.pallas.dense.few_rows.registers import flat_scales, products, quantise
+from jaxspec.pallas.dense.few_rows.ring import over_chunks
 from jaxspec.pallas.dense.few_rows.share import TILE, Share, column_of, split_of, turn_of
 from jaxspec.pallas.dense.fp8_rows import weight_supported
 
@@ -41,9 +42,10 @@ class Fp8WeightAndRows(Fp8Weight):
     """A weight whose rows are quantised, too: `fp8.quantise_rows` for `BLOCK` inputs each."""
 
 
-def format_of(weight: Any) -> dict[str, bool]:
+def format_of(weight: Any) -> dict[str, Any]:
     """Say of a weight what `share_out` asks."""
-    return {"fp8": isinstance(weight, Fp8Weight), "rounds": isinstance(weight, Fp8WeightAndRows)}
+    four = four_bits.four_bits_of(weight) if isinstance(weight, Weight) else None
+    return {"fp8": isinstance(weight, Fp8Weight), "rounds": isinstance(weight, Fp8WeightAndRows), "four": four}
 
 
 def fp8_supported(block: int | None, outputs: int, inputs: int, unit: int) -> str | None:
@@ -57,7 +59,9 @@ def fp8_supported(block: int | None, outputs: int, inputs: int, unit: int) -> st
 
 
 def operands(weight: Any) -> list[Any]:
-    """The arrays that a kernel takes for a weight: itself, or an `Fp8Weight`'s bytes and scales."""
+    """The arrays that a kernel takes for a weight: itself, or a quantised one's bytes and scales."""
+    if isinstance(weight, Weight):
+        return four_bits.operands(weight)
     if not isinstance(weight, Fp8Weight):
         return [weight]
     by_output = len(weight.scales) == len(weight.values)
@@ -67,27 +71,29 @@ def operands(weight: Any) -> list[Any]:
 
 def taken(share: Share, refs: list[Any]) -> Any:
     """Pop the references to a weight from the front of `refs`."""
+    if share.four:
+        return four_bits.taken(share, refs)
     return Fp8Weight(refs.pop(0), refs.pop(0)) if share.fp8 else refs.pop(0)
 
 
 def outputs(weight: Any) -> int:
     """The number of outputs of a weight, or of the references to one."""
-    return weight.values.shape[0] if isinstance(weight, Fp8Weight) else weight.shape[1]
+    by_output = isinstance(weight, Fp8Weight | Weight | four_bits.FourBitWeight)
+    return weight.values.shape[0] if by_output else weight.shape[1]
 
 
 def fp8_sums(share, begun, *, weight_s, rows_s, ready, scales_s, row_scales_s=None, staged_s=None):
     """f32[TILE, rows] of each group, over this warpgroup's chunks. Each `BLOCK`'s products are summed by themselves,
     then multiplied by its scale, if it has one, and by its rows', if these are quantised.
     """
-    (fetch, scales), slots, turn = begun, share.slots, turn_of(share)
-    groups, blocks, count = share.groups, share.chunk // BLOCK, share.warpgroups
+    fetch, scales = begun
+    groups, blocks, turn = share.groups, share.chunk // BLOCK, turn_of(share)
     scales.put(scales_s)
 
-    def one(j, totals):
-        i = j * count + turn
-        slot, block = lax.rem(i, _i32(slots)), i * blocks
-        by = [[scales.at(g, block + b) for b in range(blocks)] for g in range(groups)]
-        plgpu.barrier_wait(ready.at[slot])
+    def early(i):
+        return [[scales.at(g, i * blocks + b) for b in range(blocks)] for g in range(groups)]
+
+    def add(j, i, slot, by, totals):
         staged = None if staged_s is None else staged_s.at[turn]
         rows = rows_s.at[i if share.normed else slot]
         of_rows = [None] * blocks
@@ -97,14 +103,9 @@ def fp8_sums(share, begun, *, weight_s, rows_s, ready, scales_s, row_scales_s=No
         for b in range(blocks):
             more = [_by_row(_by_output(each[b], by[g][b]), of_rows[b]) for g, each in enumerate(made)]
             totals = [total + sums for total, sums in zip(totals, more, strict=True)]
-        if slots < share.chunks:
-            plgpu.commit_smem()  # all warps have read the slot
-            pl.when(i + slots < share.chunks)(partial(fetch, i + slots, slot))
         return totals
 
-    start = plgpu.layout_cast(jnp.zeros((TILE, share.rows), _f32), plgpu.Layout.WGMMA)
-    mine = lax.div(_i32(share.chunks + count - 1) - turn, _i32(count))
-    totals = lax.fori_loop(_i32(0), mine, one, [start] * groups)
+    totals = over_chunks(share, fetch, ready, early, add)
     return [_by_output(total, scales.of_all(g)) for g, total in enumerate(totals)]
 
 
@@ -118,9 +119,11 @@ def _by_row(sums, scale):
     return sums if scale is None else sums * lax.broadcast_in_dim(scale, sums.shape, [1])
 
 
-def scales_of(share: Share, weight: Fp8Weight, interpret: bool) -> Any:
+def scales_of(share: Share, weight: Fp8Weight | four_bits.FourBitWeight, interpret: bool) -> Any:
     """The scales of a block's outputs, loaded here, before the weights: so no load waits behind all weights in
-    flight."""
+    flight. Of weights in four bits, their factors."""
+    if share.four:
+        return OutputScales(share, weight) if share.four.floats else None
     return OutputScales(share, weight) if len(weight.scales.shape) == 1 else Scales(share, weight, interpret)
 
 
@@ -132,9 +135,10 @@ def _first_group(share: Share) -> Any:
 class OutputScales:
     """Scales of outputs for all inputs: they multiply each warpgroup's sums once, in the end."""
 
-    def __init__(self, share: Share, weight: Fp8Weight):
+    def __init__(self, share: Share, weight: Fp8Weight | four_bits.FourBitWeight):
         first, layout = _first_group(share), plgpu.Layout.WGMMA.reduce(1)
-        parts = [weight.scales.at[pl.ds((first + g) * TILE, TILE)] for g in range(share.groups)]
+        by_output = weight.factors if share.four else weight.scales
+        parts = [by_output.at[pl.ds((first + g) * TILE, TILE)] for g in range(share.groups)]
         self._loaded = [plgpu.load(part, layout=layout, optimized=False) for part in parts]
 
     def put(self, scales_s: Any) -> None:

@@ -39,7 +39,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from jaxspec.models.weights import HALF
+from jaxspec.models.weights import HALF, Weight
 from jaxspec.pallas.attention.kv_write import stored
 from jaxspec.pallas.dense.few_rows.block import (
     begin,
@@ -92,7 +92,7 @@ def scale_rows(x: Float[Array, "r d"], scale: Float[Array, " d"], centred: bool 
 def gated(
     x: Float[Array, "r d"],
     scale: Float[Array, " d"] | Float[Array, "t r"],
-    weight: Float[Array, "d n"] | Fp8Weight,
+    weight: Float[Array, "d n"] | Fp8Weight | Weight,
     prefetch: Sequence[Float[Array, "_ _"]] = (),
     *,
     eps: float,
@@ -141,7 +141,7 @@ def _gated_tile(share, eps, num_prefetched, x_g, scale_g, *refs, out_s, **scratc
 def heads(
     rows: Sequence[Float[Array, "r _"]],
     scales: Sequence[Float[Array, " _"] | Float[Array, "t r"]],
-    weight: Float[Array, "k n"] | Fp8Weight,
+    weight: Float[Array, "k n"] | Fp8Weight | Weight,
     cos: Float[Array, "r half"],
     sin: Float[Array, "r half"],
     kv: Float[Array, "l p 2 m s h"],
@@ -293,7 +293,7 @@ def _biased(product, bias, axis):
 def add_product(
     x: Float[Array, "r d"],
     rows: Float[Array, "r k"],
-    weight: Float[Array, "k d"] | Fp8Weight,
+    weight: Float[Array, "k d"] | Fp8Weight | Weight,
     scale: Float[Array, " d"] | None = None,
     bias: Float[Array, " d"] | None = None,
     *,
@@ -314,7 +314,7 @@ def add_product(
 @lower_once("few_rows_product", "splits")
 def product(
     rows: Sequence[Float[Array, "r _"]],
-    weight: Float[Array, "n d"] | Fp8Weight,
+    weight: Float[Array, "n d"] | Fp8Weight | Weight,
     *,
     splits: int | None = None,
     interpret: Any = False,
@@ -384,7 +384,7 @@ def _write_scaled(share, here, x, scale, rows_g, squares_g):
 def normed(
     x: Float[Array, "r d"],
     scale: Float[Array, " d"] | Float[Array, "t r"],
-    weights: Sequence[Float[Array, "d _"] | Fp8Weight],
+    weights: Sequence[Float[Array, "d _"] | Fp8Weight | Weight],
     bias: Float[Array, " n"] | None = None,
     *,
     eps: float,
@@ -398,19 +398,20 @@ def normed(
 
     `x`, `scale` and `splits` as in `gated`. `centred`: the norm is `functions.centred_rms_norm`; `Scaled` rows have
     that in them already. `bias`: of the first weight's columns, in float32, if that is the dtype of its product. With
-    `keep` the normed rows come after the products. An `Fp8Weight` comes alone. Sizes: `normed_supported`.
+    `keep` the normed rows come after the products. A quantised weight comes alone. Sizes: `normed_supported`.
     """
-    biases, fp8 = [] if bias is None else [bias.astype(_f32)], isinstance(weights[0], Fp8Weight)
+    biases, of = [] if bias is None else [bias.astype(_f32)], format_of(weights[0])
+    quantised = any(of.values())
     if biases and dtypes[0] != "float32":
         raise ValueError(f"a bias and a product in {dtypes[0]}; supported: float32")
-    if fp8 and len(weights) > 1:
-        raise ValueError(f"{len(weights)} weights, of which the first is FP8; supported: one such weight")
-    if fp8:
+    if quantised and len(weights) > 1:
+        raise ValueError(f"{len(weights)} weights, of which the first is quantised; supported: one such weight")
+    if quantised:
         groups, columns = None, outputs(weights[0])
     else:
         groups = next(n for n in range(1, MAX_GROUPS + 1) if sum(tiles_of(w, n) for w in weights) <= BLOCKS)
         columns = sum(tiles_of(w, groups) for w in weights) * groups * TILE
-    share = share_out(len(x), [x.shape[1]], columns, groups, normed=scale.ndim == 1, **format_of(weights[0]))
+    share = share_out(len(x), [x.shape[1]], columns, groups, normed=scale.ndim == 1, **of)
     share = with_splits(share, splits, interpret)
     outs = [jax.ShapeDtypeStruct((len(x), outputs(w)), dtype) for w, dtype in zip(weights, dtypes, strict=True)]
     scratch = scratch_of(share, interpret)

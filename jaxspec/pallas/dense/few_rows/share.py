@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.models.fp8 import BLOCK
+from jaxspec.models.int4 import UNIT
 from jaxspec.pallas.attention.kv_write import PAGES
 from jaxspec.pallas.hopper import BULK_COPY, MULTIPROCESSORS, SHARED_BYTES, THREADS, WGMMA_ROWS
 
@@ -27,6 +28,7 @@ FP8_ROWS = 32  # rows of products with FP8 weights: for more there are no regist
 WARPGROUPS = {4: 56, 3: 112}  # of a block with FP8 weights, and how many sums and inputs a thread may keep then
 RING_BYTES = 128 * 1024  # of FP8 weights in flight, with more than one warpgroup
 FP8_SLOT_BYTES = 16 * 1024  # of FP8 weights that are waited for together
+FOUR_SLOT_BYTES = 16 * 1024  # of weights in four bits, as well
 COPY_GROUPS = BULK_COPY // TILE  # of columns of an FP8 weight that one copy can load
 MAX_CHUNK = BULK_COPY  # inputs of one copy of weights: the most that a bulk copy can load
 MAX_CLUSTER = 4  # blocks that share a tile's inputs
@@ -39,11 +41,36 @@ ROOM = SHARED_BYTES - 1024  # for weights, rows and sums; the rest is for barrie
 
 
 @dataclass(frozen=True)
+class FourBits:
+    """How weights of four bits are stored: integers of which `group` inputs share a scale of this `dtype`, with `zeros`
+    a zero point too; or `floats`, E2M1 numbers with a byte for each 16 inputs."""
+
+    group: int = 16
+    zeros: bool = False
+    dtype: str = "uint8"
+
+    @property
+    def floats(self) -> bool:
+        return self.dtype == "uint8"
+
+    def scales(self, chunk: int, outputs: int) -> tuple[int, ...]:
+        """The shape of the scales of a chunk of inputs of so many outputs, in memory."""
+        if self.floats:
+            return (chunk // UNIT, outputs * (UNIT // self.group) // BULK_COPY, BULK_COPY)
+        return (max(chunk // self.group, 1) * (1 + self.zeros), outputs)
+
+    def bytes(self, chunk: int, outputs: int) -> int:
+        """Bytes of these."""
+        return math.prod(self.scales(chunk, outputs)) * jnp.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
 class Share:
     """How a product is shared out: `groups` groups of columns a block, inputs in `splits` parts, a part in `chunks`.
 
     `normed`: a block norms its inputs of all rows itself; otherwise they come in chunks with the weights. `fp8`: the
     weights are, with scales for `BLOCK` inputs each. `rounds`: so are rows, which are quantised once they have arrived.
+    `four`: weights have four bits, and their scales come with them.
     """
 
     rows: int
@@ -54,16 +81,22 @@ class Share:
     normed: bool
     fp8: bool = False
     rounds: bool = False
+    four: FourBits | None = None
 
     @property
-    def item(self) -> int:
+    def quantised(self) -> bool:
+        """Whether weights are, and stand by output."""
+        return self.fp8 or self.four is not None
+
+    @property
+    def item(self) -> float:
         """Bytes of a weight's number."""
-        return 1 if self.fp8 else 2
+        return 0.5 if self.four else 1 if self.fp8 else 2
 
     @property
     def step(self) -> int:
         """The unit of a chunk: its inputs are a multiple of this."""
-        return BLOCK if self.fp8 else TILE
+        return step_of(self.fp8, self.four)
 
     @property
     def tiles(self) -> int:
@@ -74,7 +107,11 @@ class Share:
     def chunk(self) -> int:
         """Inputs that come together: as many as one copy can load and a slot can hold, the same for all chunks."""
         slot = FP8_SLOT_BYTES if self.fp8 else SLOT_BYTES
-        most = min(MAX_CHUNK, max(slot // (self.item * TILE * self.groups), self.step))
+        if self.four:
+            slot = FOUR_SLOT_BYTES // (1 if self.rows <= GROUP else 2)  # rows take room, too
+        most = min(
+            2 * MAX_CHUNK if self.four else MAX_CHUNK, max(slot // int(self.item * TILE * self.groups), self.step)
+        )
         return largest(math.gcd(self.part, *self.widths), most, self.step)
 
     @property
@@ -102,7 +139,7 @@ class Share:
 
         As many as have registers enough and leave a ring of `RING_BYTES`, since its slots are a multiple of them.
         """
-        counts = range(min(self._most_warpgroups, self.chunks) if self.fp8 else 1, 1, -1)
+        counts = range(min(self._most_warpgroups, self.chunks) if self.quantised else 1, 1, -1)
         most = lambda n: min(self.chunks, self._room(n) // n * n)  # noqa: E731
         return next((n for n in counts if most(n) * self._slot >= min(RING_BYTES, self.chunks * self._slot)), 1)
 
@@ -112,9 +149,15 @@ class Share:
         return next((n for n, most in WARPGROUPS.items() if self.rows * (self.groups + 5) // 2 <= most), 2)
 
     @property
+    def together(self) -> int:
+        """Groups whose scales one copy loads, of weights in four bits."""
+        return next(n for n in range(COPY_GROUPS, 0, -1) if self.groups % n == 0)
+
+    @property
     def copies(self) -> int:
         """Bulk copies that load a chunk of weights."""
-        return -(-self.groups // COPY_GROUPS) if self.fp8 else self.groups
+        scales = self.groups // self.together if self.four else 0
+        return -(-self.groups // COPY_GROUPS) + scales if self.quantised else self.groups
 
     @property
     def slots(self) -> int:
@@ -123,12 +166,13 @@ class Share:
 
     @property
     def _slot(self) -> int:
-        """Bytes of a chunk of weights, and of rows if they come with it."""
-        return self.chunk * (self.item * TILE * self.groups + (0 if self.normed else 2 * self.rows))
+        """Bytes of a chunk of weights, of their scales in four bits, and of rows if they come with it."""
+        scales = self.four.bytes(self.chunk, self.groups * TILE) if self.four else 0
+        return int(self.chunk * (self.item * TILE * self.groups + (0 if self.normed else 2 * self.rows))) + scales
 
     def _room(self, warpgroups: int) -> int:
         """Chunks that shared memory has room for. Warpgroups' sums overwrite the ring in the end."""
-        out = 2 * self.finished * TILE * (self.groups + (min(self.groups, 2) if self.fp8 else self.groups))
+        out = 2 * self.finished * TILE * (self.groups + (min(self.groups, 2) if self.quantised else self.groups))
         parts = 4 * self.finished * TILE * self.groups * self.splits if self.splits > 1 else 0
         parts += 4 * self.scales * self.groups * warpgroups if self.fp8 else 0
         parts += 8 * warpgroups * self.rows * self.chunk // BLOCK if self.rounds else 0
@@ -154,6 +198,7 @@ def share_out(
     normed: bool = True,
     fp8: bool = False,
     rounds: bool = False,
+    four: FourBits | None = None,
 ) -> Share:
     """Divide a product so that all blocks run at once and most multiprocessors have one.
 
@@ -165,14 +210,19 @@ def share_out(
     whole = columns // TILE
     if groups is None:
         # Unquantised layers whose last tile would overlap are as fast without these kernels.
-        fits = (n for n in range(1, MAX_GROUPS + 1) if -(-whole // n) <= BLOCKS and (fp8 or whole % n == 0))
+        fits = (n for n in range(1, MAX_GROUPS + 1) if -(-whole // n) <= BLOCKS and (fp8 or four or whole % n == 0))
         groups = next(fits, 1)
     tiles = -(-columns // TILE // groups)
     most = 1 if normed and max(widths) <= NARROW else MAX_CLUSTER
-    step = BLOCK if fp8 else TILE
+    step = step_of(fp8, four)
     room = lambda n: tiles * n <= (BLOCKS if n == 2 else SPREAD)  # noqa: E731
     splits = next((n for n in range(most, 1, -1) if sum(widths) // step % n == 0 and room(n)), 1)
-    return Share(rows, tuple(widths), columns, groups, splits, normed, fp8, rounds)
+    return Share(rows, tuple(widths), columns, groups, splits, normed, fp8, rounds, four)
+
+
+def step_of(fp8: bool, four: FourBits | None) -> int:
+    """What inputs of weights must be a multiple of."""
+    return UNIT if four else BLOCK if fp8 else TILE
 
 
 def split_of(share: Share) -> Any:
@@ -238,12 +288,13 @@ def supported(
     *,
     beside: int = 0,
     fp8: bool = False,
+    four: FourBits | None = None,
 ) -> str | None:
     """Why so many rows can't go through layers with heads of width `head`, or None if they can.
 
     `inputs` are those of the layer's products: the model's width, that of all query heads, and of a dense layer the
     MLP's; `weights` and `pages` are dtypes. `beside`: the width of a second input of q, k and v, beside the rows of the
-    model's width. `fp8`: the weights are, and `weights` is their dtype once dequantised.
+    model's width. `fp8`: the weights are, and `weights` is their dtype once dequantised; or they have `four` bits.
     """
     width, queries, *mlp = inputs
     if jnp.dtype(weights) != jnp.bfloat16:
@@ -254,16 +305,16 @@ def supported(
         return f"heads of width {head}; supported: {TILE} and {2 * TILE}"
     if beside and max(width, beside) > NARROW:
         return f"two inputs {max(width, beside)} wide; supported: up to {NARROW}"
-    most, step = MAX_ROWS if width <= NARROW else WIDE_ROWS, TILE
-    if fp8:
-        most, step = FP8_ROWS, BLOCK
+    most, step, quantised = MAX_ROWS if width <= NARROW else WIDE_ROWS, step_of(fp8, four), fp8 or four
+    if quantised:
+        most = FP8_ROWS
     if rows > most:
         return f"{rows} rows of {width}; supported: up to {most}"
     if odd := [each for each in (*inputs, beside) if each % step]:
         return f"width {odd[0]}; supported: multiples of {step}"
-    rows, share = -(-rows // GROUP) * GROUP, partial(share_out, fp8=fp8)
+    rows, share = -(-rows // GROUP) * GROUP, partial(share_out, fp8=fp8, four=four)
     side_by_side = [each for each in (width, beside) if each]
-    scaled = fp8 and width > NARROW and bool(mlp)  # a mixture's rows aren't
+    scaled = quantised and width > NARROW and bool(mlp)  # a mixture's rows aren't
     shares = [with_splits(share(rows, side_by_side, queries, head // TILE, normed=not scaled), 1)]
     shares += [share(rows, [each], width, 1, normed=False) for each in (queries, *mlp)]
     # For unquantised weights as if rows were normed here, though `Scaled` ones need less.
@@ -272,46 +323,58 @@ def supported(
 
 
 def product_supported(
-    rows: int, widths: Sequence[int], shape: tuple[int, int], dtype: Any, fp8: bool = False
+    rows: int,
+    widths: Sequence[int],
+    shape: tuple[int, int],
+    dtype: Any,
+    fp8: bool = False,
+    four: FourBits | None = None,
 ) -> str | None:
     """Why `product` can't serve so many rows of these widths and a weight like this, or None if it can.
 
-    `fp8`: the weight is, and `dtype` is its dtype once dequantised.
+    `fp8`: the weight is, and `dtype` is its dtype once dequantised; or it has `four` bits.
     """
     if jnp.dtype(dtype) != jnp.bfloat16:
         return f"weights in {jnp.dtype(dtype).name}; supported: bfloat16"
-    most = FP8_ROWS if fp8 else MAX_ROWS if shape[1] <= NARROW else WIDE_ROWS
+    most = FP8_ROWS if fp8 or four else MAX_ROWS if shape[1] <= NARROW else WIDE_ROWS
     if rows > most:
         return f"{rows} rows for {shape[1]} columns; supported: up to {most}"
-    step = BLOCK if fp8 else TILE
+    step = step_of(fp8, four)
     if len(set(widths)) > 1 or widths[0] % step or shape[1] % TILE:
         return f"widths {widths} and {shape[1]}; supported: equal multiples of {step}, and one of {TILE}"
-    fits = share_out(-(-rows // GROUP) * GROUP, widths, shape[1], 1, normed=False, fp8=fp8).fits
+    fits = share_out(-(-rows // GROUP) * GROUP, widths, shape[1], 1, normed=False, fp8=fp8, four=four).fits
     return None if fits else f"{rows} rows of {widths} for shared memory"
 
 
 def normed_supported(
-    rows: int, width: int, columns: Sequence[int], *dtypes: Any, fp8: bool = False, scaled: bool = False
+    rows: int,
+    width: int,
+    columns: Sequence[int],
+    *dtypes: Any,
+    fp8: bool = False,
+    scaled: bool = False,
+    four: FourBits | None = None,
 ) -> str | None:
     """Why `normed` can't serve so many rows of this width and weights of so many columns, or None if it can.
 
-    `scaled`: rows come as `Scaled`. `fp8`: the weight is, and rows wider than `NARROW` come so.
+    `scaled`: rows come as `Scaled`. `fp8`: the weight is, and rows wider than `NARROW` come so, as for `four` bits.
     """
-    scaled = scaled or (fp8 and width > NARROW)
+    quantised = bool(fp8 or four)
+    scaled = scaled or (quantised and width > NARROW)
     if wrong := [jnp.dtype(dtype).name for dtype in dtypes if jnp.dtype(dtype) != jnp.bfloat16]:
         return f"weights in {wrong[0]}; supported: bfloat16"
-    if rows % GROUP or rows > (most := FP8_ROWS if fp8 or scaled else WIDE_ROWS):
+    if rows % GROUP or rows > (most := FP8_ROWS if scaled or quantised else WIDE_ROWS):
         return f"{rows} rows; supported: multiples of {GROUP} up to {most}"
-    step = BLOCK if fp8 else TILE
+    step = step_of(fp8, four)
     if width % step:
         return f"width {width}; supported: multiples of {step}"
-    unit = TILE if fp8 or not scaled else COLUMNS  # jax finds no layouts where blocks that norm rows overlap
+    unit = TILE if quantised or not scaled else COLUMNS  # jax finds no layouts where blocks that norm rows overlap
     if odd := [each for each in columns if each < TILE or each % unit]:
         return f"{odd[0]} columns; supported: multiples of {unit} from {TILE} on"
     whole = sum(-(-each // TILE) * TILE for each in columns)
     if whole > (most := (BLOCKS - len(columns)) * MAX_GROUPS * TILE):
         return f"{sum(columns)} columns; supported: up to {most}"
-    fits = share_out(rows, [width], whole, normed=not scaled, fp8=fp8).fits
+    fits = share_out(rows, [width], whole, normed=not scaled, fp8=fp8, four=four).fits
     return None if fits else f"rows of {width} for shared memory"
 
 

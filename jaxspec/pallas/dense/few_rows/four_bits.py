@@ -1,0 +1,326 @@
+"""Products of few rows with weights of four bits, integers or NVFP4: loaders of `registers`' kind.
+
+A lane loads 16 bytes, which are its numbers of 128 inputs of an output: `int4` arranges them so, as `mma` takes them in
+eight steps. A shift and a mask make two bfloat16 of a word's bits. Rows come from shared memory by `ldmatrix`, in the
+order of their inputs.
+
+Integers become bfloat16 of 128 more than they are, less 128 and their zero point, which is exact. Each group's products
+are summed by themselves and multiplied by its scale, in float32. E2M1 numbers are multiplied by their scale, which is
+exact as well, and go to the sum of all inputs; this is multiplied by the outputs' factors in the end.
+
+Scales come with their chunk of weights, into the same slot of the ring.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith
+from jaxlib.mlir.dialects import llvm, nvvm
+
+from jaxspec.models import int4, mxfp4, nvfp4
+from jaxspec.models.fp8 import BLOCK
+from jaxspec.models.int4 import UNIT
+from jaxspec.models.weights import Int4, Weight
+from jaxspec.pallas.dense.few_rows import registers
+from jaxspec.pallas.dense.few_rows.registers import ATOM, BYTES
+from jaxspec.pallas.dense.few_rows.registers import _at as at
+from jaxspec.pallas.dense.few_rows.registers import _div as div
+from jaxspec.pallas.dense.few_rows.registers import _int as whole
+from jaxspec.pallas.dense.few_rows.registers import _mma as mma
+from jaxspec.pallas.dense.few_rows.registers import _mul as mul
+from jaxspec.pallas.dense.few_rows.registers import _rem as rem
+from jaxspec.pallas.dense.few_rows.registers import _total as total_of
+from jaxspec.pallas.dense.few_rows.ring import over_chunks
+from jaxspec.pallas.dense.few_rows.share import TILE, FourBits, Share, column_of, turn_of
+from jaxspec.pallas.hopper import BULK_COPY
+
+DTYPES = ("bfloat16", "float16", "float32")  # of integers' scales
+STEPS = BLOCK // 16  # of `mma` in the inputs of a load
+# Pair i of a word: its integers, in the low bits of two bfloat16 that are 128, less `$2`.
+INTEGERS = [
+    f"{{ .reg .b32 a; {f'shr.b32 a, $1, {4 * i};' if i else 'mov.b32 a, $1;'} "
+    "lop3.b32 a, a, 0x000F000F, 0x43004300, 0xEA; sub.bf16x2 $0, a, $2; }"
+    for i in range(4)
+]
+LESS = 0x43004300 + int4.MIDDLE * 0x00010001  # 128 and the zero point of symmetric weights, twice
+ZERO = "{ .reg .f32 a; add.f32 a, $1, 0f43000000; cvt.rn.bf16x2.f32 $0, a, a; }"  # 128 and a zero point, twice
+# Pair i of a word of E2M1 numbers (see `mxfp4`), times a scale.
+FLOATS = [
+    f"{{ .reg .b32 a, b; {pair} mul.bf16x2 $0, a, $2; }}"
+    for pair in (
+        f"and.b32 a, $1, {mxfp4.MASK};",
+        f"shf.l.wrap.b32 a, $1, $1, 10; and.b32 a, a, {mxfp4.MASK};",
+        f"shr.u32 a, $1, 4; shl.b32 b, $1, 4; lop3.b32 a, a, b, {mxfp4.MASK}, 0x28;",  # (a ^ b) & MASK
+        f"shl.b32 a, $1, 6; and.b32 a, a, {mxfp4.MASK};",
+    )
+]
+# Byte i of a word of scales as a bfloat16, twice: 2^118 times the scale, so that the product has 2^-8 of what it means.
+SCALES = [f"{{ .reg .b32 a; prmt.b32 a, $1, 0, 0x4{i}4{i}; mad.lo.u32 $0, a, 16, 0x70007000; }}" for i in range(4)]
+LEFT = 2.0**8
+_i32, _f32 = jnp.int32, jnp.float32
+
+
+class FourBitWeight(NamedTuple):
+    """The references to a weight in a kernel. `factors`: NVFP4's."""
+
+    values: Any
+    scales: Any
+    factors: Any = None
+
+
+def four_bits_of(weight: Weight) -> FourBits:
+    """How a weight is stored."""
+    if not isinstance(weight.format, Int4):
+        return FourBits()
+    return FourBits(weight.format.group or weight.inputs, weight.format.zeros, weight.scales.dtype.name)
+
+
+def four_bits_supported(weight: Weight) -> str | None:
+    """Why kernels of few rows can't read such a weight, or None if they can. Its order of inputs is the caller's."""
+    four = four_bits_of(weight)
+    if weight.outputs % TILE or weight.inputs % UNIT:
+        return f"a weight of {weight.inputs} x {weight.outputs}; supported: multiples of {UNIT} x {TILE}"
+    if not four.floats and four.dtype not in DTYPES:
+        return f"scales in {four.dtype}; supported: {', '.join(DTYPES)}"
+    if four.group not in (nvfp4.GROUP, 32, 64, BLOCK, weight.inputs):
+        return f"scales for {four.group} inputs; supported: 32, 64, {BLOCK} and all"
+    return None
+
+
+def operands(weight: Weight) -> list[Any]:
+    """The arrays that a kernel takes for a weight."""
+    values = lax.bitcast_convert_type(weight.values, jnp.int8)
+    if weight.factors is None:
+        return [values, weight.scales]
+    return [values, weight.scales.reshape(len(weight.scales), -1, BULK_COPY), weight.factors]
+
+
+def taken(share: Share, refs: list[Any]) -> FourBitWeight:
+    """Pop the references to a weight from the front of `refs`."""
+    return FourBitWeight(*(refs.pop(0) for _ in range(2 + share.four.floats)))
+
+
+def scale_copies(share: Share, weight: FourBitWeight, chunk: Any, tile: Any):
+    """Yield what is copied of a chunk's scales, and to which place of a slot."""
+    four, size = share.four, share.together * TILE
+    for place in range(share.groups // share.together):
+        first = column_of(share, share.columns, tile, place * share.together)
+        count, *wide = four.scales(share.chunk, size)
+        top = chunk * count if four.group <= share.chunk else 0
+        if four.floats:
+            first = lax.div(first, _i32(size // wide[0]))
+        yield weight.scales.at[pl.ds(top, count), pl.ds(first, wide[0])], place
+
+
+def four_bit_sums(share, begun, *, weight_s, rows_s, ready, scales_s, staged_s=None):
+    """f32[TILE, rows] of each group, over this warpgroup's chunks."""
+    fetch, factors = begun
+
+    def add(_, i, slot, __, totals):
+        refs = weight_s.at[slot], rows_s.at[i if share.normed else slot], scales_s.at[slot]
+        if staged_s is not None:
+            return _interpreted(share, totals, *refs, staged_s.at[turn_of(share)])
+        types = *[plgpu.Layout.WGMMA] * share.groups, *map(plgpu.RefType, registers_transforms())
+        one = plgpu.ShapeDtypeStruct((TILE, share.rows), _f32, layout=plgpu.Layout.WGMMA)
+        more = plgpu.inline_mgpu(arg_types=types, return_type=[one] * share.groups)
+        return list(more(lambda _, *given: _added(share, *given))(*totals, *refs))
+
+    totals = over_chunks(share, fetch, ready, lambda i: None, add)
+    if factors is None:
+        return totals
+    by = [factors.of_all(g) * LEFT for g in range(share.groups)]
+    return [total * lax.broadcast_in_dim(each, total.shape, [0]) for total, each in zip(totals, by, strict=True)]
+
+
+def registers_transforms():
+    """Transforms of a chunk's weights, rows and scales in shared memory."""
+    return registers.weight_transforms(), registers.rows_transforms(), ()
+
+
+def _added(share, *refs):
+    """The totals with the products of a chunk."""
+    *totals, weight_s, rows_s, scales_s = refs
+    groups, units, row_groups = share.groups, share.chunk // UNIT, share.rows // 8
+    eights, halves = TILE // 8 * units * ATOM, UNIT // 64 * units  # bytes of a group; atoms of eight rows
+    weight, rows = (mgpu.utils.memref_ptr(ref) for ref in (weight_s, rows_s))
+    lane = rem(mgpu.utils.thread_idx(), 32)
+    warp, row, column = rem(div(mgpu.utils.thread_idx(), 32), 4), div(lane, 4), rem(lane, 4)
+    # Of each output's 128 bytes a lane has two neighbouring parts of 16: one for the first 128 inputs, one for others.
+    own = arith.addi(mul(row, 128), mul(arith.xori(mul(column, 2), row), BYTES))
+    own = arith.addi(mul(warp, 2 * units * ATOM), own)
+    weights = [at(weight, arith.xori(own, whole(BYTES * i))) for i in range(2)]
+    # `ldmatrix` takes 32 inputs of eight rows, as four parts of 16 bytes whose addresses eight lanes each give.
+    row_of, part = rem(lane, 8), div(lane, 8)
+    own = arith.addi(mul(row_of, 128), mul(arith.xori(part, row_of), BYTES))
+    inputs = [at(rows, arith.xori(own, whole(4 * BYTES * odd))) for odd in range(2)]
+    scales = (Floats if share.four.floats else Integers)(share, scales_s, arith.addi(mul(warp, 16), row))
+
+    sums = [[_four(total, n) for n in range(row_groups)] for total in totals]
+    for unit in range(units):
+        for i in range(2):
+            atom = [[n * halves + 4 * unit + 2 * i + q // 2 for q in range(4)] for n in range(row_groups)]
+            right = [[_matrices(inputs[q % 2], each[q] * ATOM) for q in range(4)] for each in atom]
+            for g in range(groups):
+                place = g * eights + unit * ATOM
+                words = [load(weights[i], place + half * units * ATOM) for half in range(2)]
+                sums[g] = scales.add(sums[g], g, unit, i, words, right)
+    return [registers.as_sums(each) for each in sums]
+
+
+def _steps(sums, pairs, right, steps, chains):
+    """Add the products of some of a load's steps. `pairs(q)`: of a word's numbers, four for each half of outputs."""
+    zero = mgpu.c(0.0, ir.F32Type.get())
+    apart = [sums, *([[[zero] * 4 for _ in sums] for _ in range(chains - 1)])]
+    for q in range(steps.start // 2, steps.stop // 2):
+        upper, lower = pairs(q)
+        for s in range(2):
+            totals, left = apart[s % chains], (upper[2 * s], lower[2 * s], upper[2 * s + 1], lower[2 * s + 1])
+            for n, words in enumerate(right):
+                totals[n] = mma(totals[n], left, words[q][2 * s : 2 * s + 2])
+    return [total_of(each) for each in zip(*apart, strict=True)]
+
+
+class Integers:
+    """Integers, and their groups' scales in shared memory; `own` is a lane's first output of a group's."""
+
+    def __init__(self, share, scales_s, own):
+        self._four, self._together, self._rows = share.four, share.together, share.rows
+        self._dtype = share.four.dtype
+        self._count, self._width = share.four.scales(share.chunk, share.together * TILE)
+        self._item = jnp.dtype(self._dtype).itemsize
+        self._start = at(mgpu.utils.memref_ptr(scales_s), mul(own, self._item))
+
+    def _number(self, g, line, half):
+        """A scale, or a zero point, of a lane's output in float32."""
+        place, group = divmod(g, self._together)
+        offset = ((place * self._count + line) * self._width + group * TILE + 8 * half) * self._item
+        f32, bits = ir.F32Type.get(), ir.IntegerType.get_signless(8 * self._item)
+        source = at(self._start, offset)
+        if self._dtype == "float16":
+            return arith.extf(f32, llvm.load(ir.F16Type.get(), source, alignment=2))
+        word = llvm.load(bits, source, alignment=self._item)
+        if self._dtype == "bfloat16":
+            word = arith.shli(arith.extui(ir.IntegerType.get_signless(32), word), whole(16))
+        return arith.bitcast(f32, word)
+
+    def add(self, sums, g, unit, i, words, right):
+        group, zeros = self._four.group, self._four.zeros
+        part, each = min(group, BLOCK), 1 + zeros
+        zero = mgpu.c(0.0, ir.F32Type.get())
+        for p in range(BLOCK // part):
+            line = (unit * UNIT + i * BLOCK + p * part) // group * each if group <= BLOCK else 0
+            less = [whole(LESS)] * 2
+            if zeros:
+                points = [self._number(g, line + 1, half) for half in range(2)]
+                less = [mgpu.utils.inline_ptx(ZERO, point, result_types=whole(0).type) for point in points]
+
+            def pairs(q, less=less):
+                return [[_made(INTEGERS[k], words[h][q], less[h]) for k in range(4)] for h in range(2)]
+
+            steps = range(p * part // 16, (p + 1) * part // 16)
+            chains = 2 if len(right) == 1 else 1  # each product waits for one before it, of the same sums
+            made = _steps([[zero] * 4 for _ in right], pairs, right, steps, chains)
+            by = [self._number(g, line, half) for half in range(2)]
+            sums = [
+                [_fma(four[c], by[c // 2], total[c]) for c in range(4)] for four, total in zip(made, sums, strict=True)
+            ]
+        return sums
+
+
+class Floats:
+    """E2M1 numbers, and the scales of each 16 inputs in shared memory; `own` is a lane's first output of a group's."""
+
+    def __init__(self, share, scales_s, own):
+        self._together, self._units = share.together, share.chunk // UNIT
+        self._start = at(mgpu.utils.memref_ptr(scales_s), mul(own, BYTES))  # a unit's scales of an output are 16 bytes
+
+    def add(self, sums, g, unit, i, words, right):
+        place, group = divmod(g, self._together)
+        first = (place * self._units + unit) * self._together * TILE + group * TILE
+        scales = [load(self._start, (first + 8 * half) * BYTES + 8 * i, 2) for half in range(2)]
+
+        def pairs(q):
+            """Each two pairs share a scale."""
+            made = []
+            for half in range(2):
+                by = [_made1(SCALES[t % 4], scales[half][t // 4]) for t in (2 * q, 2 * q + 1)]
+                made.append([_made(FLOATS[k], words[half][q], by[k // 2]) for k in range(4)])
+            return made
+
+        return _steps(sums, pairs, right, range(STEPS), 2 if len(right) == 1 else 1)
+
+
+def load(pointer, offset, count=4):
+    """Load so many words of 32 bits."""
+    words = llvm.load(ir.VectorType.get((count,), whole(0).type), at(pointer, offset), alignment=4 * count)
+    return [llvm.extractelement(words, whole(i)) for i in range(count)]
+
+
+def _made(program, word, other):
+    return mgpu.utils.inline_ptx(program, word, other, result_types=word.type)
+
+
+def _made1(program, word):
+    return mgpu.utils.inline_ptx(program, word, result_types=word.type)
+
+
+def _fma(x, y, z):
+    return mgpu.utils.inline_ptx("fma.rn.f32 $0, $1, $2, $3;", x, y, z, result_types=ir.F32Type.get())
+
+
+def _matrices(pointer, offset):
+    """Load 32 inputs of eight rows, as `mma` takes them in two steps: two words for each."""
+    shape = ir.Attribute.parse("#nvvm.ld_st_matrix_shape<m=8, n=8>")
+    made = nvvm.ldmatrix(
+        at(pointer, offset), layout=nvvm.MMALayout.row, num=4, shape=shape, elt_type=nvvm.LdStMatrixEltType.B16
+    )
+    return [llvm.extractvalue(whole(0).type, made, [i]) for i in range(4)]
+
+
+def _four(total, n):
+    """A thread's numbers of eight rows."""
+    pairs = [total.registers[0, n, 0, 0, half, 0, 0, 0, 0] for half in range(2)]
+    return [llvm.extractelement(pair, whole(i)) for pair in pairs for i in range(2)]
+
+
+def _interpreted(share, totals, weight_s, rows_s, scales_s, staged_s):
+    """Add a chunk's products, with each 128 inputs of the left operand in shared memory."""
+    four, made = share.four, []
+    for g, total in enumerate(totals):
+        place, group = divmod(g, share.together)
+        values = lax.bitcast_convert_type(weight_s[pl.ds(g * TILE, TILE)], jnp.uint8)
+        scales = scales_s[place]
+        if four.floats:
+            scales = scales.reshape(len(scales), -1)[:, group * TILE * 16 : (group + 1) * TILE * 16]
+            numbers, by = mxfp4.numbers(int4.by_block(values)), nvfp4.scales_of(scales, TILE) / LEFT
+            weight = (numbers.reshape(*by.shape, -1) * by[..., None]).reshape(TILE, -1)
+        else:
+            weight = int4.dequantise(values, scales[:, group * TILE : (group + 1) * TILE], four.zeros)
+        for first in range(0, share.chunk, BLOCK):
+            part = weight[:, first : first + BLOCK]
+            total = total + _staged(part, rows_s.at[:, pl.ds(first, BLOCK)], staged_s)
+        made.append(total)
+    return made
+
+
+def _staged(weight, rows_s, staged_s):
+    """Multiply in two parts of bfloat16, which together are the float32 weight's to 16 bits."""
+    high = weight.astype(jnp.bfloat16)
+    sums = 0
+    for part in (high, (weight - high.astype(_f32)).astype(jnp.bfloat16)):
+        staged_s[...] = part
+        plgpu.commit_smem()
+
+        def run(total):
+            plgpu.wgmma(total, staged_s, rows_s.transpose((1, 0)))
+            return total[...]
+
+        sums = sums + pl.run_scoped(run, plgpu.ACC((TILE, rows_s.shape[0]), _f32))
+    return sums
