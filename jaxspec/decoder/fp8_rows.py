@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from jaxspec.decoder.feed import mixture
 from jaxspec.decoder.functions import weighted
-from jaxspec.decoder.matmul import gate, matmul, rounds
+from jaxspec.decoder.matmul import MOST_ROUNDED, gate, matmul, rounds
 from jaxspec.decoder.mixings import mixing_of
 from jaxspec.decoder.mixings.kind import Weights
 from jaxspec.decoder.path import MIXTURE, Call, Path, implementing
@@ -39,6 +39,8 @@ def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
             weight = weights[name]
             if not isinstance(weight.format, Fp8):
                 return "weights that aren't FP8"
+            if rounds(weight) and rows > MOST_ROUNDED:
+                return f"{rows} rows that are quantised, too; supported: up to {MOST_ROUNDED}"
             block, unit = weight.format.block, weight.outputs // len(weight.scales)
             if reason := fp8_rows.supported(rows, dtype, block, weight.outputs, weight.inputs, unit):
                 return reason

@@ -47,7 +47,8 @@ def check_layers(
 ) -> None:
     """Check that a path matches the plain one on some tokens a request; its kernels are interpreted already.
 
-    With `activations`, a last bit may make a row another e4m3 number.
+    With `activations`, a last bit may make a row another e4m3 number, which moves a few results by several of these: so
+    all are compared together.
     """
     config, tensors = declared(family, activations, **sizes)
     params = dummy(tensors, "bfloat16", 0)
@@ -65,7 +66,10 @@ def check_layers(
     found = run()
     for ours, theirs in zip((*found.features, found.last), (*expected.features, expected.last), strict=True):
         ours, theirs = (np.asarray(x, np.float32) for x in (ours, theirs))
-        np.testing.assert_allclose(ours, theirs, atol=(6e-2 if activations else 3e-2) * np.abs(theirs).max())
+        if activations:
+            assert np.linalg.norm(ours - theirs) < 5e-2 * np.linalg.norm(theirs)
+        else:
+            np.testing.assert_allclose(ours, theirs, atol=3e-2 * np.abs(theirs).max())
 
 
 @pytest.mark.parametrize("family,activations", [
