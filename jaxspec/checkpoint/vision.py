@@ -30,7 +30,7 @@ def load(tower: Tower, files: ModelFolder | GgufFile, dtype: str, load_format: s
     """
     if load_format == "dummy":
         return dummy(tower, dtype, seed)
-    wanted = {name: (key, layer) for key in tower.shapes for layer, name in _names(tower, key)}
+    wanted = {name: (key, layer) for key in tower.shapes for layer, name in names(tower, key)}
     host = {key: [None] * (tower.layers if key.startswith(PER_LAYER) else 1) for key in tower.shapes}
     if missing := sorted(wanted.keys() - files.tensors().keys()):
         raise CheckpointError(
@@ -47,7 +47,7 @@ def load(tower: Tower, files: ModelFolder | GgufFile, dtype: str, load_format: s
     return {key: jnp.array(values, dtype) for key, values in stacked.items()}
 
 
-def _names(tower: Tower, key: str) -> list[tuple[int, str]]:
+def names(tower: Tower, key: str) -> list[tuple[int, str]]:
     """The tensors that a parameter is made of, each with its layer."""
     if not key.startswith(PER_LAYER):
         return [(0, PREFIX + key)]
