@@ -66,6 +66,12 @@ class PictureReader:
         self.encoded = 0  # pictures that the tower read
         self.forget()
 
+    def fill(self, params: Any) -> None:
+        """Read pictures with these parameters from now on; those of others are held no more."""
+        if params is not self._params:
+            self._params = params
+            self.forget()
+
     def forget(self) -> None:
         """Hold no picture, as rows of a new state don't."""
         self._held: OrderedDict[int, list[int]] = OrderedDict()  # by key, least recently used first

@@ -392,6 +392,8 @@ class Runner:
         if not alike((self.model.params, self.draft.params), (model.params, draft.params)):
             raise CheckpointError("the weights differ from the engine's in structure, shape or dtype")
         self.model, self.draft = model, draft
+        if self.pictures is not None:
+            self.pictures.fill(model.tower)
         self._fill()
 
     def _fill(self) -> None:

@@ -7,10 +7,12 @@ the one before it, and its format. An array that has these already is taken as i
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxspec.checkpoint import CheckpointError, Model, load_target, mtp_name
 from jaxspec.checkpoint.load import text_name
@@ -21,7 +23,8 @@ from jaxspec.drafters import mtp
 from jaxspec.drafters.loading import LoadedDrafter, load_drafter
 from jaxspec.drafters.own_weights import with_head_copy
 from jaxspec.engine.deterministic import prepared
-from jaxspec.models.weights import Mxfp4, Param, Weight
+from jaxspec.models.vision import PREFIXES
+from jaxspec.models.weights import Fp8, Int4, Nvfp4, Param, Weight
 from jaxspec.parallel import sharding
 
 BY_NAME = "a mapping of Hugging Face names to arrays"
@@ -30,33 +33,42 @@ BY_NAME = "a mapping of Hugging Face names to arrays"
 @dataclasses.dataclass(frozen=True)
 class Update:
     """Weights that are ready to take others' places: leaves of the target's declarations, None where the old one
-    stays, and the drafter's params by name. None: all of them stay. `version` names the result."""
+    stays, the drafter's params by name, and the vision tower's. None: all of them stay. `version` names the result."""
 
     target: list[Any] | None
     draft: Mapping[str, Any] | None
+    tower: Mapping[str, Any] | None = None
     version: str | None = None
 
 
 def read(model: Model, draft: LoadedDrafter, config: EngineConfig, target: Any, drafter: Any) -> Update:
     """Make an update of what a caller gives. It computes on the device, and changes nothing.
 
-    `target` and `drafter`: None, or a pytree of the engine's own structure; for the target, and for an MTP module with
-    it, also a mapping of Hugging Face names to arrays, which may name some parameters alone.
+    `target` and `drafter`: None, or a pytree of the engine's own structure; for the target, and for an MTP module and a
+    vision tower with it, also a mapping of Hugging Face names to arrays, which may name some parameters alone.
 
-    **Raises:** `CheckpointError` naming what doesn't fit.
+    **Raises:** `CheckpointError` naming what doesn't fit, or what isn't finite.
     """
+    tower = None
     if target is None and drafter is None:
         raise CheckpointError("an update needs weights: of the target, of the drafter, or both")
     if _by_names(target, model.params):
         names = {text_name(name, model.config.num_layers): array for name, array in target.items()}
         modules = {mtp_name(name, model.config.num_layers): array for name, array in target.items()}
         names.pop(None, None), modules.pop(None, None)
+        if model.tower is not None and (own := {n: array for n, array in target.items() if PREFIXES.match(n)}):
+            tower = _tower(model, own)
         if modules and drafter is None and isinstance(draft.drafter, mtp.Mtp):
             drafter = _module(draft, modules)
-        target = _named(_leaves(declared(model)), _leaves(base(model)), names, model.dtype, config.tp_size)
+        if names or not (modules or tower):
+            target = _named(_leaves(declared(model)), _leaves(base(model)), names, model.dtype, config.tp_size)
+        else:
+            target = None
     elif target is not None:
         target = _fitted(declared(model), base(model), _without_derived(model, target), "target")
-    return Update(target, None if drafter is None else _drafters(draft, drafter))
+    update = Update(target, None if drafter is None else _drafters(draft, drafter), tower)
+    _check_finite(model, update)
+    return update
 
 
 def read_folders(
@@ -78,10 +90,11 @@ def read_folders(
         name = f"{method}:{drafter}" if ":" in draft.name or draft.name == method else drafter
         made = load_drafter(name, loaded, config)
     update = read(model, draft, config, None if target is None else loaded.params, made and made.params)
+    tower = loaded.tower if loaded is not model and model.tower is not None else None
     shared = {id(array) for array in jax.tree.leaves(loaded.params)}
     own = lambda value: not any(id(array) in shared for array in jax.tree.leaves(value))  # noqa: E731
     parts = None if made is None else {name: each for name, each in update.draft.items() if own(each)}
-    return dataclasses.replace(update, draft=parts)
+    return dataclasses.replace(update, draft=parts, tower=tower)
 
 
 def applied(model: Model, draft: LoadedDrafter, config: EngineConfig, update: Update) -> tuple[Model, LoadedDrafter]:
@@ -92,6 +105,7 @@ def applied(model: Model, draft: LoadedDrafter, config: EngineConfig, update: Up
         pairs = zip(update.target, _leaves(base(model)), strict=True)
         params = jax.tree.unflatten(structure, [old if given is None else given for given, old in pairs])
         new = prepared(dataclasses.replace(model, params=params), draft, config)
+    new = new if update.tower is None else dataclasses.replace(new, tower=update.tower)
     params = draft.params
     if isinstance(params, Mapping):
         params = {name: each for name, each in params.items() if name != "head_copy"} | dict(update.draft or {})
@@ -160,8 +174,7 @@ def _named(declared: list[Param], old: list[Any], given: dict[str, Any], dtype: 
             if given[name].shape != shape:
                 raise CheckpointError(f"{name} is {list(given[name].shape)}, the model's is {list(shape)}")
         if isinstance(before, Weight) and before.quantised:
-            if isinstance(before.format, Mxfp4):
-                raise CheckpointError(f"{found[0]}: weights in MXFP4 can't be made of others by name; load a folder")
+            _check_makes(before, found[0])
             param = dataclasses.replace(param, format=before.format, scales=())
         wanted.append(param)
         places.append(place)
@@ -187,13 +200,53 @@ def _fitted(declared: Any, old: Any, given: Any, whose: str) -> list[Any]:
         if isinstance(before, Weight) and not isinstance(leaf, Weight):
             raise CheckpointError(f"{name} must be a Weight, got {type(leaf).__name__}")
         if isinstance(before, Weight) and before.quantised and not leaf.quantised:
-            if isinstance(before.format, Mxfp4):
-                raise CheckpointError(f"{name}: unquantised weights aren't made MXFP4; give them as a folder has them")
+            _check_makes(before, name)
             if leaf.values.shape != param.shape:
                 raise CheckpointError(f"{name} is {list(leaf.values.shape)}, the engine's is {list(param.shape)}")
             leaf = quantised(dataclasses.replace(param, format=before.format), leaf.values)
         out.append(_placed(leaf, before, name, param.shape))
     return out
+
+
+def _check_makes(weight: Weight, name: str) -> None:
+    """**Raises:** `CheckpointError` for a format that isn't made of unquantised weights while they are updated."""
+    own = weight.format
+    if not isinstance(own, Fp8 | Nvfp4 | Int4) or (isinstance(own, Int4) and (own.zeros or own.ordered)):
+        raise CheckpointError(
+            f"{name}: the engine's is {own}, which isn't made of unquantised weights; give it as a folder has "
+            "it, or start the engine with --quantization fp8 or int4"
+        )
+
+
+def _check_finite(model: Model, update: Update) -> None:
+    """**Raises:** `CheckpointError` naming a weight that has NaN or infinity."""
+    given = [] if update.target is None else zip(_leaves(declared(model)), update.target, strict=True)
+    trees = {param.sources[0]: leaf for param, leaf in given if leaf is not None}
+    trees |= {f"vision tower: {name}": each for name, each in (update.tower or {}).items()}
+    trees |= {f"drafter[{name!r}]": each for name, each in (update.draft or {}).items()}
+    named = [(name, array) for name, tree in trees.items() for array in jax.tree.leaves(tree)]
+    flags = jax.device_get([_finite(array) for _, array in named])
+    if bad := [name for (name, _), finite in zip(named, flags, strict=True) if not finite]:
+        raise CheckpointError(f"{bad[0]} has numbers that aren't finite, as have {len(bad) - 1} others")
+
+
+@jax.jit
+def _finite(array: jax.Array) -> jax.Array:
+    return jnp.isfinite(array).all()
+
+
+def _tower(model: Model, given: dict[str, Any]) -> dict[str, Any]:
+    """The vision tower's parameters, with these arrays by Hugging Face names in the place of its own."""
+    made, tower = dict(model.tower), model.config.tower
+    for name, array in given.items():
+        if (own := tower.parameter(name)) is None:
+            raise CheckpointError(f"the vision tower has no {name}")
+        key, layer = own
+        if array.size != math.prod(shape := tower.shapes[key]) or len(array) != shape[0]:
+            raise CheckpointError(f"{name} is {list(array.shape)}, the vision tower's is {list(shape)}")
+        array = jnp.asarray(array, made[key].dtype).reshape(shape)
+        made[key] = made[key].at[layer].set(array) if key.startswith(tower.per_layer) else array
+    return made
 
 
 def _placed(given: Any, before: Any, name: str, shape: tuple[int, ...] | None = None) -> Any:
@@ -252,7 +305,7 @@ def _followed(params: Any, old: Any, new: Any) -> Any:
 
 
 def moved(model: Model, draft: LoadedDrafter, move: Callable[[Any], Any]) -> tuple[Model, LoadedDrafter]:
-    """Model and drafter with each array moved. What they share is moved once, and stays shared."""
+    """Model, its vision tower and drafter with each array moved. What they share is moved once, and stays shared."""
     done: dict[int, Any] = {}
 
     def once(array: Any) -> Any:
@@ -260,5 +313,5 @@ def moved(model: Model, draft: LoadedDrafter, move: Callable[[Any], Any]) -> tup
             done[id(array)] = move(array)
         return done[id(array)]
 
-    params, drafts = jax.tree.map(once, (model.params, draft.params))
-    return dataclasses.replace(model, params=params), dataclasses.replace(draft, params=drafts)
+    params, tower, drafts = jax.tree.map(once, (model.params, model.tower, draft.params))
+    return dataclasses.replace(model, params=params, tower=tower), dataclasses.replace(draft, params=drafts)

@@ -31,7 +31,7 @@ from jaxspec.config.request import RequestError
 from jaxspec.engine.llm import LLM
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.text.errors import TokenizerError
-from jaxspec.train import evaluate, export, flags, loop, plots, synthesise
+from jaxspec.train import evaluate, export, features, flags, loop, plots, synthesise
 from jaxspec.train.continued import continued, heads_alone
 from jaxspec.train.data import Text, TrainError, count, holds_texts, read_prompts, read_texts, split
 from jaxspec.train.dflash import DFlashObjective
@@ -67,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     claim_device()
     try:
         with terminable():
-            {"data": _data, "token-map": _token_map, "evaluate": _evaluate}.get(args.command, _train)(args)
+            commands = {"data": _data, "features": _features, "token-map": _token_map, "evaluate": _evaluate}
+            commands.get(args.command, _train)(args)
     except KeyboardInterrupt as error:
         print(str(error) or "interrupted", file=sys.stderr)
         return 130
@@ -79,6 +80,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _data(args: argparse.Namespace) -> None:
     with held(args.output):
         print(f"texts: {_texts_file(args)}")
+
+
+def _features(args: argparse.Namespace) -> None:
+    layers = args.target_layers or export.eagle3_layers(resolve(args.model).config)
+    with held(args.output):
+        path = _texts_file(args)
+        target = load_model(args.model, _dtype(args))
+        texts = read_texts(path, target.config.vocab_size)
+        sizes = {name: getattr(args, name) for name in ("row_length", "batch_size", "texts_per_file")}
+        facts = {"model": args.model, "data_sha256": fingerprint(path)}
+        features.extract(args.output, target, texts, layers, facts, **sizes)
+    print(f"features: {args.output / features.INDEX}")
 
 
 def _token_map(args: argparse.Namespace) -> None:
@@ -142,12 +155,18 @@ def _check_shape(args: argparse.Namespace, config: ModelConfig) -> None:
 def _train_on(path: Path, args: argparse.Namespace, settings: loop.Settings, facts: dict[str, Any]) -> None:
     enable_compilation_cache()  # a run that resumes doesn't compile again
     target = load_model(args.model, _dtype(args))
-    texts = read_texts(path, target.config.vocab_size)
+    source = path
+    if features.holds_features(path):
+        source, texts = path / features.INDEX, features.read_features(path, target, args.row_length)
+        target = dataclasses.replace(target, params={k: v for k, v in target.params.items() if k != "layers"})
+    else:
+        texts = read_texts(path, target.config.vocab_size)
     training, held_out = split(texts)
     alone = target.config.recurrent  # a state would pass from one text of a row to the next
     data = pack(training, args.row_length, args.batch_size, args.seed, alone)
-    run = loop.Run(args.output, facts | dict(zip(_OF_TEXTS, (len(texts), fingerprint(path)), strict=True)))
+    run = loop.Run(args.output, facts | dict(zip(_OF_TEXTS, (len(texts), fingerprint(source)), strict=True)))
     fresh, objective = (_eagle3 if args.command == "eagle3" else _block)(args, target, training)
+    data = dataclasses.replace(data, feature_layers=objective.drafter.feature_layers)
     answers = sum(end - begin for text in training for begin, end in text.answers)
     print(
         f"{len(training)} texts, {answers:,} answer tokens in {len(data.rows)} rows ({data.steps} steps an epoch); "
@@ -217,8 +236,9 @@ def _shape(args: argparse.Namespace, num_layers: int) -> export.Shape:
 
 def _texts_file(args: argparse.Namespace) -> Path:
     """The texts to train on: those named, or those that the model has written, or does now, into the output folder."""
-    if args.data != "self" and holds_texts(Path(args.data)):
-        return Path(args.data)
+    given = Path(args.data)
+    if args.data != "self" and (features.holds_features(given) or holds_texts(given)):
+        return given
     path = args.output / "data.jsonl"
     _settle_recipe(args, path)
     if not path.exists():

@@ -127,7 +127,7 @@ def _eagle3_config(c: ModelConfig, shape: Shape, vocabulary: int | None) -> dict
         raise TrainError(
             f"--num-layers {shape.num_layers}: an EAGLE-3 drafter has one layer; make it wider by --mlp-size"
         )
-    layers = shape.target_layers or (1, c.num_layers // 2 - 1, c.num_layers - 4)
+    layers = shape.target_layers or eagle3_layers(c)
     return {
         **_layer_config(c, shape),
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -136,6 +136,11 @@ def _eagle3_config(c: ModelConfig, shape: Shape, vocabulary: int | None) -> dict
         "draft_vocab_size": vocabulary,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(layers), "use_aux_hidden_state": True},
     }
+
+
+def eagle3_layers(c: ModelConfig) -> tuple[int, ...]:
+    """Layers that an EAGLE-3 drafter reads by default: near the target's beginning, middle and end."""
+    return 1, c.num_layers // 2 - 1, c.num_layers - 4
 
 
 def fresh_block(folder: Path, target: Model, shape: Shape, block: Block, seed: int) -> Fresh:

@@ -24,18 +24,27 @@ _temperatures = checked(
 )
 
 
+def _layers(text: str) -> tuple[int, ...]:
+    return tuple(map(natural, text.split(",")))
+
+
 def parser() -> argparse.ArgumentParser:
-    """Subcommands `data`, `token-map`, `eagle3`, `dflash`, `dspark`, `evaluate`; `args.command` says which."""
+    """Subcommands; `args.command` says which."""
     top = argparse.ArgumentParser(prog=called("train", "jaxspec.train"), description="Train a drafter for a model.")
     commands = top.add_subparsers(dest="command", required=True)
     add = lambda name, text: commands.add_parser(  # noqa: E731
         name, help=text, description=text, formatter_class=_FORMAT, allow_abbrev=False
     )
     data = add("data", "have the model write training texts, to train several drafters on")
+    features = add("features", "write a model's hidden states of texts, to train drafters on, here or elsewhere")
     token_map = add("token-map", "list the tokens that the model writes most often, for --draft-token-map")
-    for command in (data, token_map):
+    for command in (data, features, token_map):
         _add_common(command)
         _add_writing(command)
+    layers = "layers whose outputs are kept, from 0 (those that an EAGLE-3 drafter reads); the last's norm always is"
+    add_value(features, "--target-layers", _layers, None, "I,I,...", layers)
+    add_value(features, "--batch-size", positive, 16, "TEXTS", "texts that the model reads at once")
+    add_value(features, "--texts-per-file", positive, 128, "N", "texts in each file")
     add_value(token_map, "--size", positive, 32768, "N", "tokens to keep")
     _add_eagle3(add("eagle3", "train an EAGLE-3 drafter"))
     _add_dflash(add("dflash", "train a DFlash drafter"))
@@ -49,7 +58,12 @@ def parser() -> argparse.ArgumentParser:
 def _add_common(parser: argparse.ArgumentParser) -> None:
     add, value = parser.add_argument, partial(add_value, parser)
     add("--model", required=True, metavar="M", help="the target: hub id, folder or .gguf file")
-    add("--data", required=True, metavar="D", help=TEXTS_HELP + "; or a file of texts, as `data` writes them")
+    add(
+        "--data",
+        required=True,
+        metavar="D",
+        help=TEXTS_HELP + "; or a file of texts, as `data` writes them; or a folder, as `features` does",
+    )
     add("--output", required=True, type=Path, metavar="O", help="folder; a run that is there already is resumed")
     dtypes = "dtype of the target and of activations (bfloat16; float32 on a CPU)"
     add("--dtype", choices=("float32", "bfloat16"), help=dtypes)
@@ -94,7 +108,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     value("--num-heads", positive, None, "N", "query heads (the target's)")
     value("--num-kv-heads", positive, None, "N", "KV heads (the target's)")
     layers = "layers whose outputs it reads, from 0 (the method's default)"
-    value("--target-layers", lambda text: tuple(map(natural, text.split(","))), None, "I,I,...", layers)
+    value("--target-layers", _layers, None, "I,I,...", layers)
     _add_writing(parser)
     group = parser.add_argument_group("evaluation, at the end")
     add, value = group.add_argument, partial(add_value, group)

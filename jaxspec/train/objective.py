@@ -27,6 +27,7 @@ class Batch:
     tokens: Int[Array, "b t"]
     first: Int[Array, "b t"]
     answer: Bool[Array, "b t"]  # the target wrote this token
+    kept: tuple[Array, tuple[Array, ...]] | None = None  # final hidden states and the drafter's features, from disk
 
     @property
     def positions(self) -> Int[Array, "b t"]:
@@ -81,6 +82,8 @@ class Objective:
 
     def read(self, target_params: Any, batch: Batch) -> Hidden:
         """The target's forward: what the drafter is told, and what it is to learn. No gradient flows into it."""
+        if batch.kept is not None:
+            return Hidden(*batch.kept, None)
         check_rows(batch.tokens.size)
         mixer = (OneText if self.target.recurrent else packed_attention)(batch.first)
         layers = self.drafter.feature_layers

@@ -6,10 +6,12 @@ A batch is a function of (texts, row length, seed, step) alone, so a training th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from jaxspec.train.data import Text, TrainError
+from jaxspec.train.features import KeptText
 from jaxspec.train.objective import Batch
 
 OPEN_ROWS = 64  # rows that a text may still go into; more of them pack a little tighter, and take longer
@@ -24,6 +26,7 @@ class Packed:
     row_length: int
     batch_size: int
     seed: int
+    feature_layers: tuple[int, ...] = ()  # of features from disk
 
     @property
     def steps(self) -> int:
@@ -37,18 +40,32 @@ class Packed:
         chosen = order[at * self.batch_size :][: self.batch_size]
         shape = self.batch_size, self.row_length
         tokens, first, answer = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, bool)
+        kept = None
         for r, row in enumerate(chosen):
             begin = 0
             for text in (self.texts[i] for i in self.rows[row]):
                 end = min(begin + len(text.tokens), self.row_length)
                 tokens[r, begin:end] = text.tokens[: end - begin]
                 first[r, begin:] = begin
+                if isinstance(text, KeptText):
+                    kept = _put(kept, shape, (r, slice(begin, end)), text.rows(end - begin, self.feature_layers))
                 for low, high in text.answers:
                     answer[r, begin + low : min(begin + high, end)] = True
                 begin = end
             if begin < self.row_length:
                 first[r, begin:] = begin  # padding
-        return Batch(tokens, first, answer)
+        return Batch(tokens, first, answer, kept)
+
+
+def _put(kept: Any, shape: tuple[int, int], at: tuple, rows: tuple[np.ndarray, list[np.ndarray]]) -> Any:
+    """A batch's rows from disk, with those of one text; made by the first."""
+    last, features = rows
+    if kept is None:
+        empty = lambda: np.zeros((*shape, last.shape[-1]), last.dtype)  # noqa: E731
+        kept = empty(), tuple(empty() for _ in features)
+    for whole, own in zip((kept[0], *kept[1]), (last, *features), strict=True):
+        whole[at] = own
+    return kept
 
 
 def pack(texts: list[Text], row_length: int, batch_size: int, seed: int, alone: bool = False) -> Packed:

@@ -7,8 +7,9 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
-from jaxspec import LLM, RequestError, SamplingParams
+from jaxspec import LLM, CheckpointError, RequestError, SamplingParams
 from jaxspec.cache.mixers import WholeTexts
 from jaxspec.checkpoint.vision import dummy
 from jaxspec.decoder.forward import forward, unembed
@@ -90,6 +91,33 @@ def test_the_same_picture_is_a_hit_and_another_of_its_size_is_none(llm):
     (changed,) = llm.generate([other], params)
     assert changed.metrics.cached_tokens <= 64  # pages before the picture
     assert changed.logprobs[0] != cold.logprobs[0]
+
+
+def test_a_towers_weights_are_updated_with_its_model(llm):
+    """By names, some or all; pictures are read again. And they leave the device with the others."""
+    runner, tensors = llm.engine.runner, load_file(GOLDEN / "qwen3_5" / "model.safetensors")
+    first, reader = runner.model.tower, runner.pictures
+    own = {name: array for name, array in tensors.items() if name.startswith("model.visual.")}
+    before, encoded = texts(llm, ["long"]), reader.encoded
+    moved = {name: 2 * array for name, array in own.items() if "merger" in name or "blocks.1." in name}
+    llm.update_weights(moved)
+    assert texts(llm, ["long"]) != before and reader.encoded > encoded
+    one, two = (jax.device_get(each["blocks.attn.qkv.weight"]) for each in (first, runner.model.tower))
+    np.testing.assert_array_equal(two, np.stack([one[0], 2 * one[1]]))
+    llm.release_memory(["weights"])
+    assert all(isinstance(array, np.ndarray) for array in runner.model.tower.values())
+    llm.resume_memory()
+    llm.update_weights(str(GOLDEN / "qwen3_5"))
+    jax.tree.map(np.testing.assert_array_equal, runner.model.tower, first)
+    assert texts(llm, ["long"]) == before
+    for given, message in (
+        ({"model.visual.no.weight": np.ones(3)}, "the vision tower has no"),
+        ({"model.visual.merger.norm.weight": np.ones(3)}, "the vision tower's is"),
+        ({name: array * np.nan for name, array in moved.items()}, "numbers that aren't finite"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            llm.update_weights(given)
+    assert texts(llm, ["long"]) == before
 
 
 def test_sampled_texts_and_logprobs_are_those_of_a_cold_engine(llm):

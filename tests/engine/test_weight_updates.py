@@ -12,8 +12,11 @@ import pytest
 import jaxspec
 from jaxspec import AsyncLLM, CheckpointError, RequestError
 from jaxspec.checkpoint import locate
+from jaxspec.engine import weights
+from jaxspec.models.weights import Int4, Mxfp4
 from jaxspec.scheduling.audit import audit
 from tests.support.engines import SELF, SMALL, assert_own, checkpoint, engine, params, tokens
+from tests.support.sample import rare
 from tests.support.tiny import tiny_checkpoint
 
 PROMPTS = [tokens(n) for n in (5, 23, 40)]
@@ -111,6 +114,8 @@ def test_weights_that_do_not_fit_are_named_and_change_nothing(restored):
         (before | {"layers": []}, "structure"),
         (str(tiny_checkpoint("qwen3", 272, 2, tokenizer=True, num_hidden_layers=2)), "another model"),
         (None, "needs weights"),
+        ({"model.norm.weight": before["norm"].at[3].set(jnp.nan)}, "model.norm.weight has numbers that aren't finite"),
+        (before | {"norm": before["norm"].at[0].set(-jnp.inf)}, "model.norm.weight has numbers that aren't finite"),
     ]
     for given, message in wrong:
         with pytest.raises(CheckpointError, match=message):
@@ -118,6 +123,41 @@ def test_weights_that_do_not_fit_are_named_and_change_nothing(restored):
     with pytest.raises(CheckpointError, match="no weights"):
         llm.update_weights(draft={"embed": before["embed"]})
     assert llm.engine.runner.model.params is before and llm.engine.rollout.figures()["released"] == []
+
+
+@pytest.mark.parametrize("how, by_name", [("fp8", True), ("int4", False), rare("fp8", False), rare("int4", True)])
+def test_quantised_engines_quantise_what_they_are_given(how, by_name):
+    """Compare with an engine that starts with the new weights."""
+    options = SMALL | {"quantization": how}
+    llm, other = (jaxspec.LLM(folder, "none", **options) for folder in (checkpoint(), other_checkpoint()))
+    llm.update_weights(named(other_checkpoint()) if by_name else jaxspec.load_model(other_checkpoint()).params)
+    found, wanted = llm.engine.runner.model.params, other.engine.runner.model.params
+    assert any(leaf.dtype.itemsize == 1 for leaf in jax.tree.leaves(found))
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+def test_formats_that_are_not_made_while_serving_are_named():
+    own = jaxspec.load_model(checkpoint()).params["layers"][0]["qkv"]
+    for format in (Int4(32, zeros=True), Int4(32, ordered=True), Mxfp4()):
+        with pytest.raises(CheckpointError, match=f"the engine's is {type(format).__name__}.* isn't made of"):
+            weights._check_makes(dataclasses.replace(own, format=format), "x")
+
+
+def test_an_engine_is_updated_while_it_sleeps(restored):
+    """Its pages may be away, its weights may not; and a pause takes a drafter's update alone."""
+    llm = restored(engine(SELF))
+    new = others(llm)
+    llm.release_memory(["weights"])
+    with pytest.raises(RequestError, match="the weights are released; resume them before"):
+        llm.update_weights(new)
+    llm.resume_memory()
+    llm.release_memory(["kv_cache"])
+    llm.update_weights(new, version="asleep")
+    llm.update_weights(draft=new)
+    llm.resume_memory()
+    outs = llm.generate(PROMPTS, params())
+    assert_own(llm.engine.runner.model, outs)
+    assert outs[1].metrics.accept_length > 3 and llm.engine.rollout.version != "asleep"
 
 
 def test_a_drafter_is_updated_with_its_target_or_alone(restored):

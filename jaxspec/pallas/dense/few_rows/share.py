@@ -221,7 +221,7 @@ def share_out(
 
 
 def step_of(fp8: bool, four: FourBits | None) -> int:
-    """What inputs of weights must be a multiple of."""
+    """The number that divides inputs of all weights."""
     return UNIT if four else BLOCK if fp8 else TILE
 
 
