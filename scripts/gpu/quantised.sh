@@ -66,6 +66,13 @@ for part in "${@:-kernels dense cache eagle3 turns turns-35b 30b 35b mtp 27b gpt
                     rounds "$switch-eagle3" 0.16 qwen3-8b 32 "${eagle3[@]}" --fp8-activations "$switch"
                 done
                 rounds off 0.34 qwen3-8b 128 "${fp8[@]}" --fp8-activations off ;;
+            turns-few)
+                for switch in off on; do
+                    rounds "$switch" 0.12 qwen3-8b 32 "${fp8[@]}" --fp8-activations "$switch"
+                    rounds "$switch-eagle3" 0.13 qwen3-8b 8 "${eagle3[@]}" --fp8-activations "$switch"
+                done
+                rounds on 0.30 qwen3-8b 128 "${fp8[@]}" --fp8-activations on
+                rounds on-eagle3 0.14 qwen3-8b 32 "${eagle3[@]}" --fp8-activations on ;;
             turns-128) for switch in off on; do
                 rounds "$switch-eagle3" 0.42 qwen3-8b 128 "${eagle3[@]}" --fp8-activations "$switch"
             done ;;
