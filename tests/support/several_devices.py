@@ -29,6 +29,7 @@ from jaxspec.cache.memory_plan import MemoryPlan
 from jaxspec.cache.paged import PageLayout
 from jaxspec.checkpoint import ModelFolder, reserve
 from jaxspec.checkpoint import params as loading
+from jaxspec.checkpoint.stored import Readers
 from jaxspec.drafters.base import DraftBatch, Proposal
 from jaxspec.engine.runner import Runner
 from jaxspec.models.description import Decoder, Recurrence
@@ -352,6 +353,21 @@ def test_what_cannot_be_divided_is_refused_by_name():
         with pytest.raises(jaxspec.ConfigError) as error:
             LLM(model, draft, tp_size=size, skip_warmup=True, **more)
         assert all(word in str(error.value) for word in words), (draft, str(error.value))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_a_device_reads_the_rows_that_it_has(monkeypatch, family):
+    """Nothing is read twice: tensors that all devices need, or columns of, are read once for all."""
+    folder = checkpoint(family)
+    files = ModelFolder(folder, folder / "config.json")
+    stored, taken, begin = files.stored(), [], Readers._begin
+    monkeypatch.setattr(Readers, "_begin", lambda self, out, each: taken.append(each) or begin(self, out, each))
+    loading.assemble(MODELS[family].tensors(files.config.decoder), stored, "float32", sharding.mesh_of(2))
+    padded = stored["model.embed_tokens.weight"][VOCAB // 2 + 1 :]  # rows that are read where they are padded
+    assert sum(each.nbytes for each in (*taken, padded)) == sum(each.nbytes for each in stored.values())
+    mlp = "model.layers.0.mlp." + ("experts.0." if family == "qwen3_moe" else "")
+    gate, down = (stored[f"{mlp}{part}_proj.weight"] for part in ("gate", "down"))
+    assert {gate[: len(gate) // 2], gate[len(gate) // 2 :], down} <= set(taken)
 
 
 def test_a_model_loaded_for_one_device_is_refused():
