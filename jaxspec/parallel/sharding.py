@@ -295,6 +295,13 @@ class Division:
     state: Any
     workspaces: Any = None
 
+    def without_devices(self) -> Division:
+        """Enough of it for another process to trace the programs."""
+        mesh = self.mesh.abstract_mesh
+        shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, x.sharding.spec))  # noqa: E731
+        workspaces = self.workspaces and self.workspaces._replace(memory=None, peers=jax.tree.map(shape, self.peers))
+        return dataclasses.replace(self, mesh=mesh, workspaces=workspaces)
+
     @property
     def peers(self) -> Any:
         return self.workspaces and self.workspaces.peers
