@@ -98,6 +98,8 @@ NEEDLESS = {
                     "--dp-size engines run on this host; a request goes to the one with its prefix, or the least busy"),
     "enable_auto_tool_choice": "it is always on where tools are supported",
     **dict.fromkeys(("h", "help", "version"), "give it alone"),
+    **dict.fromkeys(("task", "runner", "convert", "is_embedding"),
+                    "a checkpoint says if it is for embeddings or scores; --pooling says it for others"),
     "speculative_adaptive": "it is on unless --draft-policy is fixed",
 }  # fmt: skip
 UNSUPPORTED = {
@@ -118,7 +120,6 @@ UNSUPPORTED = {
     **dict.fromkeys(("priority_scheduling_preemption_threshold", "disable_priority_preemption"),
                     "with --schedule-policy priority, requests preempt any whose priority comes after theirs"),
     "enable_dp_attention": "attention is divided by heads (--tp-size), and whole engines are repeated (--dp-size)",
-    **dict.fromkeys(("task", "runner", "is_embedding"), "only text generation is supported"),
     **dict.fromkeys(("disaggregation_mode", "kv_transfer_config"), "prefill and decoding run in one process"),
     **dict.fromkeys(("hf_overrides", "rope_scaling", "json_model_override_args"),
                     "the model's config is taken as it is; change its config.json"),

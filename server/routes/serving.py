@@ -14,6 +14,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from jaxspec import AsyncLLM, RequestError
+from jaxspec.checkpoint import Pooling
 from jaxspec.images.picture import Picture
 from server.chat.speech import Formats, Speech
 from server.generate import ClientGone, EventStream, UnlessGone, chat_prompt, collect, completion_prompts, run
@@ -44,6 +45,7 @@ class Serving:
     tracer: Tracer | None = None
     media: MediaRules = field(default_factory=MediaRules)
     aliases: Sequence[str] = ()
+    pooling: Pooling | None = None
     running: dict[str, str] = field(default_factory=dict)  # the engine's requests, with the ids that clients know
 
     def __post_init__(self):
@@ -97,9 +99,17 @@ class Serving:
         stream: bool | None,
         store: bool | None = None,
         priority: int | None = None,
+        pooled: bool = False,
     ) -> Response:
         """Make a reply, run its prompts and send it, whole or as events. `store` False keeps it out of the log of
-        prompts. **Raises:** `RequestError`, `ApiError`."""
+        prompts. `pooled`: it is an embedding or a score. **Raises:** `RequestError`, `ApiError`."""
+        if self.pooling is not None and self.pooling.embeds and not pooled:
+            making.close()
+            raise ApiError(
+                400,
+                f"the model {self.name!r} makes embeddings (/v1/embeddings), no texts; --pooling none "
+                "has the server generate with it",
+            )
         began = time.time()
         try:
             with UnlessGone(request.receive):
