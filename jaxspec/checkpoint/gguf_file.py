@@ -17,9 +17,10 @@ from typing import Any
 import gguf
 import numpy as np
 
-from jaxspec.checkpoint import gguf_tokenizer
+from jaxspec.checkpoint import gguf_tokenizer, pooling
 from jaxspec.checkpoint.check import CheckpointError, TensorInfo
 from jaxspec.checkpoint.gguf_header import GgufTensor, read_header
+from jaxspec.checkpoint.pooling import Pooling
 from jaxspec.checkpoint.stored import Computed, Stored
 from jaxspec.config.json_values import shown
 from jaxspec.config.options import ConfigError
@@ -105,6 +106,11 @@ class GgufFile:
             raise ConfigError(f"{path}: its metadata, under a config.json's names: {error}") from error
         self.quantization = self.packed = None  # dequantised as it is read
         self.generation: dict[str, Any] = {}  # newer files may say how to sample; that is not read
+
+    @property
+    def pooling(self) -> Pooling | None:
+        """How the model makes scores, by its name: a file says nothing of pooling."""
+        return pooling.read(self.path, {}, self.path.name)
 
     def tensors(self) -> dict[str, TensorInfo]:
         """Tensors that the header lists, under Hugging Face names; a name with no counterpart there stays as it is."""

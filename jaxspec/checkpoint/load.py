@@ -300,6 +300,8 @@ def _sampling(generation: Mapping[str, Any], name: str) -> dict[str, float]:
 def text_name(name: str, layers: int) -> str | None:
     """A tensor's name in the text model alone, of so many layers; None for other parts: a vision tower, MTP modules."""
     name = name.removeprefix("language_model.")  # of all, as Gemma 3 was first published
+    if name.startswith(("layers.", "embed_tokens.", "norm.")):  # of a model without a head, as embeddings have it
+        name = f"model.{name}"
     if name.removeprefix("model.").startswith(OTHER_PARTS) or name.startswith(MTP):
         return None
     name = name.replace("model.language_model.", "model.", 1)

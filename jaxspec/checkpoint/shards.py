@@ -20,9 +20,10 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jaxspec.checkpoint import packed, quantization
+from jaxspec.checkpoint import packed, pooling, quantization
 from jaxspec.checkpoint.bin_file import BinFile
 from jaxspec.checkpoint.check import CheckpointError, TensorInfo, refuse_stand_in
+from jaxspec.checkpoint.pooling import Pooling
 from jaxspec.checkpoint.stored import DTYPES, Computed, Stored
 from jaxspec.config.json_values import shown
 from jaxspec.config.options import ConfigError
@@ -85,7 +86,16 @@ class ModelFolder:
         if bad := [token for token in end_tokens(more) if not is_token(token)]:
             raise ConfigError(f"generation_config.json: eos_token_id must be token ids, got {shown(bad[0])}")
         ends = end_tokens(self.hf.get("eos_token_id"), more)
-        return ModelConfig.from_hf({**self.hf, "eos_token_id": ends})
+        hf = {**self.hf, "eos_token_id": ends}
+        if self.files and not hf.get("tie_word_embeddings") and (self.path / "modules.json").is_file():
+            # A model of embeddings, published without its head; any stands in, since nothing asks for its tokens.
+            hf["tie_word_embeddings"] = not any("lm_head.weight" in held for held in self._stored.values())
+        return ModelConfig.from_hf(hf)
+
+    @functools.cached_property
+    def pooling(self) -> Pooling | None:
+        """How the model makes embeddings or scores, if it is published for these. **Raises:** `CheckpointError`."""
+        return pooling.read(self.config_file.parent, self.hf, str(self.path))
 
     def tensors(self, dequantised: Container[str] = ()) -> dict[str, TensorInfo]:
         """Tensors that the shards' headers list, with packed weights under common names, or unquantised if they are in
