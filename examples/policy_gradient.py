@@ -37,14 +37,14 @@ def main(name="smollm2-135m-instruct", draft="auto", steps=12, samples=8, tokens
     has_e = np.array(["e" in model.tokenizer.decode([i]).lower() for i in range(model.config.vocab_size)])
     logprobs = functools.partial(jaxspec.logprobs, model, config=llm.engine.config)
 
-    def weights(policy):
+    def weights(params, policy):
         """The model's, with the policy's in the last layers: float32 here, in the model's dtype there."""
-        last = jax.tree.map(lambda new, old: new.astype(old.dtype), policy, model.params["layers"][-len(policy) :])
-        return {**model.params, "layers": [*model.params["layers"][: -len(policy)], *last]}
+        last = jax.tree.map(lambda new, old: new.astype(old.dtype), policy, params["layers"][-len(policy) :])
+        return {**params, "layers": [*params["layers"][: -len(policy)], *last]}
 
     @jax.jit
-    def learn(policy, state, texts, advantages):
-        loss = lambda policy: -(advantages * logprobs(texts, lengths, params=weights(policy))).sum()  # noqa: E731
+    def learn(policy, state, params, texts, advantages):
+        loss = lambda policy: -(advantages * logprobs(texts, lengths, params=weights(params, policy))).sum()  # noqa: E731
         change, state = optimiser.update(jax.grad(loss)(policy), state)
         return optax.apply_updates(policy, change), state
 
@@ -62,8 +62,8 @@ def main(name="smollm2-135m-instruct", draft="auto", steps=12, samples=8, tokens
         theirs = np.float32([one.logprob for out in outs for one in out.logprobs])
         reward = np.where(answered, 1.0 - has_e[texts[:, 1:]], 0)
         advantages = np.where(answered, reward - reward[answered].mean(), 0) / answered.sum()
-        policy, state = learn(policy, state, texts, advantages.astype(np.float32))
-        served = weights(policy)
+        policy, state = learn(policy, state, model.params, texts, advantages.astype(np.float32))
+        served = weights(model.params, policy)
         llm.update_weights(served, version=f"step {step + 1}")
         if follower is not None:
             follower.learn(texts, lengths, lengths + tokens)

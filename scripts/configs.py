@@ -36,7 +36,8 @@ QWEN3_0_6B = QWEN3_8B | dict(
 EAGLE3 = dict(architectures=["LlamaForCausalLMEagle3"], model_type="llama", num_hidden_layers=1)
 EAGLE3_8B = QWEN3_8B | EAGLE3 | dict(num_key_value_heads=8, draft_vocab_size=32000)
 EAGLE3_SMALL = SMOLLM2 | EAGLE3 | dict(num_attention_heads=9, draft_vocab_size=16384, tie_word_embeddings=False)
-EAGLE_SMALL = SMOLLM2 | dict(architectures=["EagleLlamaForCausalLM"], num_hidden_layers=1, bias=False)
+EAGLE = dict(architectures=["EagleLlamaForCausalLM"], num_hidden_layers=1, bias=False)
+EAGLE_SMALL = SMOLLM2 | EAGLE
 DFLASH = dict(architectures=["DFlashDraftModel"], mask_token_id=5, block_size=16, model_type="qwen3")
 DFLASH_8B = QWEN3_8B | DFLASH | dict(num_hidden_layers=3)
 DFLASH_SMALL = SMOLLM2 | DFLASH | dict(num_hidden_layers=3, head_dim=64)
@@ -58,6 +59,7 @@ LLAMA_8B = dict(
     num_attention_heads=32, num_key_value_heads=8, head_dim=128, rope_theta=5e5, max_position_embeddings=131072,
 )  # fmt: skip
 LLAMA_70B = LLAMA_8B | dict(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64)
+LLAMA2_70B = LLAMA_70B | dict(vocab_size=32000, rope_theta=1e4, max_position_embeddings=4096)
 QWEN3_235B = QWEN3_30B | dict(
     hidden_size=4096, intermediate_size=12288, num_hidden_layers=94, num_attention_heads=64, moe_intermediate_size=1536
 )
@@ -83,6 +85,7 @@ FOLDERS = {
     "qwen3.5-35b-a3b": QWEN35_35B, "qwen3.5-397b-a17b": QWEN35_397B,
     "qwen3.8-27b": QWEN38_27B, "qwen3.8-27b-16": QWEN38_27B | dict(num_hidden_layers=16),
     "gpt-oss-20b": GPT_OSS_20B, "gpt-oss-120b": GPT_OSS_120B, "llama-3.1-8b": LLAMA_8B, "llama-3.3-70b": LLAMA_70B,
+    "llama-2-70b": LLAMA2_70B, "llama-2-70b-eagle": LLAMA2_70B | EAGLE,
 }  # fmt: skip
 
 

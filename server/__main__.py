@@ -29,6 +29,7 @@ import jax
 import uvicorn
 
 from jaxspec import AsyncLLM, CheckpointError, ConfigError, EngineConfig
+from jaxspec.checkpoint import Pooling, locate
 from jaxspec.cli import called, without_traceback
 from jaxspec.compiling.executable_store import source_digest
 from jaxspec.config.flags import engine_options
@@ -80,10 +81,11 @@ def main(argv: list[str] | None = None) -> int:
         endpoint, name = args.otlp_traces_endpoint, (args.served_model_name or [args.model])[0]
         tracer = None if endpoint is None else Tracer(endpoint, name)
         with _bind(args.host, args.port) as listener, log_of(args.log_prompts) as kept:
+            pooling = _pooling(args)
             llm = _start(args)
             _loaded.set()
             try:
-                status = _serve(llm, args, listener, kept, tracer)
+                status = _serve(llm, args, listener, kept, tracer, pooling)
             finally:
                 ended = llm.close(CLOSE_SECONDS)
             return status if ended else 1
@@ -111,6 +113,21 @@ def _lacks_memory(error: Exception) -> bool:
     """Whether an allocation failed: of objects, of a thread's stack, or of a process or file in memory."""
     no_room = isinstance(error, OSError) and error.errno in (errno.ENOMEM, errno.EAGAIN)
     return isinstance(error, MemoryError) or no_room or "can't start new thread" in str(error)
+
+
+def _pooling(args: argparse.Namespace) -> Pooling | None:
+    """How the model makes embeddings or scores, if it does; hidden states are then reported."""
+    if args.pooling == "none":
+        return None
+    if args.pooling != "auto":
+        pooling = Pooling(args.pooling)
+    else:
+        pooling = locate(args.model, args.revision, load_format=args.load_format).pooling
+    if pooling is not None and pooling.embeds:
+        args.enable_return_hidden_states = True
+    if pooling is not None:
+        log.info("%s are served, pooled by %s", "embeddings" if pooling.embeds else "scores", pooling.kind)
+    return pooling
 
 
 def _start(args: argparse.Namespace) -> AsyncLLM | DataParallelLLM:
@@ -162,6 +179,7 @@ def _serve(
     listener: socket.socket,
     kept: PromptLog | None = None,
     tracer: Tracer | None = None,
+    pooling: Pooling | None = None,
 ) -> int:
     sys.setswitchinterval(SWITCH_SECONDS)
     api_key = args.api_key or os.environ.get("JAXSPEC_API_KEY")
@@ -174,7 +192,7 @@ def _serve(
     parsers = args.reasoning_parser, args.tool_call_parser
     hosts = host_names(args, listener.getsockname()[0], bool(api_key))
     cors, media = cors_options(args), media_rules(args)
-    rest = cors, kept, hosts, tracer, media, args.enable_rollout_routes
+    rest = cors, kept, hosts, tracer, media, args.enable_rollout_routes, pooling
     app = create_app(llm, args.served_model_name, api_key, sampling, *parsers, *rest)
     connections = allow_open_files(args.max_connections)
     config = uvicorn.Config(

@@ -13,6 +13,7 @@ from fastapi.middleware.cors import CORSMiddleware
 
 import jaxspec
 from jaxspec import AsyncLLM, ConfigError
+from jaxspec.checkpoint import Pooling
 from server.chat.speech import Formats
 from server.http import errors, openapi
 from server.http.body import BodyRoute
@@ -29,6 +30,7 @@ from server.routes import (
     information,
     messages,
     playground,
+    pooling,
     profile,
     responses,
     rollout,
@@ -53,6 +55,7 @@ def create_app(
     tracer: Tracer | None = None,
     media: MediaRules | None = None,
     rollout_routes: bool = False,
+    pools: Pooling | None = None,
 ) -> FastAPI:
     """The server's application over a running engine, which stays the caller's to close.
 
@@ -63,7 +66,8 @@ def create_app(
     the chat template shows, or "none"; `cors` is `CORSMiddleware`'s options, None for no page of another origin;
     `prompt_log` keeps texts, and stays the caller's to close; `hosts` are names that it answers to beside this
     machine's own, None for any; `tracer` sends traces; `media` says where pictures may come from;
-    `rollout_routes` opens `gate.GUARDED_PATHS` where there is no key.
+    `rollout_routes` opens `gate.GUARDED_PATHS` where there is no key; `pools` says how
+    a model for embeddings or scores makes them.
     """
     app = FastAPI(title="jaxspec", version=jaxspec.__version__, docs_url=None, redoc_url=None)
     app.router.route_class = BodyRoute
@@ -81,10 +85,10 @@ def create_app(
     where = media or MediaRules()
     if taken := {name, *aliases}.intersection(llm.adapters):
         raise ConfigError(f"--lora-modules: {taken.pop()} is the model's own name; give the adapter another")
-    serving = Serving(llm, name, metrics, sampling or {}, formats, prompt_log, tracer, where, aliases)
+    serving = Serving(llm, name, metrics, sampling or {}, formats, prompt_log, tracer, where, aliases, pools)
     texts = generation, responses, messages, sglang, token_ids
     engine = adapters, rollout, profile
-    for routes in (*texts, tokens, health, information, *engine, playground):
+    for routes in (*texts, tokens, health, information, pooling, *engine, playground):
         routes.add(app, serving)
     openapi.describe(app, llm.model_config.vocab_size)
     return app

@@ -16,6 +16,7 @@ from jaxspec.checkpoint.load import (
     read_params,
 )
 from jaxspec.checkpoint.params import dummy
+from jaxspec.checkpoint.pooling import Pooling
 from jaxspec.checkpoint.shards import ModelFolder
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "GgufFile",
     "Model",
     "ModelFolder",
+    "Pooling",
     "Source",
     "check_context",
     "dummy",

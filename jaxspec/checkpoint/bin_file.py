@@ -1,36 +1,25 @@
 """A `pytorch_model.bin`: what `torch.save` writes, a zip of one pickle and the bytes of each storage. No torch needed.
 
-The file is mapped, and tensors are copied out of it one at a time. Every storage lies inside the file and every tensor
-inside its storage before a byte of it is read. `BinFile` answers as a handle of `safetensors.safe_open` does.
+Every storage lies inside the file and every tensor inside its storage before a byte of it is read. `BinFile` lists its
+tensors as a handle of `safetensors.safe_open` does.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 import zipfile
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-import ml_dtypes
 import numpy as np
 
 from jaxspec.checkpoint.check import CheckpointError
+from jaxspec.checkpoint.stored import DTYPES, Computed, Stored
 from jaxspec.checkpoint.tensor_pickle import SAVE_AGAIN, WRITE_JSON, View, ids, views
 from jaxspec.config.json_values import shown
 
-_DTYPES = {
-    "F64": np.dtype(np.float64),
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "I64": np.dtype(np.int64),
-    "I32": np.dtype(np.int32),
-    "I16": np.dtype(np.int16),
-    "I8": np.dtype(np.int8),
-    "U8": np.dtype(np.uint8),
-    "BOOL": np.dtype(np.bool_),
-}
 _ZIP = b"PK\x03\x04"
 _LOCAL_HEADER = 30  # bytes before the name of an entry; the lengths of name and extra field are its last four
 _PICKLE_LIMIT = 2**24  # bytes: a tensor takes about 150
@@ -103,7 +92,7 @@ class BinFile:
         """Bytes of each storage, by its key. Tensors that share one agree on what it is."""
         sizes: dict[str, int] = {}
         for view in self._views.values():
-            size = view.storage.elements * _DTYPES[view.storage.dtype].itemsize
+            size = view.storage.elements * DTYPES[view.storage.dtype].itemsize
             if sizes.setdefault(view.storage.key, size) != size:
                 raise CheckpointError(f"{self.file}: storage {view.storage.key} has two sizes. Download it again")
         return sizes
@@ -141,13 +130,20 @@ class BinFile:
     def keys(self) -> list[str]:
         return list(self._views)
 
-    def offset_keys(self) -> list[str]:
-        """Names in the file's order."""
-        where: Callable[[str], tuple[int, int]] = lambda name: (  # noqa: E731
-            self._starts[self._views[name].storage.key],
-            self._views[name].offset,
-        )
-        return sorted(self._views, key=where)
+    def stored(self) -> dict[str, Stored | Computed]:
+        """Tensors in the file's order, to be read when the file may be closed."""
+        found: dict[str, Stored | Computed] = {}
+        for name, view in sorted(self._views.items(), key=lambda each: self._start_of(each[1])):
+            dtype, rows = DTYPES[view.storage.dtype], np.cumprod((1, *view.shape[:0:-1]))[::-1]
+            if tuple(view.strides) == tuple(rows[len(rows) - len(view.shape) :]) or 0 in view.shape:
+                found[name] = Stored(self.file, self._start_of(view), view.shape, dtype)
+            else:
+                size = math.prod(view.shape) * dtype.itemsize
+                found[name] = Computed(size, partial(_read_apart, self.file, name))
+        return found
+
+    def _start_of(self, view: View) -> int:
+        return self._starts[view.storage.key] + view.offset * DTYPES[view.storage.dtype].itemsize
 
     def get_slice(self, name: str) -> Slice:
         return Slice(self._views[name])
@@ -155,12 +151,16 @@ class BinFile:
     def get_tensor(self, name: str) -> np.ndarray:
         """A copy, in C order."""
         view = self._views[name]
-        dtype = _DTYPES[view.storage.dtype]
+        dtype = DTYPES[view.storage.dtype]
         if 0 in view.shape:
             return np.zeros(view.shape, dtype)
-        start = self._starts[view.storage.key] + view.offset * dtype.itemsize
         strides = [stride * dtype.itemsize for stride in view.strides]
-        return np.ndarray(view.shape, dtype, self._map, start, strides).copy()
+        return np.ndarray(view.shape, dtype, self._map, self._start_of(view), strides).copy()
+
+
+def _read_apart(file: Path, name: str) -> np.ndarray:
+    with BinFile(file) as opened:
+        return opened.get_tensor(name)
 
 
 class _IdsFile(BinFile):

@@ -13,7 +13,7 @@ from pathlib import Path
 import huggingface_hub
 from huggingface_hub import errors
 
-from jaxspec.checkpoint import demo
+from jaxspec.checkpoint import demo, pooling
 from jaxspec.checkpoint.check import CheckpointError, refuse_stand_in
 from jaxspec.checkpoint.gguf_file import GgufFile
 from jaxspec.checkpoint.shards import ModelFolder
@@ -23,10 +23,10 @@ LOAD_FORMATS = ("auto", "dummy")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _SMALL_FILES = ["config.json", "generation_config.json", "tokenizer*", "vocab.json", "merges.txt",
                 "special_tokens_map.json", "added_tokens.json", "chat_template*",
-                "preprocessor_config.json", "processor_config.json"]  # fmt: skip
+                "preprocessor_config.json", "processor_config.json", *pooling.FILES]  # fmt: skip
 _SAFETENSORS = ["*.safetensors", "*.safetensors.index.json"]
 _BIN = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]  # fetched only if there are no safetensors
-_OTHER_WEIGHTS = ["consolidated*", "*/*"]  # the same weights again, in another layout
+_OTHER_WEIGHTS = ["consolidated*", "*/*.safetensors*", "*/*.bin*"]  # the same weights again, in another layout
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,18 +6,22 @@ from. So nothing after it knows where the weights came from.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 
-from jaxspec.checkpoint import gguf_tokenizer
+from jaxspec.checkpoint import gguf_tokenizer, pooling
 from jaxspec.checkpoint.check import CheckpointError, TensorInfo
 from jaxspec.checkpoint.gguf_header import GgufTensor, read_header
+from jaxspec.checkpoint.pooling import Pooling
+from jaxspec.checkpoint.stored import Computed, Stored
 from jaxspec.config.json_values import shown
 from jaxspec.config.options import ConfigError
 from jaxspec.decoder.functions import rope_frequencies
@@ -86,7 +90,7 @@ class GgufFile:
         """**Raises:** `CheckpointError` or `ConfigError` for a damaged file, or an architecture, variant or rope
         scaling that isn't supported."""
         self.path = path
-        self._metadata, self._places, self._data = read_header(path)
+        self._metadata, self._places = read_header(path)
         self._architecture = self._metadata.get("general.architecture")
         if not isinstance(self._architecture, str) or self._architecture not in _ARCHITECTURES:
             raise CheckpointError(
@@ -103,23 +107,34 @@ class GgufFile:
         self.quantization = self.packed = None  # dequantised as it is read
         self.generation: dict[str, Any] = {}  # newer files may say how to sample; that is not read
 
+    @property
+    def pooling(self) -> Pooling | None:
+        """How the model makes scores, by its name: a file says nothing of pooling."""
+        return pooling.read(self.path, {}, self.path.name)
+
     def tensors(self) -> dict[str, TensorInfo]:
         """Tensors that the header lists, under Hugging Face names; a name with no counterpart there stays as it is."""
         return {self._hf_name(name): TensorInfo(t.shape, t.nbytes) for name, t in self._weights().items()}
 
-    def read(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Every tensor, in the file's order, dequantised to float32.
+    def stored(self) -> dict[str, Computed]:
+        """Every tensor, in the file's order, dequantised to float32 when it is read.
 
-        **Raises:** `CheckpointError` for a type that the gguf package can't dequantise.
+        **Raises:** then `CheckpointError` for a type that the gguf package can't dequantise.
         """
-        for name, tensor in self._weights().items():
-            values = self._dequantize(tensor)
-            if self._stored.interleaved and (match := re.fullmatch(r"blk\.\d+\.attn_([qk])\..*", name)):
-                heads = self.config.num_heads if match[1] == "q" else self.config.num_kv_heads
-                values = _half_split(values, heads)
-            if self._stored.centred and name.endswith("norm.weight"):
-                values = values - 1
-            yield self._hf_name(name), values
+        found = {}
+        for name, tensor in sorted(self._weights().items(), key=lambda each: each[1].offset):
+            size = tensor.nbytes + 4 * math.prod(tensor.shape)
+            found[self._hf_name(name)] = Computed(size, partial(self._values, name, tensor))
+        return found
+
+    def _values(self, name: str, tensor: GgufTensor) -> np.ndarray:
+        values = self._dequantize(tensor)
+        if self._stored.interleaved and (match := re.fullmatch(r"blk\.\d+\.attn_([qk])\..*", name)):
+            heads = self.config.num_heads if match[1] == "q" else self.config.num_kv_heads
+            values = _half_split(values, heads)
+        if self._stored.centred and name.endswith("norm.weight"):
+            values = values - 1
+        return values
 
     def tokenizer(self) -> Tokenizer | None:
         """**Raises:** `TokenizerError` for a tokenizer that can't be rebuilt."""
@@ -138,7 +153,7 @@ class GgufFile:
         return {name: tensor for name, tensor in self._places.items() if name != _ROPE_FACTORS}
 
     def _dequantize(self, tensor: GgufTensor) -> np.ndarray:
-        stored = self._data[tensor.offset : tensor.offset + tensor.nbytes].reshape(tensor.byte_shape)
+        stored = Stored(self.path, tensor.offset, tensor.byte_shape, np.dtype(np.uint8)).read()
         try:
             return gguf.dequantize(stored, tensor.type)
         except (NotImplementedError, ValueError) as error:

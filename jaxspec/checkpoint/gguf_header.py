@@ -41,8 +41,8 @@ class GgufTensor:
         return (*self.shape[:-1], self.shape[-1] // block * size)
 
 
-def read_header(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor], np.ndarray]:
-    """Metadata (key -> value), tensors (name -> place), and the whole file as mapped bytes.
+def read_header(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+    """Metadata (key -> value) and tensors (name -> place).
 
     **Raises:** `CheckpointError` if the file isn't GGUF, has a version or tensor type that isn't supported, or ends
     before the last tensor does, or if its header has nonsense in it.
@@ -68,7 +68,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor], np.n
     end = max((t.offset + t.nbytes for t in tensors.values()), default=0)
     if end > data.size:
         raise CheckpointError(f"{path} is truncated: {data.size:,} bytes of at least {end:,}. Download it again")
-    return metadata, tensors, data
+    return metadata, tensors
 
 
 def _map(path: Path) -> np.ndarray:

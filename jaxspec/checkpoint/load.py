@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-import time
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,12 +20,12 @@ from jaxspec.checkpoint import kv_scales, packed, vision
 from jaxspec.checkpoint.check import CheckpointError, TensorInfo, check
 from jaxspec.checkpoint.find import Source, resolve
 from jaxspec.checkpoint.gguf_file import GgufFile
-from jaxspec.checkpoint.params import assemble, dummy
+from jaxspec.checkpoint.params import THREADS, assemble, dummy
 from jaxspec.checkpoint.quantization import FORMATS, Quantization, as_stored, quantised_on_load, to_dequantise, unused
 from jaxspec.checkpoint.shards import ModelFolder
 from jaxspec.config.engine_config import DTYPES, EngineConfig
 from jaxspec.config.options import ConfigError
-from jaxspec.config.progress import progress_bar, took
+from jaxspec.config.progress import bytes_bar, took
 from jaxspec.config.request import RequestError, SamplingParams
 from jaxspec.images.image_reader import ImageReader
 from jaxspec.models.families import MODELS
@@ -117,8 +116,9 @@ def load_model(
     tp_size: int = 1,
     ep_size: int = 1,
     context_length: int | None = None,
+    load_threads: int = THREADS,
 ) -> Model:
-    """Find a model, and read it shard by shard onto the device.
+    """Find a model, and read it onto the device.
 
     **Arguments:**
 
@@ -133,6 +133,7 @@ def load_model(
     - `tp_size`: shard the params over so many devices. The engine runs such a model, `functional` doesn't.
     - `ep_size`: divide experts among so many groups of these devices.
     - `context_length`: refuse a model of fewer positions, before it is read.
+    - `load_threads`: how many threads read its weights.
 
     **Raises:** `CheckpointError`, `ConfigError` or `TokenizerError`, each naming the file, key or tensor at fault.
     """
@@ -151,9 +152,7 @@ def load_model(
             if (how_packed := source.files.packed) is not None:
                 log.info("%s: %s", source.name, packed.told(how_packed, dtype, quantization))
             options = {"rename": renamed, "progress": progress, "fp8_activations": fp8_activations, "mesh": mesh}
-            started = time.monotonic()
-            params = read_params(declared, source.files, source.name, dtype, **options)
-            _tell(params, time.monotonic() - started)
+            params = read_params(declared, source.files, source.name, dtype, threads=load_threads, **options)
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -242,15 +241,9 @@ def _tokenizer(source: Source) -> Tokenizer | None:
         return source.files.tokenizer()
 
 
-def _tell(params: Any, seconds: float) -> None:
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / 1e9
-    each = f", {seconds / size:.2f} s per GB" if size else ""  # declarations alone have no bytes
-    log.info("weights: %.2f GB in %.1f s%s", size, seconds, each)
-
-
 def load_target(options: EngineConfig) -> Model:
     """The model that an engine's options name. **Raises:** as `load_model`."""
-    return load_model(options.model, **_given(options), seed=options.seed or 0)
+    return load_model(options.model, **_given(options), seed=options.seed or 0, load_threads=options.load_threads)
 
 
 def _given(options: EngineConfig) -> dict[str, Any]:
@@ -307,6 +300,8 @@ def _sampling(generation: Mapping[str, Any], name: str) -> dict[str, float]:
 def text_name(name: str, layers: int) -> str | None:
     """A tensor's name in the text model alone, of so many layers; None for other parts: a vision tower, MTP modules."""
     name = name.removeprefix("language_model.")  # of all, as Gemma 3 was first published
+    if name.startswith(("layers.", "embed_tokens.", "norm.")):  # of a model without a head, as embeddings have it
+        name = f"model.{name}"
     if name.removeprefix("model.").startswith(OTHER_PARTS) or name.startswith(MTP):
         return None
     name = name.replace("model.language_model.", "model.", 1)
@@ -350,11 +345,12 @@ def read_params(
     progress: bool = True,
     fp8_activations: bool = False,
     mesh: Mesh | None = None,
+    threads: int = THREADS,
 ) -> Any:
     """Fill a pytree of `Param` from a checkpoint's files, whose tensors are called `rename(their name)`.
 
-    Those whose new name is None, or in `skip`, are left alone. Weights that the file has in FP8 stay so. `mesh`: as of
-    `assemble`.
+    Those whose new name is None, or in `skip`, are left alone. Weights that the file has in FP8 stay so. `mesh` and
+    `threads`: as of `assemble`.
 
     **Raises:** `CheckpointError` listing every tensor that is missing, unexpected or of another shape than declared.
     """
@@ -365,10 +361,10 @@ def read_params(
 
     found = listed(files.tensors())
     declared = jax.tree.map(lambda param: param.as_found(found), declared)
-    how, tensors = files.quantization, files.read
+    how, whole = files.quantization, set()
     if files.packed is not None and (whole := _to_dequantise(declared, files, found, rename, mesh)):
         log.info("%s: %d weights can't stay packed and are dequantised: %s, ...", name, len(whole), min(whole))
-        found, tensors = listed(files.tensors(whole)), partial(files.read, whole)
+        found = listed(files.tensors(whole))
     if how is not None or files.packed is not None:
         found, left = {k: v for k, v in found.items() if not unused(k)}, [k for k in found if unused(k)]
         if left := [k for k in left if not kv_scales.named(k)]:
@@ -382,7 +378,18 @@ def read_params(
         spare = {rename(f"{module}.order") for module in files.orders} - orders
         found = {name: info for name, info in found.items() if name not in spare}
     check(jax.tree.leaves(declared), found, str(files.path))
-    return assemble(declared, _with_bar(tensors(), rename, found, name, progress), dtype, mesh)
+    there = (files.stored(whole) if whole else files.stored()).items()
+    tensors = {new: tensor for stored, tensor in there if (new := rename(stored)) in found}
+    total = sum(found[tensor].nbytes for tensor in tensors)
+    with bytes_bar(total, f"loading {name}", progress) as read:
+        return assemble(
+            declared,
+            tensors,
+            dtype,
+            mesh,
+            threads=threads,
+            done=lambda names: read(sum(found[tensor].nbytes for tensor in names)),
+        )
 
 
 def _to_dequantise(
@@ -406,22 +413,3 @@ def _without_zero_biases(
     spare = {name for name in files.tensors() if name.endswith(".bias") and rename(name) in strange}
     zeros = {rename(name) for name, values in files.some(spare) if not values.any()}
     return {name: info for name, info in found.items() if name not in zeros}
-
-
-def _with_bar(
-    tensors: Iterable[tuple[str, np.ndarray]],
-    rename: Callable[[str], str | None],
-    found: dict[str, TensorInfo],
-    name: str,
-    progress: bool,
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Pass tensors through under their new names, counting stored bytes."""
-    total = sum(info.nbytes for info in found.values())
-    with progress_bar(total, f"loading {name}", "B", progress, unit_scale=True) as bar:
-        for tensor, array in tensors:
-            key = rename(tensor)
-            if key not in found:
-                continue
-            yield key, array
-            del array  # the caller is done with it; the next one may be large
-            bar.update(found[key].nbytes)

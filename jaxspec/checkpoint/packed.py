@@ -12,8 +12,11 @@ All others are dequantised while they are read: they leave as the one `weight` t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+import math
+import threading
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ import numpy as np
 
 from jaxspec.checkpoint.check import CheckpointError, TensorInfo
 from jaxspec.checkpoint.quantization import INT4, MODELOPT, NVFP4, U8, Quantization, config_of, names, refusal
+from jaxspec.checkpoint.stored import Computed
 from jaxspec.config.json_values import shown
 from jaxspec.models import int4, mxfp4, nvfp4
 
@@ -121,29 +125,28 @@ class Packed:
         block, group = (mxfp4.BLOCK, nvfp4.GROUP) if self.floats else (int4.BLOCK, self.group or inputs)
         return self.quantization is not None and inputs % block == 0 and inputs % group == 0
 
-    def read(
-        self, tensors: Iterable[tuple[str, np.ndarray]], found: Collection[str], dequantised: Container[str] = ()
-    ) -> Iterator[tuple[str, np.ndarray]]:
-        """The stored tensors, called as in `found`, with each packed weight under common names in place of its parts,
-        or f32[out, in] if it is dequantised, as for `tensors`.
+    def stored(
+        self, tensors: Mapping[str, Any], listed: Mapping[str, TensorInfo], dequantised: Container[str] = ()
+    ) -> dict[str, Any]:
+        """The tensors that are `listed` by the method `tensors`. A packed weight is made of its parts when it is read.
 
-        The host holds one dequantised weight, and the parts of those that aren't complete.
-
-        **Raises:** `CheckpointError` for parts that don't fit one another, and scales that aren't finite numbers.
+        **Raises:** then `CheckpointError` for parts that don't fit one another, and scales that aren't finite numbers.
         """
-        parts, left = self._parts(found), {}
-        for name, array in tensors:
+        parts, found, seen = self._parts(tensors), {}, set()
+        for name, tensor in tensors.items():
             module = self._module(name, parts)
             if module is None:
-                yield name, array
+                found[name] = tensor
+            if module is None or module in seen:
                 continue
-            have = left.setdefault(module, {})
-            have[name.removeprefix(f"{module}.")] = array
-            del array  # or it would stay while the next one is read
-            if len(have) == len(parts[module]):
-                whole = f"{module}.weight" in dequantised
-                for part, made in self._made(module, left.pop(module), whole):
-                    yield f"{module}.{part}", made
+            seen.add(module)
+            own = {part: tensors[f"{module}.{part}"] for part in parts[module]}
+            weight = _Module(partial(self.made, module, own, f"{module}.weight" in dequantised))
+            for part in ("weight", "weight_scale", "order"):
+                if (info := listed.get(f"{module}.{part}")) is not None:
+                    size = info.nbytes + (4 if info.dtype == "F32" else 1) * math.prod(info.shape)
+                    found[f"{module}.{part}"] = Computed(size, partial(weight.take, part))
+        return found
 
     def _parts(self, found: Collection[str]) -> dict[str, list[str]]:
         """Stored parts of each packed weight, by its module."""
@@ -165,8 +168,13 @@ class Packed:
         shapes = {AWQ: (columns * each, rows), GPTQ: (columns, rows * each), COMPRESSED: (rows, columns * each)}
         return shapes[self.kind]
 
+    def made(self, module: str, parts: Mapping[str, Any], whole: bool = False) -> dict[str, np.ndarray]:
+        """A module's tensors under common names, of its parts, arrays or yet to be read. `whole`: dequantised, even if
+        it could stay packed."""
+        parts = {part: each if isinstance(each, np.ndarray) else each.read() for part, each in parts.items()}
+        return dict(self._made(module, parts, whole))
+
     def _made(self, module: str, parts: dict[str, np.ndarray], whole: bool) -> Iterator[tuple[str, np.ndarray]]:
-        """A module's tensors under common names. `whole`: dequantised, even if it could stay packed."""
         if self.floats:
             packed, scales = self._nvfp4(module, parts)
             if not whole and self._stays(packed.shape[1] * 2):
@@ -255,6 +263,20 @@ class Packed:
         if (words := parts.get("weight_zero_point")) is not None:
             zeros = _unpacked(words.T, self.bits).T[: len(scales)]
         return np.ascontiguousarray(numbers), zeros, scales, parts.get("weight_g_idx")
+
+
+class _Module:
+    """A packed weight that is made once, when the first of its tensors is read; each is given away."""
+
+    def __init__(self, make: Callable[[], dict[str, np.ndarray]]):
+        self._make, self._guard = make, threading.Lock()
+        self._made: dict[str, np.ndarray] = {}
+
+    def take(self, part: str) -> np.ndarray:
+        with self._guard:
+            if part not in self._made:
+                self._made = self._make()
+            return self._made.pop(part)
 
 
 def _times_scales(numbers: np.ndarray, zeros: np.ndarray, scales: np.ndarray, width: int) -> np.ndarray:

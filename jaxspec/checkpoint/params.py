@@ -1,7 +1,6 @@
-"""Params pytrees: assembled from a checkpoint's tensors as they stream past, or made up from a seed.
+"""Params pytrees: assembled from a checkpoint's tensors, several parameters at once, or made up from a seed.
 
 Whatever the source, the result has exactly the structure, shapes and names that the family's `tensors` declares.
-While streaming, the host holds one tensor, and the sources of a fused parameter that is still incomplete.
 """
 
 from __future__ import annotations
@@ -9,9 +8,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import threading
 import zlib
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any
 
@@ -22,45 +22,78 @@ from jax.sharding import Mesh
 
 from jaxspec.checkpoint.check import CheckpointError
 from jaxspec.checkpoint.reserve import Reserved, reserved
+from jaxspec.checkpoint.stored import Readers
 from jaxspec.models import fp8, mxfp4
 from jaxspec.models.fp8 import BLOCK
 from jaxspec.models.weights import Format, FourBits, Fp8, Layout, Mxfp4, Param, Unquantised
 from jaxspec.parallel import sharding
 
 _EMBEDDING_STD = 0.02
+THREADS = 8  # that read weights, as other servers have
+BUDGET = 2**32  # bytes of tensors that the host holds while they are read and sent
+SENT_AT_ONCE = 2  # parameters for which a device needs memory beside their own
 
 
-def assemble(declared: Any, tensors: Iterable[tuple[str, np.ndarray]], dtype: str, mesh: Mesh | None = None) -> Any:
-    """Fill a pytree of `Param` with arrays and weights of `dtype`, taking (checkpoint name, host array) in any order.
+def assemble(
+    declared: Any,
+    tensors: Mapping[str, Any],
+    dtype: str,
+    mesh: Mesh | None = None,
+    *,
+    threads: int = THREADS,
+    budget: int | None = None,
+    done: Callable[[list[str]], None] = lambda names: None,
+) -> Any:
+    """Fill a pytree of `Param` with arrays and weights of `dtype`, made of tensors by their checkpoint names: `Stored`,
+    `Computed` or arrays.
 
-    With a `mesh`, each is divided among its devices as declared, and a device is given nothing but its part.
+    With a `mesh`, each is divided among its devices as declared, and a device is given nothing but its part. So many
+    `threads` read, and as many make parameters of it. Of tensors that are being read or sent, the host holds at most
+    `budget` bytes (None: `BUDGET`), or one parameter's. `done` is told the tensors of each parameter that is there.
 
-    Arrays have Hugging Face's shapes, already checked; names that no parameter is made of are passed over.
+    Tensors have Hugging Face's shapes, already checked; names that no parameter is made of are passed over.
 
-    **Raises:** `CheckpointError` if the tensors end before every parameter is complete, or for scales that aren't
-    finite numbers. `ConfigError` for a parameter that can't be divided, before any is read.
+    **Raises:** `CheckpointError` if a parameter lacks a tensor, or for scales that aren't finite numbers. `ConfigError`
+    for a parameter that can't be divided, before any is read.
     """
     if mesh is not None:
         sharding.check_params(declared, mesh.size)
-    places = _places(declared, dtype, mesh)
     leaves, structure = jax.tree.flatten(declared)
-    owner = {name: i for i, param in enumerate(leaves) for name in (*param.sources, *_beside(param))}
-    parts: dict[int, dict[str, np.ndarray]] = {}
+    names = [[*param.sources, *_beside(param)] for param in leaves]
+    if lacking := [each for each in names if not all(name in tensors for name in each)]:
+        missing = next(name for name in lacking[0] if name not in tensors)
+        raise CheckpointError(f"{len(lacking)} parameters lack tensors of the checkpoint: {missing}, ...")
+    order = {name: i for i, name in enumerate(tensors)}  # so that files are read forwards
+    places, at_once = _places(declared, dtype, mesh), threading.Semaphore(SENT_AT_ONCE)
+    budget = BUDGET if budget is None else budget
     filled: list[Any] = [None] * len(leaves)
-    for name, tensor in tensors:
-        if name not in owner:
-            continue
-        i = owner[name]
-        parts.setdefault(i, {})[name] = tensor
-        del tensor  # or it would stay while the next one is read
-        if len(parts[i]) < len(leaves[i].sources) + len(_beside(leaves[i])):
-            continue
-        host = [parts[i].pop(source) for source in leaves[i].sources]
-        given = leaves[i], host, parts.pop(i), dtype
-        made = places[0].moved(_placed(*given)) if mesh is None else _divided(*given, mesh, places)
-        filled[i] = jax.block_until_ready(made)  # which bounds what the host holds
-    if lacking := [leaf.sources for leaf, array in zip(leaves, filled, strict=True) if array is None]:
-        raise CheckpointError(f"the weights ended before {len(lacking)} parameters were complete: {lacking[0]}, ...")
+    running: dict[Future, tuple[int, int]] = {}
+
+    def load(i: int) -> Any:
+        param = leaves[i]
+        beside = [tensors[name] for name in _beside(param)]
+        scales = dict(zip(_beside(param), readers.read(beside), strict=True))
+        given = param, [tensors[name] for name in param.sources], scales, dtype, readers, places, at_once
+        return _whole_on_one(*given) if mesh is None else _divided(*given, mesh)
+
+    def finish(some: Iterable[Future]) -> None:
+        for future in some:
+            i, _ = running.pop(future)
+            filled[i] = future.result()
+            done(names[i])
+
+    with Readers(threads) as readers, ThreadPoolExecutor(threads, "jaxspec-weights") as pool:
+        try:
+            for i in sorted(range(len(leaves)), key=lambda i: order[leaves[i].sources[0]]):
+                size = sum(tensors[name].nbytes for name in names[i])
+                while running and size + sum(held for _, held in running.values()) > budget:
+                    finish(wait(running, return_when=FIRST_COMPLETED).done)
+                running[pool.submit(load, i)] = i, size
+            while running:
+                finish(wait(running, return_when=FIRST_COMPLETED).done)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     return jax.tree.unflatten(structure, filled)
 
 
@@ -82,39 +115,70 @@ def _places(declared: Any, dtype: str, mesh: Mesh | None) -> list[Reserved]:
     return places
 
 
-def _placed(param: Param, host: list[np.ndarray], scales: dict[str, np.ndarray], dtype: str) -> Any:
-    """The parameter on the default device. `host` is emptied."""
-    if param.stacked:
-        host[:] = [_stack(param, host)]
-    # A copy, because on a CPU an array may share the host's memory.
-    return _made(param, [jnp.array(host.pop(0)) for _ in range(len(host))], scales, dtype)
+def _whole_on_one(
+    param: Param,
+    host: list[Any],
+    scales: dict[str, np.ndarray],
+    dtype: str,
+    readers: Readers,
+    places: list[Reserved],
+    at_once: threading.Semaphore,
+) -> Any:
+    """The parameter on the default device."""
+    host = _on_host(param, host, readers)
+    with at_once:
+        return jax.block_until_ready(places[0].moved(_placed(param, host, scales, dtype)))
 
 
 def _divided(
-    param: Param, host: list[Any], scales: dict[str, np.ndarray], dtype: str, mesh: Mesh, places: list[Reserved]
+    param: Param,
+    host: list[Any],
+    scales: dict[str, np.ndarray],
+    dtype: str,
+    readers: Readers,
+    places: list[Reserved],
+    at_once: threading.Semaphore,
+    mesh: Mesh,
 ) -> Any:
-    """The parameter on the devices of a mesh, made there of each one's part of its sources."""
+    """The parameter on the devices of a mesh, made there of each one's part of its sources. Parts that are rows of a
+    file are read apart; of others, tensors are read once for all devices of this host."""
     size, made = mesh.size, []
     names = [name for name, _ in param.scales]
-    for rank, device in enumerate(mesh.devices):
-        if device.process_index != jax.process_index():  # another host makes it
-            continue
-        one, held = sharding.local_param(param, size, rank), sharding.own_sources(param, rank, size)
-        own = [sharding.cut(param, i, host[i], rank, size) for i in held]
-        own_scales = {names[i]: sharding.cut(param, i, scales[names[i]], rank, size, scale=True) for i in held if names}
+    here = [(i, each) for i, each in enumerate(mesh.devices) if each.process_index == jax.process_index()]
+    own_of = {rank: sharding.own_sources(param, rank, size) for rank, _ in here}
+    needed = sorted({i for own in own_of.values() for i in own})
+    sources = {i: host[i] for i in needed}
+    if not sharding.of_rows(param):
+        sources = dict(zip(needed, readers.read(sources.values()), strict=True))
+    for rank, device in here:
+        one = sharding.local_param(param, size, rank)
+        own = [sharding.cut(param, i, sources[i], rank, size) for i in own_of[rank]]
+        scaled = own_of[rank] if names else ()
+        own_scales = {names[i]: sharding.cut(param, i, scales[names[i]], rank, size, scale=True) for i in scaled}
         if param.order:
             own_scales[param.order] = scales[param.order]
-        with jax.default_device(device):
+        own = _on_host(one, own, readers)
+        with at_once, jax.default_device(device):
             own = [part if isinstance(part, np.ndarray) else jax.device_put(part, device) for part in own]
-            made.append(places[rank].moved(_placed(one, own, own_scales, dtype)))
+            made.append(jax.block_until_ready(places[rank].moved(_placed(one, own, own_scales, dtype))))
     return sharding.joined(param, made, mesh)
 
 
-def _stack(param: Param, host: list[np.ndarray]) -> np.ndarray:
-    """Experts' matrices in one array, [experts, _, _]: a program of hundreds of operands would be slow."""
+def _on_host(param: Param, parts: list[Any], readers: Readers) -> list[Any]:
+    """Sources as arrays. Experts' matrices are in one, [experts, _, _]: a program of hundreds of operands would be
+    slow."""
+    if not param.stacked:
+        return readers.read(parts)
     if param.sources != (param.whole,):
-        return np.concatenate(host).reshape(*param.shape[:2], -1)
-    return host[0].reshape(*host[0].shape[:2], -1)  # the bytes of MXFP4 have an axis of blocks
+        return [readers.concatenated(parts).reshape(*param.shape[:2], -1)]
+    (stack,) = readers.read(parts)
+    return [stack.reshape(*stack.shape[:2], -1)]  # the bytes of MXFP4 have an axis of blocks
+
+
+def _placed(param: Param, host: list[Any], scales: dict[str, np.ndarray], dtype: str) -> Any:
+    """The parameter on the default device, of what `_on_host` gives."""
+    # A copy, because on a CPU an array may share the host's memory.
+    return _made(param, [jax.device_put(each, may_alias=False) for each in host], scales, dtype)
 
 
 def _made(param: Param, sources: list[jax.Array], scales: dict[str, np.ndarray], dtype: str) -> Any:
@@ -268,7 +332,7 @@ def dummy(declared: Any, dtype: str, seed: int, mesh: Mesh | None = None) -> Any
     stream and activations stay finite at any depth; embeddings have 0.02. Weights declared as quantised are made
     so one by one, as soon as they are there.
     """
-    root = jax.random.key(seed)
+    root, nobody = jax.random.key(seed), Readers(1)  # there is nothing to read
     if mesh is not None:
         sharding.check_params(declared, mesh.size)
     drawn = {} if isinstance(root, jax.core.Tracer) else _compiled(declared, dtype)
@@ -285,7 +349,8 @@ def dummy(declared: Any, dtype: str, seed: int, mesh: Mesh | None = None) -> Any
 
     def make(path, param: Param) -> Any:
         if mesh is not None:
-            return jax.block_until_ready(_divided(*_sources(param, values(path, param)), {}, dtype, mesh, places))
+            given = *_sources(param, values(path, param)), {}, dtype, nobody, places, threading.Semaphore()
+            return _divided(*given, mesh)
         if isinstance(param.format, Mxfp4):
             made = _packed_stack(key_of(path), param.shape, param.shape[-1] ** -0.5, dtype)
             return jax.block_until_ready(param.made(*made))

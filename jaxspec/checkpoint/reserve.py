@@ -9,6 +9,7 @@ copied into such an array once it is made.
 from __future__ import annotations
 
 import math
+import threading
 from collections import defaultdict
 from collections.abc import Iterable
 from functools import partial
@@ -28,6 +29,7 @@ class Reserved:
     """Arrays, each of which becomes the memory of one weight's values."""
 
     def __init__(self, shapes: Iterable[jax.ShapeDtypeStruct]):
+        self._guard = threading.Lock()
         self._places: dict[tuple, list[jax.Array]] = defaultdict(list)
         for shape in shapes:
             self._places[shape.shape, shape.dtype].append(jnp.zeros(shape.shape, shape.dtype))
@@ -37,8 +39,10 @@ class Reserved:
         """A parameter whose arrays have moved into places of their shape and dtype, where there are any left."""
 
         def one(array: jax.Array) -> jax.Array:
-            places = self._places[array.shape, array.dtype]
-            return _into(places.pop(), array) if places else array
+            with self._guard:
+                places = self._places[array.shape, array.dtype]
+                place = places.pop() if places else None
+            return array if place is None else _into(place, array)
 
         return jax.tree.map(one, made)
 

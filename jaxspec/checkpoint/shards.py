@@ -1,7 +1,7 @@
 """A Hugging Face model folder: config.json, weights in one file or several, tokenizer files.
 
-One shard is open at a time and one tensor is copied out of it at a time. Weights are safetensors; without those,
-`pytorch_model.bin`, whose pickle is read without running any of it (`tensor_pickle`).
+Weights are safetensors; without those, `pytorch_model.bin`, whose pickle is read without running any of it
+(`tensor_pickle`).
 
 Where there is an index, it decides which tensors there are, and from which file each is read.
 """
@@ -12,18 +12,19 @@ import functools
 import importlib.util
 import json
 import logging
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jaxspec.checkpoint import packed, quantization
+from jaxspec.checkpoint import packed, pooling, quantization
 from jaxspec.checkpoint.bin_file import BinFile
 from jaxspec.checkpoint.check import CheckpointError, TensorInfo, refuse_stand_in
+from jaxspec.checkpoint.pooling import Pooling
+from jaxspec.checkpoint.stored import DTYPES, Computed, Stored
 from jaxspec.config.json_values import shown
 from jaxspec.config.options import ConfigError
 from jaxspec.images.image_reader import ImageReader, image_reader
@@ -85,7 +86,16 @@ class ModelFolder:
         if bad := [token for token in end_tokens(more) if not is_token(token)]:
             raise ConfigError(f"generation_config.json: eos_token_id must be token ids, got {shown(bad[0])}")
         ends = end_tokens(self.hf.get("eos_token_id"), more)
-        return ModelConfig.from_hf({**self.hf, "eos_token_id": ends})
+        hf = {**self.hf, "eos_token_id": ends}
+        if self.files and not hf.get("tie_word_embeddings") and (self.path / "modules.json").is_file():
+            # A model of embeddings, published without its head; any stands in, since nothing asks for its tokens.
+            hf["tie_word_embeddings"] = not any("lm_head.weight" in held for held in self._stored.values())
+        return ModelConfig.from_hf(hf)
+
+    @functools.cached_property
+    def pooling(self) -> Pooling | None:
+        """How the model makes embeddings or scores, if it is published for these. **Raises:** `CheckpointError`."""
+        return pooling.read(self.config_file.parent, self.hf, str(self.path))
 
     def tensors(self, dequantised: Container[str] = ()) -> dict[str, TensorInfo]:
         """Tensors that the shards' headers list, with packed weights under common names, or unquantised if they are in
@@ -144,32 +154,32 @@ class ModelFolder:
             raise CheckpointError(f"{file}: {name} is stored as {dtype}; supported: {', '.join(known)}")
         return TensorInfo(shape, size * int(np.prod(shape, dtype=np.int64)), dtype)
 
-    def read(self, dequantised: Container[str] = ()) -> Iterator[tuple[str, np.ndarray]]:
-        """Every tensor that `tensors` lists, shard by shard, as a host array in the dtype it is stored in; dequantised
-        weights in float32."""
+    def stored(self, dequantised: Container[str] = ()) -> dict[str, Stored | Computed]:
+        """Every tensor that `tensors` lists, in the files' order, in the dtype it is stored in; dequantised weights in
+        float32. Nothing is read for it."""
         if self.packed is None:
-            return self._read()
-        return self.packed.read(self._read(), [name for held in self._stored.values() for name in held], dequantised)
+            return self._located
+        return self.packed.stored(self._located, self.tensors(dequantised), dequantised)
 
-    def _read(self) -> Iterator[tuple[str, np.ndarray]]:
+    @functools.cached_property
+    def _located(self) -> dict[str, Stored | Computed]:
+        found: dict[str, Stored | Computed] = {}
         for file, held in self._stored.items():
-            with open_shard(file) as shard:
-                places = _places(file) if self.quantization and file.suffix != ".bin" else {}
-                for name in shard.offset_keys():  # in the file's order, so that the disk is read forwards
-                    if name in held:
-                        yield name, places[name]() if name in places else shard.get_tensor(name)
+            if file.suffix == ".bin":
+                with open_shard(file) as shard:
+                    there = shard.stored()
+            else:
+                there = _places(file, held)
+            found |= {name: tensor for name, tensor in there.items() if name in held}
+        return found
 
     def tensor(self, name: str) -> np.ndarray:
         """One of the tensors that `tensors` lists, as a host array in the dtype it is stored in."""
-        return dict(self.some((name,)))[name]
+        return self._located[name].read()
 
     def some(self, names: Container[str]) -> Iterator[tuple[str, np.ndarray]]:
-        """Read only the tensors in `names`, as `read` gives all."""
-        for file, held in self._stored.items():
-            if here := [name for name in held if name in names]:
-                with open_shard(file) as shard:
-                    for name in here:
-                        yield name, shard.get_tensor(name)
+        """Read only the tensors in `names`, as they are stored."""
+        return ((name, tensor.read()) for name, tensor in self._located.items() if name in names)
 
     def tokenizer(self) -> Tokenizer | None:
         """The folder's tokenizer, or None if it has no vocabulary.
@@ -253,21 +263,19 @@ def open_shard(file: Path) -> Iterator[Any]:
         ) from error
 
 
-def _places(file: Path) -> dict[str, Callable[[], np.ndarray]]:
-    """Readers of a shard's e4m3 tensors, by name: safetensors' numpy doesn't know that dtype.
+def _places(file: Path, held: Mapping[str, TensorInfo]) -> dict[str, Stored]:
+    """Where a shard has its tensors, in its order.
 
-    A shard begins with the length of its header, 8 bytes, and the header, JSON; offsets in it count from its end.
+    It begins with the length of its header, 8 bytes, and the header, JSON; offsets in it count from its end.
     """
     with file.open("rb") as shard:
         start = 8 + int.from_bytes(shard.read(8), "little")
         header = json.loads(shard.read(start - 8))
-
-    def read(info: dict[str, Any]) -> np.ndarray:
-        begin, end = info["data_offsets"]
-        return np.fromfile(file, ml_dtypes.float8_e4m3fn, end - begin, offset=start + begin).reshape(info["shape"])
-
-    e4m3 = {name: info for name, info in header.items() if info.get("dtype") == quantization.F8}
-    return {name: functools.partial(read, info) for name, info in e4m3.items()}
+    begins = {name: header[name]["data_offsets"][0] for name in held}
+    return {
+        name: Stored(file, start + begin, held[name].shape, DTYPES[held[name].dtype])
+        for name, begin in sorted(begins.items(), key=lambda each: each[1])
+    }
 
 
 def find_shards(folder: Path) -> tuple[tuple[Path, ...], Mapping[str, str] | None]:

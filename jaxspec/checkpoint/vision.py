@@ -12,7 +12,9 @@ import numpy as np
 
 from jaxspec.checkpoint.check import CheckpointError
 from jaxspec.checkpoint.gguf_file import GgufFile
+from jaxspec.checkpoint.params import THREADS
 from jaxspec.checkpoint.shards import ModelFolder
+from jaxspec.checkpoint.stored import Readers
 from jaxspec.models.vision import Tower
 
 NORMS = re.compile(r"norm\d?\.weight$")  # that dummies have at one
@@ -40,7 +42,10 @@ def load(tower: Tower, files: ModelFolder | GgufFile, dtype: str, load_format: s
             f"{key.replace(inner, f'{inner}{layer}.')}; download the model again, or remove vision_config from its "
             "config.json to serve text alone"
         )
-    for name, tensor in files.some(wanted):
+    stored = files.stored()
+    with Readers(THREADS) as readers:
+        read = readers.read([stored[name] for name in wanted])
+    for name, tensor in zip(wanted, read, strict=True):
         key, layer = wanted[name]
         shape = tower.shapes[key]
         if tensor.size != math.prod(shape) or len(tensor) != shape[0]:

@@ -51,7 +51,7 @@ ASKS, UP = "asks", "up"  # what a process says before it answers
 class Given(NamedTuple):
     """Inputs that programs are made of: arguments of `Programs`, arrays by shape, and this process's settings."""
 
-    made_of: tuple  # config, drafter, shapes, params, draft_params
+    made_of: tuple  # config, drafter, shapes, params, draft_params, None, division
     state: Any
     kernels: str  # as `hopper.requested_kernels` says
     processors: int | None  # of the Hopper GPU that programs are for; None: they are for a CPU
@@ -60,7 +60,8 @@ class Given(NamedTuple):
     @classmethod
     def of(cls, made_of: tuple, state: Any, kernels: str, processors: int | None) -> Given:
         options = tuple((name, getattr(jax.config, name)) for name in OPTIONS)
-        return cls(jax.tree.map(shape_of, made_of), jax.tree.map(shape_of, state), kernels, processors, options)
+        made_of = jax.tree.map(shape_of, made_of)
+        return cls(made_of, jax.tree.map(shape_of, state), kernels, processors, options)
 
     def packed(self) -> bytes | None:
         """For another process; None if a part can't go there, as a class of a function's can't."""
@@ -105,7 +106,9 @@ class Module(NamedTuple):
         with hopper.counting() as kernels, once.handing_over() as alone, _warnings() as warnings:
             handed = handed()
             leaves, given = jax.tree.flatten((*arguments, *handed))
-            exported = export.export(jax.jit(flat), platforms=[platform], disabled_checks=[once.MOSAIC])(*leaves)
+            exported = export.export(jax.jit(flat), platforms=[platform], disabled_checks=[once.MOSAIC, once.TRITON])(
+                *leaves
+            )
         result = jax.tree.unflatten(trees[0], range(trees[0].num_leaves))
         shapes = jax.tree.map(shape_of, handed)
         return cls(bytes(exported.serialize()), result, shapes, kernels, alone, warnings)

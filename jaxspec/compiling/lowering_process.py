@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import logging
 import pickle
 import signal
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 
 import jax
+from jax.sharding import AbstractMesh
 
 from jaxspec.compiling.ladder import One
 from jaxspec.compiling.lowering import ASKS, UP, Given, Module
@@ -50,10 +53,19 @@ def lowering_of(given: Given) -> Callable[[One], Module]:
         jax.config.update(name, value)
     hopper.lower_for(given.processors)
     platform = "cpu" if given.processors is None else "cuda"
+    made_of, alone = given.made_of, contextlib.nullcontext
+    if (device := hopper.abstract_device()) is not None:  # Triton's lowering asks the mesh what GPU it is for
+        *rest, division = made_of
+        if division is None:
+            alone = partial(jax.sharding.use_abstract_mesh, AbstractMesh((), (), abstract_device=device))
+        else:
+            division = dataclasses.replace(division, mesh=division.mesh.update(abstract_device=device))
+        made_of = *rest, division
     with hopper.use_kernels(given.kernels):
-        programs = Programs(*given.made_of)
+        programs = Programs(*made_of)
 
     def lower(one: One) -> Module:
-        return programs.exported(one, given.state, platform)
+        with alone():
+            return programs.exported(one, given.state, platform)
 
     return lower

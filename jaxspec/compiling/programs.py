@@ -287,9 +287,16 @@ class Programs:
         self.behind = None
 
     def _begin_lowering(self, programs: Sequence[One], state: State) -> None:
-        """Have other processes lower these, but not over several devices, which no GPU has shown, nor a subclass's."""
-        if len(programs) > FEW and self.division is None and type(self) is Programs and self._others is None:
-            self._others = Processes.begin((*self._made_of, *self._params), state, self._kernels, programs)
+        """Have other processes lower these, but not over several hosts, nor a subclass's."""
+        if len(programs) > FEW and self.broadcast is None and type(self) is Programs and self._others is None:
+            self._others = Processes.begin(self.made_of(), state, self._kernels, programs)
+
+    def made_of(self) -> tuple:
+        """This class's arguments for another process, arrays and devices among them by shape alone."""
+        params, draft_params = self._params
+        if self.division is None:
+            return *self._made_of, params, draft_params, None, None
+        return *self._made_of, params, draft_params[0], None, self.division.without_devices()
 
     def _end_lowering(self) -> None:
         others, self._others = self._others, None
@@ -490,7 +497,7 @@ class Programs:
         options = dict(xla_options.OPTIONS)
         if self.division and self.division.peers:
             options |= xla_options.IN_A_ROW
-        if self.division is None and hopper.kernels_run_here(self._kernels):
+        if hopper.kernels_run_here(self._kernels):
             prompts = kind.removeprefix(ADAPTED) in ("prefill", "score")
             rows = size * (self.shapes.block if prompts else 1)
             options |= xla_options.autotuning(self._params, rows)

@@ -27,7 +27,7 @@ MANY_ROWS = 8
 
 
 def autotuning(weights: Any, rows: int) -> dict[str, int | bool]:
-    """Compiler options that limit what XLA tries in one device's programs whose layers are our kernels; none for
+    """Compiler options that limit what XLA tries in programs whose layers are our kernels; none for
     quantised weights, with which they weren't timed. What `XLA_FLAGS` names is left as it says. `rows`: of products."""
     if any(x.dtype.itemsize < 2 for x in jax.tree.leaves(weights)):
         return {}

@@ -119,6 +119,9 @@ class EngineConfig:
     load_format: str = option(
         "auto", "auto, or dummy: random weights from the config alone", "FORMAT", group=MODEL, choices=("auto", "dummy")
     )
+    load_threads: int = option(
+        8, "threads that read weights, of which the host holds 4 GiB at a time", "N", group=MODEL, least=1
+    )
     context_length: int | None = option(
         None,
         "most tokens of prompt and output together",

@@ -22,6 +22,8 @@ ELSEWHERE = {
     **dict.fromkeys(("nccl_init_addr", "master_addr"), "dist_init_addr"),  # the server's, which isn't an engine's
     "block_size": "page_size",
     "allowed_local_media_path": "allowed_media_path",  # the server's, which isn't an engine's
+    **dict.fromkeys(("model_loader_extra_config", "weight_loader_prefetch_num_threads"), "load_threads"),
+    "safetensors_prefetch_num_threads": "load_threads",
     **dict.fromkeys(("limit_mm_per_prompt", "limit_mm_data_per_request"), "limit_images_per_prompt"),
     "enable_deterministic_inference": "deterministic",
     "enable_sleep_mode": "enable_rollout_routes",  # the server's, which isn't an engine's
@@ -70,6 +72,12 @@ NEEDLESS = {
                      "prefill_attention_backend", "decode_attention_backend", "mm_attention_backend",
                      "speculative_draft_attention_backend", "moe_runner_backend", "fp8_gemm_backend"),
                     "it is chosen from model and machine"),
+    **dict.fromkeys(("max_parallel_loading_workers", "safetensors_load_strategy", "weight_loader_prefetch_checkpoints",
+                     "weight_loader_disable_mmap", "safetensors_prefetch_block_size"),
+                    "--load-threads threads read each device's part, and the host holds 4 GiB of weights at a time"),
+    "weight_loader_drop_cache_after_load": "files aren't mapped, and the kernel drops what it caches of them",
+    **dict.fromkeys(("use_tqdm_on_load", "no_use_tqdm_on_load"),
+                    "loading has a bar on a terminal, and lines in a log"),
     "sleep_on_idle": "the engine waits for requests without a loop",
     **dict.fromkeys(("mamba_scheduler_strategy", "mamba_track_interval", "mamba_radix_cache_strategy"),
                     "drafts, overlap and prefix cache of hybrids go together; --state-snapshot-interval sets how often "
@@ -101,6 +109,8 @@ NEEDLESS = {
                     "--dp-size engines run on this host; a request goes to the one with its prefix, or the least busy"),
     "enable_auto_tool_choice": "it is always on where tools are supported",
     **dict.fromkeys(("h", "help", "version"), "give it alone"),
+    **dict.fromkeys(("task", "runner", "convert", "is_embedding"),
+                    "a checkpoint says if it is for embeddings or scores; --pooling says it for others"),
     "speculative_adaptive": "it is on unless --draft-policy is fixed",
     **dict.fromkeys(("lora_backend", "max_lora_chunk_size", "lora_use_virtual_experts"), "it is chosen by the machine"),
     "lora_eviction_policy": "the least recently used adapter gives way",
@@ -126,7 +136,6 @@ UNSUPPORTED = {
     **dict.fromkeys(("priority_scheduling_preemption_threshold", "disable_priority_preemption"),
                     "with --schedule-policy priority, requests preempt any whose priority comes after theirs"),
     "enable_dp_attention": "attention is divided by heads (--tp-size), and whole engines are repeated (--dp-size)",
-    **dict.fromkeys(("task", "runner", "is_embedding"), "only text generation is supported"),
     **dict.fromkeys(("disaggregation_mode", "kv_transfer_config"), "prefill and decoding run in one process"),
     **dict.fromkeys(("hf_overrides", "rope_scaling", "json_model_override_args"),
                     "the model's config is taken as it is; change its config.json"),
@@ -148,7 +157,9 @@ SWITCHES = frozenset(
         *("enable_piecewise_cuda_graph", "disable_piecewise_cuda_graph", "enforce_piecewise_cuda_graph"),
         *("enable_priority_scheduling", "schedule_low_priority_values_first", "abort_on_priority_when_disabled"),
         *("disable_cuda_graph_padding", "disable_priority_preemption", "fully_sharded_loras"),
-        *("enable_lora_overlap_loading", "lora_use_virtual_experts"),
+        *("enable_lora_overlap_loading", "lora_use_virtual_experts", "weight_loader_prefetch_checkpoints"),
+        *("weight_loader_disable_mmap", "weight_loader_drop_cache_after_load"),
+        *("use_tqdm_on_load", "no_use_tqdm_on_load"),
     }
 )
 

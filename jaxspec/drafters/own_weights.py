@@ -77,6 +77,7 @@ def load_weights(
         dtype,
         fp8_activations=options.fp8_activations == "on",
         mesh=sharding.mesh_of(options.tp_size),
+        threads=options.load_threads,
         **reading,
     )
 

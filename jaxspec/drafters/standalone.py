@@ -39,6 +39,7 @@ class Standalone(OwnLayers):
             quantization=options.draft_quantization,
             fp8_activations=options.fp8_activations == "on",
             tp_size=options.tp_size,
+            load_threads=options.load_threads,
         )
         return cls(model.config, options.num_draft_tokens or 4), model.params
 

@@ -152,7 +152,7 @@ class Adapters:
 
     def _arrays(self, adapter: Adapter | None) -> list[dict[str, tuple[jax.Array, jax.Array]]]:
         """A and B of all weights as the device has them, by layer and weight."""
-        given = peft.tensors(self._tree["layers"], adapter, self._declared)
+        given = dict(peft.tensors(self._tree["layers"], adapter, self._declared))
         made = assemble(self._declared, given, self._dtype, self._mesh)
         return [{name: (a.unquantised, b.unquantised) for name, (a, b) in layer.items()} for layer in made]
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxspec.compiling.ladder import ADAPTED
 from jaxspec.config.request import Delta
 from jaxspec.engine.engine import Engine
 
@@ -49,7 +50,7 @@ class Program:
 
     @property
     def what(self) -> str:
-        name = self.kind.partition("_")[0]
+        name = self.kind.removeprefix(ADAPTED).partition("_")[0]
         return PROMPTS if name in ("prefill", "score") else FIRST if name in ("first", "masked") else ROUNDS
 
     @property
@@ -210,7 +211,7 @@ class Timeline:
 
     def _watch(self, kind: str, packed: np.ndarray | jax.Array, called: float, results: tuple) -> None:
         """Take note of a dispatch, on the engine's thread: as little as possible."""
-        if kind != "forward":  # its logits are large, and aren't to be kept any longer
+        if kind.removeprefix(ADAPTED) != "forward":  # its logits are large, and aren't to be kept any longer
             scheduler = self._engine.scheduler
             counts = len(scheduler.running) + len(scheduler.prefilling), len(scheduler.waiting)
             self._dispatched.put((kind, packed, called, results[-1], *counts))
@@ -225,7 +226,7 @@ class Timeline:
                 continue
             ended = time.monotonic()
             packed = np.asarray(packed)
-            of_prompts = kind in ("prefill", "score")
+            of_prompts = kind.removeprefix(ADAPTED) in ("prefill", "score")
             tokens = int(packed[:, 2].sum()) if of_prompts else 0
             rows = int(((packed[:, 2] > 0) if of_prompts else (packed[:, 0] < slots)).sum())
             began = max(called, self._last)

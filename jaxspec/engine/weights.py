@@ -181,7 +181,7 @@ def _named(declared: list[Param], old: list[Any], given: dict[str, Any], dtype: 
     if not wanted:
         raise CheckpointError("none of the tensors that were given is a parameter of the model")
     mesh = sharding.mesh_of(devices)
-    made = assemble(wanted, ((name, given[name]) for param in wanted for name in param.sources), dtype, mesh)
+    made = assemble(wanted, given, dtype, mesh)
     out: list[Any] = [None] * len(old)
     for place, leaf in zip(places, made, strict=True):
         out[place] = _placed(leaf, old[place], declared[place].sources[0])

@@ -134,12 +134,18 @@ def _held(units: int, size: int, padded: bool) -> int:
     return -(-units // size) if padded else max(units // size, 1)
 
 
-def cut(param: Param, i: int, tensor: Any, rank: int, size: int, scale: bool = False) -> Any:
-    """A device's part of a parameter's i-th source, or of the tensor of its scales: a copy, padded with zeros.
+def of_rows(param: Param) -> bool:
+    """Whether a device's part of each source is rows of it, so that it lies in one piece of a file, or in few."""
+    return param.split.along == "outputs" and _source_axis(param) == 0
 
-    `tensor` is numpy's, and so is its part; one of jax's is cut on its device.
+
+def cut(param: Param, i: int, tensor: Any, rank: int, size: int, scale: bool = False) -> Any:
+    """A device's part of a parameter's i-th source, or of the tensor of its scales, padded with zeros.
+
+    It may share the tensor's memory. An array of jax's is cut on its device, and rows of a tensor that isn't read yet
+    (`of_rows`) aren't read here unless they are in several pieces.
     """
-    split, of = param.split, np if isinstance(tensor, np.ndarray) else jnp
+    split, of = param.split, jnp if isinstance(tensor, jax.Array) else np
     if split.groups > 1:
         group, rank = divmod(rank, size // split.groups)
         size //= split.groups
@@ -147,19 +153,19 @@ def cut(param: Param, i: int, tensor: Any, rank: int, size: int, scale: bool = F
             held = len(tensor) // split.groups
             tensor = tensor[group * held : (group + 1) * held]
     if split.along == "whole" or (split.along == "once" and rank == 0):
-        return of.array(tensor)
+        return tensor
     if split.along == "once":
         return of.zeros_like(tensor)
     axis, grain = _source_axis(param), _grain(param, scale)
     if scale:
         values = list(param.stored_values().values())[i]
         if grain is None or tensor.ndim <= axis or tensor.shape[axis] * grain < values[axis]:
-            return of.array(tensor)  # scales of whole outputs, or of a whole matrix
+            return tensor  # scales of whole outputs, or of a whole matrix
     pieces = []
     for start, stop, lack in _spans(_parts(param, i), rank, size, split.padded):
         piece = tensor[(slice(None),) * axis + (slice(start // grain, -(-stop // grain)),)]
         pieces.append(of.pad(piece, [(0, lack if j == axis else 0) for j in range(piece.ndim)]) if lack else piece)
-    return of.concatenate(pieces, axis=axis)
+    return pieces[0] if len(pieces) == 1 else of.concatenate(pieces, axis=axis)
 
 
 def _parts(param: Param, i: int) -> Parts:
@@ -288,6 +294,13 @@ class Division:
     draft_params: Any
     state: Any
     workspaces: Any = None
+
+    def without_devices(self) -> Division:
+        """Enough of it for another process to trace the programs."""
+        mesh = self.mesh.abstract_mesh
+        shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, x.sharding.spec))  # noqa: E731
+        workspaces = self.workspaces and self.workspaces._replace(memory=None, peers=jax.tree.map(shape, self.peers))
+        return dataclasses.replace(self, mesh=mesh, workspaces=workspaces)
 
     @property
     def peers(self) -> Any:

@@ -159,6 +159,7 @@ for part; do
         *) echo "no part $part" >&2; exit 2 ;;
     esac
     rm -rf "${cache:?}"/*
+    load+=(${FLAGS-})
     start "$part-cold" "${load[@]}"
     [ -n "${COLD:-}" ] || start "$part-kept" "${load[@]}"
 done

@@ -15,6 +15,7 @@ from huggingface_hub import try_to_load_from_cache
 
 import jaxspec
 from jaxspec import CheckpointError, ConfigError, EngineConfig
+from jaxspec.checkpoint.pooling import KINDS
 from jaxspec.checkpoint.shards import read_json
 from jaxspec.cli import called
 from jaxspec.config.flags import add_engine_flags, checked, engine_options, natural, positive
@@ -100,6 +101,8 @@ def make_parser() -> argparse.ArgumentParser:
     ):
         formats = f"format of {what} in replies: {', '.join(table)}; auto reads it from the chat template, none leaves"
         choice(name, "auto", ("auto", "none", *table), f"{formats} it in the text", "NAME")
+    pools = "make embeddings or scores by: auto what the checkpoint says, none nothing, last or mean token, yes or no"
+    choice("--pooling", "auto", ("auto", "none", *KINDS), pools)
     choice("--log-level", "info", ("debug", "info", "warning", "error"), "least severe log lines to show")
     choice("--log-format", "text", logs.FORMATS, "format of log lines")
     ready = "be ready only once all programs are compiled: later, but then no request is slower for it (default: off)"

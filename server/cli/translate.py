@@ -168,7 +168,7 @@ def _sorted(
         whole, _, key = name.partition(".")
         here = (
             None
-            if key and whole not in ("speculative_config", "limit_mm_per_prompt")
+            if key and whole not in ("speculative_config", "limit_mm_per_prompt", "model_loader_extra_config")
             else whole
             if whole in known
             else ELSEWHERE.get(whole)
@@ -200,6 +200,9 @@ def _sorted(
                 ours[here] = most
             else:
                 left.append(f"{flag(name)} {value}: it names no number of images; audio and video are not supported")
+        elif whole == "model_loader_extra_config":
+            dotted_or_json = {key: value} if key else _json_object(value)
+            left += _loading(dotted_or_json, name, ours)
         elif here is None:
             why = UNSUPPORTED.get(whole) or NEEDLESS.get(whole) or "it has no counterpart here"
             left.append(f"{flag(name)}: {why}")
@@ -300,12 +303,37 @@ def _most_images(key: str, value: str) -> str | None:
     return str(most) if str(most).isdecimal() else None
 
 
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _loading(given: dict[str, Any], name: str, ours: dict[str, str | None]) -> Iterator[str]:
+    """Take the number of threads out of `--model-loader-extra-config`, and say of all else why it is left out."""
+    given = dict(given)
+    several = str(given.pop("enable_multithread_load", True)).lower() == "true"
+    threads = given.pop("num_threads", None)
+    if several and str(threads).isdecimal():
+        ours["load_threads"] = str(threads)
+    elif not several or threads is not None or not given:
+        yield f"{flag(name)}: weights are read by --load-threads threads, of which there are 8"
+    for key in given:
+        yield f"{flag(name)}: {key} has no counterpart here"
+
+
 def _is_default(name: str, value: str | None, allowed: Any, left: list[str]) -> bool:
     """Whether to leave out an option that has the name it has here, whose value means its default or isn't known."""
     if name != "load_format" and allowed is not None and value not in allowed:
         left.append(f"{flag(name)} {value}: it may be {', '.join(allowed)}")
         return True
     if name == "load_format" and value not in ("auto", "dummy"):
+        if value not in ("safetensors", "pt", "gguf"):
+            left.append(
+                f"--load-format {value}: --load-threads threads read weights from safetensors, .bin or .gguf files"
+            )
         return True
     if name in ("tp_size", "ep_size", "dp_size") and value == "1":
         return True

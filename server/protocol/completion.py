@@ -19,7 +19,7 @@ Several = Field(min_length=1, max_length=MAX_COMPLETIONS)
 Prompt = str | Annotated[list[str], Several] | Ids | Annotated[list[Ids], Several]
 
 
-def _prompts(value: Any) -> list[str] | list[list[int]]:
+def as_prompts(value: Any) -> list[str] | list[list[int]]:
     """A list of prompts, whichever of OpenAI's four spellings was used. Token ids are checked against the vocabulary
     by the engine, which knows it."""
     if isinstance(value, str):
@@ -52,7 +52,7 @@ class CompletionRequest(Generation):
 
     UNSUPPORTED: ClassVar[dict[str, tuple]] = {**Generation.UNSUPPORTED, "suffix": ("",)}
 
-    prompt: Annotated[list, PlainValidator(_prompts, json_schema_input_type=Prompt)]
+    prompt: Annotated[list, PlainValidator(as_prompts, json_schema_input_type=Prompt)]
     logprobs: Integer | None = None
     echo: bool | None = None
     best_of: Integer | None = None

@@ -27,6 +27,62 @@ class ErrorResponse(Object):
     error: Error
 
 
+class PooledUsage(Object):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(Object):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class Embeddings(Object):
+    """Body of `/v1/embeddings`. With `encoding_format` base64 an embedding is float32, the lowest byte first."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: PooledUsage
+
+
+class Score(Object):
+    object: Literal["score"]
+    index: int
+    score: float
+
+
+class Scores(Object):
+    """Body of `/v1/score`, in the order of the pairs."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: PooledUsage
+
+
+class RankedText(Object):
+    text: str
+
+
+class Ranked(Object):
+    index: int
+    document: RankedText | None = None
+    relevance_score: float
+
+
+class Ranking(Object):
+    """Body of `/v1/rerank`, the best first."""
+
+    id: str
+    model: str
+    usage: PooledUsage
+    results: list[Ranked]
+
+
 class PromptTokensDetails(Object):
     cached_tokens: int
     image_tokens: int | None = None  # where the prompt has pictures

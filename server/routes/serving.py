@@ -14,6 +14,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from jaxspec import AsyncLLM, RequestError
+from jaxspec.checkpoint import Pooling
 from jaxspec.engine.adapters import UNKNOWN
 from jaxspec.images.picture import Picture
 from server.chat.speech import Formats, Speech
@@ -45,6 +46,7 @@ class Serving:
     tracer: Tracer | None = None
     media: MediaRules = field(default_factory=MediaRules)
     aliases: Sequence[str] = ()
+    pooling: Pooling | None = None
     running: dict[str, str] = field(default_factory=dict)  # the engine's requests, with the ids that clients know
 
     def __post_init__(self):
@@ -116,9 +118,20 @@ class Serving:
         store: bool | None = None,
         priority: int | None = None,
         lora: str | None = None,
+        pooled: bool = False,
     ) -> Response:
         """Make a reply, run its prompts and send it, whole or as events. `store` False keeps it out of the log of
-        prompts. `lora`: the adapter of those that name none. **Raises:** `RequestError`, `ApiError`."""
+        prompts. `lora`: the adapter of those that name none. `pooled`: it is an embedding or a score.
+
+        **Raises:** `RequestError`, `ApiError`.
+        """
+        if self.pooling is not None and self.pooling.embeds and not pooled:
+            making.close()
+            raise ApiError(
+                400,
+                f"the model {self.name!r} makes embeddings (/v1/embeddings), no texts; --pooling none "
+                "has the server generate with it",
+            )
         began = time.time()
         try:
             with UnlessGone(request.receive):

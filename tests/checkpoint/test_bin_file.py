@@ -33,7 +33,8 @@ SAVED = GOLDEN / "bin" / "whole" / "pytorch_model.bin"
 def test_tensors_are_those_of_the_safetensors_file(folder):
     files = ModelFolder(GOLDEN / "bin" / folder, GOLDEN / "bin" / folder / "config.json")
     wanted, listed, read = load_file(GOLDEN / "eagle/safeailab-eagle/model.safetensors"), files.tensors(), {}
-    for name, tensor in files.read():
+    for name, stored in files.stored().items():
+        tensor = stored.read()
         read[name] = tensor
         np.testing.assert_array_equal(tensor, wanted[name].astype(tensor.dtype))
         np.testing.assert_array_equal(files.tensor(name), tensor)
@@ -128,7 +129,7 @@ def save(file, value, data=FOUR, how=zipfile.ZIP_STORED, **more) -> Path:
 
 def read(file) -> dict[str, np.ndarray]:
     with BinFile(file) as opened:
-        return {name: opened.get_tensor(name) for name in opened.offset_keys()}
+        return {name: tensor.read() for name, tensor in opened.stored().items()}
 
 
 def test_views_read_as_their_strides_say(tmp_path):

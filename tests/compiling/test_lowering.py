@@ -18,6 +18,7 @@ import pytest
 from jaxspec.compiling import ladder
 from jaxspec.compiling.ladder import ladder_of
 from jaxspec.compiling.lowering import Given, Module, Order, Process, Processes
+from jaxspec.compiling.lowering_process import lowering_of
 from jaxspec.compiling.programs import Programs
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.drafters.base import Drafter
@@ -33,7 +34,7 @@ FEW = 114  # multiprocessors, of a smaller card than this process lowers for by 
 
 
 def given(programs: Programs, state, processors=None) -> bytes:
-    return Given.of((*programs._made_of, *programs._params), state, "auto", processors).packed()
+    return Given.of(programs.made_of(), state, "auto", processors).packed()
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +116,7 @@ def test_what_a_process_cannot_lower_is_told(processes, caplog):
 
 def helped(here, monkeypatch, processes: Processes) -> tuple[Programs, list]:
     """Programs that these lower, and those that are compiled."""
-    programs, compiled = Programs(*here.programs._made_of, *here.programs._params), []
+    programs, compiled = Programs(*here.programs.made_of()), []
     monkeypatch.setattr(Processes, "begin", lambda *_: processes)
     monkeypatch.setattr("jaxspec.compiling.programs.FEW", 0)
     monkeypatch.setattr(Programs, "_compile", lambda self, kind, size, _: compiled.append((kind, size)))
@@ -174,7 +175,7 @@ def test_an_answer_that_cannot_be_read_loses_no_program(here, monkeypatch):
 def test_the_second_stage_is_lowered_while_the_first_compiles(here, monkeypatch):
     begun = []
     monkeypatch.setattr(Processes, "begin", lambda *given: begun.append(given[-1]))
-    programs = Programs(*here.programs._made_of, *here.programs._params)
+    programs = Programs(*here.programs.made_of())
     compiling = threading.Event()
 
     def compile_first(self, kind, size, _):
@@ -248,3 +249,19 @@ def test_a_process_that_is_stopped_ends_what_waits_for_it(here):
         made.all[0].lower(("admit", 1))
     with pytest.raises(CancelledError):
         made.take()
+
+
+@pytest.mark.parametrize("family,kernel", [("deepseek_v3", "portable_latent"), rare("nemotron_h", "portable_step")])
+def test_tritons_kernels_are_lowered_without_a_gpu(monkeypatch, tmp_path, family, kernel):
+    """Hopper has no kernel of its own for these."""
+    monkeypatch.setattr(defaults, "here", lambda: defaults.GPU)
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config(family, **WIDE)))
+    options = dict(load_format="dummy", dtype="bfloat16", skip_warmup=True, max_total_tokens=2048)
+    made = runner.Runner(EngineConfig(model=str(tmp_path), max_running_requests=8, **options))
+    try:
+        lower = lowering_of(Given.of(made.programs.made_of(), made.state, "auto", FEW))
+        module = lower(("round_greedy", 8))
+    finally:
+        hopper.lower_for(None)
+    assert kernel in module.kernels
+    assert "__gpu$xla.gpu.triton" in jax.export.deserialize(bytearray(module.exported)).mlir_module()

@@ -44,7 +44,7 @@ FUZZ = settings(
 
 @pytest.fixture(autouse=True)
 def no_weights(monkeypatch):
-    monkeypatch.setattr(load, "assemble", lambda declared, tensors, dtype, *_: None)
+    monkeypatch.setattr(load, "assemble", lambda declared, tensors, dtype, *_, **__: None)
 
 
 def examine(path: Path, lines: int = 1) -> str | None:

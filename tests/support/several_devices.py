@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import pickle
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxspec
 from jaxspec import LLM, EngineConfig, SamplingParams, StructuredOutput
@@ -29,18 +30,24 @@ from jaxspec.cache.memory_plan import MemoryPlan
 from jaxspec.cache.paged import PageLayout
 from jaxspec.checkpoint import ModelFolder, reserve
 from jaxspec.checkpoint import params as loading
+from jaxspec.checkpoint.stored import Readers
+from jaxspec.compiling.lowering import Given, Process
+from jaxspec.compiling.lowering_process import lowering_of
 from jaxspec.drafters.base import DraftBatch, Proposal
+from jaxspec.engine import defaults
 from jaxspec.engine.runner import Runner
 from jaxspec.models.description import Decoder, Recurrence
 from jaxspec.models.families import MODELS
+from jaxspec.pallas import hopper
 from jaxspec.parallel import collectives, sharding
+from jaxspec.parallel.peers import Peers, Workspaces
 from jaxspec.rounds import programs as rounds
 from jaxspec.rounds.packing import empty_slots
 from jaxspec.sampling.acceptance import Tree
 from jaxspec.scheduling.audit import audit
 from tests.engine.test_reported import run as reported
 from tests.support import heads, hybrids, widths
-from tests.support.tiny import BYTE_VOCAB, tiny_checkpoint
+from tests.support.tiny import BYTE_VOCAB, tiny_checkpoint, tiny_config
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 VOCAB = BYTE_VOCAB  # 259, which no number of devices divides
@@ -48,6 +55,8 @@ DENSE = ("gemma3", "glm4", "llama", "mistral", "qwen2", "qwen3")
 SIZES = (2, 4, 8)
 # Sizes that eight devices divide, KV heads repeated on four and eight of them.
 EIGHT = dict(num_attention_heads=8, intermediate_size=64, moe_intermediate_size=32)
+WIDE = dict(hidden_size=1024, intermediate_size=2048, num_attention_heads=8, num_key_value_heads=4, head_dim=128)
+WIDE |= dict(num_hidden_layers=1)
 HYBRID = dict(linear_num_key_heads=8, linear_num_value_heads=16, shared_expert_intermediate_size=16)
 
 greedy = functools.partial(SamplingParams, temperature=0.0, seed=0, ignore_eos=True)
@@ -352,6 +361,59 @@ def test_what_cannot_be_divided_is_refused_by_name():
         with pytest.raises(jaxspec.ConfigError) as error:
             LLM(model, draft, tp_size=size, skip_warmup=True, **more)
         assert all(word in str(error.value) for word in words), (draft, str(error.value))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_a_device_reads_the_rows_that_it_has(monkeypatch, family):
+    """Nothing is read twice: tensors that all devices need, or columns of, are read once for all."""
+    folder = checkpoint(family)
+    files = ModelFolder(folder, folder / "config.json")
+    stored, taken, begin = files.stored(), [], Readers._begin
+    monkeypatch.setattr(Readers, "_begin", lambda self, out, each: taken.append(each) or begin(self, out, each))
+    loading.assemble(MODELS[family].tensors(files.config.decoder), stored, "float32", sharding.mesh_of(2))
+    padded = stored["model.embed_tokens.weight"][VOCAB // 2 + 1 :]  # rows that are read where they are padded
+    assert sum(each.nbytes for each in (*taken, padded)) == sum(each.nbytes for each in stored.values())
+    mlp = "model.layers.0.mlp." + ("experts.0." if family == "qwen3_moe" else "")
+    gate, down = (stored[f"{mlp}{part}_proj.weight"] for part in ("gate", "down"))
+    assert {gate[: len(gate) // 2], gate[len(gate) // 2 :], down} <= set(taken)
+
+
+def test_a_program_that_another_process_lowered_computes_the_same_bits():
+    runner = engine(checkpoint("llama"), "ngram", 2).engine.runner
+    programs, one = runner.programs, ("round_greedy", runner.shapes.batches[-1])
+    process = Process(Given.of(programs.made_of(), runner.state, "auto", None).packed())
+    process.come_up()
+    module = process.lower(one)
+    process.stop()
+    arguments, results = programs._arguments(*one, runner.state), []
+    for lowered, _ in (module.lower(arguments, 2), programs._lower(*one, runner.state)):
+        program = lowered.compile()
+        state, packed = jax.tree.map(jax.numpy.copy, runner.state), programs.padding(one[1])
+        results.append(program(*arguments[:2], state, packed))
+    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+        assert getattr(a, "sharding", None) == getattr(b, "sharding", None)
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_gpus_program_is_lowered_without_devices(monkeypatch, tmp_path):
+    """With sums through peers' memory, and kernels in each device's part."""
+    monkeypatch.setattr(defaults, "here", lambda: defaults.GPU)
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config("llama", **WIDE)))
+    options = dict(load_format="dummy", dtype="bfloat16", skip_warmup=True, max_total_tokens=2048, tp_size=2)
+    made = Runner(EngineConfig(model=str(tmp_path), max_running_requests=8, **options))
+    division = made.programs.division
+    table, rank = np.zeros((2, 2), np.int32), np.arange(2, dtype=np.int32)
+    where = [NamedSharding(division.mesh, spec) for spec in (PartitionSpec(), PartitionSpec("tp"))]
+    theirs = Peers(*map(jax.device_put, (table, rank), where))
+    made.programs.division = dataclasses.replace(division, workspaces=Workspaces(None, theirs))
+    given = Given.of(made.programs.made_of(), made.state, "auto", 132).packed()
+    try:
+        module = lowering_of(pickle.loads(given))(("round_greedy", 8))
+    finally:
+        hopper.lower_for(None)
+    assert {"peer_sum", "decode_attention"} <= module.kernels.keys()
+    assert {kernel.name for kernel in module.alone} >= {"peer_sum", "decode_attention"}
+    assert jax.export.deserialize(bytearray(module.exported)).nr_devices == 2
 
 
 def test_a_model_loaded_for_one_device_is_refused():

@@ -20,5 +20,5 @@ def test_what_is_written_is_read_back(family):
     tensors = checkpoint_tensors(declared, params)
     for param in jax.tree.leaves(declared):
         assert {name: tensors[name].shape for name in param.sources} == param.stored()
-    read = assemble(declared, tensors.items(), "bfloat16")
+    read = assemble(declared, tensors, "bfloat16")
     jax.tree.map(np.testing.assert_array_equal, read, params)

@@ -1,5 +1,6 @@
 """Features on disk: what a folder has, how it is resumed, and a training that reads them in place of its target."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -9,6 +10,8 @@ from safetensors.numpy import load_file
 import jaxspec
 from jaxspec.train.__main__ import main
 from jaxspec.train.data import Text
+from jaxspec.train.features import read_features
+from jaxspec.train.packing import pack
 from tests.support.tiny import tiny_checkpoint
 from tests.train.test_loop import arguments, losses
 
@@ -68,7 +71,19 @@ def test_an_interrupted_folder_goes_on_with_the_files_that_lack(model, texts, fo
     assert "other features" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("method", ["eagle3", pytest.param("dflash", marks=pytest.mark.exhaustive)])
+def test_a_batch_has_the_rows_of_its_texts(model, folder):
+    target = jaxspec.load_model(model, dtype="float32", progress=False)
+    packed = pack(read_features(folder, target, 24), 24, 4, 0)
+    batch = dataclasses.replace(packed, feature_layers=(1,)).batch(0)
+    wanted = jaxspec.hidden_states(target, batch.tokens, (1, 5))  # a text that fills a row is alone there
+    alone = (batch.first[:, :20] == 0).all(axis=1)
+    assert alone.any() and batch.answer.any()
+    for found, rows in zip((batch.kept[1][0], batch.kept[0]), wanted, strict=True):
+        np.testing.assert_allclose(found[alone, :20], rows[alone, :20], atol=2e-5)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("method", ["eagle3", "dflash"])
 def test_a_training_from_disk_is_that_of_the_target(method, model, texts, folder, tmp_path):
     for name, data in (("disk", folder), ("live", texts)):
         more = {"target_layers": "1"} if method == "dflash" else {"loss": "soft", "unroll": 1}

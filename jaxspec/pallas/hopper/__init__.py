@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 import jax
+from jax.sharding import AbstractDevice
 
 log = logging.getLogger("jaxspec")
 
@@ -118,6 +119,11 @@ def too_few_processors(needed: int) -> str | None:
 def platform() -> str:
     """This process's, "cpu" or "gpu", or that of the device that it lowers for."""
     return "gpu" if _lowered_for else jax.default_backend()
+
+
+def abstract_device() -> AbstractDevice | None:
+    """The GPU that this process lowers for (`lower_for`), as Triton's lowering asks for it; None: its own device."""
+    return AbstractDevice("NVIDIA H200", None, "cuda") if _lowered_for else None
 
 
 def lower_for(multiprocessors: int | None) -> None:

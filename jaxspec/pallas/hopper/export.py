@@ -30,6 +30,7 @@ from jaxspec.pallas.hopper import jax_patches
 
 # Exporting checks for custom calls that stay the same over versions. This one needn't: only this start uses it.
 MOSAIC = export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
+TRITON = export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")
 
 
 def cores() -> int:

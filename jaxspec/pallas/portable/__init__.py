@@ -54,7 +54,9 @@ def kernels_here() -> str | None:
 
 
 def capability() -> float:
-    """The compute capability of this process's default device; 0 where it has none."""
+    """The compute capability of this process's default device, or the one that it lowers for; 0 where it has none."""
+    if hopper.abstract_device() is not None:
+        return 9.0
     try:
         return float(jax.devices()[0].compute_capability)
     except (AttributeError, ValueError):
@@ -76,5 +78,5 @@ def kernel_choice() -> str:
 
 
 def multiprocessors() -> int:
-    """The multiprocessors of this process's default device; where it doesn't say, as many as an H200's."""
-    return getattr(jax.devices()[0], "core_count", None) or hopper.MULTIPROCESSORS
+    """Count them on this process's default device, or the one that it lowers for; of a CPU, an H200's."""
+    return hopper.processors()

@@ -133,6 +133,9 @@ HERE = "--model Qwen/Qwen3-8B"
     ("a/b --max-model-len 99 --tool-call-parser llama4_pythonic", "--model a/b --context-length 99"),
     (f"VLLM_SERVER_DEV_MODE=1 {VLLM} --enable-sleep-mode", f"{HERE} --enable-rollout-routes --port 8000"),
     (f"{SGLANG} --admin-api-key secret", f"{HERE} --api-key secret"),
+    (f"{SGLANG} --weight-loader-prefetch-checkpoints --weight-loader-prefetch-num-threads 2",
+     f"{HERE} --load-threads 2"),
+    (f"{VLLM} --model-loader-extra-config.num_threads=32", f"{HERE} --load-threads 32 --port 8000"),
     (f"{VLLM} --disable-prefix-cache=true --trust-remote-code=True", f"{HERE} --disable-prefix-cache --port 8000"),
 ])  # fmt: skip
 def test_translations(line, here):
@@ -142,6 +145,14 @@ def test_translations(line, here):
 @pytest.mark.parametrize("flags,said", [
     ("--torchao-config int4wo", "--torchao-config: weights are quantised by --quantization fp8"),
     ("--lora-dtype auto", "--lora-dtype: adapters have the model's dtype"),
+    ("""--model-loader-extra-config '{"enable_multithread_load": false, "num_threads": 4}'""",
+     "--model-loader-extra-config: weights are read by --load-threads threads, of which there are 8"),
+    ("""--model-loader-extra-config '{"enable_gds": false}'""", "--model-loader-extra-config: enable_gds has no"),
+    ("--load-format fastsafetensors", "--load-format fastsafetensors: --load-threads threads read weights from"),
+    ("--max-parallel-loading-workers 2", "--max-parallel-loading-workers: --load-threads threads read each device's"),
+    ("--safetensors-load-strategy prefetch", "--safetensors-load-strategy: --load-threads threads read each"),
+    ("--weight-loader-drop-cache-after-load", "--weight-loader-drop-cache-after-load: files aren't mapped"),
+    ("--no-use-tqdm-on-load", "--no-use-tqdm-on-load: loading has a bar on a terminal, and lines in a log"),
     ("--enable-multimodal", "--enable-multimodal: pictures are read wherever the model has a vision tower"),
     ("""--limit-mm-per-prompt '{"video": 1}'""", '--limit-mm-per-prompt {"video": 1}: it names no number'),
     ("--mm-processor-kwargs '{}'", "--mm-processor-kwargs: the processor is as the checkpoint's"),
@@ -295,7 +306,7 @@ PULL_REQUESTS = {
         """--model-loader-extra-config '{"enable_multithread_load": true, "num_threads": 8}' """,
         "--model Qwen/Qwen3.5-27B-FP8 --served-model-name qwen --host 0.0.0.0 --port 8000 --tp-size 2 "
         "--mem-fraction-static 0.85 --context-length 65536 --kv-cache-dtype fp8_e4m3 --reasoning-parser qwen3 "
-        "--tool-call-parser qwen3_coder --max-running-requests 8 --draft mtp --num-draft-tokens 3",
+        "--tool-call-parser qwen3_coder --max-running-requests 8 --load-threads 8 --draft mtp --num-draft-tokens 3",
     ),
     "naive EAGLE, a tree of EAGLE's": (
         "python -m sglang.launch_server --model-path meta-llama/Llama-2-70b-chat-hf --tp 2 "

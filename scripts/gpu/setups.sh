@@ -1,0 +1,103 @@
+#!/usr/bin/env bash
+# The set-ups of SGLang's pull requests on speculative decoding, over N GPUs of a host, as one table: published, vLLM's
+# on the same machine kind, jaxspec's. On a machine that has Python and jax with CUDA, but not this project installed.
+# From the repository's root:
+#
+#     scripts/gpu/setups.sh OUT N [PART...]
+#
+# PART is of the following, each shorter than four minutes; by default those that N GPUs can have, in this order.
+#   start             seconds from a start to the first token and to all programs: Qwen3-8B, and 35B-A3B with MTP
+#   mtp               #22128: Qwen3.5-35B-A3B in FP8 with MTP at 1 and 5 requests a second
+#   mtp-overlap       its rounds with overlap on and off
+#   dflash            #20547: Qwen3-8B with DFlash at 1 and 32 requests, overlap on and off
+#   none one tree-4 tree-2  naive EAGLE's: Llama-2-70B, 500 requests of 717 to 1,024 tokens each way; trees are (steps,
+#                     top-k, tokens): (2,4,4) and (1,2,2)
+#   one-overlap tree-4-overlap tree-2-overlap  their rounds with overlap on and off
+#   next-few next-many, and the same with -off  #15591: Qwen3-Next-80B with MTP at 1 to 16 and 32 to 128 requests,
+#                     -off without overlap (four GPUs)
+#   next-prefix       its shared prefixes, 10 requests a second (four GPUs)
+#   largest           #18906: Qwen3.5-397B-A17B in FP8 with MTP, one stream, overlap on and off (four GPUs)
+#   table             the table again, of what OUT has
+# OUT receives a log and a JSON file for each, and setups.md. QWEN, DFLASH, HYBRID, LLAMA2, EAGLE, NEXT and LARGEST are
+# folders with the config.json of Qwen3-8B, its DFlash drafter, Qwen3.5-35B-A3B, Llama-2-70B, its EAGLE drafter,
+# Qwen3-Next-80B and Qwen3.5-397B-A17B (`scripts/configs.py` writes all of them); weights are made up, and acceptance is
+# imposed at the published length. A part whose model isn't named is left out. FLAGS are more of the benchmarks', LOAD of
+# `bench load` alone, LIMIT is the seconds of a part (240). On virtual CPU devices it rehearses every part with tiny
+# models:
+#
+#     JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=4 QWEN=... FLAGS="--prompt-len 16 --output-len 16 --concurrency 2" \
+#         LOAD="--num-prompts 4" scripts/gpu/setups.sh OUT 4
+. "$(dirname "$0")/common.sh"
+[ $# -ge 1 ] || usage
+n=$1
+shift
+export NCCL_NVLS_ENABLE=0
+
+# run PART COMMAND MODEL ARGUMENTS...
+run() {
+    local part=$1 command=$2 model=$3
+    shift 3
+    [ "$command" = decode ] || set -- "$@" ${LOAD-}
+    [ -n "$model" ] || { echo "== $part: no model is named"; return 0; }
+    echo "== $part"
+    timeout "${LIMIT:-240}" python3 -m jaxspec.bench "$command" --model "$model" --tp-size "$n" --skip-warmup "$@" \
+        ${FLAGS-} --json "$out/$part.json" 2>"$out/$part.log" || { status=1; tail -n 5 "$out/$part.log"; }
+}
+
+# times COUNT RATE: the rate so many times, as --accept-rates takes it
+times() { printf "$2%.0s," $(seq "$1") | sed 's/,$//'; }
+
+mtp=(--draft mtp --num-draft-tokens 3)
+lengths=(--num-prompts 500 --prompt-len 717-1024 --output-len 717-1024 --concurrency 128)
+eagle=(--draft "eagle:${EAGLE-}")
+one=("${eagle[@]}" --num-draft-tokens 1 --accept-rates 0.7)
+tree4=("${eagle[@]}" --num-steps 2 --topk 4 --num-draft-tokens 3 --accept-rates 0.7,0.6)
+tree2=("${eagle[@]}" --num-steps 1 --topk 2 --num-draft-tokens 2 --accept-rates 0.7)
+both=(--overlap both --back-to-back --concurrency 1,8,32,128)
+next=("${mtp[@]}" --accept-rates "$(times 3 0.665)")
+sweep=("${next[@]}" --prompt-len 1024 --output-len 1024)
+[ -n "${EAGLE-}" ] || unset LLAMA2
+
+parts=(start mtp mtp-overlap dflash none one tree-4 tree-2 one-overlap tree-4-overlap tree-2-overlap)
+[ "$n" -lt 4 ] || parts+=(next-few next-many next-few-off next-many-off next-prefix largest)
+[ $# -gt 0 ] || set -- "${parts[@]}"
+nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv 2>/dev/null
+for part; do
+    case $part in
+        start)
+            started=()
+            [ -z "${QWEN-}" ] || started+=(plain)
+            [ -z "${HYBRID-}" ] || started+=(mtp)
+            FLAGS="--tp-size $n" scripts/gpu/start.sh "$out/start" "${started[@]}" || status=1 ;;
+        mtp)
+            run mtp load "${HYBRID-}" --quantization fp8 "${mtp[@]}" --accept-rates "$(times 3 0.905)" \
+                --concurrency 8 --request-rate 1,5 --num-prompts 64 --prompt-len 1024 --output-len 512 ;;
+        mtp-overlap)
+            run mtp-overlap decode "${HYBRID-}" --quantization fp8 "${mtp[@]}" --accept-rates "$(times 3 0.905)" \
+                "${both[@]}" ;;
+        dflash)
+            run dflash decode "${DFLASH:+${QWEN-}}" --draft "dflash:${DFLASH-}" --accept-rates "$(times 15 0.859)" \
+                "${both[@]}" --concurrency 1,32 --prompt-len 128 --output-len 1024 ;;
+        none) run none load "${LLAMA2-}" "${lengths[@]}" ;;
+        one) run one load "${LLAMA2-}" "${lengths[@]}" "${one[@]}" ;;
+        tree-4) run tree-4 load "${LLAMA2-}" "${lengths[@]}" "${tree4[@]}" ;;
+        tree-2) run tree-2 load "${LLAMA2-}" "${lengths[@]}" "${tree2[@]}" ;;
+        one-overlap) run one-overlap decode "${LLAMA2-}" "${both[@]}" "${one[@]}" ;;
+        tree-4-overlap) run tree-4-overlap decode "${LLAMA2-}" "${both[@]}" "${tree4[@]}" ;;
+        tree-2-overlap) run tree-2-overlap decode "${LLAMA2-}" "${both[@]}" "${tree2[@]}" ;;
+        next-few) run next-few load "${NEXT-}" "${sweep[@]}" --concurrency 1,2,4,8,16 ;;
+        next-many) run next-many load "${NEXT-}" "${sweep[@]}" --concurrency 32,64,128 ;;
+        next-few-off) run next-few-off load "${NEXT-}" "${sweep[@]}" --concurrency 1,8 --disable-overlap ;;
+        next-many-off) run next-many-off load "${NEXT-}" "${sweep[@]}" --concurrency 32,128 --disable-overlap ;;
+        next-prefix)
+            run next-prefix load "${NEXT-}" "${next[@]}" --dataset shared-prefix --prefixes 32 --prefix-len 2048 \
+                --prompt-len 128 --output-len 256 --num-prompts 512 --concurrency 128 --request-rate 10 ;;
+        largest)
+            run largest decode "${LARGEST-}" --quantization fp8 "${mtp[@]}" --accept-rates "$(times 3 0.887)" \
+                "${both[@]}" --concurrency 1 ;;
+        table) ;;
+        *) echo "no part $part" >&2; exit 2 ;;
+    esac
+done
+python3 scripts/setups_table.py "$out" | tee "$out/setups.md"
+exit $status

@@ -1,0 +1,81 @@
+"""The bodies of `/v1/embeddings`, OpenAI's, and of `/v1/score` and `/v1/rerank`, as vLLM and Cohere have them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PlainValidator, model_validator
+
+from jaxspec.config.request import RequestError
+from server.protocol.base import Body, Integer, Priority, Text, at_most
+from server.protocol.completion import MAX_COMPLETIONS, as_prompts
+from server.protocol.completion import Prompt as AnyPrompt
+
+MAX_PAIRS = MAX_COMPLETIONS // 2  # each of which is two prompts
+Several = Field(min_length=1, json_schema_extra={"maxItems": MAX_PAIRS})
+Texts = Text | Annotated[list[Text], Several, at_most(MAX_PAIRS, "texts")]
+
+
+class EmbeddingRequest(Body):
+    """One input or several, each a text or token ids."""
+
+    IGNORED = frozenset({"user"})
+
+    model: str | None = None
+    input: Annotated[list, PlainValidator(as_prompts, json_schema_input_type=AnyPrompt)]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[Integer, Field(ge=1)] | None = None
+    add_special_tokens: bool | None = None
+    priority: Priority | None = None
+
+
+class _Scored(Body):
+    IGNORED = frozenset({"user"})
+
+    model: str | None = None
+    instruction: Text | None = None
+    priority: Priority | None = None
+
+    @staticmethod
+    def _pairs(queries: Any, documents: Any) -> list[tuple[str, str]]:
+        """Each query with its document, or one with all."""
+        queries, documents = ([each] if isinstance(each, str) else each for each in (queries, documents))
+        if len(queries) not in (1, len(documents)):
+            raise RequestError(f"{len(queries)} texts can't be paired with {len(documents)}; send one, or as many")
+        return list(zip(queries * (len(documents) // len(queries)), documents, strict=True))
+
+
+class ScoreRequest(_Scored):
+    """Pairs of texts: `text_1` with `text_2`, or vLLM's newer names `queries` and `documents`."""
+
+    text_1: Texts | None = None
+    text_2: Texts | None = None
+    queries: Texts | None = None
+    documents: Texts | None = None
+
+    @model_validator(mode="after")
+    def _agree(self):
+        given = {name for name in ("text_1", "text_2", "queries", "documents") if getattr(self, name) is not None}
+        if given not in ({"text_1", "text_2"}, {"queries", "documents"}):
+            raise RequestError("send text_1 and text_2, or queries and documents", min(given, default="text_1"))
+        return self
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """**Raises:** `RequestError` for numbers of texts that don't agree."""
+        if self.text_1 is not None:
+            return self._pairs(self.text_1, self.text_2)
+        return self._pairs(self.queries, self.documents)
+
+
+class RerankRequest(_Scored):
+    """A query, and documents to put in order."""
+
+    query: Text
+    documents: Annotated[list[Text], Several, at_most(MAX_PAIRS, "documents")]
+    top_n: Annotated[Integer, Field(ge=0)] | None = None
+    return_documents: bool | None = None
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        return self._pairs(self.query, self.documents)
