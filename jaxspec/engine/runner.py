@@ -18,13 +18,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array
 
+from jaxspec.cache.host_blocks import PAGES, STATES
 from jaxspec.cache.memory_check import check_room, explain_out_of_memory
 from jaxspec.cache.memory_plan import (
+    HOST_STAGING,
     MemoryPlan,
     StateSlots,
     claim_device,
+    device_memory,
     memory_in_use,
     plan_memory,
     resident_memory,
@@ -94,7 +98,7 @@ class Runner:
                 "jaxspec.replicas.data_parallel.DataParallelLLM, which has AsyncLLM's methods"
             )
         self.hosts = hosts
-        claim_device()
+        claim_device(options.host_kv_gb)
         enable_compilation_cache()
         log.info("kernels: %s", portable.kernel_choice())
         given = [each.params if each else () for each in (model, draft)]
@@ -223,7 +227,9 @@ class Runner:
                 flush()
                 self._time_rounds()
         tower = self.pictures.workspace_bytes if self.pictures else 0
-        self.plan = dataclasses.replace(self.plan, workspace_bytes=max(self.programs.workspace_bytes, tower))
+        self.plan = dataclasses.replace(
+            self.plan, workspace_bytes=max(self.programs.workspace_bytes, tower) + self.host_staging
+        )
         return True
 
     @property
@@ -260,7 +266,7 @@ class Runner:
             draft_weight_bytes=sharding.bytes_of(self.draft.params, self.model.params),
             bytes_per_token=per_token,
             slot_bytes=sharding.bytes_of((empty.slots, empty.hidden, empty.features, empty.pictures)),
-            workspace_bytes=workspace,
+            workspace_bytes=workspace + self.host_staging,
             page_size=config.page_size,
             mem_fraction=config.mem_fraction_static,
             max_total_tokens=config.max_total_tokens,
@@ -280,6 +286,22 @@ class Runner:
         shapes = {name: [(x.shape, str(x.dtype)) for x in jax.tree.leaves(tree)] for name, tree in trees.items()}
         digest = lambda of: hashlib.sha256(repr(of).encode()).hexdigest()[:12]  # noqa: E731
         return {f"{name} of shapes": digest(of) for name, of in (shapes | {"programs": self.shapes}).items()}
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The devices that share the model; None: there is one."""
+        return self._mesh
+
+    @property
+    def host_kinds(self) -> tuple[str, ...]:
+        """Parts of the state that the host's cache keeps, so that a prompt can go on from there."""
+        return (PAGES, STATES) if self.model.config.recurrent else (PAGES,)
+
+    @property
+    def host_staging(self) -> int:
+        """Bytes of a device that are kept for blocks on their way to the host and back."""
+        device = device_memory(self.config.tp_size) if self.config.host_kv_gb else None
+        return 0 if device is None else int(device[0] * HOST_STAGING)
 
     @property
     def page_dtype(self) -> str:
