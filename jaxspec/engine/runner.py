@@ -17,12 +17,16 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
+from jaxspec.cache.host_blocks import PAGES, STATES
 from jaxspec.cache.memory_check import check_room, explain_out_of_memory
 from jaxspec.cache.memory_plan import (
+    HOST_STAGING,
     MemoryPlan,
     StateSlots,
     claim_device,
+    device_memory,
     memory_in_use,
     plan_memory,
     resident_memory,
@@ -47,13 +51,13 @@ from jaxspec.drafters.loading import LoadedDrafter, check_drafter, load_drafter
 from jaxspec.engine.adapters import Adapters, places_of, with_adapters
 from jaxspec.engine.defaults import resolve, rounds_for, shapes_of, small_model
 from jaxspec.engine.deterministic import prepared, reporting
-from jaxspec.engine.pictures import PictureReader, rows_for, tower_workspace
+from jaxspec.engine.pictures import PictureReader, refusal, rows_for, tower_workspace
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas import hopper, portable
 from jaxspec.parallel import peers, sharding
 from jaxspec.parallel.hosts import Follower, Leader
 from jaxspec.parallel.sharding import Division
-from jaxspec.rounds.packing import PictureRows, fit, pack_admission, pack_blocks, put_adapters
+from jaxspec.rounds.packing import fit, pack_admission, pack_blocks, put_adapters
 from jaxspec.rounds.programs import MODES, State, empty_state
 from jaxspec.scheduling.draft_count import SKIP_DRAFTER, Group
 from jaxspec.scheduling.sequence import NO_STATE, Chunk, SequenceState
@@ -95,7 +99,7 @@ class Runner:
         self.hosts = hosts
         if hosts is not None and options.has_adapters:
             raise ConfigError("adapters aren't served on several hosts (--nnodes); merge one into its model")
-        claim_device()
+        claim_device(options.host_kv_gb)
         enable_compilation_cache()
         log.info("kernels: %s", portable.kernel_choice())
         given = [each.params if each else () for each in (model, draft)]
@@ -231,31 +235,20 @@ class Runner:
                 flush()
                 self._time_rounds()
         tower = self.pictures.workspace_bytes if self.pictures else 0
-        self.plan = dataclasses.replace(self.plan, workspace_bytes=max(self.programs.workspace_bytes, tower))
+        self.plan = dataclasses.replace(
+            self.plan, workspace_bytes=max(self.programs.workspace_bytes, tower) + self.host_staging
+        )
         return True
 
     @property
     def no_pictures(self) -> str | None:
         """Why this engine reads no pictures, if it doesn't."""
-        if self.model.config.tower is None:
-            return (
-                f"{self.model.name} (model_type {self.model.config.model_type}) is served as its text model; Qwen3.5 "
-                "and Gemma 3 checkpoints with their vision tower read pictures"
-            )
-        if (chunk := self.config.chunked_prefill_size) < (tokens := self.model.config.tower.at_once):
-            return (
-                f"a picture's {tokens} tokens don't fit in a chunk of {chunk}; start the server with a "
-                f"--chunked-prefill-size of at least {tokens}"
-            )
-        if self.hosts is not None:
-            return "a model on several hosts serves text alone; use --nnodes 1"
-        return None
+        return refusal(self.model, self.config.chunked_prefill_size, self.hosts is not None)
 
     def _reader(self) -> PictureReader | None:
-        if not self.shapes.pictures:
-            return None
-        of = self.model.config.tower, self.model.tower, self.shapes.pictures, self._mesh
-        return PictureReader(*of, alone=self.config.deterministic)
+        model, rows = self.model, self.shapes.pictures
+        of = model.config.tower, model.tower, rows, self._mesh, self.config.deterministic
+        return PictureReader(*of) if rows else None
 
     def _plan(self) -> tuple[MemoryPlan, PageLayout]:
         config, shapes = self.config, self.shapes
@@ -275,7 +268,7 @@ class Runner:
             draft_weight_bytes=sharding.bytes_of(self.draft.params, self.model.params),
             bytes_per_token=per_token,
             slot_bytes=sharding.bytes_of((empty.slots, empty.hidden, empty.features, empty.pictures)),
-            workspace_bytes=workspace,
+            workspace_bytes=workspace + self.host_staging,
             page_size=config.page_size,
             mem_fraction=config.mem_fraction_static,
             max_total_tokens=config.max_total_tokens,
@@ -295,6 +288,22 @@ class Runner:
         shapes = {name: [(x.shape, str(x.dtype)) for x in jax.tree.leaves(tree)] for name, tree in trees.items()}
         digest = lambda of: hashlib.sha256(repr(of).encode()).hexdigest()[:12]  # noqa: E731
         return {f"{name} of shapes": digest(of) for name, of in (shapes | {"programs": self.shapes}).items()}
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The devices that share the model; None: there is one."""
+        return self._mesh
+
+    @property
+    def host_kinds(self) -> tuple[str, ...]:
+        """Parts of the state that the host's cache keeps, so that a prompt can go on from there."""
+        return (PAGES, STATES) if self.model.config.recurrent else (PAGES,)
+
+    @property
+    def host_staging(self) -> int:
+        """Bytes of a device that are kept for blocks on their way to the host and back."""
+        device = device_memory(self.config.tp_size) if self.config.host_kv_gb else None
+        return 0 if device is None else int(device[0] * HOST_STAGING)
 
     @property
     def page_dtype(self) -> str:
@@ -444,7 +453,10 @@ class Runner:
 
         A chunk to be scored travels alone: its packed logprobs.
         """
-        read = None if self.pictures is None else self._read_pictures(chunks)
+        read = None
+        if self.pictures is not None:
+            held, read = self.pictures.of_chunks(self.state.pictures, chunks)
+            self.state = self.state.replace(pictures=held)
         if read is not None and len(read) < len(chunks):  # the others' pictures have no room beside these
             self.prefill(chunks[: len(read)], table)
             return self.prefill(chunks[len(read) :], table)
@@ -468,24 +480,6 @@ class Runner:
         self.state, out = self.programs.score(self.state, packed, adapted)
         out.copy_to_host_async()
         return out
-
-    def _read_pictures(self, chunks: list[Chunk]) -> list[PictureRows | None]:
-        """Have the embeddings of all pictures in chunks, as many chunks' as there is room for; those of each chunk."""
-        read, kept = [], set()
-        for chunk in chunks:
-            placed = chunk.seq.pictures
-            if placed is None:
-                read.append(None)
-                continue
-            own = placed.overlapping(chunk.start, chunk.start + chunk.count + 1)  # a drafter reads the next token
-            found = self.pictures.read(self.state.pictures, [each.picture for each in own], kept)
-            if found is None:
-                break
-            pictures, rows = found
-            self.state = self.state.replace(pictures=pictures)
-            by_place = {each.start + i: row for each, at in zip(own, rows, strict=True) for i, row in enumerate(at)}
-            read.append(PictureRows(placed, by_place))
-        return read
 
     def first(self, slots: list[int], table: np.ndarray, mode: str) -> jax.Array:
         """Dispatch the first tokens of these slots, whose prompts are prefilled; packed like those of a round."""
