@@ -74,7 +74,7 @@ def check() -> None:
 
 
 def check_many() -> None:
-    """The same of many rows' kernel."""
+    """Check the kernel of many rows, too."""
     for name, kind in CHECKED.items():
         for rows, inputs, outputs in ((40, 4096, 512), (128, 1024, 6144), (512, 1024, 24576)):
             weight = jax.jit(weight_of, static_argnums=(0, 2, 3))(kind, jax.random.key(rows), inputs, outputs)

@@ -226,7 +226,7 @@ def share_out(
 
 
 def step_of(fp8: bool, four: FourBits | None) -> int:
-    """What inputs of weights must be a multiple of."""
+    """The number that inputs of weights must be a multiple of."""
     return UNIT if four else BLOCK if fp8 else TILE
 
 
