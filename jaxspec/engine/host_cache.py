@@ -348,23 +348,24 @@ class HostCache:
         self._loads.clear()
         self.tier.backlog = 0
 
-    def stats(self) -> dict[str, Any]:
-        """Figures for `Engine.stats`."""
-        tier, figures = self.tier, self.figures
-        return {
-            "host_cache_bytes": tier.capacity,
-            "host_cache_used_bytes": tier.used,
-            "host_cache_blocks": len(tier),
-            "host_cache_bytes_per_second": tier.speed or 0.0,
-            "host_cache_declined_total": tier.declined,
-            "host_cache_evicted_blocks_total": tier.evicted,
-            "host_cache_skipped_blocks_total": tier.skipped,
-            **{f"host_cache_{name}_total": value for name, value in vars(figures).items()},
-        }
-
 
 class DamagedError(Exception):
     """A block came back with another checksum than it left with."""
+
+
+def stats(cache: HostCache | None) -> dict[str, Any]:
+    """Figures for `Engine.stats`; zeros without a cache."""
+    tier, figures = (HostTier(0, 1), Figures()) if cache is None else (cache.tier, cache.figures)
+    return {
+        "host_cache_bytes": tier.capacity,
+        "host_cache_used_bytes": tier.used,
+        "host_cache_blocks": len(tier),
+        "host_cache_bytes_per_second": tier.speed or 0.0,
+        "host_cache_declined_total": tier.declined,
+        "host_cache_evicted_blocks_total": tier.evicted,
+        "host_cache_skipped_blocks_total": tier.skipped,
+        **{f"host_cache_{name}_total": value for name, value in vars(figures).items()},
+    }
 
 
 def _settle(arrays: list[jax.Array]) -> None:

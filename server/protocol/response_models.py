@@ -27,8 +27,14 @@ class ErrorResponse(Object):
     error: Error
 
 
+class CachedTokensDetails(Object):
+    device: int
+    host: int
+
+
 class PromptTokensDetails(Object):
     cached_tokens: int
+    cached_tokens_details: CachedTokensDetails | None = None  # where some came from the host's memory
     image_tokens: int | None = None  # where the prompt has pictures
 
 
