@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array
 
 from jaxspec.cache.host_blocks import PAGES, STATES
@@ -134,11 +133,11 @@ class Runner:
             )
         self.draft = draft or load_drafter(options.draft, self.model, options)
         self.model = prepared(self.model, self.draft, options)
-        self._mesh = sharding.mesh_of(options.tp_size)
+        self.mesh = sharding.mesh_of(options.tp_size)
         self._local, self._drafter = self.model.config.on_one_of(options.tp_size), self.draft.drafter
-        if self._mesh is not None:
+        if self.mesh is not None:
             self._drafter = self._drafter.on_one_of(options.tp_size)
-            self.draft = dataclasses.replace(self.draft, params=sharding.everywhere(self.draft.params, self._mesh))
+            self.draft = dataclasses.replace(self.draft, params=sharding.everywhere(self.draft.params, self.mesh))
 
     def _prepare(self, options: EngineConfig) -> None:
         """All that follows from the shapes of model and drafter: options, memory, programs that aren't compiled yet."""
@@ -288,11 +287,6 @@ class Runner:
         return {f"{name} of shapes": digest(of) for name, of in (shapes | {"programs": self.shapes}).items()}
 
     @property
-    def mesh(self) -> Mesh | None:
-        """The devices that share the model; None: there is one."""
-        return self._mesh
-
-    @property
     def host_kinds(self) -> tuple[str, ...]:
         """Parts of the state that the host's cache keeps, so that a prompt can go on from there."""
         return (PAGES, STATES) if self.model.config.recurrent else (PAGES,)
@@ -320,17 +314,17 @@ class Runner:
             return None
         options = self.config.tp_size, self.config.kernels
         made_by = self.model.config, type(drafter).__qualname__, drafter, self.shapes, *options
-        devices = None if self._mesh is None else list(self._mesh.devices)
+        devices = None if self.mesh is None else list(self.mesh.devices)
         return Executables(cache_folder() / "executables", made_by, devices)
 
     def _divide(self) -> Division | None:
         """How programs run on several devices; None for one."""
-        if self._mesh is None:
+        if self.mesh is None:
             return None
         whole = self._state_shapes(self._layout, self.model.config, self.draft.drafter)
         state = sharding.divided(whole, self._state_shapes(self._layout, self._local, self._drafter))
-        workspaces, self.sums = peers.opened(self._mesh)
-        return Division(self._mesh, *sharding.specs_of((self.model.params, self.draft.params)), state, workspaces)
+        workspaces, self.sums = peers.opened(self.mesh)
+        return Division(self.mesh, *sharding.specs_of((self.model.params, self.draft.params)), state, workspaces)
 
     def _state_shapes(self, layout: PageLayout, config: ModelConfig, drafter: Drafter) -> State:
         return jax.eval_shape(lambda: self._state_of(layout, 0, config, drafter))
@@ -368,7 +362,7 @@ class Runner:
     def _empty_state(self) -> State:
         if self._division is None:
             return self._local_state()
-        return jax.jit(sharding.spread(self._local_state, self._mesh, (), self._division.state))()
+        return jax.jit(sharding.spread(self._local_state, self.mesh, (), self._division.state))()
 
     def _local_state(self) -> State:
         """A device's part of an empty state."""
