@@ -99,7 +99,7 @@ class HostCache:
         sharding = SingleDeviceSharding if mesh is None else lambda on, **kind: NamedSharding(*on, **kind)
         on = jax.local_devices()[0] if mesh is None else (mesh, PartitionSpec(AXIS))
         self._there, self._here = sharding(on, memory_kind="pinned_host"), sharding(on, memory_kind="device")
-        sizes = {kind: runner.programs.block_bytes(kind, runner.state) for kind in runner.host_kinds}
+        sizes = {kind: runner.programs.block_bytes(kind, runner.state) for kind in kinds_of(runner)}
         page, state = sizes[PAGES], sizes.get(STATES, 0)
         self.bucket = max(min(BUCKET, BUCKET_BYTES * runner.config.tp_size // page), 1)
         self.staging = max(runner.host_staging * runner.config.tp_size, 4 * max(self.bucket * page, state))
@@ -154,7 +154,7 @@ class HostCache:
         """Compile the programs, and measure how fast blocks come back."""
         runner, tier = self._runner, self.tier
         for kind, rows in ((PAGES, self.bucket), (STATES, 1)):
-            if kind not in runner.host_kinds:
+            if kind not in kinds_of(runner):
                 continue
             at = np.full(rows, 0 if kind == PAGES else runner.shapes.num_slots, np.int32)  # the dummies
             for _ in range(3):  # the first is slower
@@ -351,6 +351,11 @@ class HostCache:
 
 class DamagedError(Exception):
     """A block came back with another checksum than it left with."""
+
+
+def kinds_of(runner: Runner) -> tuple[str, ...]:
+    """Parts of a runner's state that the cache keeps, so that a prompt can go on from there."""
+    return (PAGES, STATES) if runner.model.config.recurrent else (PAGES,)
 
 
 def stats(cache: HostCache | None) -> dict[str, Any]:

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxspec.cache.host_blocks import PAGES, STATES
 from jaxspec.cache.memory_check import check_room, explain_out_of_memory
 from jaxspec.cache.memory_plan import (
     HOST_STAGING,
@@ -285,11 +284,6 @@ class Runner:
         shapes = {name: [(x.shape, str(x.dtype)) for x in jax.tree.leaves(tree)] for name, tree in trees.items()}
         digest = lambda of: hashlib.sha256(repr(of).encode()).hexdigest()[:12]  # noqa: E731
         return {f"{name} of shapes": digest(of) for name, of in (shapes | {"programs": self.shapes}).items()}
-
-    @property
-    def host_kinds(self) -> tuple[str, ...]:
-        """Parts of the state that the host's cache keeps, so that a prompt can go on from there."""
-        return (PAGES, STATES) if self.model.config.recurrent else (PAGES,)
 
     @property
     def host_staging(self) -> int:
