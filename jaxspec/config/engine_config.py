@@ -234,9 +234,10 @@ class EngineConfig:
     host_kv_gb: float = option(
         0.0,
         "GiB of the host's memory, of all GPUs of an engine together, for pages and state snapshots that leave the "
-        "prefix cache; prompts that begin with them load them back where that is faster; 0: none",
+        "prefix cache; prompts that begin with them load them back where that is faster",
         "GIB",
         group=MEMORY,
+        shown="none",
         least=0,
     )
     num_continuous_decode_steps: int | None = option(

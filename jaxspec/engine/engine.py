@@ -23,6 +23,7 @@ from jaxspec.compiling.ladder import of_rounds, sizes_of
 from jaxspec.compiling.round_timing import group
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.request import REPORTS, Delta, LogitsError, RequestError, RequestMetrics, sources_of
+from jaxspec.engine import host_cache
 from jaxspec.engine.acceptance_watch import Watch
 from jaxspec.engine.adapters import Adapters, present, salt_of
 from jaxspec.engine.admission import Choice, Intake, Request
@@ -577,8 +578,8 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Figures since start, cheap, from any thread."""
-        host = self.host_cache.stats() if self.host_cache is not None else {}
-        return figures(self.counts, self.scheduler, self.runner, self.chooser) | host | self.rollout.figures()
+        own = figures(self.counts, self.scheduler, self.runner, self.chooser)
+        return own | host_cache.stats(self.host_cache) | self.rollout.figures()
 
 
 def _mode(seqs: list[SequenceState]) -> str:

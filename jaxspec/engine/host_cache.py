@@ -99,7 +99,7 @@ class HostCache:
         sharding = SingleDeviceSharding if mesh is None else lambda on, **kind: NamedSharding(*on, **kind)
         on = jax.local_devices()[0] if mesh is None else (mesh, PartitionSpec(AXIS))
         self._there, self._here = sharding(on, memory_kind="pinned_host"), sharding(on, memory_kind="device")
-        sizes = {kind: runner.programs.block_bytes(kind, runner.state) for kind in runner.host_kinds}
+        sizes = {kind: runner.programs.block_bytes(kind, runner.state) for kind in kinds_of(runner)}
         page, state = sizes[PAGES], sizes.get(STATES, 0)
         self.bucket = max(min(BUCKET, BUCKET_BYTES * runner.config.tp_size // page), 1)
         self.staging = max(runner.host_staging * runner.config.tp_size, 4 * max(self.bucket * page, state))
@@ -154,7 +154,7 @@ class HostCache:
         """Compile the programs, and measure how fast blocks come back."""
         runner, tier = self._runner, self.tier
         for kind, rows in ((PAGES, self.bucket), (STATES, 1)):
-            if kind not in runner.host_kinds:
+            if kind not in kinds_of(runner):
                 continue
             at = np.full(rows, 0 if kind == PAGES else runner.shapes.num_slots, np.int32)  # the dummies
             for _ in range(3):  # the first is slower
@@ -348,23 +348,29 @@ class HostCache:
         self._loads.clear()
         self.tier.backlog = 0
 
-    def stats(self) -> dict[str, Any]:
-        """Figures for `Engine.stats`."""
-        tier, figures = self.tier, self.figures
-        return {
-            "host_cache_bytes": tier.capacity,
-            "host_cache_used_bytes": tier.used,
-            "host_cache_blocks": len(tier),
-            "host_cache_bytes_per_second": tier.speed or 0.0,
-            "host_cache_declined_total": tier.declined,
-            "host_cache_evicted_blocks_total": tier.evicted,
-            "host_cache_skipped_blocks_total": tier.skipped,
-            **{f"host_cache_{name}_total": value for name, value in vars(figures).items()},
-        }
-
 
 class DamagedError(Exception):
     """A block came back with another checksum than it left with."""
+
+
+def kinds_of(runner: Runner) -> tuple[str, ...]:
+    """Parts of a runner's state that the cache keeps, so that a prompt can go on from there."""
+    return (PAGES, STATES) if runner.model.config.recurrent else (PAGES,)
+
+
+def stats(cache: HostCache | None) -> dict[str, Any]:
+    """Figures for `Engine.stats`; zeros without a cache."""
+    tier, figures = (HostTier(0, 1), Figures()) if cache is None else (cache.tier, cache.figures)
+    return {
+        "host_cache_bytes": tier.capacity,
+        "host_cache_used_bytes": tier.used,
+        "host_cache_blocks": len(tier),
+        "host_cache_bytes_per_second": tier.speed or 0.0,
+        "host_cache_declined_total": tier.declined,
+        "host_cache_evicted_blocks_total": tier.evicted,
+        "host_cache_skipped_blocks_total": tier.skipped,
+        **{f"host_cache_{name}_total": value for name, value in vars(figures).items()},
+    }
 
 
 def _settle(arrays: list[jax.Array]) -> None:

@@ -17,9 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
-from jaxspec.cache.host_blocks import PAGES, STATES
 from jaxspec.cache.memory_check import check_room, explain_out_of_memory
 from jaxspec.cache.memory_plan import (
     HOST_STAGING,
@@ -135,12 +133,12 @@ class Runner:
             )
         self.draft = draft or load_drafter(options.draft, self.model, options)
         self.model = reporting(prepared(self.model, self.draft, options), options, self.hosts is not None)
-        self._mesh = sharding.mesh_of(options.tp_size)
+        self.mesh = sharding.mesh_of(options.tp_size)
         self._local, self._drafter = self.model.config.on_one_of(options.tp_size), self.draft.drafter
-        if self._mesh is not None:
+        if self.mesh is not None:
             self._drafter = self._drafter.on_one_of(options.tp_size)
-            self.draft = dataclasses.replace(self.draft, params=sharding.everywhere(self.draft.params, self._mesh))
-            self.model = dataclasses.replace(self.model, tower=sharding.everywhere(self.model.tower, self._mesh))
+            self.draft = dataclasses.replace(self.draft, params=sharding.everywhere(self.draft.params, self.mesh))
+            self.model = dataclasses.replace(self.model, tower=sharding.everywhere(self.model.tower, self.mesh))
 
     def _prepare(self, options: EngineConfig) -> None:
         """All that follows from the shapes of model and drafter: options, memory, programs that aren't compiled yet."""
@@ -247,7 +245,7 @@ class Runner:
 
     def _reader(self) -> PictureReader | None:
         model, rows = self.model, self.shapes.pictures
-        of = model.config.tower, model.tower, rows, self._mesh, self.config.deterministic
+        of = model.config.tower, model.tower, rows, self.mesh, self.config.deterministic
         return PictureReader(*of) if rows else None
 
     def _plan(self) -> tuple[MemoryPlan, PageLayout]:
@@ -290,16 +288,6 @@ class Runner:
         return {f"{name} of shapes": digest(of) for name, of in (shapes | {"programs": self.shapes}).items()}
 
     @property
-    def mesh(self) -> Mesh | None:
-        """The devices that share the model; None: there is one."""
-        return self._mesh
-
-    @property
-    def host_kinds(self) -> tuple[str, ...]:
-        """Parts of the state that the host's cache keeps, so that a prompt can go on from there."""
-        return (PAGES, STATES) if self.model.config.recurrent else (PAGES,)
-
-    @property
     def host_staging(self) -> int:
         """Bytes of a device that are kept for blocks on their way to the host and back."""
         device = device_memory(self.config.tp_size) if self.config.host_kv_gb else None
@@ -322,18 +310,18 @@ class Runner:
             return None
         options = self.config.tp_size, self.config.kernels
         made_by = self.model.config, type(drafter).__qualname__, drafter, self.shapes, *options
-        devices = None if self._mesh is None else list(self._mesh.devices)
+        devices = None if self.mesh is None else list(self.mesh.devices)
         return Executables(cache_folder() / "executables", made_by, devices)
 
     def _divide(self) -> Division | None:
         """How programs run on several devices; None for one."""
-        if self._mesh is None:
+        if self.mesh is None:
             return None
         whole = self._state_shapes(self._layout, self.model.config, self.draft.drafter)
         state = sharding.divided(whole, self._state_shapes(self._layout, self._local, self._drafter))
-        workspaces, self.sums = peers.opened(self._mesh)
+        workspaces, self.sums = peers.opened(self.mesh)
         params = with_adapters(self.model.params, self.adapters), self.draft.params
-        return Division(self._mesh, *sharding.specs_of(params), state, workspaces)
+        return Division(self.mesh, *sharding.specs_of(params), state, workspaces)
 
     def _state_shapes(self, layout: PageLayout, config: ModelConfig, drafter: Drafter) -> State:
         return jax.eval_shape(lambda: self._state_of(layout, 0, config, drafter))
@@ -371,7 +359,7 @@ class Runner:
     def _empty_state(self) -> State:
         if self._division is None:
             return self._local_state()
-        return jax.jit(sharding.spread(self._local_state, self._mesh, (), self._division.state))()
+        return jax.jit(sharding.spread(self._local_state, self.mesh, (), self._division.state))()
 
     def _local_state(self) -> State:
         """A device's part of an empty state."""

@@ -160,7 +160,10 @@ def _drafting(counts: Counts, runner: Runner, chooser: Chooser | None) -> dict[s
     }
 
 
-_LOAD = ("num_running", "num_waiting", "total_pages", "free_pages", "cached_pages", "state_snapshots")
+_LOAD = (
+    *("num_running", "num_waiting", "total_pages", "free_pages", "cached_pages", "state_snapshots"),
+    *("host_cache_bytes", "host_cache_used_bytes", "host_cache_blocks"),
+)
 
 
 def together(engines: list[dict[str, Any]], lost: list[bool]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from jaxspec.engine.host_cache import HostCache
+from jaxspec.engine.host_cache import HostCache, kinds_of
 from jaxspec.scheduling.audit import audit
 
 
@@ -12,7 +12,7 @@ from jaxspec.scheduling.audit import audit
 def host_cache(llm, pages=1000):
     """Give an engine a cache of so many pages, and as many snapshots, in the host's memory until the block ends."""
     core = llm.engine
-    sizes = [core.runner.programs.block_bytes(kind, core.runner.state) for kind in core.runner.host_kinds]
+    sizes = [core.runner.programs.block_bytes(kind, core.runner.state) for kind in kinds_of(core.runner)]
     cache = HostCache(core.runner, pages * sum(sizes))
     assert core.flush_cache()
     try:
