@@ -228,7 +228,7 @@ def test_fp8_layers_that_do_not_fit_are_named():
     assert refuses(layers, call) is None
     assert refuses(layers, dataclasses.replace(call, requests=8)) is None
     assert "40 rows of 256; supported: up to 32" in refuses(layers, dataclasses.replace(call, requests=10))
-    assert "some are FP8" in refuses([layers[0] | {"out": params["layers"][0]["out"]}, *layers[1:]], call)
+    assert "weights in Fp8 and Unquantised" in refuses([layers[0] | {"out": params["layers"][0]["out"]}, *layers[1:]], call)
     assert "rows of 256 divided" in refuses(layers, dataclasses.replace(call, devices=2))
     assert "16 rows over 2 devices; supported: up to 8" in untimed(16, 2)
     assert untimed(8, 2) is None is untimed(16, 1)
