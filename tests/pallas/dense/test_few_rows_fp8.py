@@ -181,7 +181,7 @@ def test_interpreted_products_are_not_divided_among_blocks():
 
 def test_an_fp8_weight_is_normed_for_alone():
     given = operands()
-    with pytest.raises(ValueError, match="2 weights, of which the first is FP8; supported: one such weight"):
+    with pytest.raises(ValueError, match="2 weights, of which the first is quantised; supported: one such weight"):
         op.normed(given["x"], given["scale"], [given["qkv"][0]] * 2, eps=EPS, dtypes=("bfloat16",) * 2)
 
 
