@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from dataclasses import dataclass, replace
 
@@ -21,21 +22,28 @@ SNAPSHOTS_PER_REQUEST = 8
 SNAPSHOT_SHARE = 0.25
 SNAPSHOT_BYTES = 2**28
 
+HOST_STAGING = 0.02  # share of a device for copies of pages on their way to the host's memory and back
+
 POOL_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # XLA's own option: what it takes of a GPU, when first used
 POOL_SHARES = (POOL_SHARE, "XLA_CLIENT_MEM_FRACTION")  # its names, of which XLA refuses to have both
 CLAIMED_SHARE = 0.95  # what an engine lets it take
 DEFAULT_SHARE = 0.75  # XLA's own
+PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"  # XLA's own option: what it may lock of the host's memory
 STUCK = "--xla_gpu_nccl_termination_timeout_seconds"  # XLA's own flag: how long a device may keep NCCL's others waiting
 STUCK_SECONDS = 30
 
 
-def claim_device() -> None:
+def claim_device(host_gb: float = 0.0) -> None:
     """Let XLA take nearly all of the GPU, unless the user set its share. Once jax has used one, that is too late: then
     the log says what is missing and why.
 
     And let it end a process whose devices wait for one that never comes, unless XLA_FLAGS say how long they may. Not on
     several hosts, where a node may come late because it compiles, and the others watch it.
+
+    `host_gb`: GiB of the host's memory that the cache there locks, beside what XLA locks for itself.
     """
+    if host_gb and not xla_bridge.backends_are_initialized():
+        os.environ.setdefault(PINNED_LIMIT, str(max(64, math.ceil(host_gb) + 16)))
     flags = os.environ.get("XLA_FLAGS", "")
     if not (STUCK in flags or xla_bridge.backends_are_initialized() or jax.distributed.is_initialized()):
         os.environ["XLA_FLAGS"] = f"{flags} {STUCK}={STUCK_SECONDS}".strip()

@@ -19,8 +19,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
+from jaxspec.cache.host_blocks import PAGES, STATES, Blocks
 from jaxspec.cache.memory_plan import gib, resident_memory
 from jaxspec.compiling import ladder, xla_options
 from jaxspec.compiling.divided import divided
@@ -34,7 +36,7 @@ from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas import hopper
 from jaxspec.pallas.hopper import KERNELS, counting
 from jaxspec.pallas.hopper.export import cores, not_in_jax_cache
-from jaxspec.parallel.sharding import EVERYWHERE, Division, spread
+from jaxspec.parallel.sharding import AXIS, BY_REQUEST, EVERYWHERE, Division, spread
 from jaxspec.rounds import packing
 from jaxspec.rounds.packing import Shapes, fit
 from jaxspec.rounds.programs import (
@@ -49,6 +51,8 @@ from jaxspec.rounds.programs import (
     decode_rounds,
     first,
     prefill,
+    put,
+    take,
 )
 from jaxspec.rounds.ragged_verification import Ragged, sharing
 from jaxspec.scheduling.draft_count import SKIP_DRAFTER
@@ -102,10 +106,21 @@ class Programs:
                 f = spread(f, division.mesh, (division.state, EVERYWHERE), division.state)
             return jax.jit(f, donate_argnums=0)
 
+        def moving(f: Callable, kind: str, gives_state: bool) -> Callable:
+            """A program that takes blocks of the host's cache out of the state, or puts them into it."""
+            f = partial(f, kind)
+            if division is not None:
+                blocks, sums = BY_REQUEST, PartitionSpec(None, AXIS)  # each device's words, and its checksums
+                given, gives = (division.state, EVERYWHERE, blocks), (division.state if gives_state else blocks, sums)
+                f = spread(f, division.mesh, given if gives_state else given[:2], gives)
+            return jax.jit(f, donate_argnums=0 if gives_state else ())
+
         whole = Ragged(drafter, self.width - 1) if shapes.ragged else drafter
         self._jits = {
             "admit": writing(admit),
             "clear": writing(clear),
+            **{f"take_{kind}": moving(take, kind, False) for kind in (PAGES, STATES)},
+            **{f"put_{kind}": moving(put, kind, True) for kind in (PAGES, STATES)},
             "prefill": jit(prefill, shapes.block, False),
             "score": jit(prefill, shapes.block, True),
             **{f"first_{mode}": jit(first, mode) for mode in MODES},
@@ -164,6 +179,21 @@ class Programs:
         if self.broadcast is not None:
             self.broadcast(kind, packed)
         return self._program(kind, len(packed), state)(state, packed)
+
+    def take(self, kind: str, state: State, rows: np.ndarray) -> tuple[Blocks, Array]:
+        """Copies of pages or state slots for the host's cache, and their checksums. The state stays as it is."""
+        self.dispatches[f"take_{kind}"] += 1
+        return self._program(f"take_{kind}", len(rows), state)(state, rows)
+
+    def block_bytes(self, kind: str, state: State) -> int:
+        """Bytes of one such copy, on all devices together."""
+        ((block,), _) = self._jits[f"take_{kind}"].eval_shape(state, np.zeros(1, np.int32))
+        return block.size * block.dtype.itemsize
+
+    def put(self, kind: str, state: State, rows: np.ndarray, blocks: Blocks) -> tuple[State, Array]:
+        """Write such copies back: the state, and their checksums."""
+        self.dispatches[f"put_{kind}"] += 1
+        return self._program(f"put_{kind}", len(rows), state)(state, rows, blocks)
 
     def prefill(self, state: State, packed: np.ndarray, adapters: bool = False) -> State:
         """`adapters`, here and below: some of the requests have one, and `packed` says which in its last column."""
@@ -438,7 +468,7 @@ class Programs:
         return None if kind.partition("_")[0] in ("draft", "conclude") else _without_adapters(target), draft
 
     def _arguments(self, kind: str, size: int, state: State) -> tuple:
-        if kind in ("admit", "clear"):
+        if kind.partition("_")[0] in ("admit", "clear", "take", "put"):
             return state, np.zeros(size, np.int32)
         plain, columns = kind.removeprefix(ADAPTED), 1
         if plain in ("prefill", "score"):
@@ -457,6 +487,8 @@ class Programs:
         masks = bits, np.zeros((size, rows, self.width), np.int32)
         if kind == "masked":
             return masks
+        if kind == "put":
+            return (shape_of(f"take_{mode}")[0],)
         if kind not in ("forward", "conclude"):
             return ()
         _, proposal, _ = shape_of(f"draft_{drafting(mode or GREEDY)}")

@@ -232,6 +232,15 @@ class EngineConfig:
         256, "prompt tokens between two such copies, in whole pages", "TOKENS", group=MEMORY, least=1
     )
     disable_prefix_cache: bool = option(False, "don't share the KV of common prefixes", group=MEMORY)
+    host_kv_gb: float = option(
+        0.0,
+        "GiB of the host's memory, of all GPUs of an engine together, for pages and state snapshots that leave the "
+        "prefix cache; prompts that begin with them load them back where that is faster",
+        "GIB",
+        group=MEMORY,
+        shown="none",
+        least=0,
+    )
     num_continuous_decode_steps: int | None = option(
         None,
         "rounds in one program while no request can be admitted; tokens are streamed that many rounds apart",

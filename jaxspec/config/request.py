@@ -428,7 +428,8 @@ class RequestMetrics:
     ttft: float | None = None  # time to the first token
     latency: float | None = None  # time to the last
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # prompt tokens whose KV came from the prefix tree
+    cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache
+    cached_on_host: int = 0  # those of them that came from the host's memory
     output_tokens: int = 0
     verify_rounds: int = 0
     verified_tokens: int = 0  # tokens those rounds yielded, the bonus of each included

@@ -216,7 +216,7 @@ def write_keys_values(
 
 def _few_refused(decoder, params, context, rows, cache) -> str | None:
     call = Call(*context.shape[:2], _dtype(rows.pages(cache)), hopper.multiprocessors())
-    return FEW_ROWS.lacks(decoder, params["context"]) or sizes_fit(decoder, params["layers"], call, fp8=False)
+    return FEW_ROWS.lacks(decoder, params["context"]) or sizes_fit(decoder, params["layers"], call, quantised=False)
 
 
 def _few_keys_values(decoder, params, context, rows, cache):

@@ -19,7 +19,7 @@ from jaxspec.models import fp8
 from jaxspec.models.description import ClampedSwiglu, Norm
 from jaxspec.models.weights import Format, FourBits, Fp8, Unquantised, Weight, matmul
 from jaxspec.pallas import hopper
-from jaxspec.pallas.dense import few_rows, fp8_quantise, fp8_rows, fp8_tiles, fp8_wide, tile_matmul
+from jaxspec.pallas.dense import few_rows, four_wide, fp8_quantise, fp8_rows, fp8_tiles, fp8_wide, tile_matmul
 from jaxspec.pallas.operation import ANY, HOPPER, PORTABLE, Implementation, choose, nothing, warn
 from jaxspec.pallas.portable import fp8 as portable_fp8
 
@@ -191,6 +191,12 @@ class Product(NamedTuple):
         return self.x.reshape(-1, self.x.shape[-1])
 
     @property
+    def ordered(self) -> Float[Array, "r k"]:
+        """The rows, their inputs in the order of the weight's."""
+        order = self.weight.order
+        return self.rows if order is None else jnp.take(self.rows, order, axis=1)
+
+    @property
     def tiles(self) -> tuple[Array, Array | None]:
         """Last operands of kernels of many rows: how many are valid, and the residual stream's."""
         valid = jnp.array([len(self.rows)], jnp.int32) if self.valid is None else self.valid
@@ -227,7 +233,7 @@ def _not_in(kind: type[Format], call: Product) -> str | None:
 def _xla(call: Product) -> Float[Array, "*b o"]:
     """Multiply in plain jnp. A weight of four bits is dequantised for it each time, which the log tells on a GPU."""
     if isinstance(call.weight.format, FourBits) and jax.default_backend() != "cpu":
-        warn("a product of a weight in four bits", f"few_rows: {_four_bits_refused(call) or hopper.kernels_here()}")
+        warn("a product of a weight in four bits", f"four_wide: {_four_wide_refused(call) or hopper.kernels_here()}")
     return _plain(call)
 
 
@@ -317,7 +323,10 @@ def _fp8_wide(call: Product) -> Float[Array, "*b o"]:
 
 
 def _dequantised_refused(call: Product) -> str | None:
-    reason = _fp8_many_refused(call, activations=False)
+    if isinstance(call.weight.format, FourBits):
+        reason = None if call.dtype is None else f"results in {jnp.dtype(call.dtype).name}"
+    else:
+        reason = _fp8_many_refused(call, activations=False)
     return reason or tile_matmul.supported(len(call.rows), call.x.dtype, call.weight.inputs, call.weight.outputs)
 
 
@@ -326,23 +335,28 @@ def _dequantised(call: Product) -> Float[Array, "*b o"]:
     return call.like_x(tile_matmul.matmul(call.rows, weight, *call.tiles, gated=call.gated))
 
 
-def _four_bits_refused(call: Product) -> str | None:
-    weight = call.weight
+def _four_wide_refused(call: Product) -> str | None:
     if reason := _not_in(FourBits, call):
         return reason
     if call.dtype is not None:
         return f"results in {jnp.dtype(call.dtype).name}"
-    shape, four = (weight.inputs, weight.outputs), few_rows.four_bits_of(weight)
-    reason = few_rows.four_bits_supported(weight)
-    return reason or few_rows.product_supported(len(call.rows), [weight.inputs], shape, call.x.dtype, four=four)
+    return four_wide.supported(len(call.rows), call.x.dtype, call.weight)
 
 
-def _four_bits(call: Product) -> Float[Array, "*b o"]:
-    rows, weight = call.rows, call.weight
-    if weight.order is not None:
-        rows = jnp.take(rows, weight.order, axis=1)
-    rows = jnp.pad(rows, ((0, -len(rows) % few_rows.GROUP), (0, 0)))
-    return call.finished(call.like_x(few_rows.product([rows], weight)[: len(call.rows)]))
+def _four_wide(call: Product) -> Float[Array, "*b o"]:
+    return call.like_x(four_wide.matmul(call.ordered, call.weight, *call.tiles, gated=call.gated))
+
+
+def _four_few_refused(call: Product) -> str | None:
+    if reason := _four_wide_refused(call):
+        return reason
+    shape, four = (call.weight.inputs, call.weight.outputs), few_rows.four_bits_of(call.weight)
+    return few_rows.product_supported(len(call.rows), [call.weight.inputs], shape, call.x.dtype, four=four)
+
+
+def _four_few(call: Product) -> Float[Array, "*b o"]:
+    rows = jnp.pad(call.ordered, ((0, -len(call.rows) % few_rows.GROUP), (0, 0)))
+    return call.finished(call.like_x(few_rows.product([rows], call.weight)[: len(call.rows)]))
 
 
 _FP8_ROWS, _PORTABLE_FP8 = ((partial(_fp8_rows_refused, by), partial(_fp8_rows, by)) for by in (fp8_rows, portable_fp8))
@@ -351,7 +365,8 @@ PRODUCTS = (
     Implementation("few_rows", HOPPER, _few_refused, _few),
     Implementation("tile_matmul", HOPPER, _tiled_refused, _tiled),
     Implementation("fp8_rows", HOPPER, *_FP8_ROWS),
-    Implementation("four_bits", HOPPER, _four_bits_refused, _four_bits),
+    Implementation("four_few", HOPPER, _four_few_refused, _four_few),
+    Implementation("four_wide", HOPPER, _four_wide_refused, _four_wide),
     Implementation("fp8_tiles", HOPPER, _fp8_tiles_refused, _fp8_tiles),
     Implementation("fp8_wide", HOPPER, _fp8_wide_refused, _fp8_wide),
     Implementation("dequantised", HOPPER, _dequantised_refused, _dequantised),

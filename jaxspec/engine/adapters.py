@@ -177,6 +177,13 @@ def _put(stacks: Any, arrays: Any, place: int) -> Any:
     return jax.tree.map(one, stacks, arrays, is_leaf=whole)
 
 
+def present(adapters: Adapters | None) -> Adapters:
+    """An engine's adapters. **Raises:** `ConfigError` if it has no room for any."""
+    if adapters is None:
+        raise ConfigError("this engine has no room for adapters; start it with --enable-lora or --lora-modules")
+    return adapters
+
+
 def salt_of(adapter: Adapter | None) -> int:
     """A key of 64 bits for an adapter as it was loaded, 0 for none, to salt keys of the prefix tree."""
     return 0 if adapter is None else adapter.number * 0xD6E8FEB86659FD93 % 2**64

@@ -115,6 +115,12 @@ def resolve(
     for name in () if options.has_adapters else ("max_loras", "max_lora_rank", "lora_target_modules"):
         if getattr(options, name):
             raise ConfigError(f"{flag(name)} needs --lora-modules, --enable-lora or --lora-root. Add one, or drop it")
+    if options.host_kv_gb and (options.enable_return_hidden_states or options.enable_return_routed_experts):
+        name = "hidden_states" if options.enable_return_hidden_states else "routed_experts"
+        raise ConfigError(
+            f"--host-kv-gb keeps pages in the host's memory, and rows of --enable-return-{name.replace('_', '-')} "
+            "aren't kept with them. Drop one"
+        )
     if options.draft_policy == "ragged" and (reason := _not_ragged(options, draft)):
         raise ConfigError(f"--draft-policy ragged: {reason}. Use --draft-policy auto")
     chunk = options.chunked_prefill_size or (

@@ -22,12 +22,13 @@ import numpy as np
 from jaxspec.compiling.ladder import of_rounds, sizes_of
 from jaxspec.compiling.round_timing import group
 from jaxspec.config.engine_config import EngineConfig
-from jaxspec.config.options import ConfigError
 from jaxspec.config.request import REPORTS, Delta, LogitsError, RequestError, RequestMetrics, sources_of
+from jaxspec.engine import host_cache
 from jaxspec.engine.acceptance_watch import Watch
-from jaxspec.engine.adapters import Adapters, salt_of
+from jaxspec.engine.adapters import Adapters, present, salt_of
 from jaxspec.engine.admission import Choice, Intake, Request
 from jaxspec.engine.defaults import here
+from jaxspec.engine.host_cache import HostCache
 from jaxspec.engine.pictures import MOST_PATCHES
 from jaxspec.engine.rollout import Rollout
 from jaxspec.engine.runner import Runner
@@ -91,6 +92,8 @@ class Engine:
             processor = reader.processor.within(MOST_PATCHES // model.config.tower.per_token)
             self.image_reader = dataclasses.replace(reader, processor=processor)
         shapes, snapshots = self.runner.shapes, self.runner.snapshots
+        caches = self.config.host_kv_gb and not self.config.disable_prefix_cache and snapshots != ()
+        self.host_cache = HostCache(self.runner, int(self.config.host_kv_gb * 2**30)) if caches else None
         self.scheduler = Scheduler(
             num_slots=shapes.num_slots,
             num_pages=self.runner.plan.num_pages,
@@ -110,9 +113,12 @@ class Engine:
             held_tokens=here().held_tokens,
             snapshots=snapshots,
             snapshot_interval=self.config.state_snapshot_interval,
+            host=self.host_cache and self.host_cache.tier,
             by_priority=self.config.schedule_policy != "fcfs",
             adapters=self.runner.adapters and self.runner.adapters.places,
         )
+        if self.host_cache is not None:
+            self.host_cache.serves(self.scheduler)
         self.grammars = self.runner.grammars
         intake = Intake(self.runner, self.scheduler)
         self.check, self.compiled, self.prepare = intake.check, intake.compiled, intake.prepare
@@ -147,7 +153,8 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether a step has something to do."""
-        return bool(self._in_flight or (not self.rollout.stopped and (self.requests or self.rollout.due)))
+        copies = self.host_cache is not None and self.host_cache.busy
+        return bool(self._in_flight or (not self.rollout.stopped and (self.requests or self.rollout.due or copies)))
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -227,11 +234,15 @@ class Engine:
             return 0
         if self._damaged:
             self._clear_damaged()
+        if self.host_cache is not None:
+            self._move_cache()
         self.scheduler.between = self.prefill_budget.tokens()
         read_all = lambda: self._read(deltas, keep=0)  # noqa: E731
         skipped_drafts.renew(self.chooser, self.scheduler, self.prefill_budget.token, read_all)
         while (plan := self.scheduler.plan()).drain:
             self._read(deltas, keep=0)
+        if self.host_cache is not None:
+            self.host_cache.store()
         table = self.scheduler.table
         prompts = sum(chunk.count for chunk in plan.prefill)
         if plan.prefill:  # first, so that the device is at work while slots are set up
@@ -249,6 +260,15 @@ class Engine:
         overlap = bool(plan.rows or plan.first) and not self.config.disable_overlap
         self._due = max(len(self._in_flight) - overlap, 0)
         return prompts
+
+    def _move_cache(self) -> None:
+        """Go on with what comes from the host. Wait for it where there is nothing else to do."""
+        scheduler, cache = self.scheduler, self.host_cache
+        cache.tier.token = self.prefill_budget.token
+        idle = not (self._in_flight or scheduler.running or scheduler.prefilling)
+        for seq in cache.move(idle):
+            scheduler.landed(seq)
+            self._note_cached(seq)
 
     def _first(self, seqs: list[SequenceState], table: np.ndarray) -> None:
         mode, slots = _mode(seqs), [seq.slot for seq in seqs]
@@ -321,8 +341,18 @@ class Engine:
         self.runner.admit(seq, request.params, request.seed + choice.index, list(request.stop_ids))
         if not seq.preemptions:
             choice.metrics.queue = time.monotonic() - request.added
-            choice.metrics.cached_tokens = seq.cached
-            self.counts.totals["cached_tokens"] += seq.cached
+        if seq.status is Status.LOADING:
+            self.host_cache.begin(seq)
+        else:
+            self._note_cached(seq)
+
+    def _note_cached(self, seq: SequenceState) -> None:
+        """Note how much of a prompt was cached, once all of that is on the device."""
+        if not seq.preemptions:
+            metrics, totals = seq.owner.metrics, self.counts.totals
+            metrics.cached_tokens, metrics.cached_on_host = seq.cached, seq.from_host
+            totals["cached_tokens"] += seq.cached
+            totals["host_cached_tokens"] += seq.from_host
 
     def _read(self, deltas: list[Delta], keep: int) -> None:
         while len(self._in_flight) > keep:
@@ -504,13 +534,11 @@ class Engine:
     @property
     def adapters(self) -> Adapters:
         """The adapters that requests may have. **Raises:** `ConfigError` if there is no room for any."""
-        if self.runner.adapters is None:
-            raise ConfigError("this engine has no room for adapters; start it with --enable-lora or --lora-modules")
-        return self.runner.adapters
+        return present(self.runner.adapters)
 
     def flush_cache(self) -> bool:
         """Empty the prefix tree. False, and nothing done, while requests run; in a pause, while any keeps its pages."""
-        paused = self.rollout.stopped and not (self.scheduler.running or self.scheduler.prefilling)
+        paused = self.rollout.stopped and not self.scheduler.admitted
         if self.requests and not paused:
             return False
         self.scheduler.flush()
@@ -537,6 +565,8 @@ class Engine:
             adapters.reset()
             self.scheduler.adapters = adapters.places
             self.runner.set_weights(self.runner.model, self.runner.draft)
+        if self.host_cache is not None:
+            self.host_cache.reset()
         self.runner.reset()
 
     def settle(self) -> None:
@@ -548,7 +578,8 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Figures since start, cheap, from any thread."""
-        return figures(self.counts, self.scheduler, self.runner, self.chooser) | self.rollout.figures()
+        own = figures(self.counts, self.scheduler, self.runner, self.chooser)
+        return own | host_cache.stats(self.host_cache) | self.rollout.figures()
 
 
 def _mode(seqs: list[SequenceState]) -> str:

@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -18,17 +19,36 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int
 
+from jaxspec.checkpoint import Model
 from jaxspec.decoder.towers import embed_pictures, places
 from jaxspec.decoder.towers.qwen import Patches
 from jaxspec.images.picture import Picture
 from jaxspec.models.vision import Tower
 from jaxspec.pallas.attention.picture_attention import QUERIES
 from jaxspec.parallel import sharding
+from jaxspec.rounds.packing import PictureRows
+from jaxspec.scheduling.sequence import Chunk
 
 log = logging.getLogger("jaxspec")
 
 MOST_PATCHES = 1 << 14  # of a program, and so of a picture
 CACHED = 4096  # rows for embeddings beside those that a prefill needs at least
+
+
+def refusal(model: Model, chunk: int, hosts: bool) -> str | None:
+    """Why an engine reads no pictures, if it doesn't. `chunk`: most tokens of a prompt's chunk. `hosts`: it has
+    several."""
+    if (tower := model.config.tower) is None:
+        return (
+            f"{model.name} (model_type {model.config.model_type}) is served as its text model; Qwen3.5 and Gemma 3 "
+            "checkpoints with their vision tower read pictures"
+        )
+    if chunk < tower.at_once:
+        return (
+            f"a picture's {tower.at_once} tokens don't fit in a chunk of {chunk}; start the server with a "
+            f"--chunked-prefill-size of at least {tower.at_once}"
+        )
+    return "a model on several hosts serves text alone; use --nnodes 1" if hosts else None
 
 
 def rows_for(tower: Tower, chunk: int) -> int:
@@ -101,6 +121,26 @@ class PictureReader:
         for several in [[each] for each in missing] if self._alone else _together(missing):
             held = self._encode(held, several)
         return held, [self._held[picture.key] for picture in pictures]
+
+    def of_chunks(
+        self, held: Float[Array, "n d"], chunks: Sequence[Chunk]
+    ) -> tuple[Float[Array, "n d"], list[PictureRows | None]]:
+        """Have all pictures in chunks in rows of `held`, those of as many chunks as there is room for: `held`, and of
+        each chunk its pictures' rows."""
+        read, kept = [], set()
+        for chunk in chunks:
+            placed = chunk.seq.pictures
+            if placed is None:
+                read.append(None)
+                continue
+            own = placed.overlapping(chunk.start, chunk.start + chunk.count + 1)  # a drafter reads the next token
+            found = self.read(held, [each.picture for each in own], kept)
+            if found is None:
+                break
+            held, rows = found
+            by_place = {each.start + i: row for each, at in zip(own, rows, strict=True) for i, row in enumerate(at)}
+            read.append(PictureRows(placed, by_place))
+        return held, read
 
     def _encode(self, held: Float[Array, "n d"], pictures: list[Picture]) -> Float[Array, "n d"]:
         count = sum(len(picture.pixels) for picture in pictures)

@@ -20,9 +20,11 @@ import numpy as np
 
 from jaxspec.cache.memory_check import check_room, explain_out_of_memory
 from jaxspec.cache.memory_plan import (
+    HOST_STAGING,
     MemoryPlan,
     StateSlots,
     claim_device,
+    device_memory,
     memory_in_use,
     plan_memory,
     resident_memory,
@@ -47,13 +49,13 @@ from jaxspec.drafters.loading import LoadedDrafter, check_drafter, load_drafter
 from jaxspec.engine.adapters import Adapters, places_of, with_adapters
 from jaxspec.engine.defaults import resolve, rounds_for, shapes_of, small_model
 from jaxspec.engine.deterministic import prepared, reporting
-from jaxspec.engine.pictures import PictureReader, rows_for, tower_workspace
+from jaxspec.engine.pictures import PictureReader, refusal, rows_for, tower_workspace
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas import hopper, portable
 from jaxspec.parallel import peers, sharding
 from jaxspec.parallel.hosts import Follower, Leader
 from jaxspec.parallel.sharding import Division
-from jaxspec.rounds.packing import PictureRows, fit, pack_admission, pack_blocks, put_adapters
+from jaxspec.rounds.packing import fit, pack_admission, pack_blocks, put_adapters
 from jaxspec.rounds.programs import MODES, State, empty_state
 from jaxspec.scheduling.draft_count import SKIP_DRAFTER, Group
 from jaxspec.scheduling.sequence import NO_STATE, Chunk, SequenceState
@@ -95,7 +97,7 @@ class Runner:
         self.hosts = hosts
         if hosts is not None and options.has_adapters:
             raise ConfigError("adapters aren't served on several hosts (--nnodes); merge one into its model")
-        claim_device()
+        claim_device(options.host_kv_gb)
         enable_compilation_cache()
         log.info("kernels: %s", portable.kernel_choice())
         given = [each.params if each else () for each in (model, draft)]
@@ -131,12 +133,12 @@ class Runner:
             )
         self.draft = draft or load_drafter(options.draft, self.model, options)
         self.model = reporting(prepared(self.model, self.draft, options), options, self.hosts is not None)
-        self._mesh = sharding.mesh_of(options.tp_size)
+        self.mesh = sharding.mesh_of(options.tp_size)
         self._local, self._drafter = self.model.config.on_one_of(options.tp_size), self.draft.drafter
-        if self._mesh is not None:
+        if self.mesh is not None:
             self._drafter = self._drafter.on_one_of(options.tp_size)
-            self.draft = dataclasses.replace(self.draft, params=sharding.everywhere(self.draft.params, self._mesh))
-            self.model = dataclasses.replace(self.model, tower=sharding.everywhere(self.model.tower, self._mesh))
+            self.draft = dataclasses.replace(self.draft, params=sharding.everywhere(self.draft.params, self.mesh))
+            self.model = dataclasses.replace(self.model, tower=sharding.everywhere(self.model.tower, self.mesh))
 
     def _prepare(self, options: EngineConfig) -> None:
         """All that follows from the shapes of model and drafter: options, memory, programs that aren't compiled yet."""
@@ -231,31 +233,20 @@ class Runner:
                 flush()
                 self._time_rounds()
         tower = self.pictures.workspace_bytes if self.pictures else 0
-        self.plan = dataclasses.replace(self.plan, workspace_bytes=max(self.programs.workspace_bytes, tower))
+        self.plan = dataclasses.replace(
+            self.plan, workspace_bytes=max(self.programs.workspace_bytes, tower) + self.host_staging
+        )
         return True
 
     @property
     def no_pictures(self) -> str | None:
         """Why this engine reads no pictures, if it doesn't."""
-        if self.model.config.tower is None:
-            return (
-                f"{self.model.name} (model_type {self.model.config.model_type}) is served as its text model; Qwen3.5 "
-                "and Gemma 3 checkpoints with their vision tower read pictures"
-            )
-        if (chunk := self.config.chunked_prefill_size) < (tokens := self.model.config.tower.at_once):
-            return (
-                f"a picture's {tokens} tokens don't fit in a chunk of {chunk}; start the server with a "
-                f"--chunked-prefill-size of at least {tokens}"
-            )
-        if self.hosts is not None:
-            return "a model on several hosts serves text alone; use --nnodes 1"
-        return None
+        return refusal(self.model, self.config.chunked_prefill_size, self.hosts is not None)
 
     def _reader(self) -> PictureReader | None:
-        if not self.shapes.pictures:
-            return None
-        of = self.model.config.tower, self.model.tower, self.shapes.pictures, self._mesh
-        return PictureReader(*of, alone=self.config.deterministic)
+        model, rows = self.model, self.shapes.pictures
+        of = model.config.tower, model.tower, rows, self.mesh, self.config.deterministic
+        return PictureReader(*of) if rows else None
 
     def _plan(self) -> tuple[MemoryPlan, PageLayout]:
         config, shapes = self.config, self.shapes
@@ -275,7 +266,7 @@ class Runner:
             draft_weight_bytes=sharding.bytes_of(self.draft.params, self.model.params),
             bytes_per_token=per_token,
             slot_bytes=sharding.bytes_of((empty.slots, empty.hidden, empty.features, empty.pictures)),
-            workspace_bytes=workspace,
+            workspace_bytes=workspace + self.host_staging,
             page_size=config.page_size,
             mem_fraction=config.mem_fraction_static,
             max_total_tokens=config.max_total_tokens,
@@ -297,6 +288,12 @@ class Runner:
         return {f"{name} of shapes": digest(of) for name, of in (shapes | {"programs": self.shapes}).items()}
 
     @property
+    def host_staging(self) -> int:
+        """Bytes of a device that are kept for blocks on their way to the host and back."""
+        device = device_memory(self.config.tp_size) if self.config.host_kv_gb else None
+        return 0 if device is None else int(device[0] * HOST_STAGING)
+
+    @property
     def page_dtype(self) -> str:
         return self._layout.dtype
 
@@ -313,18 +310,18 @@ class Runner:
             return None
         options = self.config.tp_size, self.config.kernels
         made_by = self.model.config, type(drafter).__qualname__, drafter, self.shapes, *options
-        devices = None if self._mesh is None else list(self._mesh.devices)
+        devices = None if self.mesh is None else list(self.mesh.devices)
         return Executables(cache_folder() / "executables", made_by, devices)
 
     def _divide(self) -> Division | None:
         """How programs run on several devices; None for one."""
-        if self._mesh is None:
+        if self.mesh is None:
             return None
         whole = self._state_shapes(self._layout, self.model.config, self.draft.drafter)
         state = sharding.divided(whole, self._state_shapes(self._layout, self._local, self._drafter))
-        workspaces, self.sums = peers.opened(self._mesh)
+        workspaces, self.sums = peers.opened(self.mesh)
         params = with_adapters(self.model.params, self.adapters), self.draft.params
-        return Division(self._mesh, *sharding.specs_of(params), state, workspaces)
+        return Division(self.mesh, *sharding.specs_of(params), state, workspaces)
 
     def _state_shapes(self, layout: PageLayout, config: ModelConfig, drafter: Drafter) -> State:
         return jax.eval_shape(lambda: self._state_of(layout, 0, config, drafter))
@@ -362,7 +359,7 @@ class Runner:
     def _empty_state(self) -> State:
         if self._division is None:
             return self._local_state()
-        return jax.jit(sharding.spread(self._local_state, self._mesh, (), self._division.state))()
+        return jax.jit(sharding.spread(self._local_state, self.mesh, (), self._division.state))()
 
     def _local_state(self) -> State:
         """A device's part of an empty state."""
@@ -444,7 +441,10 @@ class Runner:
 
         A chunk to be scored travels alone: its packed logprobs.
         """
-        read = None if self.pictures is None else self._read_pictures(chunks)
+        read = None
+        if self.pictures is not None:
+            held, read = self.pictures.of_chunks(self.state.pictures, chunks)
+            self.state = self.state.replace(pictures=held)
         if read is not None and len(read) < len(chunks):  # the others' pictures have no room beside these
             self.prefill(chunks[: len(read)], table)
             return self.prefill(chunks[len(read) :], table)
@@ -468,24 +468,6 @@ class Runner:
         self.state, out = self.programs.score(self.state, packed, adapted)
         out.copy_to_host_async()
         return out
-
-    def _read_pictures(self, chunks: list[Chunk]) -> list[PictureRows | None]:
-        """Have the embeddings of all pictures in chunks, as many chunks' as there is room for; those of each chunk."""
-        read, kept = [], set()
-        for chunk in chunks:
-            placed = chunk.seq.pictures
-            if placed is None:
-                read.append(None)
-                continue
-            own = placed.overlapping(chunk.start, chunk.start + chunk.count + 1)  # a drafter reads the next token
-            found = self.pictures.read(self.state.pictures, [each.picture for each in own], kept)
-            if found is None:
-                break
-            pictures, rows = found
-            self.state = self.state.replace(pictures=pictures)
-            by_place = {each.start + i: row for each, at in zip(own, rows, strict=True) for i, row in enumerate(at)}
-            read.append(PictureRows(placed, by_place))
-        return read
 
     def first(self, slots: list[int], table: np.ndarray, mode: str) -> jax.Array:
         """Dispatch the first tokens of these slots, whose prompts are prefilled; packed like those of a round."""

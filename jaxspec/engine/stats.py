@@ -111,7 +111,7 @@ def figures(counts: Counts, scheduler: Scheduler, runner: Runner, chooser: Choos
     totals = counts.totals
     rounds = totals["verify_rounds"]
     return {
-        "num_running": len(scheduler.running) + len(scheduler.prefilling),
+        "num_running": len(scheduler.running) + len(scheduler.prefilling) + len(scheduler.loading),
         "num_waiting": len(scheduler.waiting),
         "total_pages": runner.plan.num_pages - 1,
         "free_pages": scheduler.free_pages,
@@ -120,6 +120,7 @@ def figures(counts: Counts, scheduler: Scheduler, runner: Runner, chooser: Choos
         "state_snapshots": len(scheduler.snapshots.owners) if scheduler.snapshots else 0,
         "prompt_tokens_total": totals["prompt_tokens"],
         "cached_tokens_total": totals["cached_tokens"],
+        "host_cached_tokens_total": totals["host_cached_tokens"],
         "images_total": totals["images"],
         "image_tokens_total": totals["image_tokens"],
         "encoded_images_total": runner.pictures.encoded if runner.pictures else 0,
@@ -159,7 +160,10 @@ def _drafting(counts: Counts, runner: Runner, chooser: Chooser | None) -> dict[s
     }
 
 
-_LOAD = ("num_running", "num_waiting", "total_pages", "free_pages", "cached_pages", "state_snapshots")
+_LOAD = (
+    *("num_running", "num_waiting", "total_pages", "free_pages", "cached_pages", "state_snapshots"),
+    *("host_cache_bytes", "host_cache_used_bytes", "host_cache_blocks"),
+)
 
 
 def together(engines: list[dict[str, Any]], lost: list[bool]) -> dict[str, Any]:

@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.cache import host_blocks
+from jaxspec.cache.host_blocks import Blocks
 from jaxspec.cache.mixers import Cache, PromptBlocks, RoundRows, empty_cache
 from jaxspec.cache.paged import PageLayout, Rows, Scales
 from jaxspec.cache.reported import Reported, empty_reported
@@ -110,11 +112,26 @@ def admit(state: State, packed: Int[Array, " k"]) -> State:
 def clear(state: State, pages: Int[Array, " n"]) -> State:
     """Put zeros into these pages, the target's and the drafter's. NaN there would reach their next owners, at weight
     zero too."""
-    count = state.cache.kv[0].shape[1]
-    paged = lambda x: x.ndim == state.cache.kv[0].ndim and x.shape[1] == count  # noqa: E731
-    cleared = lambda x: x.at[:, pages].set(0) if paged(x) else x  # noqa: E731
-    kv, draft = jax.tree.map(cleared, (state.cache.kv, state.draft))
-    return state.replace(cache=state.cache.replace(kv=kv), draft=draft)
+    cleared = [x.at[:, pages].set(0) for x in host_blocks.paged(state.cache, state.draft)]
+    cache, draft = host_blocks.with_paged(state.cache, state.draft, cleared)
+    return state.replace(cache=cache, draft=draft)
+
+
+def take(kind: str, state: State, rows: Int[Array, " n"]) -> tuple[Blocks, Array]:
+    """The blocks of these pages or state slots, and their checksums."""
+    of_pages = kind == host_blocks.PAGES
+    arrays = host_blocks.paged(state.cache, state.draft) if of_pages else host_blocks.stateful(state.cache)
+    return host_blocks.take(arrays, rows)
+
+
+def put(kind: str, state: State, rows: Int[Array, " n"], blocks: Blocks) -> tuple[State, Array]:
+    """Write blocks back into these pages or state slots; their checksums, as they are now."""
+    if kind == host_blocks.STATES:
+        arrays, sums = host_blocks.put(host_blocks.stateful(state.cache), rows, blocks)
+        return state.replace(cache=host_blocks.with_stateful(state.cache, arrays)), sums
+    arrays, sums = host_blocks.put(host_blocks.paged(state.cache, state.draft), rows, blocks)
+    cache, draft = host_blocks.with_paged(state.cache, state.draft, arrays)
+    return state.replace(cache=cache, draft=draft), sums
 
 
 def prefill(

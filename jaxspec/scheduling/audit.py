@@ -14,7 +14,7 @@ from jaxspec.scheduling.scheduler import Scheduler
 
 def audit(scheduler: Scheduler) -> None:
     """**Raises:** `RuntimeError` listing every page and slot that doesn't balance."""
-    admitted, usable = scheduler._admitted(), range(1, scheduler.pool.num_pages)
+    admitted, usable = scheduler.admitted, range(1, scheduler.pool.num_pages)
     holders = Counter(page for seq in admitted for page in seq.pages)
     nodes = list(scheduler.tree.nodes())
     cached = Counter(node.page for node in nodes)

@@ -12,8 +12,10 @@ snapshot's slot is free, or is owned by one node that is in the tree.
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 from collections.abc import Collection, Iterable, Iterator
+from typing import Protocol
 
 MISSED = -1  # ends the edge of a page that the drafter missed; no key is negative
 
@@ -98,7 +100,7 @@ class Node:
     `snapshot` is the slot that holds the state after all of these tokens, if one does.
     """
 
-    __slots__ = ("children", "depth", "key", "page", "parent", "queued", "snapshot", "used")
+    __slots__ = ("_digest", "children", "depth", "key", "page", "parent", "queued", "snapshot", "used")
 
     def __init__(self, key: tuple[int, ...], page: int, parent: Node | None):
         self.key = key
@@ -109,6 +111,18 @@ class Node:
         self.used = 0  # the tree's clock when it was last matched or inserted
         self.queued = False  # has its entry in the queue of leaves
         self.snapshot: int | None = None
+        self._digest: bytes | None = None if parent else b""
+
+    @property
+    def digest(self) -> bytes:
+        """The page's key on the host: a digest of all keys from the root to here."""
+        node, path = self, []
+        while node._digest is None:
+            path.append(node)
+            node = node.parent
+        for each in reversed(path):
+            each._digest = digest_of(each.parent._digest, each.key)
+        return self._digest
 
     @property
     def drafter_seen(self) -> int:
@@ -119,14 +133,31 @@ class Node:
         return node.depth
 
 
+def digest_of(before: bytes, edge: tuple[int, ...]) -> bytes:
+    """The digest of a page behind the one that has the digest `before`."""
+    return hashlib.blake2b(before + repr(edge).encode(), digest_size=16).digest()
+
+
+class Leaver(Protocol):
+    """Who is asked before a page or a snapshot leaves the device, and may copy it before the next program runs."""
+
+    def published(self, node: Node, complete: bool) -> None:
+        """`complete`: all programs that fill the page were dispatched; otherwise, those planned now do."""
+
+    def leaves(self, node: Node) -> None: ...
+
+    def loses_snapshot(self, node: Node) -> None: ...
+
+
 class Snapshots:
     """State slots for snapshots, and the nodes that own them. When all are owned, the least recently used is given up.
 
     Nobody holds a snapshot. Its reader is in a program that is planned at once, and the device runs programs in order.
-    So its slot can be given away the moment after.
+    So its slot can be given away the moment after. `host`: is asked before a slot is taken from a node.
     """
 
-    def __init__(self, slots: Iterable[int]):
+    def __init__(self, slots: Iterable[int], host: Leaver | None = None):
+        self._host = host
         self._free = list(slots)[::-1]
         self._owners: dict[Node, int] = {}  # least recently used first
 
@@ -156,6 +187,8 @@ class Snapshots:
     def drop(self, node: Node) -> None:
         """Take back a node's slot, if it has one."""
         if node.snapshot is not None:
+            if self._host is not None:
+                self._host.loses_snapshot(node)
             self._free.append(self._owners.pop(node))
             node.snapshot = None
 
@@ -174,16 +207,26 @@ class PrefixTree:
 
     With `snapshots`, a match ends at the deepest node that has one. A request that continues there computes the tree's
     further pages again, and its own take their place. Otherwise nothing new could be published beyond those.
+
+    `host`: is shown pages that come and go. `clock` counts matches and insertions.
     """
 
-    def __init__(self, pool: PagePool, page_size: int, reach: int = 0, snapshots: Snapshots | None = None):
+    def __init__(
+        self,
+        pool: PagePool,
+        page_size: int,
+        reach: int = 0,
+        snapshots: Snapshots | None = None,
+        host: Leaver | None = None,
+    ):
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1 token, got {page_size}")
         self.page_size = page_size
         self.reach = reach
         self.snapshots = snapshots
+        self._host = host
         self._pool = pool
-        self._clock = 0
+        self.clock = 0
         self._reset()
 
     @property
@@ -197,33 +240,34 @@ class PrefixTree:
         Returns its pages, retained for the caller, and the node reached, from which the caller may `insert` on.
         `missed`: those will do that the drafter missed.
         """
-        self._clock += 1
-        node, pages, size = self.root, [], self.page_size
-        for end in range(size, min(limit, len(keys) - self.reach) + 1, size):
-            edge = tuple(keys[end - size : end + self.reach])
-            child = node.children.get(edge) or (node.children.get((*edge, MISSED)) if missed else None)
-            if child is None:
-                break
-            child.used = self._clock
-            pages.append(child.page)
-            node = child
+        self.clock += 1
+        path = self.path(keys, limit, missed)
+        for node in path:
+            node.used = self.clock
         if self.snapshots is not None:
-            while node.snapshot is None and node is not self.root:
-                node = node.parent
-            del pages[node.depth :]
-            if node is not self.root:
-                self.snapshots.use(node)
+            while path and path[-1].snapshot is None:
+                path.pop()
+            if path:
+                self.snapshots.use(path[-1])
+        pages = [node.page for node in path]
         self._pool.retain(pages)
-        return pages, node
+        return pages, path[-1] if path else self.root
+
+    def path(self, keys: list[int], limit: int, missed: bool = False, start: Node | None = None) -> list[Node]:
+        """The nodes behind `start` that spell full pages of `keys[:limit]`, with snapshots or without."""
+        node, size, found = start or self.root, self.page_size, []
+        for end in range((node.depth + 1) * size, min(limit, len(keys) - self.reach) + 1, size):
+            edge = tuple(keys[end - size : end + self.reach])
+            node = node.children.get(edge) or (node.children.get((*edge, MISSED)) if missed else None)
+            if node is None:
+                break
+            found.append(node)
+        return found
 
     def find(self, keys: list[int], limit: int) -> Node:
         """The deepest node that spells full pages of `keys[:limit]`, with a snapshot or without."""
-        node, size = self.root, self.page_size
-        for end in range(size, min(limit, len(keys) - self.reach) + 1, size):
-            if (child := node.children.get(tuple(keys[end - size : end + self.reach]))) is None:
-                break
-            node = child
-        return node
+        path = self.path(keys, limit)
+        return path[-1] if path else self.root
 
     def insert(
         self,
@@ -249,7 +293,7 @@ class PrefixTree:
 
         Returns the node reached.
         """
-        self._clock += 1
+        self.clock += 1
         node, size = start or self.root, self.page_size
         for depth in range(node.depth, max(min(limit, len(keys) - self.reach), 0) // size):
             end = (depth + 1) * size
@@ -260,13 +304,17 @@ class PrefixTree:
                 self._pool.cache(pages[depth])
                 child = node.children[edge] = Node(edge, pages[depth], node)
                 self.num_pages += 1
+                if self._host is not None:
+                    self._host.published(child, leaving)
             elif child.page != pages[depth] and not leaving:
                 if self.snapshots is None or self._pool.refcount(child.page) > 1:
                     break
                 self._pool.uncache(child.page)
                 self._pool.cache(pages[depth])
                 child.page = pages[depth]
-            child.used = self._clock
+                if self._host is not None:
+                    self._host.published(child, leaving)
+            child.used = self.clock
             node = child
         self._queue_if_leaf(node)
         return node
@@ -278,7 +326,7 @@ class PrefixTree:
             used, _, node = heapq.heappop(self._leaves)
             node.queued = False
             if self._pool.refcount(node.page) > 1:
-                node.used = self._clock  # being held is being used; queued last, it won't be met again in this call
+                node.used = self.clock  # being held is being used; queued last, it won't be met again in this call
             elif node.used == used and not node.children:
                 self._drop(node)
                 freed += 1
@@ -316,6 +364,8 @@ class PrefixTree:
 
     def _drop(self, node: Node) -> None:
         parent = node.parent
+        if self._host is not None:
+            self._host.leaves(node)
         del parent.children[node.key]
         self.num_pages -= 1
         self._forget(node)

@@ -35,7 +35,8 @@ import numpy as np
 from jaxspec.config.request import CONTEXT_EXCEEDED, RequestError
 from jaxspec.scheduling.adapter_places import AdapterPlaces
 from jaxspec.scheduling.fair_share import FairShare
-from jaxspec.scheduling.prefix_cache import Node, PagePool, PrefixTree, Snapshots
+from jaxspec.scheduling.host_tier import HostTier
+from jaxspec.scheduling.prefix_cache import PagePool, PrefixTree, Snapshots
 from jaxspec.scheduling.priority import PriorityQueue
 from jaxspec.scheduling.sequence import Chunk, Plan, SequenceState, Status
 
@@ -58,13 +59,15 @@ class Scheduler:
     - `held_tokens`: prompt tokens between two rounds while a crowd waits; otherwise one program's.
     - `snapshots`: of a model with linear attention, the state slots for snapshots; None of other models.
       `snapshot_interval`: prompt tokens between two of them, rounded up to whole blocks and pages.
+    - `host`: the second tier, in the host's memory; None: there is none. A sequence whose prefix is there has the
+      status LOADING until the engine calls `landed`, or `not_landed`; other prompts go on meanwhile.
     - `by_priority`: priorities order and preempt; otherwise nobody looks at them. `clock`: gives seconds, for aging.
     - `adapters`: places that sequences with an adapter hold; None: there are no adapters.
 
     `table`, i32[num_slots + 1, pages_per_seq], holds the pages of each slot in order, 0 beyond them; the last row is of
     the dummy slot, all 0. It changes in place: copy the rows that a program reads. `waiting`, `prefilling`
-    (unfinished prompts, one a client) and `running` are for looking at. `between`, which may be set before each plan,
-    is how many prompt tokens there may be between two rounds, crowd or not, but for a block; None: as above.
+    (unfinished prompts, one a client), `loading` and `running` are for looking at. `between`, which may be set before
+    each plan, is how many prompt tokens there may be between two rounds, crowd or not, but for a block; None: as above.
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class Scheduler:
         held_tokens: int = 0,
         snapshots: Iterable[int] | None = None,
         snapshot_interval: int = 256,
+        host: HostTier | None = None,
         by_priority: bool = False,
         adapters: AdapterPlaces | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -108,15 +112,18 @@ class Scheduler:
         self.between: int | None = None
         self.pool = PagePool(num_pages)
         self.snapshot_slots = None if snapshots is None else tuple(snapshots)
-        self.snapshots = None if snapshots is None else Snapshots(self.snapshot_slots)
+        self.snapshots = None if snapshots is None else Snapshots(self.snapshot_slots, host)
         whole = math.lcm(page_size, block)
         self.snapshot_interval = -(-snapshot_interval // whole) * whole
-        self.tree = PrefixTree(self.pool, page_size, reach, self.snapshots)
+        self.tree, self.host = PrefixTree(self.pool, page_size, reach, self.snapshots, host), host
+        if host is not None:
+            host.serves(self.tree)
         self.pages_per_seq = self._pages_for(context_length + lookahead)
         self.table = np.zeros((num_slots + 1, self.pages_per_seq), np.int32)
         self.by_priority, self.adapters = by_priority, adapters
         self.waiting = PriorityQueue(clock) if by_priority else FairShare()
         self.prefilling: list[SequenceState] = []
+        self.loading: list[SequenceState] = []
         self.running: list[SequenceState] = []
         self.preemptions = 0
         self.resting = False  # prompts may continue from pages that the drafter missed; set by the engine
@@ -137,7 +144,7 @@ class Scheduler:
     @property
     def unfinished(self) -> int:
         """Sequences that were added and haven't finished."""
-        return len(self.waiting) + len(self.running) + len(self.prefilling)
+        return len(self.waiting) + len(self.admitted)
 
     def check(self, prompt_len: int, max_tokens: int | None, min_tokens: int = 0, no_tokens: bool = False) -> int:
         """The most tokens in all that such a request may reach: `prompt_len + max_tokens`, or as many as fit if that is
@@ -197,6 +204,8 @@ class Scheduler:
         The plan must be dispatched: pages it fills are in the prefix tree already. If that fails, `flush`, and `finish`
         its sequences.
         """
+        if self.host is not None:
+            self.host.begin_plan()
         if not self._grow() or self._blocked_by_unread():
             return Plan([], [], [], [], drain=True)
         admit, prefill = self._fill()
@@ -252,12 +261,32 @@ class Scheduler:
 
     def flush(self) -> int:
         """Empty the prefix tree; sequences keep their pages, but no longer publish them. Returns pages dropped."""
-        for seq in self._admitted():
+        for seq in self.admitted:
             seq.node = None
-        return self.tree.clear()
+        dropped = self.tree.clear()
+        if self.host is not None:
+            self.host.clear()
+        return dropped
 
-    def _admitted(self) -> list[SequenceState]:
-        return self.running + self.prefilling
+    def landed(self, seq: SequenceState) -> None:
+        """All that a sequence was loading is dispatched: it goes on behind that."""
+        load, seq.load = seq.load, None
+        self.host.unpin(load.blocks)
+        self.loading.remove(seq)
+        self.prefilling.append(seq)
+        seq.computed, seq.status = load.depth * self.page_size, Status.PREFILL
+        self._publish(seq, seq.computed)
+
+    def not_landed(self, seq: SequenceState) -> None:
+        """A load failed, and its blocks are forgotten: the sequence waits again, and computes what it lacks."""
+        self._vacate(seq)
+        seq.status = Status.WAITING
+        self.waiting.set_back(seq)
+
+    @property
+    def admitted(self) -> list[SequenceState]:
+        """Sequences that have a slot and pages."""
+        return self.running + self.prefilling + self.loading
 
     def _pages_for(self, positions: int) -> int:
         return -(-positions // self.page_size)
@@ -304,7 +333,7 @@ class Scheduler:
         while missing > self._available():
             if any(other.in_flight for other in self.running):
                 return False  # their results may end some of them, and tell how much the others really need
-            victim = self._last(self._admitted())
+            victim = self._last(self.admitted)
             self.preempt(victim)
             if victim is seq:
                 return True
@@ -322,7 +351,7 @@ class Scheduler:
         seq = self.waiting.next(self.prefilling, True)
         if seq is None or seq.status is not Status.WAITING:
             return None
-        return self._last([each for each in self._admitted() if each.rank > seq.priority and each not in planned])
+        return self._last([each for each in self.admitted if each.rank > seq.priority and each not in planned])
 
     def _blocked_by_unread(self) -> bool:
         """Whether a sequence must be preempted whose results are unread. They may end it, or others."""
@@ -375,6 +404,8 @@ class Scheduler:
                 if not self._admitted_now(seq):
                     continue
                 admit.append(seq)
+                if seq.status is Status.LOADING:
+                    continue
             if chunks and blocks * self.block < self._at_once(seq):
                 break  # the next program begins with it
             chunks.append(self._next_chunk(seq, blocks))
@@ -420,7 +451,14 @@ class Scheduler:
         shares = self.prefix_cache and not seq.score
         # The last position is always computed: a first token, or a drafter, needs more of it than its keys and values.
         missed = self.resting and not seq.fixed_drafts
-        pages, node = self.tree.match(seq.keys, self._due(seq) - 1, missed) if shares else ([], self.tree.root)
+        keys, limit, load = seq.keys, self._due(seq) - 1, None
+        pages, node = self.tree.match(keys, limit, missed) if shares else ([], self.tree.root)
+        if shares and self.host is not None:
+            load = self.host.find(keys, node, limit, missed)
+        if load is not None and load.nodes:
+            own = [each.page for each in load.nodes]
+            self.pool.retain(own)
+            pages, node = pages + own, load.nodes[-1]
         missing = self._missing(seq, 2) - len(pages)  # up to the first round, and what comes before it yields a token
         # One page on top for each that runs: admitting into the last pages would only get someone preempted at once.
         if missing + len(self.running) > self._available():
@@ -428,25 +466,28 @@ class Scheduler:
             self._refused = True
             return False
         self.waiting.remove(seq)
+        if load is not None:
+            self.host.pin(load.blocks)
+        depth, seen = (node.depth, node.drafter_seen) if load is None else (load.depth, load.seen)
         if shares and self.snapshots is not None:
-            seq.source, seq.points = node.snapshot, self._points(seq, node)
+            seq.source, seq.points = None if load else node.snapshot, self._points(seq, depth)
         seq.node = node if self.prefix_cache else None
         seq.computed = len(pages) * self.page_size
-        seq.drafter_seen = node.drafter_seen * self.page_size if node.drafter_seen < node.depth else None
+        seq.drafter_seen = seen * self.page_size if seen < depth else None
         if not seq.preemptions:
-            seq.cached = seq.computed
+            seq.cached, seq.from_host = depth * self.page_size, len(load.pages) * self.page_size if load else 0
         seq.pages = pages + self._take(missing)
         seq.slot = self._free_slots.pop()
         self.table[seq.slot, : len(seq.pages)] = seq.pages
         if self.adapters is not None:
             self.adapters.hold(seq.adapter, seq.slot)
-        seq.status = Status.PREFILL
-        self.prefilling.append(seq)
+        seq.load, seq.status = load, Status.PREFILL if load is None else Status.LOADING
+        (self.prefilling if load is None else self.loading).append(seq)
         return True
 
-    def _points(self, seq: SequenceState, start: Node) -> list[int]:
-        """Positions at which snapshots of a prompt's state are due, beyond the node that it starts from: at every
-        interval, at the last page that is published, and where the prompt leaves the tree, as another may again.
+    def _points(self, seq: SequenceState, depth: int) -> list[int]:
+        """Positions at which snapshots of a prompt's state are due, beyond its first `depth` pages: at every interval,
+        at the last page that is published, and where the prompt leaves the tree, as another may again.
 
         A long prompt takes no more than a quarter of all slots for its intervals. Where bits must not depend on what is
         cached, all are at ends of blocks: a block's sums depend on where it ends.
@@ -454,7 +495,7 @@ class Scheduler:
         size, due = self.page_size, self._due(seq)
         whole = math.lcm(size, self.block) if self.replays else size
         last = min(due, len(seq.tokens) - max(self.tree.reach, 1)) // whole * whole
-        first, interval = start.depth * size, self.snapshot_interval
+        first, interval = depth * size, self.snapshot_interval
         while (last - first) // interval > max(len(self.snapshot_slots) // 4, 1):
             interval *= 2
         parting = self.tree.find(seq.keys, due - 1).depth * size // whole * whole
@@ -474,6 +515,8 @@ class Scheduler:
                 self.snapshots.use(node)
             elif (slot := self.snapshots.give(node)) is not None:
                 keeps.append((point, slot))
+                if self.host is not None and (point == seq.points[-1] or node.children):
+                    self.host.want_snapshot(node)
         return tuple(keeps)
 
     def _publish(self, seq: SequenceState, end: int, leaving: bool = False) -> None:
@@ -497,7 +540,7 @@ class Scheduler:
 
     def retract(self) -> None:
         """Preempt all sequences, whose results have all been read."""
-        for seq in self._admitted()[::-1]:
+        for seq in self.admitted[::-1]:
             self.preempt(seq)
 
     def change_version(self, marks: int) -> None:
@@ -506,11 +549,13 @@ class Scheduler:
         What was read before can't be made again, so a sequence that would be replayed goes on from there. `marks`: of
         the versions before and after, one xor the other, for salts.
         """
-        for seq in self._admitted()[::-1]:
+        for seq in self.admitted[::-1]:
             if seq.replayed:
                 self.preempt(seq)
             seq.node = None
-        for seq in [*self._admitted(), *self.waiting]:
+        if self.host is not None:
+            self.host.clear()
+        for seq in [*self.admitted, *self.waiting]:
             seq.salt ^= marks
             if seq.replayed:
                 seq.tokens[seq.prompt_len :], seq.replayed = seq.lost, 0
@@ -523,13 +568,15 @@ class Scheduler:
             self.running.remove(seq)
         else:
             self._publish(seq, seq.computed, leaving=True)
-            self.prefilling.remove(seq)
+            (self.loading if seq.status is Status.LOADING else self.prefilling).remove(seq)
+        if seq.load is not None:
+            self.host.unpin(seq.load.blocks)
         self.pool.release(seq.pages)
         if self.adapters is not None:
             self.adapters.leave(seq.adapter, seq.slot)
         self.table[seq.slot] = 0
         self._free_slots.append(seq.slot)
-        seq.pages, seq.slot, seq.node, seq.drafter_seen = [], -1, None, None
+        seq.pages, seq.slot, seq.node, seq.drafter_seen, seq.load = [], -1, None, None, None
         seq.computed = seq.in_flight = 0
         seq.epoch += 1
         self._refused = False

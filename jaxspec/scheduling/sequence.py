@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jaxspec.images.placement import Placement
+from jaxspec.scheduling.host_tier import Load
 from jaxspec.scheduling.prefix_cache import Node
 
 NO_STATE = -1  # as a state slot: none
@@ -18,6 +19,7 @@ NO_STATE = -1  # as a state slot: none
 
 class Status(enum.Enum):
     WAITING = "waiting"
+    LOADING = "loading"
     PREFILL = "prefill"
     RUNNING = "running"
     FINISHED = "finished"
@@ -47,8 +49,9 @@ class SequenceState:
       the engine, and at admission.
 
     The rest is the scheduler's: `slot` and `pages` while admitted; `computed`, positions whose KV was cached or has
-    been dispatched as prefill; `cached`, tokens found in the prefix tree when first admitted; `in_flight`, rounds not
-    read yet, of which the first token is one; `epoch`, which changes whenever slot and pages are lost, so that older
+    been dispatched as prefill; `cached`, tokens found in the prefix tree and on the host when first admitted,
+    `from_host` of them there; `load`, what still comes from the host; `in_flight`, rounds not read yet, of which the
+    first token is one; `epoch`, which changes whenever slot and pages are lost, so that older
     results are recognised; `arrival`, its number in the order of arrival; `since`, when it came, later by as long as it
     ran; `rank`, the priority that it was lifted to when it was admitted; `replayed`, tokens that were read before a
     preemption and aren't again yet, and `lost`, all that had been; `source`, the snapshot that the first chunk starts
@@ -74,6 +77,8 @@ class SequenceState:
     pages: list[int] = field(default_factory=list, repr=False)
     computed: int = 0
     cached: int = 0
+    from_host: int = 0
+    load: Load | None = field(default=None, repr=False)
     in_flight: int = 0
     epoch: int = 0
     arrival: int = 0
@@ -126,6 +131,8 @@ class Chunk(NamedTuple):
 class Plan(NamedTuple):
     """Programs to dispatch: set up the slots of `admit`; one program for all of `prefill`; one for the first tokens of
     `first`, whose prompts that completes; then one that runs `rounds` rounds of `rows`, one after the other.
+
+    Of `admit`, those whose status is LOADING wait for pages from the host, and have no prefill yet.
 
     `drain`: pages ran out while results are unread. Nothing else is in the plan: read them all, then plan again.
     """

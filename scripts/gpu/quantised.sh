@@ -4,8 +4,8 @@
 #
 #     scripts/gpu/quantised.sh OUT [PART...]
 #
-# PART is of: kernels dense cache eagle3 turns 30b 35b mtp 27b gpt-oss prefill; all by default, in that order. `turns` and those
-# that begin so have rows that are quantised and rows that aren't by turns: turns-few turns-128 turns-35b. A part's
+# PART is of: kernels dense cache eagle3 turns 30b 35b mtp 27b gpt-oss prefill; all by default, in that order. `turns` has
+# rows that are quantised and rows that aren't by turns; further such parts are turns-few turns-128 turns-35b. A part's
 # engines start side by side and are timed one after the other (in_turn.py); their shares of memory are an H200's. A GPU
 # of 80 GB runs those that fit. OUT receives for each engine its table, its kernels, JSON and a log. LIMIT: seconds that
 # an engine may take (240).

@@ -41,6 +41,7 @@ SEVERAL = {"served_model_name", "lora_modules", "lora_target_modules"}  # ours t
 NAME_LISTS = {"allowed_media_domains"}  # ours that are lists in JSON
 SIZE_LISTS = {"batch_sizes", "prefill_sizes"}  # our flags whose value is a list where theirs has several values
 SGLANG_PRIORITIES = ("enable_priority_scheduling", "schedule_low_priority_values_first")  # both make one option here
+SETTLED_TOGETHER = {"enable_expert_parallel", "hicache_size", *SGLANG_PRIORITIES}  # with others of the command line
 SIZES = {"context_length", "chunked_prefill_size", "max_running_requests", "max_total_tokens"}
 UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}  # vLLM's
 READ_FROM_CHECKPOINT = re.compile("awq|gptq|compressed.tensors|mxfp4|nvfp4|modelopt|gguf|w4a16|w8a16")
@@ -185,7 +186,7 @@ def _sorted(
             if value != "1":
                 given = f"{flag(name)} {value or ''}".strip()
                 left.append(f"{given}: of several GPUs, --tp-size, --ep-size and --dp-size are supported")
-        elif name == "enable_expert_parallel" or name in SGLANG_PRIORITIES:
+        elif name in SETTLED_TOGETHER or (name == "kv_transfer_config" and "OffloadingConnector" in str(value)):
             foreign[name] = value
         elif is_switch and here is not None:
             ours |= {} if str(value).lower() == "false" else {here: None}
@@ -214,6 +215,8 @@ def _sorted(
             ours[here] = _value(name, here, value)
     if "master_addr" in foreign:
         ours["dist_init_addr"] = f"{foreign.pop('master_addr')}:{foreign.pop('master_port', MASTER_PORT)}"
+    if (size := _host_gb(foreign, ours.get("tp_size") or "1", left)) is not None:
+        ours["host_kv_gb"] = size
     by_priority, low_first = (_turned_on(foreign, name) for name in SGLANG_PRIORITIES)
     if by_priority:
         ours["schedule_policy"] = "priority" if low_first else "priority-high-first"
@@ -227,6 +230,21 @@ def _sorted(
     if dotted:
         foreign["speculative_config"] = _merged(foreign.get("speculative_config"), dotted)
     return ours, foreign
+
+
+def _host_gb(foreign: dict[str, str | None], ranks: str, left: list[str]) -> str | None:
+    """The size of the cache in the host's memory, in GiB. SGLang's is GB a GPU, vLLM's connector has bytes."""
+    given, config = foreign.pop("hicache_size", None), foreign.pop("kv_transfer_config", None)
+    try:
+        if given is not None:
+            return f"{float(given) * int(ranks) * 1e9 / 2**30:.4g}"
+        if config is not None:
+            extra = json.loads(config)["kv_connector_extra_config"]
+            size = extra.get("cpu_bytes_to_use") or extra["cpu_bytes_to_use_per_rank"] * int(ranks)
+            return f"{size / 2**30:.4g}"
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        left.append(f"{config or given}: it names no size of a cache in the host's memory; --host-kv-gb takes GiB")
+    return None
 
 
 def _turned_on(foreign: dict[str, str | None], name: str) -> bool:

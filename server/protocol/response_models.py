@@ -83,8 +83,14 @@ class Ranking(Object):
     results: list[Ranked]
 
 
+class CachedTokensDetails(Object):
+    device: int
+    host: int
+
+
 class PromptTokensDetails(Object):
     cached_tokens: int
+    cached_tokens_details: CachedTokensDetails | None = None  # where some came from the host's memory
     image_tokens: int | None = None  # where the prompt has pictures
 
 

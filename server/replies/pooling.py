@@ -94,7 +94,7 @@ class EmbeddingReply(_Pooled):
 
 
 class _Scores:
-    """What scores share: vLLM's form, or Cohere's if there are `documents`, of which `top_n` are listed."""
+    """Fields that scores share: vLLM's form, or Cohere's if there are `documents`, of which `top_n` are listed."""
 
     def __init__(self, *args: Any, documents: Sequence[str] = (), top_n: int | None = None, texts: bool = True):
         super().__init__(*args)

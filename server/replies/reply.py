@@ -39,6 +39,11 @@ def image_tokens(*prompts: Prompt | Job) -> dict[str, int]:
     return {"image_tokens": sum(picture.tokens for picture in pictures)} if pictures else {}
 
 
+def cached_by_tier(cached: int, on_host: int) -> dict[str, dict[str, int]]:
+    """The detail that says where cached tokens came from, as SGLang has it, where some came from the host's memory."""
+    return {"cached_tokens_details": {"device": cached - on_host, "host": on_host}} if on_host else {}
+
+
 @dataclass(slots=True)
 class Choice:
     """One completion, gathered for a whole response."""
@@ -130,7 +135,7 @@ class Reply:
         self._head = head[:-1] + ',"choices":['
         self._tail = '],"usage":null}' if include_usage else "]}"
         self._tokens = 0
-        self._cached = 0
+        self._cached = self._on_host = 0
         self._choices = [Choice() for _ in range(len(prompts) * params.n)]
         self._unfinished = len(self._choices)
         self._last: Delta | None = None  # the delta that ends the last choice
@@ -204,7 +209,9 @@ class Reply:
             "prompt_tokens": prompt,
             "completion_tokens": self._tokens,
             "total_tokens": prompt + self._tokens,
-            "prompt_tokens_details": {"cached_tokens": self._cached} | image_tokens(*self.prompts),
+            "prompt_tokens_details": {"cached_tokens": self._cached}
+            | cached_by_tier(self._cached, self._on_host)
+            | image_tokens(*self.prompts),
         }
 
     def _count(self, prompt: int, delta: Delta) -> Delta:
@@ -224,6 +231,7 @@ class Reply:
             self._speculation.add(delta.metrics)
             if delta.index == 0:
                 self._cached += delta.metrics.cached_tokens
+                self._on_host += delta.metrics.cached_on_host
         return delta
 
     def _figures(self, delta: Delta) -> dict[str, Any]:

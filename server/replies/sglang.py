@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxspec.config.request import Delta, TokenLogprobs
 from server.replies.logprobs import FLOOR, TokenNames
-from server.replies.reply import DONE, Job, encode, event, image_tokens
+from server.replies.reply import DONE, Job, cached_by_tier, encode, event, image_tokens
 from server.replies.speculation import Speculation
 
 
@@ -113,6 +113,7 @@ class GenerateReply:
         figures = {
             "weight_version": metrics.weight_version,
             "cached_tokens": metrics.cached_tokens,
+            **cached_by_tier(metrics.cached_tokens, metrics.cached_on_host),
             "e2e_latency": metrics.latency,
             "spec_verify_ct": metrics.verify_rounds,
         }

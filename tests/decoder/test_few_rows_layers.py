@@ -26,7 +26,7 @@ from jaxspec.drafters.base import DraftBatch, Verified
 from jaxspec.models import fp8, mxfp4
 from jaxspec.models.families import MODELS, llama
 from jaxspec.models.model_config import ModelConfig
-from jaxspec.models.weights import Fp8, Mxfp4, Weight
+from jaxspec.models.weights import Fp8, Int4, Mxfp4, Nvfp4, Weight
 from jaxspec.pallas import hopper
 from jaxspec.pallas.dense import few_rows as op
 from jaxspec.pallas.experts import expert_add, router
@@ -220,6 +220,29 @@ def test_layers_in_fp8_are_those_of_the_model(monkeypatch, family, width, by_out
     assert set(calls) == ({"add", "router"} if family == "qwen3_moe" else set())
 
 
+@pytest.mark.parametrize("kind", [Int4(128), rare(Int4(32)), Nvfp4()])
+def test_layers_in_four_bits_fit(kind):
+    """And none of which some weights aren't, or whose inputs are in an order of their own."""
+
+    def packed(weight):
+        values, scales, *factors = kind.quantise(weight.values.T.astype(jnp.float32))
+        return Weight(values, kind, weight.layout, scales, factors[0] if factors else None)
+
+    config, params = small_model(hidden_size=256, intermediate_size=256, num_attention_heads=4)
+    layers = [
+        {name: packed(each) if isinstance(each, Weight) else each for name, each in layer.items()}
+        for layer in params["layers"]
+    ]
+    call = Call(2, 4, "bfloat16", processors=132)
+    refuses = lambda layers, call: FEW_ROWS.refuses(config.decoder, layers, call)  # noqa: E731
+    assert refuses(layers, call) is None and refuses(layers, dataclasses.replace(call, requests=8)) is None
+    assert "40 rows of 256" in refuses(layers, dataclasses.replace(call, requests=10))
+    other = layers[0] | {"out": params["layers"][0]["out"]}
+    assert f"weights in {type(kind).__name__} and Unquantised" in refuses([other, *layers[1:]], call)
+    ordered = layers[0] | {"out": layers[0]["out"].replace(order=jnp.arange(256))}
+    assert "inputs in an order of their own" in refuses([ordered, *layers[1:]], call)
+
+
 def test_fp8_layers_that_do_not_fit_are_named():
     config, params = small_model(hidden_size=256, intermediate_size=128)
     call = Call(2, 4, "bfloat16", processors=132)
@@ -228,7 +251,9 @@ def test_fp8_layers_that_do_not_fit_are_named():
     assert refuses(layers, call) is None
     assert refuses(layers, dataclasses.replace(call, requests=8)) is None
     assert "40 rows of 256; supported: up to 32" in refuses(layers, dataclasses.replace(call, requests=10))
-    assert "some are FP8" in refuses([layers[0] | {"out": params["layers"][0]["out"]}, *layers[1:]], call)
+    assert "weights in Fp8 and Unquantised" in refuses(
+        [layers[0] | {"out": params["layers"][0]["out"]}, *layers[1:]], call
+    )
     assert "rows of 256 divided" in refuses(layers, dataclasses.replace(call, devices=2))
     assert "16 rows over 2 devices; supported: up to 8" in untimed(16, 2)
     assert untimed(8, 2) is None is untimed(16, 1)

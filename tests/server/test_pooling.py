@@ -191,7 +191,7 @@ def test_a_checkpoint_says_how_it_pools(tmp_path, told, modules, hf, name, expec
 
 
 def test_a_model_published_without_its_head_and_prefix_is_read(tmp_path):
-    """As Qwen3-Embedding-8B is: tensors of the stack alone, untied by its config."""
+    """Tensors as Qwen3-Embedding-8B has them: those of the stack alone, untied by its config."""
     shutil.copy(FOLDER / "config.json", tmp_path)
     weights = load_file(FOLDER / "model.safetensors")
     bare = {name.removeprefix("model."): weights[name] for name in weights if name != "lm_head.weight"}

@@ -1,0 +1,382 @@
+"""The host's memory behind the page pool (`--host-kv-gb`): dispatches the copies that `host_tier` decides on.
+
+Nothing here waits while a round is in flight. Copies to the host are dispatched before a plan's programs, and run
+beside them. Of a load, slices of pages are on their way to the device while rounds and others' prompts run; a slice is
+written into its pages once it is there, and its checksums are read a step later. All that is on its way takes at most
+`staging` bytes of the devices.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from jaxspec.cache.host_blocks import PAGES, STATES
+from jaxspec.cache.memory_check import host_memory
+from jaxspec.cache.memory_plan import gib
+from jaxspec.config.options import ConfigError
+from jaxspec.engine.runner import Runner
+from jaxspec.parallel.sharding import AXIS
+from jaxspec.scheduling.host_tier import Block, Copy, HostTier, Load
+from jaxspec.scheduling.scheduler import Scheduler
+from jaxspec.scheduling.sequence import SequenceState
+
+log = logging.getLogger("jaxspec")
+
+BUCKET_BYTES, BUCKET = (
+    2**26,
+    32,
+)  # of one program that takes or writes pages: about so many bytes, at most so many pages
+RESERVED_AT_ONCE = 2**28  # bytes of the host's memory
+
+
+@dataclass(eq=False)
+class Slice:
+    """Blocks of a load that travel together, and the pages, or the state slot, that they are for."""
+
+    load: Loading
+    kind: str
+    rows: list[int]
+    blocks: list[Block]
+    arrays: list[jax.Array]
+    started: float  # seconds; 0: something else was in flight then
+    checksums: jax.Array | None = None  # once they are written
+
+    @property
+    def size(self) -> int:
+        return sum(block.size for block in self.blocks)
+
+
+@dataclass(eq=False)
+class Loading:
+    """A sequence's load on its way: slices still to be sent, and how many of those sent haven't been checked."""
+
+    seq: SequenceState
+    epoch: int
+    load: Load
+    slices: Iterator[tuple[str, list[int], list[Block]]]
+    open: int = 0
+    sent: bool = False
+
+    @property
+    def over(self) -> bool:
+        """Whether the sequence has lost its pages."""
+        return self.seq.epoch != self.epoch
+
+
+@dataclass
+class Figures:
+    """Since start: bytes and blocks each way, and those that were lost on the way."""
+
+    stored_bytes: int = 0
+    stored_blocks: int = 0
+    loaded_bytes: int = 0
+    loaded_blocks: int = 0
+    loads: int = 0
+    failed_loads: int = 0
+    lost_blocks: int = 0
+    damaged_blocks: int = 0
+
+
+class HostCache:
+    """Moves blocks between a runner's state and the host's memory, at most `capacity` bytes there.
+
+    **Raises:** `ConfigError` if the host hasn't so much memory, or if not even one page fits.
+    """
+
+    def __init__(self, runner: Runner, capacity: int):
+        if runner.hosts is not None:
+            raise ConfigError("--host-kv-gb: a model on several hosts keeps its KV on the devices; drop the option")
+        self._runner, mesh = runner, runner.mesh
+        sharding = SingleDeviceSharding if mesh is None else lambda on, **kind: NamedSharding(*on, **kind)
+        on = jax.local_devices()[0] if mesh is None else (mesh, PartitionSpec(AXIS))
+        self._there, self._here = sharding(on, memory_kind="pinned_host"), sharding(on, memory_kind="device")
+        sizes = {kind: runner.programs.block_bytes(kind, runner.state) for kind in kinds_of(runner)}
+        page, state = sizes[PAGES], sizes.get(STATES, 0)
+        self.bucket = max(min(BUCKET, BUCKET_BYTES * runner.config.tp_size // page), 1)
+        self.staging = max(runner.host_staging * runner.config.tp_size, 4 * max(self.bucket * page, state))
+        if page + state > capacity:
+            raise ConfigError(
+                f"--host-kv-gb {capacity / 2**30:g}: one page of {runner.config.page_size} tokens takes {gib(page)}"
+                f"{f' and a state snapshot {gib(state)}' if state else ''}; give more"
+            )
+        if capacity > host_memory():
+            raise ConfigError(
+                f"--host-kv-gb {capacity / 2**30:g} is more than this machine has, {gib(host_memory())}; give less"
+            )
+        self.tier, self.figures = HostTier(capacity, page, state), Figures()
+        self._storing: deque[tuple[list[jax.Array], list[Block]]] = deque()
+        self._loads: deque[Loading] = deque()
+        self._slices: deque[Slice] = deque()
+        self._scheduler: Scheduler | None = None
+        self._warned = False
+        self._reserve()
+        if not runner.config.skip_warmup:
+            self._warm_up()
+
+    def serves(self, scheduler: Scheduler) -> None:
+        """Carry out what this scheduler plans."""
+        self._scheduler = scheduler
+
+    @property
+    def busy(self) -> bool:
+        """Whether copies are on their way, or due."""
+        return bool(self._storing or self._loads or self.tier.waits)
+
+    def _reserve(self) -> None:
+        """Have XLA lock all of the memory now: while rounds run, that would hold them up. XLA keeps what is freed."""
+        if jax.default_backend() == "cpu":
+            return
+        started, held, left = time.monotonic(), [], self.tier.capacity
+        zeros = np.zeros(RESERVED_AT_ONCE // 4, np.uint32)
+        try:
+            while left > 0:
+                held.append(jax.device_put(zeros, self._there))
+                left -= zeros.nbytes
+            jax.block_until_ready(held)
+        except jax.errors.JaxRuntimeError as error:
+            raise ConfigError(
+                f"--host-kv-gb {self.tier.capacity / 2**30:g}: {gib(self.tier.capacity - left)} of pinned memory could "
+                "be had. Give less, raise the container's memory and locked-memory limits, or make the engine before "
+                f"anything else uses jax, which sets XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB ({error})"
+            ) from error
+        log.info("host cache: %s pinned in %.1f s", gib(self.tier.capacity), time.monotonic() - started)
+
+    def _warm_up(self) -> None:
+        """Compile the programs, and measure how fast blocks come back."""
+        runner, tier = self._runner, self.tier
+        for kind, rows in ((PAGES, self.bucket), (STATES, 1)):
+            if kind not in kinds_of(runner):
+                continue
+            at = np.full(rows, 0 if kind == PAGES else runner.shapes.num_slots, np.int32)  # the dummies
+            for _ in range(3):  # the first is slower
+                blocks, _ = runner.programs.take(kind, runner.state, at)
+                there = jax.block_until_ready(jax.device_put(list(blocks), [self._there] * rows))
+                started = time.monotonic()
+                here = jax.block_until_ready(jax.device_put(there, [self._here] * rows))
+                seconds = time.monotonic() - started
+                runner.state, checksums = runner.programs.put(kind, runner.state, at, tuple(here))
+                jax.block_until_ready(checksums)
+            if kind == PAGES:
+                tier.took(rows * tier.page_bytes, seconds, at_start=True)
+                log.info(
+                    "host cache: %d pages of %s, which come back at %.1f GB/s",
+                    *(tier.capacity // tier.page_bytes, gib(tier.page_bytes), tier.speed / 1e9),
+                )
+
+    def store(self) -> None:
+        """Dispatch copies of pages and snapshots to the host, before a plan's programs overwrite any of them."""
+        tier = self.tier
+        while self._storing and all(array.is_ready() for array in self._storing[0][0]):
+            self._stored()
+        under_way = sum(block.size for _, blocks in self._storing for block in blocks)
+        copies = tier.to_copy(self.staging // 2 - under_way)
+        states = [copy for copy in copies if copy.state]
+        pages = [copy for copy in copies if not copy.state]
+        groups = [pages[i : i + self.bucket] for i in range(0, len(pages), self.bucket)]
+        for group in [*groups, *([state] for state in states)]:
+            try:
+                self._store(group, STATES if group[0].state else PAGES)
+            except (jax.errors.JaxRuntimeError, MemoryError) as error:  # the pages are lost, and nothing else
+                self._lose(len(group), "a copy to the host failed", error)
+
+    def _store(self, copies: list[Copy], kind: str) -> None:
+        tier, most = self.tier, 1 if kind == STATES else self.bucket
+        if not tier.make_room(sum(tier.bytes_of(copy) for copy in copies)):
+            self.figures.lost_blocks += len(copies)  # loads read all that is there
+            return
+        rows = np.zeros(most, np.int32)
+        rows[: len(copies)] = [copy.at for copy in copies]
+        blocks, checksums = self._runner.programs.take(kind, self._runner.state, rows)
+        there = jax.device_put(list(blocks[: len(copies)]), [self._there] * len(copies))
+        checksums.copy_to_host_async()
+        added = [tier.add(*each, (checksums, i)) for i, each in enumerate(zip(copies, there, strict=True))]
+        self._storing.append((there, [block for block in added if block is not None]))
+
+    def _stored(self) -> None:
+        """Take note of copies that have arrived."""
+        arrays, blocks = self._storing.popleft()
+        try:
+            jax.block_until_ready(arrays)
+        except (jax.errors.JaxRuntimeError, MemoryError) as error:
+            for block in blocks:
+                self.tier.drop(block)
+            self._lose(len(blocks), "a copy to the host failed", error)
+            return
+        for block in blocks:
+            if not block.dropped:
+                checksums, row = block.checksums
+                block.checksums = np.asarray(checksums)[row]
+        self.figures.stored_blocks += len(blocks)
+        self.figures.stored_bytes += sum(block.size for block in blocks)
+
+    def begin(self, seq: SequenceState) -> None:
+        """Start what a sequence that was admitted has to load."""
+        load, tier = seq.load, self.tier
+        first = load.depth - len(load.pages)
+
+        def slices() -> Iterator[tuple[str, list[int], list[Block]]]:
+            for i in range(0, len(load.pages), self.bucket):
+                blocks = load.pages[i : i + self.bucket]
+                yield PAGES, seq.pages[first + i : first + i + len(blocks)], blocks
+            if load.state is not None:
+                yield STATES, [seq.slot], [load.state]
+
+        tier.backlog += load.size
+        self._loads.append(Loading(seq, seq.epoch, load, slices()))
+        self._send(idle=False)
+
+    def move(self, idle: bool) -> list[SequenceState]:
+        """Go on with loads; sequences all of whose blocks are there. `idle`: nothing else is in flight, so wait until
+        one slice has got further."""
+        landed: list[SequenceState] = []
+        if idle and self._slices:
+            first = self._slices[0]
+            _settle([first.checksums] if first.checksums is not None else first.arrays)
+        for part in list(self._slices):
+            if part.load not in self._loads:  # it failed at an earlier slice
+                continue
+            try:
+                if part.checksums is None and all(array.is_ready() for array in part.arrays):
+                    self._write(part, idle)
+                elif part.checksums is not None and part.checksums.is_ready():
+                    self._check(part)
+                    self._slices.remove(part)
+                    part.load.open -= 1
+            except (jax.errors.JaxRuntimeError, MemoryError, DamagedError) as error:
+                self._fail(part.load, error)
+        self._send(idle)
+        for each in list(self._loads):
+            if each.over or (each.sent and not each.open):
+                self._end(each)
+                if not each.over:
+                    self.figures.loads += 1
+                    landed.append(each.seq)
+        if idle and not (landed or self._slices or self._scheduler.waiting) and self._storing:
+            _settle(self._storing[0][0])
+        return landed
+
+    def _send(self, idle: bool) -> None:
+        """Start slices, as many as `staging` has room for."""
+        for each in list(self._loads):
+            while not (each.sent or each.over):
+                under_way = sum(part.size for part in self._slices)
+                if self._slices and under_way + self.bucket * self.tier.page_bytes > self.staging // 2:
+                    return
+                if (following := next(each.slices, None)) is None:
+                    each.sent = True
+                    break
+                kind, rows, blocks = following
+                try:
+                    arrays = jax.device_put([block.data for block in blocks], [self._here] * len(blocks))
+                except (jax.errors.JaxRuntimeError, MemoryError) as error:
+                    self._fail(each, error)
+                    break
+                started = time.monotonic() if idle and not self._slices else 0.0
+                self._slices.append(Slice(each, kind, rows, blocks, arrays, started))
+                each.open += 1
+
+    def _write(self, part: Slice, idle: bool) -> None:
+        """Dispatch the program that writes a slice which has arrived."""
+        jax.block_until_ready(part.arrays)  # raises what went wrong, before the state depends on it
+        if part.started and idle:
+            self.tier.took(part.size, time.monotonic() - part.started)
+        if part.load.over:
+            self._slices.remove(part)
+            return
+        most = 1 if part.kind == STATES else self.bucket
+        rows = np.zeros(most, np.int32)  # the dummy page
+        rows[: len(part.rows)] = part.rows
+        arrays = (*part.arrays, *[part.arrays[0]] * (most - len(part.arrays)))
+        self._runner.state, part.checksums = self._runner.programs.put(part.kind, self._runner.state, rows, arrays)
+        part.checksums.copy_to_host_async()
+        part.arrays = []
+
+    def _check(self, part: Slice) -> None:
+        """**Raises:** `DamagedError` if a block isn't what left the device; then it is forgotten."""
+        damaged = 0
+        for block, found in zip(part.blocks, np.asarray(part.checksums), strict=False):
+            due = block.checksums if isinstance(block.checksums, np.ndarray) else None
+            if due is None and block.checksums is not None:
+                checksums, row = block.checksums
+                due = np.asarray(checksums)[row]
+            if due is not None and not np.array_equal(found, due):
+                damaged += 1
+                self.tier.drop(block)
+        self.figures.loaded_blocks += len(part.blocks)
+        self.figures.loaded_bytes += part.size
+        if damaged:
+            self.figures.damaged_blocks += damaged
+            raise DamagedError(f"{damaged} of {len(part.blocks)} blocks have changed in the host's memory")
+
+    def _fail(self, loading: Loading, error: Exception) -> None:
+        """Give up a load: its blocks are forgotten, and its sequence computes what it lacks."""
+        if loading not in self._loads:
+            return
+        if not loading.over:
+            for block in () if isinstance(error, DamagedError) else loading.load.blocks:
+                self.tier.drop(block)
+            self._scheduler.not_landed(loading.seq)
+        self._end(loading)
+        self.figures.failed_loads += 1
+        self._lose(len(loading.load.blocks), "a reload from the host failed; its prompt is computed", error)
+
+    def _end(self, loading: Loading) -> None:
+        self._loads.remove(loading)
+        self._slices = deque(part for part in self._slices if part.load is not loading)
+        self.tier.backlog -= loading.load.size
+
+    def _lose(self, blocks: int, what: str, error: Exception) -> None:
+        self.figures.lost_blocks += blocks
+        (log.debug if self._warned else log.warning)(
+            "host cache: %s: %s. Nothing but cached pages is lost", what, error
+        )
+        self._warned = True
+
+    def reset(self) -> None:
+        """Forget what is on its way: the state that it came from, or was for, is gone."""
+        self._storing.clear()
+        self._slices.clear()
+        self._loads.clear()
+        self.tier.backlog = 0
+
+
+class DamagedError(Exception):
+    """A block came back with another checksum than it left with."""
+
+
+def kinds_of(runner: Runner) -> tuple[str, ...]:
+    """Parts of a runner's state that the cache keeps, so that a prompt can go on from there."""
+    return (PAGES, STATES) if runner.model.config.recurrent else (PAGES,)
+
+
+def stats(cache: HostCache | None) -> dict[str, Any]:
+    """Figures for `Engine.stats`; zeros without a cache."""
+    tier, figures = (HostTier(0, 1), Figures()) if cache is None else (cache.tier, cache.figures)
+    return {
+        "host_cache_bytes": tier.capacity,
+        "host_cache_used_bytes": tier.used,
+        "host_cache_blocks": len(tier),
+        "host_cache_bytes_per_second": tier.speed or 0.0,
+        "host_cache_declined_total": tier.declined,
+        "host_cache_evicted_blocks_total": tier.evicted,
+        "host_cache_skipped_blocks_total": tier.skipped,
+        **{f"host_cache_{name}_total": value for name, value in vars(figures).items()},
+    }
+
+
+def _settle(arrays: list[jax.Array]) -> None:
+    """Wait for arrays; who uses them sees their errors."""
+    for array in arrays:
+        try:
+            jax.block_until_ready(array)
+        except (jax.errors.JaxRuntimeError, MemoryError):
+            continue

@@ -1,0 +1,126 @@
+"""The second tier by itself: which pages are copied when, which go first, and when a reload is worth it. No device."""
+
+from jaxspec.scheduling.audit import audit
+from jaxspec.scheduling.host_tier import HostTier
+from jaxspec.scheduling.scheduler import Scheduler
+from jaxspec.scheduling.sequence import SequenceState, Status
+
+PAGE = 4
+
+
+def made(capacity=100, num_pages=17, **more):
+    tier = HostTier(capacity, 1)
+    sizes = {"num_slots": 2, "num_pages": num_pages, "page_size": PAGE, "width": 1, "lookahead": 1}
+    sizes |= {"chunk_tokens": 64, "block": 8, "score_tokens": 8, "context_length": 64}
+    return Scheduler(**sizes | more, host=tier), tier
+
+
+def copied(tier, room=100):
+    """Carry out the copies that are due: their pages."""
+    copies = tier.to_copy(room)
+    for copy in copies:
+        assert tier.make_room(tier.bytes_of(copy))
+        tier.add(copy, f"data of {copy.at}", None)
+    return [copy.at for copy in copies]
+
+
+def serve(scheduler, tokens, copy=True):
+    """Run a prompt to its end; its sequence, as it was admitted."""
+    seq = SequenceState(list(tokens), len(tokens), len(tokens) + 1)
+    scheduler.add(seq)
+    for _ in range(3):
+        scheduler.plan()
+        if copy:
+            copied(scheduler.host)
+        if seq.status is Status.LOADING:
+            scheduler.landed(seq)
+    scheduler.append(seq, [1])
+    scheduler.finish(seq)
+    audit(scheduler)
+    return seq
+
+
+def test_pages_are_copied_after_the_plan_that_fills_them_and_before_they_are_filled_anew():
+    scheduler, tier = made()
+    seq = SequenceState(list(range(17)), 17, 18)
+    scheduler.add(seq)
+    scheduler.plan()
+    assert not tier.to_copy(100) and tier.waits, "the program that fills them isn't dispatched yet"
+    scheduler.plan()
+    assert copied(tier, room=2) == seq.pages[:2] and copied(tier) == seq.pages[2:4] and not tier.waits
+
+
+def test_a_page_that_leaves_before_its_turn_is_copied_in_the_plan_that_takes_it():
+    scheduler, tier = made()
+    serve(scheduler, range(33), copy=False)
+    assert not len(tier)
+    other = SequenceState([50 + i for i in range(61)], 61, 62)
+    scheduler.add(other)
+    scheduler.plan()
+    taken = copied(tier)
+    assert taken and set(taken) <= set(other.pages), "leaving pages first, while they still hold the old text"
+    scheduler.finish(other)
+    tier.to_copy(100)
+    assert serve(scheduler, range(33)).from_host >= PAGE * len(taken) - PAGE > 0
+
+
+def test_the_oldest_conversation_goes_first_and_its_last_page_before_the_others():
+    scheduler, tier = made(capacity=16, num_pages=65)
+    for name in range(2):
+        serve(scheduler, [name * 100 + i for i in range(33)])
+    assert tier.used == 16
+    serve(scheduler, range(33))  # the first is the newest now
+    serve(scheduler, [200 + i for i in range(17)])
+    scheduler.tree.clear()
+    found = [serve(scheduler, [name * 100 + i for i in range(33)], copy=False).cached for name in range(3)]
+    assert found == [32, 16, 16] and tier.used == 16 == tier.capacity
+
+
+def test_a_reload_is_made_if_it_is_faster_and_tried_again():
+    scheduler, tier = made()
+    serve(scheduler, range(33))
+    scheduler.tree.clear()
+    tier.took(100, 1.0, at_start=True)  # 8 pages in 80 ms, or 32 tokens in as long
+    tier.token = 0.0026
+    assert serve(scheduler, range(33)).from_host == 32
+    scheduler.tree.clear()
+    tier.token = 0.0024
+    assert serve(scheduler, range(33)).from_host == 0 and tier.declined == 1
+    for _ in range(60):
+        tier.took(100, 10.0)
+    assert tier.speed < 11
+    tier.token = 0.003
+    tries = 0
+    scheduler.tree.clear()
+    while not serve(scheduler, range(33)).from_host:
+        scheduler.tree.clear()
+        tries += 1
+        assert tries < 100, "one slow moment would turn the tier off for good"
+
+
+def test_what_a_load_reads_is_not_given_up():
+    scheduler, tier = made(capacity=8)
+    serve(scheduler, range(33))
+    scheduler.tree.clear()
+    seq = SequenceState(list(range(33)), 33, 34)
+    scheduler.add(seq)
+    scheduler.plan()
+    assert seq.status is Status.LOADING and not tier.make_room(1)
+    tier.clear()
+    assert tier.used == 8, "a load still reads the memory"
+    scheduler.not_landed(seq)
+    assert tier.used == 0 and seq.status is Status.WAITING
+    audit(scheduler)
+    scheduler.plan()
+    assert seq.status is Status.RUNNING and seq.cached == 0
+
+
+def test_pages_of_old_weights_are_not_copied_when_they_leave():
+    scheduler, tier = made()
+    serve(scheduler, range(33))
+    scheduler.change_version(7)
+    assert not len(tier) and not tier.used
+    serve(scheduler, [50 + i for i in range(61)])
+    scheduler.tree.evict(100)
+    assert not [copy for copy in tier.to_copy(100) if copy.key in tier._blocks]
+    assert len(tier) == 15, "those of the new prompt alone"

@@ -1,0 +1,48 @@
+"""A host cache behind an engine that other tests use without one."""
+
+from __future__ import annotations
+
+import contextlib
+
+from jaxspec.engine.host_cache import HostCache, kinds_of
+from jaxspec.scheduling.audit import audit
+
+
+@contextlib.contextmanager
+def host_cache(llm, pages=1000):
+    """Give an engine a cache of so many pages, and as many snapshots, in the host's memory until the block ends."""
+    core = llm.engine
+    sizes = [core.runner.programs.block_bytes(kind, core.runner.state) for kind in kinds_of(core.runner)]
+    cache = HostCache(core.runner, pages * sum(sizes))
+    assert core.flush_cache()
+    try:
+        attach(core, cache)
+        yield cache
+        while core.busy:
+            core.step()
+        audit(core.scheduler)
+        check(cache)
+    finally:
+        core.scheduler.flush()
+        attach(core, None)
+
+
+def attach(core, cache):
+    tier = cache and cache.tier
+    core.host_cache, scheduler = cache, core.scheduler
+    scheduler.host = scheduler.tree._host = tier
+    if scheduler.snapshots is not None:
+        scheduler.snapshots._host = tier
+    if cache is not None:
+        tier.serves(scheduler.tree)
+        cache.serves(scheduler)
+
+
+def check(cache):
+    """Nothing is on its way, and the bytes of blocks add up."""
+    tier = cache.tier
+    assert not (cache._storing or cache._loads or cache._slices or tier.backlog)
+    blocks = tier._blocks.values()
+    assert not any(block.pins for block in blocks)
+    assert tier.used == sum(block.size for block in blocks) <= tier.capacity
+    assert {key for keys in tier._next.values() for key in keys} == set(tier._blocks)
