@@ -95,6 +95,7 @@ def mismatches(draft: str, tokens: int, sizes: dict[int, int]) -> dict[str, floa
         "scoring": lambda: jax.block_until_ready(jaxspec.logprobs(model, padded, lengths, config=llm.engine.config)),
     }
     out |= {f"{name}_s": round(min(seconds(run) for _ in range(3)), 3) for name, run in runs.items()}
+    del model, runs  # which hold the weights, so that a release would leave them on the device
     return out | released(llm, prompts, plain)
 
 
