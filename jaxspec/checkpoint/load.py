@@ -112,7 +112,7 @@ def load_model(
     seed: int = 0,
     progress: bool = True,
     quantization: str | None = None,
-    fp8_activations: bool = False,
+    fp8_activations: bool = True,
     tp_size: int = 1,
     ep_size: int = 1,
     context_length: int | None = None,

@@ -68,8 +68,9 @@ class EngineConfig:
         hint="a checkpoint that is quantised is served as it is, so leave this out",
     )
     fp8_activations: str = option(
-        "off",
-        "off keeps activations in --dtype where weights are FP8; on quantises them to FP8, too, which is less exact",
+        "on",
+        "on quantises the activations of FP8 weights as well, as such checkpoints are evaluated; off keeps them in "
+        "--dtype, which is more exact, and slower for prompts and many requests",
         "SWITCH",
         group=MODEL,
         choices=("on", "off"),

@@ -1,8 +1,7 @@
 """Layers with FP8 weights at up to 128 rows: each product is `pallas.fp8_rows`, each sum and norm `pallas.add_norm`.
 
 Rows stay padded from a norm to the product after it, and parts of sums go to the kernel that follows as they are.
-Mixing is the plain layer's, and so are routers and experts. Rows that are to be quantised are rounded before the
-kernel, which takes bfloat16.
+Mixing is the plain layer's, and so are routers and experts.
 """
 
 from __future__ import annotations
@@ -13,20 +12,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxspec.decoder.feed import mixture
-from jaxspec.decoder.functions import weighted
-from jaxspec.decoder.matmul import gate, matmul, rounds
+from jaxspec.decoder.matmul import gate, matmul
 from jaxspec.decoder.mixings import mixing_of
 from jaxspec.decoder.mixings.kind import Weights
 from jaxspec.decoder.path import MIXTURE, Call, Path, implementing
 from jaxspec.decoder.stack import Ops
-from jaxspec.models import fp8
 from jaxspec.models.description import Decoder, Layer, Mixture, Norm, Rope
 from jaxspec.models.weights import Fp8, Weight
 from jaxspec.pallas.dense import fp8_rows
 from jaxspec.pallas.dense.add_norm import add_norm
 from jaxspec.pallas.dense.add_norm import supported as norm_supported
 
-IMPLEMENTS = implementing({Mixture: MIXTURE, Norm: {"centred"}, Rope: {"columns"}, Fp8: {"block", "activations"}})
+IMPLEMENTS = implementing({Mixture: MIXTURE, Norm: {"centred"}, Rope: {"columns"}, Fp8: {"block"}})
 
 
 def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
@@ -75,35 +72,22 @@ class Fp8Rows(Ops):
             if name in mixing.exact:
                 made.append(matmul(given[: b * t].reshape(b, t, -1), weights[name], jnp.float32))
                 continue
-            rows = _of_norm(layer, weights[name], weights["attn_norm"], x, given)
-            parts = _parts(rows, weights[name])[:, : b * t].reshape(-1, b, t, weights[name].outputs)
+            parts = _parts(given, weights[name])[:, : b * t].reshape(-1, b, t, weights[name].outputs)
             made.append(parts if mixing.parts else parts.sum(0).astype(given.dtype))
         return made
 
     def add(self, layer, weights, x, mixed):
         mixed = mixed[:, : self.positions.shape[1]].reshape(len(x), -1)
-        return self._summed(layer, x, _parts(_taken(mixed, weights["out"]), weights["out"]), weights["mlp_norm"])
+        return self._summed(layer, x, _parts(mixed, weights["out"]), weights["mlp_norm"])
 
     def feed(self, layer, weights, after, x, given):
         if isinstance(layer.feed, Mixture):
             rows = self.batched(given[: len(x)])
             x, parts = mixture(layer.feed, weights, self.batched(x), rows, self.positions).reshape(x.shape), None
         else:
-            rows = _of_norm(layer, weights["gate_up"], weights["mlp_norm"], x, given)
-            gate_up = _parts(rows, weights["gate_up"]).sum(0).astype(x.dtype)
-            hidden = gate(gate_up, weights["gate_up"].layout.interleave)
-            parts = _parts(_taken(hidden, weights["down"]), weights["down"])
+            gate_up = _parts(given, weights["gate_up"]).sum(0).astype(x.dtype)
+            parts = _parts(gate(gate_up, weights["gate_up"].layout.interleave), weights["down"])
         return self._summed(layer, x, parts, after["attn_norm"])
-
-
-def _of_norm(layer: Layer, weight: Weight, scale: Array, x: Float[Array, "r d"], given: Float[Array, "p d"]) -> Array:
-    """Rows of a norm as a weight takes them: `given`, or rounded before the norm's factor."""
-    return fp8.rounded(*weighted(x, scale, layer.norm)) if rounds(weight) else given
-
-
-def _taken(rows: Float[Array, "r k"], weight: Weight) -> Float[Array, "r k"]:
-    """Rows as a weight takes them."""
-    return fp8.rounded(rows) if rounds(weight) else rows
 
 
 def _parts(rows: Float[Array, "r k"], weight: Weight) -> Float[Array, "s p n"]:

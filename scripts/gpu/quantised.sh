@@ -4,8 +4,8 @@
 #
 #     scripts/gpu/quantised.sh OUT [PART...]
 #
-# PART is of: kernels dense cache eagle3 turns 30b 35b mtp 27b gpt-oss prefill; all by default, in that order. `turns` has
-# rows that are quantised and rows that aren't by turns: plain and with EAGLE-3, and mixtures (turns-35b). A part's
+# PART is of: kernels dense cache eagle3 turns 30b 35b mtp 27b gpt-oss prefill; all by default, in that order. `turns` and those
+# that begin so have rows that are quantised and rows that aren't by turns: turns-few turns-128 turns-35b. A part's
 # engines start side by side and are timed one after the other (in_turn.py); their shares of memory are an H200's. A GPU
 # of 80 GB runs those that fit. OUT receives for each engine its table, its kernels, JSON and a log. LIMIT: seconds that
 # an engine may take (240).
@@ -66,6 +66,12 @@ for part in "${@:-kernels dense cache eagle3 turns turns-35b 30b 35b mtp 27b gpt
                     rounds "$switch-eagle3" 0.16 qwen3-8b 32 "${eagle3[@]}" --fp8-activations "$switch"
                 done
                 rounds off 0.34 qwen3-8b 128 "${fp8[@]}" --fp8-activations off ;;
+            turns-few)
+                for switch in off on; do
+                    rounds "$switch" 0.12 qwen3-8b 32 "${fp8[@]}" --fp8-activations "$switch"
+                done
+                rounds on 0.29 qwen3-8b 128 "${fp8[@]}" --fp8-activations on
+                rounds on-eagle3 0.13 qwen3-8b 32 "${eagle3[@]}" --fp8-activations on ;;
             turns-128) for switch in off on; do
                 rounds "$switch-eagle3" 0.42 qwen3-8b 128 "${eagle3[@]}" --fp8-activations "$switch"
             done ;;

@@ -162,7 +162,7 @@ def test_fp8_may_be_made_of_packed_weights(layout, tmp_path):
     model, whole = (load(folder, quantization="fp8") for folder in (packed, plain))
     close = partial(np.testing.assert_allclose, rtol=1e-6)
     jax.tree.map(lambda a, b: close(a.astype("float32"), b.astype("float32")), model.params, whole.params)
-    assert Fp8(128) in formats(model.params) and model.quantization is None
+    assert Fp8(128, activations=True) in formats(model.params) and model.quantization is None
 
 
 def test_modelopts_own_file_says_how_weights_are_packed(tmp_path):

@@ -36,8 +36,8 @@ EXPERTS = {"moe_intermediate_size": 160}
 TOKENS = np.random.default_rng(0).integers(0, 64, (2, 12)).tolist()
 
 
-def load(folder, **options):
-    return load_model(str(folder), progress=False, **options)
+def load(folder, fp8_activations=False, **options):
+    return load_model(str(folder), progress=False, fp8_activations=fp8_activations, **options)
 
 
 @functools.cache

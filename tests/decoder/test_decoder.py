@@ -146,7 +146,7 @@ FIELDS = {
         "gated": (False, {EVERY}),
     },
     Unquantised: {},
-    Fp8: {"block": (None, {EVERY, FEW, FUSED, FP8, FP8S}), "activations": (True, {EVERY})},
+    Fp8: {"block": (None, {EVERY, FEW, FUSED, FP8, FP8S}), "activations": (True, {EVERY, FEW, FUSED})},
     Mxfp4: {},
     ClampedSwiglu: {"alpha": (1.0, {EVERY, FEW}), "limit": (3.0, {EVERY, FEW})},
     SigmoidScores: {"groups": (2, {EVERY}), "top_groups": (2, {EVERY}), "scale": (2.5, {EVERY})},

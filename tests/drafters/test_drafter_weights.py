@@ -72,7 +72,7 @@ def dequantised(drafter):
 
 
 KINDS = (*DRAFTERS, "mtp", "standalone")
-OWN = {"draft_dtype": "bfloat16", "draft_quantization": "fp8"}
+OWN = {"draft_dtype": "bfloat16", "draft_quantization": "fp8", "fp8_activations": "off"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -147,20 +147,21 @@ def test_without_options_a_drafter_has_its_targets_dtype_and_its_own_format():
     folder, draft = DRAFTERS["eagle"]
     target = load_model(str(folder), "bfloat16", quantization="fp8", progress=False)
     drafter = load_drafter(draft, target)
-    assert Fp8(128) in formats(target.params) and formats(drafter.params) == (Unquantised(),)
+    assert Fp8(128, activations=True) in formats(target.params) and formats(drafter.params) == (Unquantised(),)
     assert drafter.params["fc"].dtype == "bfloat16" and drafter.params["embed"] is target.params["embed"]
 
 
 def test_a_quantised_drafter_is_read_as_it_is(tmp_path):
     target, _ = drafting("eagle")
     quant, whole = write(EAGLES / "safeailab-eagle", tmp_path)
-    stored, expected = (load_drafter(f"eagle:{folder}", target) for folder in (quant, whole))
+    off = EngineConfig(fp8_activations="off")
+    stored, expected = (load_drafter(f"eagle:{folder}", target, off) for folder in (quant, whole))
     assert stored.params["layer"]["qkv"].format == stored.params["fc"].format == Fp8(128)
     found = weights(dequantised(stored).params)
     for ours, theirs in zip(found, weights(expected.params), strict=True):
         np.testing.assert_allclose(ours.unquantised, theirs.unquantised, rtol=1e-6)
     draft = f"eagle:{quant}"
-    dummy = load_drafter(draft, target, EngineConfig(draft=draft, load_format="dummy", fp8_activations="on"))
+    dummy = load_drafter(draft, target, EngineConfig(draft=draft, load_format="dummy"))
     assert dummy.params["layer"]["qkv"].format == Fp8(128, activations=True)
 
 
@@ -168,7 +169,10 @@ def test_dummies_of_an_mtp_module_have_the_format_of_its_checkpoint(tmp_path):
     folder, _ = write(hybrids.checkpoint("qwen3_5"), tmp_path)
     target = load_model(str(folder), load_format="dummy")
     drafter = load_drafter("mtp", target, EngineConfig(draft="mtp", load_format="dummy"))
-    assert drafter.params["layer"]["qkv"].format == Fp8(128) and drafter.params["fc"].format == Unquantised()
+    assert (
+        drafter.params["layer"]["qkv"].format == Fp8(128, activations=True)
+        and drafter.params["fc"].format == Unquantised()
+    )
 
 
 @functools.cache

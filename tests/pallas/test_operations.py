@@ -221,6 +221,8 @@ def assert_alike(result, reference, name: str) -> None:
     """Padding may follow what the reference has, and a kernel may round before its caller would."""
     if isinstance(result, matmul.Quantised):
         result = result.values
+    if isinstance(result, matmul.Weighted):
+        result = result.rows
     pairs = zip(jax.tree.leaves(result), jax.tree.leaves(reference), strict=True)
     for one, other in pairs:
         assert one.ndim == other.ndim and all(a >= b for a, b in zip(one.shape, other.shape, strict=True)), name

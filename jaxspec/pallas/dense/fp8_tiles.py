@@ -103,7 +103,8 @@ def matmul(
     """`fp8.product` of the first `valid` rows, given by values and scales, as bfloat16; padding holds that or zeros.
 
     `residual`, which a gated one can't have: the product is rounded, as in the plain layers, and added to it. `gated`:
-    silu(gate) * up of the product, half as wide, rounded once. `tiling` and `splits` override `division_of`.
+    silu(gate) * up of the product, half as wide, rounded where few rows' kernels round. `tiling` and `splits` override
+    `division_of`.
     """
     (r, k), n = x.shape, len(values)
     if tiling is None:
@@ -188,7 +189,7 @@ def _kernel(
     def _():
         plgpu.set_max_registers(registers[0], action="increase")
         multiply = partial(_multiply, block, ring, operands, in_blocks, piece)
-        results = Results(gated, added, out, out_s, late=True)  # sums take all registers until then
+        results = Results(gated, added, out, out_s, late=True, rounded=True)  # sums take all registers until late
         tiles.consume(block, ring.hands, warpgroup, results, multiply)
 
 

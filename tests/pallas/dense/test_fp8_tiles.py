@@ -56,7 +56,7 @@ def check(
     with jax.default_matmul_precision("highest"):
         expected = np.asarray(exact(x.astype(jnp.float32), values, scales, block))
     if kind == "gated":
-        expected = np.asarray(gate(expected, HALF))
+        expected, within = np.asarray(gate(expected, HALF)), 1.5 * within  # gate, up and silu(gate) may be rounded
     assert out.shape == expected.shape
     before = np.zeros_like(expected) if residual is None else np.asarray(residual, np.float32)
     size = np.linalg.norm(expected, axis=1) + np.linalg.norm(before, axis=1)

@@ -99,7 +99,7 @@ def fp8_sums(share, begun, *, weight_s, rows_s, ready, scales_s, row_scales_s=No
         of_rows = [None] * blocks
         if share.rounds:
             of_rows = quantise(share, rows, row_scales_s.at[turn, lax.rem(j, _i32(2))], staged is not None)
-        made = products(share, weight_s.at[slot], rows, staged)
+        made = products(share, weight_s.at[slot], rows, staged, quantised=share.rounds)
         for b in range(blocks):
             more = [_by_row(_by_output(each[b], by[g][b]), of_rows[b]) for g, each in enumerate(made)]
             totals = [total + sums for total, sums in zip(totals, more, strict=True)]
