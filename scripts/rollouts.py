@@ -63,7 +63,7 @@ def mismatches(draft: str, tokens: int, sizes: dict[int, int]) -> dict[str, floa
     llm = LLM(
         "smollm2-135m-instruct", draft, dtype="bfloat16", deterministic=True, max_running_requests=most, **options
     )
-    model, tokenizer = llm.engine.runner.model, llm.engine.tokenizer
+    tokenizer = llm.engine.tokenizer
     chats = [
         tokenizer.apply_chat_template([{"role": "user", "content": kind.format(topic)}])
         for kind in KINDS
@@ -78,7 +78,7 @@ def mismatches(draft: str, tokens: int, sizes: dict[int, int]) -> dict[str, floa
             rows = [prompt + out.token_ids for prompt, out in zip(prompts, outs, strict=True)]
             padded = np.array([row + [0] * (size - len(row)) for row in rows + rows[:1] * (most - at)])
             lengths = np.array([len(prompt) for prompt in prompts + prompts[:1] * (most - at)])
-            exact = np.asarray(jaxspec.logprobs(model, padded, lengths, config=llm.engine.config))
+            exact = np.asarray(scored(llm, padded, lengths))
             for out, row, n in zip(outs, exact, lengths, strict=False):
                 own = np.float32([one.logprob for one in out.logprobs])
                 differ += int((own != row[n - 1 :][: len(own)]).sum())
@@ -92,10 +92,15 @@ def mismatches(draft: str, tokens: int, sizes: dict[int, int]) -> dict[str, floa
     runs = {
         "plain": lambda: llm.generate(prompts, plain),
         "logprobs": lambda: llm.generate(prompts, heats),
-        "scoring": lambda: jax.block_until_ready(jaxspec.logprobs(model, padded, lengths, config=llm.engine.config)),
+        "scoring": lambda: jax.block_until_ready(scored(llm, padded, lengths)),
     }
     out |= {f"{name}_s": round(min(seconds(run) for _ in range(3)), 3) for name, run in runs.items()}
     return out | released(llm, prompts, plain)
+
+
+def scored(llm: LLM, tokens: np.ndarray, prompt: np.ndarray) -> jax.Array:
+    """Log-probabilities by the engine's weights, which nobody else holds: a release would leave them there."""
+    return jaxspec.logprobs(llm.engine.runner.model, tokens, prompt, config=llm.engine.config)
 
 
 def released(llm: LLM, prompts: list, params: list) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Products of few rows with weights of four bits on one Hopper GPU: right or not, then us and TB/s beside FP8's.
 
 A layer's four products of Qwen3-8B run one after the other, for several layers, so that no cache holds the weights.
-Candidates change constants of `few_rows.share`. `python -m scripts.gpu.four_bits [--rows 8,32] [--candidates]`
+Candidates change constants of `few_rows.share`. `python -m scripts.gpu.four_bits [--rows 8,32] [--candidates] [--many]`
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def check() -> None:
 def check_many() -> None:
     """Check the kernel of many rows, too."""
     for name, kind in CHECKED.items():
-        for rows, inputs, outputs in ((40, 4096, 512), (128, 1024, 6144), (512, 1024, 24576)):
+        for rows, inputs, outputs in ((40, 4096, 512), (128, 1024, 6144), (512, 512, 24576)):
             weight = jax.jit(weight_of, static_argnums=(0, 2, 3))(kind, jax.random.key(rows), inputs, outputs)
             x = jax.random.normal(jax.random.key(1), (rows, inputs), jnp.bfloat16)
             expected = np.asarray(x, np.float32) @ np.asarray(weight.dequantised(jnp.float32))
@@ -190,12 +190,12 @@ def measure(made: dict, runs: list[tuple], begin: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", default="8,16,32")
+    parser.add_argument("--many", action="store_true", help="the kernel of many rows in place of that of few")
     parser.add_argument("--candidates", action="store_true", help="also constants of few_rows.share")
     args = parser.parse_args()
     jax_patches.install()
     begin = time.perf_counter()
-    check()
-    check_many()
+    (check_many if args.many else check)()
     print(f"{time.perf_counter() - begin:.0f} s", flush=True)
     made, keys = {}, iter(jax.random.split(jax.random.key(0), 64))
     for name, kind in FORMATS.items():
@@ -207,9 +207,10 @@ def main() -> None:
         ]
     rows = [int(each) for each in args.rows.split(",")]
     each = [("int4", 8, CANDIDATES), ("nvfp4", 8, CANDIDATES[::2]), ("int4", 32, CANDIDATES[1:])]
-    measure(made, [(f"{name}, {r} rows", name, r, {}) for r in rows for name in FORMATS], begin)
+    if not args.many:
+        measure(made, [(f"{name}, {r} rows", name, r, {}) for r in rows for name in FORMATS], begin)
     many = [(f"{name}, {r} rows, each by itself", name, r, {}) for r in (32, 64, 128, 512) for name in FORMATS]
-    measure(made, many, begin)
+    measure(made, many if args.many else [], begin)
     for name, r, some in each if args.candidates else ():
         measure(made, [(f"{name}, {r} rows, {label}", name, r, changes) for label, changes in some], begin)
 

@@ -46,6 +46,7 @@ SIZES = {
 LEAST = 32  # rows of a tile; fewer are padded
 STEPS = INPUTS // STEP
 UNITS = 3  # of weights in flight
+MAX_BARRIERS = 32  # that jax makes in one group
 _i32, _f32 = jnp.int32, jnp.float32
 
 
@@ -61,6 +62,14 @@ def supported(rows: int, dtype: Any, weight: Weight) -> str | None:
 def tiling_of(rows: int, outputs: int) -> Tiling:
     """The tiles that should take the least time."""
     return Tiling.quickest(rows, outputs, {size: time for size, time in SIZES.items() if size[0] <= max(rows, LEAST)})
+
+
+def slots_of(tiling: Tiling, four: FourBits, gated: bool) -> int:
+    """How many steps of rows shared memory holds beside weights and results."""
+    groups = tiling.columns // UNIT
+    results = 2 * groups * part_of(tiling) * (UNIT + HALF * gated)
+    weights = UNITS * groups * (UNIT * INPUTS // 2 + four.bytes(INPUTS, UNIT))
+    return min((RING_BYTES - results - weights) // (2 * STEP * tiling.rows), MAX_BARRIERS)
 
 
 @lower_once("four_wide", "gated", "tiling")
@@ -82,9 +91,7 @@ def matmul(
     tiling = tiling or tiling_of(r, n)
     padded = [tiles.padded(a, tiling.rows) for a in (x, residual) if a is not None]
     groups, part, scales = tiling.columns // UNIT, part_of(tiling), four.scales(INPUTS, UNIT)
-    results = 2 * groups * part * (UNIT + HALF * gated)
-    weights = UNITS * groups * (UNIT * INPUTS // 2 + four.bytes(INPUTS, UNIT))
-    slots = (RING_BYTES - results - weights) // (2 * STEP * tiling.rows)
+    slots = slots_of(tiling, four, gated)
     out = plgpu.kernel(
         partial(_kernel, tiling, gated, four),
         kernel_name="four_wide",

@@ -12,6 +12,7 @@ import pytest
 from jaxspec.decoder.matmul import gate
 from jaxspec.models.weights import HALF, Int4, Nvfp4
 from jaxspec.pallas.dense import four_wide
+from jaxspec.pallas.dense.few_rows.share import FourBits
 from jaxspec.pallas.dense.tiles import Tiling
 from tests.pallas.dense.test_few_rows import INTERPRET
 from tests.pallas.dense.test_few_rows_four_bits import drawn, drawn_shape, rows_of
@@ -34,11 +35,21 @@ def test_products_are_those_of_the_dequantised_weight(kind, rows, gated):
     np.testing.assert_allclose(got, expected, atol=2**-6 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("kind,rows,gated", [(Int4(128), 128, True), rare(Nvfp4(), 512, False)])
+@pytest.mark.parametrize(
+    "kind,rows,gated", [(Int4(128), 33, True), rare(Int4(128), 128, True), rare(Nvfp4(), 512, False)]
+)
 def test_lowers_for_cuda(kind, rows, gated):
     given = jax.eval_shape(lambda: (jnp.ones((rows, 4096), jnp.bfloat16), drawn_shape(kind, 4096, 24576)))
     valid = jax.ShapeDtypeStruct((1,), jnp.int32)
     assert kernels(lambda *given: four_wide.matmul(*given, gated=gated), *given, valid) == 1
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("four", [FourBits(), FourBits(32, True, "float32"), FourBits(128, False, "bfloat16")])
+def test_every_tile_has_a_ring_that_the_compiler_takes(four, gated):
+    """Few rows would have more slots than a group has barriers, and many none."""
+    for size in four_wide.SIZES:
+        assert 2 <= four_wide.slots_of(Tiling(*size), four, gated) <= four_wide.MAX_BARRIERS, size
 
 
 def test_weights_that_do_not_fit_are_named():

@@ -29,11 +29,10 @@ from jaxspec.models.fp8 import BLOCK
 from jaxspec.models.int4 import UNIT
 from jaxspec.models.weights import Int4, Weight
 from jaxspec.pallas.dense.few_rows import registers
-from jaxspec.pallas.dense.few_rows.registers import ATOM, BYTES
+from jaxspec.pallas.dense.few_rows.registers import ATOM, BYTES, mma
 from jaxspec.pallas.dense.few_rows.registers import _at as at
 from jaxspec.pallas.dense.few_rows.registers import _div as div
 from jaxspec.pallas.dense.few_rows.registers import _int as whole
-from jaxspec.pallas.dense.few_rows.registers import _mma as mma
 from jaxspec.pallas.dense.few_rows.registers import _mul as mul
 from jaxspec.pallas.dense.few_rows.registers import _rem as rem
 from jaxspec.pallas.dense.few_rows.registers import _total as total_of
@@ -189,7 +188,7 @@ def _steps(sums, pairs, right, steps, chains):
         for s in range(2):
             totals, left = apart[s % chains], (upper[2 * s], lower[2 * s], upper[2 * s + 1], lower[2 * s + 1])
             for n, words in enumerate(right):
-                totals[n] = mma(totals[n], left, words[q][2 * s : 2 * s + 2])
+                totals[n] = mma(totals[n], left, words[q][2 * s : 2 * s + 2], False)
     return [total_of(each) for each in zip(*apart, strict=True)]
 
 

@@ -219,7 +219,7 @@ def _products(share, apart, last, quantised, _, weight_s, rows_s):
                     (a0, a2), (a1, a3) = (_converted(half[q], quantised) for half in (upper, lower))
                     for n in range(row_groups):
                         words = right[n][2 * i + q // 2]
-                        totals[n] = _mma(totals[n], (a0, a1, a2, a3), words[q % 2 * 2 :][:2], quantised)
+                        totals[n] = mma(totals[n], (a0, a1, a2, a3), words[q % 2 * 2 :][:2], quantised)
             sums[g, block] = [_total(each) for each in zip(*apart, strict=True)]
     return [as_sums(sums[g, block]) for g in range(groups) for block in range(blocks)]
 
@@ -242,7 +242,7 @@ def as_sums(totals):
     return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
 
-def _mma(totals, left, right, halves):
+def mma(totals, left, right, halves):
     f32 = ir.F32Type.get()
     struct = ir.Type.parse("!llvm.struct<(f32, f32, f32, f32)>")
     text = MMA.replace("bf16", "f16") if halves else MMA
