@@ -4,8 +4,8 @@
 #
 #     scripts/gpu/quantised.sh OUT [PART...]
 #
-# PART is of: kernels dense cache eagle3 turns 30b 35b mtp 27b gpt-oss prefill; all by default, in that order. `turns` and those
-# that begin so have rows that are quantised and rows that aren't by turns: turns-few turns-128 turns-35b. A part's
+# PART is of: kernels dense cache eagle3 turns 30b 35b mtp 27b gpt-oss prefill; all by default, in that order. `turns`
+# has rows that are quantised and rows that aren't by turns; so have turns-few, turns-128 and turns-35b. A part's
 # engines start side by side and are timed one after the other (in_turn.py); their shares of memory are an H200's. A GPU
 # of 80 GB runs those that fit. OUT receives for each engine its table, its kernels, JSON and a log. LIMIT: seconds that
 # an engine may take (240).
@@ -37,7 +37,7 @@ rounds() {
 fp8=(--quantization fp8)
 drafts=(--num-steps 3 --accept-rates 0.75,0.5,0.25 --draft-quantization fp8)
 eagle3=("${fp8[@]}" --draft "eagle3:$out/models/qwen3-8b-eagle3" "${drafts[@]}")
-for part in "${@:-kernels dense cache eagle3 turns turns-35b 30b 35b mtp 27b gpt-oss prefill}"; do
+for part in "${@:-kernels dense cache eagle3 turns 30b 35b mtp 27b gpt-oss prefill}"; do
     for part in $part; do
         case $part in
             kernels) timeout "${LIMIT:-240}" python3 -m jaxspec.bench kernels --only FP8 --no-plain --profile \
