@@ -195,7 +195,7 @@ MORE = {  # what the benchmark has no case of
 }  # fmt: skip
 # Tables of whole layers' steps, whose tests are those of layers, and of sums, which take devices.
 STEPS = "decoder.mixings.delta_rule.RULE", "decoder.mixture_rows.ROUTER", "decoder.forward.CONTEXT"
-ELSEWHERE = {f"jaxspec.{name}" for name in (*STEPS, "parallel.peers.SUM")}
+ELSEWHERE = {f"jaxspec.{name}" for name in (*STEPS, "parallel.peers.SUM", "parallel.peers.SUM_IN_ORDER")}
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ def rows_of(count: int, inputs: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(count).standard_normal((count, inputs), np.float32), jnp.bfloat16)
 
 
-@pytest.mark.parametrize("kind,rows", [(Int4(32, zeros=True), 8), rare(Nvfp4(), 16), rare(Int4(128), 32),
+@pytest.mark.parametrize("kind,rows", [(Int4(32, zeros=True), 8), (Nvfp4(), 16), rare(Int4(128), 32),
                                        rare(Int4(None, zeros=True), 24)])  # fmt: skip
 def test_products_are_those_of_the_dequantised_weight(kind, rows):
     """The ring has fewer slots than there are chunks."""
@@ -62,8 +62,8 @@ def test_products_are_those_of_the_dequantised_weight(kind, rows):
     np.testing.assert_allclose(np.asarray(got, np.float64), x @ whole, atol=2**-8 * np.abs(x @ whole).max())
 
 
-@pytest.mark.parametrize("kernel,kind", [rare("gated", Nvfp4()), ("add", Nvfp4()), rare("normed", Int4(128)),
-                                         rare("heads", Int4(128))])  # fmt: skip
+@pytest.mark.parametrize("kernel,kind", [("gated", Nvfp4()), rare("add", Nvfp4()), rare("normed", Int4(128)),
+                                         ("heads", Int4(128))])  # fmt: skip
 def test_layers(kernel, kind):
     """Norms, gates, rotations and sums are those of FP8's kernels."""
     given = unquantised(8, d=1280, heads=2, kv_heads=1, f=256, width=128)
@@ -74,9 +74,7 @@ def test_layers(kernel, kind):
     fp8_kernels.CHECKS[kernel](given, **INTERPRET)
 
 
-@pytest.mark.parametrize(
-    "kind,rows", [*(rare(*each) for each in zip(FORMATS[1:], (32, 16, 32), strict=True)), (FORMATS[0], 8)]
-)
+@pytest.mark.parametrize("kind,rows", [*zip(FORMATS, (8, 32, 16, 32), strict=True)])
 def test_lowers_for_cuda(kind, rows):
     x, weight = jax.eval_shape(lambda: (jnp.ones((rows, 4096), jnp.bfloat16), drawn_shape(kind, 4096, 24576)))
     assert kernels(lambda *given: op.gated(*op.scale_rows(given[0], given[0][0]), given[1], eps=1e-6), x, weight) == 1
