@@ -186,7 +186,7 @@ class Planner(Runner):
         memory: tuple[int, int] | None,
     ):
         self.model, self.draft, self._memory = model, draft, memory
-        self.hosts, self._other_bytes = None, 0
+        self.hosts, self._other_bytes, self.adapters = None, 0, None
         self._local, self._drafter = model.config, draft.drafter  # a device's share is a model here
         self.config = resolve(options, model, draft, defaults)
         self.width = draft.drafter.num_draft_tokens + 1
@@ -218,6 +218,8 @@ def sum_seconds(size: int, tp: int, sums: str) -> float:
 
 def planned(options: EngineConfig, tp: int, defaults: Defaults, memory: tuple[int, int] | None) -> Planner:
     """The plan of one of `tp` devices. **Raises:** `ConfigError` if the model doesn't fit or can't be divided."""
+    if options.has_adapters:
+        raise ConfigError("bench plan doesn't count adapters; leave --lora-modules, --enable-lora and --lora-root out")
     with tempfile.TemporaryDirectory() as where:
         if tp > 1:
             options = _shared(options, tp, Path(where))
