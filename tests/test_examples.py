@@ -167,7 +167,9 @@ def test_the_docs_have_every_flag_and_no_other():
     for option in dataclasses.fields(EngineConfig):
         row = next(row for row in FLAGS.splitlines() if f"`{flag(option.name)}`" in row)
         default = SERVER_DEFAULTS.get(option.name, option.default)
-        assert default is None or isinstance(default, bool) or str(default) in row, f"{row} lacks the default {default}"
+        assert default in (None, ()) or isinstance(default, bool) or str(default) in row, (
+            f"{row} lacks the default {default}"
+        )
 
 
 def test_readme_has_every_drafter():

@@ -233,7 +233,7 @@ def planned(options: EngineConfig, tp: int, defaults: Defaults, memory: tuple[in
 HEADS = ("num_attention_heads", "linear_num_key_heads", "linear_num_value_heads")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 VOCABULARIES = ("vocab_size", "draft_vocab_size")
-TABLES = ("markov_before", "before", "after")  # params of DSpark and DFlash 2 that are whole on each device
+WHOLE = ("markov_before", "before", "after")  # params of DSpark and DFlash 2 that are whole on each device
 
 
 def share(hf: Mapping[str, Any], n: int, quantization: str | None = None) -> dict[str, Any]:
@@ -311,7 +311,7 @@ def _shared(options: EngineConfig, n: int, where: Path) -> EngineConfig:
 def _with_whole_tables(draft: LoadedDrafter, n: int) -> LoadedDrafter:
     """The drafter's share with its tables of rows by token whole, as each of n devices has them."""
     whole = lambda x: jax.ShapeDtypeStruct((n * x.shape[0], *x.shape[1:]), x.dtype)  # noqa: E731
-    tables = {name: whole(draft.params[name]) for name in TABLES if n > 1 and name in draft.params}
+    tables = {name: whole(draft.params[name]) for name in WHOLE if n > 1 and name in draft.params}
     return dataclasses.replace(draft, params={**draft.params, **tables}) if tables else draft
 
 

@@ -53,6 +53,8 @@ def _flags(options: Mapping[str, Any]) -> list[str]:
     for name, value in options.items():
         if value is True:
             argv.append(flag(name))
+        elif isinstance(value, tuple):
+            argv += [flag(name), *map(str, value)] if value else []
         elif value is not None and value is not False:
             argv.append(f"{flag(name)}={value}")
     return argv

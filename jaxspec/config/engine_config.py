@@ -238,7 +238,7 @@ class EngineConfig:
         "prefix cache; prompts that begin with them load them back where that is faster",
         "GIB",
         group=MEMORY,
-        shown="none",
+        shown="0.0: none",
         least=0,
     )
     num_continuous_decode_steps: int | None = option(

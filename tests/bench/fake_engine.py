@@ -44,7 +44,7 @@ class FakeEngine:
         self._late = 0.0
         self._ids = itertools.count()
 
-    def prepare(self, prompt, params):
+    def prepare(self, prompt, params, lora=None):
         self.prompts.append(prompt)
         left = params.max_tokens
         return SimpleNamespace(id=str(next(self._ids)), tokens=prompt, left=left, started=False, ttft=None, added=0.0)

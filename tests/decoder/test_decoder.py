@@ -182,6 +182,7 @@ FIELDS = {
         "embed_scale": (8.0, {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
         "logit_scale": (0.5, {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
         "deterministic": (256, set()),  # a path of its own
+        "reports_experts": (True, {EVERY}),
     },
 }
 

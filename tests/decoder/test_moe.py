@@ -46,8 +46,8 @@ class Tensors:
     def tensors(self):
         return {name: TensorInfo(array.shape, array.nbytes) for name, array in self.held.items()}
 
-    def read(self):
-        return iter(self.held.items())
+    def stored(self):
+        return self.held
 
 
 def config_of(**overrides) -> ModelConfig:

@@ -172,7 +172,7 @@ def test_another_vocabulary_is_refused(model):
     (lambda: "mtp", "model_type qwen3.* brings no MTP module"),
 ])  # fmt: skip
 def test_what_configs_alone_show_is_said_before_weights_are_read(monkeypatch, draft, words):
-    monkeypatch.setattr(ModelFolder, "_read", lambda self: pytest.fail("weights were read"))
+    monkeypatch.setattr(ModelFolder, "stored", lambda self, *_: pytest.fail("weights were read"))
     with pytest.raises(ConfigError, match=words):
         LLM(str(tiny_checkpoint()), draft=draft(), skip_warmup=True)
 

@@ -262,7 +262,7 @@ def test_a_method_alone_takes_the_known_drafter(monkeypatch):
     assert isinstance(load_drafter("eagle3", dataclasses.replace(target(), name="Acme/Big")).drafter, Eagle3)
     with pytest.raises(ConfigError, match=r"no drafter is known for Acme/Other.*eagle3:PATH_OR_ID.*qwen/qwen3-8b"):
         load_drafter("eagle3", dataclasses.replace(target(), name="Acme/Other"))
-    with pytest.raises(ConfigError, match=r"eagle:PATH_OR_ID.*Known targets: none"):
+    with pytest.raises(ConfigError, match=r"eagle:PATH_OR_ID.*Known targets: meta-llama"):
         load_drafter("eagle", target())
 
 

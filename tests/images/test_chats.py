@@ -95,7 +95,7 @@ class Offline(LLM):
             no_pictures=None if seeing else "m has no vision",
         )  # fmt: skip
 
-    def generate(self, prompts, params=None, priority=0):
+    def generate(self, prompts, params=None, priority=0, lora=None):
         return prompts
 
 

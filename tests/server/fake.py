@@ -22,6 +22,7 @@ from jaxspec.config.request import (
     SamplingParams,
     TokenLogprobs,
 )
+from jaxspec.engine import host_cache
 from jaxspec.engine.async_llm import EngineDead
 from jaxspec.images.image_reader import ImageReader
 from jaxspec.images.picture import PlacedPicture, Prompt
@@ -190,6 +191,8 @@ class FakeLLM:
             "page_size": 16,
             "prompt_tokens_total": 5,
             "images_total": 2,
+            "host_cached_tokens_total": 0,
+            **host_cache.stats(None),
             "image_tokens_total": 3,
             "encoded_images_total": 1,
             "cached_tokens_total": 2,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import shutil
 
 import httpx
 import numpy as np
@@ -158,11 +159,14 @@ def test_several_engines_behind_one_port_read_pictures(plain):
         assert hits[0] == 0 and hits[1] >= 104  # by the engine that has the pictures
 
 
-def test_an_engine_that_reads_no_pictures_says_why():
+def test_an_engine_that_reads_no_pictures_says_why(tmp_path):
     """Without a compiled program: an engine is made, and refuses."""
-    llm = LLM(str(seeing_checkpoint()), deterministic=True, **OPTIONS | {"draft_policy": "auto"})
+    folder = shutil.copytree(seeing_checkpoint("gemma3"), tmp_path / "model")
+    hf = json.loads((folder / "config.json").read_text()) | {"mm_tokens_per_image": 64}
+    (folder / "config.json").write_text(json.dumps(hf))
+    llm = LLM(str(folder), **OPTIONS | {"draft_policy": "auto"})
     assert llm.engine.image_reader is None
-    with pytest.raises(RequestError, match=r"messages\[0\].content\[1\] is a picture, and --deterministic serves text"):
+    with pytest.raises(RequestError, match=r"messages\[0\].content\[1\] is a picture, and a picture's 64 tokens don't"):
         llm.chat([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image", "image": PIXELS}]}])
 
 
