@@ -14,7 +14,7 @@ from functools import partial
 from jaxtyping import Array, Float, Int
 
 from jaxspec.decoder.functions import cos_sin
-from jaxspec.decoder.matmul import rounds
+from jaxspec.decoder.matmul import quantises_rows
 from jaxspec.decoder.mixings.attention import sinks
 from jaxspec.decoder.mixings.kind import Weights
 from jaxspec.decoder.mixture_rows import add, given_first, given_to, mixture, operand, quantised_refused, stored_as
@@ -60,7 +60,7 @@ def sizes_fit(decoder: Decoder, layers: Sequence[Weights], call: Call, quantised
     if call.inputs == ():
         return "rows that are normed already"
     beside = sum(call.inputs[1:]) if call.inputs else 0
-    if beside and any(map(rounds, _multiplied(layers))):
+    if beside and any(map(quantises_rows, _multiplied(layers))):
         return "two inputs whose rows are quantised"
     if reason := layers_differ(decoder):
         return reason

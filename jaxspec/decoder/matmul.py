@@ -47,7 +47,7 @@ def normed_for(
     return choose("a norm", NORMS, weights, x, scale, norm).run(weights, x, scale, norm)
 
 
-def rounds(weight: Weight) -> bool:
+def quantises_rows(weight: Weight) -> bool:
     """Whether the rows that a weight multiplies are quantised, too."""
     return isinstance(weight.format, Fp8) and weight.format.activations
 
@@ -270,7 +270,7 @@ def _fp8_rows_refused(by: ModuleType, call: Product) -> str | None:
     block, outputs, inputs, unit = call.scaled
     if block is None:
         block, unit = fp8.BLOCK, outputs
-    if rounds(call.weight) and len(call.rows) > MOST_ROUNDED:
+    if quantises_rows(call.weight) and len(call.rows) > MOST_ROUNDED:
         return f"{len(call.rows)} rows that are quantised, too; supported: up to {MOST_ROUNDED}"
     return by.supported(len(call.rows), call.x.dtype, block, outputs, inputs, unit)
 
@@ -281,7 +281,7 @@ def _fp8_rows(by: ModuleType, call: Product) -> Float[Array, "*b o"]:
     if weight.format.block is None:
         by_output = jnp.repeat(scales[:, 0], weight.outputs // len(scales))
         scales = jnp.ones((1, weight.inputs // fp8.BLOCK), jnp.float32)
-    if rounds(weight):
+    if quantises_rows(weight):
         rows = fp8.rounded(rows, None if call.factor is None else call.factor.reshape(-1))
     out = by.product(rows, weight.values, scales) * by_output
     return call.finished(call.like_x(out.astype(call.dtype or call.x.dtype)))
@@ -369,7 +369,7 @@ def _not_quantised(weights: Sequence[Weight], *_: Any) -> str | None:
         return f"{len(weights)} readers"
     if weights[0].adapters is not None:
         return "rows with adapters, which read them unquantised"
-    return None if rounds(weights[0]) else f"a weight in {weights[0].format}"
+    return None if quantises_rows(weights[0]) else f"a weight in {weights[0].format}"
 
 
 def _norm_refused(weights: Sequence[Weight], x: Array, scale: Array, norm: Norm) -> str | None:

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.decoder import feed
 from jaxspec.decoder.functions import normed
-from jaxspec.decoder.matmul import rounds
+from jaxspec.decoder.matmul import quantises_rows
 from jaxspec.decoder.mixings.kind import Weights
 from jaxspec.models.description import Layer, Mixture
 from jaxspec.models.weights import FourBits, Fp8, Unquantised, Weight
@@ -27,7 +27,7 @@ Given = tuple[Float[Array, "r d"], Float[Array, " d"] | None] | few_rows.Scaled 
 def operand(weight: Weight) -> Float[Array, "k n"] | few_rows.Fp8Weight | Weight:
     """A weight as `pallas.few_rows` takes it."""
     if isinstance(weight.format, Fp8):
-        kind = few_rows.Fp8WeightAndRows if rounds(weight) else few_rows.Fp8Weight
+        kind = few_rows.Fp8WeightAndRows if quantises_rows(weight) else few_rows.Fp8Weight
         return kind(weight.values, weight.scales)
     return weight if isinstance(weight.format, FourBits) else weight.unquantised
 
@@ -51,7 +51,7 @@ def quantised_refused(weight: Weight) -> str | None:
 
 def given_to(weight: Weight, given: Given, centred: bool) -> Given:
     """Return what a kernel of this weight takes for its norm. Quantised rows are `Scaled`, however narrow they are."""
-    if not rounds(weight) or isinstance(given, few_rows.Scaled):
+    if not quantises_rows(weight) or isinstance(given, few_rows.Scaled):
         return given
     return few_rows.scale_rows(*given, centred)
 
@@ -75,7 +75,7 @@ def add(
         part = few_rows.product([rows], operand(weight))
         part = part if bias is None else part + bias  # which is zero but on the first device
         return _summed(part, x, scale, centred, prefetch)
-    wide = x.shape[1] > few_rows.NARROW or (prefetch is not None and rounds(prefetch))
+    wide = x.shape[1] > few_rows.NARROW or (prefetch is not None and quantises_rows(prefetch))
     if wide and scale is not None:
         return few_rows.add_product(x, rows, operand(weight), scale, bias, centred=centred)
     x = few_rows.add_product(x, rows, operand(weight), None, bias)
@@ -164,7 +164,9 @@ ROUTER = (
 def given_first(layer: Layer, weights: Weights, x: Float[Array, "r d"], scale: Float[Array, " d"]) -> Given:
     """Give the first layer's first norm its rows: as layers like it give it to the next, so that all are traced
     once."""
-    quantised = not isinstance(layer.feed, Mixture) and devices() == 1 and "qkv" in weights and rounds(weights["qkv"])
+    quantised = (
+        not isinstance(layer.feed, Mixture) and devices() == 1 and "qkv" in weights and quantises_rows(weights["qkv"])
+    )
     if not quantised and not scaled_sums(layer, x):
         return x, scale
     rows, squares = few_rows.scale_rows(x, scale, layer.norm.centred)

@@ -31,10 +31,7 @@ from jaxspec.scheduling.sequence import SequenceState
 
 log = logging.getLogger("jaxspec")
 
-BUCKET_BYTES, BUCKET = (
-    2**26,
-    32,
-)  # of one program that takes or writes pages: about so many bytes, at most so many pages
+BUCKET_BYTES, BUCKET = 2**26, 32  # of a program that moves pages: about so many bytes, at most so many pages
 RESERVED_AT_ONCE = 2**28  # bytes of the host's memory
 
 

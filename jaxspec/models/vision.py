@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -20,7 +21,7 @@ PREFIXES = re.compile(r"(model\.)?(visual|vision_tower(\.vision_model)?|multi_mo
 
 
 @dataclass(frozen=True)
-class Tower:
+class Tower(ABC):
     """A transformer over patches, and what makes a token of some of them.
 
     `patch`: values of one. `mlp`: the width of its MLPs. `out`: the width of embeddings.
@@ -37,14 +38,14 @@ class Tower:
     at_once: ClassVar[int] = 1  # a picture's tokens that the text model computes together
 
     @property
+    @abstractmethod
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Parameters by name, as a checkpoint has them behind `PREFIXES`; those of a layer without its number."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def per_token(self) -> int:
         """Patches of a token."""
-        raise NotImplementedError
 
     @property
     def mutual(self) -> bool:
@@ -56,9 +57,9 @@ class Tower:
         """Patches on each side of a token, where positions have three axes; None: a token's place is its position."""
         return None
 
+    @abstractmethod
     def sizes(self, most: int) -> tuple[int, ...]:
         """Patches that programs are made for, ascending, up to `most`."""
-        raise NotImplementedError
 
     @property
     def numbers(self) -> int:
