@@ -229,7 +229,7 @@ class Abstract(runner.Runner):
 
     def _empty_state(self):
         if self._division is not None:
-            place = lambda x, spec: shaped(x, NamedSharding(self._mesh, spec))  # noqa: E731
+            place = lambda x, spec: shaped(x, NamedSharding(self.mesh, spec))  # noqa: E731
             return jax.tree.map(place, self._state_shapes(self._layout, self.model.config, self.draft.drafter),
                                 self._division.state)  # fmt: skip
         empty = super()._empty_state

@@ -13,8 +13,10 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 from openai import APIConnectionError, OpenAI
 
 from jaxspec.checkpoint import params as loading
@@ -25,6 +27,7 @@ from jaxspec.models.local import local
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.weights import Param, by_inputs, by_outputs, is_param, linear
 from jaxspec.parallel import sharding
+from jaxspec.parallel.sharding import BY_REQUEST, EVERYWHERE
 from tests.server.live import wait_for
 from tests.support.tiny import BYTE_VOCAB, tiny_checkpoint, tiny_config
 
@@ -129,6 +132,17 @@ def test_a_vocabulary_is_padded_with_zeros():
     tensor = np.arange(1, 11).reshape(5, 2)
     parts = [sharding.cut(param, 0, tensor, rank, 4) for rank in range(4)]
     np.testing.assert_array_equal(np.concatenate(parts), np.pad(tensor, ((0, 3), (0, 0))))
+
+
+def test_arguments_without_elements_are_made_on_each_device():
+    """XLA's partitioner for GPUs crashes on them: no drafts (`--draft none`) are such arguments."""
+    mesh = AbstractMesh((2,), (sharding.AXIS,))
+    run = lambda x, tokens: (x + tokens.sum(), tokens, jnp.zeros(len(tokens)))  # noqa: E731
+    program = sharding.spread(run, mesh, (EVERYWHERE, BY_REQUEST), (EVERYWHERE, *[BY_REQUEST] * 2))
+    traced = jax.make_jaxpr(program)(jnp.arange(3), jnp.zeros((8, 0), jnp.int32))
+    (eqn,) = [eqn for eqn in traced.eqns if eqn.primitive.name == "shard_map"]
+    assert [x.aval.shape for x in eqn.invars] == [(3,)]
+    assert [x.aval.shape for x in eqn.outvars] == [(3,), (8, 0), (8,)]
 
 
 def test_what_nobody_decided_about_is_refused():
