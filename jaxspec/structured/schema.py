@@ -254,13 +254,13 @@ def _merge_objects(whole: dict[str, Any], part: dict[str, Any]) -> None:
     members = {}
     for name in (*ours, *(name for name in theirs if name not in ours)):
         wanted = [side.get(name, each.get(others, {})) for side, each in ((ours, whole), (theirs, part))]
-        members[name] = _both(*wanted)
-    rest = _both(whole.get(others, True), part.get(others, True))
+        members[name] = both(*wanted)
+    rest = both(whole.get(others, True), part.get(others, True))
     if names in whole or names in part:
         whole[names] = members
     if patterns in part:
         mine = whole.get(patterns, {})
-        merged = {key: _both(mine.get(key, True), value) for key, value in part[patterns].items()}
+        merged = {key: both(mine.get(key, True), value) for key, value in part[patterns].items()}
         whole[patterns] = {**mine, **merged}
     if others in whole or others in part:
         whole[others] = rest
@@ -268,7 +268,7 @@ def _merge_objects(whole: dict[str, Any], part: dict[str, Any]) -> None:
         part.pop(key, None)
 
 
-def _both(one: Any, other: Any) -> Any:
+def both(one: Any, other: Any) -> Any:
     if one in (True, {}) or same(one, other):
         return other
     if other in (True, {}):

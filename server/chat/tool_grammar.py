@@ -78,7 +78,8 @@ def tool_call_grammar(
     start = _CALLS[kind](lark, functions, parallel and named is None)
     lark.rules["start"] = f"{_thought(lark, reasoning, thinking)} {start}"
     rules = [f"start: {lark.rules.pop('start')}", *(f"{name}: {body}" for name, body in lark.rules.items())]
-    return StructuredOutput(grammar="\n".join(rules), name="tools")
+    schemas = tuple((_what(function), json.dumps(_arguments(function))) for function in functions)
+    return StructuredOutput(grammar="\n".join(rules), name="tools", schemas=schemas)
 
 
 class _Lark:
@@ -120,9 +121,13 @@ class _Lark:
         return self.rule(" | ".join(options))
 
 
+def _what(function: Mapping[str, Any]) -> str:
+    return f"the parameters of the function {function['name']!r}"
+
+
 def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
     """The schema of a tool's arguments, lowered: an object, and an empty one where the tool names no parameters."""
-    given, what = function.get("parameters") or {}, f"the parameters of the function {function['name']!r}"
+    given, what = function.get("parameters") or {}, _what(function)
     if "object" not in types(given, given):
         kind = given.get("type", sorted(types(given, given)))
         raise RequestError(f"{what} must have the type object, got {shown(kind)}", "tools")
@@ -165,12 +170,13 @@ def _coder(lark: _Lark, functions: Sequence[Mapping[str, Any]], parallel: bool) 
 
 def _xml(lark: _Lark, function: Mapping[str, Any]) -> str:
     """A call in XML: parameters in the schema's order, those that aren't required optional."""
-    schema, name = _arguments(function), function["name"]
+    schema = _arguments(function)
     try:
         options = [_parameters(lark, each, schema) for each in _leaves(schema, schema)]
     except ValueError as error:
-        raise RequestError(f"the parameters of the function {name!r} in this format: {error}", "tools") from None
-    return f"{lark.literal(f'<function={name}>', chr(10))} ({' | '.join(options)}) {lark.literal('</function>')}"
+        raise RequestError(f"{_what(function)} in this format: {error}", "tools") from None
+    opening = lark.literal(f"<function={function['name']}>", "\n")
+    return f"{opening} ({' | '.join(options)}) {lark.literal('</function>')}"
 
 
 def _leaves(schema: Any, root: Mapping[str, Any]) -> list[dict[str, Any]]:
