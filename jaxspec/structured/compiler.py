@@ -52,7 +52,7 @@ _REASONS = tuple(  # messages of the library, and what they say to someone who d
             r"lookarounds not supported yet; \w+ in regex /(.*)/",
             r"the pattern \1 has an anchor or a word boundary within, which can't be enforced",
         ),
-        (r"Unsatisfiable schema: Regex is empty", "no text has its pattern, format and length"),
+        (r"Unsatisfiable schema: Regex is empty", "no text follows it"),
         (r"Unsatisfiable schema: (.*)", r"no value follows it: \1"),
     )
 )

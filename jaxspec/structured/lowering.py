@@ -123,8 +123,10 @@ class _Lowering:
         for part in (whole, *whole.get("allOf", ())):
             for key in _REFERENCES:
                 if key in part:
-                    why = "isn't within this schema, and the server does not fetch others"
-                    raise SchemaError(path, f"{key} {part[key]!r} {why}")
+                    if key != "$ref":
+                        raise SchemaError(path, f"{key} can't be followed; write $ref")
+                    why = "is no path and no $anchor in this schema, and the server does not fetch others"
+                    raise SchemaError(path, f"$ref {part[key]!r} {why}")
         if any(whole.get(key, True) not in (True, {}) for key in UNEVALUATED):
             others = ("not", "contains") + ("if",) * whole.keys().isdisjoint({"then", "else"})
             if unseen := [key for key in others if key in whole]:
