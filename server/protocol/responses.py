@@ -96,7 +96,9 @@ def _message(item: Any) -> dict[str, Any]:
         role = item.get("role")
         if not isinstance(role, str) or role not in ROLES:
             raise RequestError(f"the role must be one of {', '.join(ROLES)}, got {shown(role)}")
-        return {"role": role, "content": _parts(item.get("content"), "content", role)}
+        if "content" not in item:
+            raise RequestError("a message needs its content")
+        return {"role": role, "content": _parts(item["content"], "content", role)}
     if kind == "reasoning":
         text = _text(item.get("content"), "content") or _text(item.get("summary"), "content")
         return {"role": "assistant", "reasoning_content": text}

@@ -184,7 +184,7 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
 def _flat(form: Any) -> Any:
     """A custom tool's format as `/v1/responses` has it: with its grammar's fields beside its type."""
     grammar = form.get("grammar") if isinstance(form, dict) else None
-    return {**grammar, "type": form.get("type")} if isinstance(grammar, dict) else form
+    return {**form, **grammar, "grammar": None, "type": form.get("type")} if isinstance(grammar, dict) else form
 
 
 def read_choice(value: Any) -> str | Named | Allowed:

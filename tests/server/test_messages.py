@@ -266,6 +266,11 @@ def test_thinking_and_effort(given, effort):
     ({"thinking": {"type": "on"}}, "thinking"),
     ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
     ({"temperature": -1}, "temperature"),
+    ({"temprature": 1}, "did you mean temperature?"),
+    ({"output_config": {"efort": "low"}}, "did you mean effort?"),
+    ({"output_config": {"format": {"type": "json_schema", "schema": {}, "strict": True}}}, "unknown field 'strict'"),
+    ({"tools": [TOOL], "tool_choice": {"type": "auto", "mode": "any"}}, "unknown field 'mode'"),
+    ({"thinking": {"type": "enabled", "budget": 7}}, "unknown field 'budget'"),
 ])  # fmt: skip
 def test_bad_fields(http, fake, change, says):
     response = http.post(PATH, json=ASK | change)
