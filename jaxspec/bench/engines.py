@@ -33,9 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser, without: Container[str] = (),
     add_engine_flags(parser, DEFAULTS | defaults, without=without)
 
 
-def with_drafter(args: argparse.Namespace, draft: str) -> argparse.Namespace:
-    """The command line with this drafter in it; plain decoding, "none", has no numbers of drafts."""
-    other = argparse.Namespace(**vars(args) | {"draft": draft})
+def with_drafter(args: argparse.Namespace, draft: str, tp_size: int | None = None) -> argparse.Namespace:
+    """The command line with this drafter in it, and over so many devices, if that is said; plain decoding, "none", has
+    no numbers of drafts."""
+    other = argparse.Namespace(**vars(args) | {"draft": draft} | ({"tp_size": tp_size} if tp_size else {}))
     if draft == "none":
         other.num_draft_tokens, other.num_steps, other.topk = None, None, 1
     return other

@@ -30,10 +30,11 @@ from jaxspec.config.options import ConfigError
 from jaxspec.config.request import RequestError
 from jaxspec.engine.llm import LLM
 from jaxspec.models.model_config import ModelConfig
+from jaxspec.text import prompts
 from jaxspec.text.errors import TokenizerError
 from jaxspec.train import evaluate, export, features, flags, loop, plots, synthesise
 from jaxspec.train.continued import continued, heads_alone
-from jaxspec.train.data import Text, TrainError, count, holds_texts, read_prompts, read_texts, split
+from jaxspec.train.data import Text, TrainError, count, holds_texts, read_texts, split
 from jaxspec.train.dflash import DFlashObjective
 from jaxspec.train.dspark import DSparkObjective
 from jaxspec.train.eagle3 import Eagle3Objective
@@ -72,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         print(str(error) or "interrupted", file=sys.stderr)
         return 130
-    except (CheckpointError, ConfigError, RequestError, TokenizerError, TrainError) as error:
+    except (CheckpointError, ConfigError, RequestError, TokenizerError, prompts.DataError, TrainError) as error:
         parser.exit(2, f"{parser.prog} {args.command}: {error}\n")
     return 0
 
@@ -293,9 +294,9 @@ def _evaluate(args: argparse.Namespace) -> None:
         plots.check()
     if args.output:
         make(args.output)
-    prompts = [prompt for path in args.data for prompt in read_prompts(path)]
+    asked = [prompt for path in args.data for prompt in prompts.read(path)[1]]
     llm = LLM(**engine_options(args))
-    figures = evaluate.evaluate(llm, evaluate.chat_prompts(llm, prompts, args.prompts), args.max_new_tokens)
+    figures = evaluate.evaluate(llm, evaluate.chat_prompts(llm, asked, args.prompts), args.max_new_tokens)
     facts = {"model": args.model, "draft": args.draft, "data": [path.name for path in args.data]}
     _show(figures, args.output, facts, not args.no_plots)
 
