@@ -176,7 +176,7 @@ SWITCHES = frozenset(
 # --draft by what the others call the method. SGLang's EAGLE without a drafter's path means the model's own MTP module.
 METHODS = {
     **{method: method for method in ("ngram", "suffix", "standalone", "eagle", "eagle3", "mtp")},
-    **{method: method for method in ("dflash", "dflash2", "dspark")},
+    **{method: method for method in ("dflash", "dflash2", "dspark", "domino", "lilicorr")},
     "naive_eagle": "eagle",  # one draft a round
     **dict.fromkeys(("nextn", "deepseek_mtp", "qwen3_next_mtp", "qwen3_5_mtp", "glm4_moe_mtp", "mimo_mtp"), "mtp"),
     **dict.fromkeys(("draft_model", "draft"), "standalone"),
