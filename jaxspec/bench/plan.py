@@ -232,7 +232,8 @@ def planned(options: EngineConfig, tp: int, defaults: Defaults, memory: tuple[in
 
 HEADS = ("num_attention_heads", "linear_num_key_heads", "linear_num_value_heads")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-VOCABULARIES = ("vocab_size", "draft_vocab_size")
+KV_HEADS = ("num_key_value_heads", "num_global_key_value_heads")
+VOCABULARIES = ("vocab_size", "draft_vocab_size", "vocab_size_per_layer_input")
 WHOLE = ("markov_before", "before", "after")  # params of DSpark and DFlash 2 that are whole on each device
 
 
@@ -251,20 +252,30 @@ def share(hf: Mapping[str, Any], n: int, quantization: str | None = None) -> dic
     heads = hf.get("num_attention_heads")
     if not isinstance(heads, int):
         return dict(hf)  # loading it says what is missing
-    kv, unit = hf.get("num_key_value_heads") or heads, _unit(hf, quantization)
-    if kv % n and n % kv:
-        raise ConfigError(f"num_key_value_heads {kv} can't be divided among {n} devices, nor repeated on them")
-    mine = {"head_dim": hf.get("head_dim") or hf["hidden_size"] // heads, "num_key_value_heads": max(1, kv // n)}
+    unit, mine = _unit(hf, quantization), {"head_dim": hf.get("head_dim") or hf["hidden_size"] // heads}
+    mine |= _kv_share({"num_key_value_heads": heads} | {key: hf[key] for key in KV_HEADS if hf.get(key)}, n)
+    if isinstance(by_layer := hf.get("per_layer_config"), Mapping):
+        mine["per_layer_config"] = {i: {**own, **_kv_share(own, n)} for i, own in by_layer.items()}
     mine |= {name: _divided(hf, name, n) for name in HEADS if hf.get(name)}
     experts = next((name for name in EXPERTS if hf.get(name)), None)
     if experts is not None:
         mine |= _expert_share(hf, n, unit, experts)
-    if hf.get("intermediate_size") and (experts is None or hf.get("first_k_dense_replace")):
+    dense = experts is None or hf.get("first_k_dense_replace") or hf.get("enable_moe_block")
+    if hf.get("intermediate_size") and dense:
         mine["intermediate_size"] = _divided(hf, "intermediate_size", n, unit)
     mine |= {name: -(-hf[name] // n) for name in VOCABULARIES if hf.get(name)}
     for name in (name for name in ("mask_token_id", "bos_token_id") if isinstance(hf.get(name), int)):
         mine[name] = min(hf[name], mine["vocab_size"] - 1)
     return {**hf, **mine}
+
+
+def _kv_share(sizes: Mapping[str, Any], n: int) -> dict[str, int]:
+    """One device's KV heads, of the keys that count some."""
+    heads = {key: sizes[key] for key in KV_HEADS if key in sizes}
+    for key, count in heads.items():
+        if count % n and n % count:
+            raise ConfigError(f"{key} {count} can't be divided among {n} devices, nor repeated on them")
+    return {key: max(1, count // n) for key, count in heads.items()}
 
 
 def _expert_share(hf: Mapping[str, Any], n: int, unit: int, experts: str) -> dict[str, int]:
@@ -275,7 +286,8 @@ def _expert_share(hf: Mapping[str, Any], n: int, unit: int, experts: str) -> dic
     if groups is None:
         raise ConfigError(f"{hf[experts]} experts with {width} {hf[width]} can't be divided among {n} devices")
     mine = {width: hf[width] * groups // n, experts: hf[experts] // groups}
-    mine["num_experts_per_tok"] = -(-hf["num_experts_per_tok"] // groups)  # as if choices were spread evenly
+    chosen = "top_k_experts" if "top_k_experts" in hf else "num_experts_per_tok"
+    mine[chosen] = -(-hf[chosen] // groups)  # as if choices were spread evenly
     if shared := hf.get("shared_expert_intermediate_size"):
         mine["shared_expert_intermediate_size"] = shared if shared % (n * unit) else shared // n
     return mine

@@ -139,6 +139,14 @@ class _OverCache:
 
 
 @flax.struct.dataclass
+class AttentionRows(_OverCache):
+    """Rows of a model without recurrent layers, a draft model for example."""
+
+    rows: Rows
+    number: int = flax.struct.field(pytree_node=False, default=0, kw_only=True)
+
+
+@flax.struct.dataclass
 class PromptBlocks(_OverCache):
     """Prompt blocks: block i stands at `rows`, in request slot `slots[i]`.
 

@@ -52,7 +52,7 @@ def page_dtype(kv_cache_dtype: str, dtype: str) -> str:
 
 def kv_bytes_per_token(config: ModelConfig, dtype: str) -> int:
     """Bytes of a token's keys and values in all layers, in pages of this dtype."""
-    numbers = sum(n * m.streams * m.heads * m.width for m, n in config.decoder.groups(PagedRows).items())
+    numbers = sum(n * memory.numbers for memory, n in config.decoder.groups(PagedRows).items())
     return numbers * jnp.dtype(dtype).itemsize
 
 

@@ -252,11 +252,17 @@ def _dtype(pages: Array | None) -> str | None:
 def unembed(params: dict[str, Any], hidden: Float[Array, "*b d"], decoder: Decoder) -> Float[Array, "*b v"]:
     """Final hidden states of this decoder to logits, float32; of this device's part of the vocabulary."""
     product = deterministic.unembed(params["head"], hidden) if decoder.deterministic else head_logits(params, hidden)
-    return product if decoder.logit_scale == 1 else product * decoder.logit_scale
+    product = product if decoder.logit_scale == 1 else product * decoder.logit_scale
+    return product if decoder.logit_cap is None else capped(product, decoder.logit_cap)
+
+
+def capped(logits: Float[Array, "*b v"], cap: float) -> Float[Array, "*b v"]:
+    """Squash logits below a cap (https://arxiv.org/abs/2408.00118, section 2)."""
+    return jnp.tanh(logits / cap) * cap
 
 
 def head_logits(params: dict[str, Any], hidden: Float[Array, "*b d"]) -> Float[Array, "*b v"]:
-    """The product with the head, or with tied embeddings, float32: logits but for a decoder's scale."""
+    """The product with the head, or with tied embeddings, float32: logits but for a decoder's scale and cap."""
     if (head := _head(params, hidden)) is not None:
         return logits(hidden, head)
     return jnp.einsum("...d,vd->...v", hidden, params["embed"], preferred_element_type=jnp.float32)

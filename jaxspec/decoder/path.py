@@ -20,7 +20,7 @@ from jaxspec.parallel.sharding import devices
 
 # What the plainest transformer has, and so what every path computes; and the fields of a mixture of silu's experts.
 PLAINEST: Table = {
-    Decoder: frozenset({"vocab_size", "width", "layers", "norm", "tied", "embed_scale", "logit_scale"}),
+    Decoder: frozenset({"vocab_size", "width", "layers", "norm", "tied", "embed_scale", "logit_scale", "logit_cap"}),
     Layer: frozenset({"mixing", "feed", "norm"}),
     Mlp: frozenset({"width"}),
     Norm: frozenset({"eps"}),

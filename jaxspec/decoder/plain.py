@@ -26,7 +26,8 @@ from jaxspec.parallel.peers import summed
 from jaxspec.parallel.sharding import devices, total
 
 IMPLEMENTS = implementing({
-    Decoder: {"reports_experts"}, Layer: {"pre_norm", "post_norm", "residual_scale"}, Absent: set(), Norm: {"centred"},
+    Decoder: {"reports_experts"}, Absent: set(), Norm: {"centred"},
+    Layer: {"pre_norm", "post_norm", "residual_scale", "output_scaled"},
     Mlp: {"bias", "activation", "gated"},
     Rope: {"columns", "interleaved"},
     Mixture: {*MIXTURE, "shared_gated", "scores", "bias", "router_bias", "activation", "groups", "gated", "latent"},
@@ -67,6 +68,10 @@ class Plain(Ops):
     def add(self, layer, weights, x, mixed):
         valid = valid_count(self.positions)
         return added(layer, weights, "attn_post_norm", x, lambda x: add_product(x, mixed, weights, "out", valid)), None
+
+    def finish(self, layer, weights, after, x, mixed):
+        x, given = super().finish(layer, weights, after, x, mixed)
+        return x * weights["layer_scale"] if layer.output_scaled else x, given
 
     def feed(self, layer, weights, after, x, given):
         if not (self.reports and isinstance(layer.feed, Mixture)):

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from jaxspec.cache.paged import KV, Rows
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
-from jaxspec.decoder.forward import Hidden, forward, head_logits, top_tokens, write_keys_values
+from jaxspec.decoder.forward import Hidden, capped, forward, head_logits, top_tokens, write_keys_values
 from jaxspec.decoder.matmul import product
 from jaxspec.drafters import dflash_checkpoint as checkpoint
 from jaxspec.drafters import eagle_tree
@@ -224,7 +224,7 @@ class DFlash(OwnLayers):
         logits = head_logits(params, rows)
         if self.multiplier != 1:
             logits = logits * self.multiplier
-        return logits if self.softcap is None else jnp.tanh(logits / self.softcap) * self.softcap
+        return logits if self.softcap is None else capped(logits, self.softcap)
 
     def commit(self, params, state, batch, verified):
         """Write keys and values of all rows. Rejected rows' lie behind the text, where the next block is written."""

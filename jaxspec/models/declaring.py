@@ -79,15 +79,22 @@ def layer_tensors(
         **{name: norm_scale(d, f"{prefix}{source}.weight", layer.norm.centred) for name, source in norms.items()},
         **declare(layer, d, prefix),
         **feed(layer.feed, d, prefix + "mlp."),
+        **({"layer_scale": number(prefix + "layer_scalar")} if layer.output_scaled else {}),
     }
+
+
+def number(source: str) -> Param:
+    """Declare a learnt number that something is multiplied by."""
+    return Param((1,), (source,), Layout((1,)), init="ones", split=WHOLE)
 
 
 def attention_tensors(layer: Layer, d: int, prefix: str) -> Tensors:
     """Where attention is gated, each query head's columns are followed by its gate's."""
     a, prefix = layer.mixing, prefix + "self_attn."
     n, m = a.heads * a.head_dim, a.kv_heads * a.head_dim
-    widths = {"q_proj": 2 * n if a.gated else n, "k_proj": m, "v_proj": m}
-    by_head = by_outputs(((a.heads, widths["q_proj"] // a.heads),), *[((a.kv_heads, a.head_dim),)] * 2)
+    widths = {"q_proj": 2 * n if a.gated else n, "k_proj": m} | ({} if a.k_is_v else {"v_proj": m})
+    kinds = len(widths) - 1
+    by_head = by_outputs(((a.heads, widths["q_proj"] // a.heads),), *[((a.kv_heads, a.head_dim),)] * kinds)
     tree = {
         "qkv": linear(d, {f"{prefix}{name}.weight": width for name, width in widths.items()}, split=by_head),
         "out": linear(n, {prefix + "o_proj.weight": d}, split=by_inputs(a.heads, a.head_dim)),

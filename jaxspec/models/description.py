@@ -64,6 +64,15 @@ class NoRotation:
 
 
 @dataclass(frozen=True)
+class Proportional:
+    """Rotation of a head's first `pairs` of halves alone, by frequencies that count all pairs (Gemma 4's, rope_type
+    "proportional"). Positions are divided by `factor`."""
+
+    pairs: int
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
 class Rope:
     """Rotary positions of base `theta`.
 
@@ -73,7 +82,7 @@ class Rope:
     """
 
     theta: float
-    scaling: RopeScaling | LinearScaling | Yarn | NoRotation | None = None
+    scaling: RopeScaling | LinearScaling | Yarn | NoRotation | Proportional | None = None
     columns: int | None = None
     interleaved: bool = False
     sections: tuple[int, int, int] | None = None
@@ -89,6 +98,11 @@ class PagedRows:
     heads: int
     width: int
     streams: int = 2
+
+    @property
+    def numbers(self) -> int:
+        """Of a token."""
+        return self.streams * self.heads * self.width
 
 
 @dataclass(frozen=True)
@@ -142,7 +156,8 @@ class Attention:
     `qk_norm_rotated`: after they are rotated. `gated`: each query head's columns are followed by its gate's, whose
     sigmoid multiplies what the head mixes. `bias`: of q, k and v. `out_bias`: of the output projection. `window`: how
     many positions a token sees, its own and those before it; None: all. `scale`: what scores are multiplied by; None:
-    head_dim**-0.5. `sinks`: each head has a learnt logit more in its softmax, which no value belongs to.
+    head_dim**-0.5. `sinks`: each head has a learnt logit more in its softmax, which no value belongs to. `v_norm`: of
+    each value head, without a weight. `k_is_v`: values are the keys' projection, before any norm and rotation.
     """
 
     heads: int
@@ -158,6 +173,8 @@ class Attention:
     window: int | None = None
     scale: float | None = None
     sinks: bool = False
+    v_norm: Norm | None = None
+    k_is_v: bool = False
 
     @property
     def memory(self) -> PagedRows:
@@ -165,7 +182,7 @@ class Attention:
 
     @property
     def columns(self) -> int:
-        return (2 * self.heads + 2 * self.kv_heads) * self.head_dim
+        return (2 * self.heads + (1 if self.k_is_v else 2) * self.kv_heads) * self.head_dim
 
     @property
     def pair_flops(self) -> int:
@@ -377,6 +394,7 @@ class Layer:
 
     `pre_norm`: whether a sub-layer's input is normed (weights "attn_norm", "mlp_norm"). `post_norm`: each sub-layer's
     output is normed before it is added ("attn_post_norm", "mlp_post_norm"). `residual_scale`: what it is multiplied by.
+    `output_scaled`: the whole output is multiplied by a learnt number ("layer_scale").
     """
 
     mixing: Kind | Absent
@@ -385,6 +403,7 @@ class Layer:
     pre_norm: bool = True
     post_norm: bool = False
     residual_scale: float = 1.0
+    output_scaled: bool = False
 
 
 @dataclass(frozen=True)
@@ -392,7 +411,8 @@ class Decoder:
     """A stack of layers, `width` wide, between embedding and head. `tied`: the head is the embedding.
 
     `embed_scale`: what embeddings are multiplied by, rounded to the activations' dtype. `logit_scale`: what logits are
-    multiplied by. `deterministic`: a row has the same bits whatever rows are beside it, and its attention sums so many
+    multiplied by. `logit_cap`: logits are squashed below it, cap * tanh(logit / cap); None: they aren't.
+    `deterministic`: a row has the same bits whatever rows are beside it, and its attention sums so many
     tokens by themselves; 0: it needn't. `reports_experts`: a forward returns the experts that mixtures chose.
     """
 
@@ -403,6 +423,7 @@ class Decoder:
     tied: bool = False
     embed_scale: float = 1.0
     logit_scale: float = 1.0
+    logit_cap: float | None = None
     deterministic: int = 0
     reports_experts: bool = False
 
@@ -452,6 +473,7 @@ ROPE_SCALINGS: Table = {
     LinearScaling: frozenset({"factor"}),
     Yarn: frozenset({"factor", "original_max_position", "attention_factor", "beta_fast", "beta_slow", "truncate"}),
     NoRotation: frozenset(),
+    Proportional: frozenset({"pairs", "factor"}),
 }
 
 

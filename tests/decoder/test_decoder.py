@@ -29,6 +29,7 @@ from jaxspec.models.description import (
     Mlp,
     Norm,
     NoRotation,
+    Proportional,
     Rope,
     RopeScaling,
     SigmoidScores,
@@ -47,6 +48,7 @@ PLAINEST = {
     RopeScaling: SCALING,
     LinearScaling: LinearScaling(4.0),
     NoRotation: NoRotation(),
+    Proportional: Proportional(16),
     Yarn: Yarn(4.0, 4096, 1.1),
     Rope: Rope(1e4),
     Attention: Attention(8, 4, 128, Rope(1e4)),
@@ -99,6 +101,8 @@ FIELDS = {
         "window": (128, ALL),
         "scale": (0.1, {EVERY, FUSED, STREAM, FP8, FP8S}),
         "sinks": (True, {EVERY, FEW, HEADS}),
+        "v_norm": (NORM, {EVERY}),
+        "k_is_v": (True, {EVERY}),
     },
     LatentAttention: {
         "heads": (16, {EVERY}),
@@ -112,6 +116,7 @@ FIELDS = {
     },
     LinearScaling: {"factor": (2.0, ALL)},
     NoRotation: {},
+    Proportional: {"pairs": (8, ALL), "factor": (2.0, ALL)},
     Yarn: {
         "factor": (2.0, ALL),
         "original_max_position": (8192, ALL),
@@ -172,6 +177,7 @@ FIELDS = {
         "pre_norm": (False, {EVERY}),
         "post_norm": (True, {EVERY}),
         "residual_scale": (0.5, {EVERY}),
+        "output_scaled": (True, {EVERY}),
     },
     Decoder: {
         "vocab_size": (1024, {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
@@ -181,6 +187,7 @@ FIELDS = {
         "tied": (True, {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
         "embed_scale": (8.0, {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
         "logit_scale": (0.5, {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
+        "logit_cap": (30.0, {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
         "deterministic": (256, set()),  # a path of its own
         "reports_experts": (True, {EVERY}),
     },

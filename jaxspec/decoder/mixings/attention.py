@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxspec.decoder.fixed_order import in_order, row_norm
-from jaxspec.decoder.functions import cos_sin, normed, rope
+from jaxspec.decoder.functions import cos_sin, normed, rms_norm, rope
 from jaxspec.decoder.mixings.kind import Mixing, Weights
 from jaxspec.models.description import ROPE_SCALINGS, Attention, Layer, Norm, Rope, beyond
 from jaxspec.pallas import hopper
@@ -54,6 +54,8 @@ def _mix_in_steps(layer, weights, i, qkv, positions, mixer, cache, dtype, table)
         q, k = norm(q, weights["q_norm"], a.qk_norm), norm(k, weights["k_norm"], a.qk_norm)
     if not a.qk_norm_rotated:
         q, k = rotated()
+    if a.v_norm:
+        v = rms_norm(v, jnp.ones(a.head_dim, v.dtype), a.v_norm.eps)
     if a.scale is not None:  # a mixer multiplies by h**-0.5
         q = (q.astype(jnp.float32) * (a.scale * a.head_dim**0.5)).astype(q.dtype)
     return _gated(*mixer.attend(cache, i, q, k, v, a.window, **sinks(a, weights)), gates)
@@ -65,7 +67,8 @@ def _split(
     """Queries, keys and values by head, and the gates of gated attention."""
     (b, t, _), n, m, h = qkv.shape, a.heads, a.kv_heads, a.head_dim
     queries = 2 * n if a.gated else n
-    q, k, v = jnp.split(qkv.reshape(b, t, -1, h), [queries, queries + m], axis=2)
+    q, k, *v = jnp.split(qkv.reshape(b, t, -1, h), [queries] if a.k_is_v else [queries, queries + m], axis=2)
+    v = k if a.k_is_v else v[0]
     if not a.gated:
         return q, k, v, None
     q, gates = jnp.moveaxis(q.reshape(b, t, n, 2, h), 3, 0)
@@ -176,7 +179,9 @@ ATTENTION = Mixing(
     projections=("qkv",),
     mix=mix,
     implements={
-        "plain": _HEADS | {"qk_norm_all", "qk_norm_rotated", "gated", "bias", "out_bias", "window", "scale", "sinks"},
+        "plain": _HEADS
+        | {"qk_norm_all", "qk_norm_rotated", "gated", "bias", "out_bias", "window", "scale", "sinks"}
+        | {"v_norm", "k_is_v"},
         "few_rows": _HEADS | {"bias", "out_bias", "window", "sinks"},
         "fused_norms": _HEADS | {"gated", "window", "scale"},
         "weight_stream": _HEADS | {"bias", "window", "scale"},

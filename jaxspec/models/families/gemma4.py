@@ -1,0 +1,103 @@
+"""Gemma 4's text model: most layers see a window, the others all of the text, with wider heads and a rope of their own.
+
+Norms stand before and after each sub-layer, and over each query, key and value head. Scores aren't scaled. In layers
+that see all of the text, values may be the keys' projection, and a quarter of a head's pairs rotates. A learnt number
+multiplies each layer's output. MLPs are gated by GELU. Embeddings are multiplied by the square root of the width, and
+logits may be capped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from jaxspec.config.json_values import positive, positive_float, shown
+from jaxspec.config.options import ConfigError
+from jaxspec.models import reading
+from jaxspec.models.declaring import decoder_tensors
+from jaxspec.models.description import Attention, Decoder, Layer, Mlp, Norm
+from jaxspec.models.families.gemma3 import NORMS, THETAS
+
+__all__ = ["read", "tensors"]
+
+# What transformers' Gemma4TextConfig has where a config.json is silent.
+DEFAULTS = {
+    "vocab_size": 262144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072,
+    "sliding_window": 512,
+    "tie_word_embeddings": True,
+    "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262144,
+    "num_kv_shared_layers": 0,
+}
+ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+}
+
+
+def read(hf: reading.Config) -> Decoder:
+    """**Raises:** `ConfigError` naming the key."""
+    if hf.get("use_bidirectional_attention") == "all":
+        raise ConfigError(
+            "config.json: use_bidirectional_attention 'all' is not supported; rows see earlier ones alone"
+        )
+    norm, window = reading.norm(hf), positive(hf, "sliding_window")
+    windows = reading.windows(hf, window, lambda i: bool((i + 1) % 6))
+    windows[-1] = None  # whatever the config says, as in transformers
+    mlp = Mlp(positive(hf, "intermediate_size"), activation=reading.activation(hf, "hidden_activation"))
+    kinds = {window: sliding(hf, norm, window), None: full(hf, norm, windows)}
+    layers = [Layer(kinds[each], mlp, norm, post_norm=True, output_scaled=True) for each in windows]
+    cap = hf.get("final_logit_softcapping")
+    cap = None if cap is None else positive_float(hf, "final_logit_softcapping")
+    return dataclasses.replace(
+        reading.decoder(hf, layers, norm), embed_scale=positive(hf, "hidden_size") ** 0.5, logit_cap=cap
+    )
+
+
+def sliding(hf: reading.Config, norm: Norm, window: int) -> Attention:
+    """The attention of layers that see a window."""
+    return _attention(hf, "sliding_attention", norm, window=window)
+
+
+def full(hf: reading.Config, norm: Norm, windows: list[int | None]) -> Attention:
+    """The attention of layers that see all of the text."""
+    own, k_is_v = {"head_dim": hf["global_head_dim"]}, bool(hf.get("attention_k_eq_v"))
+    if k_is_v and hf.get("num_global_key_value_heads") is not None:
+        own["num_key_value_heads"] = hf["num_global_key_value_heads"]
+    if (by_layer := hf.get("per_layer_config")) is not None:
+        own = _of_full_layers(by_layer, windows)
+    return _attention({**hf, **own}, "full_attention", norm, k_is_v=k_is_v)
+
+
+def _of_full_layers(by_layer: Any, windows: list[int | None]) -> Mapping[str, Any]:
+    """The keys that full layers have of their own, as transformers 5.23 saves them: by number of the layer."""
+    numbers = [str(i) for i, window in enumerate(windows) if window is None]
+    own = by_layer.get(numbers[-1]) if isinstance(by_layer, Mapping) else None
+    known = {"head_dim", "num_key_value_heads"}
+    if not isinstance(own, Mapping) or not own.keys() <= known or by_layer != dict.fromkeys(numbers, own):
+        raise ConfigError(
+            "config.json: per_layer_config must have head_dim and num_key_value_heads of the layers with "
+            f"full_attention, {', '.join(numbers)}, and the same ones for each; got {shown(by_layer)}"
+        )
+    return own
+
+
+def _attention(hf: reading.Config, kind: str, norm: Norm, **more) -> Attention:
+    bias = bool(hf.get("attention_bias", False))
+    ropes = hf.get("rope_parameters") or ROPES
+    more |= {"qk_norm": norm, "v_norm": norm, "scale": 1.0, "bias": bias, "out_bias": bias}
+    return reading.attention(reading.with_rope({**hf, "rope_parameters": ropes}, kind, THETAS), **more)
+
+
+tensors = partial(decoder_tensors, norms=NORMS)
