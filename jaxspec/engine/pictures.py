@@ -6,6 +6,7 @@ recently used first. Programs run in the order of dispatch, so rows may have ano
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
@@ -22,16 +23,18 @@ from jaxtyping import Array, Float, Int
 from jaxspec.checkpoint import Model
 from jaxspec.decoder.towers import embed_pictures, places
 from jaxspec.decoder.towers.qwen import Patches
+from jaxspec.images.image_reader import ImageReader
 from jaxspec.images.picture import Picture
 from jaxspec.models.vision import Tower
 from jaxspec.pallas.attention.picture_attention import QUERIES
 from jaxspec.parallel import sharding
 from jaxspec.rounds.packing import PictureRows
-from jaxspec.scheduling.sequence import Chunk
+from jaxspec.scheduling.sequence import Chunk, SequenceState
 
 log = logging.getLogger("jaxspec")
 
 MOST_PATCHES = 1 << 14  # of a program, and so of a picture
+BESIDE_ROUNDS = 1 << 12  # of a program that rounds shouldn't wait for: 1,024 x 1,024 pixels, 22 ms on an H200
 CACHED = 4096  # rows for embeddings beside those that a prefill needs at least
 
 
@@ -49,6 +52,11 @@ def refusal(model: Model, chunk: int, hosts: bool) -> str | None:
             f"--chunked-prefill-size of at least {tower.at_once}"
         )
     return "a model on several hosts serves text alone; use --nnodes 1" if hosts else None
+
+
+def bounded(reader: ImageReader, tower: Tower) -> ImageReader:
+    """A checkpoint's reader, which makes pictures so small that a program takes them."""
+    return dataclasses.replace(reader, processor=reader.processor.within(MOST_PATCHES // tower.per_token))
 
 
 def rows_for(tower: Tower, chunk: int) -> int:
@@ -118,9 +126,20 @@ class PictureReader:
         for key in wanted:
             self._held.move_to_end(key)
         kept |= wanted.keys()
-        for several in [[each] for each in missing] if self._alone else _together(missing):
+        for several in _together(missing, 0 if self._alone else MOST_PATCHES):
             held = self._encode(held, several)
         return held, [self._held[picture.key] for picture in pictures]
+
+    def unread(self, seq: SequenceState, most: int) -> list[Picture]:
+        """Pictures that aren't held, of a prompt's next chunk of up to `most` tokens."""
+        placed = seq.pictures.overlapping(seq.computed, seq.computed + most + 1) if seq.pictures else []
+        return list({each.picture.key: each.picture for each in placed if each.picture.key not in self._held}.values())
+
+    def read_ahead(self, held: Float[Array, "n d"], seq: SequenceState, most: int) -> Float[Array, "n d"]:
+        """Read the first of `unread`, in one program that rounds may wait for."""
+        kept = {each.picture.key for each in seq.pictures.overlapping(seq.computed, seq.computed + most + 1)}
+        first = _together(self.unread(seq, most), 0 if self._alone else BESIDE_ROUNDS)[0]
+        return self.read(held, first, kept)[0]  # there is room for those of a whole chunk
 
     def of_chunks(
         self, held: Float[Array, "n d"], chunks: Sequence[Chunk]
@@ -187,11 +206,11 @@ class PictureReader:
         threading.Thread(target=compile_all, name="jaxspec-tower", daemon=True).start()
 
 
-def _together(pictures: list[Picture]) -> list[list[Picture]]:
-    """Pictures of each program, in order: as many as the largest has patches for."""
+def _together(pictures: list[Picture], most: int) -> list[list[Picture]]:
+    """Pictures of each program, in order: one, or as many as have at most so many patches."""
     groups: list[list[Picture]] = []
     for picture in pictures:
-        if groups and sum(len(each.pixels) for each in groups[-1]) + len(picture.pixels) <= MOST_PATCHES:
+        if groups and sum(len(each.pixels) for each in groups[-1]) + len(picture.pixels) <= most:
             groups[-1].append(picture)
         else:
             groups.append([picture])

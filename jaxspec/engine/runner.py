@@ -148,7 +148,7 @@ class Runner:
         few = rounds_for(options, self.model)
         at_once = 1 if self.no_pictures else self.model.config.tower.at_once
         shapes = shapes_of(self.config, drafter, alone=not small_model(self.model), rounds_for=few, at_once=at_once)
-        rows = rows_for(self.model.config.tower, shapes.prefills[-1] * shapes.block) if not self.no_pictures else 0
+        rows = rows_for(self.model.config.tower, shapes.chunk) if not self.no_pictures else 0
         self.adapters = Adapters(self.config, self.model, shapes.num_slots) if self.config.has_adapters else None
         places = self.adapters.count if self.adapters else 0
         self.shapes = dataclasses.replace(shapes, pictures=rows, adapters=places)
@@ -244,9 +244,8 @@ class Runner:
         return refusal(self.model, self.config.chunked_prefill_size, self.hosts is not None)
 
     def _reader(self) -> PictureReader | None:
-        model, rows = self.model, self.shapes.pictures
-        of = model.config.tower, model.tower, rows, self.mesh, self.config.deterministic
-        return PictureReader(*of) if rows else None
+        of = self.model.config.tower, self.model.tower, self.shapes.pictures, self.mesh, self.config.deterministic
+        return PictureReader(*of) if self.shapes.pictures else None
 
     def _plan(self) -> tuple[MemoryPlan, PageLayout]:
         config, shapes = self.config, self.shapes
@@ -256,7 +255,7 @@ class Runner:
         per_token += sharding.bytes_of(empty.reported)
         rows = max(shapes.num_slots * self.width, shapes.score * shapes.block)
         slot, state = state_bytes(self._local, self.width, config.dtype, config.state_dtype)
-        workspace = workspace_estimate(self._local, rows, shapes.prefills[-1] * shapes.block, config.tp_size)
+        workspace = workspace_estimate(self._local, rows, shapes.chunk, config.tp_size)
         if shapes.pictures:
             workspace = max(workspace, tower_workspace(self.model.config.tower, np.dtype(config.dtype).itemsize))
         plan = plan_memory(
@@ -435,6 +434,19 @@ class Runner:
     def reported(self, pages: list[int], count: int) -> list[np.ndarray | None]:
         """Rows that are kept, as `Reported.read`."""
         return self.state.reported.read(pages, count)
+
+    @property
+    def encoded(self) -> int:
+        """Pictures that the tower has read."""
+        return self.pictures.encoded if self.pictures else 0
+
+    def unread(self, seq: SequenceState) -> bool:
+        """Whether the tower hasn't read all pictures of a prompt's next chunk."""
+        return self.pictures is not None and bool(self.pictures.unread(seq, self.shapes.chunk))
+
+    def read_pictures(self, seq: SequenceState) -> None:
+        """Dispatch the tower for the first of them."""
+        self.state = self.state.replace(pictures=self.pictures.read_ahead(self.state.pictures, seq, self.shapes.chunk))
 
     def prefill(self, chunks: list[Chunk], table: np.ndarray) -> jax.Array | None:
         """Dispatch the keys and values of prompt chunks, before or after their sequences are admitted.
