@@ -105,8 +105,8 @@ def warm_up(engine: Engine, patches: int) -> None:
     """Compile the programs that are needed here, side by side, and no others."""
     kinds = "prefill", "admit", "first_greedy", "round_greedy"
     engine.runner.programs.warm_up(engine.runner.state, lambda one: one[0] in kinds)
-    size = next(size for size in engine.model_config.tower.sizes(1 << 14) if size >= patches)
-    engine.runner.pictures._program(size, engine.runner.state.pictures)
+    tower = engine.runner.pictures.programs
+    tower.get(next(size for size in tower.sizes if size >= patches), engine.config.dtype)
 
 
 def tower_ms(engine: Engine, picture: Picture) -> float:

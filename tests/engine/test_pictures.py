@@ -254,7 +254,7 @@ def test_the_towers_workspace_is_as_estimated(dtype):
     """Qwen3.5-35B-A3B's tower but for its depth, which doesn't count."""
     tower = QwenTower(2, 1152, 16, 4304, 1536, 2048, 48, 2)
     reader = PictureReader(tower, jax.eval_shape(lambda: dummy(tower, dtype, 0)), 100)
-    reader._program(MOST_PATCHES, jax.ShapeDtypeStruct((100, tower.out), dtype))
+    reader.programs.get(MOST_PATCHES, dtype)
     assert reader.workspace_bytes < tower_workspace(tower, np.dtype(dtype).itemsize) < 2 * reader.workspace_bytes
 
 
