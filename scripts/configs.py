@@ -21,6 +21,9 @@ QWEN35_35B = dict(
     linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128,
     linear_conv_kernel_dim=4, mtp_num_hidden_layers=1,
 )  # fmt: skip
+QWEN35_35B_SEES = QWEN35_35B | dict(
+    vision_config=dict(depth=27, hidden_size=1152, intermediate_size=4304, num_heads=16, out_hidden_size=2048)
+)
 GPT_OSS_20B = dict(
     model_type="gpt_oss", vocab_size=201088, num_hidden_layers=24, num_local_experts=32,
     quantization_config=dict(quant_method="mxfp4"),
@@ -82,7 +85,7 @@ QWEN38_27B = dict(
 FOLDERS = {
     "qwen3-8b": QWEN3_8B, "qwen3-8b-eagle3": EAGLE3_8B, "qwen3-8b-dflash": DFLASH_8B, "qwen3-8b-dspark": DSPARK_8B,
     "qwen3-30b-a3b": QWEN3_30B, "qwen3-235b-a22b": QWEN3_235B, "qwen3-next-80b": QWEN3_NEXT,
-    "qwen3.5-35b-a3b": QWEN35_35B, "qwen3.5-397b-a17b": QWEN35_397B,
+    "qwen3.5-35b-a3b": QWEN35_35B, "qwen3.5-35b-a3b-sees": QWEN35_35B_SEES, "qwen3.5-397b-a17b": QWEN35_397B,
     "qwen3.8-27b": QWEN38_27B, "qwen3.8-27b-16": QWEN38_27B | dict(num_hidden_layers=16),
     "gpt-oss-20b": GPT_OSS_20B, "gpt-oss-120b": GPT_OSS_120B, "llama-3.1-8b": LLAMA_8B, "llama-3.3-70b": LLAMA_70B,
     "llama-2-70b": LLAMA2_70B, "llama-2-70b-eagle": LLAMA2_70B | EAGLE,

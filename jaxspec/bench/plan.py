@@ -190,7 +190,9 @@ class Planner(Runner):
         self._local, self._drafter = model.config, draft.drafter  # a device's share is a model here
         self.config = resolve(options, model, draft, defaults)
         self.width = draft.drafter.num_draft_tokens + 1
-        self.shapes = shapes_of(self.config, draft.drafter, alone=not small_model(model), defaults=defaults)
+        tower = None if self.no_pictures else model.config.tower
+        more = {"alone": not small_model(model), "defaults": defaults, "tower": tower}
+        self.shapes = shapes_of(self.config, draft.drafter, **more)
         self.plan: MemoryPlan
         self.plan, self._layout = self._plan()
 

@@ -127,7 +127,7 @@ def _parts(value: Any, name: str, role: str) -> str | list[dict[str, Any]]:
     """Text, or, if there are pictures, the parts as a chat has them."""
     if not isinstance(value, list) or not any(isinstance(e, dict) and e.get("type") == IMAGE for e in value):
         return _text(value, name)
-    check_role(role, "the message")
+    check_role(role, "the message", None)
     parts = []
     for place, part in enumerate(value):
         if isinstance(part, dict) and part.get("type") == IMAGE:

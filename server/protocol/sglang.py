@@ -258,7 +258,7 @@ class GenerateRequest(Body):
         elif not self._batch:
             given = [[each for one in given for each in (one if isinstance(one, list) else [one])]]
         elif given and len(given) != prompts:
-            raise RequestError(f"has {len(given)} entries for {prompts} prompts", "image_data")
+            raise RequestError(f"image_data has {len(given)} entries for {prompts} prompts", "image_data")
         several = [each if isinstance(each, list) else [each] for each in given or [[]] * prompts]
         named = lambda i, j: f"image_data[{i}][{j}]" if self._batch else f"image_data[{j}]"  # noqa: E731
         return [

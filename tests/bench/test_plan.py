@@ -13,6 +13,7 @@ from jaxspec.config.options import ConfigError
 from jaxspec.engine.defaults import CPU, GPU
 from jaxspec.engine.runner import Runner
 from scripts.configs import QWEN38_27B
+from tests.support.picture_prompts import GOLDEN
 from tests.support.tiny import tiny_checkpoint, tiny_config
 
 H200 = plan.GPUS["h200"].memory, int(plan.POOL * plan.GPUS["h200"].memory)
@@ -46,10 +47,12 @@ def of(model, tp=1, **options):
     ("qwen3_next", {"draft": "mtp", "load_format": "dummy"}),
     ("gemma3", {"context_length": 64, "max_running_requests": 3}),
     ("gpt_oss", {"draft": "suffix"}),
+    ("pictures", {"draft": "mtp"}),  # a tower's weights and workspace, and rows for embeddings
 ])  # fmt: skip
 def test_it_is_the_engines_plan(family, options):
     options = {"context_length": 128, "max_total_tokens": 4096, "skip_warmup": True} | options
-    config = EngineConfig(model=str(tiny_checkpoint(family)), **options)
+    model = GOLDEN / "qwen3_5" if family == "pictures" else tiny_checkpoint(family)
+    config = EngineConfig(model=str(model), **options)
     real = Runner(config).plan
     made = plan.planned(dataclasses.replace(config, dtype="float32", load_format="dummy"), 1, CPU, None).plan
     assert made == dataclasses.replace(real, host_bytes=0) and real.weight_bytes > 0

@@ -79,6 +79,27 @@ def test_texts_are_transformers_and_a_picture_is_read_once(llm):
     assert reader.encoded == 3
 
 
+def test_rounds_wait_for_a_program_of_pictures_or_of_prompts(llm, monkeypatch):
+    """Where `--max-itl-ms` limits what is between two rounds."""
+    engine, seen = llm.engine, []
+    runner, dispatch = engine.runner, engine._dispatch
+    engine.flush_cache()
+    runner.pictures.forget()
+    monkeypatch.setattr(engine.prefill_budget, "tokens", lambda: 16)
+    monkeypatch.setattr("jaxspec.engine.pictures.BESIDE_ROUNDS", 24)
+
+    def watched(*of):
+        waiting, before = bool(engine.scheduler.running), runner.encoded
+        prompts = dispatch(*of)
+        if waiting:
+            seen.append((prompts, runner.encoded - before))
+        return prompts
+
+    monkeypatch.setattr(engine, "_dispatch", watched)
+    assert texts(llm, PROMPTS) == greedy(PROMPTS)
+    assert {(prompts > 0, pictures) for prompts, pictures in seen} == {(False, 0), (True, 0), (False, 1)}
+
+
 def test_the_same_picture_is_a_hit_and_another_of_its_size_is_none(llm):
     llm.engine.flush_cache()
     params = dataclasses.replace(GREEDY, logprobs=0)
@@ -233,7 +254,7 @@ def test_the_towers_workspace_is_as_estimated(dtype):
     """Qwen3.5-35B-A3B's tower but for its depth, which doesn't count."""
     tower = QwenTower(2, 1152, 16, 4304, 1536, 2048, 48, 2)
     reader = PictureReader(tower, jax.eval_shape(lambda: dummy(tower, dtype, 0)), 100)
-    reader._program(MOST_PATCHES, jax.ShapeDtypeStruct((100, tower.out), dtype))
+    reader.programs.get(MOST_PATCHES, dtype)
     assert reader.workspace_bytes < tower_workspace(tower, np.dtype(dtype).itemsize) < 2 * reader.workspace_bytes
 
 
