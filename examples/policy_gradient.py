@@ -10,6 +10,7 @@ and hands the new weights to the engine by reference. Its EAGLE-3 drafter learns
 import argparse
 import functools
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +27,9 @@ def main(name="smollm2-135m-instruct", draft="auto", steps=12, samples=8, tokens
     """Train for some `steps` of `samples` texts. Returns the reward, tokens a round and mismatches of each."""
     on_cpu = jax.default_backend() == "cpu"
     model = jaxspec.load_model(name, dtype="float32" if on_cpu else "bfloat16", progress=False)
-    options = {"context_length": 64, "max_running_requests": samples, "skip_warmup": True, **options}
-    llm = jaxspec.LLM(model, draft, deterministic=True, draft_policy="fixed", few_programs=True, **options)
+    few = {"skip_warmup": True, "few_programs": True, "num_continuous_decode_steps": 1}  # programs to compile
+    options = {"context_length": 64, "max_running_requests": samples, **few, **options}
+    llm = jaxspec.LLM(model, draft, deterministic=True, draft_policy="fixed", **options)
     follower = Follower(llm, learning_rate=1e-4) if follow else None
     prompts = [model.tokenizer.encode(f"Here is a story about {topic}.") for topic in TOPICS]
     prompts = [prompts[i % len(prompts)] for i in range(samples)]
@@ -50,6 +52,15 @@ def main(name="smollm2-135m-instruct", draft="auto", steps=12, samples=8, tokens
 
     policy = jax.tree.map(lambda x: x.astype(jnp.float32), model.params["layers"][-8:])
     state, served, history = optimiser.init(policy), model.params, []
+    nothing = np.zeros((samples, size), np.int32), np.zeros((samples, size - 1), np.float32)
+    with ThreadPoolExecutor() as pool:  # XLA compiles the trainer's programs beside the engine's
+        compiled = [pool.submit(logprobs, nothing[0], lengths, params=served),
+                    pool.submit(learn, policy, state, served, *nothing)]  # fmt: skip
+        if follower is not None:
+            compiled.append(pool.submit(follower.compile, samples, size))
+        llm.generate(prompts, jaxspec.SamplingParams(max_tokens=tokens, ignore_eos=True, logprobs=0))
+        for each in compiled:
+            each.result()
     for step in range(steps):
         began = time.monotonic()
         settings = [jaxspec.SamplingParams(max_tokens=tokens, ignore_eos=True, logprobs=0, seed=i + samples * step)

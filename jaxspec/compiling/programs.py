@@ -43,6 +43,7 @@ from jaxspec.rounds.programs import (
     GREEDY,
     LOGPROBS,
     MODES,
+    PROCESSED,
     SAMPLED,
     State,
     admit,
@@ -123,11 +124,11 @@ class Programs:
             **{f"put_{kind}": moving(put, kind, True) for kind in (PAGES, STATES)},
             "prefill": jit(prefill, shapes.block, False),
             "score": jit(prefill, shapes.block, True),
-            **{f"first_{mode}": jit(first, mode) for mode in MODES},
+            **{f"first_{mode}": jit(first, self._reporting(mode)) for mode in MODES},
             **{f"draft_{mode}": jit(structured.draft, mode) for mode in (GREEDY, SAMPLED)},
             "forward": jit(structured.forward),
-            **{f"conclude_{mode}": jit(structured.conclude, mode) for mode in MODES},
-            "masked_first": jit(structured.first, LOGPROBS),
+            **{f"conclude_{mode}": jit(structured.conclude, self._reporting(mode)) for mode in MODES},
+            "masked_first": jit(structured.first, self._reporting(LOGPROBS)),
         }
         self._jit = jit
         self._add_rounds("", whole)
@@ -163,9 +164,13 @@ class Programs:
 
     def _add_rounds(self, suffix: str, by: Drafter, before: str = "") -> None:
         for mode in MODES:
-            of = {"by": by, "adapters": bool(before)}
-            self._jits[f"{before}round_{mode}{suffix}"] = self._jit(decode_round, mode, **of)
-            self._jits[f"{before}rounds_{mode}{suffix}"] = self._jit(decode_rounds, mode, self.shapes.rounds, **of)
+            of, reported = {"by": by, "adapters": bool(before)}, self._reporting(mode)
+            self._jits[f"{before}round_{mode}{suffix}"] = self._jit(decode_round, reported, **of)
+            self._jits[f"{before}rounds_{mode}{suffix}"] = self._jit(decode_rounds, reported, self.shapes.rounds, **of)
+
+    def _reporting(self, mode: str) -> str:
+        """The mode of a program's function: which log-probabilities are reported is the engine's own."""
+        return PROCESSED if mode == LOGPROBS and self.shapes.processed else mode
 
     def admit(self, state: State, packed: np.ndarray) -> State:
         return self._write("admit", state, packed)

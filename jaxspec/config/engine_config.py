@@ -264,6 +264,14 @@ class EngineConfig:
     disable_overlap: bool = option(False, "read each round's result before the next is dispatched", group=RUNNING)
     disable_structured_output: bool = option(False, "refuse grammars: fewer programs to compile", group=RUNNING)
     deterministic: bool = option(False, "a text is the same whatever batch it runs in", group=RUNNING)
+    logprobs_mode: str = option(
+        "raw_logprobs",
+        "log-probabilities of generated tokens: raw_logprobs, the model's own; processed_logprobs, those after "
+        "penalties, bias, grammar, temperature, min-p, top-k and top-p, from which tokens are drawn. Prompts' are raw",
+        "MODE",
+        group=RUNNING,
+        choices=("raw_logprobs", "processed_logprobs"),
+    )
     enable_return_hidden_states: bool = option(
         False, "keep every token's final hidden state beside its page, for requests that ask", group=RUNNING
     )

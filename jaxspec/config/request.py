@@ -393,7 +393,8 @@ def _token_id(name: str, takes: str, value) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural-log probabilities at one position, of the model's raw distribution (before penalties and temperature).
+    """Natural-log probabilities at one position, of the model's raw distribution (before penalties and temperature), or
+    with `logprobs_mode="processed_logprobs"` of the one that the token was drawn from.
 
     `top` lists (token id, logprob), most likely first; `logprob` is that of the token that stands there.
     """

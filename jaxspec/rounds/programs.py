@@ -39,6 +39,7 @@ from jaxspec.sampling.acceptance import Tree
 # What a program does with logits, each all that those before it do: take the argmax; sample and adjust; and report
 # log-probabilities. A batch runs in the first that serves all its requests.
 MODES = GREEDY, SAMPLED, LOGPROBS = "greedy", "sampled", "logprobs"
+PROCESSED = "processed"  # mode logprobs of an engine that reports those of the distribution drawn from
 
 # Columns of a round's packed output: counts, then as many tokens as it yields at most (q, or a tree's height and one),
 # then (in mode logprobs) what `_pack_logprobs` packs. DRAFTED is how many drafts it could have accepted. DONE is 1
@@ -177,7 +178,8 @@ def prefill(
     if not score:
         return state, jnp.sum(count)
     scores, fixed = _score(config, params, hidden, LOGPROBS), config.decoder.deterministic > 0
-    return state, all_gather_requests(_pack_logprobs(scores, my_requests(next_tokens), fixed), len(tokens))
+    logprobs = _log_softmax(scores, fixed)
+    return state, all_gather_requests(_pack_logprobs(logprobs, my_requests(next_tokens)), len(tokens))
 
 
 def first(
@@ -377,7 +379,7 @@ def conclude(
         mine = all_of = lambda x: x
     tokens = jnp.concatenate([batch.tokens(-1, 1), proposal.tokens], axis=1)
     drafted, tree = proposal.count, _tree(drafter, proposal)
-    forced = None if masks is None else masks.forced
+    forced, allowed = (None, None) if masks is None else (masks.forced, masks.allowed)
     shown = proposal.replace(probs=None, logits=None)
     if tree is None:
         own = mine(shown).replace(probs=proposal.probs)
@@ -390,7 +392,7 @@ def conclude(
         kv = tuple(rows.compact(pages, path, rows.count) for pages in state.cache.kv)
         state = state.replace(cache=state.cache.replace(kv=kv))
         tokens, features, forced = jax.tree.map(partial(along, path=path), (tokens, features, forced))
-        scores = along(scores, mine(path))
+        scores, allowed = jax.tree.map(partial(along, path=mine(path)), (scores, allowed))
         within = jnp.arange(tree.depth.shape[1]) <= drafted[:, None]
         drafted = jnp.where(within, jnp.minimum(tree.depth, tree.height), 0).max(axis=1)
     accepted = jnp.where(batch.live, accepted, 0)
@@ -408,8 +410,12 @@ def conclude(
 
     ended = jnp.where(broken, NOT_FINITE, done.astype(jnp.int32))
     columns = [jnp.stack([emitted, accepted, drafted, ended], axis=1), outputs]
-    if mode == LOGPROBS:
-        columns.append(all_of(_pack_logprobs(scores, mine(outputs), fixed)).reshape(b, -1))
+    if mode in (LOGPROBS, PROCESSED):
+        if mode == PROCESSED:
+            logprobs = _processed(scores, *mine((slots, tokens[:, 1:])), allowed, fixed)
+        else:
+            logprobs = _log_softmax(scores, fixed)
+        columns.append(all_of(_pack_logprobs(logprobs, mine(outputs))).reshape(b, -1))
     return state, jnp.concatenate(columns, axis=1)
 
 
@@ -522,13 +528,28 @@ def _log_softmax(logits: Float[Array, "b t v"], fixed: bool) -> Float[Array, "b 
     return sliced(jax.nn.log_softmax, DRAWN_ROWS, logits.reshape(-1, logits.shape[-1])).reshape(logits.shape)
 
 
-def _pack_logprobs(
-    logits: Float[Array, "b t v"], tokens: Int[Array, "b t"], fixed: bool = False
-) -> Int[Array, "b t w"]:
-    """The raw distribution's log-probability of each token and of the most likely ones, as int32 bits."""
-    logprobs = _log_softmax(logits, fixed)
+def _processed(
+    logits: Float[Array, "b q v"],
+    slots: Slots,
+    drafts: Int[Array, "b d"],
+    allowed: Bool[Array, "b q v"] | None,
+    fixed: bool,
+) -> Float[Array, "b q v"]:
+    """Log-probabilities of the distributions that a chain's rows are drawn from; if `fixed`, as `_log_softmax`."""
+    adjusted = sampling.adjust(logits, slots.sampling, slots.history, slots.prompt, slots.length, drafts)
+    if allowed is not None:
+        adjusted = sampling.allow(adjusted, logits, allowed)
+    if not fixed:
+        return sampling.logprobs(adjusted, slots.sampling)
+    settings = jax.tree.map(lambda x: jnp.repeat(x, logits.shape[1], axis=0), slots.sampling)
+    each = lambda rows, settings: sampling.logprobs(rows[:, None], settings)[:, 0]  # noqa: E731
+    return sliced(each, DRAWN_ROWS, adjusted.reshape(-1, logits.shape[-1]), settings).reshape(logits.shape)
+
+
+def _pack_logprobs(logprobs: Float[Array, "b t v"], tokens: Int[Array, "b t"]) -> Int[Array, "b t w"]:
+    """The log-probability of each token and of the most likely ones, as int32 bits."""
     own = jnp.take_along_axis(logprobs, tokens[..., None], axis=-1)
-    k = min(MAX_LOGPROBS, logits.shape[-1])
+    k = min(MAX_LOGPROBS, logprobs.shape[-1])
     top, top_ids = jax.lax.top_k(logprobs, k)
     pad = ((0, 0), (0, 0), (0, MAX_LOGPROBS - k))
     bits = partial(jax.lax.bitcast_convert_type, new_dtype=jnp.int32)

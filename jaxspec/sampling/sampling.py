@@ -129,6 +129,15 @@ def probabilities(logits: Float[Array, "b q v"], sampling: Sampling) -> Float[Ar
     return jnp.where(greedy, jax.nn.one_hot(jnp.argmax(logits, -1), logits.shape[-1]), p)
 
 
+def logprobs(logits: Float[Array, "b q v"], sampling: Sampling) -> Float[Array, "b q v"]:
+    """Log-probabilities of `probabilities`; at temperature 0 those of the logits themselves, as vLLM has it."""
+    temperature = sampling.temperature[:, None, None]
+    greedy = temperature <= 0
+    kept = greedy | (probabilities(logits, sampling) > 0)
+    below = (logits - logits.max(-1, keepdims=True)) / jnp.where(greedy, 1.0, temperature)
+    return jax.nn.log_softmax(jnp.where(kept, below, -jnp.inf), axis=-1)
+
+
 def _keep_top(p: Array, weights: Array, target: Array) -> Array:
     """Zero all but the largest values, as few as have `weights` summing to `target`. No sort.
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int
 
 from jaxspec.config.options import ConfigError
@@ -57,8 +57,11 @@ class Follower:
         settings = Settings(steps=1, learning_rate=learning_rate, optimizer=optimizer, weight_decay=0.0)
         change = optimizer_of(settings)
         trained = jax.tree.map(lambda x: jnp.array(x, jnp.float32), own)
-        self._state = {"params": trained, "moments": change.init(trained)}
-        self._step = step_function(self._objective, change, Mesh(np.array(jax.devices()[:1]), ("data",)))
+        mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+        # Weights that were updated are committed to a device, others aren't. Placed alike, they have one program.
+        self._place = NamedSharding(mesh, PartitionSpec())
+        self._state = jax.device_put({"params": trained, "moments": change.init(trained)}, self._place)
+        self._step = step_function(self._objective, change, mesh)
         self._rate, self._done = np.float32(learning_rate), 0
 
     def learn(
@@ -73,12 +76,21 @@ class Follower:
         row, size = np.arange(tokens.shape[1]), np.full(len(tokens), tokens.shape[1] if lengths is None else lengths)
         answer = (row >= np.broadcast_to(prompts, len(tokens))[:, None]) & (row < size[:, None])
         batch = Batch(tokens, np.where(row < size[:, None], 0, size[:, None]).astype(np.int32), answer)
-        params, learned = self._runner.draft.params, self._state["params"]
-        frozen = {name: value for name, value in params.items() if name not in learned and name != "head_copy"}
-        given = frozen, self._runner.model.params, batch, self._rate, jax.random.key(self._done)
-        self._state, report = self._step(self._state, *given)
+        self._state, report = self._step(self._state, *self._given(batch))
         self._done += 1
         return report
+
+    def compile(self, b: int, t: int) -> None:
+        """Compile the step for texts i32[b, t], which the first `learn` does otherwise."""
+        tokens = np.zeros((b, t), np.int32)
+        self._step.lower(self._state, *self._given(Batch(tokens, tokens, tokens > 0))).compile()
+
+    def _given(self, batch: Batch) -> tuple[Any, ...]:
+        """A step's arguments beside its state."""
+        params, learned = self._runner.draft.params, self._state["params"]
+        frozen = {name: value for name, value in params.items() if name not in learned and name != "head_copy"}
+        weights = jax.device_put((frozen, self._runner.model.params), self._place)
+        return *weights, batch, self._rate, jax.random.key(self._done)
 
     def params(self) -> dict[str, Any]:
         """The drafter's weights, as `LLM.update_weights` takes them: copies, since the next step overwrites its own."""
