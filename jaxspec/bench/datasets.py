@@ -1,4 +1,5 @@
-"""Prompts to send: random tokens, random tokens behind shared prefixes, an agent's questions, or those of a file.
+"""Prompts to send: random tokens, by themselves, behind shared prefixes or in conversations that grow, an agent's
+questions, or those of a file.
 
 Questions go through the model's chat template, on the server as offline. The files are the published ones, such as
 Spec-Bench's `question.jsonl` (https://github.com/hemingkx/Spec-Bench) and GSM8K's `test.jsonl`
@@ -11,7 +12,7 @@ import argparse
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,7 @@ from jaxspec.text import prompts as files
 from jaxspec.text.prompts import Message
 from jaxspec.text.tokenizer import Tokenizer
 
-SYNTHETIC = ("random", "shared-prefix")
+SYNTHETIC = ("random", "shared-prefix", "conversations")
 DATASETS = (*SYNTHETIC, "agent", *files.FORMATS)
 # What follows a question: nothing, or the words of DFlash's and SGLang's sweeps.
 WORDINGS = {"none": "", "boxed": "\nPlease reason step by step, and put your final answer within \\boxed{}."}
@@ -119,7 +120,8 @@ def add_arguments(
     of_prompts = f"random tokens in a prompt (%(default)s{spread})"
     add("--prompt-len", type=tokens, default="1024", metavar="TOKENS", help=of_prompts)
     value("--prefix-len", natural, 512, "TOKENS", "shared tokens before them")
-    value("--prefixes", positive, 4, "N", "different shared prefixes")
+    value("--prefixes", positive, 4, "N", "different shared prefixes, or conversations")
+    value("--turns", positive, 8, "N", "prompts of a conversation, each --prompt-len longer than the one before")
     of_answers = f"new tokens; at most, of questions (%(default)s{spread})"
     add("--output-len", type=tokens, default="256", metavar="TOKENS", help=of_answers)
     add("--temperature", type=float, default=0.0, help="(%(default)s)")
@@ -165,16 +167,25 @@ def source(args: argparse.Namespace, vocab: int) -> Callable[[int], list[Prompt]
     random = lambda length: tuple(rng.integers(0, vocab, length).tolist())  # noqa: E731
     many = lambda tokens: tokens.draw(rng) if isinstance(tokens, Lengths) else tokens  # noqa: E731
 
-    def synthetic(prefixes: Iterable[tuple[int, ...]], count: int) -> list[Prompt]:
-        return [
-            Prompt(prefix + random(many(args.prompt_len)), output_len=many(args.output_len))
-            for prefix in itertools.islice(prefixes, count)
-        ]
+    def prompts(tokens: Iterable[tuple[int, ...]], count: int) -> list[Prompt]:
+        return [Prompt(each, output_len=many(args.output_len)) for each in itertools.islice(tokens, count)]
 
+    def conversations() -> Iterator[tuple[int, ...]]:
+        """A turn of each conversation, then the next one of each; after the last turn other conversations begin."""
+        while True:
+            texts = [random(args.prefix_len)] * args.prefixes
+            for turn in range(args.turns * args.prefixes):
+                i = turn % args.prefixes
+                texts[i] += random(many(args.prompt_len))
+                yield texts[i]
+
+    if args.dataset == "conversations":
+        return partial(prompts, conversations())
     if args.dataset in SYNTHETIC:
         shared = args.dataset == "shared-prefix"
         prefixes = [random(args.prefix_len) for _ in range(args.prefixes)] if shared else [()]
-        return lambda count: synthetic(itertools.cycle(prefixes), count)
+        behind = lambda: (prefix + random(many(args.prompt_len)) for prefix in itertools.cycle(prefixes))  # noqa: E731
+        return lambda count: prompts(behind(), count)
     template = tuple(args.chat_template_kwargs.items())
     asked = itertools.cycle(
         [Prompt(messages=tuple(each.opening()), template=template, tools=args.tools) for each in _read(args)]

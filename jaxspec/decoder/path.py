@@ -94,7 +94,7 @@ class Path:
     - `one`: whether it runs a layer by itself.
     - `sums`: whether it sums what several devices compute of a layer.
     - `axes`: whether it takes positions of three axes: its layers mix as `Ops.mix` does.
-    - `adapters`: whether all its products are `matmul.project`'s, which add what rows' adapters do.
+    - `adapters`: whether its products add what rows' adapters do.
     """
 
     name: str

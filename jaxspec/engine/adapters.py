@@ -37,6 +37,7 @@ from jaxspec.scheduling.adapter_places import AdapterPlaces
 log = logging.getLogger("jaxspec")
 
 FEWEST, MOST = 4, 32  # places, by default
+RANKS, PLACES = 16, 4  # of the arrays: multiples of these, so that kernels take runs of 64 columns
 UNKNOWN = "model_not_found"  # OpenAI's code
 
 
@@ -59,7 +60,7 @@ class Adapters:
         ]
         self.rank = config.max_lora_rank or peft.largest_rank(given)
         self._modules = self._wanted(set().union(*(adapter.modules for adapter in given)))
-        self._declared = peft.declare(self._tree["layers"], self.rank, self._modules)
+        self._declared = peft.declare(self._tree["layers"], -(-self.rank // RANKS) * RANKS, self._modules)
         self.count = config.max_loras or min(max(len(given), FEWEST), MOST)
         self._num_slots = num_slots
         for adapter in given:
@@ -158,7 +159,7 @@ class Adapters:
 
     def _places_for(self, one: jax.Array, axis: int) -> jax.Array:
         """Zeros like this array for each place, along an axis of its own."""
-        shape = (*one.shape[:axis], self.count, *one.shape[axis:])
+        shape = (*one.shape[:axis], -(-self.count // PLACES) * PLACES, *one.shape[axis:])
         if self._mesh is None:
             return jnp.zeros(shape, one.dtype)
         spec = (*one.sharding.spec, None, None)[:2]

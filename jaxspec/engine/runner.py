@@ -44,6 +44,7 @@ from jaxspec.compiling.round_timing import time_rounds
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
 from jaxspec.decoder.forward import describe, path_table
+from jaxspec.decoder.low_rank import attached
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.loading import LoadedDrafter, check_drafter, load_drafter
 from jaxspec.engine.adapters import Adapters, places_of, with_adapters
@@ -157,6 +158,7 @@ class Runner:
         self.paths = path_table(*of, self._layout.dtype, self.config.tp_size)
         log.info("%s", describe(self.paths))
         if self.adapters is not None:
+            of = of[0], attached(of[1], self.adapters.stacks, None), *of[2:]
             paths = path_table(*of, self._layout.dtype, self.config.tp_size, adapters=True)
             log.info("%d adapters of rank %d: %s", self.adapters.count, self.adapters.rank, describe(paths))
         self._division = self._divide()

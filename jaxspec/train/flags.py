@@ -13,7 +13,9 @@ from jaxspec.drafters.dspark import HEADS
 from jaxspec.train.losses import KINDS
 
 _FORMAT = argparse.RawDescriptionHelpFormatter
-TEXTS_HELP = "self: the model writes prompts, too; JSON: chats, or prompts of any benchmark's; other text: a prompt a line"
+TEXTS_HELP = (
+    "self: the model writes prompts, too; JSON: chats, or prompts of any benchmark's; other text: a prompt a line"
+)
 
 _above_zero = checked(float, "must be a number above 0", lambda value: 0 < value < math.inf)
 _from_zero = checked(float, "must be a number of at least 0", lambda value: 0 <= value < math.inf)

@@ -43,6 +43,15 @@ def test_shared_prefixes_are_shared():
     assert {len(prompt.tokens) for prompt in prompts} == {16}
 
 
+def test_a_conversation_s_next_prompt_begins_with_the_one_before():
+    args = arguments("--dataset", "conversations", "--turns", "3")
+    first, second, *later = [prompt.tokens for prompt in datasets.source(args, 1000)(8)]
+    assert first[:6] == second[:6] and first[6:] != second[6:]
+    assert list(map(len, (first, second, *later))) == [16, 16, 26, 26, 36, 36, 16, 16]
+    assert later[0][:16] == first and later[1][:16] == second and later[2][:26] == later[0]
+    assert later[4][:16] not in (first, second), "other conversations begin"
+
+
 def test_spec_bench_takes_first_turns_from_all_categories(tmp_path):
     rows = [{"category": c, "turns": [f"{c}{i}", "second"]} for c, n in (("qa", 3), ("math", 1)) for i in range(n)]
     take = datasets.source(arguments("--dataset", "spec-bench", *lines(tmp_path / "q.jsonl", *rows)), 1000)
