@@ -389,7 +389,8 @@ def test_the_store_bounds_memory_whatever_is_kept():
     ({"tools": [{"type": "custom", "name": "a", "format": {"type": "json"}}]}, "tools", "has the type text or grammar"),
     ({"tools": [{"type": "custom", "name": "a", "format": {"type": "text", "syntax": "lark"}}]}, "tools.syntax",
      "tool 0: format: unknown field 'syntax'"),
-    ({"tools": [{"type": "namespace", "name": "a", "tools": [], "tool": 1}]}, "tools.tool", "tool 0: unknown field 'tool'"),
+    ({"tools": [{"type": "namespace", "name": "a", "tools": [], "tool": 1}]}, "tools.tool",
+     "tool 0: unknown field 'tool'"),
     ({"tools": [{"type": "function", "name": "a__b"}, {"type": "namespace", "name": "a", "tools": [
         {"type": "function", "name": "b"}]}]}, "tools", "tool 1.tools[0] has the name 'a__b', which another tool has"),
     ({"tool_choice": {"type": "web_search"}}, "tool_choice", "which this server doesn't run"),
