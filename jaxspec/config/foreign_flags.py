@@ -206,10 +206,11 @@ ENVIRONMENT["SGLANG_ENABLE_OVERLAP_PLAN_STREAM"] = {"": ENVIRONMENT["SGLANG_ENAB
 
 
 def unabbreviated(name: str, known: Iterable[str] = ()) -> str:
-    """The flag that a name begins, as argparse lets users cut flags short; the name itself if none or several do."""
+    """The flag that a name begins, as argparse lets users cut flags short; the name itself if none or several do that
+    aren't one flag here."""
     every = THEIRS.union(known)
-    begun = {each for each in every if each.startswith(name)} if name not in every and len(name) > 1 else ()
-    return next(iter(begun)) if len(begun) == 1 else name
+    begun = [each for each in every if each.startswith(name)] if name not in every and len(name) > 1 else ()
+    return min(begun, key=len) if len({ELSEWHERE.get(each, each) for each in begun}) == 1 else name
 
 
 def meant(name: str, known: Sequence[str], spell: Callable[[str], str] = str) -> str:
