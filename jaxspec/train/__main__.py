@@ -14,6 +14,7 @@ import gc
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
+from jaxspec.bench import matched
+from jaxspec.bench.results import BenchError
 from jaxspec.cache.memory_plan import claim_device
 from jaxspec.checkpoint import CheckpointError, Model, load_model, locate, resolve
 from jaxspec.cli import without_traceback
@@ -58,6 +61,7 @@ _FREE = {
 _RECIPE = (
     "model", "data", "num_samples", "temperature", "max_answer_tokens", "max_prompt_tokens", "row_length", "seed",
 )  # fmt: skip
+ERRORS = BenchError, CheckpointError, ConfigError, RequestError, TokenizerError, prompts.DataError, TrainError
 _OF_TEXTS = "texts", "data_sha256"  # facts that are known once the texts are written
 
 
@@ -69,11 +73,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with terminable():
             commands = {"data": _data, "features": _features, "token-map": _token_map, "evaluate": _evaluate}
+            commands |= {"compare": partial(_compare, parser)}
             commands.get(args.command, _train)(args)
     except KeyboardInterrupt as error:
         print(str(error) or "interrupted", file=sys.stderr)
         return 130
-    except (CheckpointError, ConfigError, RequestError, TokenizerError, prompts.DataError, TrainError) as error:
+    except ERRORS as error:
         parser.exit(2, f"{parser.prog} {args.command}: {error}\n")
     return 0
 
@@ -131,6 +136,25 @@ def _train(args: argparse.Namespace) -> None:
         if not args.init:
             _check_shape(args, config)
         _train_on(_texts_file(args), args, settings, facts)
+
+
+def _compare(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    methods = [name for name in flags.commands(parser) if name not in flags.TOOLS]
+    found = matched.contenders(args, partial(parse, parser), methods)
+    for each in args.benchmark:
+        prompts.read(Path(each.rpartition("=")[2]))  # errors come before training
+    if not args.no_plots:
+        plots.check()
+    with held(args.output):
+        texts = str(_texts_file(args))
+    for each in found:
+        print(f"\n{each.name}", flush=True)
+        each.args.data = texts
+        _train(each.args)
+        gc.collect()
+    text = matched.table(read(matched.measure(args, found))["rows"], found)
+    (args.output / "compare.md").write_text(text + "\n", encoding="utf-8")
+    print(f"\n{text}")
 
 
 def _check_init(args: argparse.Namespace) -> None:
