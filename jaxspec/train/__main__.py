@@ -43,7 +43,8 @@ from jaxspec.train.dspark import DSparkObjective
 from jaxspec.train.eagle3 import Eagle3Objective
 from jaxspec.train.folder import agree, as_stored, fingerprint, held, make, read, write
 from jaxspec.train.interrupted import terminable
-from jaxspec.train.objective import Objective
+from jaxspec.train.losses import KINDS, imported
+from jaxspec.train.objective import Objective, own
 from jaxspec.train.packing import pack
 from jaxspec.train.promoted import is_dflash, promote
 
@@ -129,6 +130,9 @@ def _train(args: argparse.Namespace) -> None:
     settings = loop.Settings(**{each.name: getattr(args, each.name) for each in dataclasses.fields(loop.Settings)})
     config = resolve(args.model).config
     _check_init(args)
+    for flag, name in (("--loss", args.loss), ("--objective", args.objective)):
+        if name and name not in KINDS:
+            imported(flag, name)  # errors come before texts are written
     loop.check_batch(args.batch_size)
     facts = {name: value for name, value in vars(args).items() if name not in _FREE} | {"method": args.command}
     with held(args.output):
@@ -191,6 +195,8 @@ def _train_on(path: Path, args: argparse.Namespace, settings: loop.Settings, fac
     data = pack(training, args.row_length, args.batch_size, args.seed, alone)
     run = loop.Run(args.output, facts | dict(zip(_OF_TEXTS, (len(texts), fingerprint(source)), strict=True)))
     fresh, objective = (_eagle3 if args.command == "eagle3" else _block)(args, target, training)
+    if args.objective:
+        objective = own(args.objective, objective)
     data = dataclasses.replace(data, feature_layers=objective.drafter.feature_layers)
     answers = sum(end - begin for text in training for begin, end in text.answers)
     print(

@@ -27,6 +27,11 @@ _temperatures = checked(
 )
 
 
+_loss = checked(
+    str, f"must be {', '.join(KINDS)} or module:function", lambda text: text in KINDS or text.count(":") == 1
+)
+
+
 def _layers(text: str) -> tuple[int, ...]:
     return tuple(map(natural, text.split(",")))
 
@@ -105,7 +110,10 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     value("--weight-decay", _from_zero, 0.01, "X", "weight decay")
     value("--clip", _above_zero, 1.0, "NORM", "largest norm of the gradient")
     losses = "; ".join(f"{name}: {text}" for name, text in KINDS.items())
-    add("--loss", choices=tuple(KINDS), default="soft", help=f"%(default)s by default. {losses}")
+    said = f"%(default)s by default. {losses}; module:function: your own"
+    add("--loss", type=_loss, default="soft", metavar="LOSS", help=said)
+    own = "your own subclass of the method's objective"
+    add("--objective", metavar="module:Class", help=own)
     value("--save-every", _from_zero, 60.0, "SECONDS", "time between checkpoints")
     value("--log-every", positive, 10, "STEPS", "steps between log lines")
     group = parser.add_argument_group("the drafter's size")
