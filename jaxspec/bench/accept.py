@@ -167,34 +167,47 @@ def _row(args: argparse.Namespace, run: Run) -> Row:
 
 
 def plot(document: Document, figure: Any) -> None:
-    """Tokens a round by benchmark with intervals, acceptance by position, and speed-up by concurrency."""
+    """Tokens a round by benchmark, acceptance by position, and speed-up by concurrency; 95% intervals."""
     length_axes, position_axes, speed_axes = figure.subplots(1, 3)
     rows = document["rows"]
     drafts = [draft for draft in dict.fromkeys(row["draft"] for row in rows) if draft != PLAIN]
     names = list(dict.fromkeys(row["data"] for row in rows))
     for i, draft in enumerate(drafts):
-        mine = [row for row in rows if row["draft"] == draft]
+        mine, label = [row for row in rows if row["draft"] == draft], _named(draft)
         wholes = {row["data"]: row["parts"][0] for row in mine if row.get("parts")}
         x = np.arange(len(wholes)) + (i - (len(drafts) - 1) / 2) * 0.8 / len(drafts)
         heights = np.array([whole["tokens_per_round"] or 0.0 for whole in wholes.values()])
         ends = [[whole[end] or height for whole, height in zip(wholes.values(), heights, strict=True)]
                 for end in ("low", "high")]  # fmt: skip
         around = np.abs(np.array(ends) - heights)
-        length_axes.bar(x, heights, 0.8 / len(drafts), yerr=around, capsize=2, label=draft)
+        length_axes.bar(x, heights, 0.8 / len(drafts), yerr=around, capsize=2, label=label)
         rounds = np.array([whole["rounds"] for whole in wholes.values()])
         shares = np.array([whole["positions"] for whole in wholes.values()])
-        position_axes.plot(range(1, shares.shape[1] + 1), rounds @ shares / rounds.sum(), "o-", label=draft)
-        speeds = defaultdict(list)
-        for row in mine:
-            if row.get("speedup") is not None:
-                speeds[row["concurrency"]].append(row["speedup"])
-        if speeds:
-            mean = [float(np.exp(np.mean(np.log(each)))) for each in speeds.values()]
-            speed_axes.plot(list(speeds), mean, "o-", label=draft)
-    length_axes.set_xticks(range(len(names)), names, rotation=30, ha="right")
-    length_axes.set(ylabel="tokens a round, 95% intervals")
-    position_axes.set(xlabel="draft", ylabel="accepted with all before it, of all rounds", ylim=(0, 1))
+        position_axes.plot(range(1, shares.shape[1] + 1), rounds @ shares / rounds.sum(), "o-", label=label)
+        if speeds := _mean_speedups(mine):
+            plots.with_interval(speed_axes, speeds, "concurrency", "speedup", label)
+    plots.rotated(length_axes, names)
+    length_axes.set(ylabel="tokens a round")
+    position_axes.set(xlabel="draft", ylabel="share of rounds that accept it", ylim=(0, 1))
+    plots.whole(position_axes.xaxis)
     for axes in (length_axes, position_axes):
-        axes.legend()
+        axes.legend(fontsize="small")
     speed_axes.axhline(1.0, color="k", linestyle="--", label="plain")
     plots.against(speed_axes, [row["concurrency"] for row in rows], "requests", "speed-up, geometric mean")
+
+
+def _mean_speedups(rows: list[Row]) -> list[Row]:
+    """Geometric means over benchmarks, by concurrency. Their intervals are as wide as independent ones make them."""
+    found = []
+    for n in dict.fromkeys(row["concurrency"] for row in rows):
+        mine = [row for row in rows if row["concurrency"] == n and row.get("speedup") is not None]
+        if not mine:
+            continue
+        mean = np.log([row["speedup"] for row in mine]).mean()
+        row: Row = {"concurrency": n, "speedup": float(np.exp(mean))}
+        if all(each.get("speedup_low") for each in mine):
+            for end in ("low", "high"):
+                off = np.log([each[f"speedup_{end}"] / each["speedup"] for each in mine])
+                row[f"speedup_{end}"] = float(np.exp(mean + np.sign(off.sum()) * np.sqrt((off**2).sum()) / len(off)))
+        found.append(row)
+    return found

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.bench import acceptance, answers, datasets, engines, gsm8k, scored, traffic
+from jaxspec.bench import acceptance, answers, datasets, engines, gsm8k, plots, scored, traffic
 from jaxspec.bench.acceptance import Counts
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table, counts
 from jaxspec.config.flags import add_value, natural, positive
@@ -168,9 +168,11 @@ def plot(document: Document, figure: Any) -> None:
     for draft in dict.fromkeys(row["draft"] for row in rows):
         mine = [row for row in rows if row["draft"] == draft]
         names = [row["format"] for row in mine]
-        round_axes.plot(names, [row.get("tokens_per_round") or 1.0 for row in mine], "o-", label=draft)
+        round_axes.plot(range(len(mine)), [row.get("tokens_per_round") or 1.0 for row in mine], "o-", label=draft)
+        plots.rotated(round_axes, names)
     first = [row for row in rows if row["draft"] == rows[0]["draft"]]
-    agree_axes.bar([row["format"] for row in first], [row["agree"] for row in first])
+    agree_axes.bar(range(len(first)), [row["agree"] for row in first])
+    plots.rotated(agree_axes, [row["format"] for row in first])
     agree_axes.set(ylabel="tokens of the unquantised answer that are first choice")
     round_axes.set(ylabel="tokens a round")
     round_axes.legend()

@@ -46,7 +46,20 @@ def against(axes: Any, x: Sequence[int], xlabel: str, ylabel: str) -> None:
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.set(xlabel=xlabel, ylabel=ylabel, ylim=(0, None))
     axes.grid(alpha=0.3)
-    axes.legend()
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend()
+
+
+def whole(axis: Any) -> None:
+    """Ticks of an axis at whole numbers only: drafts, requests, texts."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(integer=True))
+
+
+def rotated(axes: Any, names: Sequence[str]) -> None:
+    """Names below the ticks of `axes`, turned so that none covers the next."""
+    axes.set_xticks(range(len(names)), names, rotation=30, ha="right", rotation_mode="anchor", fontsize="small")
 
 
 def draw(plot: Callable[[Document, Any], None], document: Document, path: Path) -> None:

@@ -108,8 +108,7 @@ def plot(document: Document, figure: Any) -> None:
         heights = np.array([row[name] for row in rows])
         around = [heights - [row[f"{name}_low"] for row in rows], [row[f"{name}_high"] for row in rows] - heights]
         score_axes.bar(at, heights, 0.8 / len(names), yerr=around, capsize=2, label=name)
-    titles = [f"{row['draft']}\n{row['concurrency']} at once" for row in rows]
-    score_axes.set_xticks(x, titles, fontsize="small")
+    plots.rotated(score_axes, [f"{row['draft']}, {row['concurrency']} at once" for row in rows])
     score_axes.set(ylabel="share of right answers, 95% intervals", ylim=(0, None))
     score_axes.legend()
     for draft in dict.fromkeys(row["draft"] for row in rows):

@@ -14,6 +14,7 @@ import gc
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
+from jaxspec.bench import matched
+from jaxspec.bench.results import BenchError
 from jaxspec.cache.memory_plan import claim_device
 from jaxspec.checkpoint import CheckpointError, Model, load_model, locate, resolve
 from jaxspec.cli import without_traceback
@@ -40,7 +43,8 @@ from jaxspec.train.dspark import DSparkObjective
 from jaxspec.train.eagle3 import Eagle3Objective
 from jaxspec.train.folder import agree, as_stored, fingerprint, held, make, read, write
 from jaxspec.train.interrupted import terminable
-from jaxspec.train.objective import Objective
+from jaxspec.train.losses import KINDS, imported
+from jaxspec.train.objective import Objective, own
 from jaxspec.train.packing import pack
 from jaxspec.train.promoted import is_dflash, promote
 
@@ -58,6 +62,7 @@ _FREE = {
 _RECIPE = (
     "model", "data", "num_samples", "temperature", "max_answer_tokens", "max_prompt_tokens", "row_length", "seed",
 )  # fmt: skip
+ERRORS = BenchError, CheckpointError, ConfigError, RequestError, TokenizerError, prompts.DataError, TrainError
 _OF_TEXTS = "texts", "data_sha256"  # facts that are known once the texts are written
 
 
@@ -69,11 +74,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with terminable():
             commands = {"data": _data, "features": _features, "token-map": _token_map, "evaluate": _evaluate}
+            commands |= {"compare": partial(_compare, parser)}
             commands.get(args.command, _train)(args)
     except KeyboardInterrupt as error:
         print(str(error) or "interrupted", file=sys.stderr)
         return 130
-    except (CheckpointError, ConfigError, RequestError, TokenizerError, prompts.DataError, TrainError) as error:
+    except ERRORS as error:
         parser.exit(2, f"{parser.prog} {args.command}: {error}\n")
     return 0
 
@@ -124,6 +130,9 @@ def _train(args: argparse.Namespace) -> None:
     settings = loop.Settings(**{each.name: getattr(args, each.name) for each in dataclasses.fields(loop.Settings)})
     config = resolve(args.model).config
     _check_init(args)
+    for flag, name in (("--loss", args.loss), ("--objective", args.objective)):
+        if name and name not in KINDS:
+            imported(flag, name)  # errors come before texts are written
     loop.check_batch(args.batch_size)
     facts = {name: value for name, value in vars(args).items() if name not in _FREE} | {"method": args.command}
     with held(args.output):
@@ -131,6 +140,25 @@ def _train(args: argparse.Namespace) -> None:
         if not args.init:
             _check_shape(args, config)
         _train_on(_texts_file(args), args, settings, facts)
+
+
+def _compare(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    methods = [name for name in flags.commands(parser) if name not in flags.TOOLS]
+    found = matched.contenders(args, partial(parse, parser), methods)
+    for each in args.benchmark:
+        prompts.read(Path(each.rpartition("=")[2]))  # errors come before training
+    if not args.no_plots:
+        plots.check()
+    with held(args.output):
+        texts = str(_texts_file(args))
+    for each in found:
+        print(f"\n{each.name}", flush=True)
+        each.args.data = texts
+        _train(each.args)
+        gc.collect()
+    text = matched.table(read(matched.measure(args, found))["rows"], found)
+    (args.output / "compare.md").write_text(text + "\n", encoding="utf-8")
+    print(f"\n{text}")
 
 
 def _check_init(args: argparse.Namespace) -> None:
@@ -167,6 +195,8 @@ def _train_on(path: Path, args: argparse.Namespace, settings: loop.Settings, fac
     data = pack(training, args.row_length, args.batch_size, args.seed, alone)
     run = loop.Run(args.output, facts | dict(zip(_OF_TEXTS, (len(texts), fingerprint(source)), strict=True)))
     fresh, objective = (_eagle3 if args.command == "eagle3" else _block)(args, target, training)
+    if args.objective:
+        objective = own(args.objective, objective)
     data = dataclasses.replace(data, feature_layers=objective.drafter.feature_layers)
     answers = sum(end - begin for text in training for begin, end in text.answers)
     print(

@@ -8,6 +8,7 @@ losses it would have had. An output folder belongs to one run: `run.json` says w
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Container
 from dataclasses import dataclass
@@ -237,6 +238,16 @@ class _Clock:
         self._settings, self._run = settings, run
         self._saved = self._started = time.monotonic()
         self._ticks = 0
+        self._tell()
+
+    def _tell(self) -> None:
+        steps, warm_up = self._run.steps, self._settings.warm_up
+        if steps is not None and warm_up >= steps:
+            tqdm.write(
+                f"--warm-up {warm_up} is not less than the run's {steps} steps, so the learning rate rises to the end; "
+                f"--warm-up {steps // 10} would suit it",
+                sys.stderr,
+            )
 
     def tick(self, step: int, report: Report) -> None:
         self._ticks += 1
@@ -249,6 +260,7 @@ class _Clock:
         each = (time.monotonic() - self._started) / (TIMED_STEPS - _COMPILING)
         left = self._settings.minutes * 60 - each * TIMED_STEPS
         self._run.claim(step + max(int(left / each), 1))
+        self._tell()
 
     def save_due(self) -> bool:
         # Not before the number of steps is settled: up to there, learning rates don't depend on it.

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import flax.struct
@@ -19,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.decoder.forward import head_logits, unembed
 from jaxspec.models.model_config import ModelConfig
+from jaxspec.train.data import TrainError
 
 KINDS = {
     "soft": "cross-entropy to the target's distribution over the drafter's vocabulary",
@@ -101,7 +103,31 @@ class Scorer:
             return -jnp.sum(jax.nn.softmax(truth, axis=-1) * log_q, axis=-1)
         if self.kind == "overlap":
             return -jnp.log(_overlap(log_q, truth, everything) + 1e-9)
+        if self.kind not in KINDS:
+            return _own(self.kind, log_q, truth, everything, answer)
         return -jnp.take_along_axis(log_q, jnp.broadcast_to(answer, log_q.shape[:-1])[..., None], axis=-1)[..., 0]
+
+
+def _own(name: str, log_q: Array, truth: Array, everything: Array, answer: Array) -> Float[Array, "s b c"]:
+    losses = imported("--loss", name)(log_q, truth, everything, answer)
+    if jnp.shape(losses) != log_q.shape[:-1]:
+        raise TrainError(f"--loss {name} must give a loss for each of {log_q.shape[:-1]} rows, got {jnp.shape(losses)}")
+    return losses
+
+
+def imported(flag: str, name: str) -> Any:
+    """Import `module:name`.
+
+    **Raises:** `TrainError` if it can't be imported.
+    """
+    module, _, own = name.partition(":")
+    try:
+        found = getattr(import_module(module), own)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise TrainError(f"{flag} {name} must be module:name, such as mine:narrow: {error}") from error
+    if not callable(found):
+        raise TrainError(f"{flag} {name} must be a function or a class, got {type(found).__name__}")
+    return found
 
 
 def _overlap(log_q: Float[Array, "s b c w"], truth: Float[Array, "b c w"], everything: Array) -> Float[Array, "s b c"]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import flax.struct
@@ -18,6 +18,7 @@ from jaxspec.pallas.dense.weight_stream import MAX_ROWS
 from jaxspec.pallas.hopper import kernels_here
 from jaxspec.train.attention import OneText, packed_attention
 from jaxspec.train.data import TrainError
+from jaxspec.train.losses import imported
 
 
 @flax.struct.dataclass
@@ -92,6 +93,18 @@ class Objective:
 
     def cast(self, tree: Any) -> Any:
         return jax.tree.map(lambda x: x.astype(self.dtype), tree)
+
+
+def own(name: str, objective: Objective) -> Objective:
+    """An objective of the user's, `module:Class`, in place of the method's, of which it is a subclass. Fields that it
+    adds keep their defaults.
+
+    **Raises:** `TrainError` for a class that can't be imported, or isn't a subclass.
+    """
+    found, kind = imported("--objective", name), type(objective)
+    if not (isinstance(found, type) and issubclass(found, kind)):
+        raise TrainError(f"--objective {name} must be a subclass of {kind.__module__}.{kind.__name__}")
+    return found(**{field.name: getattr(objective, field.name) for field in fields(objective)})
 
 
 def check_rows(rows: int) -> None:
