@@ -36,6 +36,8 @@ from jaxspec.models.model_config import ModelConfig
 from jaxspec.text import prompts
 from jaxspec.text.errors import TokenizerError
 from jaxspec.train import evaluate, export, features, flags, loop, plots, synthesise
+from jaxspec.train.blocks.domino import DominoObjective
+from jaxspec.train.blocks.lilicorr import LiLiCorrObjective, Terms
 from jaxspec.train.continued import continued, heads_alone
 from jaxspec.train.data import Text, TrainError, count, holds_texts, read_texts, split
 from jaxspec.train.dflash import DFlashObjective
@@ -51,7 +53,8 @@ from jaxspec.train.promoted import is_dflash, promote
 # What a new drafter is to be like; one that is trained on is as it is.
 _SHAPE = (
     "num_layers", "mlp_size", "num_heads", "num_kv_heads", "target_layers", "draft_vocab_size", "block_size",
-    "mask_token_id", "markov_rank", "markov_head",
+    "mask_token_id", "markov_rank", "markov_head", "candidates", "network_size", "network_layers", "network_heads",
+    "factor_size", "gru_size", "correction_rank", "uncorrected",
 )  # fmt: skip
 _PROMOTED = "markov_rank", "markov_head", "mlp_size"  # of those, what a DFlash drafter may get to become a DSpark one
 # Flags that change neither what is trained nor how its steps are counted: a run may be resumed with others.
@@ -178,7 +181,7 @@ def _check_shape(args: argparse.Namespace, config: ModelConfig) -> None:
         _check_size(args.draft_vocab_size or 0, config.vocab_size, "--draft-vocab-size")
         export.check_eagle3(args.output / "drafter", config, _shape(args, 1), args.draft_vocab_size or None)
     else:
-        export.check_block(config, _shape(args, 3), _block_of(args, args.mask_token_id or 0))
+        export.check_block(config, _shape(args, 3), _block_of(args, config, args.mask_token_id or 0))
 
 
 def _train_on(path: Path, args: argparse.Namespace, settings: loop.Settings, facts: dict[str, Any]) -> None:
@@ -237,10 +240,18 @@ def _block(args: argparse.Namespace, target: Model, texts: list[Text]) -> tuple[
             fresh = heads_alone(fresh, DSparkObjective.heads, target.dtype)
     else:
         fresh = _fresh_block(args, target, texts)
-    kind, size = DSparkObjective if args.command == "dspark" else DFlashObjective, fresh.drafter.block_size
+    size = fresh.drafter.block_size
     anchors, gamma = args.anchors or max(args.row_length // size, 1), args.gamma or size / 2
-    more = {"by_rounds": args.weigh_rounds} if args.command == "dspark" else {}
-    return fresh, kind(fresh.drafter, target.config, target.dtype, args.loss, anchors, gamma, **more)
+    given = fresh.drafter, target.config, target.dtype, args.loss, anchors, gamma
+    match args.command:
+        case "dspark":
+            return fresh, DSparkObjective(*given, args.weigh_rounds)
+        case "domino":
+            return fresh, DominoObjective(*given, args.base_weight, args.base_share)
+        case "lilicorr":
+            terms = Terms(args.choice_weight, args.lead_weight, args.penalty_weight, args.lead)
+            return fresh, LiLiCorrObjective(*given, terms)
+    return fresh, DFlashObjective(*given)
 
 
 def _fresh_block(args: argparse.Namespace, target: Model, texts: list[Text]) -> export.Fresh:
@@ -252,12 +263,23 @@ def _fresh_block(args: argparse.Namespace, target: Model, texts: list[Text]) -> 
         if seen.all():
             raise TrainError("every token of the vocabulary is in the texts: name one for the masks by --mask-token-id")
         mask = int(np.flatnonzero(~seen)[-1])
-    return export.fresh_block(args.output / "drafter", target, _shape(args, 3), _block_of(args, mask), args.seed)
+    block = _block_of(args, target.config, mask)
+    return export.fresh_block(args.output / "drafter", target, _shape(args, 3), block, args.seed)
 
 
-def _block_of(args: argparse.Namespace, mask: int) -> export.Block:
-    markov = (args.markov_rank or 256, args.markov_head or "vanilla") if args.command == "dspark" else None
-    return export.Block(args.block_size or 8, mask, markov)
+def _block_of(args: argparse.Namespace, config: ModelConfig, mask: int) -> export.Block:
+    heads, settings = args.num_heads or config.num_heads, {}
+    match args.command:
+        case "dspark":
+            of = heads, args.num_kv_heads or config.num_kv_heads, args.markov_rank or 256, args.markov_head or "vanilla"
+            settings = export.dspark_settings(*of)
+        case "domino":
+            spared = 1 if args.uncorrected is None else args.uncorrected
+            settings = export.domino_settings(args.gru_size or 1024, args.correction_rank or 256, spared)
+        case "lilicorr":
+            network = args.network_size or 0, args.network_layers or 2, args.network_heads or heads
+            settings = export.lilicorr_settings(args.candidates or 16, *network, args.factor_size or 128)
+    return export.Block(args.block_size or 8, mask, args.command, settings)
 
 
 def _shape(args: argparse.Namespace, num_layers: int) -> export.Shape:

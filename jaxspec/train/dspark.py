@@ -33,7 +33,7 @@ class DSparkObjective(DFlashObjective):
     head: ClassVar[tuple[str, ...]] = ("markov_after", "confidence", "confidence_bias")
     heads: ClassVar[frozenset[str]] = frozenset({*head, "markov_before", "markov_joint", "markov_joint_bias"})
 
-    def _student(self, params, out, before):
+    def _student(self, params, out, before, *_):
         """Rows, the embeddings of the tokens before, and the Markov head's latents, side by side."""
         embedded, memory, latents = self.drafter.embedded(params, before), None, []
         for step in range(out.shape[2]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -59,6 +60,10 @@ def parser() -> argparse.ArgumentParser:
     dspark = add("dspark", "train a DSpark drafter")
     _add_dflash(dspark)
     _add_dspark(dspark)
+    for method, title, more in (("lilicorr", "LiLiCorr", _add_lilicorr), ("domino", "Domino", _add_domino)):
+        command = add(method, f"train a {title} drafter")
+        _add_dflash(command)
+        more(partial(add_value, command.add_argument_group(title)))
     _add_compare(add("compare", "train drafters of several methods alike, and print one table of them"))
     _add_evaluate(add("evaluate", "measure a drafter: tokens a round by category of prompts"))
     return top
@@ -120,7 +125,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     value = partial(add_value, group)
     start = "fine-tune this drafter, a folder or hub id, and keep its size; for dspark it may be a DFlash drafter, "
     group.add_argument("--init", metavar="D", help=start + "which gets a Markov head (default: a new drafter)")
-    value("--num-layers", positive, None, "N", "decoder layers (1; DFlash and DSpark 3)")
+    value("--num-layers", positive, None, "N", "decoder layers (1; of a block drafter 3)")
     value("--mlp-size", positive, None, "N", "width of the MLP (the target's)")
     value("--num-heads", positive, None, "N", "query heads (the target's)")
     value("--num-kv-heads", positive, None, "N", "KV heads (the target's)")
@@ -129,7 +134,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     _add_writing(parser)
     group = parser.add_argument_group("evaluation, at the end")
     add, value = group.add_argument, partial(add_value, group)
-    value("--num-draft-tokens", positive, None, "N", "drafts a round (3; DFlash and DSpark: all of a block)")
+    value("--num-draft-tokens", positive, None, "N", "drafts a round (3; of a block drafter: all of a block)")
     value("--max-new-tokens", positive, 256, "N", "most of an answer")
     add("--no-evaluation", action="store_true", help="train and save only")
     add("--no-plots", action="store_true", help="no loss.png and acceptance.png, which need matplotlib")
@@ -152,6 +157,28 @@ def _add_dspark(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--weigh-rounds", action="store_true", help=text)
     text = "with --init: train the Markov and confidence heads alone; the block stays as it is"
     group.add_argument("--heads-only", action="store_true", help=text)
+
+
+def _add_lilicorr(value: Callable[..., None]) -> None:
+    value("--candidates", positive, None, "N", "likeliest tokens of a row to choose among (16)")
+    value("--network-size", positive, None, "N", "width of the network over them (the drafter's)")
+    value("--network-layers", positive, None, "N", "its layers (2)")
+    value("--network-heads", positive, None, "N", "its attention heads (the drafter's)")
+    value("--factor-size", positive, None, "N", "numbers of the vectors whose products are scores (128)")
+    value("--choice-weight", _from_zero, 0.25, "X", "weight of the cross-entropy of candidates' scores")
+    value("--lead-weight", _from_zero, 0.0, "X", "weight of what the right candidate lacks of a lead")
+    value("--lead", _above_zero, 2.0, "X", "the lead that it should have")
+    text = "weight of how much less the target thinks of the candidates that would be drafted"
+    value("--penalty-weight", _from_zero, 0.25, "X", text)
+
+
+def _add_domino(value: Callable[..., None]) -> None:
+    value("--gru-size", positive, None, "N", "numbers of the GRU's state (1024)")
+    value("--correction-rank", positive, None, "N", "rank of what is added to logits (256)")
+    value("--uncorrected", natural, None, "N", "first drafts of a block to which nothing is added (1)")
+    share = checked(float, "must be a number from 0 to 1", lambda value: 0 <= value <= 1)
+    value("--base-weight", share, 1.0, "X", "share of the loss without corrections at first; it falls to 0")
+    value("--base-share", _above_zero, 0.5, "X", "share of the run after which it is 0")
 
 
 def _add_dflash(parser: argparse.ArgumentParser) -> None:

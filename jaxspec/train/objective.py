@@ -1,4 +1,4 @@
-"""Shared by both methods: a batch of packed texts, the target's forward over it, and the report of a training step."""
+"""Shared by all methods: a batch of packed texts, the target's forward over it, and the report of a training step."""
 
 from __future__ import annotations
 
@@ -56,9 +56,11 @@ class Report:
 
 @dataclass(frozen=True)
 class Objective:
-    """A method's loss. `loss(trained, frozen, target_params, batch, keys)` is pure; `positions` drafts are reported.
+    """A method's loss. `loss(trained, frozen, target_params, batch, keys, done)` is pure; `positions` drafts are
+    reported.
 
     It is given one device's rows, and `keys` has one for each of them: what is drawn for a row depends on nothing else.
+    `done` is the share of the run's steps that are behind it.
 
     `dtype` is what activations are computed in; trained params are float32.
     """
@@ -73,7 +75,13 @@ class Objective:
         raise NotImplementedError
 
     def loss(
-        self, trained: Any, frozen: Any, target_params: Any, batch: Batch, keys: Key[Array, " b"]
+        self,
+        trained: Any,
+        frozen: Any,
+        target_params: Any,
+        batch: Batch,
+        keys: Key[Array, " b"],
+        done: Float[Array, ""] | float = 0.0,
     ) -> tuple[Float[Array, ""], Report]:
         raise NotImplementedError
 

@@ -12,7 +12,7 @@ from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
 from jaxspec.engine.defaults import CPU, GPU
 from jaxspec.engine.runner import Runner
-from scripts.configs import QWEN38_27B
+from scripts.configs import DOMINO_8B, LILICORR_8B, QWEN3_8B, QWEN38_27B
 from tests.support.picture_prompts import GOLDEN
 from tests.support.tiny import tiny_checkpoint, tiny_config
 
@@ -87,6 +87,18 @@ def test_a_block_drafters_tables_are_whole_on_each_device(tmp_path):
     ids = 4 * (151936 / 4 + known / 4)
     expected += 2 * (4096 + 256) * known / 4 - 2 * table / 4 + ids
     assert less.plan.draft_weight_bytes == pytest.approx(expected, rel=0.01)
+
+
+def test_lilicorrs_network_and_dominos_gru_are_whole_on_each_device(tmp_path):
+    target = folder(tmp_path, QWEN3_8B)
+    columns, block = 4096 * 8 * 128, lambda features: 4096 * 4096 * features
+    layers = 5 * (2 * 4096 * 32 * 128 + 2 * 2 * columns + 3 * 4096 * 12288)
+    gru = 3 * 1024 * (4096 + 1024) + 256 * (4096 + 1024)
+    made = of(target, 4, draft=f"domino:{folder(tmp_path, DOMINO_8B, 'gru')}", context_length=128)
+    assert made.plan.draft_weight_bytes == pytest.approx(2 * ((layers + 256 * 151936) / 4 + block(5) + gru), rel=0.005)
+    network = 3 * 4096 * 1024 + 2 * 8 * 1024**2 + 4 * 1024**2 + 3 * 128 * 1024
+    made = of(target, 4, draft=f"lilicorr:{folder(tmp_path, LILICORR_8B, 'network')}", context_length=128)
+    assert made.plan.draft_weight_bytes == pytest.approx(2 * (layers / 4 + block(5) + network), rel=0.005)
 
 
 @pytest.mark.parametrize("hf,numbers", [(LLAMA_70B, 70.55e9), (QWEN3_235B, 235.1e9)])
