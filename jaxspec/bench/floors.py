@@ -74,7 +74,7 @@ class ModelCost:
     def of(cls, model: Model, kv_dtype: str, state_dtype: str = "float32") -> ModelCost:
         config, mixture = model.config, model.config.decoder.mixture
         tied, experts = config.decoder.tied, mixture.experts if mixture else 1
-        layers = model.params["layers"]
+        layers, looked_up = model.params["layers"], ["layer_embed"] if tied else ["embed", "layer_embed"]
         stacks = [layer[name] for layer in layers for name in ("experts_gate_up", "experts_down") if name in layer]
         chosen, routed = mixture.per_token if mixture else 1, sum(x.numbers for x in stacks)
         matrices = sum(x.numbers for x in _weights(layers)) - routed
@@ -85,7 +85,7 @@ class ModelCost:
         numbers = states // jnp.dtype(state_dtype).itemsize
         head = model.params["embed"].size if tied else model.params["head"].numbers
         return cls(
-            weight_bytes=_bytes(model.params) - (0 if tied else _bytes(model.params["embed"])),
+            weight_bytes=_bytes(model.params) - _bytes([model.params.get(name, ()) for name in looked_up]),
             layer_flops=2 * matrices + 3 * 2 * numbers,  # a state is read twice and added to, for each token
             head_flops=2 * head,
             attends=tuple(

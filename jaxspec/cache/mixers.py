@@ -127,6 +127,10 @@ class _OverCache:
         out, kv = self.rows.attend_written(cache.kv[self.number], layer, t, write, window, sinks, self._scales(cache))
         return out, cache.replace(kv=self._put(cache.kv, kv))
 
+    def attend_shared(self, cache, layer, q, window):
+        out, _ = self.rows.look_back(cache.kv[self.number], layer, q, window, None, self._scales(cache))
+        return out, cache
+
     def _scales(self, cache):
         return None if cache.scales is None else cache.scales[self.number]
 

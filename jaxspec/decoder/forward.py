@@ -15,7 +15,7 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.decoder import deterministic, stack
+from jaxspec.decoder import deterministic, plain, stack
 from jaxspec.decoder.deterministic import DETERMINISTIC
 from jaxspec.decoder.few_rows import FEW_ROWS, rope_table, sizes_fit
 from jaxspec.decoder.fp8_rows import FP8_ROWS
@@ -148,6 +148,10 @@ def forward(
         layers = attached(layers, params["adapters"], adapters)
     path, _ = choose(decoder, layers, Call.of(positions, mixer, cache, adapters=adapters is not None))
     ops = _ops(path, decoder, layers, positions, mixer)
+    if decoder.layer_inputs:
+        ops = dataclasses.replace(ops, inputs=plain.layer_inputs(decoder, params, tokens, x, ops.positions))
+    if cache is None and decoder.sharing:
+        cache = {}  # where layers keep what others share
     outputs, cache, experts = stack.run(ops, decoder, layers, x, cache, requested)
     if decoder.deterministic:
         last = deterministic.row_norm(outputs[-1], params["norm"], decoder.norm)

@@ -174,6 +174,6 @@ def finished(
 ) -> tuple[Any, Any]:
     """Finish these rows, as `Ops.finish`."""
     if row is not None:
-        x, mixed = row_of(x, row), None if mixed is None else row_of(mixed, row)
+        x, mixed, after = (None if each is None else row_of(each, row) for each in (x, mixed, after))
         ops = dataclasses.replace(ops, positions=row_of(ops.positions, row))
     return ops.finish(layer, weights, after, x, mixed)

@@ -144,5 +144,6 @@ def matmul_weights(config: ModelConfig) -> int:
     for layer in config.decoder.layers:
         feed = layer.feed
         width = feed.per_token * feed.width + feed.shared if isinstance(feed, Mixture) else feed.width
+        width += feed.beside.width if isinstance(feed, Mixture) and feed.beside else 0
         total += d * (layer.mixing.columns + 3 * width)
     return total

@@ -23,6 +23,7 @@ from jaxspec.models.description import (
     DeltaRule,
     LatentAttention,
     Layer,
+    LayerInputs,
     LinearScaling,
     Mamba2,
     Mixture,
@@ -63,6 +64,7 @@ PLAINEST = {
     Unquantised: Unquantised(),
     Fp8: Fp8(128),
     Mxfp4: Mxfp4(),
+    LayerInputs: LayerInputs(8, 512),
     Layer: Layer(Attention(8, 4, 128, Rope(1e4)), Mlp(1024), NORM),
     Decoder: Decoder(512, 512, (Layer(Attention(8, 4, 128, Rope(1e4)), Mlp(1024), NORM),), NORM),
 }
@@ -103,6 +105,7 @@ FIELDS = {
         "sinks": (True, {EVERY, FEW, HEADS}),
         "v_norm": (NORM, {EVERY}),
         "k_is_v": (True, {EVERY}),
+        "shared": (True, {EVERY}),
     },
     LatentAttention: {
         "heads": (16, {EVERY}),
@@ -169,7 +172,9 @@ FIELDS = {
         "groups": (2, {EVERY}),
         "gated": (False, {EVERY}),
         "latent": (64, {EVERY}),
+        "beside": (Mlp(64), {EVERY}),
     },
+    LayerInputs: {"width": (16, {EVERY}), "vocab_size": (1024, {EVERY})},
     Layer: {
         "mixing": (Attention(8, 8, 128, Rope(1e4)), {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
         "feed": (Mlp(512), {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
@@ -177,6 +182,7 @@ FIELDS = {
         "pre_norm": (False, {EVERY}),
         "post_norm": (True, {EVERY}),
         "residual_scale": (0.5, {EVERY}),
+        "input_width": (8, {EVERY}),
         "output_scaled": (True, {EVERY}),
     },
     Decoder: {
@@ -187,6 +193,7 @@ FIELDS = {
         "tied": (True, {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
         "embed_scale": (8.0, {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
         "logit_scale": (0.5, {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
+        "layer_inputs": (LayerInputs(8, 512), {EVERY}),
         "logit_cap": (30.0, {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
         "deterministic": (256, set()),  # a path of its own
         "reports_experts": (True, {EVERY}),

@@ -163,6 +163,18 @@ VARIANTS = {
         layer_types=["full_attention", "sliding_attention", "full_attention"],
         rope_parameters=dict(sliding_attention=NEAR, full_attention=PARTIAL | dict(factor=4.0)), **IDS,
     ),
+    "gemma4-inputs": Gemma4TextConfig(
+        **SIZES | dict(num_hidden_layers=5), hidden_size_per_layer_input=8, vocab_size_per_layer_input=64, head_dim=16,
+        global_head_dim=32, sliding_window=20, num_kv_shared_layers=3, use_double_wide_mlp=True, rms_norm_eps=EPS,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        rope_parameters=dict(sliding_attention=NEAR, full_attention=PARTIAL), **IDS,
+    ),
+    "gemma4-experts": Gemma4TextConfig(
+        **SIZES, **WITHOUT_INPUTS, head_dim=16, global_head_dim=32, num_global_key_value_heads=1, attention_k_eq_v=True,
+        sliding_window=20, enable_moe_block=True, num_experts=8, top_k_experts=3, moe_intermediate_size=24,
+        layer_types=["sliding_attention"] * 2 + ["full_attention"], tie_word_embeddings=False,
+        rope_parameters=dict(sliding_attention=NEAR, full_attention=PARTIAL), **IDS,
+    ),
 }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+from jaxspec.checkpoint.load import text_name
 from jaxspec.config.options import ConfigError
 from jaxspec.models.description import (
     Attention,
@@ -58,6 +59,8 @@ def test_windows_by_layer(family, keys, windows):
     ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all' is not supported"),
     ("gemma4", {"rope_parameters": {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.01}}},
      "partial_rotary_factor 0.01 of head_dim 32 is 0 pairs"),
+    ("gemma4", {"num_kv_shared_layers": 1}, "num_kv_shared_layers 1 of 2 leaves some kind of layer_types without keys"),
+    ("gemma4", {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 63}, "must be at least vocab_size"),
     ("gemma4", {"per_layer_config": {"0": {"head_dim": 32}}}, "per_layer_config must have head_dim and num_key_value"),
     ("gemma3", {"hidden_activation": "gelu"}, "hidden_activation 'gelu' is not supported; supported: silu, gelu_py"),
 ])  # fmt: skip
@@ -147,6 +150,21 @@ def test_gemma4_has_two_kinds_of_heads():
     assert ModelConfig.from_hf(saved) == config  # as transformers 5.23 writes it
     unified = GEMMA4_31B | {"text_config": GEMMA4_31B["text_config"] | {"model_type": "gemma4_unified_text"}}
     assert ModelConfig.from_hf(unified).decoder == decoder
+
+
+def test_the_last_layers_of_gemma4_share_keys_and_values():
+    """E2B's do. Its files have matrices for keys and values of them all, which nobody reads."""
+    sizes = dict(num_hidden_layers=35, num_kv_shared_layers=20, hidden_size_per_layer_input=256, num_key_value_heads=1)
+    sizes |= dict(vocab_size_per_layer_input=64, use_double_wide_mlp=True, attention_k_eq_v=False)
+    sizes |= dict(layer_types=[*["sliding_attention"] * 4, "full_attention"] * 7)
+    decoder = ModelConfig.from_hf(tiny_config("gemma4", **sizes)).decoder
+    assert decoder.groups(PagedRows) == {PagedRows(1, 16): 12, PagedRows(1, 32): 3}
+    assert decoder.sharing == frozenset(range(15, 35))
+    assert decoder.memory_index[13:21] == ((0, 11), (1, 2), *[(0, 11)] * 4, (1, 2), (0, 11))
+    assert [decoder.layers[i].feed.width for i in (14, 15)] == [64, 128]
+    assert text_name("model.language_model.layers.15.self_attn.k_norm.weight", 35, decoder.sharing) is None
+    for kept in ("layers.14.self_attn.k_norm.weight", "layers.15.self_attn.q_norm.weight"):
+        assert text_name(f"model.language_model.{kept}", 35, decoder.sharing) == f"model.{kept}"
 
 
 GPT_OSS_20B = {  # as published, but for keys that change nothing here

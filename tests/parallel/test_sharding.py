@@ -29,7 +29,7 @@ from jaxspec.models.weights import Param, by_inputs, by_outputs, is_param, linea
 from jaxspec.parallel import sharding
 from jaxspec.parallel.sharding import BY_REQUEST, EVERYWHERE
 from tests.server.live import wait_for
-from tests.support.tiny import BYTE_VOCAB, tiny_checkpoint, tiny_config
+from tests.support.tiny import BYTE_VOCAB, GEMMA4_ALL, tiny_checkpoint, tiny_config
 
 ROOT = Path(__file__).resolve().parents[2]
 APART = tuple(f"tests/support/several_devices{name}.py" for name in ("", "_quantised", "_deterministic", "_pictures"))
@@ -42,7 +42,9 @@ WHOLE = {
     *("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm", "q_norm", "k_norm", "read_norm", "norm"),
     *("latents", "query_norm", "latent_norm"),
     *("router", "router_bias", "router_correction", "shared_gate", "fc", "embed_norm", "hidden_norm"),
-    *("latent_in", "latent_out"),
+    *("latent_in", "latent_out", "layer_scale"),
+    *("router_norm", "expert_scale", "mlp_own_norm", "experts_norm", "experts_own_norm"),
+    *("input_gate", "input_out", "input_norm", "layer_projection", "layer_projection_norm"),
 }
 ONCE = {"out_bias", "down_bias", "experts_down_bias"}
 
@@ -60,6 +62,8 @@ def declared(family: str, **sizes):
     trees = [MODELS[family].tensors(model.decoder)]
     if model.recurrent:
         trees.append(mtp.parameters(mtp.module_config(model)))
+    if family == "gemma4":
+        trees.append(MODELS[family].tensors(config(family, **GEMMA4_ALL, **sizes).decoder))
     if family == "qwen3":
         trees.append(dflash_checkpoint.parameters(model, 2, 33, ("embed_tokens.weight",)))
     for tree in trees:
@@ -84,7 +88,7 @@ def test_somebody_has_decided_how_each_parameter_is_divided(family):
 def test_devices_have_every_number_once(family, size):
     """But for KV heads and latents, which are repeated where there are fewer than devices, and for padding, which is
     0."""
-    kv_heads = {"num_key_value_heads": 8}
+    kv_heads = {"num_key_value_heads": 8, "num_global_key_value_heads": 8}
     for name, param in declared(family, **kv_heads):
         one, rng = sharding.local_param(param, size), np.random.default_rng(0)
         for i, (shape, own) in enumerate(zip(param.stored().values(), one.stored().values(), strict=True)):

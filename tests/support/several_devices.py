@@ -47,7 +47,7 @@ from jaxspec.sampling.acceptance import Tree
 from jaxspec.scheduling.audit import audit
 from tests.engine.test_reported import run as reported
 from tests.support import heads, hybrids, widths
-from tests.support.tiny import BYTE_VOCAB, tiny_checkpoint, tiny_config
+from tests.support.tiny import BYTE_VOCAB, GEMMA4_ALL, tiny_checkpoint, tiny_config
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 VOCAB = BYTE_VOCAB  # 259, which no number of devices divides
@@ -429,6 +429,12 @@ def test_a_model_loaded_for_one_device_is_refused():
 @pytest.mark.parametrize("family", sorted(MODELS))
 def test_each_family_with_ngrams(family, size):
     check(checkpoint(family), "ngram", size, structured=True)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("size", SIZES[:2])
+def test_a_family_of_gemma4_with_inputs_experts_and_shared_keys(size):
+    check(checkpoint("gemma4", vocab_size_per_layer_input=VOCAB, **GEMMA4_ALL), "ngram", size)
 
 
 BLOCKS = ("dflash/full", "dflash/sliding", "dflash/window", "dflash2/sliding", "dflash2/causal")

@@ -89,6 +89,17 @@ GEMMA4 = dict(
     final_logit_softcapping=2.0,
     hidden_size_per_layer_input=0,
 )
+GEMMA4_ALL = dict(  # that some Gemma 4 or other has
+    num_hidden_layers=4,
+    layer_types=["sliding_attention", "full_attention"] * 2,
+    num_kv_shared_layers=2,
+    use_double_wide_mlp=True,
+    hidden_size_per_layer_input=8,
+    enable_moe_block=True,
+    num_experts=8,
+    top_k_experts=2,
+    moe_intermediate_size=32,
+)
 # what a family's config has beside the keys that all have
 EXTRA = {
     "deepseek_v2": LATENT | dict(q_lora_rank=None),

@@ -4,6 +4,9 @@ Norms stand before and after each sub-layer, and over each query, key and value 
 that see all of the text, values may be the keys' projection, and a quarter of a head's pairs rotates. A learnt number
 multiplies each layer's output. MLPs are gated by GELU. Embeddings are multiplied by the square root of the width, and
 logits may be capped.
+
+The smallest have inputs of each layer's own, and their last layers share keys and values of earlier ones. The 26B has
+experts beside each MLP.
 """
 
 from __future__ import annotations
@@ -16,9 +19,10 @@ from typing import Any
 from jaxspec.config.json_values import positive, positive_float, shown
 from jaxspec.config.options import ConfigError
 from jaxspec.models import reading
-from jaxspec.models.declaring import decoder_tensors
-from jaxspec.models.description import Attention, Decoder, Layer, Mlp, Norm
+from jaxspec.models.declaring import Tensors, decoder_tensors, mlp_tensors
+from jaxspec.models.description import Attention, Decoder, Layer, LayerInputs, Mixture, Mlp, Norm
 from jaxspec.models.families.gemma3 import NORMS, THETAS
+from jaxspec.models.weights import WHOLE, by_inputs, by_outputs, expert_stack, linear, norm_scale
 
 __all__ = ["read", "tensors"]
 
@@ -56,13 +60,78 @@ def read(hf: reading.Config) -> Decoder:
     windows = reading.windows(hf, window, lambda i: bool((i + 1) % 6))
     windows[-1] = None  # whatever the config says, as in transformers
     mlp = Mlp(positive(hf, "intermediate_size"), activation=reading.activation(hf, "hidden_activation"))
-    kinds = {window: sliding(hf, norm, window), None: full(hf, norm, windows)}
-    layers = [Layer(kinds[each], mlp, norm, post_norm=True, output_scaled=True) for each in windows]
+    kinds, inputs = {window: sliding(hf, norm, window), None: full(hf, norm, windows)}, layer_inputs(hf)
+    width, own = inputs.width if inputs else 0, len(windows) - _shared_layers(hf, windows)
+    wide = dataclasses.replace(mlp, width=mlp.width * (2 if hf.get("use_double_wide_mlp") else 1))
+    layers = [
+        Layer(
+            dataclasses.replace(kinds[each], shared=i >= own),
+            with_experts(hf, wide if i >= own else mlp),
+            norm,
+            post_norm=True,
+            input_width=width,
+            output_scaled=True,
+        )
+        for i, each in enumerate(windows)
+    ]
     cap = hf.get("final_logit_softcapping")
     cap = None if cap is None else positive_float(hf, "final_logit_softcapping")
-    return dataclasses.replace(
-        reading.decoder(hf, layers, norm), embed_scale=positive(hf, "hidden_size") ** 0.5, logit_cap=cap
-    )
+    decoder, scale = reading.decoder(hf, layers, norm), positive(hf, "hidden_size") ** 0.5
+    return dataclasses.replace(decoder, embed_scale=scale, logit_cap=cap, layer_inputs=inputs)
+
+
+def layer_inputs(hf: reading.Config) -> LayerInputs | None:
+    """The per-layer embeddings, of models that have some."""
+    if not hf.get("hidden_size_per_layer_input"):
+        return None
+    inputs = LayerInputs(positive(hf, "hidden_size_per_layer_input"), positive(hf, "vocab_size_per_layer_input"))
+    if inputs.vocab_size < positive(hf, "vocab_size"):
+        raise ConfigError(
+            f"config.json: vocab_size_per_layer_input ({inputs.vocab_size}) must be at least vocab_size "
+            f"({hf['vocab_size']})"
+        )
+    return inputs
+
+
+def with_experts(hf: reading.Config, mlp: Mlp) -> Mlp | Mixture:
+    """The MLP, or experts with it beside them."""
+    if not hf.get("enable_moe_block"):
+        return mlp
+    experts, chosen = positive(hf, "num_experts"), positive(hf, "top_k_experts")
+    if chosen > experts:
+        raise ConfigError(f"config.json: top_k_experts ({chosen}) must not exceed num_experts ({experts})")
+    return Mixture(experts, chosen, positive(hf, "moe_intermediate_size"), activation=mlp.activation, beside=mlp)
+
+
+def mixture_tensors(m: Mixture, d: int, prefix: str) -> Tensors:
+    """The experts and their router, and the MLP beside them. Experts are stacked, or in some quantised checkpoints one
+    by one."""
+    e, f, layer = m.experts, m.width, prefix.removesuffix("mlp.")
+    each, up = layer + "experts.{}.", by_outputs(((f, 1),), ((f, 1),), groups=m.groups)
+    gate_up = {f"{each}{name}.weight": f for name in ("gate_proj", "up_proj")}
+    down, split = {each + "down_proj.weight": d}, by_inputs(f, groups=m.groups)
+    return {
+        **mlp_tensors(m.beside, d, prefix),
+        "router": linear(d, {layer + "router.proj.weight": e}, exact=True, split=WHOLE),
+        "router_norm": norm_scale(d, layer + "router.scale"),
+        "expert_scale": norm_scale(e, layer + "router.per_expert_scale"),
+        "experts_gate_up": expert_stack(e, d, layer + "experts.gate_up_proj", gate_up, up),
+        "experts_down": expert_stack(e, f, layer + "experts.down_proj", down, split),
+        "mlp_own_norm": norm_scale(d, layer + "post_feedforward_layernorm_1.weight"),
+        "experts_norm": norm_scale(d, layer + "pre_feedforward_layernorm_2.weight"),
+        "experts_own_norm": norm_scale(d, layer + "post_feedforward_layernorm_2.weight"),
+    }
+
+
+def _shared_layers(hf: reading.Config, windows: list[int | None]) -> int:
+    """How many of the last layers have the keys and values of earlier ones, of which there is one of each kind."""
+    count = reading.layer_number(hf, "num_kv_shared_layers")
+    if count and not set(windows) <= set(windows[: max(len(windows) - count, 0)]):
+        raise ConfigError(
+            f"config.json: num_kv_shared_layers {count} of {len(windows)} leaves some kind of layer_types without keys "
+            "and values of its own"
+        )
+    return count
 
 
 def sliding(hf: reading.Config, norm: Norm, window: int) -> Attention:
@@ -100,4 +169,4 @@ def _attention(hf: reading.Config, kind: str, norm: Norm, **more) -> Attention:
     return reading.attention(reading.with_rope({**hf, "rope_parameters": ropes}, kind, THETAS), **more)
 
 
-tensors = partial(decoder_tensors, norms=NORMS)
+tensors = partial(decoder_tensors, norms=NORMS, mixtures=mixture_tensors)
