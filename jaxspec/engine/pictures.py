@@ -37,8 +37,8 @@ def refusal(model: Model, chunk: int, hosts: bool) -> str | None:
     several."""
     if (tower := model.config.tower) is None:
         return (
-            f"{model.name} (model_type {model.config.model_type}) is served as its text model; Qwen3.5 and Gemma 3 "
-            "checkpoints with their vision tower read pictures"
+            f"{model.name} (model_type {model.config.model_type}) is served as its text model; Qwen3.5, "
+            "Qwen3-VL and Gemma 3 checkpoints with their vision tower read pictures"
         )
     if chunk < tower.at_once:
         return (
@@ -64,7 +64,8 @@ def tower_workspace(tower: Tower, itemsize: int) -> int:
     Scores of some patches with all and their softmax, and a layer's activations.
     """
     scores = tower.heads * QUERIES * MOST_PATCHES * (4 + itemsize)
-    return scores + MOST_PATCHES * itemsize * (4 * tower.width + tower.mlp)
+    kept = tower.columns // tower.out - 1  # layers whose results go to mergers of their own
+    return scores + MOST_PATCHES * itemsize * ((4 + kept) * tower.width + tower.mlp)
 
 
 class PictureReader:
