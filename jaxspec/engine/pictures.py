@@ -160,8 +160,10 @@ class PictureReader:
     def _encode(self, held: Float[Array, "n d"], pictures: list[Picture]) -> Float[Array, "n d"]:
         count = sum(len(picture.pixels) for picture in pictures)
         size = next(size for size in self.programs.sizes if size >= count)
-        pixels = np.zeros((size, self.tower.patch), np.float32)
-        pixels[:count] = np.concatenate([picture.pixels for picture in pictures])
+        pixels = [picture.pixels for picture in pictures]
+        if count < size:
+            pixels.append(np.zeros((size - count, self.tower.patch), np.float32))
+        pixels = pixels[0] if len(pixels) == 1 else np.concatenate(pixels)  # a copy takes 10 ms for 25 MB
         into = np.full(size // self.tower.per_token, self._size, np.int32)  # out of range: padding's rows are dropped
         rows = [row for picture in pictures for row in self._held[picture.key]]
         into[: len(rows)] = rows

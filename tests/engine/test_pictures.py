@@ -79,13 +79,15 @@ def test_texts_are_transformers_and_a_picture_is_read_once(llm):
     assert reader.encoded == 3
 
 
-def test_rounds_wait_for_a_program_of_pictures_or_of_prompts(llm, monkeypatch):
-    """Where `--max-itl-ms` limits what is between two rounds."""
+@pytest.mark.parametrize("known", [False, True])
+def test_rounds_wait_for_a_program_of_pictures_or_of_prompts(llm, monkeypatch, known):
+    """Where `--max-itl-ms` limits what is between two rounds, also while it isn't known what prompts take."""
     engine, seen = llm.engine, []
     runner, dispatch = engine.runner, engine._dispatch
     engine.flush_cache()
     runner.pictures.forget()
-    monkeypatch.setattr(engine.prefill_budget, "tokens", lambda: 16)
+    engine.limit_between(50)
+    monkeypatch.setattr(engine.prefill_budget, "tokens", lambda: 16 if known else None)
     monkeypatch.setattr("jaxspec.engine.pictures.BESIDE_ROUNDS", 24)
 
     def watched(*of):
@@ -98,6 +100,7 @@ def test_rounds_wait_for_a_program_of_pictures_or_of_prompts(llm, monkeypatch):
     monkeypatch.setattr(engine, "_dispatch", watched)
     assert texts(llm, PROMPTS) == greedy(PROMPTS)
     assert {(prompts > 0, pictures) for prompts, pictures in seen} == {(False, 0), (True, 0), (False, 1)}
+    engine.limit_between(None)
 
 
 def test_the_same_picture_is_a_hit_and_another_of_its_size_is_none(llm):
