@@ -83,7 +83,7 @@ class TowerPrograms:
 
     def _made(self, size: int, dtype: str) -> Any:
         tower, key = self._tower, ("tower", size)
-        held = jax.ShapeDtypeStruct((self._rows, tower.out), dtype, sharding=self._there)
+        held = jax.ShapeDtypeStruct((self._rows, tower.columns), dtype, sharding=self._there)
         into = np.zeros(size // tower.per_token, np.int32)
         arguments = self._params, held, np.zeros((size, tower.patch), np.float32), places(tower, [], size), into
         if self._store is not None and (kept := self._store.load(key, arguments)) is not None:

@@ -36,7 +36,7 @@ from jaxspec.pallas.dense import few_rows
 from jaxspec.pallas.operation import ANY, HOPPER, Implementation, nothing
 from jaxspec.parallel.sharding import devices, embed
 
-Overrides = tuple[Float[Array, "n d"], Int[Array, "b t"]]  # as of `forward`
+Overrides = tuple[Float[Array, "n c"], Int[Array, "b t"]]  # as of `forward`
 
 PATHS = FEW_ROWS, FUSED_NORMS, WEIGHT_STREAM, FP8_STREAM, FP8_ROWS, PLAIN  # the fastest first
 
@@ -136,7 +136,7 @@ def forward(
     alone, and what follows of the named rows alone.
 
     `overrides`: rows that stand in for embeddings, an image's for example, and for each token the number of its row,
-    negative where it has its own embedding.
+    negative where it has its own embedding. Further columns of a row are added behind the first layers.
 
     `adapters`: for each sequence the place of its adapter among `params["adapters"]`, -1 for none; None: none has one.
     """
@@ -152,7 +152,7 @@ def forward(
         ops = dataclasses.replace(ops, inputs=plain.layer_inputs(decoder, params, tokens, x, ops.positions))
     if cache is None and decoder.sharing:
         cache = {}  # where layers keep what others share
-    outputs, cache, experts = stack.run(ops, decoder, layers, x, cache, requested)
+    outputs, cache, experts = stack.run(ops, decoder, layers, x, cache, requested, _added(x, overrides))
     if decoder.deterministic:
         last = deterministic.row_norm(outputs[-1], params["norm"], decoder.norm)
     else:
@@ -167,7 +167,14 @@ def overridden(x: Float[Array, "b t d"], overrides: Overrides | None) -> Float[A
     if overrides is None:
         return x
     rows, at = overrides
-    return jnp.where(at[..., None] < 0, x, rows[jnp.maximum(at, 0)].astype(x.dtype))
+    return jnp.where(at[..., None] < 0, x, rows[jnp.maximum(at, 0), : x.shape[-1]].astype(x.dtype))
+
+
+def _added(x: Float[Array, "b t d"], overrides: Overrides | None) -> list[Float[Array, "b t d"]]:
+    """List what overriding rows add to the residual stream behind each of the first layers."""
+    columns = 0 if overrides is None else overrides[0].shape[1]
+    nothing, d = jnp.zeros_like(x), x.shape[-1]
+    return [overridden(nothing, (overrides[0][:, i : i + d], overrides[1])) for i in range(d, columns, d)]
 
 
 def _ops(path: Path, decoder: Decoder, layers: Sequence[Weights], positions: Array, mixer: Mixer) -> stack.Ops:

@@ -115,25 +115,27 @@ class Engine:
         )
         if self.host_cache is not None:
             self.host_cache.serves(self.scheduler)
-        self.scheduler.unread = self.runner.unread
         self.grammars = self.runner.grammars
         intake = Intake(self.runner, self.scheduler)
         self.check, self.compiled, self.prepare = intake.check, intake.compiled, intake.prepare
         self.requests: dict[str, Request] = {}
         self.counts = Counts(self.runner.yields, self.runner.drafts)
         self.chooser = self._chooser()
-        most = self.config.max_itl_ms and self.config.max_itl_ms / 1e3
-        self.prefill_budget = PrefillBudget(most, shapes.block, shapes.prefills)
+        self.limit_between(self.config.max_itl_ms)
         self.timeline = None  # the `timeline.Timeline` that records, if one does
         self._read_at = 0.0  # when the last result was read
         self._in_flight: deque[InFlight] = deque()
         self._due = 0  # of them, those to read before anything else is dispatched
         self._damaged: set[int] = set()  # pages that may hold NaN
-        draft = self.runner.draft
         self.rollout = Rollout(self)
-        self._watch = Watch(draft.name, self.runner.model.name, draft.card)
+        self._watch = Watch(self.runner.draft.name, self.runner.model.name, self.runner.draft.card)
         self._decode_log = DecodeLog(self.config.decode_log_interval)
         self.counts.compiles_at_start = self.runner.compiles["compiles"]
+
+    def limit_between(self, ms: float | None) -> None:
+        """Limit the time between two rounds from now on; None: there is no limit."""
+        self.prefill_budget = PrefillBudget(ms and ms / 1e3, self.runner.shapes.block, self.runner.shapes.prefills)
+        self.scheduler.unread = self.runner.unread if ms else lambda _: False
 
     def _chooser(self) -> Chooser | None:
         runner = self.runner
@@ -289,9 +291,8 @@ class Engine:
             mode = self.runner.mode_of_round(mode, slots, rounds)
             started, (drafts, chosen) = time.monotonic(), self._choose(seqs, mode, rounds)
             result = self.runner.round(slots, table, mode, rounds, drafts)
-            rows = _rows(seqs)
             self._in_flight.append(
-                InFlight(self._read_rounds, result, rows, mode, None, drafts, chosen, dispatched, started)
+                InFlight(self._read_rounds, result, _rows(seqs), mode, None, drafts, chosen, dispatched, started)
             )
             return
         mode = self.runner.mode_of_open_round(mode, slots)

@@ -68,8 +68,8 @@ class Scheduler:
     the dummy slot, all 0. It changes in place: copy the rows that a program reads. `waiting`, `prefilling`
     (unfinished prompts, one a client), `loading` and `running` are for looking at. `between`, which may be set before
     each plan, is how many prompt tokens there may be between two rounds, crowd or not, but for a block; None: as above.
-    `unread` says whether pictures of a prompt's next chunk must be read first. Where `between` is limited, they have
-    the time between two rounds to themselves.
+    `unread` says whether pictures of a prompt's next chunk are to be read first, and have the time between two rounds
+    to themselves. Set it where that time is limited, even if nobody knows yet how many tokens fit.
     """
 
     def __init__(
@@ -388,13 +388,9 @@ class Scheduler:
 
     def _room(self) -> int:
         """Blocks that the next program may have: where time is limited, so many that it needs no padding."""
-        blocks = (self.between - self._since) // self.block if self._limited else self.prefills[-1]
+        limited = self.between is not None and self.running
+        blocks = (self.between - self._since) // self.block if limited else self.prefills[-1]
         return max((size for size in self.prefills if size <= blocks), default=self.prefills[0])
-
-    @property
-    def _limited(self) -> bool:
-        """Whether requests that run must not wait for long."""
-        return self.between is not None and bool(self.running)
 
     def _fill(self) -> tuple[list[SequenceState], list[Chunk], SequenceState | None]:
         """Admissions and chunks within one program's budget, in the order of `fair_share`; or whose pictures to read
@@ -413,7 +409,7 @@ class Scheduler:
                 admit.append(seq)
                 if seq.status is Status.LOADING:
                     continue
-            if self._limited and self.unread(seq):
+            if self.running and self.unread(seq):
                 return admit, chunks, None if chunks or self._since else seq
             if chunks and blocks * self.block < self._at_once(seq):
                 break  # the next program begins with it

@@ -22,7 +22,6 @@ from jaxspec.bench.results import numbers
 from jaxspec.config.flags import engine_options
 from jaxspec.engine.engine import Engine
 from jaxspec.images.picture import Picture, PlacedPicture, Prompt
-from jaxspec.scheduling.prefill_budget import PrefillBudget
 
 BEFORE, AFTER = 16, 48  # tokens of a prompt's text around its picture
 
@@ -44,10 +43,10 @@ class Bench:
         ids = self.rng.integers(0, self.engine.model_config.vocab_size, BEFORE + self.tokens + AFTER).tolist()
         return Prompt(ids, (PlacedPicture(self.picture(), BEFORE),)) if seen else ids
 
-    def add(self, seen: bool, tokens: int) -> str:
-        """Queue a request for so many new tokens; its id."""
+    def add(self, seen: bool, tokens: int, prompt: Prompt | None = None) -> str:
+        """Queue a request for so many new tokens, by default of a prompt made for it; its id."""
         params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-        request = self.engine.prepare(self.prompt(seen), params)
+        request = self.engine.prepare(prompt or self.prompt(seen), params)
         request.added = time.monotonic()
         self.engine.add(request)
         return request.id
@@ -79,6 +78,7 @@ class Bench:
         `every`: seconds between two pictures, the first of which comes after as long.
         """
         running = {self.add(False, 1500) for _ in range(count)}
+        coming = [self.prompt(True) for _ in range(pictures)]  # so that making them holds up nobody
         last, gaps, firsts = defaultdict(float), [], []
         began, added = None, 0
         while self.engine.busy:
@@ -93,7 +93,7 @@ class Bench:
             if began is None and len(last) == count:
                 began = now + 0.2  # they run
             if began is not None and added < pictures and now > began + every * (added + 1):
-                self.add(True, 4)
+                self.add(True, 4, coming[added])
                 added += 1
             if began is not None and now > began + seconds:
                 for each in list(self.engine.requests):
@@ -152,8 +152,7 @@ def main() -> None:
                   f"{row['mean_ms']:.3f}), {row['accept_length']:.2f} tokens a round", flush=True)  # fmt: skip
     print(f"rounds: {median(rows[True]):.3f} ms after pictures, {median(rows[False]):.3f} after texts", flush=True)
     for limit in (None, args.max_itl_ms):
-        most = None if limit is None else limit / 1e3
-        engine.prefill_budget = PrefillBudget(most, engine.runner.shapes.block, engine.runner.shapes.prefills)
+        engine.limit_between(limit)
         texts = args.requests - 1
         gaps, firsts = bench.gaps(texts, pictures=8, every=0.5, seconds=5.0)
         print(

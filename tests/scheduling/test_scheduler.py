@@ -439,11 +439,12 @@ def test_between_limits_prompt_tokens_beside_requests_that_run():
     assert sum(chunk.count for chunk in s.plan().prefill) == 4
 
 
-def test_pictures_have_the_time_between_two_rounds_to_themselves():
-    """Where that is limited, and somebody waits. They are no prompt's neighbours, before a round or after one."""
+@pytest.mark.parametrize("between", [16, None])
+def test_pictures_have_the_time_between_two_rounds_to_themselves(between):
+    """If somebody waits, and also while nobody knows how many tokens fit there. They are no prompt's neighbours."""
     s, unread = make(num_slots=6, num_pages=99, block=4, chunk_tokens=32), {"first": 1}
     s.unread = lambda seq: unread.get(seq.owner, 0) > 0
-    s.between = 16
+    s.between = between
     first, second = (sequence(s, [i] * 8, owner=name) for i, name in enumerate(("first", "second")))
     plan = s.plan()  # nobody runs: pictures are read with the prompts
     assert [chunk.seq for chunk in plan.prefill] == [first, second] and plan.reads is None

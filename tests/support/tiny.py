@@ -57,6 +57,8 @@ ARCHITECTURES = {
     "qwen3_5": "Qwen3_5ForCausalLM",
     "qwen3_5_moe": "Qwen3_5MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
     "qwen3_next": "Qwen3NextForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
@@ -131,6 +133,7 @@ EXTRA = {
     "qwen3_5_moe": LINEAR | EXPERTS,
     "qwen3_moe": dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True),
     "qwen3_next": LINEAR | EXPERTS,
+    "qwen3_vl_moe": dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24),
     "smollm3": dict(no_rope_layer_interval=2),
 }
 
