@@ -267,6 +267,7 @@ class SamplingParams:
     - `return_hidden_states`, `return_routed_experts`: report the final hidden state, or the experts that each mixture
       chose, of every token but the last, the prompt's included. The engine needs `enable_return_hidden_states`, or
       `enable_return_routed_experts`.
+    - `cache_salt`: the prefix cache is shared with requests of the same salt alone. None: with those without one.
     - `structured`: a grammar that the text follows, a `StructuredOutput`. It ends where the grammar does. Everything
       else means what it means without; with `ignore_eos`, the text doesn't end before it must.
 
@@ -299,6 +300,7 @@ class SamplingParams:
     token_sources: bool = False
     return_hidden_states: bool = False
     return_routed_experts: bool = False
+    cache_salt: str | None = None
     structured: StructuredOutput | None = None
 
     def __post_init__(self):
@@ -335,6 +337,8 @@ class SamplingParams:
                 )
         if self.fixed_drafts and not self.speculative:
             raise RequestError("fixed_drafts asks for drafts and speculative: false for none; send one", "fixed_drafts")
+        if self.cache_salt is not None and not (isinstance(self.cache_salt, str) and self.cache_salt):
+            raise RequestError(f"cache_salt must be a non-empty string, got {shown(self.cache_salt)}", "cache_salt")
         if self.structured is not None and not isinstance(self.structured, StructuredOutput):
             raise RequestError(f"structured takes a StructuredOutput, got {self.structured!r}", "structured")
         switches = ("ignore_eos", "speculative", "fixed_drafts", "token_sources", *REPORTS)

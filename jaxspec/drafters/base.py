@@ -211,6 +211,10 @@ class Drafter:
             "another --draft"
         )
 
+    def derived(self, params: Any, size: int) -> dict[str, Any]:
+        """Params that are made of its other ones, on each of `size` devices; made again when weights change."""
+        return {}
+
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Bytes of the drafter's own cache per token, if that is in `dtype`: for the memory plan."""
         return 0

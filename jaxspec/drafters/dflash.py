@@ -37,6 +37,8 @@ from jaxspec.models.weights import Layout, Weight
 from jaxspec.parallel import sharding
 from jaxspec.parallel.sharding import AXIS, EVERYWHERE
 
+DERIVED = "context", "context_norm", "context_bias"  # params that `DFlash.derived` makes of others
+
 
 @dataclass(frozen=True)
 class DFlash(OwnLayers):
@@ -115,7 +117,10 @@ class DFlash(OwnLayers):
         params = cls._borrow(params, borrowed(target, dtype), source)
         if drafter.draft_ids is not None:
             params |= id_maps(offsets, drafter.draft_ids, drafter.config.vocab_size, source)
-        return drafter, {**params, **_projected(drafter.config, params["layers"], options.tp_size)}
+        return drafter, {**params, **drafter.derived(params, options.tp_size)}
+
+    def derived(self, params, size):
+        return _projected(self.config, params["layers"], size)
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any], target: ModelConfig, num_draft_tokens: int | None = None) -> DFlash:

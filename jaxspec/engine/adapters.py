@@ -10,6 +10,7 @@ own, so requests that began with the old one end with it, and keys of the prefix
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import logging
 import threading
@@ -185,9 +186,12 @@ def present(adapters: Adapters | None) -> Adapters:
     return adapters
 
 
-def salt_of(adapter: Adapter | None) -> int:
-    """A key of 64 bits for an adapter as it was loaded, 0 for none, to salt keys of the prefix tree."""
-    return 0 if adapter is None else adapter.number * 0xD6E8FEB86659FD93 % 2**64
+def salt_of(adapter: Adapter | None, own: str | None = None) -> int:
+    """A key of 64 bits for an adapter as it was loaded and a request's own salt, to salt keys of the prefix tree; 0 for
+    neither."""
+    salt = 0 if adapter is None else adapter.number * 0xD6E8FEB86659FD93 % 2**64
+    digest = b"" if own is None else hashlib.blake2b(own.encode(), digest_size=8).digest()
+    return salt ^ int.from_bytes(digest)
 
 
 def within(root: str | None, path: str) -> str:

@@ -178,7 +178,7 @@ class Engine:
             if request.pictures is not None:
                 seq.pictures, seq.overridden = request.pictures, request.pictures.keys
                 seq.whole = request.pictures.spans if self.runner.model.config.tower.mutual else ()
-            seq.adapter, seq.salt = request.adapter, salt_of(request.adapter)
+            seq.adapter, seq.salt = request.adapter, salt_of(request.adapter, params.cache_salt)
             seq.stepwise, seq.fixed_drafts = request.matchers is not None, request.fixed_drafts
             how = {"min_tokens": params.min_tokens, "prompt_ids": request.tokens, "kept": params.kept_special_tokens}
             how |= {"skip_special_tokens": params.skip_special_tokens, "keep_stop": params.include_stop_str_in_output}

@@ -110,6 +110,7 @@ def applied(model: Model, draft: LoadedDrafter, config: EngineConfig, update: Up
     params = draft.params
     if isinstance(params, Mapping):
         params = {name: each for name, each in params.items() if name != "head_copy"} | dict(update.draft or {})
+        params |= draft.drafter.derived(params, config.tp_size) if update.draft else {}
         params = _followed(params, model.params, new.params)
         params = with_head_copy(params) if "head_copy" in draft.params else params
     return new, dataclasses.replace(draft, params=params)

@@ -57,19 +57,21 @@ class Placeholder:
     def expand(self, ids: Sequence[int], counts: Sequence[int]) -> tuple[list[int], list[int]]:
         """Token ids with each picture's token repeated as often as it fills rows, and where each picture begins.
 
-        **Raises:** `TokenizerError` unless `ids` have one such token for each picture.
+        A token that is repeated so already, as in the prompt of an earlier reply, stays.
+
+        **Raises:** `TokenizerError` unless `ids` have one such token for each picture, or one for each of its rows.
         """
-        places = [place for place, token in enumerate(ids) if token == self.token_id]
-        if len(places) != len(counts):
-            raise TokenizerError(
-                f"the prompt has {len(places)} tokens {self.token!r} for {len(counts)} pictures; it must have one for "
-                "each"
-            )
-        whole: list[int] = []
-        starts, after = [], 0
-        for place, count in zip(places, counts, strict=True):
-            whole += ids[after:place]
+        ids, whole, starts, after = list(ids), [], [], 0
+        single = (found := ids.count(self.token_id)) == len(counts)
+        for count in counts:
+            place = ids.index(self.token_id, after) if self.token_id in ids[after:] else len(ids)
+            rows, whole = [self.token_id] * count, whole + ids[after:place]
             starts.append(len(whole))
-            whole += [self.token_id] * count
-            after = place + 1
-        return [*whole, *ids[after:]], starts
+            whole += rows
+            after = place + (count if not single and ids[place : place + count] == rows else 1)
+        if after > len(ids) or self.token_id in ids[after:]:
+            raise TokenizerError(
+                f"the prompt has {found} tokens {self.token!r} for {len(counts)} pictures; it must have one for each, "
+                f"or one for each of their {sum(counts)} rows"
+            )
+        return whole + ids[after:], starts

@@ -16,12 +16,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.checkpoint import Model, ModelFolder, locate
-from jaxspec.drafters.dflash import DFlash
+from jaxspec.drafters.dflash import DERIVED, DFlash
 from jaxspec.drafters.dflash_checkpoint import canonical as dflash_name
+from jaxspec.drafters.dspark import DSpark
 from jaxspec.drafters.eagle import Eagle3
 from jaxspec.drafters.eagle_checkpoint import canonical as eagle_name
 from jaxspec.drafters.eagle_checkpoint import find_eagle3
 from jaxspec.drafters.loading import load_drafter
+from jaxspec.drafters.mtp import Mtp
 from jaxspec.models.weights import Weight, formats
 from jaxspec.train.data import TrainError
 from jaxspec.train.export import Fresh, checkpoint_tensors, write_tensors
@@ -51,7 +53,7 @@ def continued(folder: Path, method: str, source: str, target: Model) -> Continue
     """
     loaded = load_drafter(f"{method}:{source}", target)
     drafter, params, files = loaded.drafter, loaded.params, locate(source)
-    if reason := _untrainable(drafter, params, method):
+    if reason := untrainable(drafter, params):
         raise TrainError(f"--init {source}: {reason}. Train a new drafter, without --init")
     if isinstance(drafter, Eagle3):
         declared, name = find_eagle3(source, target.config, "auto").declared, eagle_name
@@ -59,11 +61,11 @@ def continued(folder: Path, method: str, source: str, target: Model) -> Continue
         declared, name = drafter.parameters({dflash_name(stored) for stored in files.tensors()}), dflash_name
     declared = {key: tree for key, tree in declared.items() if key != "embed"}
     if isinstance(drafter, DFlash):
-        declared.pop("head", None)  # the target's, or `_untrainable` had refused it
+        declared.pop("head", None)  # the target's, or `untrainable` had refused it
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(files.path / "config.json", folder / "config.json")
     trained = jax.tree.map(lambda x: jnp.array(x, jnp.float32), {key: params[key] for key in declared})
-    made = (*declared, "context", "context_norm", "context_bias")  # the latter of trained params, anew in each step
+    made = (*declared, *DERIVED)  # the latter of trained params, anew in each step
     frozen = {key: value for key, value in params.items() if key not in made}
     return Continued(folder, drafter, declared, trained, frozen, files=files, name=name)
 
@@ -77,15 +79,17 @@ def heads_alone(fresh: Continued, names: Container[str], dtype: str) -> Continue
     return replace(fresh, trained=trained, frozen=frozen, declared=declared)
 
 
-def _untrainable(drafter: Any, params: Any, method: str) -> str | None:
+def untrainable(drafter: Any, params: Any) -> str | None:
     """Why training wouldn't compute what the drafter does, or None if it does."""
     weights = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Weight))
     if any(each.quantised for each in formats(weights)):
         return "its weights are quantised"
-    if isinstance(drafter, Eagle3):
+    if isinstance(drafter, Eagle3 | Mtp):
         return None
-    if not isinstance(drafter, DFlash):
-        return f"it is a {type(drafter).__name__} drafter, and {method} is trained"
+    if type(drafter) not in (DFlash, DSpark):
+        return f"it is {type(drafter).__name__}, and only EAGLE-3, MTP, DFlash and DSpark drafters are trained"
+    if isinstance(drafter, DSpark) and not (drafter.rank and drafter.guesses_by_draft):
+        return "it has no Markov head, or no confidence head that reads the draft before"
     if any(drafter.causal) or any(layer.mixing.window for layer in drafter.config.decoder.layers):
         return "it has layers that are causal within a block, or sliding ones"
     if drafter.multiplier != 1 or drafter.softcap is not None or drafter.config.decoder.embed_scale != 1:

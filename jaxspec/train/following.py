@@ -11,11 +11,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int
 
 from jaxspec.config.options import ConfigError
+from jaxspec.drafters.dflash import DERIVED, DFlash
+from jaxspec.drafters.dspark import DSpark
 from jaxspec.drafters.eagle import Eagle3
-from jaxspec.drafters.mtp import Mtp
 from jaxspec.engine.llm import LLM
 from jaxspec.engine.scoring import any_order
-from jaxspec.models.weights import Weight, formats
+from jaxspec.train.continued import untrainable
+from jaxspec.train.dflash import DFlashObjective
+from jaxspec.train.dspark import DSparkObjective
 from jaxspec.train.eagle3 import Eagle3Objective, MtpObjective
 from jaxspec.train.loop import Settings, optimizer_of, step_function
 from jaxspec.train.objective import Batch, Report
@@ -28,32 +31,36 @@ class Follower:
         follower.learn(texts, prompt_lengths)
         llm.update_weights(draft=follower.params())
 
-    **Arguments:** `llm`: its drafter is an EAGLE-3 drafter or an MTP module, unquantised and on one device.
-    `learning_rate`: constant. `unroll`: drafts in a row to train on; None: as many as the engine drafts.
+    **Arguments:** `llm`: its drafter is an EAGLE-3, DFlash or DSpark drafter or an MTP module, unquantised and on one
+    device. `learning_rate`: constant. `unroll`: of EAGLE-3 and MTP, drafts in a row to train on; None: as many as the
+    engine drafts.
 
     **Raises:** `ConfigError` for another drafter.
     """
 
     def __init__(self, llm: LLM, learning_rate: float = 1e-4, unroll: int | None = None, optimizer: str = "adamw"):
         self._runner = runner = llm.engine.runner
-        drafter = runner.draft.drafter
-        if not isinstance(drafter, Eagle3 | Mtp) or runner.config.tp_size > 1:
-            raise ConfigError(
-                f"--draft {runner.draft.name} with --tp-size {runner.config.tp_size} can't follow its target; an "
-                "EAGLE-3 drafter and an MTP module on one device can"
-            )
+        drafter, given = runner.draft.drafter, runner.draft.params
+        reason = "it is on several devices" if runner.config.tp_size > 1 else untrainable(drafter, given)
+        if reason is not None:
+            raise ConfigError(f"--draft {runner.draft.name} can't follow its target: {reason}")
         theirs = {id(array) for array in jax.tree.leaves(runner.model.params)}
+        block = isinstance(drafter, DFlash)
+        fixed = {"head_copy", *(("embed", "head", *DERIVED) if block else ())}
         own = {
             name: value
-            for name, value in runner.draft.params.items()
-            if name != "head_copy" and not any(_fixed(array, theirs) for array in jax.tree.leaves(value))
+            for name, value in given.items()
+            if name not in fixed and not any(_fixed(array, theirs) for array in jax.tree.leaves(value))
         }
-        whole = jax.tree.leaves(own, is_leaf=lambda leaf: isinstance(leaf, Weight))
-        if any(each.quantised for each in formats(whole)):
-            raise ConfigError(f"--draft {runner.draft.name} has quantised weights, which can't be trained")
-        kind = Eagle3Objective if isinstance(drafter, Eagle3) else MtpObjective
-        model = any_order(runner.model.config), runner.model.dtype
-        self._objective = kind(drafter, *model, "soft", unroll or drafter.num_draft_tokens)
+        model = any_order(runner.model.config), runner.model.dtype, "soft"
+        if block and unroll is not None:
+            raise ConfigError(f"unroll is {unroll}, and --draft {runner.draft.name} drafts whole blocks; leave it out")
+        if block:
+            kind = DSparkObjective if isinstance(drafter, DSpark) else DFlashObjective
+            self._objective = kind(drafter, *model, gamma=drafter.block_size / 2)
+        else:
+            kind = Eagle3Objective if isinstance(drafter, Eagle3) else MtpObjective
+            self._objective = kind(drafter, *model, unroll or drafter.longest)
         settings = Settings(steps=1, learning_rate=learning_rate, optimizer=optimizer, weight_decay=0.0)
         change = optimizer_of(settings)
         trained = jax.tree.map(lambda x: jnp.array(x, jnp.float32), own)

@@ -18,6 +18,7 @@ ELSEWHERE = {
         'templates with such a switch take it as "chat_template_kwargs": {"enable_thinking": false}',
     ),
     **dict.fromkeys(("penalty_score", "repeat_penalty"), "here it is repetition_penalty"),
+    "features": "send pictures as image_data, data: URLs, and their tokens in token_ids",
 }
 REQUEST_ID = r"[A-Za-z0-9._:/+=@-]{1,128}"  # of a client
 MAX_NAME = 64  # characters of an unknown field for which a known one is sought that is spelt alike
@@ -97,6 +98,7 @@ def describe_ranges(schema: dict[str, Any]) -> None:
 
 Object = Annotated[dict[str, Any], must_be(dict, "an object")]
 Text = Annotated[str, AfterValidator(check_text)]
+CacheSalt = Annotated[Text, Field(json_schema_extra={"minLength": 1})]  # vLLM's: who shares the prefix cache
 Integer = Annotated[int, BeforeValidator(whole)]
 # The engine checks ids against the vocabulary, whose size the API's description has in place of this maximum.
 TOKEN_ID = {"format": "token-id", "minimum": 0, "maximum": 2**31 - 1}

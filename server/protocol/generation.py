@@ -21,6 +21,7 @@ from server.protocol.base import (
     BOUNDS,
     REQUEST_ID,
     Body,
+    CacheSalt,
     Integer,
     Priority,
     Text,
@@ -155,6 +156,7 @@ class Generation(StructuredFields, Sampled):
     return_tokens_as_token_ids: bool | None = None
     token_sources: bool | None = None
     fixed_drafts: bool | None = None
+    cache_salt: CacheSalt | None = None
     priority: Priority | None = None
     lora_path: Text | None = None  # SGLang's: an adapter's name
     request_id: Id | None = None  # vLLM's: what the response's id ends in

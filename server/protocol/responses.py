@@ -15,6 +15,7 @@ from jaxspec.config.request import MAX_LOGPROBS, MAX_STOP_IDS, RequestError
 from jaxspec.images.chats import check_role
 from server.protocol.base import (
     Body,
+    CacheSalt,
     Integer,
     Priority,
     Text,
@@ -57,7 +58,7 @@ PLACES = {
 SAME = (
     *("model", "stream", "temperature", "top_p", "parallel_tool_calls", "top_k", "min_p", "seed", "stop"),
     *("stop_token_ids", "ignore_eos", "skip_special_tokens", "min_tokens", "presence_penalty", "frequency_penalty"),
-    *("repetition_penalty", "logit_bias", "speculative", "chat_template_kwargs"),
+    *("repetition_penalty", "logit_bias", "speculative", "chat_template_kwargs", "cache_salt"),
 )  # fields that mean in a chat what they mean here
 
 
@@ -260,6 +261,7 @@ class ResponsesRequest(Sampled):
     min_tokens: Integer | None = None
     logit_bias: Annotated[Any, checked_later(Biases)] | None = None
     chat_template_kwargs: Variables | None = None
+    cache_salt: CacheSalt | None = None
     priority: Priority | None = None
 
     @property

@@ -173,7 +173,15 @@ def _listed(value: Any) -> list[Any]:
 
 
 Image = Annotated[str, Field(json_schema_extra={"pattern": "^data:"})]
-Images = Image | Annotated[list[Image | list[Image]], Several]
+_AnyImages = Image | Annotated[list[Image | list[Image]], Several]
+Images = Annotated[Any, PlainValidator(_images, json_schema_input_type=_AnyImages)]
+
+
+def of_one_prompt(given: Any) -> list[tuple[str, str]]:
+    """The place and URL of each of a prompt's pictures."""
+    several = given if isinstance(given, list) else [given]
+    flat = [each for one in several for each in (one if isinstance(one, list) else [one])]
+    return [(f"image_data[{i}]", _as_url(url)) for i, url in enumerate(flat) if url is not None]
 
 
 class GenerateRequest(Body):
@@ -188,7 +196,7 @@ class GenerateRequest(Body):
     )
     UNSUPPORTED: ClassVar[dict[str, tuple]] = {
         **dict.fromkeys(("input_embeds", "video_data", "audio_data"), ([],)),
-        **dict.fromkeys(("session_params", "lora_id", "custom_logit_processor", "extra_key"), ()),
+        **dict.fromkeys(("session_params", "lora_id", "custom_logit_processor"), ()),
         **dict.fromkeys(("return_entropy", "return_bytes", "background"), (False,)),
         **dict.fromkeys(("bootstrap_host", "bootstrap_port", "bootstrap_room", "data_parallel_rank"), ()),
     }
@@ -198,11 +206,12 @@ class GenerateRequest(Body):
     sampling_params: Annotated[list[Sampling], WrapValidator(_all_settings, json_schema_input_type=Settings)] | None = (
         None
     )
-    image_data: Annotated[Any, PlainValidator(_images, json_schema_input_type=Images)] | None = None
+    image_data: Images | None = None
     rid: Annotated[Any, _one_or_each(str, "a string", unique=True)] | None = None
     stream: bool | None = None
     priority: Priority | None = None
     lora_path: Annotated[Any, PlainValidator(_adapters, json_schema_input_type=Adapters)] | None = None
+    extra_key: Annotated[Any, _one_or_each(str, "a string")] | None = None  # vLLM's cache_salt
     return_logprob: Annotated[Any, _one_or_each(bool, "true or false")] | None = None
     logprob_start_len: Annotated[Any, _one_or_each(int, "an integer")] | None = None
     top_logprobs_num: (
@@ -220,7 +229,15 @@ class GenerateRequest(Body):
         if (self.text is None) == (self.input_ids is None):
             given = "neither" if self.text is None else "both"
             raise RequestError(f"send text or input_ids; {given} was given", "text")
-        for name in ("rid", "lora_path", "return_logprob", "logprob_start_len", "top_logprobs_num", *REPORTS):
+        for name in (
+            "rid",
+            "lora_path",
+            "extra_key",
+            "return_logprob",
+            "logprob_start_len",
+            "top_logprobs_num",
+            *REPORTS,
+        ):
             value = getattr(self, name)
             if isinstance(value, list) and len(value) != len(self.prompts):
                 raise RequestError(f"has {len(value)} entries for {len(self.prompts)} prompts", name)
@@ -253,16 +270,15 @@ class GenerateRequest(Body):
         """For each prompt, the place and URL of each of its pictures. A picture for several prompts is in each; base64
         without a URL's beginning is SGLang's, too."""
         given, prompts = self.image_data, len(self.prompts)
+        if not self._batch:
+            return [of_one_prompt(given)]
         if not isinstance(given, list):
             given = [given] * prompts
-        elif not self._batch:
-            given = [[each for one in given for each in (one if isinstance(one, list) else [one])]]
         elif given and len(given) != prompts:
             raise RequestError(f"image_data has {len(given)} entries for {prompts} prompts", "image_data")
         several = [each if isinstance(each, list) else [each] for each in given or [[]] * prompts]
-        named = lambda i, j: f"image_data[{i}][{j}]" if self._batch else f"image_data[{j}]"  # noqa: E731
         return [
-            [(named(i, j), _as_url(url)) for j, url in enumerate(each) if url is not None]
+            [(f"image_data[{i}][{j}]", _as_url(url)) for j, url in enumerate(each) if url is not None]
             for i, each in enumerate(several)
         ]
 
@@ -282,9 +298,9 @@ class GenerateRequest(Body):
         settings = self._settings()
         reported = zip(self._each("return_logprob"), self._each("top_logprobs_num"), self.starts(), strict=True)
         rows = zip(*([bool(each) for each in self._each(name)] for name in REPORTS), strict=True)
-        all_params = []
-        for each, (wanted, top, start), kept in zip(settings, reported, rows, strict=True):
-            top, more = (top or 0) if wanted else None, dict(zip(REPORTS, kept, strict=True))
+        salts, all_params = self._each("extra_key"), []
+        for each, (wanted, top, start), kept, salt in zip(settings, reported, rows, salts, strict=True):
+            top, more = (top or 0) if wanted else None, dict(zip(REPORTS, kept, strict=True)) | {"cache_salt": salt}
             all_params.append(each.params(defaults, logprobs=top, prompt_logprobs=None if start < 0 else top, **more))
         return all_params
 

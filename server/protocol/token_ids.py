@@ -8,10 +8,11 @@ from typing import Annotated, Any, ClassVar
 from pydantic import ConfigDict, Field, model_validator
 
 from jaxspec.config.request import RequestError, SamplingParams
-from server.protocol.base import Body, Integer, Priority, Text, TokenId
+from server.protocol.base import Body, CacheSalt, Integer, Priority, Text, TokenId
 from server.protocol.completion import MAX_COMPLETIONS
 from server.protocol.described import add_rules
 from server.protocol.generation import STREAM_RULE, Id, Sampled, StreamOptions, check_limit, describe_ranges
+from server.protocol.sglang import Images
 from server.protocol.structured import ONE_GRAMMAR, StructuredFields
 
 
@@ -59,10 +60,12 @@ class TokensRequest(Body):
     """Token ids to go on from."""
 
     model_config = ConfigDict(json_schema_extra=_describe)
-    UNSUPPORTED: ClassVar[dict[str, tuple]] = dict.fromkeys(("features", "kv_transfer_params", "cache_salt"), ())
+    UNSUPPORTED: ClassVar[dict[str, tuple]] = {"kv_transfer_params": ()}
 
     token_ids: Annotated[list[TokenId], Field(min_length=1)]
     sampling_params: TokenSampling
+    image_data: Images | None = None  # as in `/generate`; vLLM has `features`, tensors of its own processor
+    cache_salt: CacheSalt | None = None
     model: str | None = None
     request_id: Id | None = None
     stream: bool | None = None

@@ -77,7 +77,8 @@ def _their_fields(prompt: str) -> Iterator[None]:
         for ours, theirs in NAMES.items():
             message = re.sub(rf"\b{ours}\b", theirs, message)
         same = {name: name for name in ("rid", "priority", *REPORTS)}
-        param = {"request_id": "rid", "prompt": prompt, **same}.get(error.param)
+        own = {"request_id": "rid", "prompt": prompt, "cache_salt": "extra_key"}
+        param = (own | same).get(error.param)
         if (error.param or "").startswith("image_data"):
             param = error.param
         if param is None and error.param:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
+from server.generate import placed, refusals
+from server.protocol.sglang import of_one_prompt
 from server.protocol.token_ids import AbortRequests, TokensRequest
 from server.replies import Prompt
 from server.replies.token_ids import TokensReply
@@ -17,12 +19,16 @@ def add(app: FastAPI, serving: Serving) -> None:
         """Go on from token ids. The response has token ids alone."""
         serving.check(body.model)
         asked, experts = body.sampling_params, serving.llm.config.enable_return_routed_experts
-        params = asked.params(serving.sampling, return_routed_experts=experts)
+        given = {"return_routed_experts": experts, "cache_salt": body.cache_salt}
+        params = asked.params(serving.sampling, **given)
         usage = body.stream_options
 
         async def make() -> TokensReply:
+            pictures = await serving.pictures(of_one_prompt(body.image_data))
+            with refusals("token_ids", context := serving.llm.config.context_length):
+                prompt = placed(Prompt(body.token_ids), serving.llm.image_reader, pictures, context)
             return TokensReply(
-                [Prompt(body.token_ids)],
+                [prompt],
                 params,
                 serving.name,
                 serving.ids,

@@ -28,6 +28,12 @@ SMALL = noise(56, 84)
 def test_ids_are_expanded_where_each_picture_stands():
     assert QWEN.expand([1, 9, 2, 9], [3, 1]) == ([1, 9, 9, 9, 2, 9], [1, 5])
     assert QWEN.expand([1], []) == ([1], [])
+    assert QWEN.expand([1, 9, 9, 9, 2, 9], [3, 1]) == ([1, 9, 9, 9, 2, 9], [1, 5])  # as an earlier reply has them
+    assert QWEN.expand([9, 9, 9, 1, 9], [3, 2]) == ([9, 9, 9, 1, 9, 9], [0, 4])
+    assert QWEN.expand([9, 9], [2, 1]) == ([9, 9, 9], [0, 2])
+    for wrong in ([9, 9], [9, 9, 9, 9], [9, 9, 9, 1, 9]):
+        with pytest.raises(TokenizerError, match=f"has {wrong.count(9)} tokens .* one for each of their 3 rows"):
+            QWEN.expand(wrong, [3])
     with pytest.raises(TokenizerError, match="1 tokens '<p>' for 2 pictures"):
         QWEN.expand([9], [1, 1])
 

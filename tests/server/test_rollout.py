@@ -12,6 +12,8 @@ from jaxspec import AsyncLLM, Delta, SamplingParams
 from jaxspec.config.request import RequestMetrics
 from server.app import create_app
 from server.http.gate import GUARDED_PATHS
+from server.protocol import ChatRequest
+from server.protocol.responses import ResponsesRequest
 from server.replies import Job, Prompt
 from server.replies.logprobs import TokenNames
 from server.replies.sglang import GenerateReply
@@ -163,11 +165,31 @@ def test_tokens_in_and_tokens_out(live):
 
 
 @pytest.mark.parametrize(
-    "name,value", [("cache_salt", "x"), ("token_ids", []), ("sampling_params", {"bad_words": [""]})]
+    "name,value",
+    [("cache_salt", ""), ("token_ids", []), ("sampling_params", {"bad_words": [""]}), ("features", {"mm_hashes": {}})],
 )
 def test_tokens_that_cant_be_served_are_refused(live, name, value):
     reply = live.post("/inference/v1/generate", json=TOKENS | {"sampling_params": {}} | {name: value})
     assert reply.status_code == 400 and (name in reply.text or "bad_words" in reply.text)
+
+
+def test_the_prefix_cache_is_shared_with_requests_of_one_salt(live):
+    """By vLLM's name of the field on each route, and by SGLang's."""
+    prompt, cached = tokens(24, 5), []
+    for salt in ("a", "a", "b", None, None, "b"):
+        asked = {"token_ids": prompt, "cache_salt": salt, "sampling_params": {"max_tokens": 1}}
+        out = post(live, "/inference/v1/generate", asked)
+        cached.append(out["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert cached == [0, 16, 0, 0, 16, 16]
+    out = post(live, "/generate", {"input_ids": prompt, "extra_key": "a", "sampling_params": {"max_new_tokens": 1}})
+    assert out["meta_info"]["cached_tokens"] == 16
+    for salt, wanted in (("a", 16), ("c", 0)):
+        out = post(live, "/v1/completions", {"prompt": prompt, "cache_salt": salt, "max_tokens": 1})
+        assert out["usage"]["prompt_tokens_details"]["cached_tokens"] == wanted
+    reply = live.post("/generate", json={"input_ids": prompt, "extra_key": ["a", "b"]})
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == "extra_key"
+    response = ResponsesRequest(input="a", cache_salt="d")
+    assert ChatRequest.model_validate(response.chat(response.input)).sampling({}).cache_salt == "d"
 
 
 def test_experts_travel_as_sglang_and_vllm_send_them():

@@ -11,8 +11,11 @@ import pytest
 import jaxspec
 from examples import policy_gradient
 from jaxspec import LLM, ConfigError
+from jaxspec.drafters.dflash import DERIVED, DFlash
+from jaxspec.drafters.dspark import DSpark
 from jaxspec.train.following import Follower
-from tests.support.engines import SMALL, VOCAB, checkpoint, tokens
+from tests.support.blocks import write_drafter
+from tests.support.engines import SMALL, VOCAB, checkpoint, params, tokens
 from tests.support.heads import random_eagle3
 
 
@@ -54,7 +57,45 @@ def test_a_drafter_learns_its_targets_texts():
     assert float(Follower(llm).learn(text, 4, 24).loss) == float(Follower(llm).learn(padded, 4, 24).loss)
 
 
-def test_a_drafter_without_weights_follows_nobody():
+def block(kind, folder, **settings) -> LLM:
+    """An engine with a random block drafter."""
+    target = checkpoint()
+    source = write_drafter(kind, folder / "drafter", target, num_hidden_layers=1, target_layer_ids=[0], **settings)
+    return LLM(target, f"{kind.__name__.lower()}:{source}", dtype="float32", **SMALL)
+
+
+def test_a_block_drafters_context_follows_its_layers(tmp_path):
+    """It is made of the layers' weights, so an update of these alone makes it again."""
+    llm = block(DFlash, tmp_path)
+    given = Follower(llm).params()
+    assert {"layers", "fc", "norm"} <= given.keys() and not given.keys() & {*DERIVED, "embed", "head"}
+    before = llm.engine.runner.draft.params
+    llm.update_weights(draft={"layers": jax.tree.map(lambda x: 2 * x, given["layers"])})
+    after = llm.engine.runner.draft.params
+    for name in ("context", "context_norm"):
+        jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, 2 * y), after[name], before[name])
+    with pytest.raises(ConfigError, match=r"unroll is 2, and --draft dflash:.* drafts whole blocks"):
+        Follower(llm, unroll=2)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", [DFlash, DSpark])
+def test_a_block_drafter_learns_its_targets_texts(kind, tmp_path):
+    heads = {"markov_rank": 4, "enable_confidence_head": True, "confidence_head_with_markov": True}
+    llm = block(kind, tmp_path, **(heads if kind is DSpark else {}))
+    follower, text = Follower(llm, learning_rate=1e-2), np.array([tokens(24) + [0] * 8])
+    losses = [float(follower.learn(text, 4, 24).loss) for _ in range(30)]
+    assert np.mean(losses[-3:]) < np.mean(losses[:3]) - 0.3
+    prompt = tokens(24)[:12]
+    rounds = lambda: llm.generate([prompt], params(max_tokens=12))[0].metrics.verify_rounds  # noqa: E731
+    assert rounds() > 0
+    llm.update_weights(draft=follower.params())
+    assert rounds() > 0
+
+
+def test_a_drafter_that_cant_be_trained_follows_nobody(tmp_path):
     llm = LLM(jaxspec.load_model(checkpoint(), progress=False), "ngram", **SMALL)
-    with pytest.raises(ConfigError, match=r"ngram .* can't follow its target; an EAGLE-3 drafter"):
+    with pytest.raises(ConfigError, match="ngram can't follow its target: it is Ngram, and only EAGLE-3, MTP, DFlash"):
         Follower(llm)
+    with pytest.raises(ConfigError, match="it has no Markov head"):
+        Follower(block(DSpark, tmp_path, markov_rank=4))
