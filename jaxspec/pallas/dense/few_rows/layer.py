@@ -82,8 +82,8 @@ class Scaled(NamedTuple):
 
 class Adapters(NamedTuple):
     """Operands by which adapters (LoRA) add `inner @ b` to a product of unquantised weights, before the norm's factor
-    and all that is made of the product. `inner` is `shrink`'s. `present`: how many runs of `TILE` of its columns have numbers, and
-    then these runs; the others aren't read.
+    and all that is made of the product. `inner` is `shrink`'s. `present`: how many runs of `TILE` of its columns have
+    numbers, and then these runs; the others aren't read.
     """
 
     inner: Float[Array, "r q"]
