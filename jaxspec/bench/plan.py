@@ -38,6 +38,7 @@ from jaxspec.drafters import combined
 from jaxspec.drafters.loading import LoadedDrafter, parse_draft
 from jaxspec.drafters.registry import DRAFTERS
 from jaxspec.drafters.vocabulary import read_token_map
+from jaxspec.engine.adapters import Outline
 from jaxspec.engine.defaults import GPU, Defaults, resolve, shapes_of, small_model
 from jaxspec.engine.runner import Runner
 from jaxspec.models.description import Mixture, Recurrence
@@ -85,6 +86,7 @@ COLUMNS = (
     Column("replicas", "replicas"),
     *(Column(f"{name}_gib", f"{name} GiB", ".2f") for name in GIB_COLUMNS),
     Column("tokens", "KV tokens", "d"),
+    Column("host_tokens", "on the host", "d"),
 )
 ROUND_COLUMNS = (Column("tp", "TP"), Column("replicas", "replicas"), Column("rows", "rows"))
 ROUND_COLUMNS += tuple(Column(f"c{n}", f"c={n}", ".2f") for n in CONCURRENCY)
@@ -149,6 +151,8 @@ def _row(made: Planner, gpu: Gpu, tp: int, replicas: int, context: int, sums: st
     sizes = plan.weight_bytes, plan.draft_weight_bytes, plan.kv_bytes, plan.states.total, plan.slot_bytes
     sizes = *sizes, plan.workspace_bytes, gpu.memory - plan.total
     row = {"tp": tp, "replicas": replicas, "tokens": plan.tokens, "rows": made.width, "plan": dataclasses.asdict(plan)}
+    per_token = plan.kv_bytes * tp / (plan.tokens + plan.page_size)
+    row["host_tokens"] = int(made.config.host_kv_gb * 2**30 / per_token) if made.config.host_kv_gb else None
     row |= {f"{name}_gib": size / 2**30 for name, size in zip(GIB_COLUMNS, sizes, strict=True)}
     ms = [made.round_seconds(n, context, gpu, tp, sums) * 1e3 for n in CONCURRENCY]
     fits = [n <= made.shapes.num_slots and n * context <= plan.tokens for n in CONCURRENCY]
@@ -186,7 +190,8 @@ class Planner(Runner):
         memory: tuple[int, int] | None,
     ):
         self.model, self.draft, self._memory = model, draft, memory
-        self.hosts, self._other_bytes, self.adapters = None, 0, None
+        self.hosts, self._other_bytes = None, 0
+        self.adapters = Outline(options, model) if options.has_adapters else None
         self._local, self._drafter = model.config, draft.drafter  # a device's share is a model here
         self.config = resolve(options, model, draft, defaults)
         self.width = draft.drafter.num_draft_tokens + 1
@@ -220,8 +225,6 @@ def sum_seconds(size: int, tp: int, sums: str) -> float:
 
 def planned(options: EngineConfig, tp: int, defaults: Defaults, memory: tuple[int, int] | None) -> Planner:
     """The plan of one of `tp` devices. **Raises:** `ConfigError` if the model doesn't fit or can't be divided."""
-    if options.has_adapters:
-        raise ConfigError("bench plan doesn't count adapters; leave --lora-modules, --enable-lora and --lora-root out")
     with tempfile.TemporaryDirectory() as where:
         if tp > 1:
             options = _shared(options, tp, Path(where))

@@ -132,7 +132,7 @@ class FewRows(Ops):
         return cls(positions, mixer, rope_table(decoder.attention, positions), valid_rows(positions), own)
 
     def adapters(self, rows: Array, weight: Weight) -> list[few_rows.Adapters]:
-        """What rows' adapters add to their product with a weight, as its kernel takes it; empty without any."""
+        """Shrink rows by their adapters, as the kernel of their product with a weight takes it; nothing without any."""
         if weight.adapters is None:
             return []
         a, b = weight.adapters.a, weight.adapters.b

@@ -288,7 +288,7 @@ class Runner:
     @property
     def host_staging(self) -> int:
         """Bytes of a device that are kept for blocks on their way to the host and back."""
-        device = device_memory(self.config.tp_size) if self.config.host_kv_gb else None
+        device = self._memory or device_memory(self.config.tp_size) if self.config.host_kv_gb else None
         return 0 if device is None else int(device[0] * HOST_STAGING)
 
     @property

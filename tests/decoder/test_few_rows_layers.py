@@ -188,7 +188,7 @@ def with_adapters(params, places: int, rank: int):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["qwen3", "qwen2"])
 def test_rows_with_adapters_go_through_the_same_kernels(monkeypatch, family):
-    """Of two requests the first has the last of eight adapters; then the other has the second, and none has any."""
+    """The first of two requests has the last of eight adapters; then the other has the second, and none has any."""
     config, params = small_model(family, hidden_size=17 * 64, num_hidden_layers=2)
     params, rows = with_adapters(params, 8, 16), two_requests()
     cases = [jnp.array([7, -1]), jnp.array([-1, 1]), jnp.array([-1, -1])]

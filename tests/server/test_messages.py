@@ -261,6 +261,10 @@ def test_thinking_and_effort(given, effort):
     ({"messages": [turn("system", text(""))]}, "empty"),
     ({"tools": [{"name": "f"}]}, "input_schema"),
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
+    (
+        {"tools": [{"type": "web_search_20250305", "name": "s"}], "tool_choice": {"type": "tool", "name": "s"}},
+        "which needs tools; those that a provider runs itself",
+    ),
     ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "weather"),
     ({"stop_sequences": "a"}, "stop_sequences"),
     ({"thinking": {"type": "on"}}, "thinking"),

@@ -274,7 +274,7 @@ def test_product_added_with_more_weights_than_shared_memory_holds():
 
 
 def adapters(rows: int, inputs: int, outputs: int) -> tuple[op.Adapters, jax.Array]:
-    """Of four runs of columns the first and the last are present, and what they add; the others aren't numbers."""
+    """Operands of which two of four runs of columns are present, and what they add; the others aren't numbers."""
     inner, b = normal(jax.random.key(4), rows, 256), normal(jax.random.key(5), 256, outputs) * 64**-0.5
     absent = (jnp.arange(256) // 64 % 3)[:, None] > 0
     given = op.Adapters(jnp.where(absent.T, jnp.nan, inner), jnp.where(absent, jnp.nan, b), jnp.array([2, 0, 3, 7, 7]))

@@ -81,9 +81,9 @@ class Scaled(NamedTuple):
 
 
 class Adapters(NamedTuple):
-    """What adapters (LoRA) add to a product of unquantised weights: `inner @ b`, before the norm's factor and all that
-    is made of the product. `inner` is `shrink`'s. `present`: how many runs of `TILE` of its columns have numbers, and
-    then these runs; the others aren't read.
+    """Operands by which adapters (LoRA) add `inner @ b` to a product of unquantised weights, before the norm's factor
+    and all that is made of the product. `inner` is `shrink`'s. `present`: how many runs of `TILE` of its columns have
+    numbers, and then these runs; the others aren't read.
     """
 
     inner: Float[Array, "r q"]
