@@ -50,7 +50,7 @@ def _module(file: str) -> str:
 
 @functools.cache
 def _imports(file: str) -> frozenset[str]:
-    """What a file imports, as `package.module` and `package.module.name`."""
+    """Read what a file imports, as `package.module` and `package.module.name`."""
     found: set[str] = set()
     for node in ast.walk(ast.parse((ROOT / file).read_text())):
         if isinstance(node, ast.ImportFrom):
