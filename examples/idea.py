@@ -1,4 +1,4 @@
-"""What a drafter is worth on texts, cell by cell: `MODEL=M python examples/idea.py`, or a notebook of an editor.
+"""Measure a drafter on texts, cell by cell: `MODEL=M python examples/idea.py`, or a notebook of an editor.
 
 VS Code, PyCharm and jupytext open a script with cells as a notebook. `DRAFT` may be any drafter, one of yours too.
 """
