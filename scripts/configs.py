@@ -21,6 +21,9 @@ QWEN35_35B = dict(
     linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128,
     linear_conv_kernel_dim=4, mtp_num_hidden_layers=1,
 )  # fmt: skip
+QWEN35_35B_SEES = QWEN35_35B | dict(
+    vision_config=dict(depth=27, hidden_size=1152, intermediate_size=4304, num_heads=16, out_hidden_size=2048)
+)
 GPT_OSS_20B = dict(
     model_type="gpt_oss", vocab_size=201088, num_hidden_layers=24, num_local_experts=32,
     quantization_config=dict(quant_method="mxfp4"),
@@ -52,6 +55,17 @@ DFLASH2 = dict(
     sliding_window=2048, max_window_layers=0,
 )  # fmt: skip
 DFLASH2_8B = QWEN3_8B | DFLASH2 | dict(num_hidden_layers=5)
+DOMINO = dict(
+    architectures=["DominoDraftModel"], mask_token_id=5, block_size=16, model_type="qwen3", emb_dim=256,
+    gru_hidden_dim=1024, pure_draft_prefix_len=1, shift_label=True,
+)  # fmt: skip
+DOMINO_8B = QWEN3_8B | DOMINO | dict(num_hidden_layers=5)
+LILICORR = dict(
+    architectures=["LiLiCorrDraftModel"], mask_token_id=5, block_size=16, model_type="qwen3",
+    lilicorr_candidate_topk=16, lilicorr_hidden_size=1024, lilicorr_num_layers=2, lilicorr_num_heads=16,
+    lilicorr_mlp_ratio=2.0, lilicorr_factor_dim=128, lilicorr_vector_eps=1e-6, lilicorr_logit_scale=10.0,
+)  # fmt: skip
+LILICORR_8B = QWEN3_8B | LILICORR | dict(num_hidden_layers=5)
 
 GPT_OSS_120B = GPT_OSS_20B | dict(num_hidden_layers=36, num_local_experts=128)
 LLAMA_8B = dict(
@@ -81,8 +95,9 @@ QWEN38_27B = dict(
 
 FOLDERS = {
     "qwen3-8b": QWEN3_8B, "qwen3-8b-eagle3": EAGLE3_8B, "qwen3-8b-dflash": DFLASH_8B, "qwen3-8b-dspark": DSPARK_8B,
+    "qwen3-8b-domino": DOMINO_8B, "qwen3-8b-lilicorr": LILICORR_8B,
     "qwen3-30b-a3b": QWEN3_30B, "qwen3-235b-a22b": QWEN3_235B, "qwen3-next-80b": QWEN3_NEXT,
-    "qwen3.5-35b-a3b": QWEN35_35B, "qwen3.5-397b-a17b": QWEN35_397B,
+    "qwen3.5-35b-a3b": QWEN35_35B, "qwen3.5-35b-a3b-sees": QWEN35_35B_SEES, "qwen3.5-397b-a17b": QWEN35_397B,
     "qwen3.8-27b": QWEN38_27B, "qwen3.8-27b-16": QWEN38_27B | dict(num_hidden_layers=16),
     "gpt-oss-20b": GPT_OSS_20B, "gpt-oss-120b": GPT_OSS_120B, "llama-3.1-8b": LLAMA_8B, "llama-3.3-70b": LLAMA_70B,
     "llama-2-70b": LLAMA2_70B, "llama-2-70b-eagle": LLAMA2_70B | EAGLE,

@@ -34,11 +34,13 @@ from configs import (
     DFLASH2_8B,
     DFLASH_8B,
     DFLASH_SMALL,
+    DOMINO_8B,
     DSPARK_8B,
     EAGLE3_8B,
     EAGLE3_SMALL,
     EAGLE_SMALL,
     GPT_OSS_20B,
+    LILICORR_8B,
     QWEN3_0_6B,
     QWEN3_8B,
     QWEN3_30B,
@@ -76,6 +78,8 @@ CASES = {
         "dflash": (DFLASH_8B, {}),
         "dflash2": (DFLASH2_8B, {}),
         "dspark": (DSPARK_8B, {}),
+        "domino": (DOMINO_8B, {}),
+        "lilicorr": (LILICORR_8B, {}),
     }),
     "qwen3-30b-a3b": (QWEN3_30B, {"none": (None, {}), "ngram": (None, {"num_draft_tokens": 4})}),
     "qwen3.5-35b-a3b": (QWEN35_35B, {"none": (None, {}), "ngram": (None, {}), "mtp": (None, {})}),
@@ -229,7 +233,7 @@ class Abstract(runner.Runner):
 
     def _empty_state(self):
         if self._division is not None:
-            place = lambda x, spec: shaped(x, NamedSharding(self._mesh, spec))  # noqa: E731
+            place = lambda x, spec: shaped(x, NamedSharding(self.mesh, spec))  # noqa: E731
             return jax.tree.map(place, self._state_shapes(self._layout, self.model.config, self.draft.drafter),
                                 self._division.state)  # fmt: skip
         empty = super()._empty_state

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from jaxspec import LLM, SamplingParams
-from jaxspec.bench import questions
 from jaxspec.scheduling.audit import audit
+from jaxspec.text.prompts import in_turn
+from jaxspec.text.prompts import read as read_prompts
 
 
 def main() -> int:
@@ -72,7 +73,7 @@ def read(value: str) -> Any:
 
 def prompts(args) -> list:
     if args.prompts is not None:
-        return [question.text for question in questions.read(args.prompts)[1][: args.count]]
+        return [each.turns[0] for each in in_turn(read_prompts(args.prompts)[1])[: args.count]]
     draw = np.random.default_rng(0)
     shared = draw.integers(0, args.vocabulary, args.longest).tolist()  # every other prompt begins with some of it
     lengths = draw.integers(5, args.longest, args.count).tolist()

@@ -20,8 +20,9 @@ import jax
 import numpy as np
 
 from jaxspec import AsyncLLM, SamplingParams
-from jaxspec.bench import questions
 from jaxspec.scheduling.audit import audit
+from jaxspec.text.prompts import in_turn
+from jaxspec.text.prompts import read as read_prompts
 from scripts.same_bits import read
 
 DEADLINE = 120  # seconds without an event after which a request counts as stuck
@@ -67,7 +68,7 @@ def main() -> int:
 def cases(args) -> list[Case]:
     draw = np.random.default_rng(0)
     if args.prompts is not None:
-        asked = [question.text for question in questions.read(args.prompts)[1][: args.cases]]
+        asked = [each.turns[0] for each in in_turn(read_prompts(args.prompts)[1])[: args.cases]]
     else:
         shared = draw.integers(0, args.vocabulary, 64).tolist()
         lengths = draw.integers(4, 64, args.cases)

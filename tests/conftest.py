@@ -58,6 +58,9 @@ jax.config.update("jax_default_matmul_precision", "highest")  # comparisons with
 # Many tests build the same tiny engine; a program compiled by one, or by an earlier run, is read back by the others.
 jax.config.update("jax_compilation_cache_dir", str(COMPILED))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+# A program's key is its text as it is. To look for it without the names of its operations, jax copies each program and
+# goes through all of it in Python: 20 ms of an interpreted kernel's.
+jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
 
 # Those of eight seconds of processor time and more.
 LONGEST = """

@@ -38,6 +38,7 @@ from jaxspec.config.lazy_transformers import spare_torch
 from jaxspec.config.options import ConfigError
 from jaxspec.config.request import RequestError
 from jaxspec.text.errors import TokenizerError
+from jaxspec.text.prompts import DataError
 
 SUBCOMMANDS = {
     module.__name__.rpartition(".")[2]: module
@@ -71,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             report.run(args.folder, {name: module.TABLES for name, module in SUBCOMMANDS.items()}, args.plot)
         else:
             _measure(SUBCOMMANDS[args.command], args, argv)
-    except (BenchError, CheckpointError, ConfigError, RequestError, TokenizerError) as error:
+    except (BenchError, CheckpointError, ConfigError, DataError, RequestError, TokenizerError) as error:
         parser.exit(2, f"{parser.prog} {args.command}: {error}\n")
     return 0
 

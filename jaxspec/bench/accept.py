@@ -2,7 +2,8 @@
 
 Offline, real weights. Each --draft has an engine of its own, and before them all plain decoding, unless --no-plain says
 that acceptance alone is wanted. Each serves every --data file's questions through the chat template, at each
---concurrency. Prefixes are forgotten in between.
+--concurrency. Prefixes are forgotten in between. With --turns all, a conversation's later turns are asked, too, each
+after the model's answer to the one before.
 
 Tokens a round are all tokens of verify rounds over all rounds, the bonus included. Intervals hold 95% of 2,000
 bootstrap samples of the prompts. `accepted` is, of all rounds, the share in which draft i and all before it stood, so
@@ -13,27 +14,21 @@ tokens a second, prompts included. A DFlash and an EAGLE-3 drafter compare only 
 from __future__ import annotations
 
 import argparse
-import gc
 import re
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
-from jaxspec.bench import acceptance, datasets, engines, plots, questions, traffic
-from jaxspec.bench.acceptance import Counts
-from jaxspec.bench.client import Reply
-from jaxspec.bench.datasets import Prompt
-from jaxspec.bench.questions import Question
+from jaxspec.bench import acceptance, answers, datasets, plots
+from jaxspec.bench.answers import PLAIN, Benchmark, Run
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table, counts
 from jaxspec.config.flags import positive
 from jaxspec.config.request import SamplingParams
 from jaxspec.engine.engine import Engine
-
-PLAIN = "none"
+from jaxspec.text import prompts as files
 
 
 def _by_category(row: Row) -> list[Row]:
@@ -77,11 +72,12 @@ DRAFT, DATA = Column("draft", "draft", "<24", 24), Column("data", "data", "<16",
 SPEEDS = (
     *(DRAFT, DATA),
     Column("drafts", "drafts"),
+    Column("tp_size", "devices"),
     Column("concurrency", "requests"),
     Column("prompts", "prompts"),
     Column("output_tokens", "tokens"),
     Column("tokens_per_s", "tok/s", ".1f"),
-    Column("speedup", "speed-up", ".2f"),
+    *acceptance.SPEEDUP,
     *acceptance.COLUMNS,
 )
 CATEGORIES = (
@@ -101,149 +97,117 @@ TABLES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--draft", action="append", metavar="D", help="a drafter, as the server takes it; several are compared (auto)")
-    formats = "GSM8K, MATH, HumanEval, MBPP, LiveCodeBench, Alpaca, MT-Bench, Spec-Bench"
-    add("--data", action="append", required=True, metavar="[NAME=]FILE", help=f"{formats} as published")
+    formats = "GSM8K, MATH, HumanEval, MBPP, LiveCodeBench, Alpaca, ShareGPT, MT-Bench, Spec-Bench, SPEED-Bench"
+    add("--data", action="append", required=True, metavar="[NAME=]FILE", help=f"{formats} as published, or chats")
     add("--num-prompts", type=positive, metavar="N", help="of each file, spread over its categories (all)")
+    datasets.add_category_argument(parser)
+    datasets.add_wording_argument(parser)
+    add("--turns", choices=("first", "all"), default="first", help="of each conversation (%(default)s)")
     add("--concurrency", type=counts("1,8,32"), default="1", metavar="N,N,...", help="most at once (%(default)s)")
     add("--output-len", type=positive, default=256, metavar="TOKENS", help="new tokens at most (%(default)s)")
     add("--temperature", type=float, default=0.0, help="(%(default)s)")
     add("--no-plain", action="store_true", help="measure acceptance alone, without plain decoding to compare with")
     datasets.add_template_argument(parser)
-    engines.add_arguments(parser, without=("draft",), load_format="auto")
-
-
-@dataclass(frozen=True)
-class Benchmark:
-    """A file's questions as token ids."""
-
-    name: str
-    prompts: list[Prompt]
-    categories: list[str | None]
+    answers.add_arguments(parser)
 
 
 def run(args: argparse.Namespace, result: Result) -> None:
     """Measure plain decoding, then each drafter.
 
-    **Raises:** `BenchError` for a file that can't be read, before a model is loaded; as `engines.start`.
+    **Raises:** `BenchError` or `DataError` for files that can't be compared or read, before a model is loaded; as
+    `engines.start`.
     """
-    files = [_read(data) for data in args.data]
-    if len({name for name, _ in files}) < len(files):
+    asked = dict(_read(args, data) for data in args.data)
+    if len(asked) < len(args.data):
         raise BenchError("two --data files have one name; tell them apart with --data NAME=FILE")
-    drafts = list(dict.fromkeys(args.draft or ["auto"]))
-    if not args.no_plain:
-        drafts = [PLAIN, *(draft for draft in drafts if draft != PLAIN)]
-    for draft in drafts:
-        engines.check(engines.with_drafter(args, draft))
-    plain: dict[tuple[str, int], float] = {}
-    bar = tqdm(total=len(drafts) * len(args.concurrency) * len(files), desc="accept", unit="load", disable=None)
-    for draft in drafts:
-        engine = engines.start(engines.with_drafter(args, draft), result, max(args.concurrency))
-        benchmarks = [_prepare(engine, args, name, each[: args.num_prompts], result) for name, each in files]
-        for concurrency in args.concurrency:
-            if engine.config.skip_warmup:
-                _serve(engine, args, benchmarks[0].prompts[:concurrency], concurrency)
-            for benchmark in benchmarks:
-                load = f"{draft}, {benchmark.name}, {concurrency} at a time"
-                bar.set_postfix_str(load)
-                compiled = engine.stats()["compiles_total"]
-                row = _row(engine, args, benchmark, concurrency)
-                row |= {"draft": draft, "drafts": engine.runner.draft.drafter.num_draft_tokens}
-                if draft == PLAIN:
-                    plain[benchmark.name, concurrency] = row["tokens_per_s"]
-                if not args.no_plain:
-                    row["speedup"] = row["tokens_per_s"] / plain[benchmark.name, concurrency]
-                result.add(row)
-                if missed := engine.stats()["compiles_total"] - compiled:
-                    result.note(f"{load}: programs compiled meanwhile: {missed}; its speed includes that")
-                bar.update()
-        del engine
-        gc.collect()  # its memory is the next one's
-    bar.close()
+    drafts = answers.drafters(args, not args.no_plain)
+    params = SamplingParams(temperature=args.temperature, max_tokens=args.output_len)
+
+    def prepare(engine: Engine) -> list[Benchmark]:
+        ids = {name: [answers.chat_ids(engine, args, p.opening()) for p in each] for name, each in asked.items()}
+        fit = lambda name: Benchmark.that_fit(engine, name, asked[name], ids[name], args.output_len, result)  # noqa: E731
+        return [fit(name) for name in asked]
+
+    plain: dict[tuple[int, str, int], Row] = {}
+    for each in answers.sweep(args, drafts, params, result, prepare):
+        row = _row(args, each)
+        if not args.no_plain:
+            first = plain.setdefault((each.tp_size, each.benchmark.name, each.concurrency), row)
+            row |= acceptance.speedup(first, row, args.seed or 0)
+        result.add(row)
 
 
-def _read(data: str) -> tuple[str, list[Question]]:
+def _read(args: argparse.Namespace, data: str) -> tuple[str, list[files.Prompt]]:
     """Name and questions of NAME=FILE, or of a file that names itself."""
     name, equals, path = data.partition("=")
-    found, asked = questions.read(Path(path if equals else data))
-    return name if equals else found, asked
+    found, asked = files.read(Path(path if equals else data))
+    words, turns = datasets.WORDINGS[args.wording], None if args.turns == "all" else 1
+    chosen = files.in_turn(asked, args.category)[: args.num_prompts]
+    chosen = [replace(each, turns=tuple(turn + words for turn in each.turns[:turns])) for each in chosen]
+    return name if equals else found, chosen
 
 
-def _prepare(engine: Engine, args: argparse.Namespace, name: str, asked: list[Question], result: Result) -> Benchmark:
-    """**Raises:** `BenchError` if no question leaves room for an answer."""
-    template = tuple(args.chat_template_kwargs.items())
-    ids = [Prompt(question=each.text, template=template).ids(engine.tokenizer) for each in asked]
-    room = engine.config.context_length - args.output_len
-    fitting = [i for i, tokens in enumerate(ids) if len(tokens) <= room]
-    if not fitting:
-        raise BenchError(
-            f"no question of {name} leaves room for {args.output_len} new tokens in a context of "
-            f"{engine.config.context_length}; raise --context-length or lower --output-len"
-        )
-    left = f"{len(ids) - len(fitting)} of {len(ids)} questions of {name} are left out: too long for the context"
-    if len(fitting) < len(ids) and left not in result.document["notes"]:
-        result.note(left)
-    return Benchmark(name, [Prompt(tuple(ids[i])) for i in fitting], [asked[i].category for i in fitting])
-
-
-def _serve(engine: Engine, args: argparse.Namespace, prompts: list[Prompt], concurrency: int) -> list[Reply]:
-    engine.flush_cache()
-    params = SamplingParams(temperature=args.temperature, max_tokens=args.output_len)
-    return traffic.serve(engine, traffic.Load.closed(prompts, concurrency, params))
-
-
-def _row(engine: Engine, args: argparse.Namespace, benchmark: Benchmark, concurrency: int) -> Row:
+def _row(args: argparse.Namespace, run: Run) -> Row:
     """Figures of one benchmark at one concurrency; `parts`, by category, at the first concurrency."""
-    replies = _serve(engine, args, benchmark.prompts, concurrency)
-    seconds = max(reply.ended for reply in replies) - min(reply.sent for reply in replies)
-    tokens = sum(reply.output_tokens for reply in replies)
-    row: Row = {"data": benchmark.name, "concurrency": concurrency, "prompts": len(replies), "output_tokens": tokens}
-    row |= {"seconds": seconds, "tokens_per_s": tokens / seconds, "speedup": None}
-    if not engine.runner.width > 1:
+    row, seed = dict(run.row), args.seed or 0
+    if not run.drafts:
         return row | {"tokens_per_round": None, "low": None, "high": None}
-    counted = [Counts.of(reply.metrics) for reply in replies]
-    seed = args.seed or 0
+    counted = run.counted()
     whole = acceptance.figures(counted, seed)
     row |= {key: whole[key] for key in ("tokens_per_round", "low", "high", "rounds")}
-    if concurrency == args.concurrency[0]:
-        names = list(dict.fromkeys(benchmark.categories))
+    if run.concurrency == args.concurrency[0] and run.tp_size == args.tp_size[0]:
+        categories = [prompt.category for prompt in run.benchmark.asked]
+        names = list(dict.fromkeys(categories))
         row["parts"] = [{"category": "all"} | whole]
         if len(names) > 1:
             for name in names:
-                mine = [each for each, category in zip(counted, benchmark.categories, strict=True) if category == name]
-                row["parts"].append({"category": name or "-"} | acceptance.figures(mine, seed))
+                mine = [each for each, category in zip(counted, categories, strict=True) if category == name]
+                row["parts"].append({"category": name} | acceptance.figures(mine, seed))
     return row
 
 
 def plot(document: Document, figure: Any) -> None:
-    """Tokens a round by benchmark with intervals, acceptance by position, and speed-up by concurrency."""
+    """Tokens a round by benchmark, acceptance by position, and speed-up by concurrency; 95% intervals."""
     length_axes, position_axes, speed_axes = figure.subplots(1, 3)
     rows = document["rows"]
     drafts = [draft for draft in dict.fromkeys(row["draft"] for row in rows) if draft != PLAIN]
     names = list(dict.fromkeys(row["data"] for row in rows))
     for i, draft in enumerate(drafts):
-        mine = [row for row in rows if row["draft"] == draft]
+        mine, label = [row for row in rows if row["draft"] == draft], _named(draft)
         wholes = {row["data"]: row["parts"][0] for row in mine if row.get("parts")}
         x = np.arange(len(wholes)) + (i - (len(drafts) - 1) / 2) * 0.8 / len(drafts)
         heights = np.array([whole["tokens_per_round"] or 0.0 for whole in wholes.values()])
         ends = [[whole[end] or height for whole, height in zip(wholes.values(), heights, strict=True)]
                 for end in ("low", "high")]  # fmt: skip
         around = np.abs(np.array(ends) - heights)
-        length_axes.bar(x, heights, 0.8 / len(drafts), yerr=around, capsize=2, label=draft)
+        length_axes.bar(x, heights, 0.8 / len(drafts), yerr=around, capsize=2, label=label)
         rounds = np.array([whole["rounds"] for whole in wholes.values()])
         shares = np.array([whole["positions"] for whole in wholes.values()])
-        position_axes.plot(range(1, shares.shape[1] + 1), rounds @ shares / rounds.sum(), "o-", label=draft)
-        speeds = defaultdict(list)
-        for row in mine:
-            if row["speedup"] is not None:
-                speeds[row["concurrency"]].append(row["speedup"])
-        if speeds:
-            mean = [float(np.exp(np.mean(np.log(each)))) for each in speeds.values()]
-            speed_axes.plot(list(speeds), mean, "o-", label=draft)
-    length_axes.set_xticks(range(len(names)), names, rotation=30, ha="right")
-    length_axes.set(ylabel="tokens a round, 95% intervals")
-    position_axes.set(xlabel="draft", ylabel="accepted with all before it, of all rounds", ylim=(0, 1))
+        position_axes.plot(range(1, shares.shape[1] + 1), rounds @ shares / rounds.sum(), "o-", label=label)
+        if speeds := _mean_speedups(mine):
+            plots.with_interval(speed_axes, speeds, "concurrency", "speedup", label)
+    plots.rotated(length_axes, names)
+    length_axes.set(ylabel="tokens a round")
+    position_axes.set(xlabel="draft", ylabel="share of rounds that accept it", ylim=(0, 1))
+    plots.whole(position_axes.xaxis)
     for axes in (length_axes, position_axes):
-        axes.legend()
+        axes.legend(fontsize="small")
     speed_axes.axhline(1.0, color="k", linestyle="--", label="plain")
     plots.against(speed_axes, [row["concurrency"] for row in rows], "requests", "speed-up, geometric mean")
+
+
+def _mean_speedups(rows: list[Row]) -> list[Row]:
+    """Geometric means over benchmarks, by concurrency. Their intervals are as wide as independent ones make them."""
+    found = []
+    for n in dict.fromkeys(row["concurrency"] for row in rows):
+        mine = [row for row in rows if row["concurrency"] == n and row.get("speedup") is not None]
+        if not mine:
+            continue
+        mean = np.log([row["speedup"] for row in mine]).mean()
+        row: Row = {"concurrency": n, "speedup": float(np.exp(mean))}
+        if all(each.get("speedup_low") for each in mine):
+            for end in ("low", "high"):
+                off = np.log([each[f"speedup_{end}"] / each["speedup"] for each in mine])
+                row[f"speedup_{end}"] = float(np.exp(mean + np.sign(off.sum()) * np.sqrt((off**2).sum()) / len(off)))
+        found.append(row)
+    return found

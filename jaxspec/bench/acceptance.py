@@ -16,6 +16,11 @@ from jaxspec.config.request import RequestMetrics
 
 RESAMPLES = 2000
 LEVEL = 0.95
+SPEEDUP = (
+    Column("speedup", "speed-up", ".2f"),
+    Column("speedup_low", "low", ".2f", 5),
+    Column("speedup_high", "high", ".2f", 5),
+)
 COLUMNS = (
     Column("tokens_per_round", "tokens/round", ".2f"),
     Column("low", "low", ".2f", 5),
@@ -25,18 +30,18 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Counts:
-    """Counts of one prompt: verify rounds, the tokens they yielded, and `stood[i]`, the rounds in which draft i and all
-    before it were accepted."""
+    """Counts of one prompt, over all its turns: verify rounds, the tokens they yielded, and `stood[i]`, the rounds in
+    which draft i and all before it were accepted."""
 
     rounds: int
     tokens: int
     stood: tuple[int, ...]
 
     @classmethod
-    def of(cls, metrics: RequestMetrics) -> Counts:
-        histogram = np.asarray(metrics.acceptance_histogram)
+    def of(cls, *turns: RequestMetrics) -> Counts:
+        histogram = np.sum([each.acceptance_histogram for each in turns], axis=0)
         stood = tuple(int(histogram[i:].sum()) for i in range(1, len(histogram)))
-        return cls(metrics.verify_rounds, metrics.verified_tokens, stood)
+        return cls(sum(each.verify_rounds for each in turns), sum(each.verified_tokens for each in turns), stood)
 
 
 def figures(prompts: Iterable[Counts], seed: int = 0) -> Row:
@@ -61,11 +66,31 @@ def figures(prompts: Iterable[Counts], seed: int = 0) -> Row:
     }
 
 
+def speedup(plain: Row, mine: Row, seed: int = 0) -> Row:
+    """How many times plain decoding's tokens a second: `speedup`, with its `LEVEL` interval.
+
+    Both rows have `tokens_per_s` and `each`, the (tokens, seconds) of the same prompts, which are drawn in pairs. With
+    N requests always running, tokens a second are N times the tokens over the sum of all requests' seconds.
+    """
+    ratio = mine["tokens_per_s"] / plain["tokens_per_s"]
+    if len(plain["each"]) < 2:
+        return {"speedup": ratio, "speedup_low": None, "speedup_high": None}
+    held = np.concatenate([np.array(plain["each"], np.float64), np.array(mine["each"], np.float64)], axis=1)
+    ratios = lambda sums: sums[..., 2] / sums[..., 3] * sums[..., 1] / sums[..., 0]  # noqa: E731
+    tail = 50 * (1 - LEVEL)
+    low, high = np.percentile(ratios(_resampled(held, seed)), [tail, 100 - tail]) / ratios(held.sum(axis=0)) * ratio
+    return {"speedup": ratio, "speedup_low": float(low), "speedup_high": float(high)}
+
+
+def _resampled(held: np.ndarray, seed: int) -> np.ndarray:
+    """Sums of f64[prompts, figures] over as many prompts, drawn with replacement, `RESAMPLES` times."""
+    rng = np.random.default_rng(seed)
+    return rng.multinomial(len(held), np.full(len(held), 1 / len(held)), RESAMPLES) @ held
+
+
 def intervals(held: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Low and high ends of the columns of f64[prompts, 1 + figures] over the first, by the percentile bootstrap."""
-    rng = np.random.default_rng(seed)
-    drawn = rng.multinomial(len(held), np.full(len(held), 1 / len(held)), RESAMPLES)  # how often each prompt comes
-    sums = drawn @ held
+    sums = _resampled(held, seed)
     tail = 50 * (1 - LEVEL)
     low, high = np.percentile(sums[:, 1:] / sums[:, :1], [tail, 100 - tail], axis=0)
     return low, high

@@ -34,6 +34,7 @@ class Reply:
     # offline alone:
     metrics: RequestMetrics | None = None
     token_ids: list[int] = field(default_factory=list)
+    text: str = ""
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # if asked for
 
 

@@ -1,8 +1,9 @@
-"""Prompts to send: random tokens, random tokens behind shared prefixes, an agent's questions, or those of a file.
+"""Prompts to send: random tokens, by themselves, behind shared prefixes or in conversations that grow, an agent's
+questions, or those of a file.
 
 Questions go through the model's chat template, on the server as offline. The files are the published ones, such as
 Spec-Bench's `question.jsonl` (https://github.com/hemingkx/Spec-Bench) and GSM8K's `test.jsonl`
-(https://github.com/openai/grade-school-math); `questions` reads them.
+(https://github.com/openai/grade-school-math); `jaxspec.text.prompts` reads them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import argparse
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,14 +20,18 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.bench import agent, questions
+from jaxspec.bench import agent
 from jaxspec.bench.results import BenchError
 from jaxspec.config.flags import add_value, checked, natural, positive
 from jaxspec.config.request import SamplingParams
+from jaxspec.text import prompts as files
+from jaxspec.text.prompts import Message
 from jaxspec.text.tokenizer import Tokenizer
 
-SYNTHETIC = ("random", "shared-prefix")
-DATASETS = (*SYNTHETIC, "agent", *questions.FORMATS)
+SYNTHETIC = ("random", "shared-prefix", "conversations")
+DATASETS = (*SYNTHETIC, "agent", *files.FORMATS)
+# What follows a question: nothing, or the words of DFlash's and SGLang's sweeps.
+WORDINGS = {"none": "", "boxed": "\nPlease reason step by step, and put your final answer within \\boxed{}."}
 
 
 class Lengths(str):
@@ -60,10 +65,10 @@ lengths = checked(Lengths, "takes tokens, a range, or several by weight, such as
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids, or a question for the chat template. `output_len`: its new tokens at most, None: the load's."""
+    """Token ids, or messages for the chat template. `output_len`: its new tokens at most, None: the load's."""
 
     tokens: tuple[int, ...] | None = None
-    question: str | None = None
+    messages: tuple[Message, ...] = ()
     template: tuple[tuple[str, Any], ...] = ()  # chat template arguments
     tools: int = 0  # functions that the model may call
     output_len: int | None = None
@@ -76,7 +81,7 @@ class Prompt:
         """Where to send it, and its part of the body."""
         if self.tokens is not None:
             return "/v1/completions", {"prompt": list(self.tokens)}
-        body = {"messages": [{"role": "user", "content": self.question}]}
+        body = {"messages": list(self.messages)}
         body |= {"chat_template_kwargs": dict(self.template)} if self.template else {}
         return "/v1/chat/completions", body | ({"tools": _tools(self.tools)} if self.tools else {})
 
@@ -86,9 +91,8 @@ class Prompt:
             return list(self.tokens)
         if tokenizer is None:
             raise BenchError("questions need a model with a tokenizer; use --dataset random")
-        messages = [{"role": "user", "content": self.question}]
         options = dict(self.template) | ({"tools": _tools(self.tools)} if self.tools else {})
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
+        return tokenizer.apply_chat_template(list(self.messages), add_generation_prompt=True, **options)
 
 
 def _tools(count: int) -> list[dict[str, Any]]:
@@ -111,16 +115,28 @@ def add_arguments(
     add, value = group.add_argument, partial(add_value, group)
     add("--dataset", choices=DATASETS, default="random", help="(%(default)s)")
     value("--data", Path, None, "FILE", "of a dataset with questions: the published file")
+    add_category_argument(group)
     value("--num-prompts", positive, None, "N", how_many)
     of_prompts = f"random tokens in a prompt (%(default)s{spread})"
     add("--prompt-len", type=tokens, default="1024", metavar="TOKENS", help=of_prompts)
     value("--prefix-len", natural, 512, "TOKENS", "shared tokens before them")
-    value("--prefixes", positive, 4, "N", "different shared prefixes")
+    value("--prefixes", positive, 4, "N", "different shared prefixes, or conversations")
+    value("--turns", positive, 8, "N", "prompts of a conversation, each --prompt-len longer than the one before")
     of_answers = f"new tokens; at most, of questions (%(default)s{spread})"
     add("--output-len", type=tokens, default="256", metavar="TOKENS", help=of_answers)
     add("--temperature", type=float, default=0.0, help="(%(default)s)")
     add_template_argument(group)
     value("--tools", natural, 0, "N", "functions offered with each question")
+
+
+def add_category_argument(group: argparse._ActionsContainer) -> None:
+    said = "only questions of these categories, such as SPEED-Bench's coding"
+    group.add_argument("--category", type=lambda text: text.split(","), default=[], metavar="C,C,...", help=said)
+
+
+def add_wording_argument(group: argparse._ActionsContainer) -> None:
+    said = "what follows a question; boxed: reason step by step, and put the answer in a box (%(default)s)"
+    group.add_argument("--wording", choices=WORDINGS, default="none", help=said)
 
 
 def add_template_argument(group: argparse._ActionsContainer) -> None:
@@ -131,9 +147,9 @@ def add_template_argument(group: argparse._ActionsContainer) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """**Raises:** `BenchError` for a file that `source` couldn't read, before a model is loaded for it."""
+    """**Raises:** as `source` for a file that it couldn't read, before a model is loaded for it."""
     if args.dataset not in SYNTHETIC:
-        _read(args.dataset, args.data)
+        _read(args)
 
 
 def params(args: argparse.Namespace) -> SamplingParams:
@@ -145,32 +161,41 @@ def params(args: argparse.Namespace) -> SamplingParams:
 def source(args: argparse.Namespace, vocab: int) -> Callable[[int], list[Prompt]]:
     """A function that gives the next so many prompts. Random ones never come twice; a file starts over at its end.
 
-    **Raises:** `BenchError` for a file that is missing or isn't what the dataset should be.
+    **Raises:** `BenchError` without a file; `DataError` for one that isn't what the dataset should be.
     """
     rng = np.random.default_rng(args.seed or 0)
     random = lambda length: tuple(rng.integers(0, vocab, length).tolist())  # noqa: E731
     many = lambda tokens: tokens.draw(rng) if isinstance(tokens, Lengths) else tokens  # noqa: E731
 
-    def synthetic(prefixes: Iterable[tuple[int, ...]], count: int) -> list[Prompt]:
-        return [
-            Prompt(prefix + random(many(args.prompt_len)), output_len=many(args.output_len))
-            for prefix in itertools.islice(prefixes, count)
-        ]
+    def prompts(tokens: Iterable[tuple[int, ...]], count: int) -> list[Prompt]:
+        return [Prompt(each, output_len=many(args.output_len)) for each in itertools.islice(tokens, count)]
 
+    def conversations() -> Iterator[tuple[int, ...]]:
+        """A turn of each conversation, then the next one of each; after the last turn other conversations begin."""
+        while True:
+            texts = [random(args.prefix_len)] * args.prefixes
+            for turn in range(args.turns * args.prefixes):
+                i = turn % args.prefixes
+                texts[i] += random(many(args.prompt_len))
+                yield texts[i]
+
+    if args.dataset == "conversations":
+        return partial(prompts, conversations())
     if args.dataset in SYNTHETIC:
         shared = args.dataset == "shared-prefix"
         prefixes = [random(args.prefix_len) for _ in range(args.prefixes)] if shared else [()]
-        return lambda count: synthetic(itertools.cycle(prefixes), count)
+        behind = lambda: (prefix + random(many(args.prompt_len)) for prefix in itertools.cycle(prefixes))  # noqa: E731
+        return lambda count: prompts(behind(), count)
     template = tuple(args.chat_template_kwargs.items())
     asked = itertools.cycle(
-        [Prompt(question=text, template=template, tools=args.tools) for text in _read(args.dataset, args.data)]
+        [Prompt(messages=tuple(each.opening()), template=template, tools=args.tools) for each in _read(args)]
     )
     return lambda count: [replace(one, output_len=many(args.output_len)) for one in itertools.islice(asked, count)]
 
 
-def _read(dataset: str, path: Path | None) -> list[str]:
-    if dataset == "agent":
-        return list(agent.questions())
-    if path is None:
-        raise BenchError(f"--dataset {dataset} needs its file: --data FILE.jsonl")
-    return [question.text for question in questions.read(path, dataset)[1]]
+def _read(args: argparse.Namespace) -> list[files.Prompt]:
+    if args.dataset == "agent":
+        return [files.Prompt((question,)) for question in agent.questions()]
+    if args.data is None:
+        raise BenchError(f"--dataset {args.dataset} needs its file: --data FILE.jsonl")
+    return files.in_turn(files.read(args.data, args.dataset)[1], args.category)

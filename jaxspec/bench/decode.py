@@ -6,9 +6,9 @@ the last first token until just before the first request ends. `ms/round` is the
 `tok/s` what they yielded; `run tok/s` is all tokens over the whole run, prefill included. `context` is the mean number
 of tokens that a request had, which the floor counts.
 
-With --accept-rates drafts are accepted at those rates whatever the model says, so that a round's cost is measured apart
-from the drafter's quality. With --overlap both each N runs with overlap off and on, in the same engine. With
---back-to-back the compiled round program is also dispatched by itself, over the same contexts with nothing read:
+With --accept or --accept-rates drafts are accepted at a given rate whatever the model says, so that a round's cost is
+measured apart from the drafter's quality. With --overlap both each N runs with overlap off and on, in the same engine.
+With --back-to-back the compiled round program is also dispatched by itself, over the same contexts with nothing read:
 `program` is its time per round, `engine` what the loop adds to it. With --skip-warmup the programs that these loads
 need are compiled, no others. With --profile its kernels are listed by name, per round: how often each is called and
 what all its calls take under jax's profiler, which adds a little to each.
@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from jaxspec.bench import engines, floors, plots, profile
+from jaxspec.bench import engines, floors, imposed, plots, profile
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table, counts, memory_facts
 from jaxspec.bench.steady import Load
 from jaxspec.checkpoint import peft
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--lora", type=natural, default=0, metavar="N", help="also with so many adapters (%(default)s)")
     add("--back-to-back", action="store_true", help="also time the round program by itself")
     add("--profile", action="store_true", help="also list its kernels (a GPU only; implies --back-to-back)")
-    engines.add_accept_rates(parser)
+    imposed.add_arguments(parser)
     floors.add_arguments(parser)
     engines.add_arguments(parser)
 
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace, result: Result) -> None:
             raise BenchError("--lora compares rounds with and without adapters; drop --overlap both")
         args.enable_lora, args.max_loras = True, args.max_loras or args.lora
         args.max_lora_rank = args.max_lora_rank or 16
-    engine = engines.start(args, result, max(args.concurrency), args.accept_rates)
+    engine = engines.start(args, result, max(args.concurrency), imposed.imposed(args))
     adapters = random_adapters(engine, args.lora, args.max_lora_rank) if args.lora else []
     result.fact(width=engine.runner.width, kv_dtype=engines.kv_dtype(engine))
     modes = {"both": ("off", "on"), None: ("off" if args.disable_overlap else "on",)}.get(args.overlap, (args.overlap,))

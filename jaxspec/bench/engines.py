@@ -9,11 +9,12 @@ from collections.abc import Callable, Container
 from typing import Any
 
 from jaxspec.bench import forced
-from jaxspec.bench.results import BenchError, Result, device_facts, memory_facts, numbers
+from jaxspec.bench.imposed import Imposed
+from jaxspec.bench.results import BenchError, Result, device_facts, memory_facts
 from jaxspec.cache.paged import page_dtype
 from jaxspec.checkpoint import Model, load_target
 from jaxspec.config.engine_config import EngineConfig
-from jaxspec.config.flags import add_engine_flags, add_value, engine_options
+from jaxspec.config.flags import add_engine_flags, engine_options
 from jaxspec.drafters.loading import check_drafter, load_drafter
 from jaxspec.engine.engine import Engine
 from jaxspec.models.description import PagedRows, Recurrence
@@ -22,37 +23,33 @@ from jaxspec.models.description import PagedRows, Recurrence
 DEFAULTS = {"load_format": "dummy", "draft_policy": "fixed"}
 
 
-def add_accept_rates(parser: argparse.ArgumentParser) -> None:
-    rates = numbers(float, 0.0, 1.0, "0.75,0.5,0.25")
-    said = "impose acceptance: the probability of each draft, given that those before it were accepted"
-    add_value(parser, "--accept-rates", rates, None, "P,P,...", f"{said}; one rate a draft")
-
-
 def add_arguments(parser: argparse.ArgumentParser, without: Container[str] = (), **defaults: Any) -> None:
     """The engine's flags, but for the options in `without`; `defaults` take the place of a benchmark's."""
     add_engine_flags(parser, DEFAULTS | defaults, without=without)
 
 
-def with_drafter(args: argparse.Namespace, draft: str) -> argparse.Namespace:
-    """The command line with this drafter in it; plain decoding, "none", has no numbers of drafts."""
-    other = argparse.Namespace(**vars(args) | {"draft": draft})
+def with_drafter(args: argparse.Namespace, draft: str, tp_size: int | None = None) -> argparse.Namespace:
+    """The command line with this drafter in it, and over so many devices, if that is said; plain decoding, "none", has
+    no numbers of drafts."""
+    other = argparse.Namespace(**vars(args) | {"draft": draft} | ({"tp_size": tp_size} if tp_size else {}))
     if draft == "none":
         other.num_draft_tokens, other.num_steps, other.topk = None, None, 1
     return other
 
 
 def start(
-    args: argparse.Namespace, result: Result, requests: int, rates: list[float] | None = None, **how: Any
+    args: argparse.Namespace, result: Result, requests: int, imposed: Imposed | None = None, **how: Any
 ) -> Engine:
     """The engine of the command line, as `make` makes it.
 
     Notes in `result` what the device is, how long the start took and what memory it left.
     """
     started = time.perf_counter()
-    engine = make(args, requests, rates, **how)
+    engine = make(args, requests, imposed, **how)
     result.fact(ready_s=time.perf_counter() - started, **device_facts())
-    if rates:
-        result.fact(expected_accept_length=forced.expected_length(rates))
+    if imposed is not None:
+        rates = imposed.of(engine.runner.draft.drafter.longest)
+        result.fact(imposed=imposed.said, expected_accept_length=forced.expected_length(rates))
     stats = engine.stats()
     result.fact(memory_plan=stats["memory_plan"], paths=stats["paths"], memory=memory_facts())
     if stats["sums"] is not None:
@@ -69,7 +66,7 @@ def check(args: argparse.Namespace) -> None:
 def make(
     args: argparse.Namespace,
     requests: int,
-    rates: list[float] | None = None,
+    imposed: Imposed | None = None,
     alter: Callable[[Model], Model] = lambda model: model,
 ) -> Engine:
     """The engine of the command line, with slots for `requests` at once unless it says otherwise; `alter` is done to
@@ -78,14 +75,16 @@ def make(
     options["max_running_requests"] = options["max_running_requests"] or requests
     if options["max_running_requests"] < requests:
         raise BenchError(f"--max-running-requests {options['max_running_requests']} is less than {requests} at once")
-    if rates is not None:
+    if imposed is not None:
         if args.draft == "none":
-            raise BenchError("--accept-rates needs a drafter; --draft is none. Name one, for example --draft ngram")
-        options["num_draft_tokens"] = options["num_draft_tokens"] or len(rates)
+            raise BenchError(f"{imposed.said} needs a drafter; --draft is none. Name one, for example --draft ngram")
+        options["num_draft_tokens"] = options["num_draft_tokens"] or imposed.drafts
     config = EngineConfig(**options)
     model = alter(load_target(config))
     draft = load_drafter(config.draft, model, config)
-    return Engine(config, model, draft if rates is None else forced.force(draft, rates))
+    if imposed is not None:
+        draft = forced.force(draft, imposed.of(draft.drafter.longest))
+    return Engine(config, model, draft)
 
 
 def attention_only(model: Model) -> Model:

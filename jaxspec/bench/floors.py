@@ -47,49 +47,56 @@ def ceilings(args: argparse.Namespace) -> Ceilings:
 
 
 @dataclass(frozen=True)
+class Attends:
+    """A layer's attention: how many positions a row sees (None: all), and for each, the bytes that a request's rows
+    read together and the operations of a row."""
+
+    window: int | None
+    token_bytes: int
+    pair_flops: int
+
+
+@dataclass(frozen=True)
 class ModelCost:
     """Bytes and operations of a model's forward. Operations count a multiply-add as two."""
 
     weight_bytes: int  # read by a forward that unembeds, all experts included
     layer_flops: int  # per row, attention's scores and sums not included
     head_flops: int  # per row that is unembedded
-    attention_flops: int  # per row and position that it sees
+    attends: tuple[Attends, ...]  # the layers that do
     kv_bytes: int  # per token, in the cache
     state_bytes: int = 0  # of a request's states, the same at any length
     expert_bytes: int = 0  # of weight_bytes, those of experts that a token may choose or not
     num_experts: int = 1
     experts_per_token: int = 1
-    windows: tuple[int | None, ...] = (None,)  # of the layers that attend
 
     @classmethod
     def of(cls, model: Model, kv_dtype: str, state_dtype: str = "float32") -> ModelCost:
         config, mixture = model.config, model.config.decoder.mixture
         tied, experts = config.decoder.tied, mixture.experts if mixture else 1
-        layers = model.params["layers"]
+        layers, looked_up = model.params["layers"], ["layer_embed"] if tied else ["embed", "layer_embed"]
         stacks = [layer[name] for layer in layers for name in ("experts_gate_up", "experts_down") if name in layer]
         chosen, routed = mixture.per_token if mixture else 1, sum(x.numbers for x in stacks)
         matrices = sum(x.numbers for x in _weights(layers)) - routed
         matrices += routed * chosen // experts
-        attends = [each.mixing for each in config.decoder.layers if isinstance(each.mixing.memory, PagedRows)]
+        mixings = [each.mixing for each in config.decoder.layers if isinstance(each.mixing.memory, PagedRows)]
+        size = jnp.dtype(kv_dtype).itemsize
         states = state_bytes(config, 1, kv_dtype, state_dtype)[1]
         numbers = states // jnp.dtype(state_dtype).itemsize
         head = model.params["embed"].size if tied else model.params["head"].numbers
         return cls(
-            weight_bytes=_bytes(model.params) - (0 if tied else _bytes(model.params["embed"])),
+            weight_bytes=_bytes(model.params) - _bytes([model.params.get(name, ()) for name in looked_up]),
             layer_flops=2 * matrices + 3 * 2 * numbers,  # a state is read twice and added to, for each token
             head_flops=2 * head,
-            attention_flops=sum(mixing.pair_flops for mixing in attends),
+            attends=tuple(
+                Attends(getattr(each, "window", None), each.memory.numbers * size, each.pair_flops) for each in mixings
+            ),
             kv_bytes=kv_bytes_per_token(config, kv_dtype),
             state_bytes=states,
             expert_bytes=_bytes(stacks),
             num_experts=experts,
             experts_per_token=chosen,
-            windows=tuple(getattr(mixing, "window", None) for mixing in attends),
         )
-
-    def _seen(self, context: float) -> float:
-        """Tokens that a row sees behind so many, the mean over the layers that attend."""
-        return sum(context if window is None else min(context, window) for window in self.windows) / len(self.windows)
 
     def _weights_read(self, tokens: float) -> float:
         """Bytes of weights that a forward over so many tokens must read."""
@@ -99,15 +106,18 @@ class ModelCost:
     def round(self, requests: int, width: int, context: float) -> tuple[float, float]:
         """Bytes and operations of verifying `width` rows for each of `requests` with `context` tokens on average."""
         rows = requests * width
-        context = self._seen(context)
-        flops = rows * (self.layer_flops + self.head_flops + self.attention_flops * context)
-        return self._weights_read(rows) + requests * (context * self.kv_bytes + 2 * self.state_bytes), flops
+        seen = [min(context, each.window or context) for each in self.attends]
+        attention = sum(each.pair_flops * tokens for each, tokens in zip(self.attends, seen, strict=True))
+        cached = sum(each.token_bytes * tokens for each, tokens in zip(self.attends, seen, strict=True))
+        flops = rows * (self.layer_flops + self.head_flops + attention)
+        return self._weights_read(rows) + requests * (cached + 2 * self.state_bytes), flops
 
     def prefill(self, tokens: int) -> tuple[float, float]:
         """Bytes and operations of a prompt up to its first token: only the last row is unembedded."""
-        near = [min(tokens, window or tokens) for window in self.windows]
-        pairs = sum(each * (tokens - (each - 1) / 2) for each in near) / len(near)
-        flops = tokens * self.layer_flops + self.head_flops + self.attention_flops * pairs
+        near = [min(tokens, each.window or tokens) for each in self.attends]
+        pairs = [each * (tokens - (each - 1) / 2) for each in near]
+        attention = sum(each.pair_flops * count for each, count in zip(self.attends, pairs, strict=True))
+        flops = tokens * self.layer_flops + self.head_flops + attention
         return self._weights_read(tokens) + tokens * self.kv_bytes + self.state_bytes, flops
 
 

@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from jaxspec.bench import floors, profile
 from jaxspec.bench.cases import Case, make_cases
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table, device_facts
 from jaxspec.config.flags import positive
+from jaxspec.pallas import portable
 from jaxspec.pallas.hopper import KERNELS, kernels_here, with_requested_kernels
 
 COLUMNS = (
@@ -56,14 +58,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--profile", action="store_true", help="also by jax's profiler: what the kernels take alone (NVIDIA GPUs)")
     add("--kernels", default="auto", choices=("auto", "portable", "plain"), help="as the engine's (%(default)s)")
     add("--small", action="store_true", help="tiny sizes in float32, to try the command out on a CPU")
+    said = "compare the portable kernels, interpreted, with plain jax.numpy, on any machine; implies --small"
+    add("--interpret", action="store_true", help=said)
     floors.add_arguments(parser)
 
 
 @with_requested_kernels
 def run(args: argparse.Namespace, result: Result) -> None:
-    """Time every case."""
+    """Time every case, or interpret it.
+
+    **Raises:** `BenchError` for cases that aren't there, or that this machine would take hours for.
+    """
+    with portable.interpreted() if args.interpret else nullcontext():
+        _run(args, result)
+
+
+def _run(args: argparse.Namespace, result: Result) -> None:
+    args.small = args.small or args.interpret
     if not args.small and jax.default_backend() == "cpu":
-        raise BenchError("the kernels' full sizes take hours on a CPU: run this on a GPU, or try it out with --small")
+        raise BenchError(
+            "the kernels' full sizes take hours on a CPU: run this on a GPU, try it out with --small, or compare its "
+            "kernels with --interpret"
+        )
     result.fact(**device_facts())
     cases = [case for case in make_cases(args.small) if args.only in case.name]
     if not cases:
@@ -71,8 +87,11 @@ def run(args: argparse.Namespace, result: Result) -> None:
         raise BenchError(f"--only {args.only}: no case has this in its name; there are {names}")
     limits, shortest = floors.ceilings(args), 0 if args.small else SHORTEST
     programs = compiled([prepared(case, limits, not args.no_plain, shortest) for case in cases])
+    repeats = 1 if args.interpret else args.repeats
     for number, each in enumerate(tqdm(programs, desc="kernels", unit="case", disable=None)):
-        result.add(measure(cases[number], each, args.repeats, limits, number, args.profile))
+        result.add(measure(cases[number], each, repeats, limits, number, args.profile))
+    if args.interpret:
+        result.note("interpreted: errors are the kernels', times are the interpreter's")
     if args.small or (reason := kernels_here()):
         why = "--small" if args.small else reason
         result.note(

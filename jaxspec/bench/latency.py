@@ -7,6 +7,7 @@ the gaps between outputs, each of which holds all tokens of a round. E2E is the 
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
@@ -54,6 +55,9 @@ def figures(replies: Iterable[Reply], limits: Mapping[str, float] | None = None)
         row["prompt_tokens_per_s"] = row["prompt_tokens"] / row["seconds"]
         row["total_tokens_per_s"] = row["output_tokens_per_s"] + row["prompt_tokens_per_s"]
         row["peak_output_tokens_per_s"] = _peak(replies, began)
+        row["mean_concurrency"] = sum(reply.ended - reply.sent for reply in replies) / row["seconds"]
+        row["peak_concurrency"] = _most_at_once(replies)
+        row["tokens_per_s_per_user"] = row["output_tokens_per_s"] / row["peak_concurrency"]
         if limits:
             row["good"] = sum(_keeps(reply, limits) for reply in replies)
             row["goodput_per_s"] = row["good"] / row["seconds"]
@@ -87,6 +91,12 @@ def _peak(replies: list[Reply], began: float) -> float | None:
         for arrival in reply.arrivals:
             tokens[int(arrival - began)] += reply.output_tokens / len(reply.arrivals)
     return max(tokens.values(), default=None)
+
+
+def _most_at_once(replies: list[Reply]) -> int:
+    """Most requests that were being served at one time."""
+    moves = sorted([(reply.sent, 1) for reply in replies] + [(reply.ended, -1) for reply in replies])
+    return max(itertools.accumulate(change for _, change in moves))
 
 
 def _figure(figure: str, seconds: list[float]) -> float | None:

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from jaxspec.bench import datasets, engines, traffic
+from jaxspec.bench import datasets, engines, plots, traffic
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table
 from jaxspec.checkpoint import Model
 from jaxspec.config.flags import positive
@@ -108,4 +108,5 @@ def plot(document: Document, figure: Any) -> None:
         margins = row.get("margins", [])
         axes.plot(range(1, len(margins) + 1), margins, "o-", label=f"{row['run']}: {row['differ']} differ")
     axes.set(xlabel="texts that differ", ylabel="margin of the first difference, logits", ylim=(0, None))
+    plots.whole(axes.xaxis)
     axes.legend()

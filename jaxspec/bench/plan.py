@@ -38,6 +38,7 @@ from jaxspec.drafters import combined
 from jaxspec.drafters.loading import LoadedDrafter, parse_draft
 from jaxspec.drafters.registry import DRAFTERS
 from jaxspec.drafters.vocabulary import read_token_map
+from jaxspec.engine.adapters import Outline
 from jaxspec.engine.defaults import GPU, Defaults, resolve, shapes_of, small_model
 from jaxspec.engine.runner import Runner
 from jaxspec.models.description import Mixture, Recurrence
@@ -85,6 +86,7 @@ COLUMNS = (
     Column("replicas", "replicas"),
     *(Column(f"{name}_gib", f"{name} GiB", ".2f") for name in GIB_COLUMNS),
     Column("tokens", "KV tokens", "d"),
+    Column("host_tokens", "on the host", "d"),
 )
 ROUND_COLUMNS = (Column("tp", "TP"), Column("replicas", "replicas"), Column("rows", "rows"))
 ROUND_COLUMNS += tuple(Column(f"c{n}", f"c={n}", ".2f") for n in CONCURRENCY)
@@ -149,6 +151,8 @@ def _row(made: Planner, gpu: Gpu, tp: int, replicas: int, context: int, sums: st
     sizes = plan.weight_bytes, plan.draft_weight_bytes, plan.kv_bytes, plan.states.total, plan.slot_bytes
     sizes = *sizes, plan.workspace_bytes, gpu.memory - plan.total
     row = {"tp": tp, "replicas": replicas, "tokens": plan.tokens, "rows": made.width, "plan": dataclasses.asdict(plan)}
+    per_token = plan.kv_bytes * tp / (plan.tokens + plan.page_size)
+    row["host_tokens"] = int(made.config.host_kv_gb * 2**30 / per_token) if made.config.host_kv_gb else None
     row |= {f"{name}_gib": size / 2**30 for name, size in zip(GIB_COLUMNS, sizes, strict=True)}
     ms = [made.round_seconds(n, context, gpu, tp, sums) * 1e3 for n in CONCURRENCY]
     fits = [n <= made.shapes.num_slots and n * context <= plan.tokens for n in CONCURRENCY]
@@ -186,11 +190,14 @@ class Planner(Runner):
         memory: tuple[int, int] | None,
     ):
         self.model, self.draft, self._memory = model, draft, memory
-        self.hosts, self._other_bytes, self.adapters = None, 0, None
+        self.hosts, self._other_bytes = None, 0
+        self.adapters = Outline(options, model) if options.has_adapters else None
         self._local, self._drafter = model.config, draft.drafter  # a device's share is a model here
         self.config = resolve(options, model, draft, defaults)
         self.width = draft.drafter.num_draft_tokens + 1
-        self.shapes = shapes_of(self.config, draft.drafter, alone=not small_model(model), defaults=defaults)
+        tower = None if self.no_pictures else model.config.tower
+        more = {"alone": not small_model(model), "defaults": defaults, "tower": tower}
+        self.shapes = shapes_of(self.config, draft.drafter, **more)
         self.plan: MemoryPlan
         self.plan, self._layout = self._plan()
 
@@ -218,8 +225,6 @@ def sum_seconds(size: int, tp: int, sums: str) -> float:
 
 def planned(options: EngineConfig, tp: int, defaults: Defaults, memory: tuple[int, int] | None) -> Planner:
     """The plan of one of `tp` devices. **Raises:** `ConfigError` if the model doesn't fit or can't be divided."""
-    if options.has_adapters:
-        raise ConfigError("bench plan doesn't count adapters; leave --lora-modules, --enable-lora and --lora-root out")
     with tempfile.TemporaryDirectory() as where:
         if tp > 1:
             options = _shared(options, tp, Path(where))
@@ -232,7 +237,8 @@ def planned(options: EngineConfig, tp: int, defaults: Defaults, memory: tuple[in
 
 HEADS = ("num_attention_heads", "linear_num_key_heads", "linear_num_value_heads")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-VOCABULARIES = ("vocab_size", "draft_vocab_size")
+KV_HEADS = ("num_key_value_heads", "num_global_key_value_heads")
+VOCABULARIES = ("vocab_size", "draft_vocab_size", "vocab_size_per_layer_input")
 WHOLE = ("markov_before", "before", "after")  # params of DSpark and DFlash 2 that are whole on each device
 
 
@@ -251,20 +257,30 @@ def share(hf: Mapping[str, Any], n: int, quantization: str | None = None) -> dic
     heads = hf.get("num_attention_heads")
     if not isinstance(heads, int):
         return dict(hf)  # loading it says what is missing
-    kv, unit = hf.get("num_key_value_heads") or heads, _unit(hf, quantization)
-    if kv % n and n % kv:
-        raise ConfigError(f"num_key_value_heads {kv} can't be divided among {n} devices, nor repeated on them")
-    mine = {"head_dim": hf.get("head_dim") or hf["hidden_size"] // heads, "num_key_value_heads": max(1, kv // n)}
+    unit, mine = _unit(hf, quantization), {"head_dim": hf.get("head_dim") or hf["hidden_size"] // heads}
+    mine |= _kv_share({"num_key_value_heads": heads} | {key: hf[key] for key in KV_HEADS if hf.get(key)}, n)
+    if isinstance(by_layer := hf.get("per_layer_config"), Mapping):
+        mine["per_layer_config"] = {i: {**own, **_kv_share(own, n)} for i, own in by_layer.items()}
     mine |= {name: _divided(hf, name, n) for name in HEADS if hf.get(name)}
     experts = next((name for name in EXPERTS if hf.get(name)), None)
     if experts is not None:
         mine |= _expert_share(hf, n, unit, experts)
-    if hf.get("intermediate_size") and (experts is None or hf.get("first_k_dense_replace")):
+    dense = experts is None or hf.get("first_k_dense_replace") or hf.get("enable_moe_block")
+    if hf.get("intermediate_size") and dense:
         mine["intermediate_size"] = _divided(hf, "intermediate_size", n, unit)
     mine |= {name: -(-hf[name] // n) for name in VOCABULARIES if hf.get(name)}
     for name in (name for name in ("mask_token_id", "bos_token_id") if isinstance(hf.get(name), int)):
         mine[name] = min(hf[name], mine["vocab_size"] - 1)
     return {**hf, **mine}
+
+
+def _kv_share(sizes: Mapping[str, Any], n: int) -> dict[str, int]:
+    """One device's KV heads, of the keys that count some."""
+    heads = {key: sizes[key] for key in KV_HEADS if key in sizes}
+    for key, count in heads.items():
+        if count % n and n % count:
+            raise ConfigError(f"{key} {count} can't be divided among {n} devices, nor repeated on them")
+    return {key: max(1, count // n) for key, count in heads.items()}
 
 
 def _expert_share(hf: Mapping[str, Any], n: int, unit: int, experts: str) -> dict[str, int]:
@@ -275,7 +291,8 @@ def _expert_share(hf: Mapping[str, Any], n: int, unit: int, experts: str) -> dic
     if groups is None:
         raise ConfigError(f"{hf[experts]} experts with {width} {hf[width]} can't be divided among {n} devices")
     mine = {width: hf[width] * groups // n, experts: hf[experts] // groups}
-    mine["num_experts_per_tok"] = -(-hf["num_experts_per_tok"] // groups)  # as if choices were spread evenly
+    chosen = "top_k_experts" if "top_k_experts" in hf else "num_experts_per_tok"
+    mine[chosen] = -(-hf[chosen] // groups)  # as if choices were spread evenly
     if shared := hf.get("shared_expert_intermediate_size"):
         mine["shared_expert_intermediate_size"] = shared if shared % (n * unit) else shared // n
     return mine

@@ -31,6 +31,13 @@ def curve(axes: Any, rows: Sequence[Row], x: str, y: str, look: str = "o-", **op
     return line
 
 
+def with_interval(axes: Any, rows: Sequence[Row], x: str, y: str, label: str) -> None:
+    """A line through the rows, with bars from `y`_low to `y`_high where there are any."""
+    ends = [[row[y] if row.get(f"{y}_{end}") is None else row[f"{y}_{end}"] for row in rows] for end in ("low", "high")]
+    around = [[abs(row[y] - end) for row, end in zip(rows, each, strict=True)] for each in ends]
+    axes.errorbar([row[x] for row in rows], [row[y] for row in rows], around, fmt="o-", capsize=3, label=label)
+
+
 def against(axes: Any, x: Sequence[int], xlabel: str, ylabel: str) -> None:
     """Finish `axes` whose curves run over `x`, sizes that double or so: a tick at each, values from zero, a legend."""
     ticks = sorted(set(x))
@@ -39,7 +46,20 @@ def against(axes: Any, x: Sequence[int], xlabel: str, ylabel: str) -> None:
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.set(xlabel=xlabel, ylabel=ylabel, ylim=(0, None))
     axes.grid(alpha=0.3)
-    axes.legend()
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend()
+
+
+def whole(axis: Any) -> None:
+    """Ticks of an axis at whole numbers only: drafts, requests, texts."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(integer=True))
+
+
+def rotated(axes: Any, names: Sequence[str]) -> None:
+    """Names below the ticks of `axes`, turned so that none covers the next."""
+    axes.set_xticks(range(len(names)), names, rotation=30, ha="right", rotation_mode="anchor", fontsize="small")
 
 
 def draw(plot: Callable[[Document, Any], None], document: Document, path: Path) -> None:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from jaxspec.bench import plots
 from jaxspec.bench.results import BenchError, Column, Document, Result, Table, numbers
 from jaxspec.config.flags import positive
 from jaxspec.config.request import RequestError, RequestOutput, SamplingParams, StructuredOutput
@@ -187,5 +188,7 @@ def plot(document: Document, figure: Any) -> None:
     """Completed texts of each drafter."""
     axes = figure.subplots()
     rows = document["rows"]
-    axes.bar([f"{row['draft']}, T {row['temperature']:g}" for row in rows], [row["completed"] for row in rows])
+    axes.bar(range(len(rows)), [row["completed"] for row in rows])
+    plots.rotated(axes, [f"{row['draft']}, T {row['temperature']:g}" for row in rows])
+    plots.whole(axes.yaxis)
     axes.set_ylabel("completed texts")

@@ -39,6 +39,8 @@ COLUMNS = (
     Column("output_tokens_per_s", "tok/s out", ".0f"),
     Column("peak_output_tokens_per_s", "peak", ".0f"),
     Column("total_tokens_per_s", "tok/s total", ".0f"),
+    Column("tokens_per_s_per_user", "tok/s/user", ".1f"),
+    Column("peak_concurrency", "most at once"),
     Column("accept_length", "accept len", ".2f"),
     Column("ttft_p50_ms", "TTFT p50", ".1f"),
     Column("ttft_p99_ms", "TTFT p99", ".1f"),

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxspec.bench import plots
 from jaxspec.bench.results import Row
 from jaxspec.engine.timeline import FIRST, PROMPTS, ROUNDS, Program, Recording
 
@@ -109,6 +110,7 @@ def draw(row: Row, axes: Sequence[Any]) -> None:
     requests.plot(x, recorded["running"], label="running")
     requests.plot(x, recorded["waiting"], label="waiting")
     requests.set(xlabel="seconds", ylabel="requests", ylim=(0, None), xlim=(0, x[-1]))
+    plots.whole(requests.yaxis)
     requests.legend(loc="upper left", fontsize="small")
     rate = requests.twinx()
     rate.plot(x, recorded["tokens_per_s"], "k:", linewidth=0.8)

@@ -81,6 +81,7 @@ def serve(engine: Engine, load: Load, title: str | None = None) -> list[Reply]:
                     reply.arrivals.append(now)
                 reply.output_tokens += len(delta.token_ids)
                 reply.token_ids += delta.token_ids
+                reply.text += delta.text
                 reply.prompt_logprobs = reply.prompt_logprobs or delta.prompt_logprobs
                 if delta.finish_reason is not None:
                     reply.ended, reply.metrics = now, delta.metrics

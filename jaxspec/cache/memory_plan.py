@@ -177,7 +177,9 @@ def workspace_estimate(config: ModelConfig, rows: int, tokens: int, devices: int
     """
 
     def held(feed: Mixture | Mlp) -> int:
-        return feed.per_token * (2 * config.hidden_size + feed.width) if isinstance(feed, Mixture) else 4 * feed.width
+        if not isinstance(feed, Mixture):
+            return 4 * feed.width
+        return max(feed.per_token * (2 * config.hidden_size + feed.width), held(feed.beside) if feed.beside else 0)
 
     widest = max(held(layer.feed) for layer in config.decoder.layers)
     return 4 * (4 * rows * config.vocab_size) // devices + 4 * tokens * widest

@@ -127,6 +127,10 @@ class _OverCache:
         out, kv = self.rows.attend_written(cache.kv[self.number], layer, t, write, window, sinks, self._scales(cache))
         return out, cache.replace(kv=self._put(cache.kv, kv))
 
+    def attend_shared(self, cache, layer, q, window):
+        out, _ = self.rows.look_back(cache.kv[self.number], layer, q, window, None, self._scales(cache))
+        return out, cache
+
     def _scales(self, cache):
         return None if cache.scales is None else cache.scales[self.number]
 
@@ -136,6 +140,14 @@ class _OverCache:
     def _with(self, cache, **changed):
         """The cache with other states, or windows, of this group."""
         return cache.replace(states=self._put(cache.states, cache.states[self.number].replace(**changed)))
+
+
+@flax.struct.dataclass
+class AttentionRows(_OverCache):
+    """Rows of a model without recurrent layers, a draft model for example."""
+
+    rows: Rows
+    number: int = flax.struct.field(pytree_node=False, default=0, kw_only=True)
 
 
 @flax.struct.dataclass

@@ -52,7 +52,7 @@ def page_dtype(kv_cache_dtype: str, dtype: str) -> str:
 
 def kv_bytes_per_token(config: ModelConfig, dtype: str) -> int:
     """Bytes of a token's keys and values in all layers, in pages of this dtype."""
-    numbers = sum(n * m.streams * m.heads * m.width for m, n in config.decoder.groups(PagedRows).items())
+    numbers = sum(n * memory.numbers for memory, n in config.decoder.groups(PagedRows).items())
     return numbers * jnp.dtype(dtype).itemsize
 
 
@@ -111,7 +111,7 @@ class Rows:
 
         As in `decoder.mixer.Mixer`, with the pages as its cache.
         """
-        return self._look(self.write(kv, layer, k, v, scales), layer, q, window, sinks, scales)
+        return self.look_back(self.write(kv, layer, k, v, scales), layer, q, window, sinks, scales)
 
     def attend_latent(
         self, kv: KV, layer: Int[Array, ""], q: Array, rows: Array, latent: int, scale: float
@@ -143,14 +143,14 @@ class Rows:
         """Attend once `write` has stored the keys and values, as `decoder.mixer.PagedMixer` says. Nothing is written to
         the dummy page, which is padding's."""
         q, kv = write(kv, self.written(kv, t), _inverse_scales(scales))
-        return self._look(kv, layer, q, window, sinks, scales)
+        return self.look_back(kv, layer, q, window, sinks, scales)
 
     def written(self, kv: KV, t: int) -> Int[Array, "b t"]:
         """The KV slots of t rows' keys and values, counted over all pages; -1 for padding."""
         page, slot = self._slots(kv, t)
         return jnp.where(page > 0, page * kv.shape[4] + slot, -1)
 
-    def _look(
+    def look_back(
         self,
         kv: KV,
         layer: Int[Array, ""],
@@ -159,6 +159,7 @@ class Rows:
         sinks: Float[Array, " n"] | None = None,
         scales: Scales | None = None,
     ) -> tuple[Array, KV]:
+        """Attend to everything that each row sees, once keys and values are written."""
         mask, depth, start = self.mask, self.depth, self._seen_from(q.shape[1])
         if mask is None:
             last = self.last_seen

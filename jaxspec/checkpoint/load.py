@@ -54,7 +54,10 @@ MTP_HALVES = {  # parts of a module in Nemotron's layout, and in Qwen's
     "layers.1.mixer.": "layers.0.mlp.",
     "layers.1.final_layernorm.": "norm.",
 }
-OTHER_PARTS = ("visual.", "vision_tower.", "multi_modal_projector.")  # of multimodal models, beside the text model
+KEYS_VALUES = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_(?:proj|norm)\..*")
+# Of multimodal models, beside the text model.
+OTHER_PARTS = ("visual.", "vision_tower.", "multi_modal_projector.", "audio_tower.")
+OTHER_PARTS += ("embed_vision.", "embed_audio.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +143,10 @@ def load_model(
     of = path_or_id, dtype, load_format, revision, quantization, fp8_activations, tp_size, ep_size, context_length
     source, config, dtype, declared = _declared(*of)
     mesh, how = sharding.mesh_of(tp_size), kept_format(source.files, quantization)
-    online, renamed = quantization is not None and how is None, partial(text_name, layers=config.num_layers)
+    online, renamed = (
+        quantization is not None and how is None,
+        partial(text_name, layers=config.num_layers, sharing=config.decoder.sharing),
+    )
     beside = ThreadPoolExecutor(1, "tokenizer")  # which takes seconds, most of them imports
     reading = beside.submit(_tokenizer, source)
     beside.shutdown(wait=False)
@@ -297,14 +303,19 @@ def _sampling(generation: Mapping[str, Any], name: str) -> dict[str, float]:
     return usable
 
 
-def text_name(name: str, layers: int) -> str | None:
-    """A tensor's name in the text model alone, of so many layers; None for other parts: a vision tower, MTP modules."""
+def text_name(name: str, layers: int, sharing: Container[int] = ()) -> str | None:
+    """A tensor's name in the text model alone, of so many layers; None for other parts: a vision tower, MTP modules.
+
+    Layers that are `sharing` keys and values of others may have the matrices that made some; nobody reads them.
+    """
     name = name.removeprefix("language_model.")  # of all, as Gemma 3 was first published
     if name.startswith(("layers.", "embed_tokens.", "norm.")):  # of a model without a head, as embeddings have it
         name = f"model.{name}"
     if name.removeprefix("model.").startswith(OTHER_PARTS) or name.startswith(MTP):
         return None
     name = name.replace("model.language_model.", "model.", 1)
+    if sharing and (own := KEYS_VALUES.fullmatch(name)) and int(own[1]) in sharing:
+        return None
     return None if _further_layer(name, layers) else name
 
 

@@ -335,7 +335,9 @@ def dummy(declared: Any, dtype: str, seed: int, mesh: Mesh | None = None) -> Any
     root, nobody = jax.random.key(seed), Readers(1)  # there is nothing to read
     if mesh is not None:
         sharding.check_params(declared, mesh.size)
-    drawn = {} if isinstance(root, jax.core.Tracer) else _compiled(declared, dtype)
+    traced = isinstance(root, jax.core.Tracer)
+    drawn = {} if traced else _compiled(declared, dtype)
+    ready = (lambda made: made) if traced else jax.block_until_ready  # which looks for where each tracer is from
     # Over several devices weights are made whole on one, which needs the room.
     places = _places(declared if mesh is None and drawn else (), dtype, mesh)
     key_of = lambda path: jax.random.fold_in(root, zlib.crc32(jax.tree_util.keystr(path).encode()))  # noqa: E731
@@ -353,11 +355,11 @@ def dummy(declared: Any, dtype: str, seed: int, mesh: Mesh | None = None) -> Any
             return _divided(*given, mesh)
         if isinstance(param.format, Mxfp4):
             made = _packed_stack(key_of(path), param.shape, param.shape[-1] ** -0.5, dtype)
-            return jax.block_until_ready(param.made(*made))
+            return ready(param.made(*made))
         array = values(path, param)
         if isinstance(param.format, Unquantised):
             return places[0].moved(param.made(array))
-        return jax.block_until_ready(places[0].moved(quantised(param, array)))
+        return ready(places[0].moved(quantised(param, array)))
 
     return jax.tree_util.tree_map_with_path(make, declared)
 

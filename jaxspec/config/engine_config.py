@@ -40,8 +40,8 @@ class EngineConfig:
     draft: str = option(
         "none",
         "none, auto (the best that needs no download), a method (ngram, suffix, mtp, standalone, eagle, eagle3, "
-        "dflash, dflash2, dspark), method:path_or_id, a path or hub id, or module:Class[:PATH]; a drafter's own "
-        "options follow: ngram?max_match=8; suffix+D or ngram+D drafts with both",
+        "dflash, dflash2, dspark, domino, lilicorr), method:path_or_id, a path or hub id, or module:Class[:PATH]; a "
+        "drafter's own options follow: ngram?max_match=8; suffix+D or ngram+D drafts with both",
         "D",
         group=SPECULATION,
         common=True,
@@ -110,8 +110,8 @@ class EngineConfig:
     )
     draft_token_map: str | None = option(
         None,
-        "file (.json, .npy or .pt) of token ids: dflash, dflash2, dspark, eagle, eagle3 and mtp draft only these then, "
-        "with a smaller head",
+        "file (.json, .npy or .pt) of token ids: dflash, dflash2, dspark, domino, eagle, eagle3 and mtp draft only "
+        "these then, with a smaller head",
         "FILE",
         group=SPECULATION,
         shown="none: all tokens",
@@ -153,7 +153,8 @@ class EngineConfig:
         "most tokens drafted per request and round; of a tree, all of its tokens",
         "N",
         group=SPECULATION,
-        shown="the drafter's: 4; MTP's and EAGLE's 3, or 8 in a tree; DSpark's block, or one less; DFlash's less one",
+        shown="the drafter's: 4; MTP's and EAGLE's 3, or 8 in a tree; DSpark's and Domino's block, or one less; other "
+        "blocks less one",
         least=1,
     )
     draft_policy: str = option(

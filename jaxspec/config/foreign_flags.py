@@ -176,7 +176,7 @@ SWITCHES = frozenset(
 # --draft by what the others call the method. SGLang's EAGLE without a drafter's path means the model's own MTP module.
 METHODS = {
     **{method: method for method in ("ngram", "suffix", "standalone", "eagle", "eagle3", "mtp")},
-    **{method: method for method in ("dflash", "dflash2", "dspark")},
+    **{method: method for method in ("dflash", "dflash2", "dspark", "domino", "lilicorr")},
     "naive_eagle": "eagle",  # one draft a round
     **dict.fromkeys(("nextn", "deepseek_mtp", "qwen3_next_mtp", "qwen3_5_mtp", "glm4_moe_mtp", "mimo_mtp"), "mtp"),
     **dict.fromkeys(("draft_model", "draft"), "standalone"),
@@ -206,10 +206,11 @@ ENVIRONMENT["SGLANG_ENABLE_OVERLAP_PLAN_STREAM"] = {"": ENVIRONMENT["SGLANG_ENAB
 
 
 def unabbreviated(name: str, known: Iterable[str] = ()) -> str:
-    """The flag that a name begins, as argparse lets users cut flags short; the name itself if none or several do."""
+    """The flag that a name begins, as argparse lets users cut flags short; the name itself if none or several do that
+    aren't one flag here."""
     every = THEIRS.union(known)
-    begun = {each for each in every if each.startswith(name)} if name not in every and len(name) > 1 else ()
-    return next(iter(begun)) if len(begun) == 1 else name
+    begun = [each for each in every if each.startswith(name)] if name not in every and len(name) > 1 else ()
+    return min(begun, key=len) if len({ELSEWHERE.get(each, each) for each in begun}) == 1 else name
 
 
 def meant(name: str, known: Sequence[str], spell: Callable[[str], str] = str) -> str:

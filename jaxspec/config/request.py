@@ -105,6 +105,7 @@ class StructuredOutput:
     - `strict`: with `json`, refuse a schema of which a part can't be enforced exactly. Otherwise `oneOf` whose options
       may overlap is `anyOf`, and `uniqueItems` is left to the model.
     - `name`: the field that errors name, as the client wrote it, in place of one of the first four.
+    - `schemas`: lowered schemas within a `grammar`, as (label, text): errors name the one at fault, and its part.
 
     **Attributes:** `kind`, which of the four it is; `text`, that as text; `prefix`, see `after`; `field`, its `name` or
     its kind; `label`, what messages call it.
@@ -119,6 +120,7 @@ class StructuredOutput:
     whitespace_pattern: str | None = None
     strict: bool = False
     name: str | None = field(default=None, compare=False)
+    schemas: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
     kind: str = field(init=False)
     text: str = field(init=False, repr=False)
     prefix: tuple[str, str] | None = field(default=None, init=False)

@@ -58,15 +58,16 @@ def mixture(
     rows: Float[Array, "b t d"],
     positions: Int[Array, "b _"],
     report: list[Array] | None = None,
+    routed: Float[Array, "b t d"] | None = None,
 ) -> Float[Array, "b t d"]:
     """x + each token's experts, weighted as its router likes them (https://arxiv.org/abs/1701.06538), + the shared one.
 
     The router's logits and probabilities are float32 throughout: a rounded one may pick another expert. `report` gets
-    the chosen experts, i32[b, t, k].
+    the chosen experts, i32[b, t, k]. `routed`: rows for the router; None: the same ones.
     """
     # One array for the router and the experts, which XLA would otherwise normalise rows for once each.
     shape, rows = rows.shape, jax.lax.optimization_barrier(rows.reshape(-1, rows.shape[-1]))
-    logits = matmul(rows, weights["router"], jnp.float32)
+    logits = matmul(rows if routed is None else routed.reshape(rows.shape), weights["router"], jnp.float32)
     logits = logits + weights["router_bias"] if m.router_bias else logits
     x = None if x is None else x.reshape(rows.shape)
     ids, scores = chosen_experts(m, weights, rows, logits, positions)
@@ -104,6 +105,8 @@ def chosen_experts(
             always = jnp.where(positions < 0, NOBODY, m.experts)[:, None]
             ids = jnp.concatenate([ids[:, : m.per_token], always], axis=1)
             scores = jnp.concatenate([scores[:, : m.per_token], jnp.ones_like(scores[:, :1])], axis=1)
+        if m.beside:
+            scores = scores * weights["expert_scale"].astype(scores.dtype)[jnp.where(ids < m.experts, ids, 0)]
     return ids, scores
 
 

@@ -7,13 +7,15 @@ attention takes and gives them as they are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
+import jax
 from jaxtyping import Array, Float, Int
 
 from jaxspec.decoder.functions import cos_sin
+from jaxspec.decoder.low_rank import own_columns
 from jaxspec.decoder.matmul import quantises_rows
 from jaxspec.decoder.mixings.attention import sinks
 from jaxspec.decoder.mixings.kind import Weights
@@ -47,10 +49,28 @@ def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
     if call.inputs is not None and call.devices > ALONE_DEVICES:
         return f"a layer by itself divided among {call.devices} devices"
     # `sizes_fit` has the limit of weights that aren't FP8.
+    if call.adapters and (reason := adapters_refused(decoder, layers, call)):
+        return reason
     timed = decoder.width <= TIMED_WIDTH and all(isinstance(layer.feed, Mlp) for layer in decoder.layers)
     if reason := untimed(call.requests * padded(call.requests, call.rows), call.devices, timed):
         return reason
     return sizes_fit(decoder, layers, call)
+
+
+def adapters_refused(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
+    """Why the kernels can't add what rows' adapters do, or None if they can."""
+    if call.devices > 1:
+        return f"rows with adapters divided among {call.devices} devices"
+    if decoder.width <= few_rows.NARROW or any(isinstance(layer.feed, Mixture) for layer in decoder.layers):
+        return f"rows of {decoder.width} with adapters; supported: wider than {few_rows.NARROW}, and MLPs"
+    rows = call.requests * padded(call.requests, call.rows)
+    for weight in (each for each in _multiplied(layers) if each.adapters is not None):
+        k, places, rank = weight.adapters.a.shape
+        if weight.quantised or places * rank % few_rows.TILE:
+            return f"adapters of rank {rank} in {places} places of a weight in {weight.format}"
+        if reason := few_rows.product_supported(rows, [k], (k, places * rank), weight.adapters.a.dtype):
+            return reason
+    return None
 
 
 def sizes_fit(decoder: Decoder, layers: Sequence[Weights], call: Call, quantised: bool = True) -> str | None:
@@ -85,7 +105,8 @@ def sizes_fit(decoder: Decoder, layers: Sequence[Weights], call: Call, quantised
         if reason := next(filter(None, map(quantised_refused, multiplied)), None):
             return reason
         dtype, ways = layers[0]["attn_norm"].dtype, list(map(stored_as, multiplied))
-    fit = partial(few_rows.supported, rows, a.head_dim, widths, dtype, call.pages, beside=beside)
+    wide = few_rows.FP8_ROWS if call.adapters else few_rows.WIDE_ROWS  # no faster kernel adds what adapters do
+    fit = partial(few_rows.supported, rows, a.head_dim, widths, dtype, call.pages, beside=beside, wide_rows=wide)
     return next(filter(None, (fit(**way) for way in ways)), None)
 
 
@@ -101,10 +122,24 @@ class FewRows(Ops):
 
     table: Table
     valid: tuple[Int[Array, "1 r"], int]  # which rows a mixture of experts is for, see `valid_rows`
+    own: Mapping[int, tuple[Array, Array]] = field(default_factory=dict)  # `own_columns` by a weight's ranks
 
     @classmethod
     def of(cls, decoder, layers, positions, mixer):
-        return cls(positions, mixer, rope_table(decoder.attention, positions), valid_rows(positions))
+        changes, own = [weight.adapters for weight in _multiplied(layers) if weight.adapters is not None], {}
+        for _, places, rank in {change.a.shape for change in changes}:
+            own[rank] = own_columns(changes[0].place, padded(*positions.shape), places, rank, few_rows.TILE)
+        return cls(positions, mixer, rope_table(decoder.attention, positions), valid_rows(positions), own)
+
+    def adapters(self, rows: Array, weight: Weight) -> list[few_rows.Adapters]:
+        """Shrink rows by their adapters, as the kernel of their product with a weight takes it; nothing without any."""
+        if weight.adapters is None:
+            return []
+        a, b = weight.adapters.a, weight.adapters.b
+        own, present = self.own[a.shape[2]]
+        with jax.named_scope("adapters"):
+            inner = few_rows.shrink(rows, a.reshape(len(a), -1), own)
+        return [few_rows.Adapters(inner, b.reshape(-1, b.shape[2]), present)]
 
     def first(self, layer, weights, x, inputs):
         rows = flat(x)
@@ -124,11 +159,12 @@ class FewRows(Ops):
         later = [name for name in ("out", "gate_up", "down") if name in weights and _idle(weights, x)]
         prefetch = [weights[name].unquantised for name in later]
         given = [given_to(weights["qkv"], each, layer.norm.centred) for each in given]
+        adapters = self.adapters(given[0][0], weights["qkv"])
 
         def write(pages, kv_slots, inverse_scales):
             operands = *zip(*given, strict=True), operand(weights["qkv"]), *self.table, pages, i, kv_slots.reshape(-1)
             q, pages = few_rows.heads(
-                *operands, norms, prefetch, weights.get("qkv_bias"), inverse_scales, eps=layer.norm.eps
+                *operands, norms, prefetch, weights.get("qkv_bias"), inverse_scales, *adapters, eps=layer.norm.eps
             )
             return q.reshape(len(self.positions), -1, a.heads, a.head_dim), pages
 
@@ -139,7 +175,8 @@ class FewRows(Ops):
     def add(self, layer, weights, x, mixed):
         norm, follows = layer.norm, weights["router" if isinstance(layer.feed, Mixture) else "gate_up"]
         named = dict(centred=norm.centred, bias=weights.get("out_bias"), prefetch=follows)
-        return add(x, mixed, weights["out"], weights["mlp_norm"], **named)
+        adapters = self.adapters(mixed, weights["out"])
+        return add(x, mixed, weights["out"], weights["mlp_norm"], adapters=adapters, **named)
 
     def feed(self, layer, weights, after, x, given):
         scale, qkv = (after["attn_norm"], after["qkv"]) if after else (None, None)
@@ -148,8 +185,10 @@ class FewRows(Ops):
             return x, [given]
         prefetch = [qkv.unquantised] if after and _idle(weights, x) else []
         given = given_to(weights["gate_up"], given, layer.norm.centred)
-        hidden = few_rows.gated(*given, operand(weights["gate_up"]), prefetch, eps=layer.norm.eps)
-        x, given = add(x, hidden, weights["down"], scale, prefetch=qkv)
+        adapters = self.adapters(given[0], weights["gate_up"])
+        hidden = few_rows.gated(*given, operand(weights["gate_up"]), prefetch, *adapters, eps=layer.norm.eps)
+        adapters = self.adapters(hidden, weights["down"])
+        x, given = add(x, hidden, weights["down"], scale, prefetch=qkv, adapters=adapters)
         return x, [given]
 
 
@@ -163,4 +202,4 @@ def rope_table(attention: Attention, positions: Int[Array, "b t"]) -> Table:
     return cos_sin(flat(positions[..., None])[:, 0], attention)
 
 
-FEW_ROWS = Path("few_rows", IMPLEMENTS, 1, fits, FewRows.of, one=True, sums=True, axes=False)
+FEW_ROWS = Path("few_rows", IMPLEMENTS, 1, fits, FewRows.of, one=True, sums=True, axes=False, adapters=True)

@@ -15,7 +15,7 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.decoder import deterministic, stack
+from jaxspec.decoder import deterministic, plain, stack
 from jaxspec.decoder.deterministic import DETERMINISTIC
 from jaxspec.decoder.few_rows import FEW_ROWS, rope_table, sizes_fit
 from jaxspec.decoder.fp8_rows import FP8_ROWS
@@ -36,7 +36,7 @@ from jaxspec.pallas.dense import few_rows
 from jaxspec.pallas.operation import ANY, HOPPER, Implementation, nothing
 from jaxspec.parallel.sharding import devices, embed
 
-Overrides = tuple[Float[Array, "n d"], Int[Array, "b t"]]  # as of `forward`
+Overrides = tuple[Float[Array, "n c"], Int[Array, "b t"]]  # as of `forward`
 
 PATHS = FEW_ROWS, FUSED_NORMS, WEIGHT_STREAM, FP8_STREAM, FP8_ROWS, PLAIN  # the fastest first
 
@@ -136,7 +136,7 @@ def forward(
     alone, and what follows of the named rows alone.
 
     `overrides`: rows that stand in for embeddings, an image's for example, and for each token the number of its row,
-    negative where it has its own embedding.
+    negative where it has its own embedding. Further columns of a row are added behind the first layers.
 
     `adapters`: for each sequence the place of its adapter among `params["adapters"]`, -1 for none; None: none has one.
     """
@@ -148,7 +148,11 @@ def forward(
         layers = attached(layers, params["adapters"], adapters)
     path, _ = choose(decoder, layers, Call.of(positions, mixer, cache, adapters=adapters is not None))
     ops = _ops(path, decoder, layers, positions, mixer)
-    outputs, cache, experts = stack.run(ops, decoder, layers, x, cache, requested)
+    if decoder.layer_inputs:
+        ops = dataclasses.replace(ops, inputs=plain.layer_inputs(decoder, params, tokens, x, ops.positions))
+    if cache is None and decoder.sharing:
+        cache = {}  # where layers keep what others share
+    outputs, cache, experts = stack.run(ops, decoder, layers, x, cache, requested, _added(x, overrides))
     if decoder.deterministic:
         last = deterministic.row_norm(outputs[-1], params["norm"], decoder.norm)
     else:
@@ -163,7 +167,14 @@ def overridden(x: Float[Array, "b t d"], overrides: Overrides | None) -> Float[A
     if overrides is None:
         return x
     rows, at = overrides
-    return jnp.where(at[..., None] < 0, x, rows[jnp.maximum(at, 0)].astype(x.dtype))
+    return jnp.where(at[..., None] < 0, x, rows[jnp.maximum(at, 0), : x.shape[-1]].astype(x.dtype))
+
+
+def _added(x: Float[Array, "b t d"], overrides: Overrides | None) -> list[Float[Array, "b t d"]]:
+    """List what overriding rows add to the residual stream behind each of the first layers."""
+    columns = 0 if overrides is None else overrides[0].shape[1]
+    nothing, d = jnp.zeros_like(x), x.shape[-1]
+    return [overridden(nothing, (overrides[0][:, i : i + d], overrides[1])) for i in range(d, columns, d)]
 
 
 def _ops(path: Path, decoder: Decoder, layers: Sequence[Weights], positions: Array, mixer: Mixer) -> stack.Ops:
@@ -252,11 +263,17 @@ def _dtype(pages: Array | None) -> str | None:
 def unembed(params: dict[str, Any], hidden: Float[Array, "*b d"], decoder: Decoder) -> Float[Array, "*b v"]:
     """Final hidden states of this decoder to logits, float32; of this device's part of the vocabulary."""
     product = deterministic.unembed(params["head"], hidden) if decoder.deterministic else head_logits(params, hidden)
-    return product if decoder.logit_scale == 1 else product * decoder.logit_scale
+    product = product if decoder.logit_scale == 1 else product * decoder.logit_scale
+    return product if decoder.logit_cap is None else capped(product, decoder.logit_cap)
+
+
+def capped(logits: Float[Array, "*b v"], cap: float) -> Float[Array, "*b v"]:
+    """Squash logits below a cap (https://arxiv.org/abs/2408.00118, section 2)."""
+    return jnp.tanh(logits / cap) * cap
 
 
 def head_logits(params: dict[str, Any], hidden: Float[Array, "*b d"]) -> Float[Array, "*b v"]:
-    """The product with the head, or with tied embeddings, float32: logits but for a decoder's scale."""
+    """The product with the head, or with tied embeddings, float32: logits but for a decoder's scale and cap."""
     if (head := _head(params, hidden)) is not None:
         return logits(hidden, head)
     return jnp.einsum("...d,vd->...v", hidden, params["embed"], preferred_element_type=jnp.float32)

@@ -13,7 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
-from jaxspec.models.description import Attention, LatentAttention, LinearScaling, Norm, NoRotation, RopeScaling, Yarn
+from jaxspec.models.description import (
+    Attention,
+    LatentAttention,
+    LinearScaling,
+    Norm,
+    NoRotation,
+    Proportional,
+    RopeScaling,
+    Yarn,
+)
 
 
 @jax.named_scope("norm")
@@ -61,6 +70,8 @@ def rope_frequencies(attention: Attention | LatentAttention) -> Float[Array, " h
             return _yarn(frequency, rope.theta, rope.scaling)
         case NoRotation():
             return jnp.zeros_like(frequency)
+        case Proportional(pairs, factor):
+            return jnp.where(jnp.arange(half) < pairs, frequency / factor, 0.0)
 
 
 def _llama3(frequency: Array, scaling: RopeScaling) -> Array:

@@ -19,7 +19,7 @@ BY_BLOCK = 16  # rows of one request from which on its adapter is gathered, not 
 
 
 def attached(
-    layers: Sequence[Mapping[str, Any]], adapters: Sequence[Mapping[str, LowRank]], place: Int[Array, " b"]
+    layers: Sequence[Mapping[str, Any]], adapters: Sequence[Mapping[str, LowRank]], place: Int[Array, " b"] | None
 ) -> list[dict[str, Any]]:
     """The layers' weights with their adapters. `place`: as of `LowRank`."""
     with_place = lambda weight, change: weight.replace(adapters=change.replace(place=place))  # noqa: E731
@@ -27,6 +27,18 @@ def attached(
         {**weights, **{name: with_place(weights[name], change) for name, change in changes.items()}}
         for weights, changes in zip(layers, adapters, strict=True)
     ]
+
+
+def own_columns(
+    place: Int[Array, " b"], rows: int, places: int, rank: int, run: int
+) -> tuple[Float[Array, "r q"], Int[Array, " c"]]:
+    """For each of `rows` rows a request, 1 in the columns of its own adapter among those of all, 0 elsewhere; and how
+    many runs of `run` columns have any, and then which."""
+    each, all_places = jnp.repeat(place, rows)[:, None], jnp.repeat(jnp.arange(places), rank)
+    own = each == all_places
+    found = own.reshape(len(own), -1, run).any((0, 2))
+    runs = jnp.nonzero(found, size=len(found), fill_value=0)[0]
+    return own.astype(jnp.bfloat16), jnp.concatenate([found.sum(keepdims=True), runs]).astype(jnp.int32)
 
 
 @jax.named_scope("adapters")

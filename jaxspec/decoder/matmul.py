@@ -19,7 +19,7 @@ from jaxspec.models import fp8
 from jaxspec.models.description import ClampedSwiglu, Norm
 from jaxspec.models.weights import Format, FourBits, Fp8, Unquantised, Weight, matmul
 from jaxspec.pallas import hopper
-from jaxspec.pallas.dense import few_rows, fp8_quantise, fp8_rows, fp8_tiles, fp8_wide, tile_matmul
+from jaxspec.pallas.dense import few_rows, four_wide, fp8_quantise, fp8_rows, fp8_tiles, fp8_wide, tile_matmul
 from jaxspec.pallas.operation import ANY, HOPPER, PORTABLE, Implementation, choose, nothing, warn
 from jaxspec.pallas.portable import fp8 as portable_fp8
 
@@ -233,7 +233,7 @@ def _not_in(kind: type[Format], call: Product) -> str | None:
 def _xla(call: Product) -> Float[Array, "*b o"]:
     """Multiply in plain jnp. A weight of four bits is dequantised for it each time, which the log tells on a GPU."""
     if isinstance(call.weight.format, FourBits) and jax.default_backend() != "cpu":
-        warn("a product of a weight in four bits", f"four_few: {_four_few_refused(call) or hopper.kernels_here()}")
+        warn("a product of a weight in four bits", f"four_wide: {_four_wide_refused(call) or hopper.kernels_here()}")
     return _plain(call)
 
 
@@ -335,11 +335,21 @@ def _dequantised(call: Product) -> Float[Array, "*b o"]:
     return call.like_x(tile_matmul.matmul(call.rows, weight, *call.tiles, gated=call.gated))
 
 
-def _four_few_refused(call: Product) -> str | None:
+def _four_wide_refused(call: Product) -> str | None:
     if reason := _not_in(FourBits, call):
         return reason
     if call.dtype is not None:
         return f"results in {jnp.dtype(call.dtype).name}"
+    return four_wide.supported(len(call.rows), call.x.dtype, call.weight)
+
+
+def _four_wide(call: Product) -> Float[Array, "*b o"]:
+    return call.like_x(four_wide.matmul(call.ordered, call.weight, *call.tiles, gated=call.gated))
+
+
+def _four_few_refused(call: Product) -> str | None:
+    if reason := _four_wide_refused(call):
+        return reason
     shape, four = (call.weight.inputs, call.weight.outputs), few_rows.four_bits_of(call.weight)
     return few_rows.product_supported(len(call.rows), [call.weight.inputs], shape, call.x.dtype, four=four)
 
@@ -356,6 +366,7 @@ PRODUCTS = (
     Implementation("tile_matmul", HOPPER, _tiled_refused, _tiled),
     Implementation("fp8_rows", HOPPER, *_FP8_ROWS),
     Implementation("four_few", HOPPER, _four_few_refused, _four_few),
+    Implementation("four_wide", HOPPER, _four_wide_refused, _four_wide),
     Implementation("fp8_tiles", HOPPER, _fp8_tiles_refused, _fp8_tiles),
     Implementation("fp8_wide", HOPPER, _fp8_wide_refused, _fp8_wide),
     Implementation("dequantised", HOPPER, _dequantised_refused, _dequantised),

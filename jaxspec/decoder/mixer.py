@@ -102,6 +102,15 @@ class PagedMixer(Mixer, Protocol):
         ...
 
 
+@runtime_checkable
+class SharingMixer(PagedMixer, Protocol):
+    """One whose layers may read the keys and values of another layer, whose number and group they have."""
+
+    def attend_shared(self, cache, layer, q, window) -> tuple[Array, Any]:
+        """Attend as `Mixer.attend`, by the rows that `layer` has written in this forward already."""
+        ...
+
+
 @dataclass(frozen=True)
 class OnlyAttention:
     """A `Mixer` made of a function that attends. It has no pages."""

@@ -20,7 +20,7 @@ from jaxspec.parallel.sharding import devices
 
 # What the plainest transformer has, and so what every path computes; and the fields of a mixture of silu's experts.
 PLAINEST: Table = {
-    Decoder: frozenset({"vocab_size", "width", "layers", "norm", "tied", "embed_scale", "logit_scale"}),
+    Decoder: frozenset({"vocab_size", "width", "layers", "norm", "tied", "embed_scale", "logit_scale", "logit_cap"}),
     Layer: frozenset({"mixing", "feed", "norm"}),
     Mlp: frozenset({"width"}),
     Norm: frozenset({"eps"}),
@@ -94,7 +94,7 @@ class Path:
     - `one`: whether it runs a layer by itself.
     - `sums`: whether it sums what several devices compute of a layer.
     - `axes`: whether it takes positions of three axes: its layers mix as `Ops.mix` does.
-    - `adapters`: whether all its products are `matmul.project`'s, which add what rows' adapters do.
+    - `adapters`: whether its products add what rows' adapters do.
     """
 
     name: str

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,21 +17,35 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.decoder.feed import add_product, mixture, mlp
 from jaxspec.decoder.functions import normed
-from jaxspec.decoder.matmul import Quantised, Weighted, exact, normed_for, project, valid_count
+from jaxspec.decoder.matmul import ACTIVATIONS, Quantised, Weighted, exact, normed_for, project, valid_count
 from jaxspec.decoder.mixings import mixing_of
 from jaxspec.decoder.mixings.kind import Weights
 from jaxspec.decoder.path import MIXTURE, Path, implementing
 from jaxspec.decoder.stack import Chosen, Ops
-from jaxspec.models.description import Absent, ClampedSwiglu, Decoder, Layer, Mixture, Mlp, Norm, Rope, SigmoidScores
+from jaxspec.models.description import (
+    Absent,
+    ClampedSwiglu,
+    Decoder,
+    Layer,
+    LayerInputs,
+    Mixture,
+    Mlp,
+    Norm,
+    Rope,
+    SigmoidScores,
+)
 from jaxspec.models.weights import Fp8, Int4, Mxfp4, Nvfp4
 from jaxspec.parallel.peers import summed
-from jaxspec.parallel.sharding import devices, total
+from jaxspec.parallel.sharding import devices, embed, total
 
 IMPLEMENTS = implementing({
-    Decoder: {"reports_experts"}, Layer: {"pre_norm", "post_norm", "residual_scale"}, Absent: set(), Norm: {"centred"},
+    Decoder: {"reports_experts", "layer_inputs"}, Absent: set(), Norm: {"centred"},
+    Layer: {"pre_norm", "post_norm", "residual_scale", "input_width", "output_scaled"},
+    LayerInputs: {"width", "vocab_size"},
     Mlp: {"bias", "activation", "gated"},
     Rope: {"columns", "interleaved"},
-    Mixture: {*MIXTURE, "shared_gated", "scores", "bias", "router_bias", "activation", "groups", "gated", "latent"},
+    Mixture: {*MIXTURE, "shared_gated", "scores", "bias", "router_bias", "activation", "groups", "gated", "latent",
+              "beside"},
     ClampedSwiglu: {"alpha", "limit"}, SigmoidScores: {"groups", "top_groups", "scale"},
     Fp8: {"block", "activations"}, Mxfp4: set(), Int4: {"group", "zeros", "ordered"}, Nvfp4: set(),
 })  # fmt: skip
@@ -40,6 +56,7 @@ class Plain(Ops):
     """The equations. What is given to a layer is None, or rows that it mixes in place of its normed residual stream."""
 
     reports: bool = field(default=False, kw_only=True)  # the experts that mixtures choose
+    inputs: Float[Array, "b t l w"] | None = field(default=None, kw_only=True)  # of each layer
 
     compacts = True
 
@@ -53,6 +70,10 @@ class Plain(Ops):
         t = self.positions.shape[1]
         rows = [rows[:, :t] if scale is None else normed(rows[:, :t], scale, layer.norm) for rows, scale in inputs]
         return x[:, :t], rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=-1)
+
+    def after(self, decoder, layers):
+        """The layers' own inputs, if they have some."""
+        return super().after(decoder, layers) if self.inputs is None else list(jnp.moveaxis(self.inputs, 2, 0))
 
     def project(self, layer, weights, x, given):
         mixing = mixing_of(layer)
@@ -68,12 +89,40 @@ class Plain(Ops):
         valid = valid_count(self.positions)
         return added(layer, weights, "attn_post_norm", x, lambda x: add_product(x, mixed, weights, "out", valid)), None
 
+    def finish(self, layer, weights, after, x, mixed):
+        x, given = super().finish(layer, weights, after, x, mixed)
+        if layer.input_width:
+            x = with_input(layer, weights, x, after, self.positions)
+        return x * weights["layer_scale"] if layer.output_scaled else x, given
+
     def feed(self, layer, weights, after, x, given):
         if not (self.reports and isinstance(layer.feed, Mixture)):
             return feed(layer, weights, x, self.positions), None
         chosen: list[Array] = []
         x = feed(layer, weights, x, self.positions, chosen)
         return x, Chosen(*chosen)
+
+
+@jax.named_scope("layer_input")
+def with_input(
+    layer: Layer, weights: Weights, x: Float[Array, "b t d"], own: Float[Array, "b t w"], positions: Int[Array, "b t"]
+) -> Float[Array, "b t d"]:
+    """The residual stream after a layer's own input is added."""
+    valid = valid_count(positions)
+    gated = ACTIVATIONS[layer.feed.activation](project(x, weights["input_gate"], valid)) * own
+    return x + normed(project(gated, weights["input_out"], valid), weights["input_norm"], layer.norm)
+
+
+def layer_inputs(
+    decoder: Decoder, params: dict[str, Any], tokens: Int[Array, "b t"], x: Float[Array, "b t d"], positions: Array
+) -> Float[Array, "b t l w"]:
+    """All layers' own inputs, of the tokens and of their embeddings `x`; see `LayerInputs`."""
+    width, shape = decoder.layer_inputs.width, (*tokens.shape, len(decoder.layers), -1)
+    number = partial(jnp.asarray, dtype=x.dtype)
+    projected = project(x, params["layer_projection"], valid_count(positions)) * number(x.shape[-1] ** -0.5)
+    projected = normed(projected.reshape(shape), params["layer_projection_norm"], decoder.norm)
+    looked_up = embed(params["layer_embed"], tokens) * number(width**0.5)
+    return (projected + looked_up.reshape(shape)) * number(2**-0.5)
 
 
 @jax.named_scope("projections")
@@ -121,6 +170,8 @@ def feed(
 ) -> Float[Array, "b t d"]:
     """x + feed(norm(x)). Padding, at negative positions, is no row of an MLP and chooses no expert. `report`: as in
     `mixture`."""
+    if isinstance(layer.feed, Mixture) and layer.feed.beside:
+        return added(layer, weights, "mlp_post_norm", x, lambda _: side_by_side(layer, weights, x, positions, report))
     readers = [] if isinstance(layer.feed, Mixture) else [weights["gate_up" if layer.feed.gated else "up"]]
     rows = normed_for(readers, x, weights["mlp_norm"], layer.norm) if layer.pre_norm else x
     if isinstance(layer.feed, Mixture):
@@ -128,6 +179,19 @@ def feed(
         return added(layer, weights, "mlp_post_norm", x, mixed)
     valid = valid_count(positions)
     return added(layer, weights, "mlp_post_norm", x, lambda x: mlp(layer.feed, weights, x, rows, valid))
+
+
+def side_by_side(
+    layer: Layer, weights: Weights, x: Float[Array, "b t d"], positions: Int[Array, "b _"], report: list[Array] | None
+) -> Float[Array, "b t d"]:
+    """norm(mlp(norm(x))) + norm(experts(norm(x))), each with norms of its own; see `Mixture.beside`."""
+    m, norm = layer.feed, layer.norm
+    dense = normed_for([weights["gate_up"]], x, weights["mlp_norm"], norm)
+    dense = total(mlp(m.beside, weights, None, dense, valid_count(positions)))
+    routed = normed(x, weights["router_norm"], norm) * jnp.asarray(x.shape[-1] ** -0.5, x.dtype)
+    rows = normed(x, weights["experts_norm"], norm)
+    mixed = total(mixture(m, weights, None, rows, positions, report, routed))
+    return normed(dense, weights["mlp_own_norm"], norm) + normed(mixed, weights["experts_own_norm"], norm)
 
 
 PLAIN = Path("plain", IMPLEMENTS, 0, lambda *_: None, Plain.of, one=True, sums=True, adapters=True)

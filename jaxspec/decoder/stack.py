@@ -111,8 +111,10 @@ def run(
     x: Float[Array, "b t d"],
     cache: Any,
     requested: Int[Array, " b"] | None = None,
+    added: Sequence[Float[Array, "b t d"]] = (),
 ) -> Stack:
-    """All layers, one after the other. `requested`: as in `forward.forward`."""
+    """All layers, one after the other. `requested`: as in `forward.forward`. `added`: to the residual stream behind
+    each of the first layers, of which none is the last."""
     t, outputs, experts = x.shape[1], [], []
 
     # One trace and one lowering of each half for all layers alike: the index is data.
@@ -134,6 +136,9 @@ def run(
         if isinstance(given, Chosen):
             experts.append(given.experts)
             given = None
+        if (done := len(outputs)) <= len(added):
+            outputs[-1] = outputs[-1] + added[done - 1]
+            x, given = ops.first(decoder.layers[done], layers[done], outputs[-1], None)
     return Stack(outputs, cache, jnp.stack(experts, axis=2) if experts else None)
 
 
@@ -174,6 +179,6 @@ def finished(
 ) -> tuple[Any, Any]:
     """Finish these rows, as `Ops.finish`."""
     if row is not None:
-        x, mixed = row_of(x, row), None if mixed is None else row_of(mixed, row)
+        x, mixed, after = (None if each is None else row_of(each, row) for each in (x, mixed, after))
         ops = dataclasses.replace(ops, positions=row_of(ops.positions, row))
     return ops.finish(layer, weights, after, x, mixed)

@@ -97,6 +97,14 @@ class PrefillBatch:
     axes: Int[Array, "3 b t"] | None = None
     overrides: Overrides | None = None
 
+    @property
+    def last(self) -> Bool[Array, " b"]:
+        """Which blocks are the last of their request's here; none of those of padding."""
+        slots, rows = self.slots, self.rows
+        valid = rows.count > 0
+        later = (slots[:, None] == slots) & (rows.start[:, None] < rows.start) & valid
+        return valid & ~later.any(axis=1)
+
 
 @flax.struct.dataclass
 class Proposal:

@@ -79,10 +79,7 @@ class Chain(OwnLayers):
 
     def prefill(self, params, state, batch, features):
         """Keep the output of the last block if a request has several."""
-        slots, rows = batch.slots, batch.rows.replace(axes=batch.axes)
-        real = rows.count > 0
-        later = (slots[:, None] == slots) & (rows.start[:, None] < rows.start) & real
-        keep = real & ~later.any(axis=1)
+        slots, rows, keep = batch.slots, batch.rows.replace(axes=batch.axes), batch.last
         requested = jnp.where(keep, rows.count - 1, -1)
         of = params, state, slots, batch.next_tokens, features, rows, keep, requested
         return self._take(*of, batch.overrides)

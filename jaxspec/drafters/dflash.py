@@ -6,7 +6,7 @@ Only those are cached, over the target's pages. A block's own keys and values ar
 block overwrites them. So between rounds this holds, as for the target: the keys and values of every known token but the
 newest are the context's.
 
-DSpark and DFlash 2 are this with more after the layers, or in them: `dspark`, `dflash2`.
+DSpark, DFlash 2, LiLiCorr and Domino are this with more after the layers, or in them: `dspark`, `dflash2`, `blocks`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from jaxspec.cache.paged import KV, Rows
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
-from jaxspec.decoder.forward import Hidden, forward, head_logits, top_tokens, write_keys_values
+from jaxspec.decoder.forward import Hidden, capped, forward, head_logits, top_tokens, write_keys_values
 from jaxspec.decoder.matmul import product
 from jaxspec.drafters import dflash_checkpoint as checkpoint
 from jaxspec.drafters import eagle_tree
@@ -114,7 +114,7 @@ class DFlash(OwnLayers):
             offsets = checkpoint.offsets(files, found, drafter.draft_ids)
         named = {"rename": checkpoint.canonical, "skip": checkpoint.MAPS}
         params = load_weights(declared, files, source, dtype, options, **named)
-        params = checkpoint.borrow(params, borrowed(target, dtype), source)
+        params = cls._borrow(params, borrowed(target, dtype), source)
         if drafter.draft_ids is not None:
             params |= id_maps(offsets, drafter.draft_ids, drafter.config.vocab_size, source)
         return drafter, {**params, **drafter.derived(params, options.tp_size)}
@@ -164,6 +164,10 @@ class DFlash(OwnLayers):
     def more(cls, own: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
         """A subclass's fields, from the flat config. **Raises:** `ConfigError`."""
         return {}
+
+    @classmethod
+    def _borrow(cls, params: dict[str, Any], target: Mapping[str, Any], source: str) -> dict[str, Any]:
+        return checkpoint.borrow(params, target, source)
 
     def parameters(self, found: Container[str] = ()) -> dict[str, Any]:
         """Declarations of a checkpoint's params, if these tensors are `found` in it."""
@@ -225,7 +229,7 @@ class DFlash(OwnLayers):
         logits = head_logits(params, rows)
         if self.multiplier != 1:
             logits = logits * self.multiplier
-        return logits if self.softcap is None else jnp.tanh(logits / self.softcap) * self.softcap
+        return logits if self.softcap is None else capped(logits, self.softcap)
 
     def commit(self, params, state, batch, verified):
         """Write keys and values of all rows. Rejected rows' lie behind the text, where the next block is written."""
@@ -236,8 +240,14 @@ class DFlash(OwnLayers):
 
     def _inject(self, params: Any, state: KV, rows: Rows, features: tuple[Float[Array, "b t d"], ...]) -> KV:
         """Write the keys and values that all layers here have of the target's features at these rows."""
+        return self._write(params, state, rows, self._context(params, features))
+
+    def _context(self, params: Any, features: tuple[Float[Array, "b t d"], ...]) -> Float[Array, "b t d"]:
+        """The target's features, projected; `hidden_norm` is still to come."""
         dtype = params["context_norm"].dtype
-        context = product([x.astype(dtype) for x in features], params["fc"])
+        return product([x.astype(dtype) for x in features], params["fc"])
+
+    def _write(self, params: Any, state: KV, rows: Rows, context: Float[Array, "b t d"]) -> KV:
         return write_keys_values(self.config.decoder, params, context, rows, state)
 
 

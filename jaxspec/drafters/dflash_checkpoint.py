@@ -1,8 +1,8 @@
-"""Checkpoints of DFlash, DFlash 2 and DSpark: what the configs and tensors of each public layout mean.
+"""Checkpoints of DFlash and its descendants: what the configs and tensors of each public layout mean.
 
 | layout | sizes of the layers | the drafter's own keys | target layers |
 |---|---|---|---|
-| z-lab, SpecForge | top level | `dflash_config` | a layer's output; -1: the embedding's |
+| z-lab, SpecForge, ModelOpt | top level | `dflash_config` | a layer's output; -1: the embedding's |
 | DeepSpec | top level | top level | the same |
 | speculators | `transformer_layer_config` | top level | a layer's *input* |
 
@@ -32,6 +32,15 @@ METHODS = {
     "DSparkDraftModel": "dspark",
     "DSparkSpeculator": "dspark",
     "Qwen3DSparkModel": "dspark",
+    "LiLiCorrDraftModel": "lilicorr",
+    "DominoDraftModel": "domino",
+    "DominoSpeculator": "domino",
+}
+
+FEATURE_MLP = {  # of LiLiCorr, as TensorRT-LLM names its parts
+    "lilicorr.feature_norm.": "lilicorr.feature_mlp.0.",
+    "lilicorr.feature_mlp.up_proj.": "lilicorr.feature_mlp.1.",
+    "lilicorr.feature_mlp.down_proj.": "lilicorr.feature_mlp.3.",
 }
 
 # Keys that only some methods compute, and the values with which there is nothing to compute.
@@ -39,7 +48,9 @@ VARIANTS: dict[str, tuple[Any, ...]] = {
     "selector_rank": (None, 0),
     "conv_kernel_size": (None,),
     "markov_rank": (None, 0),
-    "projector_type": (None, "dflash", "dspark"),
+    "lilicorr_candidate_topk": (None,),
+    "gru_hidden_dim": (None,),
+    "projector_type": (None, *dict.fromkeys(METHODS.values())),
     "use_swa": (None, False),
 }
 
@@ -52,6 +63,8 @@ def flat(hf: Mapping[str, Any]) -> dict[str, Any]:
     own = {**hf, **settings}
     if "causal" in own:
         own.setdefault("is_causal", own["causal"])
+    if "shift_label" in own:  # Domino's word
+        own.setdefault("sample_from_anchor", own["shift_label"])
     layers = own.pop("transformer_layer_config", None)
     if layers is None:
         return own
@@ -60,7 +73,11 @@ def flat(hf: Mapping[str, Any]) -> dict[str, Any]:
     from transformers import AutoConfig  # what was saved are differences from the defaults that it knows
 
     kind, ids = own.get("speculators_model_type"), own.pop("aux_hidden_state_layer_ids", None)
-    defaults = {"sample_from_anchor": kind == "dspark", "sliding_window_non_causal": kind == "dflash2"}
+    anchored, sees = kind in ("dspark", "domino"), kind == "dflash2"
+    defaults = {"sample_from_anchor": anchored, "sliding_window_non_causal": sees}
+    if kind == "domino":
+        own["emb_dim"] = own.get("logits_correction_emb_dim", 256)
+        defaults |= {"gru_hidden_dim": 1024, "pure_draft_prefix_len": 1}
     own = {**AutoConfig.for_model(**{"model_type": "qwen3", **layers}).to_dict(), **defaults, **own}
     if isinstance(ids, list | tuple) and all(type(i) is int for i in ids):
         own["target_layer_ids"] = [i - 1 for i in ids]
@@ -70,12 +87,15 @@ def flat(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def recognise(hf: Mapping[str, Any]) -> str:
-    """The method of a config of one of these kinds: dflash, dflash2 or dspark."""
+    """The method of a config of one of these kinds, one of `METHODS`."""
     own, names = flat(hf), hf.get("architectures")
-    named = {METHODS.get(name) for name in names if isinstance(name, str)} if isinstance(names, list) else set()
-    if "dflash2" in named or own.get("selector_rank"):
-        return "dflash2"
-    return "dspark" if "dspark" in named or own.get("markov_rank") else "dflash"
+    named = [METHODS.get(name) for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    named.append(own.get("projector_type"))
+    keys = {
+        "lilicorr": "lilicorr_candidate_topk", "domino": "gru_hidden_dim", "dflash2": "selector_rank",
+        "dspark": "markov_rank",
+    }  # fmt: skip
+    return next((method for method, key in keys.items() if method in named or own.get(key)), "dflash")
 
 
 def open_folder(source: str, load_format: str) -> ModelFolder:
@@ -93,7 +113,9 @@ def open_folder(source: str, load_format: str) -> ModelFolder:
 
 def canonical(name: str) -> str:
     """A tensor's name in any of the layouts -> in the one declared here."""
-    name = name.removeprefix("model.").removeprefix("logit_head.")
+    name = name.removeprefix("model.").removeprefix("logit_head.").removeprefix("logits_correction.")
+    for theirs, ours in FEATURE_MLP.items():
+        name = name.replace(theirs, ours)
     if name in ("encoder.fc.weight", "encoder.output_norm_enc.weight"):
         return "fc.weight" if "fc" in name else "hidden_norm.weight"
     return name.removesuffix(".weight") if name.endswith("_codebook.weight") else name

@@ -23,15 +23,14 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.config.options import ConfigError, option
 from jaxspec.drafters import dflash_checkpoint as checkpoint
-from jaxspec.drafters.dflash import DFlash
-from jaxspec.drafters.vocabulary import Chained, columns_of
+from jaxspec.drafters.blocks.sequential import SequentialBlock
 from jaxspec.models.weights import WHOLE, bias, head, linear, matmul, table
 
 HEADS = ("vanilla", "gated", "rnn")
 
 
 @dataclass(frozen=True)
-class DSpark(DFlash):
+class DSpark(SequentialBlock):
     """`rank` is that of the Markov head, 0: there is none; `head` one of `HEADS`: what it makes of the draft before.
 
     `guesses`: there is a confidence head, which reads the draft before too if `guesses_by_draft`.
@@ -47,6 +46,7 @@ class DSpark(DFlash):
         between=(0.0, 1.0),
     )
 
+    after: ClassVar[str] = "markov_after"
     computes: ClassVar[frozenset[str]] = frozenset({"markov_rank"})
     first_by_default: ClassVar[int] = 0
 
@@ -88,48 +88,29 @@ class DSpark(DFlash):
             declared["confidence_bias"] = bias({name + ".bias": 1}, split=WHOLE)
         return declared
 
-    def with_token_map(self, params, ids):
-        params = super().with_token_map(params, ids)
-        if not self.rank:
-            return params
-        after = columns_of(params["markov_after"], ids, params["embed"].dtype)  # drafts before are still any token
-        return {**params, "markov_after": after}
-
-    def propose(self, params, state, batch):
-        hidden = self._fill(params, state, batch)
-        rows = self._drafting(hidden.last)
-        base, token = self._logits(params, rows), batch.tokens(-1, 1)[:, 0]
-        memory = jnp.zeros((len(token), self.rank), rows.dtype)
-        drafts, befores = Chained(params, batch, self.config.vocab_size), []
-        for step in range(self.num_draft_tokens):
-            own = base[:, step]
-            if self.rank:
-                before = params["markov_before"][token]
-                latent, memory = self.latent(params, before, rows[:, step], memory)
-                own = own + matmul(latent, params["markov_after"], jnp.float32)
-                befores.append(before)
-            token = drafts.draw(own)
+    def concluded(self, params, rows, befores, drafts):
         count, confidence = self.num_draft_tokens, None
         if self.guesses:
             before = jnp.stack(befores, axis=1) if self.guesses_by_draft else None
             confidence = jax.nn.sigmoid(self.odds(params, rows, before))
         if self.confidence is not None:
             count = self.standing(confidence)
-        return drafts.proposal(count, confidence), hidden.cache
+        return drafts.proposal(count, confidence)
 
     def standing(self, confidence: Float[Array, "b n"]) -> Int[Array, " b"]:
         """How many drafts are verified: those before the first that the drafter trusts less than `self.confidence`."""
         return jnp.cumprod(confidence >= self.confidence, axis=1).sum(axis=1).astype(jnp.int32)
 
-    def latent(
-        self, params: Any, before: Float[Array, "*b r"], row: Float[Array, "*b d"], memory: Float[Array, "*b r"]
-    ) -> tuple[Float[Array, "*b r"], Float[Array, "*b r"]]:
-        """Latent of the Markov head, from the embedding of the draft `before`: its product with `markov_after` is added
-        to the row's logits. Also the memory of an rnn after it, zero at the first."""
+    def embedded(self, params, token):
+        return params["markov_before"][token]
+
+    def latent(self, params, before, row, memory, step):
+        """Latent of the Markov head. An rnn has a memory."""
         joint = lambda *parts: matmul(jnp.concatenate(parts, axis=-1), params["markov_joint"])  # noqa: E731
         if self.head == "gated":
             return jax.nn.sigmoid(joint(row, before) + params["markov_joint_bias"]) * before, memory
         if self.head == "rnn":
+            memory = jnp.zeros_like(before) if memory is None else memory
             keep, new, out = jnp.split(joint(memory, before, row) + params["markov_joint_bias"], 3, axis=-1)
             keep = jax.nn.sigmoid(keep)
             return jnp.tanh(out), keep * memory + (1 - keep) * jnp.tanh(new)

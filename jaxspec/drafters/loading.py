@@ -26,6 +26,7 @@ from jaxspec.drafters.registry import (
     DRAFTERS,
     HAVE_HEADS,
     KNOWN,
+    OUTLINED,
     SHIPPED,
     TAKE_TOKEN_MAPS,
     WITHOUT_WEIGHTS,
@@ -163,7 +164,7 @@ def _check_weights(cls: type[Drafter], options: EngineConfig) -> None:
         if options.draft_token_map is not None and cls not in TAKE_TOKEN_MAPS:
             raise ConfigError(
                 f"--draft-token-map {options.draft_token_map}: --draft {options.draft} needs the target's whole "
-                "vocabulary; dflash, dflash2, dspark, eagle, eagle3 and mtp don't. Drop the flag"
+                "vocabulary; dflash, dflash2, dspark, domino, eagle, eagle3 and mtp don't. Drop the flag"
             )
         return
     for name in ("draft_dtype", "draft_quantization", "draft_token_map"):
@@ -240,7 +241,7 @@ def outlined(draft: str, model: Model, options: EngineConfig) -> str | None:
     if combined.parts(draft):
         return None
     cls, _, _ = parse_draft(draft, model.name, options.load_format)
-    return draft if cls in (*WITHOUT_WEIGHTS, *TAKE_TOKEN_MAPS) else None
+    return draft if cls in OUTLINED else None
 
 
 def _automatic(model: Model, options: EngineConfig) -> str:

@@ -14,6 +14,8 @@ from typing import Any
 
 from jaxspec.drafters import dflash_checkpoint
 from jaxspec.drafters.base import Drafter
+from jaxspec.drafters.blocks.domino import Domino
+from jaxspec.drafters.blocks.lilicorr import LiLiCorr
 from jaxspec.drafters.dflash import DFlash
 from jaxspec.drafters.dflash2 import DFlash2
 from jaxspec.drafters.dspark import DSpark
@@ -30,6 +32,8 @@ DRAFTERS: dict[str, type[Drafter]] = {
     "dflash": DFlash,
     "dflash2": DFlash2,
     "dspark": DSpark,
+    "lilicorr": LiLiCorr,
+    "domino": Domino,
     "eagle": Eagle,
     "eagle3": Eagle3,
     "mtp": MtpModules,  # or Mtp, of a checkpoint with one
@@ -49,8 +53,9 @@ ARCHITECTURES = {
 BLOCKS = frozenset(dflash_checkpoint.METHODS.values())  # methods whose checkpoints are told apart by their configs
 
 WITHOUT_WEIGHTS = (Ngram, Suffix)
-TAKE_TOKEN_MAPS = (DFlash, DFlash2, DSpark, Eagle, Eagle3, MtpModules)
-HAVE_HEADS = (*TAKE_TOKEN_MAPS, Standalone)
+TAKE_TOKEN_MAPS = (DFlash, DFlash2, DSpark, Domino, Eagle, Eagle3, MtpModules)
+OUTLINED = (*WITHOUT_WEIGHTS, *TAKE_TOKEN_MAPS, LiLiCorr)  # whose shapes follow from a config alone
+HAVE_HEADS = (*TAKE_TOKEN_MAPS, LiLiCorr, Standalone)
 
 SHIPPED = Path(__file__).parent / "shipped"  # drafters of the demo model, made by scripts/gpu/train.sh
 

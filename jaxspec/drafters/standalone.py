@@ -12,6 +12,7 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
+from jaxspec.cache.mixers import AttentionRows, Cache
 from jaxspec.cache.paged import Rows
 from jaxspec.checkpoint import Model, Source, load_model, resolve
 from jaxspec.config.options import ConfigError
@@ -43,6 +44,9 @@ class Standalone(OwnLayers):
         )
         return cls(model.config, options.num_draft_tokens or 4), model.params
 
+    def init_state(self, layout, num_slots):
+        return Cache(layout.groups(self.config))
+
     def propose(self, params, state, batch):
         drafts, current, first = Chained(params, batch, self.config.vocab_size), batch.tokens(-2, 2), -2
         for step in range(self.num_draft_tokens):
@@ -66,7 +70,8 @@ class Standalone(OwnLayers):
 
     def _forward(self, params, state, tokens, rows):
         tokens = jnp.minimum(tokens, self.config.vocab_size - 1)  # a history may have rows of pictures
-        hidden = forward(self.config.decoder, params, tokens, rows.marked_positions(tokens.shape[1]), rows, state)
+        positions = rows.marked_positions(tokens.shape[1])
+        hidden = forward(self.config.decoder, params, tokens, positions, AttentionRows(rows), state)
         return hidden.last, hidden.cache
 
 

@@ -38,6 +38,7 @@ from jaxspec.scheduling.adapter_places import AdapterPlaces
 log = logging.getLogger("jaxspec")
 
 FEWEST, MOST = 4, 32  # places, by default
+RANKS, PLACES = 16, 4  # of the arrays: multiples of these, so that kernels take runs of 64 columns
 UNKNOWN = "model_not_found"  # OpenAI's code
 
 
@@ -60,8 +61,8 @@ class Adapters:
         ]
         self.rank = config.max_lora_rank or peft.largest_rank(given)
         self._modules = self._wanted(set().union(*(adapter.modules for adapter in given)))
-        self._declared = peft.declare(self._tree["layers"], self.rank, self._modules)
-        self.count = config.max_loras or min(max(len(given), FEWEST), MOST)
+        self._declared = _declared(self._tree, self.rank, self._modules)
+        self.count = _count(config)
         self._num_slots = num_slots
         for adapter in given:
             self.put(adapter)
@@ -159,12 +160,41 @@ class Adapters:
 
     def _places_for(self, one: jax.Array, axis: int) -> jax.Array:
         """Zeros like this array for each place, along an axis of its own."""
-        shape = (*one.shape[:axis], self.count, *one.shape[axis:])
+        shape = _with_places(one.shape, self.count, axis)
         if self._mesh is None:
             return jnp.zeros(shape, one.dtype)
         spec = (*one.sharding.spec, None, None)[:2]
         there = NamedSharding(self._mesh, PartitionSpec(*spec[:axis], None, *spec[axis:]))
         return jnp.zeros(shape, one.dtype, device=there)
+
+
+class Outline:
+    """The arrays' shapes for an engine with these options and a model without arrays, as `bench plan` counts them.
+
+    **Raises:** `ConfigError` if folders would have to be read for the rank.
+    """
+
+    def __init__(self, config: EngineConfig, model: Model):
+        if config.adapters and config.max_lora_rank is None:
+            raise ConfigError("bench plan reads no adapters; give the largest rank of --lora-modules: --max-lora-rank")
+        named, count = config.lora_target_modules, _count(config)
+        modules = None if not named or "all" in named else set(named)
+        rank = config.max_lora_rank or peft.largest_rank(())
+        declared = _declared(model.family.tensors(model.config.decoder), rank, modules)
+        shape = lambda param, axis: jax.ShapeDtypeStruct(_with_places(param.shape, count, axis), model.dtype)  # noqa: E731
+        self.stacks = [{name: LowRank(shape(a, 1), shape(b, 0)) for name, (a, b) in each.items()} for each in declared]
+
+
+def _declared(tree: Mapping[str, Any], rank: int, modules: set[str] | None) -> list[dict[str, Any]]:
+    return peft.declare(tree["layers"], -(-rank // RANKS) * RANKS, modules)
+
+
+def _count(config: EngineConfig) -> int:
+    return config.max_loras or min(max(len(config.adapters), FEWEST), MOST)
+
+
+def _with_places(shape: tuple[int, ...], count: int, axis: int) -> tuple[int, ...]:
+    return (*shape[:axis], -(-count // PLACES) * PLACES, *shape[axis:])
 
 
 @partial(jax.jit, donate_argnums=0)

@@ -390,7 +390,9 @@ class AsyncLLM:
     def _begin(self, request: Request, stream: Stream, now: bool = False) -> None:
         """Hand a request to the engine: `now`, or once its programs are there. Others go first until then."""
         scores, grammars = request.params.prompt_logprobs is not None, request.matchers is not None
-        if not now and self.engine.runner.programs.lacks(scores, grammars, request.adapter is not None):
+        runner, adapted = self.engine.runner, request.adapter is not None
+        lacks_tower = request.pictures is not None and runner.lacks_tower
+        if not now and (lacks_tower or runner.programs.lacks(scores, grammars, adapted)):
             self._early.append((request, stream))
             return
         try:

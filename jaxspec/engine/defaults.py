@@ -12,6 +12,8 @@ from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError, flag
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.loading import LoadedDrafter
+from jaxspec.engine.pictures import rows_for
+from jaxspec.models.vision import Tower
 from jaxspec.parallel import sharding
 from jaxspec.rounds import ragged_verification
 from jaxspec.rounds.packing import Shapes, ladder
@@ -185,12 +187,12 @@ def shapes_of(
     alone: bool = True,
     defaults: Defaults | None = None,
     rounds_for: int | None = None,
-    at_once: int = 1,
+    tower: Tower | None = None,
 ) -> Shapes:
     """`alone`: whether there is a round for one request, whose attention is divided among all multiprocessors.
 
     Without it, one request is padded to `least_rows` as others are, which is faster for small models.
-    `defaults`: as of `resolve`. `rounds_for`: as of `Shapes`. `at_once`: tokens that any chunk must have room for.
+    `defaults`: as of `resolve`. `rounds_for`: as of `Shapes`. `tower`: that reads the model's pictures.
     """
     defaults, most = defaults or here(), drafter.num_draft_tokens
     slots, rounds = config.max_running_requests, config.num_continuous_decode_steps
@@ -210,6 +212,7 @@ def shapes_of(
         if drafter.rests and defaults.some_drafts and not config.deterministic:
             narrower = SKIP_DRAFTER, *narrower
     shared = [each for each in narrower if each > 0] if config.draft_policy == "ragged" else ()
+    at_once = 1 if tower is None else tower.at_once
     prompts = [-(-tokens // defaults.block) for tokens in config.listed("prefill_sizes")]
     firsts = tuple(sorted({1, min(slots, blocks)}))  # one alone, or as many prompts as a prefill can hold
     return Shapes(
@@ -227,6 +230,7 @@ def shapes_of(
         structured=not config.disable_structured_output,
         processed=config.logprobs_mode == "processed_logprobs",
         narrower=tuple((drafts, batches(max(drafts, 0))) for drafts in narrower),
+        pictures=0 if tower is None else rows_for(tower, blocks * defaults.block),
         ragged=tuple((each, ragged_verification.most(drafter, each)) for each in shared),
     )
 

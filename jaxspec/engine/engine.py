@@ -7,7 +7,6 @@ soon as it is dispatched.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from collections import Counter, deque
@@ -29,7 +28,7 @@ from jaxspec.engine.adapters import Adapters, present, salt_of
 from jaxspec.engine.admission import Choice, Intake, Request
 from jaxspec.engine.defaults import here
 from jaxspec.engine.host_cache import HostCache
-from jaxspec.engine.pictures import MOST_PATCHES
+from jaxspec.engine.pictures import bounded
 from jaxspec.engine.rollout import Rollout
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.stats import Counts, DecodeLog, figures
@@ -87,10 +86,7 @@ class Engine:
         model, reader = self.runner.model, self.runner.model.image_reader
         # Why pictures of requests aren't read, if they aren't, and what reads them.
         self.no_pictures = self.runner.no_pictures or (None if reader else f"{model.name} has no tokenizer")
-        self.image_reader = None
-        if not self.no_pictures:
-            processor = reader.processor.within(MOST_PATCHES // model.config.tower.per_token)
-            self.image_reader = dataclasses.replace(reader, processor=processor)
+        self.image_reader = None if self.no_pictures else bounded(reader, model.config.tower)
         shapes, snapshots = self.runner.shapes, self.runner.snapshots
         caches = self.config.host_kv_gb and not self.config.disable_prefix_cache and snapshots != ()
         self.host_cache = HostCache(self.runner, int(self.config.host_kv_gb * 2**30)) if caches else None
@@ -100,7 +96,7 @@ class Engine:
             page_size=self.config.page_size,
             width=self.runner.yields,
             lookahead=self.runner.draft.drafter.lookahead,
-            chunk_tokens=shapes.prefills[-1] * shapes.block,
+            chunk_tokens=shapes.chunk,
             block=shapes.block,
             prefills=shapes.prefills,
             score_tokens=shapes.score * shapes.block,
@@ -125,18 +121,21 @@ class Engine:
         self.requests: dict[str, Request] = {}
         self.counts = Counts(self.runner.yields, self.runner.drafts)
         self.chooser = self._chooser()
-        most = self.config.max_itl_ms and self.config.max_itl_ms / 1e3
-        self.prefill_budget = PrefillBudget(most, shapes.block, shapes.prefills)
+        self.limit_between(self.config.max_itl_ms)
         self.timeline = None  # the `timeline.Timeline` that records, if one does
         self._read_at = 0.0  # when the last result was read
         self._in_flight: deque[InFlight] = deque()
         self._due = 0  # of them, those to read before anything else is dispatched
         self._damaged: set[int] = set()  # pages that may hold NaN
-        draft = self.runner.draft
         self.rollout = Rollout(self)
-        self._watch = Watch(draft.name, self.runner.model.name, draft.card)
+        self._watch = Watch(self.runner.draft.name, self.runner.model.name, self.runner.draft.card)
         self._decode_log = DecodeLog(self.config.decode_log_interval)
         self.counts.compiles_at_start = self.runner.compiles["compiles"]
+
+    def limit_between(self, ms: float | None) -> None:
+        """Limit the time between two rounds from now on; None: there is no limit."""
+        self.prefill_budget = PrefillBudget(ms and ms / 1e3, self.runner.shapes.block, self.runner.shapes.prefills)
+        self.scheduler.unread = self.runner.unread if ms else lambda _: False
 
     def _chooser(self) -> Chooser | None:
         runner = self.runner
@@ -245,6 +244,8 @@ class Engine:
             self.host_cache.store()
         table = self.scheduler.table
         prompts = sum(chunk.count for chunk in plan.prefill)
+        if plan.reads is not None:
+            self.runner.read_pictures(plan.reads)
         if plan.prefill:  # first, so that the device is at work while slots are set up
             self.prefill_budget.prompts(sum(len(chunk.blocks(self.scheduler.block)) for chunk in plan.prefill), began)
             scored = self.runner.prefill(plan.prefill, table)
@@ -285,14 +286,13 @@ class Engine:
     def _round(self, seqs: list[SequenceState], rounds: int, table: np.ndarray, deltas: list[Delta]) -> None:
         """Dispatch a round. With grammars it takes three programs, and the masks are made behind the second."""
         mode, slots = _mode(seqs), [seq.slot for seq in seqs]
-        dispatched = self.prefill_budget.round(time.monotonic(), rounds)
+        dispatched = self.prefill_budget.round(time.monotonic(), rounds, self.runner.encoded)
         if not _constrained(seqs):
             mode = self.runner.mode_of_round(mode, slots, rounds)
             started, (drafts, chosen) = time.monotonic(), self._choose(seqs, mode, rounds)
             result = self.runner.round(slots, table, mode, rounds, drafts)
-            rows = _rows(seqs)
             self._in_flight.append(
-                InFlight(self._read_rounds, result, rows, mode, None, drafts, chosen, dispatched, started)
+                InFlight(self._read_rounds, result, _rows(seqs), mode, None, drafts, chosen, dispatched, started)
             )
             return
         mode = self.runner.mode_of_open_round(mode, slots)
@@ -360,7 +360,7 @@ class Engine:
             result, now = np.asarray(program.result), time.monotonic()
             if program.dispatched is not None:
                 self.prefill_budget.read(program.dispatched, now)
-            if program.group is not None and not program.dispatched.prompts:
+            if program.group is not None and program.dispatched.alone:
                 self.chooser.took(program.group, program.drafts, now - max(self._read_at, program.started))
             self._read_at = now
             program.read(program, result, deltas)

@@ -31,7 +31,8 @@ from jaxspec.scheduling.sequence import SequenceState
 
 log = logging.getLogger("jaxspec")
 
-BUCKET_BYTES, BUCKET = 2**26, 32  # of a program that moves pages: about so many bytes, at most so many pages
+BUCKET_BYTES, BUCKET = 2**27, 32  # of a program that moves pages: about so many bytes, at most so many pages
+AHEAD = 3  # slices that are copied at once: enough for the link, and the host goes on to write those that have arrived
 RESERVED_AT_ONCE = 2**28  # bytes of the host's memory
 
 
@@ -262,11 +263,13 @@ class HostCache:
         return landed
 
     def _send(self, idle: bool) -> None:
-        """Start slices, as many as `staging` has room for."""
+        """Start slices: at most `AHEAD` that haven't arrived, and as many as `staging` has room for."""
         for each in list(self._loads):
             while not (each.sent or each.over):
                 under_way = sum(part.size for part in self._slices)
                 if self._slices and under_way + self.bucket * self.tier.page_bytes > self.staging // 2:
+                    return
+                if sum(part.checksums is None for part in self._slices) >= AHEAD:
                     return
                 if (following := next(each.slices, None)) is None:
                     each.sent = True

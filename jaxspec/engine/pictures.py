@@ -6,32 +6,29 @@ recently used first. Programs run in the order of dispatch, so rows may have ano
 
 from __future__ import annotations
 
-import logging
-import threading
-import time
+import dataclasses
 from collections import OrderedDict
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Float, Int
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
 
 from jaxspec.checkpoint import Model
-from jaxspec.decoder.towers import embed_pictures, places
-from jaxspec.decoder.towers.qwen import Patches
+from jaxspec.compiling.executable_store import Executables
+from jaxspec.compiling.tower_programs import TowerPrograms
+from jaxspec.decoder.towers import places
+from jaxspec.images.image_reader import ImageReader
 from jaxspec.images.picture import Picture
 from jaxspec.models.vision import Tower
 from jaxspec.pallas.attention.picture_attention import QUERIES
-from jaxspec.parallel import sharding
 from jaxspec.rounds.packing import PictureRows
-from jaxspec.scheduling.sequence import Chunk
-
-log = logging.getLogger("jaxspec")
+from jaxspec.scheduling.sequence import Chunk, SequenceState
 
 MOST_PATCHES = 1 << 14  # of a program, and so of a picture
+BESIDE_ROUNDS = 1 << 12  # of a program that rounds shouldn't wait for: 1,024 x 1,024 pixels, 22 ms on an H200
 CACHED = 4096  # rows for embeddings beside those that a prefill needs at least
 
 
@@ -40,8 +37,8 @@ def refusal(model: Model, chunk: int, hosts: bool) -> str | None:
     several."""
     if (tower := model.config.tower) is None:
         return (
-            f"{model.name} (model_type {model.config.model_type}) is served as its text model; Qwen3.5 and Gemma 3 "
-            "checkpoints with their vision tower read pictures"
+            f"{model.name} (model_type {model.config.model_type}) is served as its text model; Qwen3.5, "
+            "Qwen3-VL and Gemma 3 checkpoints with their vision tower read pictures"
         )
     if chunk < tower.at_once:
         return (
@@ -49,6 +46,11 @@ def refusal(model: Model, chunk: int, hosts: bool) -> str | None:
             f"--chunked-prefill-size of at least {tower.at_once}"
         )
     return "a model on several hosts serves text alone; use --nnodes 1" if hosts else None
+
+
+def bounded(reader: ImageReader, tower: Tower) -> ImageReader:
+    """A checkpoint's reader, which makes pictures so small that a program takes them."""
+    return dataclasses.replace(reader, processor=reader.processor.within(MOST_PATCHES // tower.per_token))
 
 
 def rows_for(tower: Tower, chunk: int) -> int:
@@ -62,7 +64,8 @@ def tower_workspace(tower: Tower, itemsize: int) -> int:
     Scores of some patches with all and their softmax, and a layer's activations.
     """
     scores = tower.heads * QUERIES * MOST_PATCHES * (4 + itemsize)
-    return scores + MOST_PATCHES * itemsize * (4 * tower.width + tower.mlp)
+    kept = tower.columns // tower.out - 1  # layers whose results go to mergers of their own
+    return scores + MOST_PATCHES * itemsize * ((4 + kept) * tower.width + tower.mlp)
 
 
 class PictureReader:
@@ -70,19 +73,20 @@ class PictureReader:
 
     `mesh`: of an engine on several devices. Each has the whole tower, `params`, and reads all pictures, in the time of
     one and without a sum. `alone`: each picture has a program of its size to itself, so that its embeddings have the
-    same bits whatever is read beside it.
+    same bits whatever is read beside it. `store`: of programs.
     """
 
-    def __init__(self, tower: Tower, params: Any, rows: int, mesh: Mesh | None = None, alone: bool = False):
+    def __init__(
+        self,
+        tower: Tower,
+        params: Any,
+        rows: int,
+        mesh: Mesh | None = None,
+        alone: bool = False,
+        store: Executables | None = None,
+    ):
         self.tower, self._params, self._size, self._alone = tower, params, rows, alone
-        read, self._there = partial(_read, tower), None
-        if mesh is not None:
-            read = sharding.spread(read, mesh, sharding.EVERYWHERE, sharding.EVERYWHERE)
-            self._there = NamedSharding(mesh, sharding.EVERYWHERE)
-        self._jit = jax.jit(read, donate_argnums=1)
-        self._compiled: dict[int, Any] = {}
-        self._sizes = tower.sizes(MOST_PATCHES)
-        self._guard = threading.Lock()
+        self.programs = TowerPrograms(tower, params, rows, tower.sizes(MOST_PATCHES), mesh, store)
         self.encoded = 0  # pictures that the tower read
         self.forget()
 
@@ -118,9 +122,20 @@ class PictureReader:
         for key in wanted:
             self._held.move_to_end(key)
         kept |= wanted.keys()
-        for several in [[each] for each in missing] if self._alone else _together(missing):
+        for several in _together(missing, 0 if self._alone else MOST_PATCHES):
             held = self._encode(held, several)
         return held, [self._held[picture.key] for picture in pictures]
+
+    def unread(self, seq: SequenceState, most: int) -> list[Picture]:
+        """Pictures that aren't held, of a prompt's next chunk of up to `most` tokens."""
+        placed = seq.pictures.overlapping(seq.computed, seq.computed + most + 1) if seq.pictures else []
+        return list({each.picture.key: each.picture for each in placed if each.picture.key not in self._held}.values())
+
+    def read_ahead(self, held: Float[Array, "n d"], seq: SequenceState, most: int) -> Float[Array, "n d"]:
+        """Read the first of `unread`, in one program that rounds may wait for."""
+        kept = {each.picture.key for each in seq.pictures.overlapping(seq.computed, seq.computed + most + 1)}
+        first = _together(self.unread(seq, most), 0 if self._alone else BESIDE_ROUNDS)[0]
+        return self.read(held, first, kept)[0]  # there is room for those of a whole chunk
 
     def of_chunks(
         self, held: Float[Array, "n d"], chunks: Sequence[Chunk]
@@ -144,68 +159,32 @@ class PictureReader:
 
     def _encode(self, held: Float[Array, "n d"], pictures: list[Picture]) -> Float[Array, "n d"]:
         count = sum(len(picture.pixels) for picture in pictures)
-        size = next(size for size in self._sizes if size >= count)
-        pixels = np.zeros((size, self.tower.patch), np.float32)
-        pixels[:count] = np.concatenate([picture.pixels for picture in pictures])
+        size = next(size for size in self.programs.sizes if size >= count)
+        pixels = [picture.pixels for picture in pictures]
+        if count < size:
+            pixels.append(np.zeros((size - count, self.tower.patch), np.float32))
+        pixels = pixels[0] if len(pixels) == 1 else np.concatenate(pixels)  # a copy takes 10 ms for 25 MB
         into = np.full(size // self.tower.per_token, self._size, np.int32)  # out of range: padding's rows are dropped
         rows = [row for picture in pictures for row in self._held[picture.key]]
         into[: len(rows)] = rows
         self.encoded += len(pictures)
         patches = places(self.tower, [picture.grid for picture in pictures], size)
-        return self._program(size, held)(self._params, held, pixels, patches, into)
-
-    def _program(self, size: int, held: Any) -> Any:
-        with self._guard:  # one is compiled at a time, by whoever comes first
-            if size not in self._compiled:
-                patches = places(self.tower, [], size)
-                into = np.zeros(size // self.tower.per_token, np.int32)
-                arguments = self._params, held, np.zeros((size, self.tower.patch), np.float32), patches, into
-                self._compiled[size] = self._jit.lower(*arguments).compile()
-            return self._compiled[size]
+        return self.programs.get(size, held.dtype)(self._params, held, pixels, patches, into)
 
     @property
     def workspace_bytes(self) -> int:
         """Memory that the largest program needs beside its operands and results: an estimate until it is compiled."""
-        if (largest := self._compiled.get(self._sizes[-1])) is not None:
+        if (largest := self.programs.largest) is not None:
             return largest.memory_analysis().temp_size_in_bytes
         return tower_workspace(self.tower, jax.tree.leaves(self._params)[0].dtype.itemsize)
 
-    def compile_behind(self, dtype: str) -> None:
-        """Compile the programs of all sizes, in a thread of its own, once the engine's first ones are there."""
-        held = jax.ShapeDtypeStruct((self._size, self.tower.out), dtype, sharding=self._there)
 
-        def compile_all() -> None:
-            started = time.monotonic()
-            for size in self._sizes:
-                if not threading.main_thread().is_alive():
-                    return
-                self._program(size, held)
-            log.info(
-                "the vision tower's %d programs are ready, after %.1f s", len(self._sizes), time.monotonic() - started
-            )
-
-        threading.Thread(target=compile_all, name="jaxspec-tower", daemon=True).start()
-
-
-def _together(pictures: list[Picture]) -> list[list[Picture]]:
-    """Pictures of each program, in order: as many as the largest has patches for."""
+def _together(pictures: list[Picture], most: int) -> list[list[Picture]]:
+    """Pictures of each program, in order: one, or as many as have at most so many patches."""
     groups: list[list[Picture]] = []
     for picture in pictures:
-        if groups and sum(len(each.pixels) for each in groups[-1]) + len(picture.pixels) <= MOST_PATCHES:
+        if groups and sum(len(each.pixels) for each in groups[-1]) + len(picture.pixels) <= most:
             groups[-1].append(picture)
         else:
             groups.append([picture])
     return groups
-
-
-def _read(
-    tower: Tower,
-    params: Any,
-    held: Float[Array, "n d"],
-    pixels: Float[Array, "p v"],
-    patches: Patches | None,
-    into: Int[Array, " t"],
-) -> Float[Array, "n d"]:
-    """Put the embeddings of pictures' tokens into these rows of `held`."""
-    made = embed_pictures(tower, params, pixels, patches)
-    return held.at[into].set(made.astype(held.dtype), mode="drop")

@@ -44,12 +44,13 @@ from jaxspec.compiling.round_timing import time_rounds
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
 from jaxspec.decoder.forward import describe, path_table
+from jaxspec.decoder.low_rank import attached
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.loading import LoadedDrafter, check_drafter, load_drafter
 from jaxspec.engine.adapters import Adapters, places_of, with_adapters
 from jaxspec.engine.defaults import resolve, rounds_for, shapes_of, small_model
 from jaxspec.engine.deterministic import prepared, reporting
-from jaxspec.engine.pictures import PictureReader, refusal, rows_for, tower_workspace
+from jaxspec.engine.pictures import PictureReader, refusal, tower_workspace
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas import hopper, portable
 from jaxspec.parallel import peers, sharding
@@ -118,7 +119,7 @@ class Runner:
             self._compile(options, staged_start, loading)
         self.grammars = self.grammars or grammars()
         if self.pictures is not None and not self.config.skip_warmup:
-            self.pictures.compile_behind(self.config.dtype)
+            self.pictures.programs.warm_up(self.config.dtype, staged_start)
         _report_start(self, started)
 
     def _load(self, options: EngineConfig, model: Model | None, draft: LoadedDrafter | None) -> None:
@@ -145,13 +146,10 @@ class Runner:
         self.config, drafter = resolve(options, self.model, self.draft), self._drafter
         # Rows that a round verifies per request, and most tokens that come of it.
         self.width, self.yields = drafter.num_draft_tokens + 1, drafter.longest + 1
-        few = rounds_for(options, self.model)
-        at_once = 1 if self.no_pictures else self.model.config.tower.at_once
-        shapes = shapes_of(self.config, drafter, alone=not small_model(self.model), rounds_for=few, at_once=at_once)
-        rows = rows_for(self.model.config.tower, shapes.prefills[-1] * shapes.block) if not self.no_pictures else 0
+        few, tower = rounds_for(options, self.model), None if self.no_pictures else self.model.config.tower
+        shapes = shapes_of(self.config, drafter, alone=not small_model(self.model), rounds_for=few, tower=tower)
         self.adapters = Adapters(self.config, self.model, shapes.num_slots) if self.config.has_adapters else None
-        places = self.adapters.count if self.adapters else 0
-        self.shapes = dataclasses.replace(shapes, pictures=rows, adapters=places)
+        self.shapes = dataclasses.replace(shapes, adapters=self.adapters.count if self.adapters else 0)
         self.narrower = dict(self.shapes.narrower)
         self.round_times: dict[Group, dict[int, float]] = {}  # seconds by drafts; none without warm-up
         self.plan, self._layout = self._plan()
@@ -160,8 +158,9 @@ class Runner:
         self.paths = path_table(*of, self._layout.dtype, self.config.tp_size)
         log.info("%s", describe(self.paths))
         if self.adapters is not None:
+            of = of[0], attached(of[1], self.adapters.stacks, None), *of[2:]
             paths = path_table(*of, self._layout.dtype, self.config.tp_size, adapters=True)
-            log.info("with adapters of rank %d in %d places, %s", self.adapters.rank, places, describe(paths))
+            log.info("%d adapters of rank %d: %s", self.adapters.count, self.adapters.rank, describe(paths))
         self._division = self._divide()
         params = with_adapters(self.model.params, self.adapters), self.draft.params
         self.programs = Programs(self._local, drafter, self.shapes, *params, self._store(), self._division)
@@ -217,7 +216,7 @@ class Runner:
         """
         if not self.starting:
             return True
-        if self.programs.behind is not None and self.programs.behind.is_alive():
+        if (self.programs.behind is not None and self.programs.behind.is_alive()) or self.lacks_tower:
             return False
         self.starting = not self._complete(flush)
         return not self.starting
@@ -244,9 +243,8 @@ class Runner:
         return refusal(self.model, self.config.chunked_prefill_size, self.hosts is not None)
 
     def _reader(self) -> PictureReader | None:
-        model, rows = self.model, self.shapes.pictures
-        of = model.config.tower, model.tower, rows, self.mesh, self.config.deterministic
-        return PictureReader(*of) if rows else None
+        of = self.model.config.tower, self.model.tower, self.shapes.pictures, self.mesh, self.config.deterministic
+        return PictureReader(*of, self._store()) if self.shapes.pictures else None
 
     def _plan(self) -> tuple[MemoryPlan, PageLayout]:
         config, shapes = self.config, self.shapes
@@ -256,7 +254,7 @@ class Runner:
         per_token += sharding.bytes_of(empty.reported)
         rows = max(shapes.num_slots * self.width, shapes.score * shapes.block)
         slot, state = state_bytes(self._local, self.width, config.dtype, config.state_dtype)
-        workspace = workspace_estimate(self._local, rows, shapes.prefills[-1] * shapes.block, config.tp_size)
+        workspace = workspace_estimate(self._local, rows, shapes.chunk, config.tp_size)
         if shapes.pictures:
             workspace = max(workspace, tower_workspace(self.model.config.tower, np.dtype(config.dtype).itemsize))
         plan = plan_memory(
@@ -290,7 +288,7 @@ class Runner:
     @property
     def host_staging(self) -> int:
         """Bytes of a device that are kept for blocks on their way to the host and back."""
-        device = device_memory(self.config.tp_size) if self.config.host_kv_gb else None
+        device = self._memory or device_memory(self.config.tp_size) if self.config.host_kv_gb else None
         return 0 if device is None else int(device[0] * HOST_STAGING)
 
     @property
@@ -377,9 +375,7 @@ class Runner:
         """Replace the state by an empty one. The old one is freed first: there is no room for two."""
         if self.programs.broadcast is not None:
             self.programs.broadcast("reset")
-        for array in jax.tree.leaves(self.state):
-            if not array.is_deleted():
-                array.delete()
+        self.release_state()
         self.state = jax.block_until_ready(self._empty_state())
         if self.pictures is not None:
             self.pictures.forget()
@@ -435,6 +431,24 @@ class Runner:
     def reported(self, pages: list[int], count: int) -> list[np.ndarray | None]:
         """Rows that are kept, as `Reported.read`."""
         return self.state.reported.read(pages, count)
+
+    @property
+    def encoded(self) -> int:
+        """Pictures that the tower has read."""
+        return self.pictures.encoded if self.pictures else 0
+
+    @property
+    def lacks_tower(self) -> bool:
+        """Whether a start in stages has still to bring programs of the tower."""
+        return self.pictures is not None and self.pictures.programs.starting
+
+    def unread(self, seq: SequenceState) -> bool:
+        """Whether the tower hasn't read all pictures of a prompt's next chunk."""
+        return self.pictures is not None and bool(self.pictures.unread(seq, self.shapes.chunk))
+
+    def read_pictures(self, seq: SequenceState) -> None:
+        """Dispatch the tower for the first of them."""
+        self.state = self.state.replace(pictures=self.pictures.read_ahead(self.state.pictures, seq, self.shapes.chunk))
 
     def prefill(self, chunks: list[Chunk], table: np.ndarray) -> jax.Array | None:
         """Dispatch the keys and values of prompt chunks, before or after their sequences are admitted.

@@ -123,7 +123,7 @@ def figures(counts: Counts, scheduler: Scheduler, runner: Runner, chooser: Choos
         "host_cached_tokens_total": totals["host_cached_tokens"],
         "images_total": totals["images"],
         "image_tokens_total": totals["image_tokens"],
-        "encoded_images_total": runner.pictures.encoded if runner.pictures else 0,
+        "encoded_images_total": runner.encoded,
         "generation_tokens_total": totals["generation_tokens"],
         "rounds_total": totals["rounds"],
         "rested_rounds_total": totals["rested_rounds"],

@@ -53,7 +53,8 @@ def read(model: Model, draft: LoadedDrafter, config: EngineConfig, target: Any, 
     if target is None and drafter is None:
         raise CheckpointError("an update needs weights: of the target, of the drafter, or both")
     if _by_names(target, model.params):
-        names = {text_name(name, model.config.num_layers): array for name, array in target.items()}
+        of = model.config.num_layers, model.config.decoder.sharing
+        names = {text_name(name, *of): array for name, array in target.items()}
         modules = {mtp_name(name, model.config.num_layers): array for name, array in target.items()}
         names.pop(None, None), modules.pop(None, None)
         if model.tower is not None and (own := {n: array for n, array in target.items() if PREFIXES.match(n)}):

@@ -15,12 +15,16 @@ from PIL import Image
 from jaxspec.config.request import RequestError, shown
 
 IMAGES = ("image_url", "image", "input_image", "image_pil")  # types of a part that is a picture
+# What else a part may be for others, and what to send in its place.
+AUDIO, VIDEO = ("audio", "its words as text"), ("video", "some of its frames as pictures")
 OTHERS = {
-    **dict.fromkeys(("input_audio", "audio", "audio_url"), "audio"),
-    **dict.fromkeys(("video_url", "video", "input_video"), "video"),
-    **dict.fromkeys(("file", "input_file", "document"), "a file"),
+    **dict.fromkeys(("input_audio", "audio", "audio_url"), AUDIO),
+    **dict.fromkeys(("video_url", "video", "input_video"), VIDEO),
+    **dict.fromkeys(("file", "input_file", "document"), ("a file", "its text, or its pages as pictures")),
 }
 ROLES = ("user", "tool")  # whose messages may have pictures
+SPACES, URL_SAFE = b" \t\n\r\f\v", bytes.maketrans(b"-_", b"+/")  # of base64 in a URL
+PIECE = 2**16  # bytes
 _SOURCES = ("image", "image_url", "url", "path", "image_pil")
 
 
@@ -40,17 +44,17 @@ def separate(messages: Sequence[Any]) -> tuple[list[Any], list[tuple[str, Any]]]
                     pictures.append((where, source))
                     part = {"type": "image"}
                 parts.append(part)
-            check_role(message.get("role"), f"messages[{number}]")
+            check_role(message.get("role"), where := f"messages[{number}]", where)
             message = {**message, "content": parts}
         written.append(message)
     return written, pictures
 
 
-def check_role(role: Any, where: str) -> None:
-    """**Raises:** `RequestError` for a message that can't have pictures."""
+def check_role(role: Any, where: str, param: str | None) -> None:
+    """**Raises:** `RequestError` naming `param`, for a message that can't have pictures."""
     if role not in ROLES:
         raise RequestError(
-            f"{where} is of role {shown(role)} and has a picture; only messages of {' and '.join(ROLES)} may", where
+            f"{where} is of role {shown(role)} and has a picture; only messages of {' and '.join(ROLES)} may", param
         )
 
 
@@ -62,6 +66,10 @@ def no_vision(why: str | None, where: str) -> RequestError:
 def named(error: RequestError, where: str) -> RequestError:
     """An error about a picture, with its place."""
     return error if error.param == where else RequestError(f"{where}: {error}", where, error.code)
+
+
+def _unsupported(what: str, advice: str, where: str) -> RequestError:
+    return RequestError(f"{where} is {what}, which is not supported; send {advice}", where)
 
 
 def _kind(part: Any) -> str | None:
@@ -76,7 +84,7 @@ def picture_of(part: Any, where: str) -> Any:
             raise RequestError(f"{where} needs a string as its text, got {shown(part.get('text'))}", where)
         return None
     if kind in OTHERS:
-        raise RequestError(f"{where} is {OTHERS[kind]}, which is not supported; send text and pictures", where)
+        raise _unsupported(*OTHERS[kind], where)
     if kind not in IMAGES:
         given = f"type {shown(part.get('type'))}" if isinstance(part, Mapping) else shown(part)
         raise RequestError(f"{where} has {given}, which is not supported; send parts of type text or image_url", where)
@@ -128,14 +136,25 @@ def data_of(url: str, where: str) -> bytes:
     """Contents of a data: URL in base64. **Raises:** `RequestError` naming `where`."""
     head, comma, body = url.partition(",")
     kind, *options = head[len("data:") :].lower().split(";")
-    if kind.partition("/")[0] in ("audio", "video"):
-        raise RequestError(f"{where} is {kind.partition('/')[0]}, which is not supported; send a picture", where)
+    for other, advice in (AUDIO, VIDEO):
+        if kind.startswith(f"{other}/"):
+            raise _unsupported(other, advice, where)
     if not comma or "base64" not in (option.strip() for option in options):
         raise RequestError(f"{where}: a data: URL must begin as data:image/png;base64, and have base64 after it", where)
-    if "%" in body:
-        body = unquote_to_bytes(body).decode("latin-1")
-    body = "".join(body.split()).rstrip("=").replace("-", "+").replace("_", "/")
     try:
-        return base64.b64decode(body + "=" * (-len(body) % 4), validate=True)
+        packed = _unescaped(body.encode("ascii")).translate(URL_SAFE, SPACES).rstrip(b"=")
+        return base64.b64decode(packed + b"=" * (-len(packed) % 4), validate=True)
     except ValueError as error:
-        raise RequestError(f"{where}: the data: URL isn't valid base64: {error}", where) from None
+        raise RequestError(f"{where}: the data: URL isn't valid base64: {str(error)[:100]}", where) from None
+
+
+def _unescaped(text: bytes) -> bytes:
+    """Text with its percent escapes resolved, piece by piece: at once they would take ten times its memory."""
+    made, start = [], 0
+    while b"%" in text and start < len(text):
+        end = start + PIECE
+        if (cut := text.rfind(b"%", end - 2, end)) >= 0:
+            end = cut  # before an escape that goes on in the next piece
+        made.append(unquote_to_bytes(text[start:end]))
+        start = end
+    return b"".join(made) or text

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import os
 import struct
+import warnings
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,6 +29,7 @@ PROGRESSIVE = 16  # of a JPEG whose parts come in turn
 STRIP = 2**18  # pixels that are converted at once
 ALLOWED = "PNG, JPEG, WebP, GIF or BMP"
 ORIENTATION = 0x0112  # EXIF's tag
+warnings.filterwarnings("ignore", module=r"PIL\.")  # of metadata, up to thousands of lines for each picture
 # What a reader of a damaged or hostile file may raise.
 BROKEN = (OSError, SyntaxError, ValueError, TypeError, KeyError, IndexError, EOFError, OverflowError, struct.error)
 

@@ -61,6 +61,12 @@ def decoder_tensors(
     }
     if not decoder.tied:
         tree["head"] = head(d, v, "lm_head.weight")
+    if of := decoder.layer_inputs:
+        columns = len(decoder.layers) * of.width
+        projection = {"model.per_layer_model_projection.weight": columns}
+        tree["layer_embed"] = embedding(of.vocab_size, columns, "model.embed_tokens_per_layer.weight")
+        tree["layer_projection"] = linear(d, projection, split=WHOLE)
+        tree["layer_projection_norm"] = norm_scale(of.width, "model.per_layer_projection_norm.weight")
     return tree
 
 
@@ -79,15 +85,33 @@ def layer_tensors(
         **{name: norm_scale(d, f"{prefix}{source}.weight", layer.norm.centred) for name, source in norms.items()},
         **declare(layer, d, prefix),
         **feed(layer.feed, d, prefix + "mlp."),
+        **(input_tensors(layer, d, prefix) if layer.input_width else {}),
+        **({"layer_scale": number(prefix + "layer_scalar")} if layer.output_scaled else {}),
     }
+
+
+def input_tensors(layer: Layer, d: int, prefix: str) -> Tensors:
+    """A layer's own input. It is narrow, so each device has all of it."""
+    w = layer.input_width
+    return {
+        "input_gate": linear(d, {prefix + "per_layer_input_gate.weight": w}, split=WHOLE),
+        "input_out": linear(w, {prefix + "per_layer_projection.weight": d}, split=WHOLE),
+        "input_norm": norm_scale(d, prefix + "post_per_layer_input_norm.weight", layer.norm.centred),
+    }
+
+
+def number(source: str) -> Param:
+    """Declare a learnt number that something is multiplied by."""
+    return Param((1,), (source,), Layout((1,)), init="ones", split=WHOLE)
 
 
 def attention_tensors(layer: Layer, d: int, prefix: str) -> Tensors:
     """Where attention is gated, each query head's columns are followed by its gate's."""
     a, prefix = layer.mixing, prefix + "self_attn."
     n, m = a.heads * a.head_dim, a.kv_heads * a.head_dim
-    widths = {"q_proj": 2 * n if a.gated else n, "k_proj": m, "v_proj": m}
-    by_head = by_outputs(((a.heads, widths["q_proj"] // a.heads),), *[((a.kv_heads, a.head_dim),)] * 2)
+    kinds = 0 if a.shared else 1 if a.k_is_v else 2
+    widths = {"q_proj": 2 * n if a.gated else n, **dict.fromkeys(("k_proj", "v_proj")[:kinds], m)}
+    by_head = by_outputs(((a.heads, widths["q_proj"] // a.heads),), *[((a.kv_heads, a.head_dim),)] * kinds)
     tree = {
         "qkv": linear(d, {f"{prefix}{name}.weight": width for name, width in widths.items()}, split=by_head),
         "out": linear(n, {prefix + "o_proj.weight": d}, split=by_inputs(a.heads, a.head_dim)),
@@ -100,7 +124,7 @@ def attention_tensors(layer: Layer, d: int, prefix: str) -> Tensors:
         split = by_outputs(((a.heads, 1),))
         tree["sinks"] = Param((a.heads,), (prefix + "sinks",), Layout((a.heads,)), split=split)
     if a.qk_norm:
-        for name, heads in (("q_norm", a.heads), ("k_norm", a.kv_heads)):
+        for name, heads in (("q_norm", a.heads), ("k_norm", a.kv_heads))[: 1 if a.shared else 2]:
             width, split = a.head_dim, WHOLE
             if a.qk_norm_all:
                 width, split = heads * a.head_dim, by_outputs(((heads, a.head_dim),))

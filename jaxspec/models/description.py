@@ -64,6 +64,15 @@ class NoRotation:
 
 
 @dataclass(frozen=True)
+class Proportional:
+    """Rotation of a head's first `pairs` of halves alone, by frequencies that count all pairs (Gemma 4's, rope_type
+    "proportional"). Positions are divided by `factor`."""
+
+    pairs: int
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
 class Rope:
     """Rotary positions of base `theta`.
 
@@ -73,7 +82,7 @@ class Rope:
     """
 
     theta: float
-    scaling: RopeScaling | LinearScaling | Yarn | NoRotation | None = None
+    scaling: RopeScaling | LinearScaling | Yarn | NoRotation | Proportional | None = None
     columns: int | None = None
     interleaved: bool = False
     sections: tuple[int, int, int] | None = None
@@ -89,6 +98,11 @@ class PagedRows:
     heads: int
     width: int
     streams: int = 2
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of a token."""
+        return self.streams * self.heads * self.width
 
 
 @dataclass(frozen=True)
@@ -142,7 +156,9 @@ class Attention:
     `qk_norm_rotated`: after they are rotated. `gated`: each query head's columns are followed by its gate's, whose
     sigmoid multiplies what the head mixes. `bias`: of q, k and v. `out_bias`: of the output projection. `window`: how
     many positions a token sees, its own and those before it; None: all. `scale`: what scores are multiplied by; None:
-    head_dim**-0.5. `sinks`: each head has a learnt logit more in its softmax, which no value belongs to.
+    head_dim**-0.5. `sinks`: each head has a learnt logit more in its softmax, which no value belongs to. `v_norm`: of
+    each value head, without a weight. `k_is_v`: values are the keys' projection, before any norm and rotation.
+    `shared`: keys and values are those of the last layer before it that is like it and has its own.
     """
 
     heads: int
@@ -158,6 +174,9 @@ class Attention:
     window: int | None = None
     scale: float | None = None
     sinks: bool = False
+    v_norm: Norm | None = None
+    k_is_v: bool = False
+    shared: bool = False
 
     @property
     def memory(self) -> PagedRows:
@@ -165,7 +184,8 @@ class Attention:
 
     @property
     def columns(self) -> int:
-        return (2 * self.heads + 2 * self.kv_heads) * self.head_dim
+        own = 0 if self.shared else 1 if self.k_is_v else 2
+        return (2 * self.heads + own * self.kv_heads) * self.head_dim
 
     @property
     def pair_flops(self) -> int:
@@ -353,7 +373,10 @@ class Mixture:
     otherwise one. `scores`: of the experts, from the router's logits. `bias`: of the experts' matrices. `router_bias`:
     of the router's logits. `groups`: how many groups of devices the experts are divided among; see `weights.Split`.
     `activation` and `gated`: as of an `Mlp`, of the shared expert, too. `latent`: the width of a projection of the rows
-    that experts take in place of them, and whose results are projected back; 0: there is none.
+    that experts take in place of them, and whose results are projected back; 0: there is none. `beside`: an MLP whose
+    result is added to the experts' (Gemma 4's), each with norms of its own ("experts_norm"; "mlp_own_norm",
+    "experts_own_norm"); the router has a norm of its own, too ("router_norm"), and each expert a learnt number by which
+    its weight is multiplied ("expert_scale").
     """
 
     experts: int
@@ -365,10 +388,24 @@ class Mixture:
     scores: Literal["softmax"] | SigmoidScores = "softmax"
     bias: bool = False
     router_bias: bool = False
-    activation: Literal["silu", "relu2"] | ClampedSwiglu = "silu"
+    activation: Literal["silu", "gelu_tanh", "relu2"] | ClampedSwiglu = "silu"
     groups: int = 1
     gated: bool = True
     latent: int = 0
+    beside: Mlp | None = None
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """Inputs that layers have beside the residual stream, `width` wide (Gemma 4's per-layer embeddings).
+
+    Each layer has a row of a table of `vocab_size` tokens ("layer_embed"), times the root of the width, and a
+    projection of the embedding ("layer_projection"), times the model's width**-0.5 and then normed. Their sum is
+    multiplied by 2**-0.5.
+    """
+
+    width: int
+    vocab_size: int
 
 
 @dataclass(frozen=True)
@@ -377,6 +414,9 @@ class Layer:
 
     `pre_norm`: whether a sub-layer's input is normed (weights "attn_norm", "mlp_norm"). `post_norm`: each sub-layer's
     output is normed before it is added ("attn_post_norm", "mlp_post_norm"). `residual_scale`: what it is multiplied by.
+    `input_width`: that of the layer's own input, which is multiplied by the activation of a gate ("input_gate"),
+    projected ("input_out"), normed ("input_norm") and added; 0: it has none. `output_scaled`: the whole output is
+    multiplied by a learnt number ("layer_scale").
     """
 
     mixing: Kind | Absent
@@ -385,6 +425,8 @@ class Layer:
     pre_norm: bool = True
     post_norm: bool = False
     residual_scale: float = 1.0
+    input_width: int = 0
+    output_scaled: bool = False
 
 
 @dataclass(frozen=True)
@@ -392,8 +434,10 @@ class Decoder:
     """A stack of layers, `width` wide, between embedding and head. `tied`: the head is the embedding.
 
     `embed_scale`: what embeddings are multiplied by, rounded to the activations' dtype. `logit_scale`: what logits are
-    multiplied by. `deterministic`: a row has the same bits whatever rows are beside it, and its attention sums so many
-    tokens by themselves; 0: it needn't. `reports_experts`: a forward returns the experts that mixtures chose.
+    multiplied by. `logit_cap`: logits are squashed below it, cap * tanh(logit / cap); None: they aren't.
+    `layer_inputs`: those that layers have of their own. `deterministic`: a row has the same bits whatever rows are
+    beside it, and its attention sums so many tokens by themselves; 0: it needn't. `reports_experts`: a forward returns
+    the experts that mixtures chose.
     """
 
     vocab_size: int
@@ -403,6 +447,8 @@ class Decoder:
     tied: bool = False
     embed_scale: float = 1.0
     logit_scale: float = 1.0
+    logit_cap: float | None = None
+    layer_inputs: LayerInputs | None = None
     deterministic: int = 0
     reports_experts: bool = False
 
@@ -418,17 +464,30 @@ class Decoder:
 
     def groups(self, sort: type) -> dict[Memory, int]:
         """Memories of this sort, in order of their first layers, and how many layers have each."""
-        return dict(Counter(memory for layer in self.layers if isinstance(memory := layer.mixing.memory, sort)))
+        own = [layer.mixing for layer in self.layers if not shares(layer.mixing)]
+        return dict(Counter(mixing.memory for mixing in own if isinstance(mixing.memory, sort)))
 
     @property
     def memory_index(self) -> tuple[tuple[int, int], ...]:
-        """Number each layer's memory among the groups of its sort, and the layer in its group; zeros: it has none."""
-        counts, out = Counter(), []
-        for memory in (layer.mixing.memory for layer in self.layers):
-            known = list(self.groups(type(memory))) if memory else [None]
-            out.append((known.index(memory), counts[memory] if memory else 0))
-            counts[memory] += 1
+        """Number each layer's memory among the groups of its sort, and the layer in its group; zeros: it has none.
+
+        A layer that shares another's has that one's numbers.
+        """
+        counts, out, newest = Counter(), [], {}
+        for mixing in (layer.mixing for layer in self.layers):
+            if shares(mixing):
+                out.append(newest[dataclasses.replace(mixing, shared=False)])
+                continue
+            known = list(self.groups(type(mixing.memory))) if mixing.memory else [None]
+            out.append((known.index(mixing.memory), counts[mixing.memory] if mixing.memory else 0))
+            counts[mixing.memory] += 1
+            newest[mixing] = out[-1]
         return tuple(out)
+
+    @property
+    def sharing(self) -> frozenset[int]:
+        """Numbers of the layers that read keys and values that other layers have written."""
+        return frozenset(i for i, layer in enumerate(self.layers) if shares(layer.mixing))
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
@@ -446,12 +505,18 @@ class Decoder:
         return len(mixtures), self.mixture.per_token
 
 
+def shares(mixing: Kind | Absent) -> bool:
+    """Whether a layer reads keys and values that another layer has written."""
+    return isinstance(mixing, Attention) and mixing.shared
+
+
 # Rope tables are made outside of kernels: who implements one scaling implements all.
 ROPE_SCALINGS: Table = {
     RopeScaling: frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position"}),
     LinearScaling: frozenset({"factor"}),
     Yarn: frozenset({"factor", "original_max_position", "attention_factor", "beta_fast", "beta_slow", "truncate"}),
     NoRotation: frozenset(),
+    Proportional: frozenset({"pairs", "factor"}),
 }
 
 

@@ -58,8 +58,10 @@ def _local_layer(layer: Layer, size: int) -> Layer:
     match layer.feed:
         case Mlp(width):
             width = {"width": share("columns of an MLP", width)}
-        case Mixture(width=width, shared=shared, groups=groups):
+        case Mixture(width=width, shared=shared, groups=groups, beside=beside):
             width = {"width": share("columns of an expert", width, size=size // groups)}
             width |= {"shared": share("columns of the shared expert", shared)} if shared else {}
+            if beside:
+                width |= {"beside": dataclasses.replace(beside, width=share("columns of an MLP", beside.width))}
     replace = dataclasses.replace
     return replace(layer, mixing=mixing, feed=replace(layer.feed, **width))

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxspec.config.json_values import positive_float, shown
 from jaxspec.config.options import ConfigError
-from jaxspec.models.description import LinearScaling, Rope, RopeScaling, Yarn
+from jaxspec.models.description import LinearScaling, Proportional, Rope, RopeScaling, Yarn
 
 Config = Mapping[str, Any]
 
@@ -20,6 +20,11 @@ def rope(hf: Config, head_dim: int, rotated: float) -> Rope:
     theta = positive_float(settings if "rope_theta" in settings else hf, "rope_theta", 10_000.0)
     share = "partial_rotary_factor"
     fraction = positive_float(settings if share in settings else hf, share, rotated)
+    if kind == "proportional":
+        pairs = int(head_dim * fraction) // 2
+        if not 0 < pairs <= head_dim // 2:
+            raise ConfigError(f"{share} {fraction:g} of head_dim {head_dim} is {pairs} pairs, not 1 to {head_dim // 2}")
+        return Rope(theta, Proportional(pairs, positive_float(settings, "factor", 1.0)))
     if (columns := int(head_dim * fraction)) % 2 or not 0 < columns <= head_dim:
         raise ConfigError(
             f"{share} {fraction:g} of head_dim {head_dim} is {columns}, not an even number from 2 to {head_dim}"
@@ -63,7 +68,8 @@ def _scaling(settings: Config, kind: Any, hf: Config) -> RopeScaling | LinearSca
             return _llama3(settings)
         case "yarn":
             return _yarn(settings, hf)
-    raise ConfigError(f"rope_type {shown(kind)} is not supported; supported: default, linear, llama3, yarn")
+    known = "default, linear, llama3, yarn, proportional"
+    raise ConfigError(f"rope_type {shown(kind)} is not supported; supported: {known}")
 
 
 def _need(settings: Config, kind: str, *keys: str) -> None:

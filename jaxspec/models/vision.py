@@ -1,7 +1,7 @@
 """Descriptions of vision towers: what they compute, and what their tensors are called.
 
 A tower takes patches of pictures to embeddings that stand in a prompt: Qwen3-VL's, which Qwen3.5 has without deepstack,
-or SigLIP with Gemma 3's projector.
+or SigLIP with Gemma 3's projector. With deepstack, rows also have what is added behind the decoder's first layers.
 """
 
 from __future__ import annotations
@@ -53,6 +53,11 @@ class Tower(ABC):
         return self.at_once > 1
 
     @property
+    def columns(self) -> int:
+        """The width of its rows: an embedding, and what is added to the residual stream behind each of some layers."""
+        return self.out
+
+    @property
     def merge(self) -> int | None:
         """Patches on each side of a token, where positions have three axes; None: a token's place is its position."""
         return None
@@ -80,10 +85,11 @@ class Tower(ABC):
 @dataclass(frozen=True)
 class QwenTower(Tower):
     """Qwen3-VL's: `side` of the square of learnt positions, which is resampled to a picture's grid, and a merger that
-    makes one token of `merged` x `merged` patches."""
+    makes one token of `merged` x `merged` patches. `deepstack`: layers behind which there are mergers of their own."""
 
     side: int
     merged: int
+    deepstack: tuple[int, ...] = ()
 
     per_layer = "blocks."
 
@@ -100,11 +106,18 @@ class QwenTower(Tower):
             "merger.linear_fc2": (self.out, merged),
         }
         norms = {name: (d,) for name in ("blocks.norm1", "blocks.norm2", "merger.norm")}
+        for name in map(deepstack_merger, range(len(self.deepstack))):
+            matrices |= {f"{name}.linear_fc1": (merged, merged), f"{name}.linear_fc2": (self.out, merged)}
+            norms[f"{name}.norm"] = (merged,)
         return {"pos_embed.weight": (self.side**2, d)} | _with_biases(matrices | norms)
 
     @property
     def per_token(self) -> int:
         return self.merged**2
+
+    @property
+    def columns(self) -> int:
+        return self.out * (1 + len(self.deepstack))
 
     @property
     def merge(self) -> int:
@@ -151,20 +164,34 @@ class SiglipTower(Tower):
         return tuple(one << i for i in range((most // one).bit_length()))
 
 
+def deepstack_merger(i: int) -> str:
+    """Prefix of the parameters of the i-th merger behind a layer."""
+    return f"deepstack_merger_list.{i}"
+
+
 def _with_biases(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     weights = {f"{name}.weight": shape for name, shape in shapes.items()}
     return weights | {f"{name}.bias": shape[:1] for name, shape in shapes.items()}
 
 
-def qwen_tower(hf: Mapping[str, Any], width: int) -> Tower | None:
+def qwen_tower(hf: Mapping[str, Any], width: int, deepstack: tuple[int, ...] | None = None) -> Tower | None:
     """Read Qwen3-VL's `vision_config` of a config.json; None for one without sizes. `width`: of the text model.
+    `deepstack`: the layers of the tower where a config is silent; None: the text model takes none.
 
     **Raises:** `ConfigError` naming the key.
     """
     if (vision := _vision(hf, "depth")) is None:
         return None
-    if vision.get("deepstack_visual_indexes"):
-        raise ConfigError("vision_config: deepstack_visual_indexes is not supported for this model; remove the key")
+    key, depth = "deepstack_visual_indexes", positive(vision, "depth")
+    if deepstack is None and vision.get(key):
+        raise ConfigError(f"vision_config: {key} is not supported for this model; remove the key")
+    if deepstack is not None:
+        deepstack = vision.get(key, deepstack)
+        numbers = isinstance(deepstack, list | tuple) and all(type(each) is int for each in deepstack)
+        if not numbers or list(deepstack) != sorted({*deepstack} & {*range(depth)}):
+            raise ConfigError(f"vision_config: {key} must be layers of {depth}, ascending, got {shown(deepstack)}")
+        if len(deepstack) >= (layers := positive(hf.get("text_config", hf), "num_hidden_layers")):
+            raise ConfigError(f"vision_config: {key} has {len(deepstack)} layers; the text model has {layers}")
     heads, d, table = positive(vision, "num_heads", 16), positive(vision, "hidden_size"), "num_position_embeddings"
     if d % (4 * heads):
         raise ConfigError(f"vision_config: hidden_size ({d}) must be a multiple of four times num_heads ({heads})")
@@ -175,8 +202,8 @@ def qwen_tower(hf: Mapping[str, Any], width: int) -> Tower | None:
         raise ConfigError(f"vision_config: out_hidden_size ({out}) must be the text model's hidden_size ({width})")
     frames = positive(vision, "in_channels", 3) * positive(vision, "temporal_patch_size", 2)
     patch = frames * positive(vision, "patch_size", 16) ** 2
-    sizes = positive(vision, "depth"), d, heads, positive(vision, "intermediate_size"), patch, out
-    return QwenTower(*sizes, side, positive(vision, "spatial_merge_size", 2))
+    sizes = depth, d, heads, positive(vision, "intermediate_size"), patch, out
+    return QwenTower(*sizes, side, positive(vision, "spatial_merge_size", 2), tuple(deepstack or ()))
 
 
 def siglip_tower(hf: Mapping[str, Any], width: int) -> Tower | None:

@@ -309,7 +309,32 @@ class Division:
 
 def spread(run: Callable, mesh: Mesh, given: Any, gives: Any) -> Callable:
     """The program that has each device run `run` on its own part of everything. `given`, `gives`: how its arguments and
-    results are divided."""
+    results are divided.
+
+    Arguments without elements (no drafts, say) are made on each device: XLA's partitioner for GPUs crashes on them
+    (jaxlib 0.11.2).
+    """
+
+    def program(*args):
+        leaves, tree = jax.tree.flatten(args)
+        if all(map(np.size, leaves)):
+            return _spread(run, mesh, given, gives)(*args)
+        specs = jax.tree.leaves(jax.tree.broadcast(given, args))
+        parts = [NamedSharding(mesh, spec).shard_shape(x.shape) for x, spec in zip(leaves, specs, strict=True)]
+
+        def run_with_empty(*held):
+            held = iter(held)
+            own = [next(held) if x.size else jnp.zeros(part, x.dtype) for x, part in zip(leaves, parts, strict=True)]
+            return run(*jax.tree.unflatten(tree, own))
+
+        held, specs = zip(*[(x, spec) for x, spec in zip(leaves, specs, strict=True) if x.size], strict=True)
+        return _spread(run_with_empty, mesh, specs, gives)(*held)
+
+    program.__name__ = getattr(run, "__name__", "program")
+    return program
+
+
+def _spread(run, mesh, given, gives):
     return jax.shard_map(run, mesh=mesh, in_specs=given, out_specs=gives, check_vma=False)
 
 

@@ -300,6 +300,11 @@ class Shapes:
     adapters: int = 0  # places for adapters; 0: there are no programs for requests that have one
     processed: bool = False  # log-probabilities are those of the distribution drawn from
 
+    @property
+    def chunk(self) -> int:
+        """Most prompt tokens of a prefill."""
+        return self.prefills[-1] * self.block
+
     def several(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
         """Sizes, in requests, that have programs of several rounds."""
         most = max(sizes, default=0) if self.rounds_for is None else self.rounds_for

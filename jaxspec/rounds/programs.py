@@ -71,7 +71,7 @@ class State:
     hidden: Float[Array, "r d"]
     features: tuple[Float[Array, "r d"], ...]
     forced: Int[Array, "r k"]
-    pictures: Float[Array, "n d"] | None = None
+    pictures: Float[Array, "n c"] | None = None
     reported: Reported = Reported()
 
 
@@ -101,7 +101,7 @@ def empty_state(
     replay = jnp.zeros((num_slots + 1,), jnp.int32)
     forced = jnp.zeros((num_slots + 1, rows), jnp.int32)
     features = tuple(last() for _ in drafter.feature_layers)
-    embedded = jnp.zeros((pictures, config.hidden_size), dtype) if pictures else None
+    embedded = jnp.zeros((pictures, config.tower.columns), dtype) if pictures else None
     reported = empty_reported(config, layout, dtype, hidden_states)
     return State(slots, cache, replay, draft, last(), features, forced, embedded, reported)
 

@@ -13,12 +13,18 @@ DECAY = 1 / 256  # share of what it takes more than others suggest that is forgo
 
 
 class Dispatched(NamedTuple):
-    """Dispatches since the round before: the size of each program of prompts, and when the first was, in
-    seconds. `rounds`: of the program that is behind them."""
+    """Dispatches since the round before: the size of each program of prompts, and when the first was, in seconds; 0 if
+    there are none. `rounds`: of the program that is behind them. `pictures`: some were read, too."""
 
-    prompts: tuple[int, ...]
-    began: float
+    prompts: tuple[int, ...] = ()
+    began: float = 0.0
     rounds: int = 1
+    pictures: bool = False
+
+    @property
+    def alone(self) -> bool:
+        """Whether there are none."""
+        return not (self.prompts or self.pictures)
 
 
 class PrefillBudget:
@@ -38,23 +44,28 @@ class PrefillBudget:
         self._most, self._block, self._sizes = most, block, sizes
         self._rounds: dict[int, float] = {}  # what a program of so many rounds takes
         self._took: dict[int, float] = {}  # by size
-        self._dispatched = Dispatched((), 0.0)
+        self._dispatched = Dispatched()
+        self._pictures = 0
         self._read_at = 0.0
 
     def prompts(self, blocks: int, now: float) -> None:
         """Note a program of so many blocks of prompts that is about to be dispatched."""
         size = next(size for size in self._sizes if size >= blocks)
-        programs = self._dispatched.prompts
-        self._dispatched = Dispatched((*programs, size), self._dispatched.began if programs else now)
+        before = self._dispatched
+        self._dispatched = before._replace(prompts=(*before.prompts, size), began=before.began or now)
 
-    def round(self, now: float, rounds: int = 1) -> Dispatched:
-        """Note that a program of so many rounds is about to be dispatched; what it is behind of."""
-        dispatched, self._dispatched = self._dispatched, Dispatched((), 0.0)
-        return Dispatched(dispatched.prompts, dispatched.began if dispatched.prompts else now, rounds)
+    def round(self, now: float, rounds: int = 1, pictures: int = 0) -> Dispatched:
+        """Note that a program of so many rounds is about to be dispatched; what it is behind of. `pictures`: how many
+        have been read so far."""
+        dispatched, self._dispatched = self._dispatched, Dispatched()
+        read, self._pictures = pictures > self._pictures, pictures
+        return Dispatched(dispatched.prompts, dispatched.began or now, rounds, read)
 
     def read(self, dispatched: Dispatched, now: float) -> None:
         """Note that a round's result is there."""
         took, self._read_at = now - max(self._read_at, dispatched.began), now
+        if dispatched.pictures:
+            return  # nobody knows how much of it they took
         if not dispatched.prompts:
             if not self._rounds:
                 self._took.clear()  # what was learned has a round in it

@@ -68,6 +68,8 @@ class Scheduler:
     the dummy slot, all 0. It changes in place: copy the rows that a program reads. `waiting`, `prefilling`
     (unfinished prompts, one a client), `loading` and `running` are for looking at. `between`, which may be set before
     each plan, is how many prompt tokens there may be between two rounds, crowd or not, but for a block; None: as above.
+    `unread` says whether pictures of a prompt's next chunk are to be read first, and have the time between two rounds
+    to themselves. Set it where that time is limited, even if nobody knows yet how many tokens fit.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class Scheduler:
         self.context_length, self.prefix_cache, self.replays = context_length, prefix_cache, replays
         self.rounds, self.rounds_for, self.held_tokens = rounds, rounds_for or num_slots, held_tokens
         self.between: int | None = None
+        self.unread: Callable[[SequenceState], bool] = lambda _: False
         self.pool = PagePool(num_pages)
         self.snapshot_slots = None if snapshots is None else tuple(snapshots)
         self.snapshots = None if snapshots is None else Snapshots(self.snapshot_slots, host)
@@ -208,7 +211,7 @@ class Scheduler:
             self.host.begin_plan()
         if not self._grow() or self._blocked_by_unread():
             return Plan([], [], [], [], drain=True)
-        admit, prefill = self._fill()
+        admit, prefill, reads = self._fill()
         first = [chunk.seq for chunk in prefill if chunk.start + chunk.count == len(chunk.seq.tokens)]
         for seq in first:
             seq.in_flight += 1
@@ -221,7 +224,7 @@ class Scheduler:
         rounds = self._lookahead(rows)
         for seq in rows:
             seq.in_flight += rounds
-        return Plan(admit, prefill, first, rows, rounds)
+        return Plan(admit, prefill, first, rows, rounds, reads=reads)
 
     def append(self, seq: SequenceState, tokens: list[int], rounds: int = 1) -> int:
         """Read the oldest rounds in flight of `seq`, all those of a program: these are its next tokens.
@@ -389,9 +392,9 @@ class Scheduler:
         blocks = (self.between - self._since) // self.block if limited else self.prefills[-1]
         return max((size for size in self.prefills if size <= blocks), default=self.prefills[0])
 
-    def _fill(self) -> tuple[list[SequenceState], list[Chunk]]:
-        """Admissions and chunks within one program's budget, in the order of `fair_share`. A prompt that is scored has
-        a program alone, and is charged for all of it."""
+    def _fill(self) -> tuple[list[SequenceState], list[Chunk], SequenceState | None]:
+        """Admissions and chunks within one program's budget, in the order of `fair_share`; or whose pictures to read
+        first. A prompt that is scored has a program alone, and is charged for all of it."""
         admit, chunks, blocks = [], [], self._room()
         while blocks:
             victim = self._in_the_way([chunk.seq for chunk in chunks])
@@ -406,12 +409,14 @@ class Scheduler:
                 admit.append(seq)
                 if seq.status is Status.LOADING:
                     continue
+            if self.running and self.unread(seq):
+                return admit, chunks, None if chunks or self._since else seq
             if chunks and blocks * self.block < self._at_once(seq):
                 break  # the next program begins with it
             chunks.append(self._next_chunk(seq, blocks))
             self.waiting.charge(seq, blocks * self.block if seq.score else chunks[-1].count)
             blocks = 0 if seq.score else blocks - len(chunks[-1].blocks(self.block))
-        return admit, chunks
+        return admit, chunks, None
 
     def _due(self, seq: SequenceState) -> int:
         """How many positions its prefill computes: the prompt's, or those that were committed before a preemption."""

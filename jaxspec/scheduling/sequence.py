@@ -132,7 +132,8 @@ class Plan(NamedTuple):
     """Programs to dispatch: set up the slots of `admit`; one program for all of `prefill`; one for the first tokens of
     `first`, whose prompts that completes; then one that runs `rounds` rounds of `rows`, one after the other.
 
-    Of `admit`, those whose status is LOADING wait for pages from the host, and have no prefill yet.
+    Of `admit`, those whose status is LOADING wait for pages from the host, and have no prefill yet. `reads` is the
+    prompt some of whose pictures are to be read in place of prefill.
 
     `drain`: pages ran out while results are unread. Nothing else is in the plan: read them all, then plan again.
     """
@@ -143,3 +144,4 @@ class Plan(NamedTuple):
     rows: list[SequenceState]
     rounds: int = 1
     drain: bool = False
+    reads: SequenceState | None = None

@@ -21,13 +21,15 @@ import socket
 import struct
 import threading
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 
 from jaxspec.structured.limits import COMPILE_SECONDS, TooCostly, parser_limits
-from jaxspec.structured.source import behind, source
+from jaxspec.structured.source import at_fault, behind, source
 
+NARROWING_SECONDS = COMPILE_SECONDS / 2  # of CPU time, in which a refused grammar's part at fault is looked for
 WALL_SECONDS = 4 * COMPILE_SECONDS  # on a busy machine
 STACK_BYTES = 24 * 2**20  # compiling recurses for each rule and property
 STEP_STACK_BYTES = 2 * 2**20  # of the library's own threads, which make masks
@@ -120,6 +122,8 @@ def _work(job: socket.socket, vocabulary: LLTokenizer, added: dict[str, int]) ->
         answer: dict[str, Any] = {"text": text, "seconds": taken, "bytes": max(_memory()[1] - before, 0)}
         if matcher.is_error():
             answer = {"error": matcher.get_error()}
+            label, path, why = at_fault(wanted, partial(_refusal, vocabulary, began + NARROWING_SECONDS))
+            answer |= {"error": why, "part": f"{label} can't be compiled: at {path}"} if why else {}
     except TooCostly as error:
         answer = {"costly": str(error)}
     except MemoryError:
@@ -127,6 +131,14 @@ def _work(job: socket.socket, vocabulary: LLTokenizer, added: dict[str, int]) ->
     except BaseException as error:  # what a text that isn't a grammar sets off in one of the library's readers
         answer = {"error": str(error)}
     job.sendall(json.dumps(answer).encode())
+
+
+def _refusal(vocabulary: LLTokenizer, end: float, schema: dict[str, Any]) -> str:
+    """The library's reason against a schema; "" if it takes it, or if the CPU time is past `end`."""
+    if _cpu_seconds() > end:
+        return ""
+    grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
+    return LLMatcher(vocabulary, grammar, log_level=0, limits=parser_limits("json")).get_error()
 
 
 def _follow(matcher: LLMatcher) -> None:

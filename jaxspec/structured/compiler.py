@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
@@ -38,6 +39,23 @@ sys.modules["jaxspec"] = package
 from jaxspec.structured.compile_server import main
 main(int(sys.argv[2]))
 """
+
+_REASONS = tuple(  # messages of the library, and what they say to someone who doesn't know it
+    (re.compile(pattern), words)
+    for pattern, words in (
+        (
+            r"patternProperty regexes /(.*)/ and /(.*)/ are not disjoint",
+            r"patternProperties \1 and \2 have names in common but different schemas, which can't be enforced; "
+            "write patterns that exclude each other",
+        ),
+        (
+            r"lookarounds not supported yet; \w+ in regex /(.*)/",
+            r"the pattern \1 has an anchor or a word boundary within, which can't be enforced",
+        ),
+        (r"Unsatisfiable schema: Regex is empty", "no text follows it"),
+        (r"Unsatisfiable schema: (.*)", r"no value follows it: \1"),
+    )
+)
 
 _stack = threading.Lock()  # its size is every new thread's
 
@@ -95,7 +113,8 @@ class Compiler:
         if "costly" in said:
             raise Refused(said["costly"])
         if "error" in said:
-            raise Refused(f"{KINDS.get(wanted.kind, 'the grammar')} can't be compiled: {reason(said['error'])}")
+            what = said.get("part") or f"{KINDS.get(wanted.kind, 'the grammar')} can't be compiled"
+            raise Refused(f"{what}: {reason(said['error'])}")
         return Proven(**said)
 
     def close(self) -> None:
@@ -221,6 +240,9 @@ def refusals(wanted: StructuredOutput) -> Iterator[None]:
 
 def reason(text: str) -> str:
     """The library's message as one line: its first one, and what a regular expression's parser says at the end."""
+    for pattern, words in _REASONS:
+        if found := pattern.search(text):
+            return found.expand(words)
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("<")]
     reasons = [line[:200] for line in (*lines[:1], *lines[1:]) if line is lines[0] or line.startswith("error:")]
     return " ".join(reasons[:2]) or "the grammar library gives no reason"

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxspec.structured.logic import Disjoint, negation, values
+from jaxspec.structured.regex import of_ecma
 from jaxspec.structured.schema import (
     ANNOTATIONS,
     ANY,
@@ -21,6 +22,7 @@ from jaxspec.structured.schema import (
     OF_NUMBERS,
     OF_OBJECTS,
     UNEVALUATED,
+    both,
     meet,
     resolve,
     same,
@@ -45,6 +47,8 @@ MOST_DOUBLE, LEAST_NORMAL = 1.7976931348623157e308, 2.2250738585072014e-308
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _UNIONS = ("anyOf", "oneOf")
 _CONDITIONS = ("dependentRequired", "dependentSchemas", "dependencies")
+_EVERY = frozenset({"", "^", "$", ".*", "^.*", ".*$", r"[\s\S]*", r"^[\s\S]*", r"^[\s\S]*$"})  # patterns of any name
+_LINES = frozenset({"^.*$", ".+", "^.+", "^.+$", ".", "^."})  # of any but those empty or of several lines
 _SCALARS = frozenset({"type", "enum", "const", "pattern", "format", "minLength", "maxLength", *OF_NUMBERS})
 
 
@@ -119,8 +123,10 @@ class _Lowering:
         for part in (whole, *whole.get("allOf", ())):
             for key in _REFERENCES:
                 if key in part:
-                    why = "isn't within this schema, and the server does not fetch others"
-                    raise SchemaError(path, f"{key} {part[key]!r} {why}")
+                    if key != "$ref":
+                        raise SchemaError(path, f"{key} can't be followed; write $ref")
+                    why = "is no path and no $anchor in this schema, and the server does not fetch others"
+                    raise SchemaError(path, f"$ref {part[key]!r} {why}")
         if any(whole.get(key, True) not in (True, {}) for key in UNEVALUATED):
             others = ("not", "contains") + ("if",) * whole.keys().isdisjoint({"then", "else"})
             if unseen := [key for key in others if key in whole]:
@@ -245,8 +251,8 @@ class _Lowering:
         found = _counts(whole, path, "minLength", "maxLength")
         if isinstance(pattern := whole.get("pattern", ""), str):
             pattern, *ahead = without_lookahead(pattern)
-            found |= {"pattern": pattern} if pattern else {}
-            found |= {"allOf": [{"type": "string", "pattern": each} for each in ahead]} if ahead else {}
+            found |= {"pattern": of_ecma(pattern)} if pattern else {}
+            found |= {"allOf": [{"type": "string", "pattern": of_ecma(each)} for each in ahead]} if ahead else {}
         else:
             raise SchemaError(path, f"pattern must be a string, not {json.dumps(pattern)[:60]}")
         if looks_around(found.get("pattern", "")):
@@ -296,12 +302,20 @@ class _Lowering:
             members = {key: each if name and matches(name, key) else False for key, each in members.items()}
             patterns = {name: others} if name and others is not False else {}
             others = False
+        for every in [key for key in patterns if key in _EVERY or (key in _LINES and others in (True, {}))]:
+            others = patterns[every]
+            patterns = {key: both(each, others) for key, each in patterns.items() if key != every}
+            members = {key: both(each, others) for key, each in members.items()}
         if members:
             found["properties"] = {key: self.lower(each, f"{path}/properties/{key}") for key, each in members.items()}
-        if patterns:
-            found["patternProperties"] = {
-                key: self.lower(each, f"{path}/patternProperties/{key}") for key, each in patterns.items()
-            }
+        alike: dict[str, list[str]] = {}
+        for key, each in patterns.items():
+            lowered = self.lower(each, f"{path}/patternProperties/{key}")
+            if others not in (True, {}) or lowered not in (True, {}):
+                alike.setdefault(json.dumps(lowered), []).append(of_ecma(key))
+        if alike:  # one pattern for each schema, since the library takes none that have names in common
+            joined = lambda keys: keys[0] if len(keys) == 1 else "|".join(f"(?:{key})" for key in keys)  # noqa: E731
+            found["patternProperties"] = {joined(keys): json.loads(lowered) for lowered, keys in alike.items()}
         if others not in (True, {}):
             found["additionalProperties"] = self.lower(others, f"{path}/additionalProperties")
         if required:

@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from jaxspec.config.request import MAX_NESTING
+from jaxspec.structured.texts import matches
 
 ANY = frozenset({"null", "boolean", "number", "string", "array", "object"})  # a number may be an integer
 NEVER = {"not": {}}  # what the schema `false` says
@@ -151,6 +152,43 @@ def _own_types(whole: Mapping[str, Any], implied: bool) -> frozenset[str]:
     return frozenset(kinds) if implied and found == ANY and len(kinds) == 1 else found
 
 
+def members(schema: Any, root: Any) -> tuple[dict[str, Any], dict[str, Any], Any]:
+    """Schemas of an object's members: by their name, by a pattern that it matches, and of all others (False: none).
+    A member of several options of a union is of any of their schemas."""
+    return _members(schema, root, set())
+
+
+def _members(schema: Any, root: Any, seen: set[int]) -> tuple[dict[str, Any], dict[str, Any], Any]:
+    seen.add(id(schema))
+    whole = resolve(schema, root)
+    own: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+    options: tuple[dict[str, list[Any]], dict[str, list[Any]]] = ({}, {})
+    others: Any = False
+    for part in (whole, *whole.get("allOf", ())):
+        for key, found in zip(("properties", "patternProperties"), own, strict=True):
+            for name, each in part[key].items() if isinstance(part.get(key), Mapping) else ():
+                found[name] = both(found.get(name, True), each)
+        others = others or part.get("additionalProperties", False)
+        for option in (each for key in ("anyOf", "oneOf", "then", "else") for each in _list(part.get(key, []))):
+            if id(option) not in seen:
+                *inner, open_to = _members(option, root, seen)
+                others = others or open_to
+                for found, more in zip(options, inner, strict=True):
+                    for name, each in more.items():
+                        found.setdefault(name, []).append(each)
+    for found, more in zip(own, options, strict=True):
+        for name, each in more.items():
+            found[name] = both(found.get(name, True), each[0] if len(each) == 1 else {"anyOf": each})
+    return *own, others
+
+
+def member(named: Mapping[str, Any], patterns: Mapping[str, Any], others: Any, name: str) -> Any:
+    """The schema of an object's member, by what `members` gives."""
+    found = [named[name]] if name in named else []
+    found += [each for pattern, each in patterns.items() if matches(pattern, name) is not False]
+    return {"allOf": found} if len(found) > 1 else found[0] if found else others
+
+
 def type_of(value: Any) -> str:
     """The JSON type of a value; a number without a fraction is an integer."""
     return "integer" if isinstance(value, float) and value.is_integer() else _PYTHON.get(type(value), "null")
@@ -254,13 +292,13 @@ def _merge_objects(whole: dict[str, Any], part: dict[str, Any]) -> None:
     members = {}
     for name in (*ours, *(name for name in theirs if name not in ours)):
         wanted = [side.get(name, each.get(others, {})) for side, each in ((ours, whole), (theirs, part))]
-        members[name] = _both(*wanted)
-    rest = _both(whole.get(others, True), part.get(others, True))
+        members[name] = both(*wanted)
+    rest = both(whole.get(others, True), part.get(others, True))
     if names in whole or names in part:
         whole[names] = members
     if patterns in part:
         mine = whole.get(patterns, {})
-        merged = {key: _both(mine.get(key, True), value) for key, value in part[patterns].items()}
+        merged = {key: both(mine.get(key, True), value) for key, value in part[patterns].items()}
         whole[patterns] = {**mine, **merged}
     if others in whole or others in part:
         whole[others] = rest
@@ -268,7 +306,7 @@ def _merge_objects(whole: dict[str, Any], part: dict[str, Any]) -> None:
         part.pop(key, None)
 
 
-def _both(one: Any, other: Any) -> Any:
+def both(one: Any, other: Any) -> Any:
     if one in (True, {}) or same(one, other):
         return other
     if other in (True, {}):

@@ -7,20 +7,18 @@ a process that can be ended (`compile_server`), which has no jax.
 from __future__ import annotations
 
 import json
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
 from jaxspec.config.request import StructuredOutput
-from jaxspec.structured.limits import check_lark, check_literal, check_regex, check_schema, schemas_within
+from jaxspec.structured.limits import check_lark, check_literal, check_regex, check_schema
 from jaxspec.structured.lowering import lower
 from jaxspec.structured.regex import JSON_SPACE, with_classes
 
 WHITESPACE = r"[ \t\r\n]{1,64}"  # between a JSON text's parts: without an end, some models write nothing else
-MANY_PATTERNS = 16  # of one object; the library's time grows with their number's cube
 
 
 def source(wanted: StructuredOutput) -> str:
@@ -47,24 +45,43 @@ def _of_schema(wanted: StructuredOutput) -> str:
     options = {"whitespace_pattern": with_classes(space, JSON_SPACE)} if space else {"whitespace_flexible": False}
     schema = json.loads(wanted.text)
     check_schema(schema, wanted.kind)
-    schema = lower(schema, strict=wanted.strict)
-    _merge_patterns(schema)
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
+    lowered = lower(schema, strict=wanted.strict)
+    return LLMatcher.grammar_from_json_schema(json.dumps(lowered), overrides=options)
 
 
-def _merge_patterns(schema: Any) -> None:
-    """Make one of the many patterns of an object that have equal schemas."""
-    for each in schemas_within(schema):
-        patterns = each.get("patternProperties")
-        if not isinstance(patterns, dict) or len(patterns) < MANY_PATTERNS:
-            continue
-        alike = defaultdict(list)
-        for pattern, inner in patterns.items():
-            alike[json.dumps(inner)].append(pattern)
-        each["patternProperties"] = {
-            several[0] if len(several) == 1 else "|".join(f"(?:{pattern})" for pattern in several): patterns[several[0]]
-            for several in alike.values()
-        }
+def at_fault(wanted: StructuredOutput, refusal: Callable[[dict[str, Any]], str]) -> tuple[str, str, str]:
+    """The innermost part of a refused grammar's schemas that is refused alone: the schema's label, the part's path and
+    why; all "" if there is none. `refusal` gives the library's reason against a schema, "" if it takes it."""
+    schemas = [(label, json.loads(text)) for label, text in wanted.schemas]
+    if wanted.kind == "json":
+        schemas = [("the JSON schema", lower(json.loads(wanted.text), strict=wanted.strict))]
+    for label, root in schemas:
+        definitions, path, why, inner, seen = root.get("$defs", {}), "", refusal(root), root, set()
+        while found := next(
+            (
+                (name, part, said)
+                for name, part in _parts(inner, definitions)
+                if id(part) not in seen and (said := refusal({**part, "$defs": definitions}))
+            ),
+            None,
+        ):
+            path, inner, why = path + found[0], *found[1:]
+            seen.add(id(inner))
+        if why:
+            return label, path or "/", why
+    return "", "", ""
+
+
+def _parts(schema: dict[str, Any], definitions: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Schemas within a lowered one, or the one that it refers to, each with its path."""
+    while "$ref" in schema:
+        schema = definitions[schema["$ref"].rpartition("/")[2]]
+    for key in ("properties", "patternProperties", "prefixItems", "anyOf", "allOf", "items", "additionalProperties"):
+        inner = schema.get(key)
+        named = {"": inner} if key in ("items", "additionalProperties") else inner or {}
+        for name, part in named.items() if isinstance(named, dict) else enumerate(named):
+            if isinstance(part, dict):
+                yield f"/{key}/{name}".rstrip("/"), part
 
 
 def behind(base: str, opens: str, closes: str, tokens: Mapping[str, int]) -> str:

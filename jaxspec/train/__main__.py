@@ -14,6 +14,7 @@ import gc
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
+from jaxspec.bench import matched
+from jaxspec.bench.results import BenchError
 from jaxspec.cache.memory_plan import claim_device
 from jaxspec.checkpoint import CheckpointError, Model, load_model, locate, resolve
 from jaxspec.cli import without_traceback
@@ -30,23 +33,28 @@ from jaxspec.config.options import ConfigError
 from jaxspec.config.request import RequestError
 from jaxspec.engine.llm import LLM
 from jaxspec.models.model_config import ModelConfig
+from jaxspec.text import prompts
 from jaxspec.text.errors import TokenizerError
 from jaxspec.train import evaluate, export, features, flags, loop, plots, synthesise
+from jaxspec.train.blocks.domino import DominoObjective
+from jaxspec.train.blocks.lilicorr import LiLiCorrObjective, Terms
 from jaxspec.train.continued import continued, heads_alone
-from jaxspec.train.data import Text, TrainError, count, holds_texts, read_prompts, read_texts, split
+from jaxspec.train.data import Text, TrainError, count, holds_texts, read_texts, split
 from jaxspec.train.dflash import DFlashObjective
 from jaxspec.train.dspark import DSparkObjective
 from jaxspec.train.eagle3 import Eagle3Objective
 from jaxspec.train.folder import agree, as_stored, fingerprint, held, make, read, write
 from jaxspec.train.interrupted import terminable
-from jaxspec.train.objective import Objective
+from jaxspec.train.losses import KINDS, imported
+from jaxspec.train.objective import Objective, own
 from jaxspec.train.packing import pack
 from jaxspec.train.promoted import is_dflash, promote
 
 # What a new drafter is to be like; one that is trained on is as it is.
 _SHAPE = (
     "num_layers", "mlp_size", "num_heads", "num_kv_heads", "target_layers", "draft_vocab_size", "block_size",
-    "mask_token_id", "markov_rank", "markov_head",
+    "mask_token_id", "markov_rank", "markov_head", "candidates", "network_size", "network_layers", "network_heads",
+    "factor_size", "gru_size", "correction_rank", "uncorrected",
 )  # fmt: skip
 _PROMOTED = "markov_rank", "markov_head", "mlp_size"  # of those, what a DFlash drafter may get to become a DSpark one
 # Flags that change neither what is trained nor how its steps are counted: a run may be resumed with others.
@@ -57,6 +65,7 @@ _FREE = {
 _RECIPE = (
     "model", "data", "num_samples", "temperature", "max_answer_tokens", "max_prompt_tokens", "row_length", "seed",
 )  # fmt: skip
+ERRORS = BenchError, CheckpointError, ConfigError, RequestError, TokenizerError, prompts.DataError, TrainError
 _OF_TEXTS = "texts", "data_sha256"  # facts that are known once the texts are written
 
 
@@ -68,11 +77,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with terminable():
             commands = {"data": _data, "features": _features, "token-map": _token_map, "evaluate": _evaluate}
+            commands |= {"compare": partial(_compare, parser)}
             commands.get(args.command, _train)(args)
     except KeyboardInterrupt as error:
         print(str(error) or "interrupted", file=sys.stderr)
         return 130
-    except (CheckpointError, ConfigError, RequestError, TokenizerError, TrainError) as error:
+    except ERRORS as error:
         parser.exit(2, f"{parser.prog} {args.command}: {error}\n")
     return 0
 
@@ -123,6 +133,9 @@ def _train(args: argparse.Namespace) -> None:
     settings = loop.Settings(**{each.name: getattr(args, each.name) for each in dataclasses.fields(loop.Settings)})
     config = resolve(args.model).config
     _check_init(args)
+    for flag, name in (("--loss", args.loss), ("--objective", args.objective)):
+        if name and name not in KINDS:
+            imported(flag, name)  # errors come before texts are written
     loop.check_batch(args.batch_size)
     facts = {name: value for name, value in vars(args).items() if name not in _FREE} | {"method": args.command}
     with held(args.output):
@@ -130,6 +143,25 @@ def _train(args: argparse.Namespace) -> None:
         if not args.init:
             _check_shape(args, config)
         _train_on(_texts_file(args), args, settings, facts)
+
+
+def _compare(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    methods = [name for name in flags.commands(parser) if name not in flags.TOOLS]
+    found = matched.contenders(args, partial(parse, parser), methods)
+    for each in args.benchmark:
+        prompts.read(Path(each.rpartition("=")[2]))  # errors come before training
+    if not args.no_plots:
+        plots.check()
+    with held(args.output):
+        texts = str(_texts_file(args))
+    for each in found:
+        print(f"\n{each.name}", flush=True)
+        each.args.data = texts
+        _train(each.args)
+        gc.collect()
+    text = matched.table(read(matched.measure(args, found))["rows"], found)
+    (args.output / "compare.md").write_text(text + "\n", encoding="utf-8")
+    print(f"\n{text}")
 
 
 def _check_init(args: argparse.Namespace) -> None:
@@ -149,7 +181,7 @@ def _check_shape(args: argparse.Namespace, config: ModelConfig) -> None:
         _check_size(args.draft_vocab_size or 0, config.vocab_size, "--draft-vocab-size")
         export.check_eagle3(args.output / "drafter", config, _shape(args, 1), args.draft_vocab_size or None)
     else:
-        export.check_block(config, _shape(args, 3), _block_of(args, args.mask_token_id or 0))
+        export.check_block(config, _shape(args, 3), _block_of(args, config, args.mask_token_id or 0))
 
 
 def _train_on(path: Path, args: argparse.Namespace, settings: loop.Settings, facts: dict[str, Any]) -> None:
@@ -166,6 +198,8 @@ def _train_on(path: Path, args: argparse.Namespace, settings: loop.Settings, fac
     data = pack(training, args.row_length, args.batch_size, args.seed, alone)
     run = loop.Run(args.output, facts | dict(zip(_OF_TEXTS, (len(texts), fingerprint(source)), strict=True)))
     fresh, objective = (_eagle3 if args.command == "eagle3" else _block)(args, target, training)
+    if args.objective:
+        objective = own(args.objective, objective)
     data = dataclasses.replace(data, feature_layers=objective.drafter.feature_layers)
     answers = sum(end - begin for text in training for begin, end in text.answers)
     print(
@@ -206,10 +240,18 @@ def _block(args: argparse.Namespace, target: Model, texts: list[Text]) -> tuple[
             fresh = heads_alone(fresh, DSparkObjective.heads, target.dtype)
     else:
         fresh = _fresh_block(args, target, texts)
-    kind, size = DSparkObjective if args.command == "dspark" else DFlashObjective, fresh.drafter.block_size
+    size = fresh.drafter.block_size
     anchors, gamma = args.anchors or max(args.row_length // size, 1), args.gamma or size / 2
-    more = {"by_rounds": args.weigh_rounds} if args.command == "dspark" else {}
-    return fresh, kind(fresh.drafter, target.config, target.dtype, args.loss, anchors, gamma, **more)
+    given = fresh.drafter, target.config, target.dtype, args.loss, anchors, gamma
+    match args.command:
+        case "dspark":
+            return fresh, DSparkObjective(*given, args.weigh_rounds)
+        case "domino":
+            return fresh, DominoObjective(*given, args.base_weight, args.base_share)
+        case "lilicorr":
+            terms = Terms(args.choice_weight, args.lead_weight, args.penalty_weight, args.lead)
+            return fresh, LiLiCorrObjective(*given, terms)
+    return fresh, DFlashObjective(*given)
 
 
 def _fresh_block(args: argparse.Namespace, target: Model, texts: list[Text]) -> export.Fresh:
@@ -221,12 +263,23 @@ def _fresh_block(args: argparse.Namespace, target: Model, texts: list[Text]) -> 
         if seen.all():
             raise TrainError("every token of the vocabulary is in the texts: name one for the masks by --mask-token-id")
         mask = int(np.flatnonzero(~seen)[-1])
-    return export.fresh_block(args.output / "drafter", target, _shape(args, 3), _block_of(args, mask), args.seed)
+    block = _block_of(args, target.config, mask)
+    return export.fresh_block(args.output / "drafter", target, _shape(args, 3), block, args.seed)
 
 
-def _block_of(args: argparse.Namespace, mask: int) -> export.Block:
-    markov = (args.markov_rank or 256, args.markov_head or "vanilla") if args.command == "dspark" else None
-    return export.Block(args.block_size or 8, mask, markov)
+def _block_of(args: argparse.Namespace, config: ModelConfig, mask: int) -> export.Block:
+    heads, settings = args.num_heads or config.num_heads, {}
+    match args.command:
+        case "dspark":
+            of = heads, args.num_kv_heads or config.num_kv_heads, args.markov_rank or 256, args.markov_head or "vanilla"
+            settings = export.dspark_settings(*of)
+        case "domino":
+            spared = 1 if args.uncorrected is None else args.uncorrected
+            settings = export.domino_settings(args.gru_size or 1024, args.correction_rank or 256, spared)
+        case "lilicorr":
+            network = args.network_size or 0, args.network_layers or 2, args.network_heads or heads
+            settings = export.lilicorr_settings(args.candidates or 16, *network, args.factor_size or 128)
+    return export.Block(args.block_size or 8, mask, args.command, settings)
 
 
 def _shape(args: argparse.Namespace, num_layers: int) -> export.Shape:
@@ -293,9 +346,9 @@ def _evaluate(args: argparse.Namespace) -> None:
         plots.check()
     if args.output:
         make(args.output)
-    prompts = [prompt for path in args.data for prompt in read_prompts(path)]
+    asked = [prompt for path in args.data for prompt in prompts.read(path)[1]]
     llm = LLM(**engine_options(args))
-    figures = evaluate.evaluate(llm, evaluate.chat_prompts(llm, prompts, args.prompts), args.max_new_tokens)
+    figures = evaluate.evaluate(llm, evaluate.chat_prompts(llm, asked, args.prompts), args.max_new_tokens)
     facts = {"model": args.model, "draft": args.draft, "data": [path.name for path in args.data]}
     _show(figures, args.output, facts, not args.no_plots)
 

@@ -54,7 +54,7 @@ class DFlashObjective(Objective):
     def positions(self):
         return self.drafter.block_size - self.drafter.first
 
-    def loss(self, trained, frozen, target_params, batch, keys):
+    def loss(self, trained, frozen, target_params, batch, keys, done=0.0):
         n = self.positions
         hidden = self.read(target_params, batch)
         params = {**frozen, **self.cast(trained)}
@@ -69,33 +69,53 @@ class DFlashObjective(Objective):
         b, a = anchors.shape
         flat = at.reshape(b, a * n)
         before = take(batch.tokens, at.reshape(b, a * n) - 1).reshape(b, a, n)
-        student = self._student(params, out, before)
+        newest = tuple(take(x, jnp.maximum(anchors - 1, 0)) for x in hidden.features)
+        student = self._student(params, out, before, newest, anchors > take(batch.first, anchors))
         weights = weights * self._often(trained, student)
+        student, weighted = self._guesses(student, jnp.moveaxis(weights, 0, 2), done)
         rows = Rows(
-            student=student.reshape(1, b, a * n, -1),
+            student=student.reshape(len(student), b, a * n, -1),
             teacher=take(hidden.last, jnp.maximum(flat - 1, 0)),
             text=take(batch.tokens, flat),
-            weights=jnp.moveaxis(weights, 0, 2).reshape(1, b, a * n),
+            weights=weighted.reshape(len(student), b, a * n),
         )
         head = {name: trained[name] for name in self.head}
         total, right = self._scorer()(head, frozen, target_params, rows)
-        return report(total, jnp.moveaxis(right.reshape(b, a, n), 2, 0), valid, weights)
+        return report(total, jnp.moveaxis(right[0].reshape(b, a, n), 2, 0), valid, weights)
 
     def flops(self, trained, row_length):
         target, config = self.target, self.drafter.config
         head = target.hidden_size * target.vocab_size
         context = config.num_layers * config.hidden_size * 2 * config.num_kv_heads * config.head_dim
-        own = sum(x.size for name in self.head for x in jax.tree.leaves(trained[name]))
         each = 6 if "layers" in trained else 2  # a layer that isn't trained has no backward pass
         blocks = self.anchors / row_length * (
-            self.drafter.block_size * each * matmul_weights(config) + self.positions * ((2 + 4) * head + 6 * own)
+            self.drafter.block_size * each * matmul_weights(config) + self.positions * self._head_flops(trained, head)
         )  # fmt: skip
         fused = len(self.drafter.feature_layers) * target.hidden_size * config.hidden_size
         return 2 * matmul_weights(target) + each * (fused + context) + blocks
 
-    def _student(self, params: Any, out: Float[Array, "b a n d"], before: Int[Array, "b a n"]) -> Array:
-        """Input of the scorer for each draft's row. `before` is the text's token before the draft."""
+    def _head_flops(self, trained: Any, head: int) -> float:
+        """Operations for one draft behind the layers, by the target's head of this size and the drafter's own."""
+        own = sum(x.size for name in self.head for x in jax.tree.leaves(trained[name]))
+        return (2 + 4) * head + 6 * own
+
+    def _student(
+        self,
+        params: Any,
+        out: Float[Array, "b a n d"],
+        before: Int[Array, "b a n"],
+        newest: tuple[Float[Array, "b a d"], ...],
+        known: Bool[Array, "b a"],
+    ) -> Float[Array, "b a n w"]:
+        """Input of the scorer for each draft's row. `before` is the text's token before the draft; `newest`: the
+        target's features before the anchor, where they are `known`."""
         return out
+
+    def _guesses(
+        self, student: Float[Array, "b a n w"], weights: Float[Array, "b a n"], done: Float[Array, ""] | float
+    ) -> tuple[Float[Array, "s b a n w"], Float[Array, "s b a n"]]:
+        """The guesses to score and their weights, which add up to those given. The first are those that are drafted."""
+        return student[None], weights[None]
 
     def _often(self, trained: Any, student: Float[Array, "b a n w"]) -> float | Float[Array, "b a"]:
         """How much each block counts beside the others."""

@@ -33,12 +33,11 @@ class DSparkObjective(DFlashObjective):
     head: ClassVar[tuple[str, ...]] = ("markov_after", "confidence", "confidence_bias")
     heads: ClassVar[frozenset[str]] = frozenset({*head, "markov_before", "markov_joint", "markov_joint_bias"})
 
-    def _student(self, params, out, before):
+    def _student(self, params, out, before, *_):
         """Rows, the embeddings of the tokens before, and the Markov head's latents, side by side."""
-        embedded = params["markov_before"][before]
-        memory, latents = jnp.zeros_like(embedded[:, :, 0]), []
+        embedded, memory, latents = self.drafter.embedded(params, before), None, []
         for step in range(out.shape[2]):
-            latent, memory = self.drafter.latent(params, embedded[:, :, step], out[:, :, step], memory)
+            latent, memory = self.drafter.latent(params, embedded[:, :, step], out[:, :, step], memory, step)
             latents.append(latent)
         return jnp.concatenate([out, embedded, jnp.stack(latents, axis=2)], axis=-1)
 

@@ -67,7 +67,7 @@ class Eagle3Objective(Objective):
     def positions(self):
         return self.steps
 
-    def loss(self, trained, frozen, target_params, batch, keys):
+    def loss(self, trained, frozen, target_params, batch, keys, done=0.0):
         return self.chain_loss(trained, frozen, target_params, self.read(target_params, batch), batch)
 
     def chain_loss(

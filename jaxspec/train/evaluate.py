@@ -1,6 +1,6 @@
 """Tokens a round, by category and by draft position, measured by serving: the engine itself, greedy.
 
-Prompts are texts that training held out, or files that training can read; Spec-Bench's and GSM8K's are such files.
+Prompts are texts that training held out, or files that `jaxspec.text.prompts` reads.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from tqdm import tqdm
 
 from jaxspec.config.request import SamplingParams
 from jaxspec.engine.llm import LLM
-from jaxspec.train.data import Prompt, Text, TrainError
+from jaxspec.text.prompts import Prompt
+from jaxspec.train.data import Text, TrainError
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,16 @@
 """Drafters as folders in the public layouts: a training's start and its result.
 
-EAGLE-3 and DSpark as SpecForge writes them (`midlayer.*`, `d2t`, `t2d`), DFlash as z-lab does. To make a new drafter,
-its config is written and the drafter's own loader makes up weights for it. So names, shapes and checks are those of
-serving.
+EAGLE-3, DSpark and Domino as SpecForge writes them (`midlayer.*`, `d2t`, `t2d`), DFlash as z-lab does, LiLiCorr as
+ModelOpt does. To make a new drafter, its config is written and the drafter's own loader makes up weights for it. So
+names, shapes and checks are those of serving.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,10 @@ from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.weights import Layout, Param, Weight, is_param
 from jaxspec.train.data import TrainError
 
+ARCHITECTURES = {
+    "dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel", "domino": "DominoDraftModel",
+    "lilicorr": "LiLiCorrDraftModel",
+}  # fmt: skip
 ROPE_TYPES = {RopeScaling: "llama3", LinearScaling: "linear", Yarn: "yarn"}
 _TRAINED_DTYPE, _STORED_DTYPE = "float32", jnp.bfloat16
 
@@ -48,15 +53,12 @@ class Shape:
 
 @dataclass(frozen=True)
 class Block:
-    """How a block drafter is to be. `markov`: rank and kind of a DSpark drafter's Markov head; None for DFlash."""
+    """How a block drafter is to be. `settings`: a method's part of `dflash_config`, beside DFlash's."""
 
     size: int
     mask_token: int
-    markov: tuple[int, str] | None = None
-
-    @property
-    def method(self) -> str:
-        return "dspark" if self.markov else "dflash"
+    method: str = "dflash"
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +146,7 @@ def eagle3_layers(c: ModelConfig) -> tuple[int, ...]:
 
 
 def fresh_block(folder: Path, target: Model, shape: Shape, block: Block, seed: int) -> Fresh:
-    """A DFlash drafter for `target`, or a DSpark one, with a Markov head and a confidence head.
+    """A DFlash drafter for `target`, or one of its descendants.
 
     **Raises:** `TrainError`, `ConfigError` for a shape that can't be.
     """
@@ -159,22 +161,19 @@ def check_block(c: ModelConfig, shape: Shape, block: Block) -> None:
 
 def _block_config(c: ModelConfig, shape: Shape, block: Block) -> dict[str, Any]:
     layers = feature_layers(list(shape.target_layers) if shape.target_layers else None, shape.num_layers, c.num_layers)
-    own: dict[str, Any] = {"mask_token_id": block.mask_token}
-    if block.markov is not None:
-        own |= dspark_settings(shape.num_heads or c.num_heads, shape.num_kv_heads or c.num_kv_heads, *block.markov)
     return {
         **_layer_config(c, shape),
-        "architectures": ["DSparkDraftModel" if block.markov else "DFlashDraftModel"],
+        "architectures": [ARCHITECTURES[block.method]],
         "model_type": "qwen3",
         "layer_types": ["full_attention"] * shape.num_layers,
         "num_target_layers": c.num_layers,
         "block_size": block.size,
-        "dflash_config": {**own, "target_layer_ids": list(layers)},
+        "dflash_config": {"mask_token_id": block.mask_token, **block.settings, "target_layer_ids": list(layers)},
     }
 
 
 def dspark_settings(heads: int, kv_heads: int, rank: int, kind: str) -> dict[str, Any]:
-    """DSpark's part of `dflash_config`, beside DFlash's."""
+    """Settings of a DSpark drafter with a Markov head and a confidence head."""
     return {
         "projector_type": "dspark",
         "attention_mode": "mha" if heads == kv_heads else "gqa",  # which SpecForge asks for
@@ -183,6 +182,19 @@ def dspark_settings(heads: int, kv_heads: int, rank: int, kind: str) -> dict[str
         "enable_confidence_head": True,
         "confidence_head_with_markov": True,
     }
+
+
+def domino_settings(width: int, rank: int, spared: int) -> dict[str, Any]:
+    """Settings of a Domino drafter whose known token's row drafts too."""
+    sizes = {"emb_dim": rank, "gru_hidden_dim": width, "pure_draft_prefix_len": spared}
+    return {"projector_type": "domino", "shift_label": True, **sizes}
+
+
+def lilicorr_settings(top: int, width: int, layers: int, heads: int, factors: int) -> dict[str, Any]:
+    """Settings of a LiLiCorr drafter without convolutions. A width of 0 is the block's."""
+    sizes = dict(candidate_topk=top, hidden_size=width, num_layers=layers, num_heads=heads, factor_dim=factors)
+    sizes |= dict(mlp_ratio=2.0, vector_eps=1e-6, logit_scale=10.0)
+    return {"projector_type": "lilicorr"} | {"lilicorr_" + name: value for name, value in sizes.items()}
 
 
 def checkpoint_tensors(declared: Any, params: Any) -> dict[str, np.ndarray]:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from jaxspec.bench.matched import budget
+from jaxspec.bench.results import counts
 from jaxspec.cli import called
 from jaxspec.config.flags import add_engine_flags, add_value, checked, natural, positive
 from jaxspec.drafters.dspark import HEADS
 from jaxspec.train.losses import KINDS
 
+TOOLS = "data", "features", "token-map", "compare", "evaluate"  # subcommands that train no drafter
 _FORMAT = argparse.RawDescriptionHelpFormatter
-TEXTS_HELP = "self: the model writes prompts, too; .jsonl or .json: chats or prompts; any other file: a prompt a line"
+TEXTS_HELP = "self: the model writes prompts, too; JSON: chats, or prompts; any other text: a prompt a line"
 
 _above_zero = checked(float, "must be a number above 0", lambda value: 0 < value < math.inf)
 _from_zero = checked(float, "must be a number of at least 0", lambda value: 0 <= value < math.inf)
@@ -21,6 +25,11 @@ _temperatures = checked(
     lambda text: tuple(map(float, text.split(","))),
     "must be temperatures from 0 to 100, with commas between",
     lambda values: all(0 <= value <= 100 for value in values),
+)
+
+
+_loss = checked(
+    str, f"must be {', '.join(KINDS)} or module:function", lambda text: text in KINDS or text.count(":") == 1
 )
 
 
@@ -51,8 +60,18 @@ def parser() -> argparse.ArgumentParser:
     dspark = add("dspark", "train a DSpark drafter")
     _add_dflash(dspark)
     _add_dspark(dspark)
+    for method, title, more in (("lilicorr", "LiLiCorr", _add_lilicorr), ("domino", "Domino", _add_domino)):
+        command = add(method, f"train a {title} drafter")
+        _add_dflash(command)
+        more(partial(add_value, command.add_argument_group(title)))
+    _add_compare(add("compare", "train drafters of several methods alike, and print one table of them"))
     _add_evaluate(add("evaluate", "measure a drafter: tokens a round by category of prompts"))
     return top
+
+
+def commands(parser: argparse.ArgumentParser) -> list[str]:
+    """The subcommands' names."""
+    return [name for each in parser._actions if isinstance(each, argparse._SubParsersAction) for name in each.choices]
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
@@ -96,14 +115,17 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     value("--weight-decay", _from_zero, 0.01, "X", "weight decay")
     value("--clip", _above_zero, 1.0, "NORM", "largest norm of the gradient")
     losses = "; ".join(f"{name}: {text}" for name, text in KINDS.items())
-    add("--loss", choices=tuple(KINDS), default="soft", help=f"%(default)s by default. {losses}")
+    said = f"%(default)s by default. {losses}; module:function: your own"
+    add("--loss", type=_loss, default="soft", metavar="LOSS", help=said)
+    own = "your own subclass of the method's objective"
+    add("--objective", metavar="module:Class", help=own)
     value("--save-every", _from_zero, 60.0, "SECONDS", "time between checkpoints")
     value("--log-every", positive, 10, "STEPS", "steps between log lines")
     group = parser.add_argument_group("the drafter's size")
     value = partial(add_value, group)
     start = "fine-tune this drafter, a folder or hub id, and keep its size; for dspark it may be a DFlash drafter, "
     group.add_argument("--init", metavar="D", help=start + "which gets a Markov head (default: a new drafter)")
-    value("--num-layers", positive, None, "N", "decoder layers (1; DFlash and DSpark 3)")
+    value("--num-layers", positive, None, "N", "decoder layers (1; of a block drafter 3)")
     value("--mlp-size", positive, None, "N", "width of the MLP (the target's)")
     value("--num-heads", positive, None, "N", "query heads (the target's)")
     value("--num-kv-heads", positive, None, "N", "KV heads (the target's)")
@@ -112,7 +134,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     _add_writing(parser)
     group = parser.add_argument_group("evaluation, at the end")
     add, value = group.add_argument, partial(add_value, group)
-    value("--num-draft-tokens", positive, None, "N", "drafts a round (3; DFlash and DSpark: all of a block)")
+    value("--num-draft-tokens", positive, None, "N", "drafts a round (3; of a block drafter: all of a block)")
     value("--max-new-tokens", positive, 256, "N", "most of an answer")
     add("--no-evaluation", action="store_true", help="train and save only")
     add("--no-plots", action="store_true", help="no loss.png and acceptance.png, which need matplotlib")
@@ -137,6 +159,28 @@ def _add_dspark(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--heads-only", action="store_true", help=text)
 
 
+def _add_lilicorr(value: Callable[..., None]) -> None:
+    value("--candidates", positive, None, "N", "likeliest tokens of a row to choose among (16)")
+    value("--network-size", positive, None, "N", "width of the network over them (the drafter's)")
+    value("--network-layers", positive, None, "N", "its layers (2)")
+    value("--network-heads", positive, None, "N", "its attention heads (the drafter's)")
+    value("--factor-size", positive, None, "N", "numbers of the vectors whose products are scores (128)")
+    value("--choice-weight", _from_zero, 0.25, "X", "weight of the cross-entropy of candidates' scores")
+    value("--lead-weight", _from_zero, 0.0, "X", "weight of what the right candidate lacks of a lead")
+    value("--lead", _above_zero, 2.0, "X", "the lead that it should have")
+    text = "weight of how much less the target thinks of the candidates that would be drafted"
+    value("--penalty-weight", _from_zero, 0.25, "X", text)
+
+
+def _add_domino(value: Callable[..., None]) -> None:
+    value("--gru-size", positive, None, "N", "numbers of the GRU's state (1024)")
+    value("--correction-rank", positive, None, "N", "rank of what is added to logits (256)")
+    value("--uncorrected", natural, None, "N", "first drafts of a block to which nothing is added (1)")
+    share = checked(float, "must be a number from 0 to 1", lambda value: 0 <= value <= 1)
+    value("--base-weight", share, 1.0, "X", "share of the loss without corrections at first; it falls to 0")
+    value("--base-share", _above_zero, 0.5, "X", "share of the run after which it is 0")
+
+
 def _add_dflash(parser: argparse.ArgumentParser) -> None:
     _add_training(parser)
     value = partial(add_value, parser.add_argument_group("blocks"))
@@ -144,6 +188,26 @@ def _add_dflash(parser: argparse.ArgumentParser) -> None:
     value("--anchors", positive, None, "N", "blocks in each row (row length / block size)")
     value("--gamma", _above_zero, None, "X", "drafts after which a draft's weight has fallen by e (block size / 2)")
     value("--mask-token-id", natural, None, "ID", "id of the mask token (the highest id that no text has)")
+
+
+def _add_compare(parser: argparse.ArgumentParser) -> None:
+    _add_common(parser)
+    group = parser.add_argument_group("what is compared")
+    add, value = group.add_argument, partial(add_value, group)
+    listed, said = lambda text: text.split(","), "methods; of one's own flags some, as in dspark?markov-rank=64"
+    add("--drafters", required=True, type=listed, metavar="D,D,...", help=said)
+    budgets = checked(budget, "must be minutes, such as 8m, or steps, such as 4000")
+    add("--budget", required=True, type=budgets, metavar="B", help="of each drafter: minutes, 8m, or steps, 4000")
+    add("--benchmark", required=True, action="append", metavar="[NAME=]FILE", help="questions to measure with")
+    value("--requests", counts("1,8,32"), "1,8,32", "N,N,...", "requests at once, one measurement each")
+    value("--num-draft-tokens", positive, 7, "N", "drafts a round, of all drafters")
+    value("--num-prompts", positive, None, "N", "questions of each file (all)")
+    value("--max-new-tokens", positive, 256, "N", "most of an answer")
+    value("--batch-size", positive, 16, "ROWS", "rows of a step, over all GPUs")
+    value("--learning-rate", _above_zero, 1e-3, "RATE", "its highest value")
+    value("--warm-up", natural, 100, "STEPS", "steps of rising learning rate")
+    add("--no-plots", action="store_true", help="no charts, which need matplotlib")
+    _add_writing(parser)
 
 
 def _add_evaluate(parser: argparse.ArgumentParser) -> None:

@@ -8,10 +8,10 @@ losses it would have had. An output folder belongs to one run: `run.json` says w
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Container
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +140,8 @@ def train(
         while (run.steps is None or step < run.steps) and not ended:
             batch = jax.device_put(data.batch(step), shared)
             rate = np.float32(learning_rate(settings, step, run.steps))
-            state, report = run_step(state, frozen, target_params, batch, rate, jax.random.fold_in(key, step))
+            done = np.float32(0 if run.steps is None else step / run.steps)
+            state, report = run_step(state, frozen, target_params, batch, rate, jax.random.fold_in(key, step), done)
             step += 1
             clock.tick(step, report)
             if step % settings.log_every == 0 or step == run.steps:
@@ -185,21 +186,25 @@ def optimizer_of(settings: Settings) -> optax.GradientTransformation:
 def _inner(params: dict[str, Any]) -> dict[str, Any]:
     """Which params Muon is for. Columns of a head and rows of an embedding are tokens, each a vector by itself; so is
     what makes one number of a row."""
-    vectors = ("head", "embed", "markov_before", "markov_after", "confidence")
+    vectors = {
+        *("head", "embed", "markov_before", "markov_after", "confidence", "domino_after"),
+        *("slot_embedding", "rank_embedding", "relative_slot_bias"),
+    }
 
-    def of(name: str, x: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
-        return optax.contrib.MuonDimensionNumbers() if x.ndim > 1 and name not in vectors else None
+    def of(path: tuple, x: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
+        names = {getattr(key, "key", None) for key in path}
+        return optax.contrib.MuonDimensionNumbers() if x.ndim > 1 and not names & vectors else None
 
-    return {name: jax.tree.map(partial(of, name), tree) for name, tree in params.items()}
+    return jax.tree_util.tree_map_with_path(of, params)
 
 
 def step_function(objective: Objective, optimizer: optax.GradientTransformation, mesh: Mesh) -> Callable:
     """Each device takes the gradient of its own rows, which compilers can't be left to find out: our kernels, for one,
     are opaque to them. The sum over devices, by what their drafts weigh, is the whole batch's."""
 
-    def gradients(params, frozen, target_params, batch, keys):
+    def gradients(params, frozen, target_params, batch, keys, done):
         loss = jax.value_and_grad(objective.loss, has_aux=True)
-        (_, report), own = loss(params, frozen, target_params, batch, keys)
+        (_, report), own = loss(params, frozen, target_params, batch, keys, done)
         total = jax.lax.psum(report.weight, "data")
         share = report.weight / total
         own, report = jax.lax.psum(
@@ -208,12 +213,12 @@ def step_function(objective: Objective, optimizer: optax.GradientTransformation,
         return own, report
 
     everywhere, rows = PartitionSpec(), PartitionSpec("data")
-    specs = everywhere, everywhere, everywhere, rows, rows
+    specs = everywhere, everywhere, everywhere, rows, rows, everywhere
     shared = jax.shard_map(gradients, mesh=mesh, in_specs=specs, out_specs=everywhere, check_vma=False)
 
-    def step(state, frozen, target_params, batch, rate, key):
+    def step(state, frozen, target_params, batch, rate, key, done):
         keys = jax.random.split(key, len(batch.tokens))
-        gradients, report = shared(state["params"], frozen, target_params, batch, keys)
+        gradients, report = shared(state["params"], frozen, target_params, batch, keys, done)
         updates, moments = optimizer.update(gradients, state["moments"], state["params"])
         params = jax.tree.map(lambda p, u: p + rate * u, state["params"], updates)
         return {"params": params, "moments": moments}, report
@@ -237,6 +242,16 @@ class _Clock:
         self._settings, self._run = settings, run
         self._saved = self._started = time.monotonic()
         self._ticks = 0
+        self._tell()
+
+    def _tell(self) -> None:
+        steps, warm_up = self._run.steps, self._settings.warm_up
+        if steps is not None and warm_up >= steps:
+            tqdm.write(
+                f"--warm-up {warm_up} is not less than the run's {steps} steps, so the learning rate rises to the end; "
+                f"--warm-up {steps // 10} would suit it",
+                sys.stderr,
+            )
 
     def tick(self, step: int, report: Report) -> None:
         self._ticks += 1
@@ -249,6 +264,7 @@ class _Clock:
         each = (time.monotonic() - self._started) / (TIMED_STEPS - _COMPILING)
         left = self._settings.minutes * 60 - each * TIMED_STEPS
         self._run.claim(step + max(int(left / each), 1))
+        self._tell()
 
     def save_due(self) -> bool:
         # Not before the number of steps is settled: up to there, learning rates don't depend on it.

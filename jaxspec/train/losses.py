@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import flax.struct
@@ -19,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.decoder.forward import head_logits, unembed
 from jaxspec.models.model_config import ModelConfig
+from jaxspec.train.data import TrainError
 
 KINDS = {
     "soft": "cross-entropy to the target's distribution over the drafter's vocabulary",
@@ -36,6 +38,7 @@ class Rows:
     teacher: Float[Array, "b r d"]
     text: Int[Array, "b r"]  # the token there
     weights: Float[Array, "s b r"]  # 0: not counted
+    more: Any = ()  # arrays [s, b, r, ...] that a scorer of one's own takes with them
 
 
 @dataclass(frozen=True)
@@ -44,12 +47,15 @@ class Scorer:
 
     `odds(head, x)`, if given, are logits f32[...] of a drafter's guess that a draft is accepted. Its loss, added to the
     other, is the cross-entropy to how often rejection sampling would accept.
+
+    Chunks are of a multiple of `unit` tokens.
     """
 
     kind: str
     target: ModelConfig
     student: Callable[[Any, Any, Array], Array]
     odds: Callable[[Any, Array], Array] | None = None
+    unit: int = 1
 
     def __call__(
         self, head: Any, frozen: Any, target_params: Any, rows: Rows
@@ -58,9 +64,18 @@ class Scorer:
 
         Not counted are rows whose right answer isn't in the drafter's vocabulary: no drafter could do better.
         """
+        split, joined = self._chunks(rows, frozen)
+        more = jax.tree.map(partial(split, axis=2), rows.more)
+        given = split(rows.teacher, 1), split(rows.text, 1), split(rows.weights, 2), more
+        total, right = over_chunks(self._chunk, head, split(rows.student, 2), given, (frozen, target_params))
+        return total, joined(right)
+
+    def _chunks(self, rows: Rows, frozen: Any) -> tuple[Callable, Callable]:
+        """How to split arrays along their axis of tokens, into chunks along a leading one, and to join [_, s, b, r,
+        ...] again."""
         s, b, r, _ = rows.student.shape
         size = self.target.vocab_size if "target_ids" not in frozen else len(frozen["target_ids"])
-        chunk = max(min(CHUNK_LOGITS // (s * b * size), r), 1)
+        chunk = max(min(CHUNK_LOGITS // (s * b * size), r) // self.unit, 1) * self.unit
         count = -(-r // chunk)
         pad = count * chunk - r
 
@@ -69,17 +84,18 @@ class Scorer:
             x = x.reshape(*x.shape[:axis], count, chunk, *x.shape[axis + 1 :])
             return jnp.moveaxis(x, axis, 0)
 
-        student = split(rows.student, 2)
-        given = split(rows.teacher, 1), split(rows.text, 1), split(rows.weights, 2)
-        total, right = over_chunks(self._chunk, head, student, given, (frozen, target_params))
-        return total, jnp.moveaxis(right, 0, 2).reshape(s, b, count * chunk)[:, :, :r]
+        def joined(x: Array) -> Array:
+            return jnp.moveaxis(x, 0, 2).reshape(s, b, count * chunk, *x.shape[4:])[:, :, :r]
+
+        return split, joined
 
     def _chunk(self, head, student, given, fixed):
-        teacher, text, weights = given
+        teacher, text, weights, _ = given
         frozen, target_params = fixed
         logits = self.student(head, frozen, student)
         truth = unembed(target_params, teacher, self.target.decoder)
-        favourite, guess = jnp.argmax(truth, axis=-1), jnp.argmax(logits, axis=-1)
+        beside, guess = self._beside(head, frozen, student, logits, truth, given)
+        favourite = jnp.argmax(truth, axis=-1)
         everything = jax.nn.logsumexp(truth, axis=-1, keepdims=True)
         answer = text if self.kind == "hard" else favourite
         if "target_ids" in frozen:
@@ -92,7 +108,13 @@ class Scorer:
         if self.odds is not None:
             often, odds = jax.lax.stop_gradient(_overlap(log_q, truth, everything)), self.odds(head, student)
             losses = losses - often * jax.nn.log_sigmoid(odds) - (1 - often) * jax.nn.log_sigmoid(-odds)
-        return jnp.sum(losses * weights), guess == favourite
+        return jnp.sum(losses * weights) + beside, guess == favourite
+
+    def _beside(
+        self, head: Any, frozen: Any, student: Array, logits: Array, truth: Array, given: Any
+    ) -> tuple[Float[Array, ""] | float, Int[Array, "s b c"]]:
+        """A chunk's loss beside that of its logits, and the drafter's favourites, in its own ids."""
+        return 0.0, jnp.argmax(logits, axis=-1)
 
     def _losses(
         self, log_q: Float[Array, "s b c w"], truth: Float[Array, "b c w"], everything: Array, answer: Int[Array, "b c"]
@@ -101,7 +123,31 @@ class Scorer:
             return -jnp.sum(jax.nn.softmax(truth, axis=-1) * log_q, axis=-1)
         if self.kind == "overlap":
             return -jnp.log(_overlap(log_q, truth, everything) + 1e-9)
+        if self.kind not in KINDS:
+            return _own(self.kind, log_q, truth, everything, answer)
         return -jnp.take_along_axis(log_q, jnp.broadcast_to(answer, log_q.shape[:-1])[..., None], axis=-1)[..., 0]
+
+
+def _own(name: str, log_q: Array, truth: Array, everything: Array, answer: Array) -> Float[Array, "s b c"]:
+    losses = imported("--loss", name)(log_q, truth, everything, answer)
+    if jnp.shape(losses) != log_q.shape[:-1]:
+        raise TrainError(f"--loss {name} must give a loss for each of {log_q.shape[:-1]} rows, got {jnp.shape(losses)}")
+    return losses
+
+
+def imported(flag: str, name: str) -> Any:
+    """Import `module:name`.
+
+    **Raises:** `TrainError` if it can't be imported.
+    """
+    module, _, own = name.partition(":")
+    try:
+        found = getattr(import_module(module), own)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise TrainError(f"{flag} {name} must be module:name, such as mine:narrow: {error}") from error
+    if not callable(found):
+        raise TrainError(f"{flag} {name} must be a function or a class, got {type(found).__name__}")
+    return found
 
 
 def _overlap(log_q: Float[Array, "s b c w"], truth: Float[Array, "b c w"], everything: Array) -> Float[Array, "s b c"]:

@@ -1,8 +1,8 @@
-"""Shared by both methods: a batch of packed texts, the target's forward over it, and the report of a training step."""
+"""Shared by all methods: a batch of packed texts, the target's forward over it, and the report of a training step."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import flax.struct
@@ -18,6 +18,7 @@ from jaxspec.pallas.dense.weight_stream import MAX_ROWS
 from jaxspec.pallas.hopper import kernels_here
 from jaxspec.train.attention import OneText, packed_attention
 from jaxspec.train.data import TrainError
+from jaxspec.train.losses import imported
 
 
 @flax.struct.dataclass
@@ -55,9 +56,11 @@ class Report:
 
 @dataclass(frozen=True)
 class Objective:
-    """A method's loss. `loss(trained, frozen, target_params, batch, keys)` is pure; `positions` drafts are reported.
+    """A method's loss. `loss(trained, frozen, target_params, batch, keys, done)` is pure; `positions` drafts are
+    reported.
 
     It is given one device's rows, and `keys` has one for each of them: what is drawn for a row depends on nothing else.
+    `done` is the share of the run's steps that are behind it.
 
     `dtype` is what activations are computed in; trained params are float32.
     """
@@ -72,7 +75,13 @@ class Objective:
         raise NotImplementedError
 
     def loss(
-        self, trained: Any, frozen: Any, target_params: Any, batch: Batch, keys: Key[Array, " b"]
+        self,
+        trained: Any,
+        frozen: Any,
+        target_params: Any,
+        batch: Batch,
+        keys: Key[Array, " b"],
+        done: Float[Array, ""] | float = 0.0,
     ) -> tuple[Float[Array, ""], Report]:
         raise NotImplementedError
 
@@ -92,6 +101,18 @@ class Objective:
 
     def cast(self, tree: Any) -> Any:
         return jax.tree.map(lambda x: x.astype(self.dtype), tree)
+
+
+def own(name: str, objective: Objective) -> Objective:
+    """An objective of the user's, `module:Class`, in place of the method's, of which it is a subclass. Fields that it
+    adds keep their defaults.
+
+    **Raises:** `TrainError` for a class that can't be imported, or isn't a subclass.
+    """
+    found, kind = imported("--objective", name), type(objective)
+    if not (isinstance(found, type) and issubclass(found, kind)):
+        raise TrainError(f"--objective {name} must be a subclass of {kind.__module__}.{kind.__name__}")
+    return found(**{field.name: getattr(objective, field.name) for field in fields(objective)})
 
 
 def check_rows(rows: int) -> None:
@@ -123,5 +144,6 @@ def matmul_weights(config: ModelConfig) -> int:
     for layer in config.decoder.layers:
         feed = layer.feed
         width = feed.per_token * feed.width + feed.shared if isinstance(feed, Mixture) else feed.width
+        width += feed.beside.width if isinstance(feed, Mixture) and feed.beside else 0
         total += d * (layer.mixing.columns + 3 * width)
     return total

@@ -20,8 +20,9 @@ from tqdm import tqdm
 
 from jaxspec.config.request import SamplingParams
 from jaxspec.engine.llm import LLM
+from jaxspec.text.prompts import Prompt, read
 from jaxspec.text.tokenizer import Tokenizer
-from jaxspec.train.data import Prompt, Text, TrainError, read_prompts
+from jaxspec.train.data import Text, TrainError
 from jaxspec.train.interrupted import Interrupted
 
 # Waves, written to disk at once, are so many times what the engine runs: each ends with its longest text alone. That
@@ -85,7 +86,7 @@ def synthesise(llm: LLM, source: str, path: Path, num_samples: int | None, recip
     if llm.engine.tokenizer is None or llm.engine.tokenizer.chat_template is None:
         name = llm.engine.runner.model.name
         raise TrainError(f"{name} has no chat template to write texts with; give --data a file of texts, as token ids")
-    prompts = None if source == "self" else read_prompts(Path(source))[:num_samples]
+    prompts = None if source == "self" else read(Path(source))[1][:num_samples]
     if prompts is None and num_samples is None:
         raise TrainError("--data self needs --num-samples N: how many texts the model is to write")
     if prompts is not None:
@@ -133,8 +134,6 @@ def _opened(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
 
 def _that_fit(tokenizer: Tokenizer, prompts: Sequence[Prompt], source: str, recipe: Recipe) -> list[Prompt]:
     """Prompts whose first turn leaves room for an answer: one that is cut would lose its question."""
-    if not prompts:
-        raise TrainError(f"--data {source} is empty")
     fit = [prompt for prompt in prompts if len(_opened(tokenizer, prompt)) <= recipe.longest - LEAST]
     if not fit:
         raise TrainError(

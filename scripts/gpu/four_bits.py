@@ -1,7 +1,7 @@
 """Products of few rows with weights of four bits on one Hopper GPU: right or not, then us and TB/s beside FP8's.
 
 A layer's four products of Qwen3-8B run one after the other, for several layers, so that no cache holds the weights.
-Candidates change constants of `few_rows.share`. `python -m scripts.gpu.four_bits [--rows 8,32] [--no-candidates]`
+Candidates change constants of `few_rows.share`. `python -m scripts.gpu.four_bits [--rows 8,32] [--candidates] [--many]`
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.models.weights import Int4, Nvfp4, Weight
-from jaxspec.pallas.dense import few_rows
+from jaxspec.decoder.matmul import project
+from jaxspec.models.weights import Fp8, Int4, Nvfp4, Weight
+from jaxspec.pallas.dense import few_rows, four_wide
 from jaxspec.pallas.dense.few_rows import share
 from jaxspec.pallas.hopper import jax_patches
 
 LAYERS, TIMES, EPS = 4, 5, 1e-6
+KERNELS = "few_rows", "fp8_rows", "fp8_wide", "four_wide"
 SIZES = {"qkv": (4096, 6144), "out": (4096, 4096), "gate_up": (4096, 24576), "down": (12288, 4096)}
 FORMATS = {"fp8": None, "int4": Int4(128), "nvfp4": Nvfp4()}
 CHECKED = {
@@ -34,8 +36,6 @@ CHECKED = {
 CANDIDATES = [
     ("slots of 8 KB", {"FOUR_SLOT_BYTES": 8 << 10}),
     ("slots of 32 KB", {"FOUR_SLOT_BYTES": 32 << 10}),
-    ("two warpgroups", {"WARPGROUPS": {2: 1 << 10}}),
-    ("three warpgroups", {"WARPGROUPS": {3: 1 << 10}}),
     ("ring of 64 KB", {"RING_BYTES": 64 << 10}),
     ("ring of 192 KB", {"RING_BYTES": 192 << 10}),
 ]
@@ -73,6 +73,19 @@ def check() -> None:
                 where(kind, weight, x[:8])
 
 
+def check_many() -> None:
+    """Check the kernel of many rows, too."""
+    for name, kind in CHECKED.items():
+        for rows, inputs, outputs in ((40, 4096, 512), (128, 1024, 6144), (512, 512, 24576)):
+            weight = jax.jit(weight_of, static_argnums=(0, 2, 3))(kind, jax.random.key(rows), inputs, outputs)
+            x = jax.random.normal(jax.random.key(1), (rows, inputs), jnp.bfloat16)
+            expected = np.asarray(x, np.float32) @ np.asarray(weight.dequantised(jnp.float32))
+            got = np.asarray(four_wide.matmul(x, weight, jnp.array([rows])), np.float32)
+            error = np.linalg.norm(got - expected) / np.linalg.norm(expected)
+            told = "right" if error < 4e-3 else "WRONG"
+            print(f"{told} four_wide {name} {rows} x {inputs} x {outputs}: {error:.1e}", flush=True)
+
+
 def where(kind: Int4 | Nvfp4, weight: Weight, x: jax.Array) -> None:
     """Print which inputs come out wrong: rows of one input each pick a column of the weight."""
     whole, found = np.asarray(weight.dequantised(jnp.float32)), []
@@ -98,7 +111,23 @@ def layers(x: jax.Array, scale: jax.Array, weights: list[dict]) -> jax.Array:
     return x
 
 
-def lowered(rows: int, weights: list[dict], changes: dict):
+def projected(x: jax.Array, scale: jax.Array, weights: list[dict]) -> list[jax.Array]:
+    """Each product by itself, by the kernel that serves; those of four bits by that of many rows."""
+    valid, made = jnp.array([len(x)], jnp.int32), []
+    for each in weights:
+        for part in SIZES:
+            weight, gated = each[part], part == "gate_up"
+            if isinstance(weight, few_rows.Fp8Weight):
+                weight = Weight(weight.values, Fp8(128), scales=weight.scales)
+            rows = jnp.tile(x, (1, weight.inputs // x.shape[1]))
+            if isinstance(weight.format, Fp8):
+                made.append(project(rows, weight, valid))
+            else:
+                made.append(four_wide.matmul.jitted(rows, weight, valid, gated=gated))
+    return made
+
+
+def lowered(rows: int, weights: list[dict], changes: dict, function=layers):
     """The layers' program, with changed constants."""
     before = {name: getattr(share, name) for name in changes}
     for name, value in changes.items():
@@ -106,7 +135,7 @@ def lowered(rows: int, weights: list[dict], changes: dict):
     try:
         jax.clear_caches()
         x, scale = jnp.ones((rows, 4096), jnp.bfloat16), jnp.ones((4096,), jnp.bfloat16)
-        return jax.jit(layers).lower(x, scale, weights), x, scale
+        return jax.jit(function).lower(x, scale, weights), x, scale
     finally:
         for name, value in before.items():
             setattr(share, name, value)
@@ -127,7 +156,7 @@ def times(program, *given) -> list[float]:
             (event.start_ns, event.duration_ns / 1e3)
             for plane in data.planes if "GPU" in plane.name
             for line in plane.lines if "Stream" in line.name
-            for event in line.events if "few_rows" in event.name
+            for event in line.events if any(each in event.name for each in KERNELS)
         )  # fmt: skip
     found = np.array([us for _, us in events]).reshape(TIMES * LAYERS, len(SIZES))
     return np.median(found, axis=0).tolist()
@@ -139,7 +168,7 @@ def measure(made: dict, runs: list[tuple], begin: float) -> None:
         work = []
         for label, name, r, changes in runs:
             try:
-                program, *given = lowered(r, made[name], changes)
+                program, *given = lowered(r, made[name], changes, projected if "by itself" in label else layers)
             except Exception as error:  # a candidate may not fit
                 print(f"{label}: {type(error).__name__}: {str(error)[:200]}", flush=True)
                 continue
@@ -161,11 +190,12 @@ def measure(made: dict, runs: list[tuple], begin: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", default="8,16,32")
-    parser.add_argument("--no-candidates", action="store_true")
+    parser.add_argument("--many", action="store_true", help="the kernel of many rows in place of that of few")
+    parser.add_argument("--candidates", action="store_true", help="also constants of few_rows.share")
     args = parser.parse_args()
     jax_patches.install()
     begin = time.perf_counter()
-    check()
+    (check_many if args.many else check)()
     print(f"{time.perf_counter() - begin:.0f} s", flush=True)
     made, keys = {}, iter(jax.random.split(jax.random.key(0), 64))
     for name, kind in FORMATS.items():
@@ -177,8 +207,11 @@ def main() -> None:
         ]
     rows = [int(each) for each in args.rows.split(",")]
     each = [("int4", 8, CANDIDATES), ("nvfp4", 8, CANDIDATES[::2]), ("int4", 32, CANDIDATES[1:])]
-    measure(made, [(f"{name}, {r} rows", name, r, {}) for r in rows for name in FORMATS], begin)
-    for name, r, some in () if args.no_candidates else each:
+    if not args.many:
+        measure(made, [(f"{name}, {r} rows", name, r, {}) for r in rows for name in FORMATS], begin)
+    many = [(f"{name}, {r} rows, each by itself", name, r, {}) for r in (32, 64, 128, 512) for name in FORMATS]
+    measure(made, many if args.many else [], begin)
+    for name, r, some in each if args.candidates else ():
         measure(made, [(f"{name}, {r} rows, {label}", name, r, changes) for label, changes in some], begin)
 
 

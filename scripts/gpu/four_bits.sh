@@ -5,7 +5,7 @@
 #
 #     scripts/gpu/four_bits.sh OUT [PART...]
 #
-# PART is of: kernels bf16 fp8 int4 nvfp4; by default kernels fp8 int4 nvfp4, in that order. OUT receives for each a log
+# PART is of: kernels many bf16 fp8 int4 nvfp4; by default kernels fp8 int4 nvfp4, in that order. OUT receives for each a log
 # and JSON. CONCURRENCY replaces the numbers of requests. With jax and CUDA installed, but not this project.
 . "$(dirname "$0")/common.sh"
 
@@ -29,9 +29,10 @@ for part in "${@:-kernels fp8 int4 nvfp4}"; do
     for part in $part; do
         echo "== $part"
         case $part in
-            kernels)
-                timeout "${LIMIT:-240}" python3 -m scripts.gpu.four_bits >"$out/kernels.log" 2>&1 || status=$?
-                grep -v '^WARNING\|^[WIE][0-9]' "$out/kernels.log" | cut -c1-400 | tail -n 100 ;;
+            kernels | many)
+                [ $part = many ] && more=--many || more=
+                timeout "${LIMIT:-240}" python3 -m scripts.gpu.four_bits $more >"$out/$part.log" 2>&1 || status=$?
+                grep -v '^WARNING\|^[WIE][0-9]' "$out/$part.log" | cut -c1-400 | tail -n 100 ;;
             bf16) decode bf16 "" ;;
             fp8 | int4) decode "$part" "" --quantization "$part" ;;
             nvfp4) decode nvfp4 "$nvfp4" ;;

@@ -1,7 +1,9 @@
 """Time the host cache on a GPU: `python -m scripts.gpu.host_cache CONFIG_FOLDER [--tokens 8192] [--host-kv-gb 6]`.
 
 It prints the link's plain speed (one pinned array of 1 GiB to the device), the speed of reloads, and the time to the
-first token of one prompt: computed, from the device, and from the host. Weights are dummies.
+first token of one prompt: computed, from the device, and from the host. Of the last reload it prints when each slice of
+pages was sent, had arrived, was written and was checked, and what programs and copies take by themselves. Weights are
+dummies.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jaxspec import LLM, SamplingParams
+from jaxspec.cache.host_blocks import PAGES
+from jaxspec.engine.host_cache import HostCache, Slice
 
 
 def link() -> float:
@@ -28,6 +32,70 @@ def link() -> float:
         jax.block_until_ready(jax.device_put(x, here))
         took.append(time.perf_counter() - started)
     return x.nbytes / min(took) / 1e9
+
+
+class Slices:
+    """When each slice of a reload was sent, found to have arrived, written and checked; seconds since the first."""
+
+    def __init__(self, cache: HostCache):
+        self.times: dict[int, list[float]] = {}
+        self._kept: list[Slice] = []  # so that no other slice gets its id
+        send, write, check = cache._send, cache._write, cache._check
+
+        def sent(idle: bool) -> None:
+            send(idle)
+            for part in cache._slices:
+                self._note(part, 1)
+
+        def written(part: Slice, idle: bool) -> None:
+            self._note(part, 2)
+            write(part, idle)
+            self._note(part, 3)
+
+        def checked(part: Slice) -> None:
+            check(part)
+            self._note(part, 4)
+
+        cache._send, cache._write, cache._check = sent, written, checked
+
+    def _note(self, part: Slice, count: int) -> None:
+        if id(part) not in self.times:
+            self._kept.append(part)
+        times = self.times.setdefault(id(part), [])
+        if len(times) < count:
+            times.append(time.perf_counter())
+
+    def show(self, first: float) -> None:
+        print("slice: ms since the prompt was given, when sent, arrived, written, checked")
+        for i, times in enumerate(self.times.values()):
+            print(f"  {i:2d} " + " ".join(f"{1e3 * (each - first):6.1f}" for each in times))
+
+
+def alone(llm: LLM) -> None:
+    """Print what a slice's copy and its program take, with nothing else in flight, and several copies at once."""
+    cache, runner = llm.engine.host_cache, llm.engine.runner
+    rows = np.zeros(cache.bucket, np.int32)  # the dummy page
+    blocks, _ = runner.programs.take(PAGES, runner.state, rows)
+    there = jax.block_until_ready(jax.device_put(list(blocks), [cache._there] * cache.bucket))
+    size = sum(block.nbytes for block in there)
+    for count in (1, 2, 4, 16):
+        started = time.perf_counter()
+        here = [jax.device_put(there, [cache._here] * cache.bucket) for _ in range(count)]
+        dispatched = time.perf_counter() - started
+        jax.block_until_ready(here)
+        took = time.perf_counter() - started
+        print(
+            f"copies of {count} x {cache.bucket} pages: dispatched after {1e3 * dispatched:.2f} ms, there after "
+            f"{1e3 * took:.2f} ms, {count * size / took / 1e9:.1f} GB/s"
+        )
+    for _ in range(2):
+        started = time.perf_counter()
+        for _ in range(16):
+            runner.state, checksums = runner.programs.put(PAGES, runner.state, rows, tuple(here[0]))
+        dispatched = time.perf_counter() - started
+        jax.block_until_ready(checksums)
+        took = time.perf_counter() - started
+    print(f"16 writes of {cache.bucket} pages: dispatched {1e3 * dispatched:.2f} ms, done {1e3 * took:.2f} ms")
 
 
 def main() -> None:
@@ -56,14 +124,19 @@ def main() -> None:
         texts.append(again.token_ids)  # of a cached prefix, whose last rows a program of another size computes
         device.append(again.metrics.ttft)
     before = llm.engine.stats()
+    trace = Slices(llm.engine.host_cache)
     for turn in range(3):
         for prompt, text in zip(prompts, texts, strict=True):
+            trace.times.clear()
+            started = time.perf_counter()
             out = ask(prompt)
             print(f"  turn {turn}: {out.metrics.cached_on_host} tokens from the host, {1e3 * out.metrics.ttft:.1f} ms")
             if out.metrics.cached_on_host:
                 reloaded.append(out.metrics.ttft)
             assert out.token_ids == text, "the text changed"
     after = llm.engine.stats()
+    trace.show(started)
+    alone(llm)
     milliseconds = lambda times: 1e3 * statistics.median(times) if times else float("nan")  # noqa: E731
     print(
         f"{given.tokens} tokens: computed {milliseconds(cold):.1f} ms, from the device {milliseconds(device):.1f} ms, "

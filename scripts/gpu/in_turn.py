@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from jaxspec.bench import adaptive, engines, steady
+from jaxspec.bench import adaptive, engines, steady, traffic
 from jaxspec.bench.__main__ import main
 
 
@@ -32,6 +32,7 @@ def run(lock: str, arguments: list[str]) -> int:
             return engine
 
         steady.Load.run, adaptive.time_rounds = locked(steady.Load.run), locked(adaptive.time_rounds)
+        traffic.serve = locked(traffic.serve)
         if arguments[0] != "decode":  # which goes on compiling, and then times loads alone
             engines.start = started
         return main(arguments)

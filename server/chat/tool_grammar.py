@@ -15,7 +15,7 @@ from typing import Any
 from jaxspec.config.request import RequestError, StructuredOutput, shown
 from jaxspec.structured.lowering import SchemaError, lower
 from jaxspec.structured.regex import with_classes
-from jaxspec.structured.schema import resolve, types
+from jaxspec.structured.schema import member, resolve, types
 from jaxspec.structured.texts import FORMAT_PATTERNS, escape, whole
 from server.parsers import PARSERS, REASONING_PARSERS
 from server.parsers.hermes import Hermes
@@ -78,7 +78,8 @@ def tool_call_grammar(
     start = _CALLS[kind](lark, functions, parallel and named is None)
     lark.rules["start"] = f"{_thought(lark, reasoning, thinking)} {start}"
     rules = [f"start: {lark.rules.pop('start')}", *(f"{name}: {body}" for name, body in lark.rules.items())]
-    return StructuredOutput(grammar="\n".join(rules), name="tools")
+    schemas = tuple((_what(function), json.dumps(_arguments(function))) for function in functions)
+    return StructuredOutput(grammar="\n".join(rules), name="tools", schemas=schemas)
 
 
 class _Lark:
@@ -120,9 +121,13 @@ class _Lark:
         return self.rule(" | ".join(options))
 
 
+def _what(function: Mapping[str, Any]) -> str:
+    return f"the parameters of the function {function['name']!r}"
+
+
 def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
     """The schema of a tool's arguments, lowered: an object, and an empty one where the tool names no parameters."""
-    given, what = function.get("parameters") or {}, f"the parameters of the function {function['name']!r}"
+    given, what = function.get("parameters") or {}, _what(function)
     if "object" not in types(given, given):
         kind = given.get("type", sorted(types(given, given)))
         raise RequestError(f"{what} must have the type object, got {shown(kind)}", "tools")
@@ -165,12 +170,13 @@ def _coder(lark: _Lark, functions: Sequence[Mapping[str, Any]], parallel: bool) 
 
 def _xml(lark: _Lark, function: Mapping[str, Any]) -> str:
     """A call in XML: parameters in the schema's order, those that aren't required optional."""
-    schema, name = _arguments(function), function["name"]
+    schema = _arguments(function)
     try:
         options = [_parameters(lark, each, schema) for each in _leaves(schema, schema)]
     except ValueError as error:
-        raise RequestError(f"the parameters of the function {name!r} in this format: {error}", "tools") from None
-    return f"{lark.literal(f'<function={name}>', chr(10))} ({' | '.join(options)}) {lark.literal('</function>')}"
+        raise RequestError(f"{_what(function)} in this format: {error}", "tools") from None
+    opening = lark.literal(f"<function={function['name']}>", "\n")
+    return f"{opening} ({' | '.join(options)}) {lark.literal('</function>')}"
 
 
 def _leaves(schema: Any, root: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -184,19 +190,27 @@ def _parameters(lark: _Lark, schema: Mapping[str, Any], root: Mapping[str, Any])
     """An object's members. **Raises:** `ValueError` for a schema that parameters in XML can't follow."""
     if unable := schema.keys() & {"allOf", "minProperties", "maxProperties"}:
         raise ValueError(f"{min(unable)} can't be enforced")
-    members, required, parts = schema.get("properties") or {}, schema.get("required") or (), []
-    others = schema.get("additionalProperties", not schema.get("patternProperties"))
-    for key in [*members, *(key for key in required if key not in members)]:
-        value = _value(lark, members.get(key, others), root)
+    named, patterns, others = (
+        schema.get(key, {}) for key in ("properties", "patternProperties", "additionalProperties")
+    )
+    required, parts = schema.get("required") or (), []
+    keys = dict.fromkeys([*named, *required])
+    for key in keys:
+        value = _value(lark, member(named, patterns, others, key), root)
         if value and not set(key) & set("<>\n"):
             parameter = f"{lark.literal(f'<parameter={key}>' + chr(10))} {value} {lark.literal(chr(10))}"
             parts.append(parameter if key in required else f"({parameter})?")
         elif key in required:
             raise ValueError(f"the parameter {key!r} can't be written")
-    if value := _value(lark, others, root):
-        taken = "".join(f" & ~/{_in_lark(escape(key))}/" for key in members)
-        key = lark.terminal(rf'"<parameter=" (/[^<>\n]{{1,128}}/{taken}) ">\n"')
-        parts.append(f"({key} {value} {lark.literal(chr(10))})*")
+    taken = "".join(f" & ~/{_in_lark(escape(key))}/" for key in keys)
+    kinds = {f"/{_in_lark(with_classes(whole(pattern)))}/": each for pattern, each in patterns.items()}
+    free = "".join(f" & ~{kind}" for kind in kinds)
+    further = []
+    for kind, each in {**{f" & {kind}": each for kind, each in kinds.items()}, free: others}.items():
+        if value := _value(lark, each, root):
+            key = lark.terminal(rf'"<parameter=" (/[^<>\n]{{1,128}}/{taken}{kind}) ">\n"')
+            further.append(f"{key} {value} {lark.literal(chr(10))}")
+    parts += [f"({' | '.join(further)})*"] if further else []
     return " ".join(parts) or '""'
 
 

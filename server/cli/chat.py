@@ -17,7 +17,7 @@ from contextlib import aclosing, closing, contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from typing import Any
-from urllib.error import HTTPError
+from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 from jaxspec import AsyncLLM, CheckpointError, ConfigError, EngineDead, RequestError, SamplingParams
@@ -185,6 +185,8 @@ def errors_of(base: str) -> Iterator[None]:
         yield
     except HTTPError as error:
         raise ChatError(f"{base} answered {error.code}: {_message(error.read())}") from error
+    except URLError as error:
+        raise ChatError(f"{base} can't be reached ({error.reason}); start the server, or give its address") from error
     except (OSError, HTTPException, ValueError) as error:
         raise ChatError(f"{base}: {error}") from error
 

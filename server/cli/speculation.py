@@ -25,6 +25,10 @@ SGLANG_NGRAM_OPTIONS = {
     "max_match": "speculative_ngram_max_match_window_size",
 }
 
+VLLM_KEYS = {"method", "model", "num_speculative_tokens", "quantization", "draft_tensor_parallel_size"}.union(
+    *map(dict.values, VLLM_DRAFTER_OPTIONS.values())
+)
+
 Flags = dict[str, str | None]  # another server's, by their names; what is understood is taken out
 
 
@@ -114,7 +118,13 @@ def _json_config(text: str | None, left: list[str]) -> dict[str, Any]:
     if not isinstance(config, dict):
         left.append(f"--speculative-config {shown(text)}: it isn't a JSON object")
         return {}
-    return {key: value for key, value in config.items() if isinstance(value, str | int | float)}
+    readable = {
+        key: value for key, value in config.items() if isinstance(value, str | int | float) and key in VLLM_KEYS
+    }
+    for key in config.keys() - readable.keys():
+        why = f"it can't be {shown(config[key])}" if key in VLLM_KEYS else "it has no counterpart here"
+        left += [f"--speculative-config {key}: {why}"] if config[key] is not None else []
+    return readable
 
 
 def _less_one(text: str) -> str | None:

@@ -32,15 +32,21 @@ LAUNCHERS = (
     ("-m", "sglang.launch_server"),
     ("-m", "sglang.srt.entrypoints.http_server"),
 )
+VLLM_IMAGE = re.compile(r"(.*/)?vllm-openai(-\w+)?([:@].*)?")  # of docker, whose entry point is the launcher
 VLLM_PORT = 8000  # where its clients look, who were told no port
 MASTER_PORT = 29501  # vLLM's for several hosts
 THEIR_WORDS = re.compile("(SGLANG|SGL|VLLM)_")  # of the environment; others are kept
-SHORT = {"sc": "speculative_config", "q": "quantization", "n": "nnodes", "r": "node_rank"}  # vLLM's, with one dash
+# vLLM's, with one dash
+SHORT = {
+    **{"sc": "speculative_config", "q": "quantization", "n": "nnodes", "r": "node_rank"},
+    **dict.fromkeys(("cc", "O", "O0", "O1", "O2", "O3"), "compilation_config"),
+}
 LISTS = {"api_key", "served_model_name", "lora_modules", "lora_paths", "lora_target_modules"}  # of several values there
 SEVERAL = {"served_model_name", "lora_modules", "lora_target_modules"}  # ours that take several values
 NAME_LISTS = {"allowed_media_domains"}  # ours that are lists in JSON
 SIZE_LISTS = {"batch_sizes", "prefill_sizes"}  # our flags whose value is a list where theirs has several values
 SGLANG_PRIORITIES = ("enable_priority_scheduling", "schedule_low_priority_values_first")  # both make one option here
+DOTTED = {"speculative_config", "limit_mm_per_prompt", "model_loader_extra_config", "compilation_config"}
 SETTLED_TOGETHER = {"enable_expert_parallel", "hicache_size", *SGLANG_PRIORITIES}  # with others of the command line
 SIZES = {"context_length", "chunked_prefill_size", "max_running_requests", "max_total_tokens"}
 UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}  # vLLM's
@@ -48,13 +54,16 @@ READ_FROM_CHECKPOINT = re.compile("awq|gptq|compressed.tensors|mxfp4|nvfp4|model
 
 
 def without_launcher(argv: Sequence[str]) -> tuple[list[str], str | None]:
-    """A command line without another server's name at its beginning, and that name: "vllm", "sglang", or None."""
+    """A command line without another server's name and what stands before it, such as env, nohup, uv or docker; and
+    that name: "vllm", "sglang", or None."""
     rest = list(argv)
-    while rest and (_is_word(rest[0]) or re.fullmatch(r"env|(.*/)?python[\d.]*", rest[0])):
+    while rest and not argv[0].startswith("-"):
+        if re.fullmatch(r"docker|podman", argv[0]) and VLLM_IMAGE.fullmatch(rest[0]):
+            return rest[3 if rest[1:3] == ["vllm", "serve"] else 1 :], "vllm"
+        for launcher in LAUNCHERS:
+            if tuple(rest[: len(launcher)]) == launcher:
+                return rest[len(launcher) :], "vllm" if "vllm" in " ".join(launcher) else "sglang"
         rest.pop(0)
-    for launcher in LAUNCHERS:
-        if tuple(rest[: len(launcher)]) == launcher:
-            return rest[len(launcher) :], "vllm" if "vllm" in " ".join(launcher) else "sglang"
     return list(argv), None
 
 
@@ -66,8 +75,10 @@ def _is_word(text: str) -> bool:
 def environment(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     """Words of the environment to keep, flags in place of others, and a sentence about each of the rest."""
     before = argv[: len(argv) - len(without_launcher(argv)[0])]
-    kept, flags, left = [], [], []
-    for word in filter(_is_word, before):
+    in_container, kept, flags, left = before[:1] in (["docker"], ["podman"]), [], [], []
+    for place, word in enumerate(before):
+        if not _is_word(word) or (in_container and before[place - 1] not in ("-e", "--env")):
+            continue
         name, _, value = word.partition("=")
         known = ENVIRONMENT.get(name, {})
         value = {"false": "0", "true": "1"}.get(value.lower(), value)
@@ -167,13 +178,7 @@ def _sorted(
                 left.append(f"{value}: only one model is served")
             continue
         whole, _, key = name.partition(".")
-        here = (
-            None
-            if key and whole not in ("speculative_config", "limit_mm_per_prompt", "model_loader_extra_config")
-            else whole
-            if whole in known
-            else ELSEWHERE.get(whole)
-        )
+        here = None if key and whole not in DOTTED else whole if whole in known else ELSEWHERE.get(whole)
         speculative = whole.startswith("speculative") or whole == "num_speculative_tokens"
         is_switch = name in SWITCHES or (here in known and not known[here][0])
         if not value and (here is not None or speculative) and not is_switch:
@@ -204,6 +209,8 @@ def _sorted(
         elif whole == "model_loader_extra_config":
             dotted_or_json = {key: value} if key else _json_object(value)
             left += _loading(dotted_or_json, name, ours)
+        elif whole == "compilation_config" and (sizes := _captured(key, value)):
+            ours["batch_sizes"] = sizes
         elif here is None:
             why = UNSUPPORTED.get(whole) or NEEDLESS.get(whole) or "it has no counterpart here"
             left.append(f"{flag(name)}: {why}")
@@ -319,6 +326,12 @@ def _most_images(key: str, value: str) -> str | None:
     most = given.get("image") if isinstance(given, dict) else None
     most = most.get("count") if isinstance(most, dict) else most
     return str(most) if str(most).isdecimal() else None
+
+
+def _captured(key: str, value: str | None) -> str | None:
+    """The batch sizes that vLLM is told to compile for, as ours are written."""
+    sizes = _json_object(f'{{"{key}": {value}}}' if key else value or "").get("cudagraph_capture_sizes")
+    return ",".join(map(str, sizes)) if isinstance(sizes, list) else None
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -57,6 +57,7 @@ async def read_pictures(
 
     async def one(where: str, url: str) -> Picture:
         nonlocal room
+        url = url.strip()
 
         def read(check: Callable[[], None]) -> Picture:
             check()

@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from server.parsers.gemma4 import Gemma4, Gemma4Thoughts
 from server.parsers.harmony import Harmony
 from server.parsers.hermes import Hermes
 from server.parsers.llama3_json import Llama3Json
@@ -31,6 +32,7 @@ REASONING_PARSERS: dict[str, type[Think] | type[Harmony]] = {
     "deepseek_r1": DeepseekR1,
     "think": Think,
     "mistral": Magistral,
+    "gemma4": Gemma4Thoughts,
     **dict.fromkeys(("harmony", "gpt_oss", "openai_gptoss"), Harmony),
 }
 PARSERS: dict[str, type[ToolScanner]] = {
@@ -38,6 +40,7 @@ PARSERS: dict[str, type[ToolScanner]] = {
     "qwen3_coder": Qwen3Coder,
     **dict.fromkeys(("llama3_json", "llama3"), Llama3Json),
     "mistral": Mistral,
+    "gemma4": Gemma4,
     **dict.fromkeys(("harmony", "gpt_oss", "openai"), Harmony),
 }
 
@@ -45,6 +48,7 @@ PARSERS: dict[str, type[ToolScanner]] = {
 REASONING_DEFAULTS: tuple[tuple[str, str | None, str], ...] = (
     ("<|channel|>", None, "harmony"),
     ("[THINK]", None, "mistral"),
+    ("<|channel>", None, "gemma4"),
     ("<think>", "qwen3", "qwen3"),
     ("</think>", "qwen3", "qwen3"),
     ("<｜Assistant｜>", None, "deepseek_r1"),
@@ -52,6 +56,7 @@ REASONING_DEFAULTS: tuple[tuple[str, str | None, str], ...] = (
 )
 TOOL_DEFAULTS: tuple[tuple[str, str | None, str], ...] = (
     ("<|channel|>", None, "harmony"),
+    ("<|tool_call>", None, "gemma4"),
     ("<function=", None, "qwen3_coder"),
     ("<tool_call>", None, "hermes"),
     ("[TOOL_CALLS]", None, "mistral"),

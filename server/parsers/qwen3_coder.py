@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
-from jaxspec.structured.schema import ANY, join, resolve, same, type_of, types
+from jaxspec.structured.schema import ANY, join, member, members, resolve, same, type_of, types
 from server.parsers.scan import Emit, Steps, stops
 from server.parsers.tools import MAX_NAME, ToolScanner, escape
 from server.parsers.value_ends import MAX_MARKS, Mark, Value, marks_in, value_end
@@ -57,10 +57,9 @@ class Qwen3Coder(ToolScanner):
 
     def _parameters(self, schema: Mapping[str, Any]) -> Steps:
         """Read the parameters and the function's end. Returns whether `</tool_call>` may follow."""
-        whole, seen = resolve(schema, schema), set()
-        properties = whole["properties"] if isinstance(whole.get("properties"), dict) else {}
-        others = whole.get("additionalProperties") or whole.get("patternProperties") or not properties
-        takes = lambda key: key not in seen and (others or key in properties)  # noqa: E731
+        (named, patterns, others), seen = members(schema, schema), set()
+        others = others or not (named or patterns)
+        takes = lambda key: key not in seen and member(named, patterns, others, key) is not False  # noqa: E731
         stop = None
         while stop := (yield from self.text(self.content, stops(PARAMETER, END, CLOSES, OPENS))):
             if stop == OPENS:
@@ -79,7 +78,7 @@ class Qwen3Coder(ToolScanner):
             own_line = (yield from self.literal("\n")) is not None
             self.arguments(f'{", " if seen else "{"}"{escape(key)}": ')
             seen.add(key)
-            yield from self._value(properties.get(key, others), schema, own_line, takes)
+            yield from self._value(member(named, patterns, others, key), schema, own_line, takes)
         if stop or not self.cut:
             self.arguments("}" if seen else "{}")
         return stop == END

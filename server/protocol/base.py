@@ -120,7 +120,6 @@ class Body(BaseModel):
     # Fields that other servers know and that would change the answer, with the values of each that ask for nothing.
     UNSUPPORTED: ClassVar[dict[str, tuple]] = {}
     LENIENT: ClassVar[bool] = False  # other fields pass unread, unless they are nearly spelled as a known one
-    OPEN: ClassVar[bool] = False  # other fields pass unread, however they are spelled
 
     @model_validator(mode="before")
     @classmethod
@@ -132,7 +131,7 @@ class Body(BaseModel):
         for name, value in data.items():
             if name in known:
                 kept[name] = value
-            elif value is None or cls.OPEN or name in cls.IGNORED:
+            elif value is None or name in cls.IGNORED:
                 continue
             elif name in cls.UNSUPPORTED:
                 if value not in cls.UNSUPPORTED[name]:

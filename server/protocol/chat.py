@@ -106,7 +106,7 @@ class Message(Body):
                 f"a message of role {self.role!r} can't have tool_calls; an assistant's can", "tool_calls"
             )
         if isinstance(self.content, list):
-            check_role(self.role, "the message")
+            check_role(self.role, "the message", "content")
         if self.role == "tool" and self.tool_call_id is None:
             raise RequestError("a message of role 'tool' needs the tool_call_id that it answers", "tool_call_id")
         if self.content is None and self.role != "assistant":

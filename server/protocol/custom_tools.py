@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from jaxspec.config.request import RequestError
-from server.protocol.base import shown
+from server.protocol.base import refuse_unknown, shown
 
 INPUT = "input"  # the one argument
 
@@ -18,6 +18,7 @@ def as_function(tool: dict[str, Any], where: str) -> dict[str, Any]:
     text: dict[str, Any] = {"type": "string"}
     says = tool.get("description") or ""
     if kind == "grammar":
+        refuse_unknown(form, ("type", "syntax", "definition"), f"{where}: format: ")
         syntax, definition = form.get("syntax"), form.get("definition")
         if syntax not in ("lark", "regex") or not isinstance(definition, str):
             raise RequestError(f"{where}: a grammar needs the syntax lark or regex, and a string as its definition")
@@ -25,6 +26,8 @@ def as_function(tool: dict[str, Any], where: str) -> dict[str, Any]:
         text |= {"pattern": f"^(?:{definition})$"} if syntax == "regex" else {}
     elif kind != "text":
         raise RequestError(f"{where}: a format has the type text or grammar, got {shown(form)}")
+    else:
+        refuse_unknown(form, ("type",), f"{where}: format: ")
     schema = {"type": "object", "properties": {INPUT: text}, "required": [INPUT], "additionalProperties": False}
     return {"name": tool.get("name"), "description": says, "parameters": schema}
 

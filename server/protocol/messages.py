@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field, PlainValidator
 
 from jaxspec.config.request import MAX_STOPS, RequestError
-from server.protocol.base import Body, Integer, Object, Open, Priority, Text, at_most, must_be, shown
+from server.protocol.base import Body, Integer, Object, Open, Priority, Text, at_most, must_be, refuse_unknown, shown
 from server.protocol.chat import MAX_MESSAGES, Effort, Variables
 from server.protocol.described import checked_later
 from server.protocol.generation import Biases, StopString
@@ -78,13 +78,14 @@ def _thinking(value: Any) -> dict[str, Any]:
     budget = value.get("budget_tokens")
     if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 0):
         raise RequestError(f"budget_tokens must be a number of tokens, got {shown(budget)}")
+    refuse_unknown(value, ("type", "budget_tokens", "display"))
     return value
 
 
 class OutputConfig(Body):
     """`output_config`: how hard to think, and the output's JSON schema."""
 
-    OPEN = True
+    LENIENT = True
     effort: Annotated[Any, checked_later(Effort)] | None = None
     format: Object | None = None
 
@@ -92,7 +93,7 @@ class OutputConfig(Body):
 class CountTokensRequest(Body):
     """The body of `/v1/messages/count_tokens`: a message's, without a need for `max_tokens`."""
 
-    OPEN = True
+    LENIENT = True
 
     messages: Annotated[list[dict], PlainValidator(_messages, json_schema_input_type=Messages)]
     model: Text | None = None
@@ -129,6 +130,7 @@ class CountTokensRequest(Body):
                 raise RequestError(
                     f'must have "type": "json_schema" and a schema, got {shown(given)}', "response_format"
                 )
+            refuse_unknown(given, ("type", "schema"))
             chat["response_format"] = {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}}
         return chat, origins
 
@@ -146,7 +148,8 @@ class CountTokensRequest(Body):
 
 
 class MessagesRequest(CountTokensRequest):
-    """The body of `/v1/messages`. None, everywhere, means the default; a field that isn't here passes unread."""
+    """The body of `/v1/messages`. None, everywhere, means the default; a field that isn't here passes unread, unless it
+    is nearly spelled as one that is."""
 
     max_tokens: Annotated[Integer, Field(ge=1)]
     stop_sequences: (

@@ -39,7 +39,7 @@ Content = str | Annotated[list[_Part | _Refusal], Field(max_length=MAX_ITEMS)]
 class _Message(Open):
     type: NotRequired[Literal["message"] | None]
     role: Literal["user", "assistant", "system", "developer"]
-    content: NotRequired[Content | None]
+    content: Content | None
 
 
 class _Reasoning(Open):

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 from jaxspec.config.request import RequestError
-from server.protocol.base import shown
+from server.protocol.base import refuse_unknown, shown
 from server.protocol.custom_tools import INPUT, as_function
 from server.protocol.response_items import HOSTED, MAX_ITEMS
 
@@ -123,6 +123,7 @@ def _flat(given: Any) -> Iterator[tuple[Origin, dict[str, Any], str]]:
         inner, space = tool.get("tools"), tool.get("name")
         if not isinstance(inner, list) or not isinstance(space, str):
             raise RequestError(f"{where} is a namespace, which needs a string as its name and a list of tools")
+        refuse_unknown(tool, ("type", "name", "description", "tools"), f"{where}: ")
         for number, each in enumerate(inner):
             yield from _one(each, tool, f"{where}.tools[{number}]")
 

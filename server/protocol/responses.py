@@ -97,7 +97,9 @@ def _message(item: Any) -> dict[str, Any]:
         role = item.get("role")
         if not isinstance(role, str) or role not in ROLES:
             raise RequestError(f"the role must be one of {', '.join(ROLES)}, got {shown(role)}")
-        return {"role": role, "content": _parts(item.get("content"), "content", role)}
+        if "content" not in item:
+            raise RequestError("a message needs its content")
+        return {"role": role, "content": _parts(item["content"], "content", role)}
     if kind == "reasoning":
         text = _text(item.get("content"), "content") or _text(item.get("summary"), "content")
         return {"role": "assistant", "reasoning_content": text}
@@ -126,7 +128,7 @@ def _parts(value: Any, name: str, role: str) -> str | list[dict[str, Any]]:
     """Text, or, if there are pictures, the parts as a chat has them."""
     if not isinstance(value, list) or not any(isinstance(e, dict) and e.get("type") == IMAGE for e in value):
         return _text(value, name)
-    check_role(role, "the message")
+    check_role(role, "the message", None)
     parts = []
     for place, part in enumerate(value):
         if isinstance(part, dict) and part.get("type") == IMAGE:

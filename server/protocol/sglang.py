@@ -275,7 +275,7 @@ class GenerateRequest(Body):
         if not isinstance(given, list):
             given = [given] * prompts
         elif given and len(given) != prompts:
-            raise RequestError(f"has {len(given)} entries for {prompts} prompts", "image_data")
+            raise RequestError(f"image_data has {len(given)} entries for {prompts} prompts", "image_data")
         several = [each if isinstance(each, list) else [each] for each in given or [[]] * prompts]
         return [
             [(f"image_data[{i}][{j}]", _as_url(url)) for j, url in enumerate(each) if url is not None]

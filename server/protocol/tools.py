@@ -184,7 +184,7 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
 def _flat(form: Any) -> Any:
     """A custom tool's format as `/v1/responses` has it: with its grammar's fields beside its type."""
     grammar = form.get("grammar") if isinstance(form, dict) else None
-    return {**grammar, "type": form.get("type")} if isinstance(grammar, dict) else form
+    return {**form, **grammar, "grammar": None, "type": form.get("type")} if isinstance(grammar, dict) else form
 
 
 def read_choice(value: Any) -> str | Named | Allowed:
@@ -270,7 +270,8 @@ def callable_tools(
     names = [tool["function"]["name"] for tool in tools or ()]
     asked = {choice.name} if isinstance(choice, Named) else choice.names if isinstance(choice, Allowed) else set()
     if not names and (choice == "required" or asked):
-        raise RequestError("tool_choice asks for a call, which needs tools", "tool_choice")
+        said = "tool_choice asks for a call, which needs tools; those that a provider runs itself are left out here"
+        raise RequestError(said, "tool_choice")
     if missing := sorted(asked - set(names)):
         raise RequestError(
             f"tool_choice names the tool {missing[0]!r}, which tools lacks; it has {', '.join(names)}", "tool_choice"

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from jaxspec.bench import accept, acceptance
+from jaxspec.bench import accept, acceptance, answers
 from jaxspec.bench.__main__ import main
 from jaxspec.bench.acceptance import Counts
 from jaxspec.config.request import RequestMetrics
@@ -16,6 +16,7 @@ OPTIONS = ["--num-prompts", "4", "--output-len", "16", "--concurrency", "4"]
 def test_counts_of_a_request():
     metrics = RequestMetrics(verify_rounds=10, verified_tokens=17, acceptance_histogram=[2, 3, 0, 1])
     assert Counts.of(metrics) == Counts(10, 16 + 1, (4, 1, 1))
+    assert Counts.of(metrics, metrics) == Counts(20, 34, (8, 2, 2))
 
 
 def test_figures_are_ratios_of_sums():
@@ -88,7 +89,7 @@ def test_what_cannot_be_measured(tiny, files, capsys, extra, message):
 
 
 def test_a_drafter_that_is_misspelt_is_named_before_anything_is_measured(tiny, files, capsys, monkeypatch):
-    monkeypatch.setattr(accept.engines, "start", lambda *_: pytest.fail("an engine was started"))
+    monkeypatch.setattr(answers.engines, "start", lambda *_: pytest.fail("an engine was started"))
     with pytest.raises(SystemExit):
         main(["accept", *tiny, "--draft", "ngram", "--draft", "nagram", "--data", str(files[0])])
     assert "--draft nagram is no method" in capsys.readouterr().err

@@ -124,4 +124,6 @@ def test_latencies():
     assert row["tpot_mean_ms"] == pytest.approx(200)  # 0.6 s for the three tokens after the first
     assert row["itl_p50_ms"] == pytest.approx(300) and row["itl_p99_ms"] == pytest.approx(398)
     assert row["e2e_mean_ms"] == pytest.approx(650)
+    assert row["peak_concurrency"] == 2 and row["mean_concurrency"] == pytest.approx(1.3 / 1.2)
+    assert row["tokens_per_s_per_user"] == pytest.approx(5 / 1.2 / 2)
     assert latency.figures([])["ttft_p99_ms"] is None

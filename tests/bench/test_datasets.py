@@ -9,6 +9,7 @@ import pytest
 from jaxspec.bench import datasets
 from jaxspec.bench.results import BenchError
 from jaxspec.config.request import SamplingParams
+from jaxspec.text.prompts import DataError
 from tests.server.fake import byte_tokenizer
 
 
@@ -42,11 +43,20 @@ def test_shared_prefixes_are_shared():
     assert {len(prompt.tokens) for prompt in prompts} == {16}
 
 
+def test_a_conversation_s_next_prompt_begins_with_the_one_before():
+    args = arguments("--dataset", "conversations", "--turns", "3")
+    first, second, *later = [prompt.tokens for prompt in datasets.source(args, 1000)(8)]
+    assert first[:6] == second[:6] and first[6:] != second[6:]
+    assert list(map(len, (first, second, *later))) == [16, 16, 26, 26, 36, 36, 16, 16]
+    assert later[0][:16] == first and later[1][:16] == second and later[2][:26] == later[0]
+    assert later[4][:16] not in (first, second), "other conversations begin"
+
+
 def test_spec_bench_takes_first_turns_from_all_categories(tmp_path):
     rows = [{"category": c, "turns": [f"{c}{i}", "second"]} for c, n in (("qa", 3), ("math", 1)) for i in range(n)]
     take = datasets.source(arguments("--dataset", "spec-bench", *lines(tmp_path / "q.jsonl", *rows)), 1000)
-    assert [prompt.question for prompt in take(3)] == ["qa0", "math0", "qa1"]
-    assert [prompt.question for prompt in take(2)] == ["qa2", "qa0"]  # and from the start again
+    assert [prompt.messages[0]["content"] for prompt in take(3)] == ["qa0", "math0", "qa1"]
+    assert [prompt.messages[0]["content"] for prompt in take(2)] == ["qa2", "qa0"]  # and from the start again
 
 
 def test_gsm8k_questions_go_through_the_template_on_both_ways(tmp_path):
@@ -74,28 +84,29 @@ def test_functions_are_offered_with_each_question_if_asked_for(tmp_path):
     (None, "needs its file: --data FILE.jsonl"),
     (
         {"question": "a GSM8K line"},
-        r"is not a spec-bench file: entry 1 has no turns as it should \(KeyError: 'turns'\)",
+        r"line 1 is not in the format spec-bench: it must have turns, and has question",
     ),
-    ({"category": "qa", "turns": []}, "is not a spec-bench file"),
-    ((), "has no questions"),
+    ({"category": "qa", "turns": []}, "turns has no words"),
+    ((), "has no prompts"),
 ])  # fmt: skip
 def test_a_file_that_is_not_the_dataset(row, said, tmp_path):
     data = [] if row is None else lines(tmp_path / "q.jsonl", *([row] if row else []))
     args = arguments("--dataset", "spec-bench", *data)
-    with pytest.raises(BenchError, match=said):
+    with pytest.raises((BenchError, DataError), match=said):
         datasets.source(args, 1000)
-    with pytest.raises(BenchError, match=said):
+    with pytest.raises((BenchError, DataError), match=said):
         datasets.check(args)
     datasets.check(arguments())  # random prompts need no file
 
 
 def test_a_missing_file(tmp_path):
-    with pytest.raises(BenchError, match="No such file"):
+    with pytest.raises(DataError, match="No such file"):
         datasets.source(arguments("--dataset", "gsm8k", "--data", str(tmp_path / "none.jsonl")), 1000)
 
 
 def test_an_agents_questions_ask_about_a_file_twice_and_repeat_a_tools_output():
-    first, again, tool, *_ = (prompt.question for prompt in datasets.source(arguments("--dataset", "agent"), 1000)(40))
+    asked = datasets.source(arguments("--dataset", "agent"), 1000)(40)
+    first, again, tool, *_ = (prompt.messages[0]["content"] for prompt in asked)
     source = first.split("```")[1]
     assert source.count("\n") > 20 and source == again.split("```")[1]
     assert "Rename `" in first and first.splitlines()[-1] != again.splitlines()[-1]

@@ -84,7 +84,7 @@ def test_of_hybrids_states_are_read_and_written_and_few_layers_attend(requests, 
     size, flops = hybrid.round(requests, 1, 1024 + 128)
     assert H200.seconds(size, flops) * 1e3 == pytest.approx(floor_ms, rel=0.06)
     assert hybrid.state_bytes == 30 * 32 * 128 * 128 * 4 and hybrid.kv_bytes == 10 * 2 * 2 * 256 * 2
-    assert hybrid.attention_flops == 10 * 4 * 16 * 256
+    assert sum(each.pair_flops for each in hybrid.attends) == 10 * 4 * 16 * 256
     assert hybrid.expert_bytes == 2 * 40 * 256 * 3 * 512 * 2048
     assert hybrid.layer_flops + hybrid.head_flops == pytest.approx(2 * 3.05e9, rel=0.03)
 
@@ -94,9 +94,10 @@ def test_windowed_layers_read_what_they_see():
     full, half = (cost(family="qwen2", **sizes, max_window_layers=layers) for layers in (2, 1))
     assert half.round(8, 1, 1000) == full.round(8, 1, 1000) and half.prefill(1024) == full.prefill(1024)
     saved = [x - y for x, y in zip(full.round(8, 1, 32768), half.round(8, 1, 32768), strict=True)]
-    assert saved == [8 * (32768 - 1024) * full.kv_bytes / 2, 8 * (32768 - 1024) * full.attention_flops / 2]
+    flops = full.attends[1].pair_flops
+    assert saved == [8 * (32768 - 1024) * full.kv_bytes / 2, 8 * (32768 - 1024) * flops]
     hidden = sum(max(seen - 1024, 0) for seen in range(1, 5001))
-    assert full.prefill(5000)[1] - half.prefill(5000)[1] == hidden * full.attention_flops / 2
+    assert full.prefill(5000)[1] - half.prefill(5000)[1] == hidden * flops
 
 
 def test_verifying_many_rows_is_bound_by_arithmetic(qwen):

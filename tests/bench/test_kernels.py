@@ -54,6 +54,16 @@ def test_only_and_no_plain(tmp_path, capsys):
     assert "on a CPU" in told and "--small" in told and told.count("\n") == 1, "one line, without the usage"
 
 
+def test_interpreted_kernels_are_compared_on_a_cpu(tmp_path, capsys):
+    only = ["--only", "attention 2 x 40, 1 row, 4 heads"]
+    assert bench.main(["kernels", "--interpret", *only, "--json", str(tmp_path / "x.json")]) == 0
+    document = json.loads((tmp_path / "x.json").read_text())
+    (row,) = document["rows"]
+    assert row["ran"] != "reference" and row["error"] < 1e-5
+    assert document["notes"][0] == "interpreted: errors are the kernels', times are the interpreter's"
+    assert bench.kernels.portable.kernels_here() is not None, "only meanwhile"
+
+
 def test_a_wrong_kernel_shows_as_an_error(monkeypatch):
     right = attention.paged_attention
     monkeypatch.setattr(

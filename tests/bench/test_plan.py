@@ -12,7 +12,8 @@ from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
 from jaxspec.engine.defaults import CPU, GPU
 from jaxspec.engine.runner import Runner
-from scripts.configs import QWEN38_27B
+from scripts.configs import DOMINO_8B, LILICORR_8B, QWEN3_8B, QWEN38_27B
+from tests.support.picture_prompts import GOLDEN
 from tests.support.tiny import tiny_checkpoint, tiny_config
 
 H200 = plan.GPUS["h200"].memory, int(plan.POOL * plan.GPUS["h200"].memory)
@@ -46,10 +47,13 @@ def of(model, tp=1, **options):
     ("qwen3_next", {"draft": "mtp", "load_format": "dummy"}),
     ("gemma3", {"context_length": 64, "max_running_requests": 3}),
     ("gpt_oss", {"draft": "suffix"}),
+    ("pictures", {"draft": "mtp"}),  # a tower's weights and workspace, and rows for embeddings
+    ("llama", {"enable_lora": True, "max_loras": 5, "max_lora_rank": 8}),
 ])  # fmt: skip
 def test_it_is_the_engines_plan(family, options):
     options = {"context_length": 128, "max_total_tokens": 4096, "skip_warmup": True} | options
-    config = EngineConfig(model=str(tiny_checkpoint(family)), **options)
+    model = GOLDEN / "qwen3_5" if family == "pictures" else tiny_checkpoint(family)
+    config = EngineConfig(model=str(model), **options)
     real = Runner(config).plan
     made = plan.planned(dataclasses.replace(config, dtype="float32", load_format="dummy"), 1, CPU, None).plan
     assert made == dataclasses.replace(real, host_bytes=0) and real.weight_bytes > 0
@@ -84,6 +88,31 @@ def test_a_block_drafters_tables_are_whole_on_each_device(tmp_path):
     ids = 4 * (151936 / 4 + known / 4)
     expected += 2 * (4096 + 256) * known / 4 - 2 * table / 4 + ids
     assert less.plan.draft_weight_bytes == pytest.approx(expected, rel=0.01)
+
+
+def test_lilicorrs_network_and_dominos_gru_are_whole_on_each_device(tmp_path):
+    target = folder(tmp_path, QWEN3_8B)
+    columns, block = 4096 * 8 * 128, lambda features: 4096 * 4096 * features
+    layers = 5 * (2 * 4096 * 32 * 128 + 2 * 2 * columns + 3 * 4096 * 12288)
+    gru = 3 * 1024 * (4096 + 1024) + 256 * (4096 + 1024)
+    made = of(target, 4, draft=f"domino:{folder(tmp_path, DOMINO_8B, 'gru')}", context_length=128)
+    assert made.plan.draft_weight_bytes == pytest.approx(2 * ((layers + 256 * 151936) / 4 + block(5) + gru), rel=0.005)
+    network = 3 * 4096 * 1024 + 2 * 8 * 1024**2 + 4 * 1024**2 + 3 * 128 * 1024
+    made = of(target, 4, draft=f"lilicorr:{folder(tmp_path, LILICORR_8B, 'network')}", context_length=128)
+    assert made.plan.draft_weight_bytes == pytest.approx(2 * (layers / 4 + block(5) + network), rel=0.005)
+
+
+def test_adapters_and_the_host_s_tokens_are_counted(tmp_path):
+    """The host's memory is for all GPUs together, and copies on their way take 2% of each."""
+    model = folder(tmp_path, LLAMA_70B)
+    base, made = of(model, 4), of(model, 4, enable_lora=True, max_lora_rank=16, host_kv_gb=320, max_loras=1)
+    layer = sum(2 * 16 * n for n in (8192 + 8192 // 4,) * 2)  # out and down take whole rows of their share's inputs
+    assert made.plan.weight_bytes > base.plan.weight_bytes + 80 * layer
+    assert made.plan.workspace_bytes - base.plan.workspace_bytes == int(H200[0] * 0.02)
+    row = plan._row(made, plan.GPUS["h200"], 4, 2, 1024, "psum")
+    assert row["host_tokens"] == pytest.approx(2**20, rel=1e-3), "of 320 KiB"
+    with pytest.raises(ConfigError, match="--max-lora-rank"):
+        of(model, 4, lora_modules={"a": "b"})
 
 
 @pytest.mark.parametrize("hf,numbers", [(LLAMA_70B, 70.55e9), (QWEN3_235B, 235.1e9)])

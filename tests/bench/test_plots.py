@@ -56,6 +56,7 @@ ROWS = {
         {"load": "9.0/s", "bins": BINS},
         {"load": "nothing ran", "bins": {}},
     ],
+    "sums": [{"way": way, "kilobytes": 2.0, "us": 5.0} for way in ("psum", "peer_sum")],
     "plan": [{"tp": tp, "concurrency": [1, 8], "ms": [5.0, 6.0]} for tp in (1, 2)],
     "host": [{"requests": n} | {name: {"mean_ms": 1.0, "p99_ms": 2.0} for name in bench.host.FIGURES} for n in (1, 8)],
     "schemas": [{"draft": "ngram", "temperature": t, "completed": 7} for t in (0.0, 1.0)],
@@ -64,6 +65,27 @@ ROWS = {
         {"grammar": "any JSON", "median_us": 9.0},
     ],
 }
+
+
+def test_speed_ups_have_intervals_and_drafts_whole_numbers():
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    rows = [row | {"speedup_low": 1.2, "speedup_high": 2.0} if row["speedup"] > 1 else row for row in ROWS["accept"]]
+    bench.accept.plot({"rows": rows}, figure)
+    lengths, positions, speeds = figure.axes
+    assert len([each for each in speeds.containers if each.has_yerr]) == 2
+    assert all(tick == int(tick) for tick in positions.get_xticks())
+    assert {label.get_rotation() for label in lengths.get_xticklabels()} == {30}
+    (mean, _) = bench.accept._mean_speedups([row for row in rows if row["draft"] == "ngram"])
+    assert mean["speedup"] == pytest.approx(1.5) and 1.2 < mean["speedup_low"] < 1.5 < mean["speedup_high"] < 2.0
+
+
+def test_scores_are_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    row = {"draft": "none", "concurrency": 8, "speedup": 1.0, "tokens_per_s": 5.0}
+    row |= {f"{name}{end}": 0.5 for name in ("strict", "flexible") for end in ("", "_low", "_high")}
+    document = {"benchmark": "accuracy", "arguments": {"task": "gsm8k"}, "facts": FACTS, "rows": [row]}
+    plots.draw(bench.accuracy.plot, document, tmp_path / "x.svg")
+    assert b"<svg" in (tmp_path / "x.svg").read_bytes()
 
 
 @pytest.mark.parametrize("name", bench.SUBCOMMANDS)

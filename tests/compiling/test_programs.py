@@ -29,8 +29,8 @@ def programs(monkeypatch, tmp_path):
     monkeypatch.setattr(defaults, "here", lambda: defaults.GPU)
     monkeypatch.setattr(hopper, "kernels_here", lambda: None)
 
-    def of(family: str, draft: str, requests: int, **options) -> runner.Runner:
-        (tmp_path / "config.json").write_text(json.dumps(tiny_config(family, **WIDE)))
+    def of(family: str, draft: str, requests: int, width: int = WIDE["hidden_size"], **options) -> runner.Runner:
+        (tmp_path / "config.json").write_text(json.dumps(tiny_config(family, **WIDE | {"hidden_size": width})))
         sizes = dict(max_running_requests=requests, max_total_tokens=2048, num_continuous_decode_steps=1)
         given = dict(load_format="dummy", dtype="bfloat16", skip_warmup=True)
         return runner.Runner(EngineConfig(model=str(tmp_path), draft=draft, **given, **sizes, **options))
@@ -67,6 +67,14 @@ rarely = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
 ])  # fmt: skip
 def test_rounds_of_odd_sizes(programs, family, drafts, expected):
     assert expected <= kernels_of(programs(family, *drafts), "round_greedy", drafts[1])
+
+
+@pytest.mark.parametrize("requests", [8, rarely(16)])
+def test_a_round_of_requests_with_adapters(programs, requests):
+    made = programs("qwen3", "none", requests, width=1536, enable_lora=True, max_loras=6, max_lora_rank=16)
+    few = {f"few_rows_{name}" for name in ("shrink", "heads", "gated", "add")}
+    assert few <= kernels_of(made, "adapted_round_greedy", requests)
+    assert "few_rows_shrink" not in kernels_of(made, "round_greedy", requests)
 
 
 @pytest.mark.parametrize("activations,expected", [

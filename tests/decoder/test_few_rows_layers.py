@@ -19,6 +19,7 @@ from jaxspec.decoder import forward as forward_module
 from jaxspec.decoder import matmul as matmul_module
 from jaxspec.decoder.few_rows import FEW_ROWS
 from jaxspec.decoder.fused_norms import FUSED_NORMS
+from jaxspec.decoder.low_rank import attached
 from jaxspec.decoder.padding import untimed
 from jaxspec.decoder.path import NO_HOPPER, Call
 from jaxspec.drafters import dflash, eagle, mtp
@@ -26,7 +27,7 @@ from jaxspec.drafters.base import DraftBatch, Verified
 from jaxspec.models import fp8, mxfp4
 from jaxspec.models.families import MODELS, llama
 from jaxspec.models.model_config import ModelConfig
-from jaxspec.models.weights import Fp8, Int4, Mxfp4, Nvfp4, Weight
+from jaxspec.models.weights import Fp8, Int4, LowRank, Mxfp4, Nvfp4, Weight
 from jaxspec.pallas import hopper
 from jaxspec.pallas.dense import few_rows as op
 from jaxspec.pallas.experts import expert_add, router
@@ -66,12 +67,13 @@ def rounds(tree: bool) -> Rows:
     return rows.replace(depth=jnp.tile(jnp.array([0, 1, 1]), (3, 1)), mask=jnp.tile(follows, (3, 1, 1)))
 
 
-def forward(config, params, rows: Rows):
+def forward(config, params, rows: Rows, adapters=None):
     """Run three rows of each request, four each of two, or one of one."""
     kv = 0.5 * drawn.normal(jax.random.key(1), PageLayout(5, PAGE, "bfloat16").kv(config).shape)
     tokens = {3: jnp.arange(9).reshape(3, 3), 2: jnp.arange(8).reshape(2, 4), 1: jnp.ones((1, 1), int)}[len(rows.count)]
     positions = rows.marked_positions(tokens.shape[1])
-    return forward_module.forward(config.decoder, params, tokens, positions, rows, kv.astype("bfloat16"), (0, 2))
+    of = config.decoder, params, tokens, positions, rows, kv.astype("bfloat16"), (0, 2)
+    return forward_module.forward(*of, adapters=adapters)
 
 
 def assert_same_forward(got, expected, rows: Rows, tolerance: float):
@@ -92,7 +94,7 @@ def take_few_rows(monkeypatch):
     monkeypatch.setattr(forward_module, "PATHS", few)
     monkeypatch.setattr(forward_module, "FEW_ROWS", few[0])
     whole = dict(heads={}, keys_values={}, gated={}, normed={}, top_tokens={})
-    options = whole | dict(add_product={"splits": 1}, product={"splits": 1})
+    options = whole | dict(add_product={"splits": 1}, product={"splits": 1}, shrink={"splits": 1})
     for name, given in options.items():
         monkeypatch.setattr(op, name, partial(getattr(op, name), **given, **INTERPRET))
 
@@ -168,6 +170,51 @@ def test_wide_layers_are_those_of_the_model(monkeypatch, family):
     expected = forward(config, params, rows)
     take_few_rows(monkeypatch)
     assert_same_forward(forward(config, params, rows), expected, rows, 2e-2)
+
+
+def with_adapters(params, places: int, rank: int):
+    """The params with random adapters of all dense weights, but of one layer's `out`."""
+    key, stacks = jax.random.key(5), []
+    for layer in params["layers"]:
+        stacks.append({})
+        for name in (name for name in ("qkv", "out", "gate_up", "down") if stacks[1:] or name != "out"):
+            key, a, b = jax.random.split(key, 3)
+            (k, n), wide = layer[name].values.shape, rank * {"qkv": 3, "gate_up": 2}.get(name, 1)
+            made = normal(a, k, places, wide) * k**-0.5, normal(b, places, wide, n) * wide**-0.5
+            stacks[-1][name] = LowRank(*made)
+    return params | {"adapters": stacks}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["qwen3", "qwen2"])
+def test_rows_with_adapters_go_through_the_same_kernels(monkeypatch, family):
+    """The first of two requests has the last of eight adapters; then the other has the second, and none has any."""
+    config, params = small_model(family, hidden_size=17 * 64, num_hidden_layers=2)
+    params, rows = with_adapters(params, 8, 16), two_requests()
+    cases = [jnp.array([7, -1]), jnp.array([-1, 1]), jnp.array([-1, -1])]
+    expected = [forward(config, params, rows, places) for places in cases]
+    base = forward(config, params, rows)
+    take_few_rows(monkeypatch)
+    monkeypatch.setattr(forward_module, "PATHS", forward_module.PATHS[:1])
+    for places, each in zip(cases, expected, strict=True):
+        assert_same_forward(forward(config, params, rows, places), each, rows, 2e-2)
+    assert_same_forward(forward(config, params, rows, cases[2]), base, rows, 2e-2)
+    assert np.linalg.norm(expected[0].last[0] - base.last[0]) > 0.1 * np.linalg.norm(base.last[0])
+
+
+def test_rows_with_adapters_that_the_kernels_cannot_take_are_named():
+    config, params = small_model("qwen3", hidden_size=17 * 64, num_hidden_layers=2)
+    call = Call(1, 4, "bfloat16", processors=132, adapters=True)
+
+    def layers(*of):
+        return attached(params["layers"], jax.eval_shape(lambda: with_adapters(params, *of)["adapters"]), None)
+
+    refuses = lambda layers, **more: FEW_ROWS.refuses(config.decoder, layers, dataclasses.replace(call, **more))  # noqa: E731
+    assert refuses(layers(4, 16)) is None is refuses(layers(4, 16), requests=8)
+    assert "40 rows of 1088; supported: up to 32" in refuses(layers(4, 16), requests=10)
+    assert "16 rows of 1088; supported: up to 8" in refuses(params["layers"], requests=4, adapters=False)
+    assert "adapters of rank 24 in 3 places" in refuses(layers(3, 8))
+    assert "with adapters divided among 2 devices" in refuses(layers(4, 16), devices=2)
 
 
 def in_fp8(layers, by_output: bool = False, activations: bool = False):

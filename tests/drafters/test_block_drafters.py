@@ -1,4 +1,4 @@
-"""DSpark and DFlash 2 in the engine: greedy text is plain decoding's, sampled text has the target's distribution.
+"""DFlash's descendants in the engine: greedy text is plain decoding's, sampled text has the target's distribution.
 
 A random drafter is hardly ever right about a random target, so `Watching` puts right drafts among its own.
 """
@@ -13,6 +13,8 @@ import pytest
 
 import jaxspec
 from jaxspec import EngineConfig, SamplingParams, load_drafter
+from jaxspec.drafters.blocks.domino import Domino
+from jaxspec.drafters.blocks.lilicorr import LiLiCorr
 from jaxspec.drafters.dflash2 import DFlash2
 from jaxspec.drafters.dspark import DSpark
 from tests.rounds import test_distribution as sampled
@@ -27,7 +29,16 @@ SELECTOR = dict(
     architectures=["DFlash2DraftModel"], conv_kernel_size=2, conv_group_size=8, selector_rank=8, selector_top_k=6,
     layer_types=["sliding_attention"] * 2, use_sliding_window=True, sliding_window=21, is_causal=False,
 )  # fmt: skip
-KINDS = {"dspark": (DSpark, MARKOV, "?confidence=0.3"), "dflash2": (DFlash2, SELECTOR, "")}
+GRU = dict(architectures=["DominoDraftModel"], emb_dim=8, gru_hidden_dim=12, pure_draft_prefix_len=1, shift_label=True)
+LATTICE = dict(
+    architectures=["LiLiCorrDraftModel"], conv_kernel_size=2, conv_group_size=8, lilicorr_candidate_topk=6,
+    lilicorr_hidden_size=0, lilicorr_num_layers=1, lilicorr_num_heads=2, lilicorr_mlp_ratio=2.0, lilicorr_factor_dim=8,
+    lilicorr_vector_eps=1e-6, lilicorr_logit_scale=10.0,
+)  # fmt: skip
+KINDS = {
+    "dspark": (DSpark, MARKOV, "?confidence=0.3"), "dflash2": (DFlash2, SELECTOR, ""), "domino": (Domino, GRU, ""),
+    "lilicorr": (LiLiCorr, LATTICE, ""),
+}  # fmt: skip
 _root = tempfile.TemporaryDirectory(prefix="jaxspec-blocks-")
 
 
@@ -46,6 +57,16 @@ class WatchedDSpark(Loading, DSpark):
 
 @dataclass(frozen=True)
 class WatchedDFlash2(Loading, DFlash2):
+    pass
+
+
+@dataclass(frozen=True)
+class WatchedDomino(Loading, Domino):
+    pass
+
+
+@dataclass(frozen=True)
+class WatchedLiLiCorr(Loading, LiLiCorr):
     pass
 
 
@@ -87,7 +108,10 @@ def expected_drafts(method):
     return cold_drafts(model, loaded, texts, np.array([len(text) for text in known]))
 
 
-@pytest.mark.parametrize("method,watched", [("dspark", "WatchedDSpark"), rare("dflash2", "WatchedDFlash2")])
+@pytest.mark.parametrize("method,watched", [
+    ("dspark", "WatchedDSpark"), rare("dflash2", "WatchedDFlash2"), rare("domino", "WatchedDomino"),
+    ("lilicorr", "WatchedLiLiCorr"),
+])  # fmt: skip
 def test_greedy_output_equals_plain_and_drafts_are_a_cold_starts(method, watched):
     """Chunked prompts, prefix hits, preemption: the text is plain decoding's, the drafter's cache is whole."""
     llm = jaxspec.LLM(engines.checkpoint(), f"{__name__}:{watched}{KINDS[method][2]}", **engines.OPTIONS)
@@ -100,24 +124,26 @@ def test_greedy_output_equals_plain_and_drafts_are_a_cold_starts(method, watched
         if name == "long":
             assert sum(out.metrics.preemptions for out in outs) > 0
             rounds = sum(out.metrics.verify_rounds for out in outs)
-            assert 1.3 < sum(out.metrics.verified_tokens for out in outs) / rounds < 4
+            assert 1.3 < sum(out.metrics.verified_tokens for out in outs) / rounds < 4.5
             drafted = sum(llm.engine.stats()["drafted_per_position"])
-            most = rounds * (5 if method == "dspark" else 4)
+            most = rounds * (5 if method in ("dspark", "domino") else 4)
             assert (0.2 * most < drafted < 0.9 * most) == (method == "dspark")  # confidence ends some drafts early
     state = llm.engine.runner.state.draft
     assert int(state["wrong"]) == 0 and int(state["right"]) > 400, (state["right"], state["wrong"])
 
 
-@pytest.mark.parametrize("method", [rare("dspark"), "dflash2"])
+@pytest.mark.parametrize("method", [rare("dspark"), "dflash2", rare("domino"), rare("lilicorr")])
 def test_sampled_output_has_the_targets_distribution(method, monkeypatch, tmp_path):
-    """Draft with DSpark along the chain, from nine of the twelve tokens, ended by confidence; with DFlash 2, from a
-    token map."""
+    """Draft with DSpark along the chain, from nine of the twelve tokens, ended by confidence; with DFlash 2 and Domino,
+    from a token map."""
     kind, settings, options = KINDS[method]
-    more = {"draft_vocab_size": 9} if method == "dspark" else {"selector_top_k": 4}
+    more = {
+        "dspark": {"draft_vocab_size": 9}, "dflash2": {"selector_top_k": 4}, "lilicorr": {"lilicorr_candidate_topk": 4},
+    }.get(method, {})  # fmt: skip
     source = write_drafter(kind, tmp_path, sampled.checkpoint(5), 3, **settings | more | SMALL)
     draft = f"{method}:{source}{options}"
     (tmp_path / "map.json").write_text("[0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 11]")
-    token_map = str(tmp_path / "map.json") if method == "dflash2" else None
+    token_map = str(tmp_path / "map.json") if method in ("dflash2", "domino") else None
     options = EngineConfig(draft=draft, num_draft_tokens=2, draft_token_map=token_map)
     loaded = load_drafter(draft, sampled.model(), options)
     monkeypatch.setitem(sampled.DRAFTERS, method, lambda: (loaded.drafter, loaded.params))

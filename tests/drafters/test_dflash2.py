@@ -10,8 +10,10 @@ import pytest
 
 from jaxspec import ConfigError, EngineConfig, load_drafter
 from jaxspec.checkpoint import CheckpointError
-from jaxspec.drafters import dflash2
-from jaxspec.drafters.dflash2 import DFlash2, convolve, largest
+from jaxspec.drafters.blocks import candidates
+from jaxspec.drafters.blocks.candidates import largest
+from jaxspec.drafters.blocks.convolutions import convolve
+from jaxspec.drafters.dflash2 import DFlash2
 from tests.support import drawn
 from tests.support.blocks import GOLDEN, copies, golden, proposals
 from tests.support.tiny import rewrite
@@ -52,7 +54,7 @@ def test_a_convolution_is_causal_and_each_row_has_its_kernel():
 
 @pytest.mark.parametrize("size", [40, 3000, 9999])
 def test_the_largest_are_those_of_a_sort(size, monkeypatch):
-    monkeypatch.setattr(dflash2, "CHUNK", 32)
+    monkeypatch.setattr(candidates, "CHUNK", 32)
     x = drawn.normal(jax.random.key(size), (2, 3, size))
     for mine, sorted_ in zip(largest(x, 16), jax.lax.top_k(x, 16), strict=True):
         np.testing.assert_array_equal(mine, sorted_)

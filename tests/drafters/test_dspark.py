@@ -140,7 +140,7 @@ def test_random_weights_from_the_config_alone(pair):
     ({"markov_head_type": "lstm"}, "markov_head_type must be one of vanilla, gated, rnn, got 'lstm'"),
     ({"markov_rank": 0}, "confidence_head_with_markov is true, and markov_rank is 0"),
     ({"markov_rank": -1}, "markov_rank must be an integer of at least 0, got -1"),
-    ({"projector_type": "domino"}, "projector_type is 'domino'; variants of DFlash that have it are not supported"),
+    ({"projector_type": "hydra"}, "projector_type is 'hydra'; variants of DFlash that have it are not supported"),
     ({"hidden_size": 48}, "made for a model with hidden_size 48, and this one has 32"),
     ({"draft_vocab_size": 41}, "draft_vocab_size must be at most the target's 40, got 41"),
 ])  # fmt: skip

@@ -24,15 +24,15 @@ from jaxspec.rounds.packing import PICTURE_ROW
 from tests.support.blocks import write_drafter
 from tests.support.exact import ALPHA, distribution, fit_p_value
 from tests.support.heads import random_eagle3
-from tests.support.picture_prompts import GOLDEN, IMAGES, PROMPTS, expected, prompt
+from tests.support.picture_prompts import DEEP, GOLDEN, IMAGES, PROMPTS, expected, prompt
 from tests.support.sample import rare
 from tests.support.tiny import tiny_checkpoint
 
 
-def text_model(folder):
+def text_model(folder, family="qwen3_5"):
     """A folder with the config of what drafters see of the model: its text."""
-    hf = json.loads((GOLDEN / "qwen3_5" / "config.json").read_text())["text_config"] | {"model_type": "llama"}
-    del hf["layer_types"], hf["rope_parameters"]
+    hf = json.loads((GOLDEN / family / "config.json").read_text())["text_config"] | {"model_type": "llama"}
+    hf = {key: value for key, value in hf.items() if key not in ("layer_types", "rope_parameters")}
     (folder / "config.json").write_text(json.dumps(hf))
     return folder
 
@@ -77,6 +77,30 @@ def test_texts_are_transformers_and_a_picture_is_read_once(llm):
     reader = llm.engine.runner.pictures
     assert texts(llm, PROMPTS) == greedy(PROMPTS)
     assert reader.encoded == 3
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_rounds_wait_for_a_program_of_pictures_or_of_prompts(llm, monkeypatch, known):
+    """Where `--max-itl-ms` limits what is between two rounds, also while it isn't known what prompts take."""
+    engine, seen = llm.engine, []
+    runner, dispatch = engine.runner, engine._dispatch
+    engine.flush_cache()
+    runner.pictures.forget()
+    engine.limit_between(50)
+    monkeypatch.setattr(engine.prefill_budget, "tokens", lambda: 16 if known else None)
+    monkeypatch.setattr("jaxspec.engine.pictures.BESIDE_ROUNDS", 24)
+
+    def watched(*of):
+        waiting, before = bool(engine.scheduler.running), runner.encoded
+        prompts = dispatch(*of)
+        if waiting:
+            seen.append((prompts, runner.encoded - before))
+        return prompts
+
+    monkeypatch.setattr(engine, "_dispatch", watched)
+    assert texts(llm, PROMPTS) == greedy(PROMPTS)
+    assert {(prompts > 0, pictures) for prompts, pictures in seen} == {(False, 0), (True, 0), (False, 1)}
+    engine.limit_between(None)
 
 
 def test_the_same_picture_is_a_hit_and_another_of_its_size_is_none(llm):
@@ -233,7 +257,7 @@ def test_the_towers_workspace_is_as_estimated(dtype):
     """Qwen3.5-35B-A3B's tower but for its depth, which doesn't count."""
     tower = QwenTower(2, 1152, 16, 4304, 1536, 2048, 48, 2)
     reader = PictureReader(tower, jax.eval_shape(lambda: dummy(tower, dtype, 0)), 100)
-    reader._program(MOST_PATCHES, jax.ShapeDtypeStruct((100, tower.out), dtype))
+    reader.programs.get(MOST_PATCHES, dtype)
     assert reader.workspace_bytes < tower_workspace(tower, np.dtype(dtype).itemsize) < 2 * reader.workspace_bytes
 
 
@@ -257,6 +281,20 @@ def test_gemmas_pictures_are_whole_in_a_chunk():
         logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         told = [entry.logprob for entry in out.prompt_logprobs[1:]]
         np.testing.assert_allclose(told, logprobs[np.arange(len(ids) - 1), ids[1:]], atol=5e-4)
+
+
+@exhaustive
+@pytest.mark.parametrize("family", DEEP)
+def test_rows_of_deepstack_are_added_behind_the_first_layers(family, tmp_path):
+    """In chunks that end within a picture, read anew or cached, with n-grams and with a drafter that reads pictures."""
+    head = random_eagle3(text_model(tmp_path, family), tuple(range(60)), (0, 1, 2))
+    for draft in ("ngram", f"eagle3:{head}"):
+        llm = LLM(str(GOLDEN / family), draft, num_draft_tokens=3, **OPTIONS)
+        wanted = [expected(family)[f"{name}_greedy"].tolist() for name in PROMPTS]
+        for _ in range(2):
+            outs = llm.generate([prompt(name, family) for name in PROMPTS], GREEDY)
+            assert [out.token_ids for out in outs] == wanted
+        assert outs[PROMPTS.index("long")].metrics.cached_tokens > 100
 
 
 def test_a_chunk_too_small_for_gemmas_pictures_refuses_them(tmp_path):

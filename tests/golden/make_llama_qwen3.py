@@ -25,6 +25,7 @@ from transformers import (
     Ernie4_5Config,
     Exaone4Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     Glm4Config,
     GraniteConfig,
     HunYuanDenseV1Config,
@@ -67,6 +68,9 @@ LLAMA3 = dict(
 YARN = dict(rope_type="yarn", rope_theta=500.0, factor=4.0, original_max_position_embeddings=64, beta_fast=4.0)
 EPS = 0.02  # large enough that leaving it out, or using another, shows
 IDS = dict(pad_token_id=0, eos_token_id=1)  # GLM's own lie beyond such a vocabulary
+NEAR = dict(rope_type="default", rope_theta=50.0)
+PARTIAL = dict(rope_type="proportional", rope_theta=500.0, partial_rotary_factor=0.25)
+WITHOUT_INPUTS = dict(hidden_size_per_layer_input=0, vocab_size_per_layer_input=0)
 VARIANTS = {
     "llama-untied": LlamaConfig(**SIZES, head_dim=16, tie_word_embeddings=False),
     "llama-tied-llama3": LlamaConfig(**SIZES, head_dim=32, tie_word_embeddings=True, rope_parameters=LLAMA3),
@@ -148,12 +152,36 @@ VARIANTS = {
         **SIZES, tie_word_embeddings=True, sliding_window=33, rms_norm_eps=EPS,
         rope_parameters=dict(rope_type="default", rope_theta=500.0, partial_rotary_factor=0.5), **IDS,
     ),
+    "gemma4-tied": Gemma4TextConfig(
+        **SIZES, **WITHOUT_INPUTS, head_dim=16, global_head_dim=32, num_global_key_value_heads=1, attention_k_eq_v=True,
+        sliding_window=20, final_logit_softcapping=0.4, layer_types=["sliding_attention"] * 2 + ["full_attention"],
+        rope_parameters=dict(sliding_attention=NEAR, full_attention=PARTIAL), **IDS,
+    ),
+    "gemma4-untied": Gemma4TextConfig(
+        **SIZES, **WITHOUT_INPUTS, head_dim=32, global_head_dim=16, sliding_window=7, rms_norm_eps=EPS,
+        attention_bias=True, tie_word_embeddings=False,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+        rope_parameters=dict(sliding_attention=NEAR, full_attention=PARTIAL | dict(factor=4.0)), **IDS,
+    ),
+    "gemma4-inputs": Gemma4TextConfig(
+        **SIZES | dict(num_hidden_layers=5), hidden_size_per_layer_input=8, vocab_size_per_layer_input=64, head_dim=16,
+        global_head_dim=32, sliding_window=20, num_kv_shared_layers=3, use_double_wide_mlp=True, rms_norm_eps=EPS,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        rope_parameters=dict(sliding_attention=NEAR, full_attention=PARTIAL), **IDS,
+    ),
+    "gemma4-experts": Gemma4TextConfig(
+        **SIZES, **WITHOUT_INPUTS, head_dim=16, global_head_dim=32, num_global_key_value_heads=1, attention_k_eq_v=True,
+        sliding_window=20, enable_moe_block=True, num_experts=8, top_k_experts=3, moe_intermediate_size=24,
+        layer_types=["sliding_attention"] * 2 + ["full_attention"], tie_word_embeddings=False,
+        rope_parameters=dict(sliding_attention=NEAR, full_attention=PARTIAL), **IDS,
+    ),
 }  # fmt: skip
 
 
 def randomise(model: torch.nn.Module, tied: bool) -> None:
     """Draw every parameter: transformers starts biases at 0 and norms at 1, where leaving them out goes unnoticed."""
-    centre = 0 if type(model).__name__.startswith("Gemma") else 1
+    gemma = type(model).__name__.startswith("Gemma")
+    centre = 0 if type(model).__name__.startswith("Gemma3") else 1
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape)
@@ -162,9 +190,12 @@ def randomise(model: torch.nn.Module, tied: bool) -> None:
             elif parameter.ndim == 1:
                 parameter.copy_(centre + 0.3 * noise)
             elif "embed_tokens" in name:
-                parameter.copy_(noise * ((0.3 if centre else 0.05) if tied else 1.0))
+                parameter.copy_(noise * ((0.05 if gemma else 0.3) if tied else 1.0))
             else:
                 parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.copy_(1 + 0.3 * torch.randn(buffer.shape))
 
 
 def expected(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -51,14 +51,7 @@ def main() -> None:
     model = Qwen3_5ForConditionalGeneration(config).float().eval()
     make_hybrid.randomise(model.model.language_model, False)
     make_hybrid.randomise(model.lm_head, False)
-    with torch.no_grad():
-        for name, parameter in model.model.visual.named_parameters():
-            noise = torch.randn(parameter.shape)
-            if "norm" in name and name.endswith("weight"):
-                noise = 1 + 0.3 * noise
-            elif parameter.ndim > 1 and "pos_embed" not in name:
-                noise = noise * (parameter.numel() // len(parameter)) ** -0.5
-            parameter.copy_((noise * (0.3 if name.endswith("bias") else 1.0)).bfloat16())
+    randomise_tower(model.model.visual)
     tensors = {}
     with torch.no_grad():
         pictures(model, tensors)
@@ -73,6 +66,17 @@ def main() -> None:
     saved |= {"architectures": ["Qwen3_5ForConditionalGeneration"]}
     saved["text_config"]["mtp_num_hidden_layers"] = 1
     (folder / "config.json").write_text(json.dumps(saved, indent=1))
+
+
+def randomise_tower(visual) -> None:
+    with torch.no_grad():
+        for name, parameter in visual.named_parameters():
+            noise = torch.randn(parameter.shape)
+            if "norm" in name and name.endswith("weight"):
+                noise = 1 + 0.3 * noise
+            elif parameter.ndim > 1 and "pos_embed" not in name:
+                noise = noise * (parameter.numel() // len(parameter)) ** -0.5
+            parameter.copy_((noise * (0.3 if name.endswith("bias") else 1.0)).bfloat16())
 
 
 def mtp_tensors(model) -> dict[str, torch.Tensor]:
@@ -90,7 +94,8 @@ def mtp_tensors(model) -> dict[str, torch.Tensor]:
 def pictures(model, tensors: dict[str, np.ndarray]) -> None:
     pixels = [torch.randn(grid[1] * grid[2], 24) for grid in GRIDS]
     for i, (values, grid) in enumerate(zip(pixels, GRIDS, strict=True)):
-        out = model.model.visual(values, torch.tensor([grid])).pooler_output
+        rows = model.model.visual(values, torch.tensor([grid]))
+        out = torch.cat([rows.pooler_output, *getattr(rows, "deepstack_features", [])], dim=1)
         tensors |= {f"pixels_{i}": values.numpy(), f"grid_{i}": np.array(grid), f"embeddings_{i}": out.numpy()}
     for name, parts in PROMPTS.items():
         ids, used = [], []

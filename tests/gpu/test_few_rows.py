@@ -100,6 +100,15 @@ def test_wide_layers(sizes, kernel):
         check(given)
 
 
+@pytest.mark.parametrize("rows", [8, 16, 32])
+def test_adapters(rows):
+    """Several times, as above."""
+    given = cpu.operands(rows, **cpu.QWEN3)
+    for _ in range(3):
+        cpu.check_adapters(given)
+        cpu.check_shrink(given)
+
+
 @pytest.mark.parametrize("kernel", ["heads", "normed heads", "keys and values", "router", "add", "scaled add"])
 def test_layers_with_biases(kernel):
     """Take gpt-oss' sizes: a width of 2,880 is divided by 3 alone. Several times, as above."""
@@ -124,6 +133,19 @@ def test_layers_are_those_of_the_model(monkeypatch, tree):
     assert KERNELS["few_rows_heads"] == before + 1
     switch_off(monkeypatch)
     layers.assert_same_forward(got, layers.forward(config, params, layers.rounds(tree)), layers.rounds(tree), 2e-2)
+
+
+@pytest.mark.parametrize("requests", [1, 2, 3])
+def test_layers_with_adapters_are_plain_ones(monkeypatch, requests):
+    config, params = layers.small_model("qwen3", hidden_size=4096, intermediate_size=1024, num_hidden_layers=3)
+    params = layers.with_adapters(params, 16, 16)
+    rows = {1: layers.one_request(), 2: layers.two_requests(), 3: layers.rounds(False)}[requests]
+    with counting() as chosen:
+        got = layers.forward(config, params, rows, jnp.array([9, -1, 2][:requests]))
+    assert chosen["few_rows_shrink"] and chosen["few_rows_heads"]
+    switch_off(monkeypatch)
+    expected = layers.forward(config, params, rows, jnp.array([9, -1, 2][:requests]))
+    layers.assert_same_forward(got, expected, rows, 2e-2)
 
 
 @pytest.mark.parametrize("requests", [1, 2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from types import SimpleNamespace
 
 import numpy as np
@@ -86,9 +87,24 @@ def test_data_urls():
     assert data_of("data:image/png;base64,AQID", "p") == data_of("DATA:;name=a;base64, AQ\nID", "p") == bytes((1, 2, 3))
     assert data_of("data:image/png;base64,%41QI", "p") == data_of("data:image/png;base64,AQI=", "p") == bytes((1, 2))
     assert data_of("data:image/png;base64,-_8", "p") == bytes((251, 255))
-    for bad in ("data:image/png,AQID", "data:image/png;base64", "data:image/png;base64,A", "data:image/png;base64,A!"):
+    for bad in (
+        "data:image/png;base64,é",
+        "data:image/png,AQID",
+        "data:image/png;base64",
+        "data:image/png;base64,A",
+        "data:image/png;base64,A!",
+    ):
         with pytest.raises(RequestError, match="base64"):
             data_of(bad, "p")
+
+
+@pytest.mark.parametrize("body", ["AA ", "%41"])
+def test_a_data_url_takes_little_more_memory_than_its_text(body):
+    url = "data:image/png;base64," + body * 2**17
+    tracemalloc.start()
+    assert len(data_of(url, "p")) in (2**17 * 3 // 4, 2**17 * 3 // 2)
+    assert tracemalloc.get_traced_memory()[1] < 4 * len(url) + 2**21
+    tracemalloc.stop()
 
 
 class Offline(LLM):

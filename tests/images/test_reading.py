@@ -39,7 +39,7 @@ for name, expected, content in hostile():
 def test_hostile_files_are_right_or_refused_within_200_mb():
     """In a process of its own, whose peak memory each file may raise."""
     done = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and not done.stderr, done.stderr
     rows = [line.split("|") for line in done.stdout.splitlines()]
     assert len(rows) >= 60
     assert not [row for row in rows if row[2]]

@@ -13,7 +13,7 @@ from jaxspec import LLM, SamplingParams
 from tests.drafters.test_dflash import drafter_folder
 from tests.support import heads
 from tests.support.engines import SMALL, check_greedy
-from tests.support.tiny import shaken, tiny_checkpoint
+from tests.support.tiny import GEMMA4_ALL, shaken, tiny_checkpoint
 
 VOCAB, LONGEST, NEW = 24, 150, 24
 PROMPTS = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (1, 7, 33, LONGEST)]
@@ -28,6 +28,8 @@ FAMILIES = {
     # In two layers of what these have: one that doesn't rotate, or sees a window, and one that does, or sees all.
     **{family: {"num_hidden_layers": 2} for family in ("exaone4", "smollm3")},
     "olmo3": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    # A window; other heads, of another width; then both kinds again, over the first ones' keys and values.
+    "gemma4": GEMMA4_ALL | {"num_key_value_heads": 4, "vocab_size_per_layer_input": VOCAB},
     **{family: {} for family in ("ernie4_5", "granite", "hunyuan_v1_dense", "olmo2", "phi3", "seed_oss")},
 }
 DRAFTS = {
@@ -41,6 +43,7 @@ OPTIONS = SMALL | {"dtype": "float32", "max_running_requests": 4, "num_draft_tok
 
 NOISE = {"granite": 0.1, "exaone4": 0.02}  # of a standalone drafter's weights: most of its drafts are right
 noisy = functools.cache(shaken)
+OFTEN = (("qwen2", "ngram"), ("olmo3", "ngram"), ("granite", "standalone"), ("gemma4", "standalone"))
 HEADLESS = {"ernie4_5", "granite", "olmo2", "seed_oss"}  # of which random heads accept nothing, by chance
 
 
@@ -49,7 +52,7 @@ def cases():
     for family in FAMILIES:
         for draft in ("ngram", "standalone") if family in HEADLESS else DRAFTS:
             # llama is test_lossless.py's, mistral test_windows.py's, gpt_oss test_mxfp4.py's, EAGLE-3 test_eagle.py's
-            often = (family, draft) in (("qwen2", "ngram"), ("olmo3", "ngram"), ("granite", "standalone"))
+            often = (family, draft) in OFTEN
             yield pytest.param(family, draft, marks=() if often else pytest.mark.exhaustive)
 
 

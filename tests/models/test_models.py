@@ -24,6 +24,7 @@ from jaxspec.models.description import LinearScaling, Yarn
 from jaxspec.models.families import MODELS
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.weights import Param
+from tests.support.picture_prompts import DEEP
 from tests.support.tiny import EXTRA, tiny_config
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
@@ -192,7 +193,8 @@ def test_golden_llama3_scaling_is_in_play():
 def test_goldens_cover_what_a_config_can_say():
     assert set(VARIANTS) > FEW
     configs = [golden(variant)[0].config for variant in VARIANTS]
-    for family in set(PLAIN) - LATENTS:
+    # Pictures' tests have the goldens of `DEEP`, and a unified Gemma 4 is a Gemma 4 by another name.
+    for family in set(PLAIN) - LATENTS - {*DEEP, "gemma4_unified"}:
         mine = [c for c in configs if c.model_type == family]
         if family != "minimax_m2":  # whose heads are never tied
             assert {c.decoder.tied for c in mine} == {True, False}
@@ -296,10 +298,10 @@ def test_parameters_name_each_checkpoint_tensor_once(family, tied, bias):
     assert ("model.layers.1.self_attn.q_proj.bias" in names) == (
         family == "qwen2" or (bias and family not in {"exaone4", "minimax_m2", "phi3"} | LATENTS)
     )
-    with_biases = ("ernie4_5", "granite", "llama", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3")
+    with_biases = ("ernie4_5", "granite", "llama", "mistral", "qwen2", "qwen3", "qwen3_vl", "seed_oss", "smollm3")
     assert ("model.layers.1.mlp.down_proj.bias" in names) == (bias and family in with_biases)
     assert ("model.layers.0.self_attn.q_norm.weight" in names) == (
-        family in ("exaone4", "gemma3", "minimax_m2", "olmo2", "olmo3", "qwen3", "qwen3_moe")
+        family.startswith("gemma") or family in ("exaone4", "minimax_m2", "olmo2", "olmo3", "qwen3", "qwen3_moe", *DEEP)
     )
     for param in declared:
         if param.sources != (param.whole,):

@@ -19,7 +19,8 @@ from jaxspec.decoder.forward import forward, unembed
 from jaxspec.decoder.towers import embed_pictures, places
 from jaxspec.images.placement import Placement
 from jaxspec.models.model_config import ModelConfig
-from tests.support.picture_prompts import FAMILIES, GOLDEN, IMAGES, PROMPTS, expected, prompt
+from tests.support.picture_prompts import DEEP, FAMILIES, GOLDEN, IMAGES, PROMPTS, expected, prompt
+from tests.support.sample import rare
 
 CLOSE = dict(rtol=0, atol=5e-4)
 MERGE = 2
@@ -41,34 +42,37 @@ def embedded(pictures, size, family="qwen3_5"):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_embeddings_are_transformers_alone_and_beside_others(family):
     pictures = [prompt(name, family).images[0].picture for name in ("other", "first", "one")]
-    rows = embedded(pictures, 64 if family == "qwen3_5" else 256, family)
+    rows = embedded(pictures, 256 if family == "gemma3" else 64, family)
     ends = np.cumsum([picture.tokens for picture in pictures])
     for i, end, picture in zip((2, 1, 0), ends, pictures, strict=True):
         np.testing.assert_allclose(rows[end - picture.tokens : end], expected(family)[f"embeddings_{i}"], **CLOSE)
 
 
 @pytest.mark.parametrize("name", PROMPTS)
-def test_positions_are_transformers(name):
-    placement, positions = Placement.of(prompt(name).images, MERGE), expected()[f"{name}_positions"]
+@pytest.mark.parametrize("family", ["qwen3_5", DEEP[0]])
+def test_positions_are_transformers(name, family):
+    placement, positions = Placement.of(prompt(name, family).images, MERGE), expected(family)[f"{name}_positions"]
     length = positions.shape[1]
     np.testing.assert_array_equal(placement.positions(np.arange(length)), positions)
     assert length + placement.shift == positions.max() + 1
 
 
-@pytest.mark.parametrize("name", ["two", pytest.param("long", marks=pytest.mark.exhaustive)])
-def test_logits_are_transformers(name):
-    given, decoder = prompt(name), model().config.decoder
+@pytest.mark.parametrize(
+    "name,family", [("two", "qwen3_5"), *(("two", family) for family in DEEP), rare("long", "qwen3_5")]
+)
+def test_logits_are_transformers(name, family):
+    given, decoder, params = prompt(name, family), model(family).config.decoder, model(family).params
     tokens = np.array([given.tokens])
     axes = Placement.of(given.images, MERGE).positions(np.arange(tokens.size))[:, None]
     pictures = [each.picture for each in given.images]
     at = np.full(tokens.shape, -1)
     at[tokens == IMAGES] = np.arange((tokens == IMAGES).sum())
-    rows = embedded(pictures, 64)
+    rows = embedded(pictures, 64, family)
     run = jax.jit(lambda params: forward(
         decoder, params, tokens, axes, WholeTexts(), overrides=(jnp.asarray(rows), at)
     ).last)  # fmt: skip
-    logits = unembed(model().params, run(model().params), decoder)[0]
-    np.testing.assert_allclose(logits, expected()[f"{name}_logits"], **CLOSE)
+    logits = unembed(params, run(params), decoder)[0]
+    np.testing.assert_allclose(logits, expected(family)[f"{name}_logits"], **CLOSE)
 
 
 def test_a_folder_without_the_towers_tensors_is_a_text_model(tmp_path):
@@ -90,6 +94,7 @@ def test_a_folder_without_the_towers_tensors_is_a_text_model(tmp_path):
 @pytest.mark.parametrize("family,key,value", [
     ("qwen3_5", "hidden_act", "relu"), ("qwen3_5", "num_heads", 5), ("qwen3_5", "num_position_embeddings", 26),
     ("qwen3_5", "out_hidden_size", 33), ("qwen3_5", "deepstack_visual_indexes", [1]),
+    *(("qwen3_vl", "deepstack_visual_indexes", each) for each in ([0, 3], [1, 0], [0, 1, 2], "0", [True])),
     ("gemma3", "hidden_act", "relu"), ("gemma3", "num_attention_heads", 5), ("gemma3", "image_size", 15),
 ])  # fmt: skip
 def test_a_tower_that_isnt_served_is_refused_by_its_key(family, key, value):
@@ -103,4 +108,4 @@ def test_a_tower_that_isnt_served_is_refused_by_its_key(family, key, value):
 def test_the_towers_numbers_are_counted(family):
     numbers = sum(array.size for array in jax.tree.leaves(model(family).tower))
     assert model(family).config.tower.numbers == numbers
-    assert dataclasses.replace(model(family).config.tower, layers=3).numbers > numbers
+    assert dataclasses.replace(model(family).config.tower, layers=9).numbers > numbers

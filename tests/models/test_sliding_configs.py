@@ -7,8 +7,20 @@ import math
 
 import pytest
 
+from jaxspec.checkpoint.load import text_name
 from jaxspec.config.options import ConfigError
-from jaxspec.models.description import Attention, ClampedSwiglu, LinearScaling, Mixture, Mlp, Norm, Rope, Yarn
+from jaxspec.models.description import (
+    Attention,
+    ClampedSwiglu,
+    LinearScaling,
+    Mixture,
+    Mlp,
+    Norm,
+    PagedRows,
+    Proportional,
+    Rope,
+    Yarn,
+)
 from jaxspec.models.model_config import ModelConfig
 from tests.support.tiny import tiny_config
 
@@ -23,6 +35,7 @@ from tests.support.tiny import tiny_config
     ("qwen2", {"use_sliding_window": True}, [None, None]),
     ("qwen2", {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}, [4096, 4096]),
     ("gemma3", {}, [20, None]),
+    ("gemma4", {"layer_types": ["full_attention", "sliding_attention"]}, [None, None]),  # the last sees all
     ("gpt_oss", {}, [20, None]),
     ("gpt_oss", {"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]}, [None, 64]),
     ("gemma3", {"layer_types": ["full_attention", "sliding_attention"]}, [None, 20]),
@@ -43,6 +56,12 @@ def test_windows_by_layer(family, keys, windows):
     ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported"),
     ("gemma3", {"rope_parameters": {"rope_theta": 1e6}}, "rope_parameters are by kind of layer"),
     ("gemma3", {"rope_parameters": {"full_attention": 3}}, "rope_parameters of full_attention"),
+    ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all' is not supported"),
+    ("gemma4", {"rope_parameters": {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.01}}},
+     "partial_rotary_factor 0.01 of head_dim 32 is 0 pairs"),
+    ("gemma4", {"num_kv_shared_layers": 1}, "num_kv_shared_layers 1 of 2 leaves some kind of layer_types without keys"),
+    ("gemma4", {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 63}, "must be at least vocab_size"),
+    ("gemma4", {"per_layer_config": {"0": {"head_dim": 32}}}, "per_layer_config must have head_dim and num_key_value"),
     ("gemma3", {"hidden_activation": "gelu"}, "hidden_activation 'gelu' is not supported; supported: silu, gelu_py"),
 ])  # fmt: skip
 def test_windows_that_make_no_sense(family, keys, words):
@@ -89,6 +108,63 @@ def test_gemma3_in_the_keys_of_either_version_of_transformers():
     assert ModelConfig.from_hf(newer) == ModelConfig.from_hf(GEMMA3_4B)
     larger = GEMMA3_4B | {"text_config": text | {"query_pre_attn_scalar": 168, "head_dim": 128}}
     assert ModelConfig.from_hf(larger).decoder.attention.scale == 168**-0.5
+
+
+GEMMA4_31B = {  # as published, but for keys that change nothing here
+    "architectures": ["Gemma4ForConditionalGeneration"],
+    "eos_token_id": [1, 106],
+    "model_type": "gemma4",
+    "text_config": {
+        "attention_k_eq_v": True,
+        "final_logit_softcapping": 30.0,
+        "global_head_dim": 512,
+        "head_dim": 256,
+        "hidden_size": 5376,
+        "hidden_size_per_layer_input": 0,
+        "intermediate_size": 21504,
+        "max_position_embeddings": 262144,
+        "model_type": "gemma4_text",
+        "num_attention_heads": 32,
+        "num_global_key_value_heads": 4,
+        "num_hidden_layers": 60,
+        "num_key_value_heads": 16,
+        "sliding_window": 1024,
+        "use_bidirectional_attention": "vision",
+    },
+}
+
+
+def test_gemma4_has_two_kinds_of_heads():
+    config = ModelConfig.from_hf(GEMMA4_31B)
+    decoder, (near, *_, far) = config.decoder, config.decoder.layers
+    assert [i for i, layer in enumerate(decoder.layers) if layer.mixing.window is None] == list(range(5, 60, 6))
+    assert decoder.groups(PagedRows) == {PagedRows(16, 256): 50, PagedRows(4, 512): 10}
+    norm, kept = Norm(1e-6), dict(qk_norm=Norm(1e-6), v_norm=Norm(1e-6), scale=1.0)
+    assert near.mixing == Attention(32, 16, 256, Rope(1e4), window=1024, **kept)
+    assert far.mixing == Attention(32, 4, 512, Rope(1e6, Proportional(64)), k_is_v=True, **kept)
+    assert far.norm == norm and far.post_norm and far.output_scaled and far.feed == Mlp(21504, activation="gelu_tanh")
+    assert (decoder.embed_scale, decoder.logit_cap, decoder.tied) == (5376**0.5, 30.0, True)
+    text = dict(GEMMA4_31B["text_config"])
+    own = {"head_dim": text.pop("global_head_dim"), "num_key_value_heads": text.pop("num_global_key_value_heads")}
+    saved = GEMMA4_31B | {"text_config": text | {"per_layer_config": {str(i): own for i in range(5, 60, 6)}}}
+    assert ModelConfig.from_hf(saved) == config  # as transformers 5.23 writes it
+    unified = GEMMA4_31B | {"text_config": GEMMA4_31B["text_config"] | {"model_type": "gemma4_unified_text"}}
+    assert ModelConfig.from_hf(unified).decoder == decoder
+
+
+def test_the_last_layers_of_gemma4_share_keys_and_values():
+    """E2B's do. Its files have matrices for keys and values of them all, which nobody reads."""
+    sizes = dict(num_hidden_layers=35, num_kv_shared_layers=20, hidden_size_per_layer_input=256, num_key_value_heads=1)
+    sizes |= dict(vocab_size_per_layer_input=64, use_double_wide_mlp=True, attention_k_eq_v=False)
+    sizes |= dict(layer_types=[*["sliding_attention"] * 4, "full_attention"] * 7)
+    decoder = ModelConfig.from_hf(tiny_config("gemma4", **sizes)).decoder
+    assert decoder.groups(PagedRows) == {PagedRows(1, 16): 12, PagedRows(1, 32): 3}
+    assert decoder.sharing == frozenset(range(15, 35))
+    assert decoder.memory_index[13:21] == ((0, 11), (1, 2), *[(0, 11)] * 4, (1, 2), (0, 11))
+    assert [decoder.layers[i].feed.width for i in (14, 15)] == [64, 128]
+    assert text_name("model.language_model.layers.15.self_attn.k_norm.weight", 35, decoder.sharing) is None
+    for kept in ("layers.14.self_attn.k_norm.weight", "layers.15.self_attn.q_norm.weight"):
+        assert text_name(f"model.language_model.{kept}", 35, decoder.sharing) == f"model.{kept}"
 
 
 GPT_OSS_20B = {  # as published, but for keys that change nothing here

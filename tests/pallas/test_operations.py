@@ -9,6 +9,7 @@ import pkgutil
 import sys
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ from jaxspec.pallas.attention.paged_attention import paged_attention
 from jaxspec.pallas.experts.experts_mlp import experts_mlp
 from jaxspec.pallas.hopper import export
 from jaxspec.pallas.operation import ANY, HOPPER, PORTABLE, Implementation, Table, choose, nothing
+from scripts.kernels_table import index
 
 TABLE = (
     Implementation("fast", HOPPER, lambda x: "odd" if x % 2 else None, lambda x: x),
@@ -81,6 +83,15 @@ def test_a_call_that_nothing_takes_is_an_error(on):
     on(HOPPER)
     with pytest.raises(NotImplementedError, match="nothing here computes counting; fast: odd"):
         choose("counting", TABLE[:-1], 1)
+
+
+def test_docs_index_every_kernel():
+    docs = (Path(__file__).parent.parent.parent / "docs" / "kernels.md").read_text()
+    assert index() in docs, "run `python -m scripts.kernels_table`"
+    untested = [line for line in index().splitlines()[2:] if line.split("|")[4].strip() == "-"]
+    assert [line.split("`")[1] for line in untested] == [
+        "pallas/recurrence/intra_chunk.py"
+    ]  # delta_chunk's tests run it
 
 
 @functools.cache

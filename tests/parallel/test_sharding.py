@@ -13,8 +13,10 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 from openai import APIConnectionError, OpenAI
 
 from jaxspec.checkpoint import params as loading
@@ -25,8 +27,9 @@ from jaxspec.models.local import local
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.weights import Param, by_inputs, by_outputs, is_param, linear
 from jaxspec.parallel import sharding
+from jaxspec.parallel.sharding import BY_REQUEST, EVERYWHERE
 from tests.server.live import wait_for
-from tests.support.tiny import BYTE_VOCAB, tiny_checkpoint, tiny_config
+from tests.support.tiny import BYTE_VOCAB, GEMMA4_ALL, tiny_checkpoint, tiny_config
 
 ROOT = Path(__file__).resolve().parents[2]
 APART = tuple(f"tests/support/several_devices{name}.py" for name in ("", "_quantised", "_deterministic", "_pictures"))
@@ -39,7 +42,9 @@ WHOLE = {
     *("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm", "q_norm", "k_norm", "read_norm", "norm"),
     *("latents", "query_norm", "latent_norm"),
     *("router", "router_bias", "router_correction", "shared_gate", "fc", "embed_norm", "hidden_norm"),
-    *("latent_in", "latent_out"),
+    *("latent_in", "latent_out", "layer_scale"),
+    *("router_norm", "expert_scale", "mlp_own_norm", "experts_norm", "experts_own_norm"),
+    *("input_gate", "input_out", "input_norm", "layer_projection", "layer_projection_norm"),
 }
 ONCE = {"out_bias", "down_bias", "experts_down_bias"}
 
@@ -57,6 +62,8 @@ def declared(family: str, **sizes):
     trees = [MODELS[family].tensors(model.decoder)]
     if model.recurrent:
         trees.append(mtp.parameters(mtp.module_config(model)))
+    if family == "gemma4":
+        trees.append(MODELS[family].tensors(config(family, **GEMMA4_ALL, **sizes).decoder))
     if family == "qwen3":
         trees.append(dflash_checkpoint.parameters(model, 2, 33, ("embed_tokens.weight",)))
     for tree in trees:
@@ -81,7 +88,7 @@ def test_somebody_has_decided_how_each_parameter_is_divided(family):
 def test_devices_have_every_number_once(family, size):
     """But for KV heads and latents, which are repeated where there are fewer than devices, and for padding, which is
     0."""
-    kv_heads = {"num_key_value_heads": 8}
+    kv_heads = {"num_key_value_heads": 8, "num_global_key_value_heads": 8}
     for name, param in declared(family, **kv_heads):
         one, rng = sharding.local_param(param, size), np.random.default_rng(0)
         for i, (shape, own) in enumerate(zip(param.stored().values(), one.stored().values(), strict=True)):
@@ -129,6 +136,17 @@ def test_a_vocabulary_is_padded_with_zeros():
     tensor = np.arange(1, 11).reshape(5, 2)
     parts = [sharding.cut(param, 0, tensor, rank, 4) for rank in range(4)]
     np.testing.assert_array_equal(np.concatenate(parts), np.pad(tensor, ((0, 3), (0, 0))))
+
+
+def test_arguments_without_elements_are_made_on_each_device():
+    """XLA's partitioner for GPUs crashes on them: no drafts (`--draft none`) are such arguments."""
+    mesh = AbstractMesh((2,), (sharding.AXIS,))
+    run = lambda x, tokens: (x + tokens.sum(), tokens, jnp.zeros(len(tokens)))  # noqa: E731
+    program = sharding.spread(run, mesh, (EVERYWHERE, BY_REQUEST), (EVERYWHERE, *[BY_REQUEST] * 2))
+    traced = jax.make_jaxpr(program)(jnp.arange(3), jnp.zeros((8, 0), jnp.int32))
+    (eqn,) = [eqn for eqn in traced.eqns if eqn.primitive.name == "shard_map"]
+    assert [x.aval.shape for x in eqn.invars] == [(3,)]
+    assert [x.aval.shape for x in eqn.outvars] == [(3,), (8, 0), (8,)]
 
 
 def test_what_nobody_decided_about_is_refused():

@@ -65,6 +65,23 @@ def test_without_a_limit_there_is_none():
     assert device.budget.tokens() is None
 
 
+def test_the_time_that_pictures_take_is_no_prompts_and_no_rounds():
+    """They are read beside a round, or beside a round and its prompts."""
+    device = Device(0.033)
+    device.step()
+    device.step(500)
+    before = device.budget.tokens(), device.budget.token, dict(device.budget._rounds)
+    for pictures, prompts in ((1, ()), (2, (500,)), (4, (1000, 500))):
+        for tokens in prompts:
+            device.budget.prompts(tokens // BLOCK, device.now)
+        dispatched = device.budget.round(device.now, 1, pictures)
+        device.now += 1.0
+        assert not dispatched.alone
+        device.budget.read(dispatched, device.now)
+    assert (device.budget.tokens(), device.budget.token, device.budget._rounds) == before
+    assert device.budget.round(device.now, 1, 4).alone
+
+
 def test_a_limit_below_a_round_leaves_nothing():
     device = Device(0.005)
     device.step()
@@ -111,7 +128,7 @@ def test_prompts_of_several_programs_are_one_wait():
     budget.prompts(4, 100.0 + ROUND)
     budget.prompts(3, 100.015)  # and a block of padding
     dispatched = budget.round(100.02)
-    assert dispatched == ((4, 4), 100.0 + ROUND, 1)
+    assert dispatched == ((4, 4), 100.0 + ROUND, 1, False)
     budget.read(dispatched, 100.0 + 2 * ROUND + 2 * (PROGRAM + 500 * TOKEN))
     assert budget.tokens() == 500 + 500  # of the size that is known, each takes half of the wait
 

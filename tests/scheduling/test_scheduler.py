@@ -437,3 +437,25 @@ def test_between_limits_prompt_tokens_beside_requests_that_run():
     s.between = 1  # less than a block: a block, or prompts would never be done
     sequence(s, [3] * 30)
     assert sum(chunk.count for chunk in s.plan().prefill) == 4
+
+
+@pytest.mark.parametrize("between", [16, None])
+def test_pictures_have_the_time_between_two_rounds_to_themselves(between):
+    """If somebody waits, and also while nobody knows how many tokens fit there. They are no prompt's neighbours."""
+    s, unread = make(num_slots=6, num_pages=99, block=4, chunk_tokens=32), {"first": 1}
+    s.unread = lambda seq: unread.get(seq.owner, 0) > 0
+    s.between = between
+    first, second = (sequence(s, [i] * 8, owner=name) for i, name in enumerate(("first", "second")))
+    plan = s.plan()  # nobody runs: pictures are read with the prompts
+    assert [chunk.seq for chunk in plan.prefill] == [first, second] and plan.reads is None
+    read(s, plan)
+    unread |= {"third": 2}
+    text, third = sequence(s, [2] * 8, owner="text"), sequence(s, [3] * 8, owner="third")
+    seen = []
+    for _ in range(4):
+        plan = s.plan()
+        assert first in plan.rows and second in plan.rows
+        seen.append(([chunk.seq for chunk in plan.prefill], plan.reads))
+        unread["third"] -= plan.reads is third
+        read(s, plan)
+    assert seen == [([text], None), ([], third), ([], third), ([third], None)]

@@ -261,11 +261,20 @@ def test_thinking_and_effort(given, effort):
     ({"messages": [turn("system", text(""))]}, "empty"),
     ({"tools": [{"name": "f"}]}, "input_schema"),
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
+    (
+        {"tools": [{"type": "web_search_20250305", "name": "s"}], "tool_choice": {"type": "tool", "name": "s"}},
+        "which needs tools; those that a provider runs itself",
+    ),
     ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "weather"),
     ({"stop_sequences": "a"}, "stop_sequences"),
     ({"thinking": {"type": "on"}}, "thinking"),
     ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
     ({"temperature": -1}, "temperature"),
+    ({"temprature": 1}, "did you mean temperature?"),
+    ({"output_config": {"efort": "low"}}, "did you mean effort?"),
+    ({"output_config": {"format": {"type": "json_schema", "schema": {}, "strict": True}}}, "unknown field 'strict'"),
+    ({"tools": [TOOL], "tool_choice": {"type": "auto", "mode": "any"}}, "unknown field 'mode'"),
+    ({"thinking": {"type": "enabled", "budget": 7}}, "unknown field 'budget'"),
 ])  # fmt: skip
 def test_bad_fields(http, fake, change, says):
     response = http.post(PATH, json=ASK | change)

@@ -379,6 +379,7 @@ def test_the_store_bounds_memory_whatever_is_kept():
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "part 0 of content"),
     ({"input": [{"type": "computer_call", "id": "x"}]}, "input", "'computer_call' are not supported"),
     ({"input": [{"type": "item_reference"}]}, "input", "needs a string as its id"),
+    ({"input": [{"role": "user", "contnt": "a"}]}, "input", "item 0: a message needs its content"),
     ({"input": [{"type": "function_call", "call_id": "a", "name": "f"}]}, "input", "as its arguments"),
     ({"input": [{"role": "user", "content": "\ud800"}]}, "input", "surrogate"),
     ({"tools": [{"type": "web_serch"}]}, "tools", "'web_serch'; this server takes function, custom and namespace"),
@@ -386,6 +387,10 @@ def test_the_store_bounds_memory_whatever_is_kept():
     ({"tools": [{"type": "namespace", "name": "a", "tools": [5]}]}, "tools", "tool 0.tools[0] has the type"),
     ({"tools": [{"type": "custom", "name": "a", "format": {"type": "grammar"}}]}, "tools", "needs the syntax lark or"),
     ({"tools": [{"type": "custom", "name": "a", "format": {"type": "json"}}]}, "tools", "has the type text or grammar"),
+    ({"tools": [{"type": "custom", "name": "a", "format": {"type": "text", "syntax": "lark"}}]}, "tools.syntax",
+     "tool 0: format: unknown field 'syntax'"),
+    ({"tools": [{"type": "namespace", "name": "a", "tools": [], "tool": 1}]}, "tools.tool",
+     "tool 0: unknown field 'tool'"),
     ({"tools": [{"type": "function", "name": "a__b"}, {"type": "namespace", "name": "a", "tools": [
         {"type": "function", "name": "b"}]}]}, "tools", "tool 1.tools[0] has the name 'a__b', which another tool has"),
     ({"tool_choice": {"type": "web_search"}}, "tool_choice", "which this server doesn't run"),

@@ -7,6 +7,7 @@ import pytest
 from jaxspec import RequestError, StructuredOutput
 from jaxspec.structured.grammar import Grammars
 from jaxspec.structured.lowering import SchemaError, lower
+from server.chat.tool_grammar import tool_call_grammar
 from tests.server.fake import byte_tokenizer
 from tests.support.tiny import BYTE_VOCAB
 
@@ -60,6 +61,12 @@ def accepted(grammars, schema, texts):
     ({**OBJECT, "propertyNames": {"anyOf": [{"const": "a"}, {"pattern": "^b"}]}}, ['{"a":1,"bb":1}'], ['{"aa":1}']),
     ({**OBJECT, "propertyNames": {"format": "date"}}, ['{"2026-01-31":1}'], ['{"a":1}']),
     ({**OBJECT, "propertyNames": False}, ["{}"], ['{"a":1}']),
+    # patterns of names that other patterns share
+    ({**OBJECT, "patternProperties": {"^a": INT, "b": INT, "^x-": {}}},
+     ['{"ab":1,"cb":2,"x-b":3,"q":"x"}'], ['{"ab":"x"}', '{"cb":"x"}', '{"x-b":"x"}']),
+    ({**OBJECT, "patternProperties": {"^x-": {}, "^.*$": INT}, "properties": {"p": {"minimum": 3}}},
+     ['{"p":3,"x-":1}'], ['{"p":1}', '{"x-":"x"}', '{"q":"x"}']),
+    ({**CLOSED, "patternProperties": {"": INT, "^a": {"minimum": 3}}}, ['{"b":1,"a":3}'], ['{"a":1}', '{"b":"x"}']),
     ({**CLOSED, "properties": KEYWORDS, "required": ["$ref"]},
      ['{"$ref":"a"}', '{"default":1,"enum":"a","const":1,"examples":2,"$ref":"q","not":1,"format":"x"}'],
      ['{"$ref":1}']),
@@ -106,7 +113,7 @@ def test_what_a_lowered_schema_allows(grammars, schema, yes, no):
     ({"anyOf": {}}, "anyOf must be a list"),
     ({"$ref": "#/$defs/a", "$defs": {"a": {"properties": {"b": {"$ref": "#/$defs/c"}}}}},
      "at /properties/b: .*#/.defs/c"),
-    ({"$dynamicRef": "#a"}, "dynamicRef"),
+    ({"$dynamicRef": "#a"}, "at /: .dynamicRef can't be followed"),
     ({**OBJECT, "required": "a"}, "required must be a list of names"),
     ({**TEXT, "minLength": -1}, "minLength must be a whole number of at least 0, not -1"),
     ({**NUMBER, "maximum": "3"}, "maximum must be a number"),
@@ -145,6 +152,26 @@ def test_a_union_is_exact_where_its_options_exclude_each_other(options, disjoint
     else:
         with pytest.raises(SchemaError, match="options that may overlap"):
             lower(schema, strict=True)
+
+
+@pytest.mark.parametrize("part,why", [
+    ({**OBJECT, "patternProperties": {"^a": INT, "b$": TEXT}},
+     r"patternProperties \^a and b\$ have names in common but different schemas"),
+    ({**TEXT, "pattern": r"\bfoo\b"}, r"the pattern \\bfoo\\b has an anchor or a word boundary within"),
+    ({**TEXT, "pattern": r"(a)\1"}, ".*backreferences are not supported"),
+    ({**TEXT, "pattern": "^a$", "minLength": 3}, "no text follows it"),
+    ({**INT, "minimum": 3, "maximum": 2}, r"no value follows it: minimum \(3\) is greater"),
+])  # fmt: skip
+def test_a_reason_of_the_library_names_the_part(grammars, part, why):
+    outer = {**OBJECT, "properties": {"a": {**ARRAY, "items": {"$ref": "#/$defs/p"}, "minItems": 1}}, "required": ["a"]}
+    with pytest.raises(RequestError, match=f"^json: the JSON schema can't be compiled: at /properties/a/items: {why}"):
+        grammars.compile(StructuredOutput(json={**outer, "$defs": {"p": part}}))
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {**outer, "$defs": {"p": part}}}}]
+    for format in ("hermes", "qwen3_coder"):
+        with pytest.raises(
+            RequestError, match=f"^tools: .* function 'f' can't be compiled: at /properties/a/items: {why}"
+        ):
+            grammars.compile(tool_call_grammar(tools, format))
 
 
 def test_what_is_weaker_is_refused_by_name_where_it_is_strict(grammars):

@@ -4,7 +4,7 @@ import pytest
 
 from jaxspec import StructuredOutput
 from jaxspec.structured.grammar import Grammars
-from jaxspec.structured.regex import with_classes
+from jaxspec.structured.regex import of_ecma, with_classes
 from tests.server.fake import byte_tokenizer
 from tests.structured.test_grammar import accepts
 from tests.support.tiny import BYTE_VOCAB
@@ -19,7 +19,7 @@ def grammars():
 
 @pytest.mark.parametrize("regex", [
     r"\d", r"\D", r"\w", r"\W", r"\s", r"\S", r"[\d.-]", r"[^\d]", r"[^\W\d]", r"[\w-.]", r"[a-z-\d]", r"[-\d]",
-    r"[^-\d]", r"[\]\d]", r"[\d-]", r"[\D]", r"[\w&&[^\d]]", r"[\w--[a-z]]", r"[[:alpha:]\d]", r"[]\d]",
+    r"[^-\d]", r"[\]\d]", r"[\d-]", r"[\D]", r"[[:alpha:]\d]", r"[]\d]",
     r"\w|-", r"[^\s\d]",
 ])  # fmt: skip
 def test_a_regex_allows_what_a_pattern_allows(grammars, regex):
@@ -38,6 +38,8 @@ def test_a_regex_allows_what_a_pattern_allows(grammars, regex):
     (r"(?i)id\d", ["ID3"], ["id٣"]),
     (r"(?-u:\d)", ["3"], ["٣"]),
     (r"\p{Nd}", ["3", "٣"], ["a"]),
+    (r"[\w&&[^\d]]", ["a"], ["3"]),
+    (r"[\w--[a-z]]", ["3"], ["a"]),
 ])  # fmt: skip
 def test_what_is_a_class_and_what_is_text(grammars, regex, yes, no):
     wanted = StructuredOutput(regex=regex)
@@ -47,6 +49,30 @@ def test_what_is_a_class_and_what_is_text(grammars, regex, yes, no):
 @pytest.mark.parametrize("regex", ["", "é[a-z]{3}", "[", "\\", "[\\", "[a", "]", "[]", "[^", "[--a]", r"\p{L}[\x41]\s"])
 def test_everything_else_stays(regex):
     assert with_classes(regex) == regex
+
+
+@pytest.mark.parametrize("pattern,yes,no", [
+    (r"^[^[\]]{2}$", "ab", "a["),
+    (r"^[a&&b]{2}$", "a&", "ac"),
+    (r"^[a-c--]{2}$", "c-", "d-"),
+    (r"^[\w-.~~]+$", "a-.~", "a/"),
+    (r"^[+--]$", ",", "."),
+    (r"^[\b\cA\0\x41\u0042]$", "B", "b"),
+    (r"^\<\/a\>\'\@\é\ $", "</a>'@é ", "/a'@é "),
+    (r"^{{a{2}}}{$", "{{aa}}{", "{{a}}{"),
+    (r"^\cJ?[\u{41}-\u{43}]\p{L}$", "Bé", "D1"),
+])  # fmt: skip
+def test_a_schema_s_pattern_is_ecmascripts(grammars, pattern, yes, no):
+    wanted = StructuredOutput(json={"type": "string", "pattern": pattern})
+    assert accepts(grammars, wanted, f'"{yes}"') and not accepts(grammars, wanted, f'"{no}"')
+    assert of_ecma(of_ecma(pattern)) == of_ecma(pattern)
+
+
+@pytest.mark.parametrize(
+    "pattern", ["", "é[a-z]{3}", "[", "\\", "[\\", "[a", "]", "[]", "[^", r"\p{L}[\x41]\s", "(?<a>b{1,2})"]
+)
+def test_what_rust_reads_alike_stays(pattern):
+    assert of_ecma(pattern) == pattern
 
 
 def test_white_space_between_parts_of_json_is_jsons(grammars):

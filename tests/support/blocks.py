@@ -142,13 +142,17 @@ def cold_drafts(model, loaded, texts, known):
     sampling = jax.tree.map(lambda x: x[:1], empty_slots(1, c).sampling)
 
     def drafts(text, features):
-        whole = Rows(jnp.zeros(1, int), jnp.full(1, c), table)
-        state = drafter.init_state(PageLayout(pages + 1, page, "float32"), 2)
-        block = PrefillBatch(jnp.zeros(1, int), text[None], jnp.roll(text, -1)[None], whole)
-        state = drafter.prefill(params, state, block, tuple(features[:, None]))
+        def filled(count):
+            rows = Rows(jnp.zeros(1, int), count[None], table)
+            state = drafter.init_state(PageLayout(pages + 1, page, "float32"), 2)
+            block = PrefillBatch(jnp.zeros(1, int), text[None], jnp.roll(text, -1)[None], rows)
+            return drafter.prefill(params, state, block, tuple(features[:, None]))
+
+        whole = filled(jnp.int32(c))
 
         def at(position):
             live, length = jnp.ones(1, bool), position[None] + 1
+            state = filled(position) if isinstance(whole, dict) else whole  # some state is of the newest row
             batch = DraftBatch(jnp.zeros(1, int), length, text[None], table, live, sampling, greedy=True)
             proposal = drafter.propose(params, state, batch)[0]
             best = jax.lax.top_k(proposal.logits[0], 2)[0]

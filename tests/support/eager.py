@@ -19,6 +19,8 @@ from jax._src.lax import lax, slicing
 from jax._src.literals import TypedNdArray
 from jax._src.mesh import get_abstract_mesh
 
+from jaxspec.checkpoint import params as loading
+
 # Between these numpy rounds as XLA does. Floats to integers aren't among them: what doesn't fit is another number then.
 FLOATS = {np.dtype(kind) for kind in (jnp.bfloat16, np.float16, np.float32)}
 INTEGERS = {np.dtype(kind) for kind in (bool, np.int8, np.int16, np.int32, np.uint8, np.uint16, np.uint32)}
@@ -45,6 +47,20 @@ def install() -> None:
     for primitive, move in moves.items():
         renamed = names.get(primitive, {})
         primitive.def_impl(functools.partial(_moved, primitive.impl, move, renamed))
+    # What fuses a checkpoint's tensors moves them alone: a program for each shape that a model has.
+    loading._fused = _uncompiled(loading._fused)
+    loading._fused_rows = _uncompiled(loading._fused_rows)
+
+
+def _uncompiled(program: Callable) -> Callable:
+    """The program's operations one by one, where these move little and so compile nothing."""
+
+    @functools.wraps(program)
+    def run(sources: list[jax.Array], *args: Any, **named: Any) -> jax.Array:
+        little = all(_plain(x, False) for x in sources) and sum(x.nbytes for x in sources) <= MOST_BYTES
+        return (program.__wrapped__ if little else program)(sources, *args, **named)
+
+    return run
 
 
 def _moved(otherwise: Callable, move: Callable, renamed: dict[str, str], *args: Any, **params: Any) -> Any:

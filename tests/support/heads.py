@@ -75,7 +75,8 @@ def random_eagle3(checkpoint, ids, layers, seed=0):
     settings = {LAYER_IDS: list(layers)}
     return folder_of(
         tensors,
-        {**hf, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": len(ids), "eagle_config": settings},
+        {**hf, "layer_types": None, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": len(ids)}
+        | {"eagle_config": settings},
     )
 
 

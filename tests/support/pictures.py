@@ -117,6 +117,9 @@ def hostile() -> Iterator[tuple[str, str, bytes]]:
     yield "JPEG turned by EXIF", RIGHT, encoded(small, "JPEG", exif=exif)
     exif[0x0112] = 999
     yield "JPEG with a senseless orientation", RIGHT, encoded(small, "JPEG", exif=exif)
+    tags = b"".join(struct.pack("<HHII", 1 + tag, 1, 60_000, 8) for tag in range(400))
+    many = b"Exif\0\0II*\0" + struct.pack("<IH", 8, 400) + tags + bytes(4)
+    yield "JPEG with 400 EXIF tags of one place", RIGHT, encoded(small, "JPEG", exif=many)
     yield "JPEG with damaged EXIF", RIGHT, encoded(small, "JPEG", exif=b"Exif\0\0II*\0\xff\xff\xff\xff")
     # no pictures
     yield "nothing", WRONG, b""

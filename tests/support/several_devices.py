@@ -47,7 +47,7 @@ from jaxspec.sampling.acceptance import Tree
 from jaxspec.scheduling.audit import audit
 from tests.engine.test_reported import run as reported
 from tests.support import heads, hybrids, widths
-from tests.support.tiny import BYTE_VOCAB, tiny_checkpoint, tiny_config
+from tests.support.tiny import BYTE_VOCAB, GEMMA4_ALL, tiny_checkpoint, tiny_config
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 VOCAB = BYTE_VOCAB  # 259, which no number of devices divides
@@ -431,8 +431,15 @@ def test_each_family_with_ngrams(family, size):
     check(checkpoint(family), "ngram", size, structured=True)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("size", SIZES[:2])
+def test_a_family_of_gemma4_with_inputs_experts_and_shared_keys(size):
+    check(checkpoint("gemma4", vocab_size_per_layer_input=VOCAB, **GEMMA4_ALL), "ngram", size)
+
+
 BLOCKS = ("dflash/full", "dflash/sliding", "dflash/window", "dflash2/sliding", "dflash2/causal")
 BLOCKS += ("dspark/deepspec", "dspark/specforge", "dspark/speculators", "dspark/masks")
+BLOCKS += ("lilicorr/plain", "lilicorr/convolved", "domino/shifted", "domino/speculators")
 LAYERS = ("none", "suffix", "standalone", "eagle", "eagle3", "eagle3-own", "suffix+eagle", "suffix+eagle3")
 TREES = ("eagle", "eagle3", "dflash/full", "dflash/window")
 
@@ -459,7 +466,9 @@ def tree_of(steps: int, topk: int, drafts: int) -> dict[str, int]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("draft", ["eagle", "mtp", "dflash/full", "dflash2/causal", "dspark/deepspec"])
+@pytest.mark.parametrize(
+    "draft", ["eagle", "mtp", "dflash/full", "dflash2/causal", "dspark/deepspec", "domino/shifted"]
+)
 def test_a_drafter_of_some_tokens(draft, tmp_path):
     """By a token map, whose tokens no number of devices divides; of tied and untied heads."""
     folder, draft = with_drafter(draft)
@@ -489,7 +498,7 @@ def with_drafter(draft: str) -> tuple[Path, str]:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("draft", [
     *("ngram", "suffix", "standalone", "eagle", "eagle3", "dflash/full", "dflash2/sliding", "dspark/deepspec"),
-    "suffix+eagle",
+    *("lilicorr/plain", "domino/shifted", "suffix+eagle"),
 ])  # fmt: skip
 def test_rounds_of_fewer_drafts_of_each_drafter(draft, monkeypatch):
     folder, draft = with_drafter(draft)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -10,8 +12,9 @@ from jaxspec import LLM
 from jaxspec.checkpoint import load_model
 from jaxspec.engine.pictures import PictureReader
 from jaxspec.parallel import sharding
-from tests.engine.test_pictures import DRAFTERS, OPTIONS, greedy, texts
-from tests.support.picture_prompts import GOLDEN, PROMPTS, prompt
+from tests.engine.test_pictures import DRAFTERS, GREEDY, OPTIONS, greedy, texts
+from tests.support.picture_prompts import DEEP, GOLDEN, PROMPTS, expected, prompt
+from tests.support.sample import rare
 
 
 def test_each_device_reads_a_picture_as_one_does():
@@ -34,6 +37,13 @@ def test_texts_with_pictures_are_transformers_with_each_drafter(draft, tmp_path)
     llm = LLM(str(GOLDEN / "qwen3_5"), draft, num_draft_tokens=3, tp_size=2, **OPTIONS)
     assert texts(llm, PROMPTS) == greedy(PROMPTS)
     assert llm.engine.runner.pictures.encoded == 3
+
+
+@pytest.mark.parametrize("family,new", [("gemma3", 1), rare("gemma3", 8), *(rare(family, 8) for family in DEEP)])
+def test_texts_of_other_families_are_transformers(family, new):
+    llm, names = LLM(str(GOLDEN / family), tp_size=2, **OPTIONS), ("two", "one")
+    outs = llm.generate([prompt(name, family) for name in names], dataclasses.replace(GREEDY, max_tokens=new))
+    assert [out.token_ids for out in outs] == [expected(family)[f"{name}_greedy"].tolist()[:new] for name in names]
 
 
 @pytest.mark.exhaustive

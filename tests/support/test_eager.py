@@ -5,6 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.checkpoint.params import _fused
+from jaxspec.models.weights import Layout
+
 X = np.arange(24, dtype=np.float32).reshape(2, 3, 4) / 7
 OPERATIONS = {
     "broadcast": lambda x: jnp.broadcast_to(x[:, :1], (5, *x.shape)),
@@ -21,6 +24,7 @@ OPERATIONS = {
     "transpose": lambda x: x.transpose(2, 0, 1),
     "slice": lambda x: x[1:, ::2, 1:3],
     "dynamic slice": lambda x: jax.lax.dynamic_slice(x, (1, -1, 9), (1, 2, 2)),
+    "fused weights": lambda x: _fused([x.reshape(6, 4), x[::-1].reshape(6, 4)], True, Layout((6, 6), 2), "bfloat16"),
     "weak": lambda x: jnp.asarray(1.5) + x[0, 0, :1],
 }
 

@@ -36,6 +36,8 @@ ARCHITECTURES = {
     "ernie4_5": "Ernie4_5ForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "gemma4": "Gemma4ForCausalLM",
+    "gemma4_unified": "Gemma4UnifiedForCausalLM",
     "glm4": "Glm4ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
@@ -55,6 +57,8 @@ ARCHITECTURES = {
     "qwen3_5": "Qwen3_5ForCausalLM",
     "qwen3_5_moe": "Qwen3_5MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
     "qwen3_next": "Qwen3NextForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
@@ -79,6 +83,25 @@ LATENT = dict(
     moe_intermediate_size=24,
     first_k_dense_replace=1,
 )
+GEMMA4 = dict(
+    global_head_dim=32,
+    num_global_key_value_heads=1,
+    attention_k_eq_v=True,
+    sliding_window=20,
+    final_logit_softcapping=2.0,
+    hidden_size_per_layer_input=0,
+)
+GEMMA4_ALL = dict(  # that some Gemma 4 or other has
+    num_hidden_layers=4,
+    layer_types=["sliding_attention", "full_attention"] * 2,
+    num_kv_shared_layers=2,
+    use_double_wide_mlp=True,
+    hidden_size_per_layer_input=8,
+    enable_moe_block=True,
+    num_experts=8,
+    top_k_experts=2,
+    moe_intermediate_size=32,
+)
 # what a family's config has beside the keys that all have
 EXTRA = {
     "deepseek_v2": LATENT | dict(q_lora_rank=None),
@@ -87,6 +110,8 @@ EXTRA = {
     "kimi_k2": LATENT | dict(n_group=1, topk_group=1),
     "exaone4": dict(sliding_window=20, sliding_window_pattern=2),
     "gemma3": dict(query_pre_attn_scalar=24, sliding_window=20, sliding_window_pattern=2, rope_local_base_freq=100.0),
+    "gemma4": GEMMA4,
+    "gemma4_unified": GEMMA4,
     "glm4_moe": dict(n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, routed_scaling_factor=1.5),
     "granite": dict(embedding_multiplier=6.0, attention_multiplier=0.4, residual_multiplier=0.3, logits_scaling=3.0),
     "gpt_oss": dict(num_local_experts=4, num_experts_per_tok=2, intermediate_size=32, sliding_window=20),
@@ -108,6 +133,7 @@ EXTRA = {
     "qwen3_5_moe": LINEAR | EXPERTS,
     "qwen3_moe": dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True),
     "qwen3_next": LINEAR | EXPERTS,
+    "qwen3_vl_moe": dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24),
     "smollm3": dict(no_rope_layer_interval=2),
 }
 

@@ -1,4 +1,4 @@
-"""Reading prompts and texts, packing them: every shape that is taken, and what is said of others."""
+"""Reading texts and packing them: what is taken, and what is said of others."""
 
 import json
 
@@ -7,76 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec.train.data import Text, TrainError, count, holds_texts, read_prompts, read_texts, split
+from jaxspec.train.data import Text, TrainError, count, holds_texts, read_texts, split
 from jaxspec.train.packing import pack
 
 
 def write(path, *records):
     path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in records))
     return path
-
-
-def test_every_shape_of_prompt(tmp_path):
-    messages = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "not the target's"},
-        {"role": "user", "content": "Why?"},
-    ]
-    path = write(
-        tmp_path / "mine.jsonl",
-        {"messages": messages, "category": "chat"},
-        {"conversations": [{"from": "human", "value": "A"}, {"from": "gpt", "value": "B"}]},
-        {"turns": ["C", "D"]},
-        {"prompt": "E"},
-        {"question": "F", "answer": "G"},
-    )
-    read = read_prompts(path)
-    assert [p.turns for p in read] == [("Hi", "Why?"), ("A",), ("C", "D"), ("E",), ("F",)]
-    assert read[0].system == "Be brief." and [p.category for p in read] == ["chat", *["mine"] * 4]
-    lines = write(tmp_path / "plain.txt", "one", "", "two")
-    assert [p.turns for p in read_prompts(lines)] == [("one",), ("two",)]
-
-
-@pytest.mark.parametrize("indent", [None, 1])
-def test_a_list_of_prompts_is_read_and_never_as_lines(tmp_path, indent):
-    records = [{"conversations": [{"from": "human", "value": "A"}]}, {"prompt": "B", "category": "b"}]
-    path = write(tmp_path / "share.json", json.dumps(records, indent=indent))
-    assert [(p.turns, p.category) for p in read_prompts(path)] == [(("A",), "share"), (("B",), "b")]
-    with pytest.raises(TrainError, match="begins as JSON does"):
-        read_prompts(path.rename(tmp_path / "share.txt"))
-    with pytest.raises(TrainError, match="begins as JSON does"):
-        read_prompts(write(tmp_path / "lines", *records))
-    words = ["[INST] a prompt of words", "[1, 2] is a list?", "{x}"]
-    assert [p.turns[0] for p in read_prompts(write(tmp_path / "words.txt", *words))] == words
-
-
-@pytest.mark.parametrize(("text", "says"), [
-    ('[{"prompt": "a"}, 3]', "record 2 must be a JSON object, got int"),
-    ('[{"text": "a"}]', "record 1 must have"),
-    ('{"prompt": "a"}', "must be a JSON list of objects, got dict"),
-    ('{"prompt": "a"}\n{"prompt": "b"}', "Extra data. Call it .jsonl if it has an object a line"),
-    ("[", "isn't JSON: Expecting value"),
-])  # fmt: skip
-def test_a_wrong_list_is_told(tmp_path, text, says):
-    with pytest.raises(TrainError, match=says):
-        read_prompts(write(tmp_path / "p.json", text))
-
-
-@pytest.mark.parametrize("line,says", [
-    ("{", "line 2 isn't JSON"),
-    ("[1]", "line 2 must be a JSON object, got list"),
-    ({"text": "x"}, "line 2 must have .* it has text"),
-    ({"prompt": 3}, "line 2 must have"),
-    ({"turns": []}, "line 2 must have"),
-    ({"messages": [{"role": "assistant", "content": "x"}]}, "line 2: messages has no message of the user's"),
-    ({"messages": [{"role": "user"}]}, "line 2: each of messages needs role and content"),
-    ({"messages": "x"}, "line 2: each of messages needs"),
-    ({"messages": [{"role": "user", "content": [1]}]}, r"line 2: a message's content must be text, got \[1\]"),
-])  # fmt: skip
-def test_a_wrong_prompt_is_named_by_its_line(tmp_path, line, says):
-    with pytest.raises(TrainError, match=says):
-        read_prompts(write(tmp_path / "p.jsonl", {"prompt": "fine"}, line))
 
 
 def test_texts_come_back_as_written(tmp_path):
@@ -102,11 +39,6 @@ def test_texts_come_back_as_written(tmp_path):
 def test_a_wrong_text_is_named_by_its_line(tmp_path, line, says):
     with pytest.raises(TrainError, match=says):
         read_texts(write(tmp_path / "t.jsonl", line), 8)
-
-
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(TrainError, match="No such file"):
-        read_prompts(tmp_path / "nowhere.jsonl")
 
 
 def test_held_out_texts_are_trained_on_by_nobody():

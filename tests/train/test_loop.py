@@ -217,19 +217,21 @@ def test_an_output_with_broken_files_is_refused(model, texts, tmp_path, capsys):
     assert line == f"--output {tmp_path}: drafter: File exists"
 
 
-@pytest.mark.parametrize("method", ["eagle3", "dflash", "dspark"])
+@pytest.mark.parametrize("method", ["eagle3", "dflash", "dspark", "lilicorr", "domino"])
 def test_what_was_trained_is_what_is_served(method, model, texts, tmp_path):
     from jaxspec.train import export
 
     target = load_model(model, "float32", progress=False)
     mlp_size = 3 * HALF  # so that gate and up alternate in several runs
     shape = export.Shape(1 if method == "eagle3" else 2, mlp_size, 2, 1, (0, 3, 4))
-    make = {
-        "eagle3": lambda: export.fresh_eagle3(tmp_path, target, shape, np.array([1, 5, 9, 30]), 0),
-        "dflash": lambda: export.fresh_block(tmp_path, target, shape, export.Block(4, 39), 0),
-        "dspark": lambda: export.fresh_block(tmp_path, target, shape, export.Block(4, 39, (6, "rnn")), 0),
-    }
-    fresh = make[method]()
+    settings = {
+        "dflash": {}, "dspark": export.dspark_settings(2, 1, 6, "rnn"), "domino": export.domino_settings(6, 4, 1),
+        "lilicorr": export.lilicorr_settings(4, 12, 1, 3, 5),
+    }  # fmt: skip
+    if method == "eagle3":
+        fresh = export.fresh_eagle3(tmp_path, target, shape, np.array([1, 5, 9, 30]), 0)
+    else:
+        fresh = export.fresh_block(tmp_path, target, shape, export.Block(4, 39, method, settings[method]), 0)
     assert all(x.dtype == np.float32 for x in jax.tree.leaves(fresh.trained))
     rounded = jax.tree.map(lambda x: x.astype("bfloat16").astype("float32"), fresh.trained)
     fresh.save(fresh.trained)
@@ -291,6 +293,23 @@ def test_dspark_learns(model, texts, tmp_path):
     assert (drafter.rank, drafter.head, drafter.num_draft_tokens, drafter.guesses_by_draft) == (8, "vanilla", 4, True)
     record = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert len(record["accepted"]) == 4
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("method,more,expected", [
+    ("lilicorr", {"candidates": 4, "network_size": 12, "network_heads": 3, "factor_size": 6}, (3, 4, 12)),
+    ("domino", {"gru_size": 12, "correction_rank": 8, "base_share": 0.3}, (4, 12, 8)),
+])  # fmt: skip
+def test_lilicorr_and_domino_learn(method, more, expected, model, texts, tmp_path):
+    shape = {"block_size": 4, "num_layers": 1, "target_layers": "1,3"}
+    assert main(arguments(method, model, texts, tmp_path, learning_rate=0.03, **shape, **more)) == 0
+    curve = losses(tmp_path)
+    assert min(curve[-3:]) < 0.8 * curve[0]
+    drafter = load_drafter(f"{method}:{tmp_path / 'drafter'}", load_model(model, "float32", progress=False)).drafter
+    sizes = (drafter.lattice.top, drafter.lattice.width) if method == "lilicorr" else (drafter.width, drafter.rank)
+    assert (drafter.num_draft_tokens, *sizes) == expected
+    record = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert len(record["accepted"]) == expected[0]
 
 
 def test_a_budget_in_minutes_becomes_steps_once(tmp_path, monkeypatch):

@@ -1,5 +1,7 @@
 """Losses in chunks are the losses, and their gradients the gradients."""
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,11 @@ import pytest
 
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.train import losses
+from jaxspec.train.__main__ import main
+from jaxspec.train.data import TrainError
+from jaxspec.train.eagle3 import Eagle3Objective
 from jaxspec.train.losses import Rows, Scorer
+from jaxspec.train.objective import own
 from tests.support.tiny import tiny_config
 
 V, D, S, B, R = 40, 8, 2, 2, 7
@@ -91,3 +97,59 @@ def test_confidence_learns_how_often_drafts_are_accepted():
     np.testing.assert_allclose(gradient["logits"], plain_gradient["logits"], rtol=1e-5, atol=1e-6)
     towards = jnp.einsum("sbr,sbrd->d", (guess - overlap) * rows.weights, rows.student)
     np.testing.assert_allclose(gradient["odds"], towards, rtol=1e-4, atol=1e-5)
+
+
+def distance(log_q, truth, everything, answer):
+    """A loss of one's own: total variation."""
+    return jnp.abs(jnp.exp(log_q) - jnp.exp(truth - everything)).sum(-1) / 2
+
+
+def scalar(log_q, truth, everything, answer):
+    return log_q.sum()
+
+
+def test_a_loss_of_ones_own_has_gradients():
+    head, target_params, rows = inputs()
+    run = lambda head: Scorer(f"{__name__}:distance", CONFIG, student)(head, FROZEN, target_params, rows)[0]  # noqa: E731
+
+    def expected(head):
+        truth = jax.nn.softmax(rows.teacher @ target_params["embed"].T)[..., IDS]
+        known = FROZEN["draft_ids"][(rows.teacher @ target_params["embed"].T).argmax(-1)] < len(IDS)
+        each = jnp.abs(jax.nn.softmax(rows.student @ head) - truth).sum(-1) / 2
+        return (each * rows.weights * known).sum()
+
+    (value, slope), (wanted, wanted_slope) = jax.value_and_grad(run)(head), jax.value_and_grad(expected)(head)
+    np.testing.assert_allclose(value, wanted, rtol=1e-5)
+    np.testing.assert_allclose(slope, wanted_slope, rtol=1e-4, atol=1e-6)
+    with pytest.raises(TrainError, match="must give a loss for each of"):
+        Scorer(f"{__name__}:scalar", CONFIG, student)(head, FROZEN, target_params, rows)
+
+
+@pytest.mark.parametrize("name, message", [
+    ("nowhere:loss", "--loss nowhere:loss must be module:name, such as mine:narrow: No module named 'nowhere'"),
+    (f"{__name__}:lost", "has no attribute 'lost'"),
+    (f"{__name__}:V", "must be a function or a class, got int"),
+])  # fmt: skip
+def test_a_loss_that_is_not_there(name, message):
+    with pytest.raises(TrainError, match=message):
+        losses.imported("--loss", name)
+
+
+@dataclass(frozen=True)
+class Doubled(Eagle3Objective):
+    factor: float = 2.0
+
+
+def test_an_objective_of_ones_own_has_the_methods_settings():
+    given = Eagle3Objective(None, CONFIG, "float32", "soft", 3, 0.5)
+    mine = own(f"{__name__}:Doubled", given)
+    assert isinstance(mine, Doubled) and (mine.steps, mine.decay, mine.factor) == (3, 0.5, 2.0)
+    with pytest.raises(TrainError, match="must be a subclass of jaxspec"):
+        own(f"{__name__}:inputs", given)
+
+
+def test_ones_own_are_looked_for_before_texts_are_written(tmp_path, capsys):
+    command = ["eagle3", "--model", "m", "--data", "self", "--steps", "3", "--output", str(tmp_path), "--no-plots"]
+    with pytest.raises(SystemExit):
+        main([*command, "--loss", "sift"])
+    assert "--loss: must be soft, hard, overlap or module:function, got 'sift'" in capsys.readouterr().err

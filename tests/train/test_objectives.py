@@ -11,9 +11,13 @@ import pytest
 import jaxspec
 from jaxspec.checkpoint import load_model
 from jaxspec.decoder.forward import head_logits, unembed
+from jaxspec.drafters.blocks.domino import Domino
+from jaxspec.drafters.blocks.lilicorr import LiLiCorr
 from jaxspec.drafters.dspark import DSpark
 from jaxspec.drafters.loading import load_drafter
 from jaxspec.train import eagle3, objective
+from jaxspec.train.blocks.domino import DominoObjective
+from jaxspec.train.blocks.lilicorr import LiLiCorrObjective, Terms
 from jaxspec.train.data import Text, TrainError
 from jaxspec.train.dflash import DFlashObjective
 from jaxspec.train.dspark import DSparkObjective
@@ -96,6 +100,69 @@ def test_a_trained_dspark_block_is_the_drafted_chain(target, head, tmp_path):
     confidence = jax.nn.sigmoid(ours._odds(loaded.params, student))
     np.testing.assert_allclose(confidence[0, 0], prop.confidence, atol=1e-5)
     assert ours.positions == 5 and len(set(prop.tokens.tolist())) > 1
+
+
+def parts(loaded):
+    """A block drafter's params, trained and frozen."""
+    declared = loaded.drafter.parameters()
+    trained = {name: loaded.params[name] for name in declared}
+    return trained, {name: loaded.params[name] for name in loaded.params if name in ("embed", "head")}
+
+
+def one_block(batch, n):
+    """The batch with an answer of the known token and n drafts, of which one block alone has all."""
+    at = jnp.arange(batch.tokens.shape[1]) - (BEFORE + PROMPT)
+    return dataclasses.replace(batch, answer=((at >= 0) & (at <= n))[None])
+
+
+@pytest.mark.exhaustive  # serving's test_lilicorr_domino.py has its chain, and what is shared is tested with DSpark
+def test_a_trained_domino_block_is_the_drafted_chain_and_its_loss_moves_there(target, tmp_path):
+    sizes = dict(emb_dim=6, gru_hidden_dim=10, pure_draft_prefix_len=1, shift_label=True)
+    folder = write_drafter(
+        Domino, tmp_path, GOLDEN / "eagle" / "target", architectures=["DominoDraftModel"], block_size=4, **sizes
+    )
+    loaded, prop, batch = drafted(target, "domino", 4, folder)
+    ours = DominoObjective(loaded.drafter, target.config, "float32", "soft", anchors=8)
+    features = jax.jit(ours.read)(target.params, batch).features
+    out = jax.jit(ours._blocks)(loaded.params, features, batch, jnp.array([[BEFORE + PROMPT]]))
+    student = ours._student(loaded.params, out, batch.tokens[:, None, BEFORE + PROMPT : BEFORE + PROMPT + 4])
+    np.testing.assert_allclose(ours._logits(loaded.params, loaded.params, student)[0, 0], prop.logits, atol=1e-4)
+    trained, frozen = parts(loaded)
+    given = trained, frozen, target.params, batch, jax.random.split(jax.random.key(0), 1)
+    plain = DFlashObjective(loaded.drafter, target.config, "float32", "soft", anchors=8)
+    loss = jax.jit(ours.loss)
+    first, middle, last, later = (float(loss(*given, done)[0]) for done in (0.0, 0.25, 0.5, 0.9))
+    assert np.isclose(first, float(jax.jit(plain.loss)(*given)[0]), rtol=1e-5)
+    assert np.isclose(middle, (first + last) / 2, rtol=1e-5) and last == later and abs(first - last) > 1e-3
+
+
+def test_a_trained_lilicorr_block_is_the_drafted_path_and_has_the_papers_losses(target, tmp_path):
+    """A text that goes on as was drafted has the scores that the drafts were drawn from."""
+    sizes = dict(candidate_topk=5, hidden_size=12, num_layers=1, num_heads=3, factor_dim=6, mlp_ratio=1.5)
+    sizes |= dict(vector_eps=1e-6, logit_scale=9.0)
+    own = {"lilicorr_" + name: value for name, value in sizes.items()}
+    names = dict(architectures=["LiLiCorrDraftModel"], block_size=5)
+    folder = write_drafter(LiLiCorr, tmp_path, GOLDEN / "eagle" / "target", **names, **own)
+    loaded, prop, batch = drafted(target, "lilicorr", 4, folder)
+    batch, terms = one_block(batch, 4), Terms(choice=0.3, lead=0.2, penalty=0.1, margin=2.5)
+    given = loaded.drafter, target.config, "float32", "soft", 8
+    ours, plain = LiLiCorrObjective(*given, terms=terms), DFlashObjective(*given)
+    trained, frozen = parts(loaded)
+    rest = frozen, target.params, batch, jax.random.split(jax.random.key(0), 1)
+    (value, _), gradient = jax.jit(jax.value_and_grad(ours.loss, has_aux=True))(trained, *rest)
+    alone = jax.jit(plain.loss)(trained, *rest)[0]
+    at = BEFORE + PROMPT
+    teacher = jaxspec.logits(target, batch.tokens[:, BEFORE : at + 5])[0, PROMPT : PROMPT + 4]
+    expected = 0.0
+    for scores, token, truth in zip(np.float64(prop.logits), prop.tokens, np.float64(teacher), strict=True):
+        (ids,) = np.nonzero(np.isfinite(scores))
+        q = np.exp(scores[ids]) / np.exp(scores[ids]).sum()
+        lead = scores[token] - scores[ids[ids != token]].max()
+        worse = np.maximum(truth[token] - truth[ids], 0)
+        expected += 0.3 * -np.log(q[ids == token][0]) + 0.2 * max(2.5 - lead, 0) + 0.1 * (q * worse).sum()
+    assert np.isclose(float(value - alone), expected / 4, rtol=1e-4)
+    found = jax.tree.map(lambda x: float(jnp.abs(x).max()), gradient)
+    assert all(0 < x < 1e3 for x in jax.tree.leaves(found)), found
 
 
 def test_rounds_are_counted_where_an_answer_can_be_drafted(target):

@@ -9,8 +9,9 @@ import pytest
 
 import jaxspec
 from jaxspec.engine.llm import LLM
+from jaxspec.text.prompts import Prompt
 from jaxspec.train import synthesise
-from jaxspec.train.data import Prompt, TrainError, read_texts
+from jaxspec.train.data import TrainError, read_texts
 from jaxspec.train.evaluate import chat_prompts, evaluate, held_out_prompts, table
 from jaxspec.train.interrupted import Interrupted
 from jaxspec.train.synthesise import Recipe

@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from jaxspec.train.data import read_prompts
+from jaxspec.text.prompts import read
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "training_prompts.py"
 TASKS = "self-instruct/data/finetuning/t0_train_50k/data_per_template"
@@ -60,7 +60,7 @@ def test_prompts_are_gathered_without_those_of_benchmarks(tmp_path):
 
     command = [sys.executable, SCRIPT, tmp_path / "collections", tmp_path / "out.jsonl", "--without"]
     subprocess.run([*command, tmp_path / "bench.jsonl"], check=True, capture_output=True)
-    prompts = read_prompts(tmp_path / "out.jsonl")
+    prompts = read(tmp_path / "out.jsonl")[1]
     kinds = Counter(prompt.category for prompt in prompts)
     about = kinds.pop("summary") - 1 + kinds.pop("extraction")  # of one article, in different words or the same
     assert 2 <= about <= 3

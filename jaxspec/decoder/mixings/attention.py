@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxspec.decoder.fixed_order import in_order, row_norm
-from jaxspec.decoder.functions import cos_sin, normed, rope
+from jaxspec.decoder.functions import cos_sin, normed, rms_norm, rope
 from jaxspec.decoder.mixings.kind import Mixing, Weights
 from jaxspec.models.description import ROPE_SCALINGS, Attention, Layer, Norm, Rope, beyond
 from jaxspec.pallas import hopper
@@ -45,6 +45,8 @@ def _mix_in_steps(layer, weights, i, qkv, positions, mixer, cache, dtype, table)
     a = layer.mixing
     if qkv.ndim > 3:
         qkv = qkv.sum(0).astype(dtype)
+    if a.shared:
+        return _mix_shared(layer, weights, i, qkv, positions, mixer, cache, table)
     q, k, v, gates = _split(a, qkv)
     rotated = lambda: (rope(q, positions, a, table), rope(k, positions, a, table))  # noqa: E731
     if a.qk_norm_rotated:
@@ -54,9 +56,34 @@ def _mix_in_steps(layer, weights, i, qkv, positions, mixer, cache, dtype, table)
         q, k = norm(q, weights["q_norm"], a.qk_norm), norm(k, weights["k_norm"], a.qk_norm)
     if not a.qk_norm_rotated:
         q, k = rotated()
-    if a.scale is not None:  # a mixer multiplies by h**-0.5
-        q = (q.astype(jnp.float32) * (a.scale * a.head_dim**0.5)).astype(q.dtype)
+    if a.v_norm:
+        v = rms_norm(v, jnp.ones(a.head_dim, v.dtype), a.v_norm.eps)
+    q = _scaled(a, q)
+    if isinstance(cache, dict):
+        cache = {**cache, _kept(a): (k, v)}
     return _gated(*mixer.attend(cache, i, q, k, v, a.window, **sinks(a, weights)), gates)
+
+
+def _scaled(a: Attention, q: Float[Array, "b t n h"]) -> Float[Array, "b t n h"]:
+    """Queries times what scores are to be multiplied by, beyond the mixer's h**-0.5."""
+    return q if a.scale is None else (q.astype(jnp.float32) * (a.scale * a.head_dim**0.5)).astype(q.dtype)
+
+
+def _mix_shared(layer, weights, i, q, positions, mixer, cache, table):
+    """Mix keys and values that another layer has written; of a mixer without pages, those that the cache has kept."""
+    a = layer.mixing
+    q = normed(q.reshape(*q.shape[:2], a.heads, a.head_dim), weights["q_norm"], a.qk_norm)
+    q = _scaled(a, rope(q, positions, a, table))
+    if mixer.pages(cache) is None:
+        out, cache = mixer.attend(cache, i, q, *cache[_kept(a)], a.window)
+    else:
+        out, cache = mixer.attend_shared(cache, i, q, a.window)
+    return out.reshape(*out.shape[:2], -1), cache
+
+
+def _kept(a: Attention) -> str:
+    """Key of the newest keys and values of a kind of layer, for those that share them where there are no pages."""
+    return f"window {a.window}"
 
 
 def _split(
@@ -65,7 +92,8 @@ def _split(
     """Queries, keys and values by head, and the gates of gated attention."""
     (b, t, _), n, m, h = qkv.shape, a.heads, a.kv_heads, a.head_dim
     queries = 2 * n if a.gated else n
-    q, k, v = jnp.split(qkv.reshape(b, t, -1, h), [queries, queries + m], axis=2)
+    q, k, *v = jnp.split(qkv.reshape(b, t, -1, h), [queries] if a.k_is_v else [queries, queries + m], axis=2)
+    v = k if a.k_is_v else v[0]
     if not a.gated:
         return q, k, v, None
     q, gates = jnp.moveaxis(q.reshape(b, t, n, 2, h), 3, 0)
@@ -176,7 +204,9 @@ ATTENTION = Mixing(
     projections=("qkv",),
     mix=mix,
     implements={
-        "plain": _HEADS | {"qk_norm_all", "qk_norm_rotated", "gated", "bias", "out_bias", "window", "scale", "sinks"},
+        "plain": _HEADS
+        | {"qk_norm_all", "qk_norm_rotated", "gated", "bias", "out_bias", "window", "scale", "sinks"}
+        | {"v_norm", "k_is_v", "shared"},
         "few_rows": _HEADS | {"bias", "out_bias", "window", "sinks"},
         "fused_norms": _HEADS | {"gated", "window", "scale"},
         "weight_stream": _HEADS | {"bias", "window", "scale"},

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxspec.decoder.towers.layers import by_layer, layer_norm, linear
-from jaxspec.models.vision import QwenTower
+from jaxspec.models.vision import QwenTower, deepstack_merger
 from jaxspec.pallas.attention.picture_attention import picture_attention
 
 EPS = 1e-6  # of layer norms
@@ -67,22 +67,34 @@ def _around(side: int, place: np.ndarray, count: int) -> tuple[np.ndarray, np.nd
 def embed(
     tower: QwenTower, params: dict[str, Any], pixels: Float[Array, "p v"], patches: Patches
 ) -> Float[Array, "t d"]:
-    """The tower's rows: one for each `merge` x `merge` patches, those of padding for nobody."""
+    """The tower's rows, as wide as `tower.columns`: one for each `merge` x `merge` patches, those of padding for
+    nobody."""
     dtype = params["pos_embed.weight"].dtype
     x = linear(params, "patch_embed.proj", pixels.astype(dtype))
     learnt = params["pos_embed.weight"][patches.corners].astype(jnp.float32) * patches.weights[..., None]
     x = x + learnt.sum(0).astype(dtype)
     table = _rope_table(tower, patches)
-    norm = partial(layer_norm, eps=EPS)
+    norm, stages = partial(layer_norm, eps=EPS), len(tower.deepstack)
 
-    def layer(x, weights):
+    def layer(carry, weights):
+        (x, kept), (weights, into) = carry, weights
         x = x + _attend(tower, weights, norm(weights, "norm1", x), patches, table)
         hidden = jax.nn.gelu(linear(weights, "mlp.linear_fc1", norm(weights, "norm2", x)), approximate=True)
-        return x + linear(weights, "mlp.linear_fc2", hidden), None
+        x = x + linear(weights, "mlp.linear_fc2", hidden)
+        return (x, kept.at[into].set(x, mode="drop") if stages else None), None
 
-    x, _ = jax.lax.scan(layer, x, by_layer(tower, params))
-    x = norm(params, "merger.norm", x).reshape(-1, tower.width * tower.merge**2)
-    return linear(params, "merger.linear_fc2", jax.nn.gelu(linear(params, "merger.linear_fc1", x), approximate=False))
+    # Where each layer's result is kept for a merger; out of range for those that have none.
+    into = np.array([tower.deepstack.index(i) if i in tower.deepstack else stages for i in range(tower.layers)])
+    kept = jnp.zeros((stages, *x.shape), x.dtype) if stages else None
+    (x, kept), _ = jax.lax.scan(layer, (x, kept), (by_layer(tower, params), into))
+
+    def merged(name, x, shape):
+        x = norm(params, f"{name}.norm", x.reshape(shape)).reshape(-1, tower.width * tower.merge**2)
+        hidden = jax.nn.gelu(linear(params, f"{name}.linear_fc1", x), approximate=False)
+        return linear(params, f"{name}.linear_fc2", hidden)
+
+    each = [merged(deepstack_merger(i), kept[i], (-1, tower.width * tower.merge**2)) for i in range(stages)]
+    return jnp.concatenate([merged("merger", x, x.shape), *each], axis=1)
 
 
 def _rope_table(tower: QwenTower, patches: Patches) -> tuple[Float[Array, "p 1 h"], Float[Array, "p 1 h"]]:

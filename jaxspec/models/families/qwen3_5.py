@@ -28,10 +28,10 @@ def read(hf: reading.Config) -> Decoder:
     return with_sections(hf, qwen3_next.read(hf, reading.mlps(hf)))
 
 
-def with_sections(hf: reading.Config, decoder: Decoder) -> Decoder:
-    """The decoder, whose ropes turn some pairs by a picture's row and column."""
+def with_sections(hf: reading.Config, decoder: Decoder, default: tuple[int, int, int] = SECTIONS) -> Decoder:
+    """The decoder, whose ropes turn some pairs by a picture's row and column. `default`: where a config is silent."""
     named = {**(hf.get("rope_parameters") or {}), **(hf.get("rope_scaling") or {})}
-    sections = named.get("mrope_section") or SECTIONS
+    sections = named.get("mrope_section") or default
     numbers = isinstance(sections, list | tuple) and all(type(each) is int and each >= 0 for each in sections)
     if not numbers or len(sections) != 3:
         raise ConfigError(f"config.json: mrope_section must be three numbers of pairs, got {shown(sections)}")

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.pallas.attention.decode_attention import MAX_ROWS, decode_attention
+from jaxspec.pallas.attention.decode_attention import HEAD_WIDTHS, MAX_ROWS, decode_attention
 from jaxspec.pallas.attention.decode_attention import supported as decode_attention_fits
 from jaxspec.pallas.attention.prompt_attention import prompt_attention
 from jaxspec.pallas.attention.prompt_attention import supported as prompt_attention_fits
@@ -146,7 +146,8 @@ def _portable(*call) -> Array:
 
 
 def _portable_on_hopper_refuses(*call) -> str | None:
-    return _portable_refuses(*call) if call[-2] is not None else "rows that Hopper's kernels take"
+    kernels_take = call[-2] is None and call[0].shape[3] in HEAD_WIDTHS
+    return "rows that Hopper's kernels take" if kernels_take else _portable_refuses(*call)
 
 
 _OTHERS = (

@@ -92,7 +92,7 @@ def matmul(
     tiling = tiling or tiling_of(r, n)
     padded = [tiles.padded(a, tiling.rows) for a in (x, residual) if a is not None]
     scale = scales if block else jnp.repeat(scales[:, 0], n // len(scales))
-    groups, part = tiling.columns // UNIT, _part(tiling)
+    groups, part = tiling.columns // UNIT, part_of(tiling)
     results = 2 * groups * part * (UNIT + HALF * gated)
     slots = 1 << ((RING_BYTES - results) // (STEP * (2 * tiling.rows + tiling.columns))).bit_length() - 1
     out = plgpu.kernel(
@@ -120,7 +120,7 @@ def matmul(
     return out[:r]
 
 
-def _part(tiling: Tiling) -> int:
+def part_of(tiling: Tiling) -> int:
     """Rows that a warpgroup writes at once."""
     return UNIT if tiling.rows % UNIT == 0 else UNIT // 2
 
@@ -184,7 +184,7 @@ def _kernel(
                 by *= plgpu.load(scales.at[pl.ds(group * UNIT, UNIT)], layout=scaled.by_output(), optimized=False)
                 by = lax.broadcast_in_dim(by, total.shape, [0])
             total *= by
-            _write(total, top, group, added, out, *buffers)
+            write(total, top, group, added, out, *buffers)
             return step + steps
 
         lax.fori_loop(_i32(0), block.mine(_i32(block.all_high * block.across)), tile, _i32(0))
@@ -263,7 +263,7 @@ def _sums(ring: _Ring, rows: int, weight: _Weight, step: Any, steps: Any) -> Any
     return lax.cond(pairs > 0, lambda: pl.run_scoped(pipelined, plgpu.ACC(shape, _f32)), lambda: start)
 
 
-def _write(total: Any, top: Any, group: Any, added: list[Any], out: Any, products_s: Any, gated_s: Any) -> None:
+def write(total: Any, top: Any, group: Any, added: list[Any], out: Any, products_s: Any, gated_s: Any) -> None:
     """Send one group of outputs to memory by way of shared memory, where they are transposed.
 
     Gate and up of a row are in different warps, and so meet there too.

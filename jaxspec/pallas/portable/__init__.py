@@ -9,14 +9,20 @@ jax 0.11 warns that its Triton backend is to go. Where it is gone, `missing` say
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import types
 import warnings
+from collections.abc import Iterator
+from unittest import mock
 
 import jax
+from jax.experimental import pallas as pl
 
 from jaxspec.pallas import hopper
 
+_interpreted: contextvars.ContextVar[bool] = contextvars.ContextVar("interpreted", default=False)
 LEAST = 8.0  # compute capability: asynchronous copies and bfloat16 on the tensor cores
 
 
@@ -38,10 +44,24 @@ def missing() -> str | None:
     return None
 
 
+@contextlib.contextmanager
+def interpreted() -> Iterator[None]:
+    """Serve these kernels on any device, in Pallas' interpreter. It is slow, and meant to compare small arrays."""
+    token, launch = _interpreted.set(True), pl.pallas_call
+    run = lambda *args, **how: launch(*args, **how | {"interpret": True})  # noqa: E731
+    try:
+        with mock.patch.object(pl, "pallas_call", run), hopper.use_kernels("portable"):
+            yield
+    finally:
+        _interpreted.reset(token)
+
+
 def kernels_here() -> str | None:
     """Why this process's default device doesn't run these kernels, or None if it does."""
     if (requested := hopper.requested_kernels()) == "plain":
         return "--kernels plain"
+    if _interpreted.get():
+        return missing()
     if requested == "auto" and hopper.not_hopper() is None:
         return "Hopper's kernels serve"
     device = jax.devices()[0]

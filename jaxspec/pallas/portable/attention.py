@@ -23,7 +23,7 @@ from jaxspec.models.fp8 import E4M3 as FP8
 from jaxspec.pallas import hopper, portable
 from jaxspec.pallas.portable import fp8
 
-HEAD_WIDTHS = (16, 32, 64, 128, 256)
+HEAD_WIDTHS = (16, 32, 64, 128, 256, 512)
 LEAST_PAGE, LEAST_ROWS = 16, 16  # the narrowest sides of a product
 MAX_PARTS = 16
 LOG2E = math.log2(math.e)
@@ -85,11 +85,11 @@ class Plan:
 
 
 def most_rows(h: int) -> int:
-    return 128 if h <= 128 else 64
+    return 128 if h <= 128 else 2**14 // h
 
 
 def step_tokens(h: int, itemsize: int) -> int:
-    return 128 // itemsize if h <= 128 else 64 // itemsize
+    return max(LEAST_PAGE, (128 if h <= 128 else 2**14 // h) // itemsize)
 
 
 def supported(q_shape: tuple[int, ...], kv: Any, dtype: Any) -> str | None:

@@ -8,7 +8,13 @@ import pytest
 
 from jaxspec.cache.paged import Rows
 from jaxspec.pallas import hopper, operation
-from jaxspec.pallas.attention.paged_attention import paged_attention, reference, span_attention
+from jaxspec.pallas.attention.paged_attention import (
+    PAGED_ATTENTION,
+    PROMPT_ATTENTION,
+    paged_attention,
+    reference,
+    span_attention,
+)
 from tests.support.sample import one_in, rare
 
 LAYERS, LAYER, H = 2, 1, 8
@@ -262,6 +268,18 @@ def test_masks_are_the_decode_kernels_up_to_a_word(t, w, kernel, window, monkeyp
         assert len(told) == 1 and kernel in told[0]
     else:
         assert dict(hopper.KERNELS) == {kernel: 1} and "mosaic_gpu" in text and not told
+
+
+@pytest.mark.parametrize("h,decode,prompt", [
+    (256, "decode_attention", "prompt_attention"),
+    (512, "portable_on_hopper", "portable_on_hopper"),
+    (1024, "reference", "reference"),
+])  # fmt: skip
+def test_heads_wider_than_hoppers_kernels_take_the_portable_one(h, decode, prompt, monkeypatch):
+    monkeypatch.setattr(hopper, "kernels_here", lambda: None)
+    for table, t, name in ((PAGED_ATTENTION, 4, decode), (PROMPT_ATTENTION, 64, prompt)):
+        q, kv = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1, t, 8, h), (1, 3, 2, 1, 64, h)))
+        assert operation.choose("attention", table, q, kv, *[None] * 9, 0).name == name
 
 
 def test_rows_of_fixed_bits_need_a_kernel_on_a_gpu():

@@ -25,6 +25,7 @@ PROMPTS = [
     Case("prompt, odd group, sinks", t=48, group=3, kv_heads=1, h=64, lengths=(48, 150), sinks=True),
     Case("prompt, fp8", t=33, group=4, kv_heads=1, fp8=True, scaled=True, lengths=(33, 150)),
     Case("prompt, width 256", t=32, group=4, kv_heads=1, h=256, lengths=(32, 90)),
+    Case("tree, width 512", t=5, group=8, kv_heads=1, h=512, masked_slots=5, lengths=(5, 60), window=40),
     Case("tree beyond a word", t=40, masked_slots=40, kv_heads=1, group=2, lengths=(40, 200), window=80),
 ]
 # What they have the other cases have together with something else.
@@ -67,6 +68,7 @@ def test_rows_may_see_later_ones(window):
     dict(t=64, group=8, h=64, window=128, sinks=True),
     dict(t=64, fp8=True),
     dict(t=64, h=256, page=16),
+    dict(t=64, h=512, group=8),
     dict(t=40, masked_slots=40, group=7),
 ]))  # fmt: skip
 def test_lowers_for_each_generation(capability, sizes):
@@ -82,7 +84,7 @@ def test_lowers_for_each_generation(capability, sizes):
     ((1, 1, 8, 128), (2, 3, 2, 2, 64, 128), "bfloat16", None),
     ((1, 64, 9, 64), (2, 3, 2, 3, 16, 64), "float8_e4m3fn", None),
     ((1, 64, 9, 64), (2, 3, 2, 3, 16, 64), "float16", "a cache in float16; that of the queries and float8_e4m3fn are"),
-    ((1, 1, 8, 80), (2, 3, 2, 2, 64, 80), "bfloat16", "width 80; 16, 32, 64, 128, 256 are supported"),
+    ((1, 1, 8, 80), (2, 3, 2, 2, 64, 80), "bfloat16", "width 80; 16, 32, 64, 128, 256, 512 are supported"),
     ((1, 1, 8, 128), (2, 3, 2, 2, 8, 128), "bfloat16", "pages of 8 tokens"),
     ((1, 1, 8, 128), (2, 3, 2, 2, 48, 128), "bfloat16", "pages of 48 tokens"),
     ((1, 1, 256, 128), (2, 3, 2, 1, 64, 128), "bfloat16", "256 query heads for each KV head; up to 128"),

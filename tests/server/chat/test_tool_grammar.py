@@ -170,6 +170,8 @@ def call(format, arguments, name="f") -> str:
      [{"a": 1, "b": "x"}], [{"a": 1}, {"a": 1, "b": "x", "c": "y"}]),
     ({"type": "object", "additionalProperties": TEXT}, [{"z": "q", "y": "r"}, {}], []),
     ({"type": "object"}, [{}], [{"a": 1}]),
+    ({"type": "object", "patternProperties": {"^n": INT, "^s": TEXT}, "additionalProperties": False, "required": ["n"]},
+     [{"n": 1, "s": "x"}], [{"n": "x"}, {"n": 1, "s": 3, "q": 1}, {"n": 1, "q": "y"}]),
     (members(m={"type": "object"}, n={"properties": {"z": INT}}), [{"m": {"a": 1}, "n": {"z": 1}}],
      [{"m": {}, "n": {"y": 1}}, {"m": {}, "n": 3}]),
     ({**members(a=TEXT), "additionalProperties": True}, [{"a": "x"}, {"a": "x", "z": "q"}], [{"z": "q"}]),

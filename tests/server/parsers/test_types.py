@@ -64,3 +64,20 @@ def test_keys_are_found_through_references():
     tools = [{"type": "function", "function": {"name": "f", "parameters": open_to_others}}]
     found = parse("qwen3_coder", [coder("f", x="1", y="2")], tools)
     assert json.loads(found["tool_calls"][0]["arguments"]) == {"x": 1, "y": 2}
+
+
+@pytest.mark.parametrize("parameters,given,expected", [
+    ({"anyOf": [{"properties": {"k": {"const": "a"}, "x": {"type": "integer"}}}, {"$ref": "#/$defs/Base"}]},
+     {"k": "a", "x": "1"}, {"k": "a", "x": 1}),
+    ({"properties": {"k": {"type": "string"}}, "if": {}, "then": {"properties": {"x": {"type": "boolean"}}}},
+     {"k": "1", "x": "true"}, {"k": "1", "x": True}),
+    ({"patternProperties": {"^n_": {"type": "integer"}, "^s_": {"type": "string"}}},
+     {"n_a": "1", "s_a": "2"}, {"n_a": 1, "s_a": "2"}),
+    ({"properties": {"x": {}}, "allOf": [{"properties": {"x": {"type": "integer"}}, "patternProperties": {"y": {}}}]},
+     {"x": "1"}, {"x": 1}),
+    ({"anyOf": [{"$ref": "#"}, {"properties": {"x": {"type": "null"}}}]}, {"x": "null"}, {"x": None}),
+])  # fmt: skip
+def test_members_are_found_in_unions_and_by_patterns(parameters, given, expected):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {**parameters, "$defs": DEFS}}}]
+    (call,) = parse("qwen3_coder", [coder("f", **given)], tools)["tool_calls"]
+    assert json.loads(call["arguments"]) == expected

@@ -3,6 +3,7 @@
 from jaxspec.pallas.dense.few_rows.four_bits import four_bits_of, four_bits_supported
 from jaxspec.pallas.dense.few_rows.fp8 import Fp8Weight, Fp8WeightAndRows, format_of, fp8_supported
 from jaxspec.pallas.dense.few_rows.layer import (
+    Adapters,
     Scaled,
     add_product,
     gated,
@@ -11,6 +12,7 @@ from jaxspec.pallas.dense.few_rows.layer import (
     normed,
     product,
     scale_rows,
+    shrink,
 )
 from jaxspec.pallas.dense.few_rows.share import (
     FP8_ROWS,
@@ -32,6 +34,7 @@ __all__ = [
     "NARROW",
     "TILE",
     "WIDE_ROWS",
+    "Adapters",
     "Fp8Weight",
     "Fp8WeightAndRows",
     "Scaled",
@@ -48,6 +51,7 @@ __all__ = [
     "product",
     "product_supported",
     "scale_rows",
+    "shrink",
     "supported",
     "tiles_of_squares",
     "top_supported",

@@ -109,11 +109,11 @@ def ranges(share, weights_g):
     return list(zip(weights_g, [0, *ends[:-1]], ends, strict=True))
 
 
-def begin(share, weights_g, rows_g, *, weight_s, rows_s, ready, **others):
+def begin(share, weights_g, rows_g, adapters_g=(), *, weight_s, rows_s, ready, **others):
     """Begin to copy a block's weights, and the rows' inputs unless the block norms rows itself.
 
     Returns the function that copies chunk i to a slot, and an FP8 weight's scales. With several weights, the tiles of
-    the first come first.
+    the first come first. What adapters add (`layer.Adapters`) are further chunks of a tile's first block.
     """
     if share.splits > 1:
         cluster.expect(share, others["sent_s"])
@@ -121,7 +121,22 @@ def begin(share, weights_g, rows_g, *, weight_s, rows_s, ready, **others):
     weight_s = ring_of(share, weight_s)[0]
     tile, split, rows_g = lax.axis_index("tile"), split_of(share), () if share.normed else rows_g
 
+    def fetch_adapters(i, slot):
+        inner_g, b_g, present_g = adapters_g
+        inputs, first = pl.ds(present_g[1 + i - share.chunks] * TILE, TILE), pl.ds(0, TILE)
+        for g in range(share.groups):
+            columns = pl.ds(column_of(share, share.columns, tile, g), TILE)
+            plgpu.copy_gmem_to_smem(b_g.at[inputs, columns], weight_s.at[slot, g, first], ready.at[slot])
+        plgpu.copy_gmem_to_smem(inner_g.at[:, inputs], rows_s.at[slot, :, first], ready.at[slot])
+
     def fetch(i, slot):
+        if not adapters_g:
+            fetch_weight(i, slot)
+            return
+        pl.when(i < share.chunks)(partial(fetch_weight, i, slot))
+        pl.when(i >= share.chunks)(partial(fetch_adapters, i, slot))
+
+    def fetch_weight(i, slot):
         chunk = split * share.chunks + i
         inputs = pl.ds(chunk * share.chunk, share.chunk)
         for weight_g, first, end in ranges(share, weights_g):
@@ -159,6 +174,7 @@ def multiply(
     prefetch,
     end,
     factor=None,
+    adapters_g=(),
     *,
     weight_s,
     parts_s=None,
@@ -185,7 +201,7 @@ def multiply(
     if share.quantised:
         totals = (four_bit_sums if share.four else fp8_sums)(share, begun, **ring)
     else:
-        totals = _sums(share, begun[0], **ring)
+        totals = _sums(share, begun[0], adapters_g, **ring)
     gather = partial(_gathered, share, finish, split, parts_s, sent_s)
     if share.splits > 1:
         cluster.meet()
@@ -235,29 +251,33 @@ def _gathered(share, finish, split, parts_s, sent_s, totals):
     pl.when(split < share.finishers)(lambda: finish(cluster.receive(share, parts_s, sent_s)))
 
 
-def _sums(share, fetch, *, weight_s, rows_s, ready):
-    """f32[TILE, rows] of each group, over the block's inputs."""
-    slots = share.slots
+def _sums(share, fetch, adapters_g, *, weight_s, rows_s, ready):
+    """f32[TILE, rows] of each group, over the block's inputs, and over those that adapters add to them."""
+    slots, end = share.slots, share.chunks
+    if adapters_g:
+        end = end + adapters_g[2][0] * (split_of(share) == 0).astype(_i32)
 
     def run(*totals):
-        def one(i, slot):
+        def one(i, slot, part=()):
             plgpu.barrier_wait(ready.at[slot])
-            rows = rows_s.at[i if share.normed else slot].transpose((1, 0))
+            rows = rows_s.at[(i if share.normed else slot, slice(None), *part)].transpose((1, 0))
             for g, total in enumerate(totals):
-                plgpu.wgmma(total, weight_s.at[slot, g].transpose((1, 0)), rows)
+                plgpu.wgmma(total, weight_s.at[(slot, g, *part)].transpose((1, 0)), rows)
 
-        def next_one(i, _):
+        def next_one(i, _, part=()):
             slot = lax.rem(i, _i32(slots))
-            one(i, slot)
+            one(i, slot, part)
             plgpu.wgmma_wait(0)
-            pl.when(i + slots < share.chunks)(lambda: fetch(i + slots, slot))
+            pl.when(i + slots < end)(lambda: fetch(i + slots, slot))
             return _
 
-        if slots == share.chunks:
+        if slots == share.chunks and not adapters_g:
             for i in range(slots):
                 one(i, i)
         else:
             lax.fori_loop(_i32(0), _i32(share.chunks), next_one, _i32(0))
+        if adapters_g:
+            lax.fori_loop(_i32(share.chunks), end, partial(next_one, part=(pl.ds(0, TILE),)), _i32(0))
         return tuple(total[...] for total in totals)
 
     return pl.run_scoped(run, *[plgpu.ACC((TILE, share.rows), _f32)] * share.groups)

@@ -38,6 +38,7 @@ from jaxspec.pallas.dense.few_rows.registers import _rem as rem
 from jaxspec.pallas.dense.few_rows.registers import _total as total_of
 from jaxspec.pallas.dense.few_rows.ring import over_chunks
 from jaxspec.pallas.dense.few_rows.share import TILE, FourBits, Share, column_of, turn_of
+from jaxspec.pallas.dense.scaled import SPLIT
 from jaxspec.pallas.hopper import BULK_COPY
 
 DTYPES = ("bfloat16", "float16", "float32")  # of integers' scales
@@ -50,6 +51,7 @@ INTEGERS = [
 ]
 LESS = 0x43004300 + int4.MIDDLE * 0x00010001  # 128 and the zero point of symmetric weights, twice
 ZERO = "{ .reg .f32 a; add.f32 a, $1, 0f43000000; cvt.rn.bf16x2.f32 $0, a, a; }"  # 128 and a zero point, twice
+SCALED = "{ .reg .b32 low; mul.bf16x2 low, $1, $3; fma.rn.bf16x2 $0, $1, $2, low; }"  # times the sum of two numbers
 # Pair i of a word of E2M1 numbers (see `mxfp4`), times a scale.
 FLOATS = [
     f"{{ .reg .b32 a, b; {pair} mul.bf16x2 $0, a, $2; }}"
@@ -108,14 +110,18 @@ def taken(share: Share, refs: list[Any]) -> FourBitWeight:
 
 def scale_copies(share: Share, weight: FourBitWeight, chunk: Any, tile: Any):
     """Yield what is copied of a chunk's scales, and to which place of a slot."""
-    four, size = share.four, share.together * TILE
     for place in range(share.groups // share.together):
         first = column_of(share, share.columns, tile, place * share.together)
-        count, *wide = four.scales(share.chunk, size)
-        top = chunk * count if four.group <= share.chunk else 0
-        if four.floats:
-            first = lax.div(first, _i32(size // wide[0]))
-        yield weight.scales.at[pl.ds(top, count), pl.ds(first, wide[0])], place
+        yield scales_at(share.four, weight, share.chunk, share.together * TILE, chunk, first), place
+
+
+def scales_at(four: FourBits, weight: FourBitWeight, size: int, outputs: int, chunk: Any, first: Any) -> Any:
+    """The scales of a chunk of `size` inputs, of so many outputs from `first` on."""
+    count, *wide = four.scales(size, outputs)
+    top = chunk * count if four.group <= size else 0
+    if four.floats:
+        first = lax.div(first, _i32(outputs // wide[0]))
+    return weight.scales.at[pl.ds(top, count), pl.ds(first, wide[0])]
 
 
 def four_bit_sums(share, begun, *, weight_s, rows_s, ready, scales_s, staged_s=None):
@@ -159,7 +165,7 @@ def _added(share, *refs):
     row_of, part = rem(lane, 8), div(lane, 8)
     own = arith.addi(mul(row_of, 128), mul(arith.xori(part, row_of), BYTES))
     inputs = [at(rows, arith.xori(own, whole(4 * BYTES * odd))) for odd in range(2)]
-    scales = (Floats if share.four.floats else Integers)(share, scales_s, arith.addi(mul(warp, 16), row))
+    scales = scales_in(share.four, share.chunk, share.together, scales_s, arith.addi(mul(warp, 16), row))
 
     sums = [[_four(total, n) for n in range(row_groups)] for total in totals]
     for unit in range(units):
@@ -186,13 +192,20 @@ def _steps(sums, pairs, right, steps, chains):
     return [total_of(each) for each in zip(*apart, strict=True)]
 
 
-class Integers:
-    """Integers, and their groups' scales in shared memory; `own` is a lane's first output of a group's."""
+def scales_in(four, chunk, together, scales_s, own):
+    """The loader of a chunk whose scales lie in shared memory, those of so many groups together.
 
-    def __init__(self, share, scales_s, own):
-        self._four, self._together, self._rows = share.four, share.together, share.rows
-        self._dtype = share.four.dtype
-        self._count, self._width = share.four.scales(share.chunk, share.together * TILE)
+    `own`: a lane's first output of a group's.
+    """
+    return (Floats if four.floats else Integers)(four, chunk, together, scales_s, own)
+
+
+class Integers:
+    """Integers, and their groups' scales: see `scales_in`."""
+
+    def __init__(self, four, chunk, together, scales_s, own):
+        self._four, self._together, self._dtype = four, together, four.dtype
+        self._count, self._width = four.scales(chunk, together * TILE)
         self._item = jnp.dtype(self._dtype).itemsize
         self._start = at(mgpu.utils.memref_ptr(scales_s), mul(own, self._item))
 
@@ -209,16 +222,37 @@ class Integers:
             word = arith.shli(arith.extui(ir.IntegerType.get_signless(32), word), whole(16))
         return arith.bitcast(f32, word)
 
+    def _less(self, g, line):
+        """128 and the zero point of both halves of the outputs."""
+        if not self._four.zeros:
+            return [whole(LESS)] * 2
+        return [_made1(ZERO, self._number(g, line + 1, half)) for half in range(2)]
+
+    def _line(self, inputs):
+        """Which line of its scales some inputs of a chunk have."""
+        group = self._four.group
+        return inputs // group * (1 + self._four.zeros) if group <= BLOCK else 0
+
+    def scaled(self, step, words):
+        """Make pairs of a step of 64 inputs, times their scales, of each half's two words.
+
+        A product is rounded once, as a scale comes as the sum of two bfloat16 numbers.
+        """
+        made = [[], []]
+        for j in range(2):
+            line = self._line(64 * step + 32 * j)
+            for half, less in enumerate(self._less(0, line)):
+                high, low = mgpu.utils.inline_ptx(SPLIT, self._number(0, line, half), result_types=[whole(0).type] * 2)
+                exact = [_made(program, words[half][j], less) for program in INTEGERS]
+                made[half] += [mgpu.utils.inline_ptx(SCALED, x, high, low, result_types=x.type) for x in exact]
+        return made
+
     def add(self, sums, g, unit, i, words, right):
-        group, zeros = self._four.group, self._four.zeros
-        part, each = min(group, BLOCK), 1 + zeros
+        part = min(self._four.group, BLOCK)
         zero = mgpu.c(0.0, ir.F32Type.get())
         for p in range(BLOCK // part):
-            line = (unit * UNIT + i * BLOCK + p * part) // group * each if group <= BLOCK else 0
-            less = [whole(LESS)] * 2
-            if zeros:
-                points = [self._number(g, line + 1, half) for half in range(2)]
-                less = [mgpu.utils.inline_ptx(ZERO, point, result_types=whole(0).type) for point in points]
+            line = self._line(unit * UNIT + i * BLOCK + p * part)
+            less = self._less(g, line)
 
             def pairs(q, less=less):
                 return [[_made(INTEGERS[k], words[h][q], less[h]) for k in range(4)] for h in range(2)]
@@ -234,10 +268,10 @@ class Integers:
 
 
 class Floats:
-    """E2M1 numbers, and the scales of each 16 inputs in shared memory; `own` is a lane's first output of a group's."""
+    """E2M1 numbers, and the scales of each 16 inputs: see `scales_in`."""
 
-    def __init__(self, share, scales_s, own):
-        self._together, self._units = share.together, share.chunk // UNIT
+    def __init__(self, _, chunk, together, scales_s, own):
+        self._together, self._units = together, chunk // UNIT
         self._start = at(mgpu.utils.memref_ptr(scales_s), mul(own, BYTES))  # a unit's scales of an output are 16 bytes
 
     def add(self, sums, g, unit, i, words, right):
@@ -246,14 +280,20 @@ class Floats:
         scales = [load(self._start, (first + 8 * half) * BYTES + 8 * i, 2) for half in range(2)]
 
         def pairs(q):
-            """Each two pairs share a scale."""
-            made = []
-            for half in range(2):
-                by = [_made1(SCALES[t % 4], scales[half][t // 4]) for t in (2 * q, 2 * q + 1)]
-                made.append([_made(FLOATS[k], words[half][q], by[k // 2]) for k in range(4)])
-            return made
+            return [_floats(words[half][q], scales[half][q // 2], q % 2) for half in range(2)]
 
         return _steps(sums, pairs, right, range(STEPS), 2 if len(right) == 1 else 1)
+
+    def scaled(self, step, words):
+        """Make pairs of a step of 64 inputs, times their scales over `LEFT`, of each half's two words."""
+        scales = [load(self._start, 8 * half * BYTES + 4 * step, 1)[0] for half in range(2)]
+        return [[x for j in range(2) for x in _floats(words[half][j], scales[half], j)] for half in range(2)]
+
+
+def _floats(word, scales, which):
+    """Make a word's pairs; of a word of scales the first two bytes are theirs, or the other ones."""
+    by = [_made1(SCALES[2 * which + k], scales) for k in range(2)]
+    return [_made(FLOATS[k], word, by[k // 2]) for k in range(4)]
 
 
 def load(pointer, offset, count=4):
@@ -267,7 +307,7 @@ def _made(program, word, other):
 
 
 def _made1(program, word):
-    return mgpu.utils.inline_ptx(program, word, result_types=word.type)
+    return mgpu.utils.inline_ptx(program, word, result_types=whole(0).type)
 
 
 def _fma(x, y, z):
@@ -294,19 +334,22 @@ def _interpreted(share, totals, weight_s, rows_s, scales_s, staged_s):
     four, made = share.four, []
     for g, total in enumerate(totals):
         place, group = divmod(g, share.together)
-        values = lax.bitcast_convert_type(weight_s[pl.ds(g * TILE, TILE)], jnp.uint8)
-        scales = scales_s[place]
-        if four.floats:
-            scales = scales.reshape(len(scales), -1)[:, group * TILE * 16 : (group + 1) * TILE * 16]
-            numbers, by = mxfp4.numbers(int4.by_block(values)), nvfp4.scales_of(scales, TILE) / LEFT
-            weight = (numbers.reshape(*by.shape, -1) * by[..., None]).reshape(TILE, -1)
-        else:
-            weight = int4.dequantise(values, scales[:, group * TILE : (group + 1) * TILE], four.zeros)
+        weight = dequantised(four, weight_s[pl.ds(g * TILE, TILE)], scales_s[place], group)
         for first in range(0, share.chunk, BLOCK):
             part = weight[:, first : first + BLOCK]
             total = total + _staged(part, rows_s.at[:, pl.ds(first, BLOCK)], staged_s)
         made.append(total)
     return made
+
+
+def dequantised(four, values, scales, group=0):
+    """A chunk's weight of `TILE` outputs in float32, of its bytes and of several groups' scales; floats over `LEFT`."""
+    values = lax.bitcast_convert_type(values, jnp.uint8)
+    if not four.floats:
+        return int4.dequantise(values, scales[:, group * TILE : (group + 1) * TILE], four.zeros)
+    scales = scales.reshape(len(scales), -1)[:, group * TILE * 16 : (group + 1) * TILE * 16]
+    by = nvfp4.scales_of(scales, TILE) / LEFT
+    return (mxfp4.numbers(int4.by_block(values)).reshape(*by.shape, -1) * by[..., None]).reshape(TILE, -1)
 
 
 def _staged(weight, rows_s, staged_s):

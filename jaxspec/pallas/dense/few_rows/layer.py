@@ -80,6 +80,17 @@ class Scaled(NamedTuple):
     squares: Float[Array, "t r"]  # of the unscaled rows, summed over `TILE` columns, in float32; after them zeros
 
 
+class Adapters(NamedTuple):
+    """Operands by which adapters (LoRA) add `inner @ b` to a product of unquantised weights, before the norm's factor
+    and all that is made of the product. `inner` is `shrink`'s. `present`: how many runs of `TILE` of its columns have
+    numbers, and then these runs; the others aren't read.
+    """
+
+    inner: Float[Array, "r q"]
+    b: Float[Array, "q n"]
+    present: Int[Array, " c"]
+
+
 def scale_rows(x: Float[Array, "r d"], scale: Float[Array, " d"], centred: bool = False) -> Scaled:
     """Scale rows for the norm that comes next, as `add_product` scales its sums."""
     wide, scale = x.astype(_f32), scale.astype(_f32) + centred
@@ -94,6 +105,7 @@ def gated(
     scale: Float[Array, " d"] | Float[Array, "t r"],
     weight: Float[Array, "d n"] | Fp8Weight | Weight,
     prefetch: Sequence[Float[Array, "_ _"]] = (),
+    adapters: Adapters | tuple[()] = (),
     *,
     eps: float,
     splits: int | None = None,
@@ -104,26 +116,28 @@ def gated(
     `x` and `scale` are rows and the scale of their norm, or `Scaled` rows and their squares: then the norm is rounded
     once less. With an `Fp8WeightAndRows` they are `Scaled`. `prefetch`: weights that later kernels will read. `splits`:
     among how many blocks of a cluster to divide the inputs; interpret mode, which can't send data between them, takes 1
-    alone.
+    alone. `adapters`: of `Scaled` rows.
     """
     rows, columns = len(x), outputs(weight)
-    share = share_out(rows, [x.shape[1]], columns, normed=scale.ndim == 1, **format_of(weight))
+    options = format_of(weight) | {"adapters": bool(adapters)}
+    share = share_out(rows, [x.shape[1]], columns, normed=scale.ndim == 1, **options)
     share = with_splits(share, splits, interpret)
     return plgpu.kernel(
-        partial(_gated_tile, share, eps, len(prefetch)),
+        partial(_gated_tile, share, eps, len(adapters)),
         kernel_name="few_rows_gated",
         out_type=jax.ShapeDtypeStruct((rows, columns // 2), x.dtype),
         **grid_of(share),
         scratch_types=scratch_of(share, interpret) | out_of(share),
         compiler_params=params(),
         interpret=interpret,
-    )(x, scale, *operands(weight), *prefetch)
+    )(x, scale, *operands(weight), *adapters, *prefetch)
 
 
-def _gated_tile(share, eps, num_prefetched, x_g, scale_g, *refs, out_s, **scratch):
+def _gated_tile(share, eps, added, x_g, scale_g, *refs, out_s, **scratch):
     tile, refs = lax.axis_index("tile"), list(refs)
-    weights_g, out_g = [taken(share, refs)], refs[num_prefetched]
-    begun = begin(share, weights_g, [x_g], **scratch)
+    weights_g, out_g = [taken(share, refs)], refs.pop()
+    adapters_g, prefetch_g = refs[:added], refs[added:]
+    begun = begin(share, weights_g, [x_g], adapters_g, **scratch)
     factor, rows = prepare(share, [x_g], [scale_g], eps, scratch["rows_s"]), pl.ds(first_row(share), share.finished)
 
     def finish(totals):
@@ -134,7 +148,7 @@ def _gated_tile(share, eps, num_prefetched, x_g, scale_g, *refs, out_s, **scratc
             column = lax.div(column_of(share, share.columns, tile, g), _i32(2))
             out_g[rows, pl.ds(column, HALF)] = value.astype(jnp.bfloat16)
 
-    multiply(share, begun, refs[:num_prefetched], finish, factor, **scratch)
+    multiply(share, begun, prefetch_g, finish, factor, adapters_g, **scratch)
 
 
 @lower_once("few_rows_heads", "eps", "splits")
@@ -151,6 +165,7 @@ def heads(
     prefetch: Sequence[Float[Array, "_ _"]] = (),
     bias: Float[Array, " n"] | None = None,
     inverse_scales: Float[Array, "l 2 m"] | None = None,
+    adapters: Adapters | tuple[()] = (),
     *,
     eps: float,
     splits: int | None = None,
@@ -163,11 +178,12 @@ def heads(
     `norms`: the scales of the norms of each head's queries and keys, if there are any. `cos` and `sin`: the rope table
     of the rows, float32. `kv_slots` are counted over all pages: row i's keys and values go to slot `kv_slots[i] % s` of
     page `kv_slots[i] // s`, converted by `kv_write.stored` with `inverse_scales`; those of padding rows, whose KV slots
-    are negative, go nowhere. `bias` is added to the rounded products. `prefetch` and `splits` as in `gated`.
+    are negative, go nowhere. `bias` is added to the rounded products. `prefetch`, `adapters` and `splits` as in
+    `gated`.
     """
     queries = outputs(weight) // kv.shape[5] - 2 * kv.shape[3]
     norms, of = [norm[None] for norm in norms], (rows, scales, weight, cos, sin, kv, layer, kv_slots)
-    return _heads(queries, *of, norms, prefetch, bias, inverse_scales, eps, splits, interpret)
+    return _heads(queries, *of, norms, prefetch, bias, inverse_scales, eps, splits, interpret, adapters)
 
 
 @lower_once("few_rows_keys_values", "eps")
@@ -196,17 +212,18 @@ def keys_values(
 
 def _heads(
     queries, rows, scales, weight, cos, sin, kv, layer, kv_slots, norms, prefetch, bias, inverse_scales, eps, splits,
-    interpret,
+    interpret, adapters=(),
 ):  # fmt: skip
     """The queries, if there are any, and the pages."""
     count, width, ref = len(kv_slots), kv.shape[5], jax.new_ref(kv)
     widths, unscaled = [x.shape[1] for x in rows], scales[0].ndim == 1
-    share = share_out(count, widths, outputs(weight), width // TILE, normed=unscaled, **format_of(weight))
+    options = format_of(weight) | {"adapters": bool(adapters)}
+    share = share_out(count, widths, outputs(weight), width // TILE, normed=unscaled, **options)
     share = with_splits(share, splits, interpret)
     bias = [] if bias is None else [bias.reshape(-1, width)]  # a head each
     inverse = [] if inverse_scales is None else [inverse_scales]
     q = plgpu.kernel(
-        partial(_head, share, eps, queries, (len(rows), len(rows), len(norms), len(bias), len(inverse))),
+        partial(_head, share, eps, queries, (len(rows), len(rows), len(norms), len(bias), len(inverse), len(adapters))),
         kernel_name="few_rows_heads",
         out_type=[jax.ShapeDtypeStruct((count, queries * width), rows[0].dtype)] if queries else [],
         **grid_of(share),
@@ -215,7 +232,10 @@ def _heads(
         | {"head_s": plgpu.SMEM((share.finished, width), rows[0].dtype)},
         compiler_params=params(),
         interpret=interpret,
-    )(*operands(weight), cos, sin, layer.reshape(1), kv_slots, ref, *rows, *scales, *norms, *bias, *inverse, *prefetch)
+    )(
+        *operands(weight), cos, sin, layer.reshape(1), kv_slots, ref, *rows, *scales, *norms, *bias, *inverse,
+        *adapters, *prefetch,
+    )  # fmt: skip
     return *q, jax.freeze(ref)
 
 
@@ -223,14 +243,14 @@ def _head(share, eps, queries, counts, *refs, out_s, head_s, **scratch):
     column, refs = lax.axis_index("tile"), list(refs)
     weights_g = [taken(share, refs)]
     cos_g, sin_g, layer_g, kv_slots_g, kv_g = (refs.pop(0) for _ in range(5))
-    rows_g, scales_g, norms_g, biases_g, inverse_g = ([refs.pop(0) for _ in range(n)] for n in counts)
+    rows_g, scales_g, norms_g, biases_g, inverse_g, adapters_g = ([refs.pop(0) for _ in range(n)] for n in counts)
     q_g = refs.pop() if queries else None
     kv_heads, page_size, width = kv_g.shape[3:]
     half = width // 2
     further, head = (f(column, _i32(queries + 2 * kv_heads)) for f in (lax.div, lax.rem))
     turns = (head < queries + kv_heads).astype(_f32)  # values are neither rotated nor normed
     asks = (head < queries).astype(_f32)
-    begun = begin(share, weights_g, rows_g, **scratch)
+    begun = begin(share, weights_g, rows_g, adapters_g, **scratch)
     # These loads are issued before any wait, or each would add its latency later.
     first, rows = first_row(share), pl.ds(first_row(share), share.finished)
     cos, sin = (plgpu.load(ref.at[rows], layout=by_row(half // 16), optimized=False) for ref in (cos_g, sin_g))
@@ -275,7 +295,7 @@ def _head(share, eps, queries, counts, *refs, out_s, head_s, **scratch):
                     row = plgpu.load(head_s.at[i], layout=one_row(width), optimized=False)
                     kv_g[layer, page, kind, kv_head, slot] = stored(row, kv_g.dtype, inverse_scale)
 
-    multiply(share, begun, refs, finish, factor, **scratch)
+    multiply(share, begun, refs, finish, factor, adapters_g, **scratch)
 
 
 def _half_row(row_g, at, half):
@@ -296,18 +316,19 @@ def add_product(
     weight: Float[Array, "k d"] | Fp8Weight | Weight,
     scale: Float[Array, " d"] | None = None,
     bias: Float[Array, " d"] | None = None,
+    adapters: Adapters | tuple[()] = (),
     *,
     centred: bool = False,
     splits: int | None = None,
     interpret: Any = False,
 ) -> Float[Array, "r d"] | tuple[Float[Array, "r d"], Scaled]:
-    """x + (rows @ weight + bias), in bfloat16, rounded where plain layers round. `splits` as in `gated`.
+    """x + (rows @ weight + bias), in bfloat16, rounded where plain layers round. `adapters`, `splits` as in `gated`.
 
     With the `scale` of the norm that comes next, the sums come as `Scaled` rows as well; `centred`: that norm is
     `decoder.functions.centred_rms_norm`.
     """
     scales, biases = ([] if each is None else [each] for each in (scale, bias))
-    out, *scaled = _products([x], [rows], weight, scales, splits, interpret, centred, biases)
+    out, *scaled = _products([x], [rows], weight, scales, splits, interpret, centred, biases, adapters)
     return (out, Scaled(*scaled)) if scaled else out
 
 
@@ -323,38 +344,56 @@ def product(
     return _products([], rows, weight, [], splits, interpret)[0]
 
 
-def _products(x, rows, weight, scale, splits, interpret, centred=False, bias=()):
+@lower_once("few_rows_shrink", "splits")
+def shrink(
+    rows: Float[Array, "r k"],
+    a: Float[Array, "k q"],
+    own: Float[Array, "r q"],
+    *,
+    splits: int | None = None,
+    interpret: Any = False,
+) -> Float[Array, "r q"]:
+    """rows @ a, of all adapters side by side, times `own`: 1 in the columns of a row's own adapter, 0 elsewhere."""
+    return _products([], [rows], a, [], splits, interpret, own=[own])[0]
+
+
+def _products(x, rows, weight, scale, splits, interpret, centred=False, bias=(), adapters=(), own=()):
     """The products, or their sums with `x`; with a scale also the arrays of `Scaled`."""
     count, columns = len(rows[0]), outputs(weight)
-    share = share_out(count, [each.shape[1] for each in rows], columns, 1, normed=False, **format_of(weight))
+    options = format_of(weight) | {"adapters": bool(adapters)}
+    share = share_out(count, [each.shape[1] for each in rows], columns, 1, normed=False, **options)
     share = with_splits(share, splits, interpret)
     out = jax.ShapeDtypeStruct((count, columns), rows[0].dtype)
     squares = jax.ShapeDtypeStruct((tiles_of_squares(columns), count), _f32)
     return plgpu.kernel(
-        partial(_product_tile, share, centred, (len(x), len(rows), len(scale), len(bias))),
-        kernel_name="few_rows_add" if x else "few_rows_product",
+        partial(_product_tile, share, centred, tuple(map(len, (x, rows, scale, bias, adapters, own)))),
+        kernel_name="few_rows_add" if x else "few_rows_shrink" if own else "few_rows_product",
         out_type=[out, out, squares] if scale else [out],
         **grid_of(share),
         scratch_types=scratch_of(share, interpret),
         compiler_params=params(across_warps=bool(scale)),
         interpret=interpret,
-    )(*x, *operands(weight), *rows, *scale, *bias)
+    )(*x, *operands(weight), *rows, *scale, *bias, *adapters, *own)
 
 
 def _product_tile(share, centred, counts, *refs, **scratch):
     (plus, *counts), refs = counts, list(refs)
     x_g, weights_g = [refs.pop(0) for _ in range(plus)], [taken(share, refs)]
-    rows_g, scale_g, bias_g = ([refs.pop(0) for _ in range(n)] for n in counts)
+    rows_g, scale_g, bias_g, adapters_g, own_g = ([refs.pop(0) for _ in range(n)] for n in counts)
     out_g, *scaled_g = refs
     here = pl.ds(first_row(share), share.finished), pl.ds(lax.axis_index("tile") * TILE, TILE)
     layout = plgpu.Layout.WGMMA_TRANSPOSED
-    begun = begin(share, weights_g, rows_g, **scratch)
-    x = [plgpu.load(ref.at[here].transpose((1, 0)), layout=layout, optimized=False) for ref in x_g]
+    begun = begin(share, weights_g, rows_g, adapters_g, **scratch)
+    whole = lambda ref: plgpu.load(ref.at[here].transpose((1, 0)), layout=layout, optimized=False)  # noqa: E731
+    x, own = list(map(whole, x_g)), list(map(whole, own_g))
     of_columns = partial(plgpu.load, layout=layout.reduce(1), optimized=False)
     scale, bias = ([of_columns(ref.at[here[1]]).astype(_f32) for ref in refs] for refs in (scale_g, bias_g))
 
     def finish(totals):
-        total = plgpu.layout_cast(totals[0], layout).astype(jnp.bfloat16)
+        total = plgpu.layout_cast(totals[0], layout)
+        for each in own:
+            total = total * each.astype(_f32)
+        total = total.astype(jnp.bfloat16)
         for each in bias:
             total = _biased(total.astype(_f32), each, 0).astype(jnp.bfloat16)
         for each in x:
@@ -363,7 +402,7 @@ def _product_tile(share, centred, counts, *refs, **scratch):
         if scale:
             _write_scaled(share, here, total.astype(_f32), 1 + scale[0] if centred else scale[0], *scaled_g)
 
-    multiply(share, begun, (), finish, **scratch)
+    multiply(share, begun, (), finish, None, adapters_g, **scratch)
 
 
 def _write_scaled(share, here, x, scale, rows_g, squares_g):

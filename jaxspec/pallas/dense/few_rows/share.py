@@ -70,7 +70,8 @@ class Share:
 
     `normed`: a block norms its inputs of all rows itself; otherwise they come in chunks with the weights. `fp8`: the
     weights are, with scales for `BLOCK` inputs each. `rounds`: so are rows, which are quantised once they have arrived.
-    `four`: weights have four bits, and their scales come with them.
+    `four`: weights have four bits, and their scales come with them. `adapters`: chunks of `TILE` inputs follow, which
+    adapters add.
     """
 
     rows: int
@@ -82,6 +83,7 @@ class Share:
     fp8: bool = False
     rounds: bool = False
     four: FourBits | None = None
+    adapters: bool = False
 
     @property
     def quantised(self) -> bool:
@@ -106,6 +108,8 @@ class Share:
     @property
     def chunk(self) -> int:
         """Inputs that come together: as many as one copy can load and a slot can hold, the same for all chunks."""
+        if self.adapters and self.rows > GROUP:
+            return TILE  # no copy writes fewer columns of several groups of rows
         slot = FP8_SLOT_BYTES if self.fp8 else SLOT_BYTES
         if self.four:
             slot = FOUR_SLOT_BYTES // (1 if self.rows <= GROUP else 2)  # rows take room, too
@@ -145,7 +149,12 @@ class Share:
 
     @property
     def _most_warpgroups(self) -> int:
-        """The most warpgroups that have registers: a thread keeps sums of all groups and rows, and inputs of rows."""
+        """The most warpgroups that have registers: a thread keeps sums of all groups and rows, and inputs of rows.
+
+        With weights of four bits two took least time at eight rows: fewer sums are added up in the end.
+        """
+        if self.four and self.rows <= GROUP:
+            return 2
         return next((n for n, most in WARPGROUPS.items() if self.rows * (self.groups + 5) // 2 <= most), 2)
 
     @property
@@ -199,6 +208,7 @@ def share_out(
     fp8: bool = False,
     rounds: bool = False,
     four: FourBits | None = None,
+    adapters: bool = False,
 ) -> Share:
     """Divide a product so that all blocks run at once and most multiprocessors have one.
 
@@ -217,7 +227,7 @@ def share_out(
     step = step_of(fp8, four)
     room = lambda n: tiles * n <= (BLOCKS if n == 2 else SPREAD)  # noqa: E731
     splits = next((n for n in range(most, 1, -1) if sum(widths) // step % n == 0 and room(n)), 1)
-    return Share(rows, tuple(widths), columns, groups, splits, normed, fp8, rounds, four)
+    return Share(rows, tuple(widths), columns, groups, splits, normed, fp8, rounds, four, adapters)
 
 
 def step_of(fp8: bool, four: FourBits | None) -> int:
@@ -287,6 +297,7 @@ def supported(
     pages: Any = jnp.bfloat16,
     *,
     beside: int = 0,
+    wide_rows: int = WIDE_ROWS,
     fp8: bool = False,
     four: FourBits | None = None,
 ) -> str | None:
@@ -294,7 +305,8 @@ def supported(
 
     `inputs` are those of the layer's products: the model's width, that of all query heads, and of a dense layer the
     MLP's; `weights` and `pages` are dtypes. `beside`: the width of a second input of q, k and v, beside the rows of the
-    model's width. `fp8`: the weights are, and `weights` is their dtype once dequantised; or they have `four` bits.
+    model's width. `wide_rows`: the most of rows wider than `NARROW`; more than `WIDE_ROWS` come `Scaled`. `fp8`: the
+    weights are, and `weights` is their dtype once dequantised; or they have `four` bits.
     """
     width, queries, *mlp = inputs
     if jnp.dtype(weights) != jnp.bfloat16:
@@ -305,7 +317,7 @@ def supported(
         return f"heads of width {head}; supported: {TILE} and {2 * TILE}"
     if beside and max(width, beside) > NARROW:
         return f"two inputs {max(width, beside)} wide; supported: up to {NARROW}"
-    most, step, quantised = MAX_ROWS if width <= NARROW else WIDE_ROWS, step_of(fp8, four), fp8 or four
+    most, step, quantised = MAX_ROWS if width <= NARROW else wide_rows, step_of(fp8, four), fp8 or four
     if quantised:
         most = FP8_ROWS
     if rows > most:
@@ -314,7 +326,7 @@ def supported(
         return f"width {odd[0]}; supported: multiples of {step}"
     rows, share = -(-rows // GROUP) * GROUP, partial(share_out, fp8=fp8, four=four)
     side_by_side = [each for each in (width, beside) if each]
-    scaled = quantised and width > NARROW and bool(mlp)  # a mixture's rows aren't
+    scaled = (quantised or wide_rows > WIDE_ROWS) and width > NARROW and bool(mlp)  # a mixture's rows aren't
     shares = [with_splits(share(rows, side_by_side, queries, head // TILE, normed=not scaled), 1)]
     shares += [share(rows, [each], width, 1, normed=False) for each in (queries, *mlp)]
     # For unquantised weights as if rows were normed here, though `Scaled` ones need less.

@@ -1,0 +1,1 @@
+"""Block drafters that follow DFlash, and the parts that several of them share."""

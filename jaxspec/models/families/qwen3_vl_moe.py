@@ -1,0 +1,29 @@
+"""Qwen3-VL with experts, which are stacked in its checkpoints, each matrix transposed."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+from jaxspec.models import reading
+from jaxspec.models.declaring import Tensors, decoder_tensors, mixture_tensors
+from jaxspec.models.description import Decoder, Mixture
+from jaxspec.models.families import qwen3_vl
+from jaxspec.models.families.qwen3_vl import tower
+
+__all__ = ["read", "tensors", "tower"]
+
+
+def read(hf: reading.Config) -> Decoder:
+    """**Raises:** `ConfigError` naming the key."""
+    return qwen3_vl.read(hf, reading.mixtures(hf, renormalised=True))
+
+
+def _transposed(mixture: Mixture, d: int, prefix: str) -> Tensors:
+    tree = mixture_tensors(mixture, d, prefix)
+    for name in ("experts_gate_up", "experts_down"):
+        tree[name] = dataclasses.replace(tree[name], sources=(tree[name].whole,), transpose=True)
+    return tree
+
+
+tensors = partial(decoder_tensors, mixtures=_transposed)

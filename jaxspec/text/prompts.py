@@ -1,0 +1,248 @@
+"""Prompts from files, in the formats in which benchmarks and chats are published, recognised by their fields.
+
+A file holds one JSON object a line, or one list of them, and may be gzipped; or it is SPEED-Bench's Parquet; any other
+text is a prompt a line. A prompt is what the file says: only HumanEval's bare functions get a sentence, and where a
+question has several parts, they are joined. Answers in a file are never taken for a model's own.
+"""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+Line = dict[str, Any]
+Message = dict[str, str]
+
+USER = "user", "human"
+# What SPEED-Bench has in place of texts whose licences don't let it contain them.
+STUB = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
+
+
+class DataError(ValueError):
+    """A file of prompts that can't be read. Names the file and the entry."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A conversation without its answers: an optional system message, and the user's turns.
+
+    `solution`: the answer that a benchmark's file gives, to score others by.
+    """
+
+    turns: tuple[str, ...]
+    system: str | None = None
+    category: str = "all"
+    solution: str | None = None
+
+    def opening(self, turns: int = 1) -> list[Message]:
+        """The messages before the first answer, up to so many of the user's turns."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return system + [{"role": "user", "content": turn} for turn in self.turns[:turns]]
+
+
+@dataclass(frozen=True)
+class Format:
+    """`title`: the benchmark's name in tables; None if files of several have this format. `fields`: all that a line has
+    in this format and in none before it. `turns`: a line's turns, or what a `Prompt` has; None: it is skipped."""
+
+    title: str | None
+    fields: tuple[str, ...]
+    turns: Callable[[Line], str | list[str] | Prompt | None]
+
+
+def _human_eval(line: Line) -> str:
+    return f"Complete this Python function, and answer with its whole code:\n\n```python\n{line['prompt']}\n```"
+
+
+def _mbpp(line: Line) -> str:
+    tests = "\n".join(line["test_list"])
+    task = line["text"] if "text" in line else line["prompt"]  # the sanitized file calls it prompt
+    return f"{task}\nYour code should pass these tests:\n\n{tests}"
+
+
+def _live_code_bench(line: Line) -> str:
+    start = line.get("starter_code")
+    return line["question_content"] + (f"\n\nBegin with this code:\n\n```python\n{start}\n```" if start else "")
+
+
+def _alpaca(line: Line) -> str:
+    return f"{line['instruction']}\n\n{line['input']}" if line.get("input") else line["instruction"]
+
+
+def _turns(line: Line) -> list[str]:
+    return [turn["content"] if isinstance(turn, dict) else turn for turn in line["turns"]]  # Arena-Hard's are objects
+
+
+def _said(messages: list[dict[str, Any]]) -> list[tuple[str, Any]]:
+    """Who said what, in OpenAI's names or ShareGPT's."""
+    text = lambda each: each["content"] if "content" in each else each["value"]  # noqa: E731
+    return [(each.get("role") or each["from"], text(each)) for each in messages]
+
+
+def _messages(line: Line) -> Prompt:
+    said = _said(line["messages"])
+    turns = tuple(text for role, text in said if role in USER and text)
+    return Prompt(turns, next((text for role, text in said if role == "system"), None))
+
+
+def _conversation(line: Line) -> Prompt | None:
+    """ShareGPT's file also has conversations without turns, or that go on from a page before: they are skipped."""
+    said = _said(line["conversations"])
+    system = said.pop(0)[1] if said and said[0][0] == "system" else None
+    if not said or said[0][0] not in USER:
+        return None
+    return Prompt(tuple(text for role, text in said if role in USER and text != ""), system)
+
+
+FORMATS = {
+    "humaneval": Format("HumanEval", ("task_id", "prompt", "entry_point"), _human_eval),
+    "mbpp": Format("MBPP", ("task_id", "test_list"), _mbpp),
+    "livecodebench": Format("LiveCodeBench", ("question_content",), _live_code_bench),
+    "speed-bench": Format("SPEED-Bench", ("turns", "category", "sub_category"), _turns),
+    "spec-bench": Format(None, ("turns",), _turns),  # and MT-Bench, Arena-Hard, DeepSpec's eval_datasets
+    "messages": Format(None, ("messages",), _messages),  # OpenAI's
+    "sharegpt": Format("ShareGPT", ("conversations",), _conversation),
+    "alpaca": Format("Alpaca", ("instruction",), _alpaca),
+    "math": Format("MATH", ("problem",), lambda line: line["problem"]),
+    "gsm8k": Format("GSM8K", ("question", "answer"), lambda line: line["question"]),
+    "question": Format(None, ("question",), lambda line: line["question"]),
+    "prompt": Format(None, ("prompt",), lambda line: line["prompt"]),
+}
+
+
+def read(path: Path, format_name: str | None = None) -> tuple[str, list[Prompt]]:
+    """The name of a file's benchmark (else the file's own), and its prompts in the file's order. `format_name` None
+    recognises each entry's format. A prompt without a category has the name for one.
+
+    **Raises:** `DataError` for a file that is missing, has no prompts, or an entry in no known format.
+    """
+    name, title, prompts = path.name.split(".")[0], None, []
+    for place, entry in _entries(path):
+        where = f"--data {path}, {place}"
+        if isinstance(entry, str):
+            prompts.append(Prompt((entry,), category=name))
+            continue
+        found = _recognise(entry, where, format_name)
+        prompt, title = _prompt(found, entry, where, format_name), title or found.title or name
+        if prompt is not None:
+            prompts.append(replace(prompt, category=str(entry.get("category") or title)))
+    if not prompts:
+        raise DataError(f"--data {path} has no prompts")
+    return title or name, prompts
+
+
+def in_turn(prompts: Sequence[Prompt], only: Sequence[str] = ()) -> list[Prompt]:
+    """One prompt of each category in turn, so that any number of them is spread over all; of the categories in `only`,
+    if there are any.
+
+    **Raises:** `DataError` for a category that no prompt has.
+    """
+    categories: dict[str, list[Prompt]] = defaultdict(list)
+    for prompt in prompts:
+        categories[prompt.category].append(prompt)
+    if unknown := [name for name in only if name not in categories]:
+        raise DataError(f"--category {unknown[0]} is in no file of --data; there are {', '.join(sorted(categories))}")
+    chosen = [categories[name] for name in only or categories]
+    return [prompt for prompt in itertools.chain.from_iterable(itertools.zip_longest(*chosen)) if prompt is not None]
+
+
+def _entries(path: Path) -> Iterator[tuple[str, Any]]:
+    """Each entry of a file, an object or a line of text, and its place."""
+    if path.suffix == ".parquet":
+        yield from ((f"row {number}", row) for number, row in enumerate(_rows(path), 1))
+        return
+    try:
+        data = path.read_bytes()
+        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise DataError(f"--data {path}: {getattr(error, 'strerror', None) or error}") from error
+    lines = [(f"line {number}", line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    first = lines[0][1].strip() if lines else ""
+    named = Path(path.name.removesuffix(".gz")).suffix in (".json", ".jsonl")
+    if first.startswith("[") and (named or first in ("[", "[{") or _object(text)):
+        try:
+            yield from ((f"entry {number}", entry) for number, entry in enumerate(json.loads(text), 1))
+        except ValueError as error:
+            raise DataError(f"--data {path} begins as a JSON list does, and isn't JSON: {error}") from error
+    elif named or first == "{" or _object(first):
+        for place, line in lines:
+            try:
+                yield place, json.loads(line)
+            except ValueError as error:
+                raise DataError(
+                    f"--data {path}, {place} isn't JSON: {error}. Give an object a line, or a list"
+                ) from error
+    else:
+        yield from lines
+
+
+def _object(text: str) -> bool:
+    """Whether a text is a JSON object, or a list of them."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return False
+    return isinstance(value[0] if isinstance(value, list) and value else value, dict)
+
+
+def _rows(path: Path) -> list[Line]:
+    """**Raises:** `DataError` without the library that reads Parquet, or for a file that it can't read."""
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise DataError(f"--data {path}: reading Parquet needs pyarrow: install it with pip install pyarrow") from error
+    try:
+        return parquet.read_table(path).to_pylist()
+    except (OSError, ArrowException) as error:
+        raise DataError(f"--data {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _recognise(line: Any, where: str, format_name: str | None) -> Format:
+    if not isinstance(line, dict):
+        raise DataError(f"{where} must be a JSON object, got {type(line).__name__}")
+    for name, found in FORMATS.items():
+        if name == (format_name or name) and line.keys() >= set(found.fields):
+            return found
+    if format_name is not None:
+        fields = ", ".join(FORMATS[format_name].fields)
+        raise DataError(f"{where} is not in the format {format_name}: it must have {fields}, and has {_names(line)}")
+    known = "; ".join(f"{name}: {', '.join(found.fields)}" for name, found in FORMATS.items())
+    raise DataError(f"{where} has the fields {_names(line)}, which is no known format. Known formats have {known}")
+
+
+def _names(line: Line) -> str:
+    return ", ".join(sorted(line)) or "none"
+
+
+def _prompt(found: Format, line: Line, where: str, format_name: str | None) -> Prompt | None:
+    try:
+        read = found.turns(line)
+        if read is None or isinstance(read, Prompt):
+            prompt = read
+        else:
+            solution = line.get("answer") if "question" in line else None
+            turns = tuple(read) if isinstance(read, list) else (read,)
+            prompt = Prompt(turns, solution=solution if isinstance(solution, str) else None)
+        texts = () if prompt is None else (*prompt.turns, prompt.system or "")
+        if bad := [text for text in texts if not isinstance(text, str)]:
+            raise TypeError(f"text is wanted, not {bad[0]!r}")
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        name = format_name or found.title or found.fields[0]
+        raise DataError(
+            f"{where} is not in the format {name}: it has no {', '.join(found.fields)} as it should "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    if prompt is not None and not any(prompt.turns):
+        raise DataError(f"{where}: {found.fields[0]} has no words of the user's")
+    if any(STUB in text for text in texts):
+        raise DataError(
+            f"{where} is a stub of SPEED-Bench's: fill the file with its texts by ModelOpt's "
+            "examples/specdec_bench/prepare_data.py first"
+        )
+    return prompt

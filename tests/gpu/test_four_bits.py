@@ -1,0 +1,26 @@
+"""Products of dense weights in four bits, of few rows and of many, against float64."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.decoder.matmul import project
+from jaxspec.models.weights import Int4, Nvfp4
+from tests.pallas.dense.test_few_rows_four_bits import drawn
+
+pytestmark = pytest.mark.gpu
+KINDS = Int4(128), Int4(32), Int4(32, zeros=True), Nvfp4()
+
+
+@pytest.mark.parametrize("rows,inputs,outputs", [(1, 4096, 512), (8, 1024, 6144), (32, 4096, 512), (40, 4096, 512),
+                                                 (128, 1024, 6144), (512, 512, 24576)])  # fmt: skip
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_products_are_those_of_the_dequantised_weight(kind, rows, inputs, outputs):
+    weight, whole = drawn(kind, inputs, outputs)
+    x = jax.random.normal(jax.random.key(rows), (rows, inputs), jnp.bfloat16)
+    got = np.asarray(project(x, weight, jnp.array([rows])), np.float64)
+    expected = np.asarray(x, np.float64) @ whole
+    assert np.linalg.norm(got - expected) <= 4e-3 * np.linalg.norm(expected)
