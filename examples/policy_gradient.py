@@ -51,7 +51,9 @@ def main(name="smollm2-135m-instruct", draft="auto", steps=12, samples=8, tokens
         return optax.apply_updates(policy, change), state
 
     policy = jax.tree.map(lambda x: x.astype(jnp.float32), model.params["layers"][-8:])
-    state, served, history = optimiser.init(policy), model.params, []
+    # Committed to a device, as the results of a step are: so each program is compiled once.
+    first, policy, state = jax.device_put((model.params, policy, optimiser.init(policy)), jax.devices()[0])
+    served, history = first, []
     nothing = np.zeros((samples, size), np.int32), np.zeros((samples, size - 1), np.float32)
     with ThreadPoolExecutor() as pool:  # XLA compiles the trainer's programs beside the engine's
         compiled = [pool.submit(logprobs, nothing[0], lengths, params=served),
@@ -73,8 +75,8 @@ def main(name="smollm2-135m-instruct", draft="auto", steps=12, samples=8, tokens
         theirs = np.float32([one.logprob for out in outs for one in out.logprobs])
         reward = np.where(answered, 1.0 - has_e[texts[:, 1:]], 0)
         advantages = np.where(answered, reward - reward[answered].mean(), 0) / answered.sum()
-        policy, state = learn(policy, state, model.params, texts, advantages.astype(np.float32))
-        served = weights(model.params, policy)
+        policy, state = learn(policy, state, first, texts, advantages.astype(np.float32))
+        served = weights(first, policy)
         llm.update_weights(served, version=f"step {step + 1}")
         if follower is not None:
             follower.learn(texts, lengths, lengths + tokens)

@@ -6,6 +6,7 @@ A prompt runs in prompt blocks and the rest in rounds of known tokens, as in the
 from __future__ import annotations
 
 import dataclasses
+import functools
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from jaxspec.cache.mixers import PromptBlocks, RoundRows, empty_cache
 from jaxspec.cache.paged import PageLayout, Rows, page_dtype
 from jaxspec.cache.recurrent import NOTHING
 from jaxspec.checkpoint import Model
+from jaxspec.compiling import xla_options
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.json_values import shown
 from jaxspec.config.options import ConfigError
@@ -26,6 +28,7 @@ from jaxspec.decoder.forward import Hidden, forward
 from jaxspec.engine.deterministic import PROMPT_BLOCK, fixed_order
 from jaxspec.engine.functional import PAGE, checked, plain_logits
 from jaxspec.models.model_config import ModelConfig
+from jaxspec.pallas import hopper
 from jaxspec.rounds.programs import own_logprobs
 
 ROWS = 8  # of a text that run in one round
@@ -70,18 +73,25 @@ def logprobs(
     sizes = -(-int(lengths.max()) // PROMPT_BLOCK), -(-(t - 1 - int(lengths.min())) // ROWS)
     lengths = np.broadcast_to(lengths, (b,)).astype(np.int32)
 
+    def in_order(params):
+        own = dataclasses.replace(model, params=params)
+        return own if own.config.decoder.deterministic else fixed_order(own, options, ROWS)
+
     @jax.custom_vjp
     def exact(params, tokens):
-        own = dataclasses.replace(model, params=params)
-        own = own if own.config.decoder.deterministic else fixed_order(own, options, ROWS)
-        return _logprobs(own.config, dtypes, sizes, own.params, tokens, lengths)
+        own = in_order(params)
+        return _jitted()(own.config, dtypes, sizes, own.params, tokens, lengths)
 
     def slopes(given, slope):
         params, tokens = given
         return *jax.vjp(partial(_plain, any_order(model.config), tokens), params)[1](slope), None
 
     exact.defvjp(lambda params, tokens: (exact(params, tokens), (params, tokens)), slopes)
-    return exact(model.params if params is None else params, tokens)
+    given = model.params if params is None else params
+    if any(isinstance(each, jax.core.Tracer) for each in jax.tree.leaves((given, tokens))):
+        return exact(given, tokens)
+    own = in_order(given)
+    return _like_the_engine(own.params)(own.config, dtypes, sizes, own.params, tokens, lengths)
 
 
 def any_order(config: ModelConfig) -> ModelConfig:
@@ -95,7 +105,18 @@ def _plain(config, tokens, params):
     return jnp.take_along_axis(rows, tokens[:, 1:, None], axis=-1)[..., 0]
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
+def _like_the_engine(params: Any) -> Any:
+    """`_logprobs` compiled with the options of an engine's programs: XLA may time others' fusions, and choose one with
+    other bits. In a program of the caller's, where none can be given, XLA is left to that."""
+    few = xla_options.autotuning(params, ROWS) if hopper.kernels_here() is None else {}
+    return _jitted(tuple((xla_options.OPTIONS | few).items()))
+
+
+@functools.cache
+def _jitted(options: tuple[tuple[str, Any], ...] = ()) -> Any:
+    return jax.jit(_logprobs, static_argnums=(0, 1, 2), compiler_options=dict(options) or None)
+
+
 def _logprobs(config, dtypes, sizes, params, tokens, prompt):
     (b, t), (dtype, pages_dtype, state_dtype), (blocks, rounds) = tokens.shape, dtypes, sizes
     order, width = config.decoder.deterministic, max(blocks * PROMPT_BLOCK, t + ROWS)

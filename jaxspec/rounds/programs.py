@@ -522,10 +522,8 @@ def own_logprobs(config: ModelConfig, params: Any, hidden: Hidden, tokens: Int[A
 
 
 def _log_softmax(logits: Float[Array, "b t v"], fixed: bool) -> Float[Array, "b t v"]:
-    """Log-probabilities; if `fixed`, of a few rows at a time, as `_drawn` draws."""
-    if not fixed:
-        return jax.nn.log_softmax(logits, axis=-1)
-    return sliced(jax.nn.log_softmax, DRAWN_ROWS, logits.reshape(-1, logits.shape[-1])).reshape(logits.shape)
+    """Log-probabilities; if `fixed`, with the same bits in any program."""
+    return sampling.log_softmax_fixed(logits) if fixed else jax.nn.log_softmax(logits, axis=-1)
 
 
 def _processed(
@@ -535,15 +533,16 @@ def _processed(
     allowed: Bool[Array, "b q v"] | None,
     fixed: bool,
 ) -> Float[Array, "b q v"]:
-    """Log-probabilities of the distributions that a chain's rows are drawn from; if `fixed`, as `_log_softmax`."""
+    """Log-probabilities of the distributions that a chain's rows are drawn from; `fixed` as of `_log_softmax`."""
     adjusted = sampling.adjust(logits, slots.sampling, slots.history, slots.prompt, slots.length, drafts)
     if allowed is not None:
         adjusted = sampling.allow(adjusted, logits, allowed)
     if not fixed:
-        return sampling.logprobs(adjusted, slots.sampling)
+        return _log_softmax(sampling.drawn_logits(adjusted, slots.sampling), fixed)
     settings = jax.tree.map(lambda x: jnp.repeat(x, logits.shape[1], axis=0), slots.sampling)
-    each = lambda rows, settings: sampling.logprobs(rows[:, None], settings)[:, 0]  # noqa: E731
-    return sliced(each, DRAWN_ROWS, adjusted.reshape(-1, logits.shape[-1]), settings).reshape(logits.shape)
+    each = lambda rows, settings: sampling.drawn_logits(rows[:, None], settings)[:, 0]  # noqa: E731
+    drawn = sliced(each, DRAWN_ROWS, adjusted.reshape(-1, logits.shape[-1]), settings)
+    return _log_softmax(drawn.reshape(logits.shape), fixed)
 
 
 def _pack_logprobs(logprobs: Float[Array, "b t v"], tokens: Int[Array, "b t"]) -> Int[Array, "b t w"]:

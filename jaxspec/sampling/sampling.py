@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+SUMMANDS = 16  # that `log_softmax_fixed` adds up at a time
 PURPOSES = ACCEPT, SAMPLE, DRAFT = range(3)  # what a random number is for
 
 
@@ -129,13 +130,30 @@ def probabilities(logits: Float[Array, "b q v"], sampling: Sampling) -> Float[Ar
     return jnp.where(greedy, jax.nn.one_hot(jnp.argmax(logits, -1), logits.shape[-1]), p)
 
 
-def logprobs(logits: Float[Array, "b q v"], sampling: Sampling) -> Float[Array, "b q v"]:
-    """Log-probabilities of `probabilities`; at temperature 0 those of the logits themselves, as vLLM has it."""
+def drawn_logits(logits: Float[Array, "b q v"], sampling: Sampling) -> Float[Array, "b q v"]:
+    """Logits whose softmax is `probabilities`; at temperature 0 the logits themselves, as vLLM reports them."""
     temperature = sampling.temperature[:, None, None]
     greedy = temperature <= 0
     kept = greedy | (probabilities(logits, sampling) > 0)
     below = (logits - logits.max(-1, keepdims=True)) / jnp.where(greedy, 1.0, temperature)
-    return jax.nn.log_softmax(jnp.where(kept, below, -jnp.inf), axis=-1)
+    return jnp.where(kept, below, -jnp.inf)
+
+
+def log_softmax_fixed(logits: Float[Array, "*b v"]) -> Float[Array, "*b v"]:
+    """Log-probabilities whose sums have one order, in any program and for any number of rows.
+
+    XLA chooses how to sum along an axis, on a GPU by timing. Here it adds up arrays, each element by itself.
+    """
+    alone = jax.lax.optimization_barrier
+    top = alone(logits.max(-1, keepdims=True))
+    total = jnp.exp(logits - top)
+    while (width := total.shape[-1]) > 1:
+        pad = [(0, 0)] * (total.ndim - 1) + [(0, -width % SUMMANDS)]
+        total, *others = jnp.split(jnp.pad(total, pad), SUMMANDS, axis=-1)
+        for each in others:
+            total = total + each
+        total = alone(total)
+    return logits - top - alone(jnp.log(total))
 
 
 def _keep_top(p: Array, weights: Array, target: Array) -> Array:

@@ -137,8 +137,9 @@ class MessagesReply:
         if ends["stop_reason"] == "stop_sequence":
             ends["stop_sequence"] = last.stop_reason
         events = self._close()
-        self._message |= {**ends, "usage": self._usage()}
-        return events + self._event("message_delta", delta=ends, usage=self._usage())
+        version = last.metrics.weight_version
+        self._message |= {**ends, "usage": self._usage(), "weight_version": version}
+        return events + self._event("message_delta", delta=ends, usage=self._usage(), weight_version=version)
 
     def _stop_reason(self, last: Delta) -> str:
         if last.finish_reason == "length":

@@ -1,14 +1,14 @@
 """Figures of speculation for one request, as vLLM reports them in `metrics.speculative_decoding`.
 
 Invariant: the figures are sums over the request's completions, so a mean weighs every draft alike. A request for which
-nothing was drafted has none. Once weights were updated, the version of those that made the text is beside them.
+nothing was drafted has none. The version of the weights that made the text is beside them.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from jaxspec.config.request import FIRST_VERSION, RequestMetrics
+from jaxspec.config.request import RequestMetrics
 
 
 class Speculation:
@@ -17,7 +17,7 @@ class Speculation:
     def __init__(self):
         self.drafted = 0
         self.histogram: list[int] = []  # [j]: drafts of which exactly j tokens were accepted
-        self.version = FIRST_VERSION
+        self.version: str | None = None  # until a completion has ended
 
     def add(self, metrics: RequestMetrics) -> None:
         """Count a completion that has ended."""
@@ -39,7 +39,7 @@ class Speculation:
 
     def fields(self) -> dict[str, Any]:
         """The fields `metrics` and `weight_version` of a response, where it has them."""
-        version = {} if self.version == FIRST_VERSION else {"weight_version": self.version}
+        version = {} if self.version is None else {"weight_version": self.version}
         if not self.drafted:
             return version
         figures = {

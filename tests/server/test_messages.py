@@ -71,7 +71,7 @@ def joined(events):
             opened = None
         elif event["type"] == "message_delta":
             assert opened is None
-            message |= event["delta"] | {"usage": event["usage"]}
+            message |= event["delta"] | {name: event[name] for name in ("usage", "weight_version")}
     assert [event["type"] for event in events[:2]] == ["message_start", "ping"] and events[-1]["type"] == "message_stop"
     return message
 

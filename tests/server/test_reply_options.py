@@ -49,6 +49,22 @@ def test_without_drafts_there_are_no_figures_of_speculation(http, path):
     assert not any("metrics" in chunk for chunk in events(http, path, body))
 
 
+VERSIONED = PATHS | {
+    "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
+    "/v1/responses": {"input": "hi"},
+    "/inference/v1/generate": {"token_ids": [104], "sampling_params": {}},
+    "/generate": {"text": "hi"},
+}
+
+
+@pytest.mark.parametrize("path", VERSIONED)
+def test_every_reply_says_which_weights_made_it(http, path):
+    whole = http.post(path, json=VERSIONED[path]).json()
+    assert whole.get("meta_info", whole)["weight_version"] == "default"
+    streamed = http.post(path, json=VERSIONED[path] | {"stream": True}).text
+    assert streamed.count('"weight_version":"default"') == 1
+
+
 def test_completions_without_drafts_count_nothing():
     figures = Speculation()
     for drafted, histogram in ((0, []), (6, [1, 0, 1]), (0, [0, 0, 0]), (3, [0, 1, 0])):
