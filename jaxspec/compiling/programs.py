@@ -533,11 +533,10 @@ class Programs:
     def _compile(self, kind: str, size: int, lowered: jax.stages.Lowered) -> Any:
         options = dict(xla_options.OPTIONS)
         if self.division and self.division.peers:
-            options |= xla_options.IN_A_ROW
-        if hopper.kernels_run_here(self._kernels):
+            options |= xla_options.WITH_PEERS
+        elif hopper.kernels_run_here(self._kernels):
             prompts = kind.removeprefix(ADAPTED) in ("prefill", "score")
-            rows = size * (self.shapes.block if prompts else 1)
-            options |= xla_options.autotuning(self._params, rows)
+            options |= xla_options.autotuning(self._params, size * (self.shapes.block if prompts else 1))
         with took(f"compiled {kind} {size}"), contextlib.nullcontext() if self._store is None else not_in_jax_cache():
             program = self._compiled[kind, size] = lowered.compile(options)
         return program

@@ -15,14 +15,17 @@ import jax
 # XLA counts every in-place update of the cache as a cache of its own, finds that too many don't fit, and would compute
 # small arrays again and again to hold fewer at once: a seventh of the kernels of a round of a mixture's.
 OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
-# Two sums through peers' memory must not run at once, nor in another order on another device.
-IN_A_ROW = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
 # XLA chooses how to compute a product or a fusion: it compiles candidates and times them on the device. Programs that
 # compile at once wait for one another there. Beside our kernels its own emitters are as fast as Triton's for fusions,
 # and so are cuBLAS's products from `MANY_ROWS` on (docs/measurements/starting.md). At level 1 it doesn't compare the
 # candidates' results.
 FEWER_CANDIDATES = {"xla_gpu_autotune_level": 1, "xla_gpu_experimental_enable_fusion_autotuner": False}
 NO_TRITON = {"xla_gpu_enable_triton_gemm": False}
+# Nothing is chosen by running it: cuBLAS's first algorithm for a product, XLA's own emitters for a fusion.
+UNTIMED = FEWER_CANDIDATES | NO_TRITON | {"xla_gpu_autotune_level": 0}
+# Of devices that read each other's memory. Two sums must not run at once, nor in another order on another device. And
+# no candidate may run on one device while others wait for it in a kernel: a start over two H200s hung.
+WITH_PEERS = UNTIMED | {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
 MANY_ROWS = 8
 
 

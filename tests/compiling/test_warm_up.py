@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +54,9 @@ def test_xla_tries_fewer_candidates_beside_hoppers_kernels(monkeypatch, hopper, 
     fewer = hopper and dtype == jnp.bfloat16
     assert programs.shapes.block >= 8 and triton == ([True, False, False] if fewer else [True] * 3)
     assert all(("xla_gpu_autotune_level" in options) == fewer for options in given.values())
+    monkeypatch.setattr(programs, "division", SimpleNamespace(peers=True))
+    programs._compile(*one, Lowered())  # no device runs a candidate while another waits for it
+    assert given[one]["xla_gpu_autotune_level"] == 0
 
 
 def test_xla_flags_count_for_more_than_fewer_candidates(monkeypatch):

@@ -169,9 +169,10 @@ def compile_beside(kernel: Kernel) -> None:
 
 
 def _compile(name: str, program: jax.stages.Lowered) -> None:
-    """Compile a kernel for this process's programs, which report any error."""
+    """Compile a kernel for this process's programs, which report any error. What XLA adds to it isn't timed: it is for
+    nobody, and devices that wait for one another would wait for that."""
     with took(f"compiled kernel {name}"), not_in_jax_cache():
-        program.compile()
+        program.compile({"xla_gpu_autotune_level": 0})
 
 
 def _in_place(given: Sequence[jax.ShapeDtypeStruct], results: Sequence[jax.ShapeDtypeStruct]) -> list[int]:
