@@ -34,4 +34,4 @@ def _hosts(text: str) -> list[str]:
             raise argparse.ArgumentTypeError(
                 f"takes host names, as images.example.com, without a scheme or *, got {host!r}"
             )
-    return hosts
+    return [host.strip("[]") for host in hosts]  # a URL's host is an IPv6 address without brackets

@@ -59,10 +59,13 @@ LAYOUTS = {
 }
 
 
+OTHERS = "qwen3_5", "qwen3_next", "qwen3_vl", "qwen3_vl_moe"  # with others' layers
+
+
 @pytest.mark.parametrize("family,layout", [
     *(("llama", layout) for layout in LAYOUTS),
-    *(rare(family, "fp8") for family in ("qwen3_5", "qwen3_next")),  # another mixture's layers, and llama's MLP
-    *((family, "fp8") for family in sorted(ARCHITECTURES.keys() - {"llama", "qwen3_5", "qwen3_next"})),
+    *(rare(family, "fp8") for family in OTHERS),
+    *((family, "fp8") for family in sorted(ARCHITECTURES.keys() - {"llama", *OTHERS})),
     ("qwen3_moe", "compressed channels"), ("qwen3_moe", "compressed tensors"),
 ])  # fmt: skip
 def test_logits_are_those_of_the_dequantised_model(tmp_path, family, layout):

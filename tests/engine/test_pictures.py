@@ -17,7 +17,7 @@ from jaxspec.decoder.towers import embed_pictures, places
 from jaxspec.drafters.dflash import DFlash
 from jaxspec.drafters.dspark import DSpark
 from jaxspec.engine.pictures import MOST_PATCHES, PictureReader, tower_workspace
-from jaxspec.images.picture import PlacedPicture, Prompt
+from jaxspec.images.picture import Picture, PlacedPicture, Prompt
 from jaxspec.images.placement import Placement
 from jaxspec.models.vision import QwenTower
 from jaxspec.rounds.packing import PICTURE_ROW
@@ -243,6 +243,18 @@ def test_a_reader_gives_up_the_least_recently_used(llm):
     assert picture.key not in reader._held
     llm.engine.runner.state = llm.engine.runner.state.replace(pictures=held)
     llm.engine.runner.reset()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_a_picture_as_large_as_its_program_is_read_uncopied(llm, dtype):
+    reader = llm.engine.runner.pictures
+    pixels = np.random.default_rng(0).standard_normal((256, 24)).astype(dtype)
+    held = jax.numpy.zeros((100, reader.tower.out))
+    reader = PictureReader(reader.tower, llm.engine.runner.model.tower, 100)
+    held, (rows,) = reader.read(held, [Picture(pixels, (1, 16, 16), 64, 7)], set())
+    patches = places(reader.tower, [(1, 16, 16)], 256)
+    wanted = embed_pictures(reader.tower, llm.engine.runner.model.tower, pixels.astype(np.float32), patches)
+    np.testing.assert_allclose(np.asarray(held)[rows], wanted, atol=1e-4)
 
 
 def test_the_memory_plan_has_room_for_the_towers_largest_program(llm):

@@ -165,6 +165,8 @@ def test_the_flags(tmp_path):
              "--limit-images-per-prompt", "0"]  # fmt: skip
     rules = media_rules(parse(given))
     assert rules.domains == {"a.example", "b.example:8080"} and (rules.folder, rules.most) == (tmp_path, 0)
+    domains = media_rules(parse(["--allowed-media-domains", '["[2606:2800::1]"]'])).domains
+    assert module._allowed("http://[2606:2800::1]/a.png", domains).hostname == "2606:2800::1"
     assert media_rules(parse([])).domains == frozenset() and media_rules(parse([])).folder is None
     for bad in ("*", "https://a.example", "a b", "a/b"):
         with pytest.raises(UsageError, match="takes host names"):
