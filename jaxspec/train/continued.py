@@ -86,8 +86,8 @@ def untrainable(drafter: Any, params: Any) -> str | None:
         return "its weights are quantised"
     if isinstance(drafter, Eagle3 | Mtp):
         return None
-    if type(drafter) not in (DFlash, DSpark):
-        return f"it is {type(drafter).__name__}, and only EAGLE-3, MTP, DFlash and DSpark drafters are trained"
+    if not isinstance(drafter, DFlash):
+        return f"it is {type(drafter).__name__}, and only EAGLE-3, MTP and block drafters are trained"
     if isinstance(drafter, DSpark) and not (drafter.rank and drafter.guesses_by_draft):
         return "it has no Markov head, or no confidence head that reads the draft before"
     if any(drafter.causal) or any(layer.mixing.window for layer in drafter.config.decoder.layers):

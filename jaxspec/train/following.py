@@ -11,17 +11,23 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int
 
 from jaxspec.config.options import ConfigError
+from jaxspec.drafters.blocks.domino import Domino
+from jaxspec.drafters.blocks.lilicorr import LiLiCorr
 from jaxspec.drafters.dflash import DERIVED, DFlash
 from jaxspec.drafters.dspark import DSpark
 from jaxspec.drafters.eagle import Eagle3
 from jaxspec.engine.llm import LLM
 from jaxspec.engine.scoring import any_order
+from jaxspec.train.blocks.domino import DominoObjective
+from jaxspec.train.blocks.lilicorr import LiLiCorrObjective
 from jaxspec.train.continued import untrainable
 from jaxspec.train.dflash import DFlashObjective
 from jaxspec.train.dspark import DSparkObjective
 from jaxspec.train.eagle3 import Eagle3Objective, MtpObjective
 from jaxspec.train.loop import Settings, optimizer_of, step_function
 from jaxspec.train.objective import Batch, Report
+
+BLOCKS = {DFlash: DFlashObjective, DSpark: DSparkObjective, Domino: DominoObjective, LiLiCorr: LiLiCorrObjective}
 
 
 class Follower:
@@ -31,9 +37,9 @@ class Follower:
         follower.learn(texts, prompt_lengths)
         llm.update_weights(draft=follower.params())
 
-    **Arguments:** `llm`: its drafter is an EAGLE-3, DFlash or DSpark drafter or an MTP module, unquantised and on one
-    device. `learning_rate`: constant. `unroll`: of EAGLE-3 and MTP, drafts in a row to train on; None: as many as the
-    engine drafts.
+    **Arguments:** `llm`: its drafter is an EAGLE-3 or MTP one, or of `BLOCKS`, unquantised and on one device.
+    `learning_rate`: constant. `unroll`: of EAGLE-3 and MTP, drafts in a row to train on; None: as many as the engine
+    drafts.
 
     **Raises:** `ConfigError` for another drafter.
     """
@@ -42,6 +48,8 @@ class Follower:
         self._runner = runner = llm.engine.runner
         drafter, given = runner.draft.drafter, runner.draft.params
         reason = "it is on several devices" if runner.config.tp_size > 1 else untrainable(drafter, given)
+        if reason is None and isinstance(drafter, DFlash) and type(drafter) not in BLOCKS:
+            reason = f"of block drafters {', '.join(each.__name__ for each in BLOCKS)} can"
         if reason is not None:
             raise ConfigError(f"--draft {runner.draft.name} can't follow its target: {reason}")
         theirs = {id(array) for array in jax.tree.leaves(runner.model.params)}
@@ -56,8 +64,7 @@ class Follower:
         if block and unroll is not None:
             raise ConfigError(f"unroll is {unroll}, and --draft {runner.draft.name} drafts whole blocks; leave it out")
         if block:
-            kind = DSparkObjective if isinstance(drafter, DSpark) else DFlashObjective
-            self._objective = kind(drafter, *model, gamma=drafter.block_size / 2)
+            self._objective = BLOCKS[type(drafter)](drafter, *model, gamma=drafter.block_size / 2)
         else:
             kind = Eagle3Objective if isinstance(drafter, Eagle3) else MtpObjective
             self._objective = kind(drafter, *model, unroll or drafter.longest)
@@ -93,11 +100,11 @@ class Follower:
         self._step.lower(self._state, *self._given(Batch(tokens, tokens, tokens > 0))).compile()
 
     def _given(self, batch: Batch) -> tuple[Any, ...]:
-        """A step's arguments beside its state."""
+        """A step's arguments beside its state. What changes as a run goes on is as at its end."""
         params, learned = self._runner.draft.params, self._state["params"]
         frozen = {name: value for name, value in params.items() if name not in learned and name != "head_copy"}
         weights = jax.device_put((frozen, self._runner.model.params), self._place)
-        return *weights, batch, self._rate, jax.random.key(self._done)
+        return *weights, batch, self._rate, jax.random.key(self._done), np.float32(1.0)
 
     def params(self) -> dict[str, Any]:
         """The drafter's weights, as `LLM.update_weights` takes them: copies, since the next step overwrites its own."""

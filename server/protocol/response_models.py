@@ -224,6 +224,7 @@ class Response(Object):
     created: int
     model: str
     metrics: RequestMetrics | None = None
+    weight_version: str | None = None
 
 
 class ChatCompletion(Response, Extras):

@@ -95,7 +95,7 @@ def test_a_block_drafter_learns_its_targets_texts(kind, tmp_path):
 
 def test_a_drafter_that_cant_be_trained_follows_nobody(tmp_path):
     llm = LLM(jaxspec.load_model(checkpoint(), progress=False), "ngram", **SMALL)
-    with pytest.raises(ConfigError, match="ngram can't follow its target: it is Ngram, and only EAGLE-3, MTP, DFlash"):
+    with pytest.raises(ConfigError, match=r"ngram can.t follow its target: it is Ngram, and only EAGLE-3"):
         Follower(llm)
     with pytest.raises(ConfigError, match="it has no Markov head"):
         Follower(block(DSpark, tmp_path, markov_rank=4))
