@@ -46,7 +46,7 @@ def test_tokens_equal_those_of_plain_steps(rows, tokens, monkeypatch):
     check(rows, 3, tokens, 128, fused=False, interpret=plgpu.InterpretGPUParams())
 
 
-@pytest.mark.parametrize("rows", [8, rare(1), rare(32), 128])
+@pytest.mark.parametrize("rows", [8, *map(rare, (1, 32, 128))])
 def test_lowers_for_cuda_as_one_kernel(rows):
     shapes = jax.eval_shape(lambda: operands(rows, 7, 151936, 256))
     assert kernels(lambda of: markov_chain.chain(*of), shapes) == 1
