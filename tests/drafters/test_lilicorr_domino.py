@@ -69,7 +69,7 @@ def test_the_method_is_found_by_config(method, variant, tmp_path):
     assert DRAFTERS[method] is kind and find("domino", "Qwen/Qwen3-8B").source == "Huang2020/Qwen3-8B-Domino-b16"
 
 
-@pytest.mark.parametrize("method,variant", [("lilicorr", "plain"), rare("domino", "shifted")])
+@pytest.mark.parametrize("method,variant", [rare("lilicorr", "plain"), rare("domino", "shifted")])
 def test_a_round_of_fewer_drafts_has_the_first_of_all(method, variant):
     model, loaded, expected = golden(method, variant)
     ids, n = expected["ids_33"].tolist()[:-1], 2

@@ -217,7 +217,9 @@ def test_an_output_with_broken_files_is_refused(model, texts, tmp_path, capsys):
     assert line == f"--output {tmp_path}: drafter: File exists"
 
 
-@pytest.mark.parametrize("method", ["eagle3", "dflash", "dspark", "lilicorr", "domino"])
+@pytest.mark.parametrize(
+    "method", ["eagle3", "dflash", "dspark", "lilicorr", pytest.param("domino", marks=pytest.mark.exhaustive)]
+)
 def test_what_was_trained_is_what_is_served(method, model, texts, tmp_path):
     from jaxspec.train import export
 

@@ -136,6 +136,7 @@ def test_a_trained_domino_block_is_the_drafted_chain_and_its_loss_moves_there(ta
     assert np.isclose(middle, (first + last) / 2, rtol=1e-5) and last == later and abs(first - last) > 1e-3
 
 
+@pytest.mark.exhaustive  # what a training of it saves is in test_loop.py
 def test_a_trained_lilicorr_block_is_the_drafted_path_and_has_the_papers_losses(target, tmp_path):
     """A text that goes on as was drafted has the scores that the drafts were drawn from."""
     sizes = dict(candidate_topk=5, hidden_size=12, num_layers=1, num_heads=3, factor_dim=6, mlp_ratio=1.5)
