@@ -14,7 +14,9 @@ import jaxspec
 from jaxspec.drafters import own_weights
 from jaxspec.parallel import sharding
 from tests.checkpoint.test_four_bits import AWQ, MODELOPT, four_bits
-from tests.support import hybrids, quantised
+from tests.engine.test_host_cache import alone, conversations, said
+from tests.support import engines, hybrids, quantised
+from tests.support.hosting import host_cache
 from tests.support.several_devices import BATCHES, EIGHT, HYBRID, PROMPTS, VOCAB, check, engine
 from tests.support.tiny import tiny_checkpoint
 
@@ -99,3 +101,15 @@ def test_four_bits(layout, tmp_path):
     if layout == AWQ:
         check(plain, "ngram", 2, quantization="int4")
         check(packed, "none", 2, groups=2)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("pages", ["auto", "fp8"])
+def test_quantised_pages_come_back_from_the_host(pages):
+    """And unquantised ones, whose heads are divided as well."""
+    options = engines.CROWDED | {"num_draft_tokens": 3, "tp_size": 2, "kv_cache_dtype": pages}
+    llm, prompts = jaxspec.LLM(engines.checkpoint(), "ngram", **options), conversations(256)
+    with host_cache(llm) as cache:
+        cold = alone(llm, prompts)
+        assert said(alone(llm, prompts)) == said(cold)
+        assert cache.figures.loaded_blocks and not cache.figures.damaged_blocks
