@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.drafters import dflash_checkpoint
+from jaxspec.drafters.assistant import Assistant
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.dflash import DFlash
 from jaxspec.drafters.dflash2 import DFlash2
@@ -33,6 +34,7 @@ DRAFTERS: dict[str, type[Drafter]] = {
     "eagle": Eagle,
     "eagle3": Eagle3,
     "mtp": MtpModules,  # or Mtp, of a checkpoint with one
+    "assistant": Assistant,
 }
 
 # The method of a checkpoint, by its config's `architectures`. A model that could be a target drafts by itself.
@@ -44,13 +46,14 @@ ARCHITECTURES = {
     "EagleLlamaForCausalLM": "eagle",
     "LlamaForCausalLMEagle": "eagle",
     "LlamaForCausalLMEagle3": "eagle3",
+    **dict.fromkeys(("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"), "assistant"),
 }
 
 BLOCKS = frozenset(dflash_checkpoint.METHODS.values())  # methods whose checkpoints are told apart by their configs
 
 WITHOUT_WEIGHTS = (Ngram, Suffix)
 TAKE_TOKEN_MAPS = (DFlash, DFlash2, DSpark, Eagle, Eagle3, MtpModules)
-HAVE_HEADS = (*TAKE_TOKEN_MAPS, Standalone)
+HAVE_HEADS = (*TAKE_TOKEN_MAPS, Standalone)  # an assistant's is narrow
 
 SHIPPED = Path(__file__).parent / "shipped"  # drafters of the demo model, made by scripts/gpu/train.sh
 
