@@ -337,7 +337,7 @@ def test_scales_of_keys_and_values_are_read_under_each_tools_names(tmp_path, cap
 
 
 def test_layers_whose_heads_differ_have_scales_by_group(tmp_path):
-    """As Gemma 4's have, whose last layers have keys and values of others and so no scales."""
+    """Gemma 4's do. Its last layers have keys and values of others, and so no scales."""
     kinds = ("sliding_attention", "full_attention") * 2
     made = write(source("gemma4", num_hidden_layers=4, layer_types=kinds, num_kv_shared_layers=2), tmp_path)[0]
     with_kv_scales(made, {"0.self_attn.k_scale": [0.5, 0.25], "1.self_attn.v_scale": 3.0})
