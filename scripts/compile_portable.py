@@ -108,11 +108,14 @@ def attends_pictures(p=4096, n=16, h=72) -> tuple:
     return pictures.picture_attention, *heads, *places
 
 
-def mixes(tokens: int, d: int = 2048, f: int = 512, e: int = 256, k: int = 8, shared: int = 1) -> tuple:
+def mixes(
+    tokens: int, d: int = 2048, f: int = 512, e: int = 256, k: int = 8, shared: int = 1, activation: str | None = None
+) -> tuple:
     stack = lambda e: tuple(Weight(shape((e, *s), jnp.bfloat16)) for s in ((2 * f, d), (d, f)))  # noqa: E731
     stacks = [stack(e), stack(shared)] if shared else [stack(e)]
     routing = shape((tokens, k + shared), jnp.int32), shape((tokens, k + shared), jnp.float32)
-    return experts_mlp.experts_mlp, shape((tokens, d), jnp.bfloat16), stacks, *routing
+    run = partial(experts_mlp.experts_mlp, gating=gating(activation)) if activation else experts_mlp.experts_mlp
+    return run, shape((tokens, d), jnp.bfloat16), stacks, *routing
 
 
 def packed(tokens: int, width: int = 2880, e: int = 32, k: int = 4) -> tuple:
@@ -165,6 +168,8 @@ def cases() -> Iterator[tuple[str, tuple]]:
     yield "attention, a prompt, FP8 pages", attends(b=32, t=64, kv=FP8)
     for tokens in (1, 8, 32, 128, 2048):
         yield f"experts, {tokens} tokens", mixes(tokens)
+    for tokens in (1, 32, 2048):
+        yield f"experts gated by GELU, {tokens} tokens", mixes(tokens, 2816, 704, 128, shared=0, activation="gelu_tanh")
     yield "experts 768 wide, 2048 tokens", mixes(2048, f=768, e=128, shared=0)
     for rows in (1, 32, 128):
         widths = shape((rows, 4096), jnp.bfloat16), shape((6144, 4096), FP8), shape((48, 32), jnp.float32)

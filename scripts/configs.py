@@ -93,6 +93,31 @@ QWEN38_27B = dict(
     attn_output_gate=True, tie_word_embeddings=False,
 )  # fmt: skip
 
+GEMMA4_31B = dict(
+    model_type="gemma4_text", vocab_size=262144, hidden_size=5376, intermediate_size=21504, num_hidden_layers=60,
+    num_attention_heads=32, num_key_value_heads=16, num_global_key_value_heads=4, attention_k_eq_v=True,
+    sliding_window=1024, final_logit_softcapping=30.0, hidden_size_per_layer_input=0, max_position_embeddings=262144,
+)  # fmt: skip
+GEMMA4_26B = GEMMA4_31B | dict(
+    hidden_size=2816,
+    intermediate_size=2112,
+    num_hidden_layers=30,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    num_global_key_value_heads=2,
+    enable_moe_block=True,
+    num_experts=128,
+    top_k_experts=8,
+    moe_intermediate_size=704,
+)
+GEMMA4_31B_ASSISTANT = dict(
+    model_type="gemma4_assistant", architectures=["Gemma4AssistantForCausalLM"], backbone_hidden_size=5376,
+    text_config=GEMMA4_31B | dict(
+        hidden_size=1024, intermediate_size=8192, num_hidden_layers=4, num_kv_shared_layers=4,
+        layer_types=[*["sliding_attention"] * 3, "full_attention"], final_logit_softcapping=None,
+    ),
+)  # fmt: skip
+
 FOLDERS = {
     "qwen3-8b": QWEN3_8B, "qwen3-8b-eagle3": EAGLE3_8B, "qwen3-8b-dflash": DFLASH_8B, "qwen3-8b-dspark": DSPARK_8B,
     "qwen3-8b-domino": DOMINO_8B, "qwen3-8b-lilicorr": LILICORR_8B,
@@ -100,6 +125,7 @@ FOLDERS = {
     "qwen3.5-35b-a3b": QWEN35_35B, "qwen3.5-35b-a3b-sees": QWEN35_35B_SEES, "qwen3.5-397b-a17b": QWEN35_397B,
     "qwen3.8-27b": QWEN38_27B, "qwen3.8-27b-16": QWEN38_27B | dict(num_hidden_layers=16),
     "gpt-oss-20b": GPT_OSS_20B, "gpt-oss-120b": GPT_OSS_120B, "llama-3.1-8b": LLAMA_8B, "llama-3.3-70b": LLAMA_70B,
+    "gemma-4-31b": GEMMA4_31B, "gemma-4-31b-assistant": GEMMA4_31B_ASSISTANT, "gemma-4-26b-a4b": GEMMA4_26B,
     "llama-2-70b": LLAMA2_70B, "llama-2-70b-eagle": LLAMA2_70B | EAGLE,
 }  # fmt: skip
 

@@ -33,47 +33,52 @@ def named(name: str) -> bool:
 
 
 def read_kv_scales(files: ModelFolder, decoder: Decoder, rename: Callable[[str], str | None]) -> np.ndarray | None:
-    """f32[l, 2, m]: of each layer with keys and values, by KV head; 1 where there is none. None: there are none.
+    """f32[l, 2, m]: of each layer with keys and values of its own, by KV head; 1 where there is none, and 0 beyond the
+    heads that a layer has. None: there are none.
 
     Tensors of `files` are called `rename(their name)`.
 
     **Raises:** `CheckpointError` for a scale of another shape, or one that isn't a positive number.
     """
     found = {rename(name): name for name in files.tensors() if named(name)}
-    places = [i for i, layer in enumerate(decoder.layers) if isinstance(layer.mixing.memory, PagedRows)]
+    places, heads = _own(decoder), [memory.heads for memory in _own(decoder).values()]
     sources: dict[str, list[tuple[int, int]]] = {}
     for at, i in enumerate(places):
         for kind, names in enumerate(NAMES):
             each = (f"model.layers.{i}.self_attn.{name}" for name in names)
             if (name := next((found[name] for name in each if name in found), None)) is not None:
                 sources.setdefault(name, []).append((at, kind))
-    if not sources or decoder.layers[places[0]].mixing.memory.streams == 1:
+    if not sources or next(iter(places.values())).streams == 1:
         return None  # latents are kept as they are
-    heads = decoder.layers[places[0]].mixing.memory.heads
-    if len(decoder.groups(PagedRows)) > 1:
-        raise CheckpointError(f"{files.path}: scales of keys or values need the same KV heads in all layers")
-    scales = np.ones((len(places), 2, heads), np.float32)
+    scales = np.zeros((len(places), 2, max(heads)), np.float32)
+    for own, count in zip(scales, heads, strict=True):
+        own[:, :count] = 1
     for name, value in files.some(sources):
-        value = np.asarray(value, np.float32)
-        if value.size not in (1, heads):
+        value, count = np.asarray(value, np.float32), heads[sources[name][0][0]]
+        if value.size not in (1, count):
             raise CheckpointError(
                 f"{files.path}: {name} has shape {list(value.shape)}; a scale of keys or values is one number, or one "
-                f"for each of {heads} KV heads"
+                f"for each of {count} KV heads"
             )
         if not (np.isfinite(value).all() and (value > 0).all()):
             raise CheckpointError(f"{files.path}: {name} must be positive; it has {value.min()}")
         for place in sources[name]:
-            scales[place] = value.reshape(-1)
+            scales[place][:count] = value.reshape(-1)
     return scales
+
+
+def _own(decoder: Decoder) -> dict[int, PagedRows]:
+    """The memory of each layer with keys and values of its own, by the layer's number."""
+    kept = {i: layer.mixing.memory for i, layer in enumerate(decoder.layers) if i not in decoder.sharing}
+    return {i: memory for i, memory in kept.items() if isinstance(memory, PagedRows)}
 
 
 def by_group(scales: Float[np.ndarray, "l 2 m"], decoder: Decoder) -> tuple[Array, ...]:
     """The scales of each group of layers, of the heads that this device has."""
-    memories, out = [layer.mixing.memory for layer in decoder.layers], []
-    paged = [memory for memory in memories if isinstance(memory, PagedRows)]
-    size = sharding.devices()
+    paged, out, size = _own(decoder).values(), [], sharding.devices()
     for group in decoder.groups(PagedRows):
         own = scales[[memory == group for memory in paged]]
+        own = own[:, :, own[0, 0] > 0]
         first = jax.lax.axis_index(sharding.AXIS) * own.shape[2] // size if size > 1 else 0
         out.append(jax.lax.dynamic_slice_in_dim(jnp.asarray(own), first, group.heads, axis=2))
     return tuple(out)

@@ -177,6 +177,7 @@ SWITCHES = frozenset(
 METHODS = {
     **{method: method for method in ("ngram", "suffix", "standalone", "eagle", "eagle3", "mtp")},
     **{method: method for method in ("dflash", "dflash2", "dspark", "domino", "lilicorr")},
+    **dict.fromkeys(("assistant", "gemma4_mtp", "frozen_kv_mtp"), "assistant"),
     "naive_eagle": "eagle",  # one draft a round
     **dict.fromkeys(("nextn", "deepseek_mtp", "qwen3_next_mtp", "qwen3_5_mtp", "glm4_moe_mtp", "mimo_mtp"), "mtp"),
     **dict.fromkeys(("draft_model", "draft"), "standalone"),

@@ -14,6 +14,7 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.cache.mixers import Cache
 from jaxspec.cache.paged import PageLayout, Rows
 from jaxspec.checkpoint import Model
 from jaxspec.config.engine_config import EngineConfig
@@ -40,6 +41,7 @@ class DraftBatch:
     greedy: bool = flax.struct.field(pytree_node=False)  # every request of this program takes the argmax
     coupled: bool = flax.struct.field(pytree_node=False, default=False)  # drafts take the noise of what they guess
     shift: Int[Array, " b"] | None = None  # of the target's positions behind pictures; None: it reads none
+    cache: Cache | None = None  # the target's, which a drafter may read and nobody writes; `propose` has it
 
     def tokens(self, first: int, t: int) -> Int[Array, "b t"]:
         """The t tokens from position `length + first` on, i32[b, t]. Positions outside the history repeat its edge."""

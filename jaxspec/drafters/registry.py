@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.drafters import dflash_checkpoint
+from jaxspec.drafters.assistant import Assistant
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.blocks.domino import Domino
 from jaxspec.drafters.blocks.lilicorr import LiLiCorr
@@ -37,6 +38,7 @@ DRAFTERS: dict[str, type[Drafter]] = {
     "eagle": Eagle,
     "eagle3": Eagle3,
     "mtp": MtpModules,  # or Mtp, of a checkpoint with one
+    "assistant": Assistant,
 }
 
 # The method of a checkpoint, by its config's `architectures`. A model that could be a target drafts by itself.
@@ -48,6 +50,7 @@ ARCHITECTURES = {
     "EagleLlamaForCausalLM": "eagle",
     "LlamaForCausalLMEagle": "eagle",
     "LlamaForCausalLMEagle3": "eagle3",
+    **dict.fromkeys(("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"), "assistant"),
 }
 
 BLOCKS = frozenset(dflash_checkpoint.METHODS.values())  # methods whose checkpoints are told apart by their configs
@@ -55,7 +58,7 @@ BLOCKS = frozenset(dflash_checkpoint.METHODS.values())  # methods whose checkpoi
 WITHOUT_WEIGHTS = (Ngram, Suffix)
 TAKE_TOKEN_MAPS = (DFlash, DFlash2, DSpark, Domino, Eagle, Eagle3, MtpModules)
 OUTLINED = (*WITHOUT_WEIGHTS, *TAKE_TOKEN_MAPS, LiLiCorr)  # whose shapes follow from a config alone
-HAVE_HEADS = (*TAKE_TOKEN_MAPS, LiLiCorr, Standalone)
+HAVE_HEADS = (*TAKE_TOKEN_MAPS, LiLiCorr, Standalone)  # an assistant's is narrow
 
 SHIPPED = Path(__file__).parent / "shipped"  # drafters of the demo model, made by scripts/gpu/train.sh
 

@@ -201,9 +201,8 @@ def _propose(config, drafter, block, dtype, params, draft_params, history, lengt
     state, _ = rounds.prefill(config, drafter, block, False, *args, state.replace(slots=slots), known)
     state, out = rounds.first(config, drafter, rounds.GREEDY, *args, state, jnp.append(0, table)[None])
     slots = jax.tree.map(lambda x: x[:1], state.slots)
-    batch = DraftBatch(
-        jnp.zeros((1,), jnp.int32), slots.length, slots.history, table[None], ~slots.done, slots.sampling, True
-    )
+    of = jnp.zeros((1,), jnp.int32), slots.length, slots.history, table[None], ~slots.done, slots.sampling, True
+    batch = DraftBatch(*of, cache=state.cache)
     return out[0, rounds.TOKENS], proposed(drafter, draft_params, state.draft, batch)[0]
 
 

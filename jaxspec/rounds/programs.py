@@ -323,7 +323,7 @@ def batch_of(state: State, ids: Int[Array, " b"], table: Int[Array, "b p"], mode
     """The slots of these requests, and the same as a drafter sees them."""
     slots = jax.tree.map(lambda x: x[ids], state.slots)
     of = ids, slots.length, slots.history, table, ~slots.done, slots.sampling, mode == GREEDY
-    return slots, DraftBatch(*of, shift=slots.shift)
+    return slots, DraftBatch(*of, shift=slots.shift, cache=state.cache)
 
 
 def _score(

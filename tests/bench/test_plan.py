@@ -12,7 +12,7 @@ from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
 from jaxspec.engine.defaults import CPU, GPU
 from jaxspec.engine.runner import Runner
-from scripts.configs import DOMINO_8B, LILICORR_8B, QWEN3_8B, QWEN38_27B
+from scripts.configs import DOMINO_8B, GEMMA4_26B, LILICORR_8B, QWEN3_8B, QWEN38_27B
 from tests.support.picture_prompts import GOLDEN
 from tests.support.tiny import tiny_checkpoint, tiny_config
 
@@ -46,6 +46,7 @@ def of(model, tp=1, **options):
     ("qwen3_moe", {"max_total_tokens": 512}),
     ("qwen3_next", {"draft": "mtp", "load_format": "dummy"}),
     ("gemma3", {"context_length": 64, "max_running_requests": 3}),
+    ("gemma4", {"draft": "ngram"}),
     ("gpt_oss", {"draft": "suffix"}),
     ("pictures", {"draft": "mtp"}),  # a tower's weights and workspace, and rows for embeddings
     ("llama", {"enable_lora": True, "max_loras": 5, "max_lora_rank": 8}),
@@ -125,6 +126,16 @@ def test_shares_add_up_to_the_model(tmp_path, hf, numbers):
     assert eight.weight_bytes * 8 == pytest.approx(2 * (numbers + repeated + routers), rel=0.002)
     heads = max(1, hf["num_key_value_heads"] // 8)
     assert eight.kv_bytes // (eight.tokens + 64) == hf["num_hidden_layers"] * 2 * heads * 128 * 2
+
+
+def test_a_share_of_gemma4_has_both_kinds_of_heads():
+    hf = GEMMA4_26B | {"per_layer_config": {"5": {"head_dim": 512, "num_key_value_heads": 2}}}
+    four = plan.share(hf, 4)
+    assert (four["num_key_value_heads"], four["num_global_key_value_heads"]) == (2, 1)
+    assert four["per_layer_config"] == {"5": {"head_dim": 512, "num_key_value_heads": 1}}
+    assert (four["intermediate_size"], four["moe_intermediate_size"], four["num_experts"]) == (528, 176, 128)
+    with pytest.raises(ConfigError, match="num_global_key_value_heads 3 can't be divided"):
+        plan.share(hf | {"num_global_key_value_heads": 3}, 4)
 
 
 def test_what_does_not_fit_says_why(tmp_path):

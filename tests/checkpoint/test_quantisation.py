@@ -18,6 +18,7 @@ import jaxspec
 from jaxspec import LLM, EngineConfig, SamplingParams
 from jaxspec.bench.floors import ModelCost
 from jaxspec.checkpoint import CheckpointError, load_model
+from jaxspec.checkpoint.kv_scales import by_group
 from jaxspec.checkpoint.quantization import Quantization
 from jaxspec.decoder.forward import choose
 from jaxspec.decoder.path import Call
@@ -336,6 +337,16 @@ def test_scales_of_keys_and_values_are_read_under_each_tools_names(tmp_path, cap
         with_kv_scales(made[0], {"4.self_attn.k_scale": bad})
         with pytest.raises(CheckpointError, match=rf"4\.self_attn\.k_scale .*{message}"):
             load(made[0])
+
+
+def test_layers_whose_heads_differ_have_scales_by_group(tmp_path):
+    """Gemma 4's do. Its last layers have keys and values of others, and so no scales."""
+    kinds = ("sliding_attention", "full_attention") * 2
+    made = write(source("gemma4", num_hidden_layers=4, layer_types=kinds, num_kv_shared_layers=2), tmp_path)[0]
+    with_kv_scales(made, {"0.self_attn.k_scale": [0.5, 0.25], "1.self_attn.v_scale": 3.0})
+    model = load(made)
+    near, far = by_group(model.kv_scales, model.config.decoder)
+    assert near.tolist() == [[[0.5, 0.25], [1, 1]]] and far.tolist() == [[[1], [3]]]
 
 
 @pytest.mark.parametrize("config,named", [

@@ -35,6 +35,9 @@ LARGE = [
     Case("verify, 8 x 4", t=4, lengths=(4, 3, 200, 100, 250, 64, 65, 7), kv_heads=8, division=(4, 1)),
     Case("blocks of a prompt", t=64, lengths=(64, 128, 192, 256, 30), kv_heads=8),
     Case("blocks, width 256", t=64, lengths=(64, 128, 192, 256, 30), h=256, group=8),
+    Case("blocks, width 512", t=64, lengths=(64, 128, 192, 30), h=512, group=8),
+    Case("requests, width 512", lengths=(1000, 7, 300, 64), h=512, group=8, kv_heads=4, division=(4, 1), entries=16),
+    Case("verify, width 512", t=4, lengths=(4, 200, 65), h=512, group=8, kv_heads=4),
     Case("blocks, width 64, window, sinks", t=64, lengths=(64, 256), h=64, group=8, window=128, sinks=True),
 ]
 
@@ -76,6 +79,19 @@ def test_a_mixture_equals_the_plain_one(t, shared):
     assert_close(outs["portable"], outs["plain"])
 
 
+@pytest.mark.parametrize("kernels", ["auto", "portable"])
+@pytest.mark.parametrize("t", [1, 32, 300])
+def test_experts_gated_by_gelu_equal_the_plain_ones(t, kernels):
+    case, given = bfloat16(random_case(t, 64, 4, 0.3, d=2816, f=704, seed=t, shared=0)), {"gating": gating("gelu_tanh")}
+    outs = {}
+    for which in (kernels, "plain"):
+        with hopper.use_kernels(which), hopper.counting() as chosen:
+            outs[which] = jax.jit(partial(experts_mlp.experts_mlp, **given))(*case)
+            jax.clear_caches()
+        assert bool(chosen) == (which != "plain")
+    assert_close(outs[kernels], outs["plain"])
+
+
 @pytest.mark.parametrize("t,e,k,width", [(1, 256, 8, 2048), (33, 512, 10, 2048), (5, 60, 4, 0)])
 def test_a_router_chooses_as_the_plain_one(t, e, k, width):
     given = inputs(t, e, width)
@@ -85,7 +101,7 @@ def test_a_router_chooses_as_the_plain_one(t, e, k, width):
     np.testing.assert_allclose(weights, expected, rtol=1e-4, atol=1e-30)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt_oss", "qwen3_5"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gemma4", "gpt_oss", "qwen3_5"])
 def test_greedy_text_is_the_same_with_drafts_and_without(family):
     """In float32, but for near-ties: other numbers of rows add up in another order."""
     expected = None

@@ -43,7 +43,7 @@ OPTIONS = SMALL | {"dtype": "float32", "max_running_requests": 4, "num_draft_tok
 
 NOISE = {"granite": 0.1, "exaone4": 0.02}  # of a standalone drafter's weights: most of its drafts are right
 noisy = functools.cache(shaken)
-OFTEN = (("qwen2", "ngram"), ("olmo3", "ngram"), ("granite", "standalone"), ("gemma4", "standalone"))
+OFTEN = (("qwen2", "ngram"), ("olmo3", "ngram"), ("granite", "standalone"))
 HEADLESS = {"ernie4_5", "granite", "olmo2", "seed_oss"}  # of which random heads accept nothing, by chance
 
 
@@ -51,7 +51,8 @@ def cases():
     """Every family with every drafter; `make test` has a few, those that other files have least of."""
     for family in FAMILIES:
         for draft in ("ngram", "standalone") if family in HEADLESS else DRAFTS:
-            # llama is test_lossless.py's, mistral test_windows.py's, gpt_oss test_mxfp4.py's, EAGLE-3 test_eagle.py's
+            # llama is test_lossless.py's, mistral test_windows.py's, gpt_oss test_mxfp4.py's, EAGLE-3 test_eagle.py's,
+            # gemma4 test_assistant.py's
             often = (family, draft) in OFTEN
             yield pytest.param(family, draft, marks=() if often else pytest.mark.exhaustive)
 

@@ -42,7 +42,7 @@ KINDS = [pytest.param(name, marks=() if name in FEWER else pytest.mark.exhaustiv
 SOME = [pytest.param(name, marks=() if name in FEW else pytest.mark.exhaustive) for name in VARIANTS]
 # Of families that differ from Llama in a few numbers, one golden's texts are enough.
 NUMBERS = ("ernie4_5", "exaone4", "granite", "hunyuan_v1_dense", "olmo2", "olmo3", "phi3", "seed_oss", "smollm3")
-SECOND = {f"{family}-untied" for family in NUMBERS}
+SECOND = {f"{family}-untied" for family in (*NUMBERS, "gemma4")}
 EACH = [pytest.param(name, marks=pytest.mark.exhaustive if name in SECOND else ()) for name in VARIANTS]
 LENGTHS = (1, 2, 7, 16, 17, 64, 150)
 CONTINUED = 48  # tokens of each expected `greedy_*`

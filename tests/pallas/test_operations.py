@@ -150,6 +150,12 @@ def mixture(tokens: int, each: int, gate_up: Weight, down: Weight) -> list:
     return [experts_mlp, bfloat16(tokens, down.outputs), [(gate_up, down)], int32(tokens, each), float32(tokens, each)]
 
 
+def gelu_mixture(tokens: int) -> list:
+    """Gemma 4 26B-A4B's."""
+    weights = (Weight(bfloat16(128, *shape)) for shape in ((1408, 2816), (2816, 704)))
+    return [partial(experts_mlp, gating=matmul.gating("gelu_tanh")), *mixture(tokens, 8, *weights)[1:]]
+
+
 def later_attention(rows: int) -> list:
     pages = bfloat16(2, 17, 2, 8, 64, 128), int32(), int32(8, 16), int32(8)
     run = lambda *of: paged_attention(*of[:-1], last=of[-1])  # noqa: E731
@@ -191,6 +197,8 @@ MORE = {  # what the benchmark has no case of
     "FP8 experts of Qwen3-30B-A3B, 4 tokens": mixture(4, 8, in_fp8(1536, 2048, 128), in_fp8(2048, 768, 128)),
     "FP8 experts of Qwen3-30B-A3B, 32 tokens": mixture(32, 8, in_fp8(1536, 2048, 128), in_fp8(2048, 768, 128)),
     "experts of gpt-oss-20b": mixture(8, 4, in_mxfp4(5760, 2880, 32), in_mxfp4(2880, 2880, 32)),
+    "experts of Gemma 4 26B-A4B, 4 tokens": gelu_mixture(4),
+    "experts of Gemma 4 26B-A4B, 32 tokens": gelu_mixture(32),
     "int4 gate, up, 8 rows": [matmul.project, bfloat16(8, 4096), in_int4(24576, 4096), int32(1)],
     "a round's attention to later rows": later_attention(4),
     "a prompt's attention to later rows": later_attention(64),

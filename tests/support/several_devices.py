@@ -437,6 +437,12 @@ def test_a_family_of_gemma4_with_inputs_experts_and_shared_keys(size):
     check(checkpoint("gemma4", vocab_size_per_layer_input=VOCAB, **GEMMA4_ALL), "ngram", size)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("size", SIZES[:2])
+def test_a_drafter_over_the_targets_own_keys(size):
+    check(GOLDEN / "checkpoints/gemma4-tied", f"assistant:{GOLDEN / 'assistants/dense'}", size)
+
+
 BLOCKS = ("dflash/full", "dflash/sliding", "dflash/window", "dflash2/sliding", "dflash2/causal")
 BLOCKS += ("dspark/deepspec", "dspark/specforge", "dspark/speculators", "dspark/masks")
 BLOCKS += ("lilicorr/plain", "lilicorr/convolved", "domino/shifted", "domino/speculators")

@@ -48,6 +48,7 @@ Gating = Callable[..., Array]  # from gate and up, or up alone, to hidden column
 ITEM_ROWS = (8, 16, 32, 64, 128)
 SPARE = 2.5  # rows of an item, as a multiple of an expert's mean
 QUANTISED_SPARE = 2  # weights are converted for each item, so its rows are fewer, even if more experts need two
+HOPPERS_OWN = "experts of SiLU, which Hopper has kernels of its own for"
 NOBODY = 2**30  # the id of no expert
 CHUNK = 256  # pairs that are ranked against one another at once
 
@@ -205,6 +206,14 @@ def _portable_few_refused(call: Call) -> str | None:
     return _portable_refused(call) or (f"{len(call.x)} tokens, more than {most}" if len(call.x) > most else None)
 
 
+def _few_on_hopper_refused(call: Call) -> str | None:
+    return _portable_few_refused(call) if call.gating else HOPPERS_OWN
+
+
+def _on_hopper_refused(call: Call) -> str | None:
+    return _portable_refused(call) if call.gating else HOPPERS_OWN
+
+
 def _portable_few(call: Call) -> Float[Array, "n d"]:
     mixed = portable_experts.few(call.x, call.arrays, call.ids, call.weights, call.each, call.gating)
     return call.added(mixed)
@@ -238,6 +247,8 @@ EXPERTS = (
     Implementation("expert_mxfp4", HOPPER, _mxfp4_refused, _MXFP4.mix),
     Implementation("expert_fp8", HOPPER, _fp8_refused, _FP8.mix),
     Implementation("expert_stream", HOPPER, _stream_refused, _STREAM.mix),
+    Implementation("portable_few_on_hopper", HOPPER, _few_on_hopper_refused, _portable_few),
+    Implementation("portable_on_hopper", HOPPER, _on_hopper_refused, _PORTABLE.mix),
     Implementation("portable_few", PORTABLE, _portable_few_refused, _portable_few),
     Implementation("portable_mxfp4", PORTABLE, _portable_mxfp4_refused, _PORTABLE_MXFP4.mix),
     Implementation("portable", PORTABLE, _portable_refused, _PORTABLE.mix),
