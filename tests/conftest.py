@@ -30,6 +30,9 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     # Locations in lowered programs without the lines that called them: a tenth of the time that lowering and compiling
     # an engine's programs take.
     os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
+    # A compiled program's key is its text as it is. To leave out names of operations, jax copies each program and goes
+    # through all of it in Python: 20 ms of an interpreted kernel's. In the environment, so that servers have the same.
+    os.environ.setdefault("JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY", "true")
     # An interpreted kernel's threads wait for one another on jax's own, of which there are as many as cores: on two,
     # those that were waited for found none left, and the test stood still. No kernel has as many as these.
     os.environ.setdefault("PJRT_NPROC", "8")
@@ -58,9 +61,6 @@ jax.config.update("jax_default_matmul_precision", "highest")  # comparisons with
 # Many tests build the same tiny engine; a program compiled by one, or by an earlier run, is read back by the others.
 jax.config.update("jax_compilation_cache_dir", str(COMPILED))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-# A program's key is its text as it is. To look for it without the names of its operations, jax copies each program and
-# goes through all of it in Python: 20 ms of an interpreted kernel's.
-jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
 
 # Those of eight seconds of processor time and more.
 LONGEST = """
@@ -127,14 +127,24 @@ def pytest_collection_finish():
     gc.set_threshold(100_000, 20, 100)
 
 
+_unfreeze, _unfrozen = gc.unfreeze, []
+gc.unfreeze = lambda: (_unfreeze(), _unfrozen.append(True))
+
+
+def pytest_runtest_teardown():
+    """Freeze again what a server that ended in a test has unfrozen, so that the next one doesn't look through it."""
+    if _unfrozen:
+        _unfrozen.clear()
+        gc.freeze()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _forget_programs(request):
     """Drop a file's compiled programs after it, and the engines that it keeps: on a CPU each program holds some memory
     mappings, of which Linux allows a process 65,530, and one more is a segmentation fault.
 
     What the file before left is collected here, not after it: until then its last test's fixtures were in use. What
-    stays isn't looked through again, which each time took a third of a second; it is frozen before each file, since a
-    server that ends in a test unfreezes all.
+    stays isn't looked through again, which each time took a third of a second.
     """
     gc.collect()
     gc.freeze()

@@ -217,6 +217,9 @@ def test_rows_with_adapters_that_the_kernels_cannot_take_are_named():
     assert "with adapters divided among 2 devices" in refuses(layers(4, 16), devices=2)
 
 
+_quantise_blocks, _quantise_stack = jax.jit(fp8.quantise_blocks), jax.jit(jax.vmap(fp8.quantise_blocks))
+
+
 def in_fp8(layers, by_output: bool = False, activations: bool = False):
     """The layers with all dense weights in FP8, with scales in blocks or of outputs, and experts' if there are any;
     `activations`: dense ones quantise rows, too."""
@@ -226,12 +229,12 @@ def in_fp8(layers, by_output: bool = False, activations: bool = False):
             outputs = weight.values.T.astype(jnp.float32)
             scales = jnp.max(jnp.abs(outputs), axis=1, keepdims=True) / 448
             return Weight((outputs / scales).astype(fp8.E4M3), Fp8(None, activations), weight.layout, scales)
-        values, scales = fp8.quantise_blocks(weight.values.T)
+        values, scales = _quantise_blocks(weight.values.T)
         unit = min(fp8.BLOCK, weight.layout.interleave or fp8.BLOCK)
         return Weight(values, Fp8(fp8.BLOCK, activations), weight.layout, jnp.repeat(scales, fp8.BLOCK // unit, 0))
 
     def stack(weight):
-        values, scales = jax.vmap(fp8.quantise_blocks)(weight.values)
+        values, scales = _quantise_stack(weight.values)
         return weight.replace(values=values, scales=scales, format=Fp8(fp8.BLOCK))
 
     of = {name: quantised for name in ("qkv", "qkvz", "out", "gate_up", "down")}

@@ -1,5 +1,7 @@
 """Logits that are NaN or infinite give no token: whatever chooses it, in whatever row of a round they are."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +24,7 @@ SLOTS = jax.tree.map(lambda x: x[:B], SLOTS)  # without the dummy
 ALLOWED = jnp.asarray(np.random.default_rng(1).random((B, Q, V)) < 0.5).at[:, :, 5].set(True)
 
 
+@partial(jax.jit, static_argnames="how")
 def chosen(how, logits, drafts):
     """Outputs and how many of them count, of a round in which these drafts were made."""
     logits, nothing = jnp.asarray(logits), Proposal(jnp.asarray(drafts), jnp.full(B, Q - 1))

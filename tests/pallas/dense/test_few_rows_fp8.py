@@ -29,6 +29,9 @@ WIDE = dict(d=1152, heads=2, kv_heads=1, f=128, width=128)
 HYBRID = dict(d=5120, heads=120, kv_heads=4, f=17408, width=128)  # Qwen3.8-27B's; q, k and v have qkvz's columns
 
 
+dequantise = jax.jit(fp8.dequantise, static_argnums=2)
+
+
 def quantised(weight: jax.Array, unit: int = fp8.BLOCK) -> tuple[Fp8Weight, jax.Array]:
     """A weight [inputs, outputs] in blocks, and the float32 one that it stands for; scales differ between blocks.
 
@@ -39,7 +42,7 @@ def quantised(weight: jax.Array, unit: int = fp8.BLOCK) -> tuple[Fp8Weight, jax.
         outputs = weight.T.astype(jnp.float32) * jnp.exp(drawn.normal(jax.random.key(k + n), (n, 1)) / 2)
         scales = jnp.max(jnp.abs(outputs), axis=1, keepdims=True) / 448
         values = (outputs / scales).astype(fp8.E4M3)
-        return Fp8Weight(values, scales), fp8.dequantise(values, scales, None).T
+        return Fp8Weight(values, scales), dequantise(values, scales, None).T
     blocks = jnp.exp(drawn.normal(jax.random.key(k + n), (-(-k // fp8.BLOCK), 1, -(-n // unit), 1)))
     weight = weight.astype(jnp.float32) * jnp.repeat(jnp.repeat(blocks[:, 0, :, 0], fp8.BLOCK, 0), unit, 1)[:k, :n]
     if unit < fp8.BLOCK:  # a block's outputs stand in several places: here each part has scales of its own
@@ -47,7 +50,7 @@ def quantised(weight: jax.Array, unit: int = fp8.BLOCK) -> tuple[Fp8Weight, jax.
         values, scales = (jnp.concatenate(each) for each in zip(*parts, strict=True))
     else:
         values, scales = fp8.quantise_blocks(weight.T)
-    return Fp8Weight(values, scales), fp8.dequantise(values, scales, fp8.BLOCK).T
+    return Fp8Weight(values, scales), dequantise(values, scales, fp8.BLOCK).T
 
 
 def operands(rows: int = 8, by_output: bool = False, **sizes) -> dict:

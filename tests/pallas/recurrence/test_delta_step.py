@@ -47,11 +47,14 @@ class Case:
         heads = dict(key_heads=self.key_heads, value_heads=n, key_width=width, value_width=width)
         pool = delta_pool.empty(LAYERS, b + 2, self.rows, **heads, dtype=self.dtype, key_dtype="bfloat16")
 
+        random = lambda shape: rng.standard_normal(shape, np.float32)  # noqa: E731
+
         def normal(shape, dtype="float32", length=0.0):
-            x = rng.standard_normal(shape, np.float32)
+            x = random(shape)
             return jnp.asarray(x * length / np.linalg.norm(x, axis=-1, keepdims=True) if length else x, dtype)
 
-        gate = lambda shape: jnp.exp(-jnp.exp(normal(shape) - 2))  # noqa: E731
+        gate = lambda shape: jnp.asarray(np.exp(-np.exp(random(shape) - 2)))  # noqa: E731
+        share = lambda shape: jnp.asarray(1 / (1 + np.exp(-random(shape))))  # noqa: E731
         pool = pool.replace(
             state=normal(pool.state.shape, self.dtype),
             keys=normal(pool.keys.shape, "bfloat16", 1),
@@ -60,7 +63,7 @@ class Case:
         )
         rows = (b, self.t)
         new = [normal((*rows, self.key_heads, width), "bfloat16", length) for length in (width**-0.5, 1)]
-        new += [normal((*rows, n, width), "bfloat16"), gate((*rows, n)), jax.nn.sigmoid(normal((*rows, n)))]
+        new += [normal((*rows, n, width), "bfloat16"), gate((*rows, n)), share((*rows, n))]
         return pool, jnp.asarray(1 + rng.permutation(b), jnp.int32), (jnp.asarray(self.replay, jnp.int32), *new)
 
 
