@@ -178,7 +178,7 @@ def test_translations(line, here):
     ("""--speculative-config '{"num_speculative_tokens": [1]}'""",
      "--speculative-config num_speculative_tokens: it can't be [1]"),
     ("--speculative-config nonsense", "--speculative-config 'nonsense': it isn't a JSON object"),
-    ("""--speculative-config '{"method": "medusa"}'""", "speculation by 'medusa': the methods are dflash, "),
+    ("""--speculative-config '{"method": "medusa"}'""", "speculation by 'medusa': the methods are assistant, "),
     ("""--speculative-config '{"quantization": "awq"}'""", "a drafter quantised by 'awq': fp8 and int4 can be made"),
     ("--enforce-eager", "--enforce-eager: every step is one compiled program"),
     ("--reasoning-parser kimi_k9", "--reasoning-parser kimi_k9: it may be auto, none, qwen3"),
