@@ -168,7 +168,8 @@ def _members(schema: Any, root: Any, seen: set[int]) -> tuple[dict[str, Any], di
         for key, found in zip(("properties", "patternProperties"), own, strict=True):
             for name, each in part[key].items() if isinstance(part.get(key), Mapping) else ():
                 found[name] = both(found.get(name, True), each)
-        others = others or part.get("additionalProperties", False)
+        given = part.get("additionalProperties", False)
+        others = others or given == {} or given
         for option in (each for key in ("anyOf", "oneOf", "then", "else") for each in _list(part.get(key, []))):
             if id(option) not in seen:
                 *inner, open_to = _members(option, root, seen)

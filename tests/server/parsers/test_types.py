@@ -75,6 +75,7 @@ def test_keys_are_found_through_references():
      {"n_a": "1", "s_a": "2"}, {"n_a": 1, "s_a": "2"}),
     ({"properties": {"x": {}}, "allOf": [{"properties": {"x": {"type": "integer"}}, "patternProperties": {"y": {}}}]},
      {"x": "1"}, {"x": 1}),
+    ({"properties": {"x": {"type": "integer"}}, "additionalProperties": {}}, {"x": "1", "y": "2"}, {"x": 1, "y": "2"}),
     ({"anyOf": [{"$ref": "#"}, {"properties": {"x": {"type": "null"}}}]}, {"x": "null"}, {"x": None}),
 ])  # fmt: skip
 def test_members_are_found_in_unions_and_by_patterns(parameters, given, expected):
