@@ -171,7 +171,7 @@ def feed(
     """x + feed(norm(x)). Padding, at negative positions, is no row of an MLP and chooses no expert. `report`: as in
     `mixture`."""
     if isinstance(layer.feed, Mixture) and layer.feed.beside:
-        return added(layer, weights, "mlp_post_norm", x, lambda _: side_by_side(layer, weights, x, positions, report))
+        return x + normed(side_by_side(layer, weights, x, positions, report), weights["mlp_post_norm"], layer.norm)
     readers = [] if isinstance(layer.feed, Mixture) else [weights["gate_up" if layer.feed.gated else "up"]]
     rows = normed_for(readers, x, weights["mlp_norm"], layer.norm) if layer.pre_norm else x
     if isinstance(layer.feed, Mixture):
@@ -184,7 +184,8 @@ def feed(
 def side_by_side(
     layer: Layer, weights: Weights, x: Float[Array, "b t d"], positions: Int[Array, "b _"], report: list[Array] | None
 ) -> Float[Array, "b t d"]:
-    """norm(mlp(norm(x))) + norm(experts(norm(x))), each with norms of its own; see `Mixture.beside`."""
+    """norm(mlp(norm(x))) + norm(experts(norm(x))), each with norms of its own; see `Mixture.beside`. Each device has
+    all of the sum."""
     m, norm = layer.feed, layer.norm
     dense = normed_for([weights["gate_up"]], x, weights["mlp_norm"], norm)
     dense = total(mlp(m.beside, weights, None, dense, valid_count(positions)))
