@@ -19,20 +19,7 @@ from jaxspec.decoder.forward import unembed
 from jaxspec.draft import Drafter, Proposal
 from jaxspec.drafters import LoadedDrafter
 
-TOPICS = (
-    "rain",
-    "bread",
-    "the sea",
-    "a dog",
-    "music",
-    "iron",
-    "winter",
-    "trains",
-    "the moon",
-    "salt",
-    "clocks",
-    "a garden",
-)
+TOPICS = "rain, bread, the sea, a dog, music, iron, winter, trains, the moon, salt, clocks, a garden"
 ANSWERS = jaxspec.SamplingParams(temperature=0, max_tokens=96, ignore_eos=True)
 
 
@@ -67,35 +54,32 @@ class Medusa(Drafter):
 
 def train(model, texts, heads=2, steps=60, rows=128):
     """Fit the heads to texts int[b, t] that the model wrote. Returns a drafter that `jaxspec.LLM` takes."""
-    layers, width = model.config.num_layers, model.config.hidden_size
-    drafter, target = Medusa(heads, model.config.decoder, (layers,)), model.params
-    hidden = jaxspec.hidden_states(model, texts, (layers,))[0]
+    layers, width, last = model.config.num_layers, model.config.hidden_size, texts.shape[1] - heads - 1
+    drafter, optimiser = Medusa(heads, model.config.decoder, (layers,)), optax.adam(1e-3)
     # The hidden state at t leads to token t + 1; head k, from 0, learns token t + 2 + k.
-    states, last = hidden[:, : -heads - 1].reshape(-1, width), texts.shape[1] - heads - 1
+    states = jaxspec.hidden_states(model, texts, (layers,))[0][:, :last].reshape(-1, width)
     labels = np.stack([texts[:, 2 + k : 2 + k + last].reshape(-1) for k in range(heads)])
-    params, optimiser = jnp.zeros((heads, width, width)), optax.adam(1e-3)
 
     @jax.jit
     def step(params, state, target, x, y):
-        loss = lambda heads: optax.softmax_cross_entropy_with_integer_labels(  # noqa: E731
-            drafter.guess({"heads": heads, "target": target}, x), y
-        ).mean()
+        guess = lambda heads: drafter.guess({"heads": heads, "target": target}, x)  # noqa: E731
+        loss = lambda heads: optax.softmax_cross_entropy_with_integer_labels(guess(heads), y).mean()  # noqa: E731
         value, slope = jax.value_and_grad(loss)(params)
         change, state = optimiser.update(slope, state)
         return optax.apply_updates(params, change), state, value
 
+    params = jnp.zeros((heads, width, width))
     state, draw = optimiser.init(params), np.random.default_rng(0)
-    for i in range(steps):
+    for _ in range(steps):
         some = draw.integers(0, len(states), rows)
-        params, state, loss = step(params, state, target, states[some], labels[:, some])
-        if i % 20 == 0 or i == steps - 1:
-            print(f"step {i}: loss {loss:.2f}")
-    return LoadedDrafter("medusa", drafter, {"heads": params, "target": target})
+        params, state, loss = step(params, state, model.params, states[some], labels[:, some])
+    print(f"loss {loss:.2f} after {steps} steps")
+    return LoadedDrafter("medusa", drafter, {"heads": params, "target": model.params})
 
 
 def main(name="smollm2-135m-instruct", steps=60, **options):
     model = jaxspec.load_model(name, dtype="float32")
-    prompts = [f"Write a paragraph about {topic}." for topic in TOPICS]
+    prompts = [f"Write a paragraph about {topic}." for topic in TOPICS.split(", ")]
     plain = jaxspec.LLM(model, **options).generate(prompts, ANSWERS)
     texts = np.array([out.token_ids for out in plain])
     llm = jaxspec.LLM(model, train(model, texts[:-2], steps=steps), **options)

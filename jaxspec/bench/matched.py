@@ -49,7 +49,7 @@ def contenders(
         method, _, options = name.partition("?")
         if method not in methods:
             raise BenchError(f"--drafters {name}: {method!r} is no method of training; there are {', '.join(methods)}")
-        folder = args.output / name.translate(str.maketrans("?&=,/", "-----"))
+        folder = args.output / name.translate(str.maketrans("?&=:,/", "------"))
         extra = [text for option in filter(None, options.split("&")) for text in _flag(name, option)]
         required = ["--model", args.model, "--data", str(args.data), "--output", str(folder)]
         own = parse([method, *required, *args.budget, *extra])

@@ -206,9 +206,12 @@ class _Lowering:
         allowed = set(kinds or ANY)
         if (listed := whole.get("enum")) is not None and not isinstance(listed, list):
             raise SchemaError(path, "enum must be a list")
-        for key in ("enum", "const"):
-            if key in whole:
-                lowered[key] = whole[key]
+        if (given := values(whole)) is not None:
+            given = [each for each in given if listed is None or any(same(each, other) for other in listed)]
+            given = [each for each in given if meet(frozenset(allowed), frozenset({type_of(each)}))]
+            if not given:
+                return False
+            lowered |= {"const": given[0]} if "const" in whole else {"enum": given}
         if "string" in allowed:
             lowered |= self._string(whole, path)
         if allowed & {"number", "integer"}:
@@ -226,8 +229,6 @@ class _Lowering:
                 lowered |= found
         if apart := whole.get("allOf"):
             lowered["allOf"] = [*lowered.get("allOf", ()), *(self._apart(part, path) for part in apart)]
-        if listed == []:
-            return False
         return _without(lowered, whole[EXCEPT], path) if EXCEPT in whole else lowered
 
     def _apart(self, part: dict[str, Any], path: str) -> Any:

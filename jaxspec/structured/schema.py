@@ -265,13 +265,13 @@ def _merge(whole: dict[str, Any], part: Mapping[str, Any]) -> None:
         if key not in whole:
             whole[key] = value
         elif not same(whole[key], value) and key not in ANNOTATIONS:
-            both = _MERGE[key](whole[key], value) if key in _MERGE else None
-            if both is None:
+            merged = _MERGE[key](whole[key], value) if key in _MERGE else None
+            if merged is None:
                 apart[key] = value
-            elif both == []:  # no type
+            elif merged == []:  # no type, or no value
                 whole |= NEVER
             else:
-                whole[key] = both
+                whole[key] = merged
     if apart:
         whole["allOf"] = [*whole.get("allOf", ()), apart]
 
@@ -328,7 +328,7 @@ def _types_of_both(one: Any, other: Any) -> Any:
 
 def _enum_of_both(one: Any, other: Any) -> Any:
     if isinstance(one, list) and isinstance(other, list):
-        return [value for value in one if any(same(value, each) for each in other)] or None
+        return [value for value in one if any(same(value, each) for each in other)]
     return None
 
 
@@ -340,4 +340,10 @@ def _texts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
-_MERGE = {"type": _types_of_both, "enum": _enum_of_both, "required": _required_of_both, EXCEPT: lambda a, b: [*a, *b]}
+_MERGE = {
+    "type": _types_of_both,
+    "enum": _enum_of_both,
+    "const": lambda one, other: [],  # of two that differ
+    "required": _required_of_both,
+    EXCEPT: lambda one, other: [*one, *other],
+}

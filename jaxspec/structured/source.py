@@ -61,7 +61,7 @@ def at_fault(wanted: StructuredOutput, refusal: Callable[[dict[str, Any]], str])
             (
                 (name, part, said)
                 for name, part in _parts(inner, definitions)
-                if id(part) not in seen and (said := refusal({**part, "$defs": definitions}))
+                if id(part) not in seen and _akin(said := refusal({**part, "$defs": definitions}), why)
             ),
             None,
         ):
@@ -70,6 +70,14 @@ def at_fault(wanted: StructuredOutput, refusal: Callable[[dict[str, Any]], str])
         if why:
             return label, path or "/", why
     return "", "", ""
+
+
+def _akin(said: str, why: str) -> bool:
+    """Whether a part's refusal may be the whole's reason."""
+    first, kind = said.partition("\n")[0], "Unsatisfiable schema"
+    return bool(said) and (
+        not why or first == why.partition("\n")[0] or (said.startswith(kind) and why.startswith(kind))
+    )
 
 
 def _parts(schema: dict[str, Any], definitions: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -54,6 +54,7 @@ def test_only_and_no_plain(tmp_path, capsys):
     assert "on a CPU" in told and "--small" in told and told.count("\n") == 1, "one line, without the usage"
 
 
+@pytest.mark.exhaustive
 def test_interpreted_kernels_are_compared_on_a_cpu(tmp_path, capsys):
     only = ["--only", "attention 2 x 40, 1 row, 4 heads"]
     assert bench.main(["kernels", "--interpret", *only, "--json", str(tmp_path / "x.json")]) == 0

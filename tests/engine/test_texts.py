@@ -1,6 +1,7 @@
 """Texts with an explicit cache equal whole ones, step by step, under jit, vmap and grad, over chains and trees."""
 
 import dataclasses
+import runpy
 
 import jax
 import jax.numpy as jnp
@@ -203,6 +204,12 @@ def test_an_engine_takes_what_is_loaded(folder, model):
     said = [each.generate([[1, 2, 3, 1, 2]], settings)[0].token_ids for each in (llm, named)]
     assert said[0] == said[1]
     assert llm.engine.runner.draft is drafter
+
+
+def test_a_notebook_of_cells_runs(folder, monkeypatch, capsys):
+    monkeypatch.setenv("MODEL", str(tiny_checkpoint("qwen3", BYTE_VOCAB, 5, tokenizer=True)))
+    runpy.run_path("examples/idea.py")
+    assert capsys.readouterr().out.count("tokens") == 2
 
 
 def test_a_papers_heads_are_trained_and_served():

@@ -78,6 +78,9 @@ def accepted(grammars, schema, texts):
      ["null", '{"a":null}', '{"a":1}'], ['{"a":"x"}']),
     # unions
     ({"oneOf": [A, B]}, ['{"k":"a","x":1}', '{"k":"b"}'], ['{"k":"c"}']),
+    ({**OBJECT, "properties": {"k": {"const": "a"}}, "anyOf": [B, {"properties": {"k": {"enum": ["a", 1]}}}]},
+     ['{"k":"a"}', "{}"], ['{"k":"b"}', '{"k":1}']),
+    ({"anyOf": [{**INT, "enum": ["a"]}, {**TEXT, "enum": ["a", 1]}, {"const": 1, "enum": [2]}]}, ['"a"'], ["1", "2"]),
     ({"oneOf": [INT, {**NUMBER, "maximum": 3}]}, ["7", "1"], ['"a"']),
     ({**ARRAY, "uniqueItems": True}, ["[1]"], ["1"]),
     ({**OBJECT, "properties": {"a": INT}, "oneOf": [{"properties": {"b": INT}, "required": ["b"]},

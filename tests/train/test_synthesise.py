@@ -9,7 +9,7 @@ import pytest
 
 import jaxspec
 from jaxspec.engine.llm import LLM
-from jaxspec.text.prompts import Prompt
+from jaxspec.text.prompts import DataError, Prompt
 from jaxspec.train import synthesise
 from jaxspec.train.data import TrainError, read_texts
 from jaxspec.train.evaluate import chat_prompts, evaluate, held_out_prompts, table
@@ -114,7 +114,7 @@ def test_what_cant_be_written_is_refused(llm, tmp_path, monkeypatch):
     with pytest.raises(TrainError, match="--data self needs --num-samples"):
         synthesise.synthesise(llm, "self", tmp_path / "d", None, GREEDY)
     (tmp_path / "empty.txt").write_text("\n")
-    with pytest.raises(TrainError, match="empty"):
+    with pytest.raises(DataError, match="has no prompts"):
         synthesise.synthesise(llm, str(tmp_path / "empty.txt"), tmp_path / "d", None, GREEDY)
     (tmp_path / "long.txt").write_text("x" * 90)
     with pytest.raises(TrainError, match="no prompt leaves room for an answer in --row-length 96"):
