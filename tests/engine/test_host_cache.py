@@ -216,26 +216,3 @@ def test_pages_of_other_kinds_come_back_as_they_were(name):
         cold = alone(llm, prompts)
         assert said(alone(llm, prompts)) == said(cold)
         assert cache.figures.loaded_blocks and not cache.figures.damaged_blocks
-
-
-@pytest.mark.exhaustive
-def test_64_conversations_of_8_turns_with_the_demos_drafter():
-    """KV four times the pool's. Each turn begins with the answer before it, too; drafts are accepted as they were."""
-    options = {"page_size": 16, "context_length": 512, "max_running_requests": 8, "max_total_tokens": 4096}
-    llm = LLM("smollm2-135m-instruct", "eagle3", skip_warmup=True, few_programs=True, draft_policy="fixed", **options)
-    runs = []
-    for attached in (False, True):
-        texts, figures = [[i] * 3 for i in range(1000, 1064)], []
-        with host_cache(llm, pages=1200 if attached else 1) as cache:
-            rng = np.random.default_rng(0)
-            for _ in range(8):
-                texts = [text + rng.integers(1000, 30000, 24).tolist() for text in texts]
-                outs = llm.generate(texts, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
-                texts = [text + out.token_ids for text, out in zip(texts, outs, strict=True)]
-                figures += [(out.metrics.verify_rounds, out.metrics.cached_on_host) for out in outs]
-            assert bool(cache.figures.loads) == attached
-        runs.append((texts, figures))
-    (cold, before), (warm, after) = runs
-    assert sum(map(len, cold)) >= 4 * 4096 - 8 * 64
-    assert warm == cold and [rounds for rounds, _ in after] == [rounds for rounds, _ in before]
-    assert sum(tokens for _, tokens in after) > 2 * 4096
