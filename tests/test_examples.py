@@ -25,6 +25,7 @@ from jaxspec.drafters.registry import DRAFTERS
 from jaxspec.train import loop
 from server.cli.options import SERVER_DEFAULTS, make_parser
 from tests.support.tiny import tiny_checkpoint
+from tests.test_imports import imports
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -172,6 +173,11 @@ def test_the_docs_have_every_flag_and_no_other():
         )
 
 
+def test_the_help_of_draft_has_every_method():
+    (row,) = (row for row in FLAGS.splitlines() if row.startswith("| `--draft` |"))
+    assert set(re.search(r"a method \((.*?)\)", row)[1].split(", ")) == set(DRAFTERS)
+
+
 def test_readme_has_every_drafter():
     cells = re.findall(r"^\| (`.*?) \|", section(README, "Drafters"), re.M)
     methods = {method for cell in cells for method in re.findall(r"`(\w+)", cell)} - {"module"}
@@ -260,5 +266,17 @@ def test_design_names_tests_that_exist():
 
 
 def test_architecture_has_every_room_and_no_other():
-    rooms = set(re.findall(r"`(jaxspec/\w+/)`", section(ARCHITECTURE, "The house")))
-    assert rooms == {f"jaxspec/{path.parent.name}/" for path in (ROOT / "jaxspec").glob("*/__init__.py")}
+    rooms = re.findall(r"`jaxspec/(\w+)/`", section(ARCHITECTURE, "The house"))
+    assert set(rooms) == {path.parent.name for path in (ROOT / "jaxspec").glob("*/__init__.py")}
+
+
+def test_the_picture_of_the_house_has_every_room_below_those_that_import_it():
+    """All but those that the table puts above all others."""
+    picture = section(ARCHITECTURE, "The house").split("```")[1].splitlines()
+    floor = {room: number for number, line in enumerate(picture) for room in re.findall(r"(\w+)/", line)}
+    rooms = {path.parent.name for path in (ROOT / "jaxspec").glob("*/__init__.py")} - {"bench", "train"}
+    assert floor.keys() == rooms | {"server"}
+    for module, found in imports().items():
+        room, *imported = [name.partition("jaxspec.")[2].split(".")[0] for name in (module, *found)]
+        above = [other for other in rooms.intersection(imported) if room in rooms and floor[other] < floor[room]]
+        assert not above, f"{module} imports from {above}, which the picture has above it"

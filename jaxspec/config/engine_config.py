@@ -40,8 +40,8 @@ class EngineConfig:
     draft: str = option(
         "none",
         "none, auto (the best that needs no download), a method (ngram, suffix, mtp, standalone, eagle, eagle3, "
-        "dflash, dflash2, dspark, domino, lilicorr), method:path_or_id, a path or hub id, or module:Class[:PATH]; a "
-        "drafter's own options follow: ngram?max_match=8; suffix+D or ngram+D drafts with both",
+        "dflash, dflash2, dspark, domino, lilicorr, assistant), method:path_or_id, a path or hub id, or "
+        "module:Class[:PATH]; a drafter's own options follow: ngram?max_match=8; suffix+D or ngram+D drafts with both",
         "D",
         group=SPECULATION,
         common=True,

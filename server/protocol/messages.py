@@ -14,7 +14,7 @@ from jaxspec.config.request import MAX_STOPS, RequestError
 from server.protocol.base import Body, Integer, Object, Open, Priority, Text, at_most, must_be, refuse_unknown, shown
 from server.protocol.chat import MAX_MESSAGES, Effort, Variables
 from server.protocol.described import checked_later
-from server.protocol.generation import Biases, StopString
+from server.protocol.generation import Biases, Sampled, StopString
 from server.protocol.message_blocks import Blocks, blocks_of, parts, read, system_text
 from server.protocol.message_tools import Choice, Tools, read_choice, read_tools
 
@@ -26,11 +26,11 @@ PLACES = {
     "reasoning_effort": "output_config.effort",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
 }
+# Fields that mean in a chat what they mean here, as far as this route has them.
 SAME = (
-    *("model", "stream", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids"),
-    *("ignore_eos", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
-    *("speculative", "fixed_drafts", "chat_template_kwargs"),
-)  # fields that mean in a chat what they mean here
+    *Sampled.model_fields,
+    *("model", "stream", "max_tokens", "seed", "min_tokens", "fixed_drafts", "chat_template_kwargs"),
+)
 BUDGETS = ((4096, "low"), (16384, "medium"))  # tokens of thinking below which a budget asks for an effort; else high
 
 

@@ -55,11 +55,11 @@ PLACES = {
     "verbosity": "text.verbosity",
     "logprobs": "include",
 }
+# Fields that mean in a chat what they mean here.
 SAME = (
-    *("model", "stream", "temperature", "top_p", "parallel_tool_calls", "top_k", "min_p", "seed", "stop"),
-    *("stop_token_ids", "ignore_eos", "skip_special_tokens", "min_tokens", "presence_penalty", "frequency_penalty"),
-    *("repetition_penalty", "logit_bias", "speculative", "chat_template_kwargs", "cache_salt"),
-)  # fields that mean in a chat what they mean here
+    *Sampled.model_fields,
+    *("model", "stream", "parallel_tool_calls", "seed", "min_tokens", "chat_template_kwargs", "cache_salt"),
+)
 
 
 def _items(value: Any) -> list[dict[str, Any]]:
