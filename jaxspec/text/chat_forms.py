@@ -1,8 +1,8 @@
 """Chats in a form that a template writes whole: templates drop or refuse roles that their model wasn't trained on.
 
-Invariant: each text of a chat reaches the prompt, or the chat is refused with the message at fault. A probe decides:
-the chat with a mark in place of each text, rendered once for each shape of a chat. So what templates trim, or strip of
-earlier turns' reasoning, doesn't count as lost.
+Invariant: each text of a chat, each call's name and its arguments reach the prompt, or the chat is refused with the
+part at fault. A probe decides: the chat with a mark in place of each part, rendered once for each shape of a chat. So
+what templates trim, or strip of earlier turns' reasoning, doesn't count as lost.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _forms: dict[Any, Form] = {}  # by template and shape, the oldest first
 
 
 def in_form(messages: Messages, template: str, options: dict[str, Any], render: Callable[[Messages], str]) -> Messages:
-    """The messages in the first form whose texts `render` all writes.
+    """The messages in the first form of which `render` writes all texts and calls.
 
     The forms: as they are; developer's messages as system's, which comes first where the template doesn't mention
     developers; all of these as one that comes first; that one at the beginning of the user's first message. Each with
@@ -53,10 +53,9 @@ def in_form(messages: Messages, template: str, options: dict[str, Any], render: 
                     del _forms[next(iter(_forms))]
                 _forms[key] = form
             return changed
-        role, shown = lost["role"], lost["content"].strip()[:60]
         complaint = complaint or TokenizerError(
-            f"the chat template doesn't write the message of role {role!r} that begins {shown!r}; leave it out, or "
-            "send its text in a role that the model knows, such as user"
+            f"the chat template doesn't write {lost}; leave it out, or send its text in a role that the model knows, "
+            "such as user"
         )
     raise complaint
 
@@ -79,23 +78,36 @@ def _shape(message: dict[str, Any]) -> Any:
     """All that decides how a template writes a message, beside its text."""
     text = message.get("content")
     said = tuple(bool(each.strip()) for each in _texts(text)) if isinstance(text, str | list) else type(text)
-    calls = [type(call["function"]["arguments"]) for call in _calls(message)]
+    given = [call["function"].get("arguments") for call in _calls(message)]
+    calls = [(type(arguments), bool(arguments)) for arguments in given]
     return message.get("role"), said, tuple(calls), tuple(sorted(message))
 
 
-def _lost(messages: Messages, render: Callable[[Messages], str]) -> dict[str, Any] | None:
-    """The first message whose text the template doesn't write."""
-    marks: dict[str, dict[str, Any]] = {}
+def _lost(messages: Messages, render: Callable[[Messages], str]) -> str | None:
+    """The first part of the chat that the template doesn't write, in words."""
+    parts: dict[str, str] = {}  # by mark
+
+    def mark(part: str) -> str:
+        parts[made := f"Mark{len(parts)}."] = part
+        return made
+
     marked = []
-    for number, message in enumerate(messages):
-        content = message.get("content")
-        for part, said in enumerate(_texts(content)):
-            if said.strip():
-                mark = f"Mark{number}.{part}of{len(messages)}."
-                marks[mark], content = {**message, "content": said}, _with_text(content, part, mark)
-        marked.append({**message, "content": content})
+    for message in messages:
+        content, calls = message.get("content"), []
+        for place, said in enumerate(_texts(content)):
+            if shown := said.strip()[:60]:
+                said = mark(f"the message of role {message.get('role')!r} that begins {shown!r}")
+                content = _with_text(content, place, said)
+        for call in _calls(message):
+            function, whose = call["function"], f"the call of {call['function'].get('name')!r}"
+            changed = {"name": mark(whose)}
+            if arguments := function.get("arguments"):
+                said = mark(f"the arguments in {whose}")
+                changed["arguments"] = said if isinstance(arguments, str) else {"argument": said}
+            calls.append({**call, "function": function | changed})
+        marked.append({**message, "content": content} | ({"tool_calls": calls} if calls else {}))
     text = render(marked)
-    return next((message for mark, message in marks.items() if mark not in text), None)
+    return next((part for mark, part in parts.items() if mark not in text), None)
 
 
 def _texts(content: Any) -> list[str]:
@@ -116,8 +128,7 @@ def _with_text(content: Any, part: int, text: str) -> Any:
 def _calls(message: dict[str, Any]) -> list[dict[str, Any]]:
     calls = message.get("tool_calls")
     whole = isinstance(calls, list) and all(
-        isinstance(each, dict) and isinstance(each.get("function"), dict) and "arguments" in each["function"]
-        for each in calls
+        isinstance(each, dict) and isinstance(each.get("function"), dict) for each in calls
     )
     return calls if whole else []
 
@@ -170,7 +181,7 @@ def _calls_apart(messages: Messages) -> Messages:
 
 def _arguments_as_objects(messages: Messages) -> Messages:
     def whole(call: dict[str, Any]) -> dict[str, Any]:
-        arguments = call["function"]["arguments"]
+        arguments = call["function"].get("arguments")
         if not isinstance(arguments, str):
             return call
         return {**call, "function": {**call["function"], "arguments": {"arguments": arguments}}}

@@ -20,7 +20,9 @@ QWEN3 = """
 {%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
 {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
 {%- elif message.role == 'assistant' %}
-{{- '<|im_start|>assistant\\n' + message.content.split('</think>')[-1].lstrip('\\n') + '<|im_end|>\\n' }}
+{{- '<|im_start|>assistant\\n' + message.content.split('</think>')[-1].lstrip('\\n') }}
+{%- for call in message.tool_calls or () %}{{ '<tool_call>' + call.function.name }}
+{{- call.function.arguments | tojson }}{% endfor %}{{ '<|im_end|>\\n' }}
 {%- elif message.role == 'tool' %}{{ '<|im_start|>user\\n<tool_response>' + message.content + '<|im_end|>\\n' }}
 {%- endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}
@@ -30,11 +32,9 @@ QWEN3 = """
 
 # Arguments must be mappings.
 QWEN3_CODER = QWEN3.replace(
-    "{%- elif message.role == 'tool' %}",
-    "{%- for call in message.tool_calls or () %}{{ '<function=' + call.function.name + '>' }}"
-    "{% for key, value in call.function.arguments | items %}{{ '<parameter=' + key + '>' + value | string }}"
-    "{% endfor %}{% endfor %}{%- elif message.role == 'tool' %}",
-    1,
+    "{{- call.function.arguments | tojson }}",
+    "{%- for key, value in call.function.arguments | items %}{{ '<parameter=' + key + '>' + value | string }}"
+    "{% endfor %}",
 )
 
 # Any role has a header; text beside calls is dropped.
@@ -48,6 +48,7 @@ LLAMA3 = """
 {%- elif 'tool_calls' in message %}
 {%- if message.tool_calls | length != 1 %}{{ raise_exception('This model only supports single tool-calls at once!') }}
 {%- endif %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' + message.tool_calls[0].function.name }}
+{{- message.tool_calls[0].function.arguments | tojson }}
 {%- else %}{{ '<|start_header_id|>ipython<|end_header_id|>\\n\\n' + message.content + '<|eot_id|>' }}{% endif %}
 {%- endfor %}
 """
@@ -77,7 +78,7 @@ GEMMA = """
 {{- '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}{% endfor %}
 """
 
-# All system messages are written first; results are read, other roles dropped.
+# All system messages are written first; calls and other roles are dropped.
 DEEPSEEK = """
 {%- set ns = namespace(system='') %}
 {%- for message in messages %}{% if message['role'] == 'system' %}{% set ns.system = ns.system + message['content'] %}

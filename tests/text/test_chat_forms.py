@@ -15,6 +15,8 @@ USER, ANSWER = {"role": "user", "content": "What now?"}, {"role": "assistant", "
 CALL = {"id": "a1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
 CALLS = {"role": "assistant", "content": "I look.", "tool_calls": [CALL]}
 RESULT = {"role": "tool", "content": "8", "tool_call_id": "a1"}
+NAMES = templates.QWEN3.replace("\n{{- call.function.arguments | tojson }}", "")  # and no arguments
+FIRST_CALL = templates.QWEN3.replace("message.tool_calls or ()", "message.tool_calls[:1]")
 WRITERS = ("QWEN25", "QWEN3", "QWEN3_CODER", "LLAMA3", "MISTRAL", "GEMMA", "DEEPSEEK", "FIRST_SYSTEM")
 
 
@@ -71,6 +73,34 @@ def test_a_message_that_the_template_drops_is_refused(template, role):
     assert "What now?" in written(template, USER, {**dropped, "content": "  "}), "without text nothing is lost"
 
 
+def call(name: str, arguments: object) -> dict:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+@pytest.mark.parametrize(
+    "template, calls, lost",
+    [
+        ("DEEPSEEK", [CALL], "the call of 'f'"),
+        ("DEEPSEEK", [{"function": {"name": "f"}}], "the call of 'f'"),
+        (NAMES, [CALL], "the arguments in the call of 'f'"),
+        (NAMES, [call("f", "x = 1")], "the arguments in the call of 'f'"),
+        (FIRST_CALL, [CALL, call("g", {})], "the call of 'g'"),
+    ],
+)
+def test_a_call_that_the_template_drops_is_refused(template, calls, lost):
+    asks = {"role": "assistant", "content": "", "tool_calls": calls}
+    assert written(template, USER, {**asks, "tool_calls": []}), "without calls nothing is lost"
+    with pytest.raises(TokenizerError, match=f"the chat template doesn't write {lost}; leave it out"):
+        written(template, USER, asks)
+
+
+def test_calls_without_arguments_lose_none():
+    asks = {"role": "assistant", "content": "", "tool_calls": [call("list", {})]}
+    assert "<tool_call>list<|im_end|>" in written(NAMES, USER, asks)
+    with pytest.raises(TokenizerError, match="the arguments"):
+        written(NAMES, USER, {**asks, "tool_calls": [call("list", {"of": 1})]})
+
+
 def test_a_short_text_isnt_found_in_another():
     with pytest.raises(TokenizerError, match="role 'critic'"):
         written("QWEN3", USER, {"role": "critic", "content": "now"})
@@ -85,6 +115,9 @@ def test_arguments_that_are_no_object_reach_the_prompt():
     broken = {**CALLS, "tool_calls": [{**CALL, "function": {"name": "f", "arguments": '{"x": '}}]}
     assert '"{\\"x\\": "' in written("QWEN25", USER, broken, RESULT)
     assert '<parameter=arguments>{"x": ' in written("QWEN3_CODER", USER, broken, RESULT)
+    shown = "{{- call.function.arguments | tojson }}"
+    mappings = templates.QWEN3.replace(shown, "{%- if call.function.arguments is mapping %}" + shown + "{% endif %}")
+    assert '<tool_call>f{"arguments": "{\\"x\\": "}' in written(mappings, USER, broken, RESULT)
 
 
 def test_a_shape_is_probed_once(monkeypatch):
