@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,12 @@ from pathlib import Path
 import jax
 
 from jaxspec.bench.results import BenchError, Row
+
+# Flags that the comparison itself has, or has no use for.
+_SHARED = (
+    "model", "data", "output", "steps", "minutes", "row-length", "seed", "dtype", "num-draft-tokens", "max-new-tokens",
+    "num-samples", "no-evaluation", "no-plots",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -39,10 +46,10 @@ class Contender:
 def contenders(
     args: argparse.Namespace, parse: Callable[[list[str]], argparse.Namespace], methods: Sequence[str]
 ) -> list[Contender]:
-    """The drafters of `--drafters`, `NAME` or `NAME?flag=value&flag=value`, each with the shared settings.
+    """The drafters of `--drafters`, `NAME` or `NAME?flag=value&switch`, each with the shared settings.
 
-    **Raises:** `BenchError` for a method that isn't known, or two of one name. Exits, as the command line does, for a
-    flag that the method doesn't have.
+    **Raises:** `BenchError` for a method that isn't known, a flag that all share, or two of one name. Exits, as the
+    command line does, for a flag that the method doesn't have.
     """
     found = []
     for name in args.drafters:
@@ -66,9 +73,14 @@ def contenders(
 
 def _flag(name: str, option: str) -> list[str]:
     key, equals, value = option.partition("=")
-    if not key or not equals:
-        raise BenchError(f"--drafters {name}: options are flag=value, joined by &, got {option!r}")
-    return [f"--{key}", value]
+    if key in _SHARED:
+        raise BenchError(f"--drafters {name}: --{key} is the same for all drafters. Drop it there")
+    return [f"--{key}={value}" if equals else f"--{key}"]
+
+
+def listed(text: str) -> list[str]:
+    """The drafters of a list. A comma before a letter divides two; others belong to a value, such as layers 0,2,3."""
+    return re.split(",(?=[^0-9.-])", text)
 
 
 def budget(text: str) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from jaxspec.bench.matched import budget
+from jaxspec.bench.matched import budget, listed
 from jaxspec.bench.results import counts
 from jaxspec.cli import called
 from jaxspec.config.flags import add_engine_flags, add_value, checked, natural, positive
@@ -194,7 +194,7 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
     _add_common(parser)
     group = parser.add_argument_group("what is compared")
     add, value = group.add_argument, partial(add_value, group)
-    listed, said = lambda text: text.split(","), "methods; of one's own flags some, as in dspark?markov-rank=64"
+    said = "methods; of one's own flags some, as in dspark?markov-rank=64&weigh-rounds"
     add("--drafters", required=True, type=listed, metavar="D,D,...", help=said)
     budgets = checked(budget, "must be minutes, such as 8m, or steps, such as 4000")
     add("--budget", required=True, type=budgets, metavar="B", help="of each drafter: minutes, 8m, or steps, 4000")

@@ -32,15 +32,38 @@ def test_each_drafter_has_the_shared_settings_and_its_own(tmp_path):
     assert eagle.draft == f"eagle3:{tmp_path}/eagle3/drafter"
 
 
+def test_every_flag_of_a_method_can_be_given(tmp_path):
+    """Lists of numbers and switches too."""
+    shape = "?target-layers=0,2,3"
+    given = f"lilicorr{shape}&candidates=4&lead=1,domino{shape}&gru-size=8&uncorrected=0,dspark?weigh-rounds"
+    lilicorr, domino, dspark = found(tmp_path, given)
+    assert lilicorr.draft.startswith("lilicorr:") and domino.draft.startswith("domino:")
+    assert lilicorr.args.target_layers == domino.args.target_layers == (0, 2, 3) and dspark.args.weigh_rounds
+    assert (lilicorr.args.candidates, lilicorr.args.lead) == (4, 1.0)
+    assert (domino.args.gru_size, domino.args.uncorrected) == (8, 0)
+
+
 @pytest.mark.parametrize("drafters, message", [
-    ("eagle3,eagel", r"--drafters eagel: 'eagel' is no method of training; there are eagle3, dflash, dspark"),
+    ("eagle3,eagel", r"--drafters eagel: 'eagel' is no method of training; .*dspark, lilicorr, domino"),
     ("evaluate", "'evaluate' is no method"),
     ("eagle3,eagle3", "two of them have one name"),
-    ("eagle3?unroll", "options are flag=value, joined by &, got 'unroll'"),
+    ("dspark,domino?steps=9", r"--drafters domino\?steps=9: --steps is the same for all drafters"),
 ])  # fmt: skip
 def test_drafters_that_cannot_be_compared(tmp_path, drafters, message):
     with pytest.raises(BenchError, match=message):
         found(tmp_path, drafters)
+
+
+@pytest.mark.parametrize("drafters, message", [
+    ("lilicorr?gru-size=8", "arguments: --gru-size=8"),
+    ("domino?gru-size", "--gru-size: expected one argument"),
+    ("domino?base-weight=2", "must be a number from 0 to 1, got '2'"),
+    ("dspark?weigh-rounds=yes", "ignored explicit argument 'yes'"),
+])  # fmt: skip
+def test_flags_that_a_method_does_not_take(tmp_path, drafters, message, capsys):
+    with pytest.raises(SystemExit):
+        found(tmp_path, drafters)
+    assert message in capsys.readouterr().err
 
 
 def test_budgets():
