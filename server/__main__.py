@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     """Serve until interrupted; returns the exit status: 0, 1 if the engine failed, 2 for what a user can get wrong."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _interrupt)
-    faulthandler.enable()  # native code that crashes then says under which Python
+    faulthandler.enable(sys.__stderr__)  # native code that crashes then says under which Python
     try:
         args = parse(sys.argv[1:] if argv is None else argv)
         logs.set_up(args.log_level, args.log_format)

@@ -69,7 +69,7 @@ def test_programs_compiled_under_load_are_told(url, tmp_path, monkeypatch):
 
 
 def test_questions_at_a_rate(url, tmp_path):
-    (tmp_path / "q.jsonl").write_text('{"question": "1+1?"}\n{"question": "2+2?"}\n')
+    (tmp_path / "q.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n{"question": "2+2?", "answer": "4"}\n')
     argv = ["--dataset", "gsm8k", "--data", str(tmp_path / "q.jsonl"), "--request-rate", "50", "--num-prompts", "5"]
     document = command(tmp_path / "x.json", "--url", url, "--concurrency", "3", "--output-len", "5", *argv)
     (row,) = document["rows"]

@@ -120,7 +120,7 @@ def test_what_rows_see(keys, causal, windows):
     ({"sliding_window": None}, ["sliding_window must be an integer of at least 1, got None"]),
     ({"dflash_config": {"conv_kernel_size": 2}}, ["conv_kernel_size is 2", "not supported"]),
     ({"dflash_config": {"use_swa": True}}, ["use_swa is True", "not supported"]),
-    ({"dflash_config": {"projector_type": "domino"}}, ["projector_type is 'domino'", "not supported"]),
+    ({"dflash_config": {"projector_type": "spiral"}}, ["projector_type is 'spiral'", "not supported"]),
     ({"dflash_config": {"final_logit_softcapping": -1}}, ["final_logit_softcapping must be a positive number, got -1"]),
 ])  # fmt: skip
 def test_configs_that_are_refused(pair, keys, words):

@@ -145,7 +145,7 @@ def test_rows_of_a_tree_keep_to_the_window_by_their_position_and_not_their_place
     q = rng.standard_normal((1, size + 1, 4, H), np.float32)
     new = (x[None, known:] for x in (k, v))
     out, _ = rows.attend(jnp.asarray(kv), jnp.int32(LAYER), q[:, :size], *new, window, sinks)
-    padded, _ = rows._look(jnp.asarray(kv), jnp.int32(LAYER), jnp.asarray(q), window, sinks)
+    padded, _ = rows.look_back(jnp.asarray(kv), jnp.int32(LAYER), jnp.asarray(q), window, sinks)
     np.testing.assert_array_equal(padded[:, :size], out)
     for i, mine in enumerate(path):
         seen = [*range(known), *(known + j for j in mine)][-window:]
@@ -156,9 +156,9 @@ def test_a_tree_made_in_steps_needs_a_window_that_holds_it():
     table, ones = np.ones((1, 4), np.int32), np.ones(1, np.int32)
     rows = Rows(ones, ones, table, jnp.ones((1, 2), jnp.int32), jnp.ones((1, 2, 6), bool))
     q, kv = jnp.zeros((1, 2, 4, H)), jnp.zeros((LAYERS, 3, 2, 2, 4, H))
-    rows._look(kv, jnp.int32(0), q, 6)
+    rows.look_back(kv, jnp.int32(0), q, 6)
     with pytest.raises(NotImplementedError, match="a window of 5 positions, and a mask over 6 KV slots"):
-        rows._look(kv, jnp.int32(0), q, 5)
+        rows.look_back(kv, jnp.int32(0), q, 5)
 
 
 def test_rows_before_the_start_are_zero_and_disturb_nobody():
