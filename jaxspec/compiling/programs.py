@@ -73,6 +73,8 @@ class Programs:
     The state given to a call is consumed.
     """
 
+    without_warm_up = "are compiled when they are first used"
+
     def __init__(
         self,
         config: ModelConfig,
@@ -563,4 +565,4 @@ def programs_there(programs: Programs) -> str:
     ready, pending = programs.ready, len(programs.pending)
     if pending:
         return f"{ready} of {ready + pending} programs. The others are being compiled; until then requests are slower"
-    return f"{ready} programs" if ready else "whose programs are compiled when they are first used"
+    return f"{ready} programs" if ready else f"whose programs {programs.without_warm_up}"

@@ -279,6 +279,12 @@ class EngineConfig:
         False, "keep the experts that a mixture chose beside each page, for requests that ask", group=RUNNING
     )
     skip_warmup: bool = option(False, "compile on first use instead of at start", group=RUNNING)
+    disable_jit: bool = option(
+        False,
+        "run programs operation by operation, to print and break in a drafter of one's own: slow, on one device, and "
+        "on a GPU with --kernels plain",
+        group=RUNNING,
+    )
     few_programs: bool = option(False, "compile one batch size alone: ready sooner, slower at low load", group=RUNNING)
     batch_sizes: str | None = option(
         None,
@@ -357,6 +363,10 @@ class EngineConfig:
         method = method.lower() if method.lower() in ("none", "auto") else METHODS.get(method.lower(), method)
         object.__setattr__(self, "draft", method + cut + rest)  # the dataclass is frozen
         self._check_drafts()
+        if self.disable_jit:
+            object.__setattr__(self, "skip_warmup", True)  # there is nothing to compile
+            if self.tp_size > 1:
+                raise ConfigError(f"--disable-jit runs on one device, got --tp-size {self.tp_size}. Drop one of them")
         for name in ("batch_sizes", "prefill_sizes"):
             self.listed(name)
         if self.batch_sizes is not None and self.few_programs:

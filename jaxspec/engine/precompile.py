@@ -72,8 +72,8 @@ def compile_all(options: dict) -> int:
     **Raises:** `ConfigError` for options that can't work, a device whose programs can't be kept, and a drafter whose
     can't; `CheckpointError`.
     """
-    if options["skip_warmup"] or options["dp_size"] != 1:
-        raise ConfigError("compile makes all programs of one engine: drop --skip-warmup and --dp-size")
+    if options["skip_warmup"] or options["disable_jit"] or options["dp_size"] != 1:
+        raise ConfigError("compile makes all programs of one engine: drop --skip-warmup, --disable-jit and --dp-size")
     claim_device()
     if (backend := jax.default_backend()) != "gpu":
         raise ConfigError(f"programs are kept for GPUs alone, and this is a {backend}; jax can't keep others")

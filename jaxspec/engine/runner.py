@@ -39,6 +39,7 @@ from jaxspec.compiling import xla_options
 from jaxspec.compiling.abstract_model import Loading, alike
 from jaxspec.compiling.executable_store import Executables, enable_compilation_cache
 from jaxspec.compiling.ladder import of_rounds, sizes_of
+from jaxspec.compiling.op_by_op import OpByOp
 from jaxspec.compiling.programs import Programs, programs_there
 from jaxspec.compiling.round_timing import time_rounds
 from jaxspec.config.engine_config import EngineConfig
@@ -163,7 +164,8 @@ class Runner:
             log.info("%d adapters of rank %d: %s", self.adapters.count, self.adapters.rank, describe(paths))
         self._division = self._divide()
         params = with_adapters(self.model.params, self.adapters), self.draft.params
-        self.programs = Programs(self._local, drafter, self.shapes, *params, self._store(), self._division)
+        made = OpByOp if self.config.disable_jit else Programs
+        self.programs = made(self._local, drafter, self.shapes, *params, self._store(), self._division)
 
     def _compile(self, options: EngineConfig, staged: bool, loading: Loading | None) -> None:
         """Compile the programs, or in a `staged` start those that serve anything; meet the other hosts.

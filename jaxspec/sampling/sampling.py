@@ -165,7 +165,7 @@ def _keep_top(p: Array, weights: Array, target: Array) -> Array:
     bits = jax.lax.bitcast_convert_type(p, jnp.uint32)
 
     def step(i, threshold):
-        unit = jnp.uint32(1) << (30 - 2 * i).astype(jnp.uint32)
+        unit = jnp.uint32(1) << jnp.uint32(30 - 2 * i)
         tails = [jnp.sum(jnp.where(bits >= threshold + n * unit, weights, 0.0), -1, keepdims=True) for n in (1, 2, 3)]
         return threshold + unit * sum((tail >= target).astype(jnp.uint32) for tail in tails)
 
