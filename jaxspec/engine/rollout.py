@@ -106,8 +106,7 @@ class Rollout:
         runner, config = self._engine.runner, self._engine.config
         if runner.hosts is not None:
             raise ConfigError("weights can't be updated on several hosts; start the nodes again with the new ones")
-        if "weights" in self.released:
-            raise RequestError("the weights are released; resume them before they are updated", "tags")
+        self._check_present()
         if target is not None:
             check_follows(runner.draft, config)
         made = read_folders if isinstance(drafter if target is None else target, str | Path) else read
@@ -207,7 +206,12 @@ class Rollout:
     def _pause(self, mode: str) -> None:
         self.paused = mode
 
+    def _check_present(self) -> None:
+        if "weights" in self.released:
+            raise RequestError("the weights are released; resume them before they are updated", "tags")
+
     def _apply(self, update: Update, flush: bool) -> None:
+        self._check_present()
         engine, runner = self._engine, self._engine.runner
         runner.set_weights(*applied(runner.model, runner.draft, engine.config, update))
         before, self._updates = self._updates, self._updates + 1

@@ -32,12 +32,13 @@ BY_NAME = "a mapping of Hugging Face names to arrays"
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """Weights that are ready to take others' places: leaves of the target's declarations, None where the old one
-    stays, the drafter's params by name, and the vision tower's. None: all of them stay. `version` names the result."""
+    """Weights that are ready to take others' places: leaves of the target's declarations, the drafter's params by name,
+    and the vision tower's, each with the layers that it is of (None: all of the array). Where a leaf, or all of a part,
+    is None, the weights stay that the engine has when the update is applied. `version` names the result."""
 
     target: list[Any] | None
     draft: Mapping[str, Any] | None
-    tower: Mapping[str, Any] | None = None
+    tower: Mapping[str, tuple[list[int] | None, Any]] | None = None
     version: str | None = None
 
 
@@ -49,7 +50,7 @@ def read(model: Model, draft: LoadedDrafter, config: EngineConfig, target: Any, 
 
     **Raises:** `CheckpointError` naming what doesn't fit, or what isn't finite.
     """
-    tower = None
+    tower = module = None
     if target is None and drafter is None:
         raise CheckpointError("an update needs weights: of the target, of the drafter, or both")
     if _by_names(target, model.params):
@@ -60,14 +61,14 @@ def read(model: Model, draft: LoadedDrafter, config: EngineConfig, target: Any, 
         if model.tower is not None and (own := {n: array for n, array in target.items() if PREFIXES.match(n)}):
             tower = _tower(model, own)
         if modules and drafter is None and isinstance(draft.drafter, mtp.Mtp):
-            drafter = _module(draft, modules)
+            module = _module(draft, modules)
         if names or not (modules or tower):
             target = _named(_leaves(declared(model)), _leaves(base(model)), names, model.dtype, config.tp_size)
         else:
             target = None
     elif target is not None:
         target = _fitted(declared(model), base(model), _without_derived(model, target), "target")
-    update = Update(target, None if drafter is None else _drafters(draft, drafter), tower)
+    update = Update(target, module if drafter is None else _drafters(draft, drafter), tower)
     _check_finite(model, update)
     return update
 
@@ -91,7 +92,8 @@ def read_folders(
         name = f"{method}:{drafter}" if ":" in draft.name or draft.name == method else drafter
         made = load_drafter(name, loaded, config)
     update = read(model, draft, config, None if target is None else loaded.params, made and made.params)
-    tower = loaded.tower if loaded is not model and model.tower is not None else None
+    whole = loaded is not model and model.tower is not None
+    tower = {name: (None, array) for name, array in loaded.tower.items()} if whole else None
     shared = {id(array) for array in jax.tree.leaves(loaded.params)}
     own = lambda value: not any(id(array) in shared for array in jax.tree.leaves(value))  # noqa: E731
     parts = None if made is None else {name: each for name, each in update.draft.items() if own(each)}
@@ -102,14 +104,16 @@ def applied(model: Model, draft: LoadedDrafter, config: EngineConfig, update: Up
     """Model and drafter with the update. What the drafter borrows of the target is the new target's."""
     new = model
     if update.target is not None:
-        _, structure = jax.tree.flatten(base(model), is_leaf=_whole)
-        pairs = zip(update.target, _leaves(base(model)), strict=True)
-        params = jax.tree.unflatten(structure, [old if given is None else given for given, old in pairs])
+        structure = jax.tree.structure(base(model), is_leaf=_whole)
+        params = _merged(jax.tree.unflatten(structure, update.target), base(model))
         new = prepared(dataclasses.replace(model, params=params), draft, config)
-    new = new if update.tower is None else dataclasses.replace(new, tower=update.tower)
+    if update.tower is not None:
+        tower = {name: _with_layers(model.tower[name], *given) for name, given in update.tower.items()}
+        new = dataclasses.replace(new, tower=model.tower | tower)
     params = draft.params
     if isinstance(params, Mapping):
-        params = {name: each for name, each in params.items() if name != "head_copy"} | dict(update.draft or {})
+        given = {name: _merged(each, params[name]) for name, each in (update.draft or {}).items()}
+        params = {name: each for name, each in params.items() if name != "head_copy"} | given
         params |= draft.drafter.derived(params, config.tp_size) if update.draft else {}
         params = _followed(params, model.params, new.params)
         params = with_head_copy(params) if "head_copy" in draft.params else params
@@ -152,6 +156,17 @@ def _whole(leaf: Any) -> bool:
 
 def _leaves(tree: Any) -> list[Any]:
     return jax.tree.leaves(tree, is_leaf=_whole)
+
+
+def _merged(given: Any, old: Any) -> Any:
+    """A tree with `old`'s leaves where the given ones are None."""
+    return jax.tree.map(
+        lambda leaf, before: before if leaf is None else leaf, given, old, is_leaf=lambda x: x is None or _whole(x)
+    )
+
+
+def _with_layers(old: Any, layers: list[int] | None, given: Any) -> Any:
+    return given if layers is None else old.at[jnp.array(layers)].set(given)
 
 
 def _by_names(given: Any, params: Any) -> bool:
@@ -224,7 +239,7 @@ def _check_finite(model: Model, update: Update) -> None:
     """**Raises:** `CheckpointError` naming a weight that has NaN or infinity."""
     given = [] if update.target is None else zip(_leaves(declared(model)), update.target, strict=True)
     trees = {param.sources[0]: leaf for param, leaf in given if leaf is not None}
-    trees |= {f"vision tower: {name}": each for name, each in (update.tower or {}).items()}
+    trees |= {f"vision tower: {name}": each for name, (_, each) in (update.tower or {}).items()}
     trees |= {f"drafter[{name!r}]": each for name, each in (update.draft or {}).items()}
     named = [(name, array) for name, tree in trees.items() for array in jax.tree.leaves(tree)]
     flags = jax.device_get([_finite(array) for _, array in named])
@@ -237,18 +252,20 @@ def _finite(array: jax.Array) -> jax.Array:
     return jnp.isfinite(array).all()
 
 
-def _tower(model: Model, given: dict[str, Any]) -> dict[str, Any]:
-    """The vision tower's parameters, with these arrays by Hugging Face names in the place of its own."""
-    made, tower = dict(model.tower), model.config.tower
+def _tower(model: Model, given: dict[str, Any]) -> dict[str, tuple[list[int] | None, Any]]:
+    """The vision tower's parameters for arrays by Hugging Face names, as `Update` has them."""
+    tower, found = model.config.tower, dict[str, dict[int, Any]]()
     for name, array in given.items():
         if (own := tower.parameter(name)) is None:
             raise CheckpointError(f"the vision tower has no {name}")
         key, layer = own
         if array.size != math.prod(shape := tower.shapes[key]) or len(array) != shape[0]:
             raise CheckpointError(f"{name} is {list(array.shape)}, the vision tower's is {list(shape)}")
-        array = jnp.asarray(array, made[key].dtype).reshape(shape)
-        made[key] = made[key].at[layer].set(array) if key.startswith(tower.per_layer) else array
-    return made
+        found.setdefault(key, {})[layer] = jnp.asarray(array, model.tower[key].dtype).reshape(shape)
+    return {
+        key: (list(each), jnp.stack([*each.values()])) if key.startswith(tower.per_layer) else (None, each[0])
+        for key, each in found.items()
+    }
 
 
 def _placed(given: Any, before: Any, name: str, shape: tuple[int, ...] | None = None) -> Any:
@@ -288,13 +305,12 @@ def _drafters(draft: LoadedDrafter, given: Any) -> dict[str, Any]:
 
 
 def _module(draft: LoadedDrafter, given: dict[str, Any]) -> dict[str, Any]:
-    """An MTP module's params for arrays by name; those that aren't given stay."""
+    """An MTP module's params for arrays by name, None for those that aren't given."""
     drafter = draft.drafter
     tree = mtp.parameters(drafter.config, getattr(drafter, "modules", 1))
     old = {name: draft.params[name] for name in tree}
     made = _named(_leaves(tree), _leaves(old), given, drafter.dtype, 1)
-    merged = [before if leaf is None else leaf for leaf, before in zip(made, _leaves(old), strict=True)]
-    return jax.tree.unflatten(jax.tree.structure(tree, is_leaf=_whole), merged)
+    return jax.tree.unflatten(jax.tree.structure(tree, is_leaf=_whole), made)
 
 
 def _followed(params: Any, old: Any, new: Any) -> Any:

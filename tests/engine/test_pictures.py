@@ -144,6 +144,24 @@ def test_a_towers_weights_are_updated_with_its_model(llm):
     assert texts(llm, ["long"]) == before
 
 
+def test_updates_that_are_read_before_others_are_applied_keep_those(llm):
+    """A tower's layers and an MTP module's parameters in two chunks, the second sent before the first is applied."""
+    runner, rollout = llm.engine.runner, llm.engine.rollout
+    tensors = load_file(GOLDEN / "qwen3_5" / "model.safetensors")
+    own = {name: 2 * array for name, array in tensors.items() if name.startswith(("model.visual.", "mtp."))}
+    tower, draft = runner.model.tower, runner.draft.params
+    one = {name: array for name, array in own.items() if "blocks.1." in name or "norm" in name}
+    two = {name: array for name, array in own.items() if name not in one}
+    for update in [rollout.prepare(each, None, None) for each in (one, two)]:
+        rollout.update(update).result()
+    found = runner.model.tower, runner.draft.params
+    llm.update_weights(own)
+    jax.tree.map(np.testing.assert_array_equal, found, (runner.model.tower, runner.draft.params))
+    jax.tree.map(np.testing.assert_array_equal, found[0], jax.tree.map(lambda array: 2 * array, tower))
+    assert not np.array_equal(*(jax.device_get(each["norm"]) for each in (found[1], draft)))
+    llm.update_weights(str(GOLDEN / "qwen3_5"))
+
+
 def test_sampled_texts_and_logprobs_are_those_of_a_cold_engine(llm):
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=12, logprobs=2, prompt_logprobs=1, ignore_eos=True)
     (one,), (two,) = (llm.generate([prompt("two")], params) for _ in range(2))

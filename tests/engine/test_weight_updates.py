@@ -147,9 +147,11 @@ def test_an_engine_is_updated_while_it_sleeps(restored):
     """Its pages may be away, its weights may not; and a pause takes a drafter's update alone."""
     llm = restored(engine(SELF))
     new = others(llm)
+    sent = llm.engine.rollout.prepare(new, None, None)
     llm.release_memory(["weights"])
-    with pytest.raises(RequestError, match="the weights are released; resume them before"):
-        llm.update_weights(new)
+    for late in (lambda: llm.update_weights(new), llm.engine.rollout.update(sent).result):
+        with pytest.raises(RequestError, match="the weights are released; resume them before"):
+            late()
     llm.resume_memory()
     llm.release_memory(["kv_cache"])
     llm.update_weights(new, version="asleep")
