@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int
 
+from jaxspec.compiling import xla_options
 from jaxspec.compiling.executable_store import Executables
 from jaxspec.compiling.lowering import shape_of
 from jaxspec.decoder.towers import embed_pictures, places
@@ -40,8 +41,9 @@ class TowerPrograms:
     ):
         self.sizes, self._tower, self._rows, self._store = sizes, tower, rows, store
         self._params = jax.tree.map(partial(shape_of, sharded=mesh is not None), params)
-        read, self._there = partial(_read, tower), None
+        read, self._there, self._options = partial(_read, tower), None, None
         if mesh is not None:
+            self._options = xla_options.UNTIMED  # see `xla_options.WITH_PEERS`
             read = sharding.spread(read, mesh, sharding.EVERYWHERE, sharding.EVERYWHERE)
             self._there = NamedSharding(mesh, sharding.EVERYWHERE)
         self._jit, self._kernels = jax.jit(read, donate_argnums=1), hopper.requested_kernels()
@@ -92,7 +94,7 @@ class TowerPrograms:
             return program
         cache = contextlib.nullcontext() if self._store is None else not_in_jax_cache()
         with hopper.use_kernels(self._kernels), hopper.counting() as kernels, cache:
-            program = self._jit.lower(*arguments).compile()
+            program = self._jit.lower(*arguments).compile(self._options)
         if self._store is not None:
             self._store.save(key, arguments, program, kernels)
         return program
