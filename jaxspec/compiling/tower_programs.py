@@ -43,7 +43,7 @@ class TowerPrograms:
         self._params = jax.tree.map(partial(shape_of, sharded=mesh is not None), params)
         read, self._there, self._options = partial(_read, tower), None, None
         if mesh is not None:
-            self._options = xla_options.UNTIMED  # see `xla_options.WITH_PEERS`
+            self._options = xla_options.NOTHING_TIMED  # see `xla_options.WITH_PEERS`
             read = sharding.spread(read, mesh, sharding.EVERYWHERE, sharding.EVERYWHERE)
             self._there = NamedSharding(mesh, sharding.EVERYWHERE)
         self._jit, self._kernels = jax.jit(read, donate_argnums=1), hopper.requested_kernels()

@@ -22,10 +22,10 @@ OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
 FEWER_CANDIDATES = {"xla_gpu_autotune_level": 1, "xla_gpu_experimental_enable_fusion_autotuner": False}
 NO_TRITON = {"xla_gpu_enable_triton_gemm": False}
 # Nothing is chosen by running it: cuBLAS's first algorithm for a product, XLA's own emitters for a fusion.
-UNTIMED = FEWER_CANDIDATES | NO_TRITON | {"xla_gpu_autotune_level": 0}
+NOTHING_TIMED = FEWER_CANDIDATES | NO_TRITON | {"xla_gpu_autotune_level": 0}
 # Of devices that read each other's memory. Two sums must not run at once, nor in another order on another device. And
 # no candidate may run on one device while others wait for it in a kernel: a start over two H200s hung.
-WITH_PEERS = UNTIMED | {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
+WITH_PEERS = NOTHING_TIMED | {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
 MANY_ROWS = 8
 
 

@@ -161,7 +161,7 @@ class Runner:
         if self.adapters is not None:
             of = of[0], attached(of[1], self.adapters.stacks, None), *of[2:]
             paths = path_table(*of, self._layout.dtype, self.config.tp_size, adapters=True)
-            log.info("%d adapters of rank %d: %s", self.adapters.count, self.adapters.rank, describe(paths))
+            log.info("up to %d adapters of rank %d: %s", self.adapters.count, self.adapters.rank, describe(paths))
         self._division = self._divide()
         params = with_adapters(self.model.params, self.adapters), self.draft.params
         made = OpByOp if self.config.disable_jit else Programs
