@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from jaxspec.decoder.mixings import MIXINGS
+from jaxspec.models import weights
+
 ROOT = Path(__file__).resolve().parent.parent
 # From the bottom up: a room's modules import from their own room and from those before it here.
 ORDER = """
@@ -99,6 +102,39 @@ def test_jaxspec_knows_nothing_of_the_server():
         for module, others in imports().items()
         if module.startswith("jaxspec") and any(other.split(".")[0] == "server" for other in others)
     ]
+
+
+def sources(outside: tuple[str, ...]) -> dict[str, list[ast.AST]]:
+    """All nodes of each file of ours that isn't in one of these rooms, by its path in `jaxspec/`."""
+    files = {path.relative_to(ROOT / "jaxspec").as_posix(): path for path in (ROOT / "jaxspec").rglob("*.py")}
+    kept = {name: path for name, path in files.items() if not name.startswith(outside)}
+    return {name: list(ast.walk(ast.parse(path.read_text()))) for name, path in kept.items()}
+
+
+def test_nobody_asks_for_a_kind_of_mixing():
+    """A kind says of itself all that others need: so a new one touches its own two files."""
+    kinds, asked = {kind.__name__ for kind in MIXINGS}, set()
+    for name, nodes in sources(("decoder/mixings/",)).items():
+        for node in nodes:
+            if isinstance(node, ast.Call) and getattr(node.func, "id", None) in ("isinstance", "issubclass"):
+                asked |= {name for each in ast.walk(node.args[1]) if getattr(each, "id", None) in kinds}
+            if isinstance(node, ast.MatchClass) and getattr(node.cls, "id", None) in kinds:
+                asked.add(name)
+    assert not asked
+
+
+def test_few_files_name_a_weight_format():
+    """Beside the two whose tables refuse some: kernels of four bits, steps of few rows, a drafter's copy of a head, and
+    benchmarks' weights."""
+    formats = {name for name, each in vars(weights).items() if weights.Format in getattr(each, "__mro__", ())}
+    naming = {
+        name
+        for name, nodes in sources(("models/", "checkpoint/")).items()
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and node.module == "jaxspec.models.weights"
+        if (formats - {"Format"}) & {alias.name for alias in node.names}
+    }
+    assert len(naming - {"decoder/matmul.py", "pallas/experts/experts_mlp.py"}) <= 6, naming
 
 
 @pytest.mark.parametrize("modules,never", [
