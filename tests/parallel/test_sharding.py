@@ -21,8 +21,8 @@ from openai import APIConnectionError, OpenAI
 
 from jaxspec.checkpoint import params as loading
 from jaxspec.config.options import ConfigError
-from jaxspec.drafters import dflash_checkpoint, mtp
 from jaxspec.decoder.forward import head_logits
+from jaxspec.drafters import dflash_checkpoint, mtp
 from jaxspec.models.families import MODELS
 from jaxspec.models.local import local
 from jaxspec.models.model_config import ModelConfig
