@@ -32,6 +32,7 @@ from jaxspec.engine.runner import Runner
 from jaxspec.images.picture import PlacedPicture, Prompt
 from jaxspec.images.placement import Placement
 from jaxspec.rounds.programs import GREEDY, LOGPROBS, SAMPLED
+from jaxspec.sampling.sampling import adjusts
 from jaxspec.scheduling.scheduler import Scheduler
 from jaxspec.scheduling.sequence import SequenceState
 from jaxspec.structured.grammar import Grammars, Matcher
@@ -269,6 +270,4 @@ def _mode(params: SamplingParams) -> str:
     """The least of the round's modes that does what the request asks for."""
     if params.logprobs is not None:
         return LOGPROBS
-    plain = params.temperature == 0 and not params.logit_bias and not params.min_tokens
-    unpenalised = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1, 0, 0)
-    return GREEDY if plain and unpenalised else SAMPLED
+    return GREEDY if params.temperature == 0 and not adjusts(params) else SAMPLED

@@ -26,7 +26,7 @@ from jaxspec.drafters.loading import LoadedDrafter, load_drafter
 from jaxspec.drafters.own_weights import with_head_copy
 from jaxspec.engine.deterministic import prepared
 from jaxspec.models.vision import PREFIXES
-from jaxspec.models.weights import Fp8, Int4, Nvfp4, Param, Weight
+from jaxspec.models.weights import Param, Weight
 from jaxspec.parallel import sharding
 
 BY_NAME = "a mapping of Hugging Face names to arrays"
@@ -230,7 +230,7 @@ def _fitted(declared: Any, old: Any, given: Any, whose: str) -> list[Any]:
 def _check_makes(weight: Weight, name: str) -> None:
     """**Raises:** `CheckpointError` for a format that isn't made of unquantised weights while they are updated."""
     own = weight.format
-    if not isinstance(own, Fp8 | Nvfp4 | Int4) or (isinstance(own, Int4) and (own.zeros or own.ordered)):
+    if not own.made_on_load:
         raise CheckpointError(
             f"{name}: the engine's is {own}, which isn't made of unquantised weights; give it as a folder has "
             "it, or start the engine with --quantization fp8 or int4"
