@@ -351,8 +351,8 @@ class Engine:
         if not seq.preemptions:
             metrics, totals = seq.owner.metrics, self.counts.totals
             metrics.cached_tokens, metrics.cached_on_host = seq.cached, seq.from_host
-            totals["cached_tokens"] += seq.cached
-            totals["host_cached_tokens"] += seq.from_host
+            metrics.cached_on_disk = seq.from_disk
+            totals.update(cached_tokens=seq.cached, host_cached_tokens=seq.from_host, disk_cached_tokens=seq.from_disk)
 
     def _read(self, deltas: list[Delta], keep: int) -> None:
         while len(self._in_flight) > keep:

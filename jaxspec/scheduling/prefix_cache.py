@@ -227,6 +227,7 @@ class PrefixTree:
         self._host = host
         self._pool = pool
         self.clock = 0
+        self._first = b""  # the root's digest
         self._reset()
 
     @property
@@ -342,6 +343,10 @@ class PrefixTree:
         self._reset()
         return dropped
 
+    def begin_with(self, digest: bytes) -> None:
+        """Have pages depend on this, too, in their keys below the device. Nothing of before may be matched any more."""
+        self._first = self.root._digest = digest
+
     def nodes(self) -> Iterator[Node]:
         """Every node except the root, parents before children."""
         stack = [*self.root.children.values()]
@@ -352,6 +357,7 @@ class PrefixTree:
 
     def _reset(self) -> None:
         self.root = Node((), 0, None)
+        self.root._digest = self._first
         self.num_pages = 0
         self._leaves: list[tuple[int, int, Node]] = []
         self._entries = 0  # ever queued: orders leaves of the same time, first come first
