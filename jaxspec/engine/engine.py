@@ -241,7 +241,7 @@ class Engine:
         while (plan := self.scheduler.plan()).drain:
             self._read(deltas, keep=0)
         if self.host_cache is not None:
-            self.host_cache.store()
+            self.host_cache.store(plan.admit)
         table = self.scheduler.table
         prompts = sum(chunk.count for chunk in plan.prefill)
         if plan.reads is not None:
@@ -338,12 +338,12 @@ class Engine:
     def _admit(self, seq: SequenceState) -> None:
         choice: Choice = seq.owner
         request = choice.request
+        if seq.status is Status.WAITING:  # its load failed at once
+            return
         self.runner.admit(seq, request.params, request.seed + choice.index, list(request.stop_ids))
         if not seq.preemptions:
             choice.metrics.queue = time.monotonic() - request.added
-        if seq.status is Status.LOADING:
-            self.host_cache.begin(seq)
-        else:
+        if seq.status is not Status.LOADING:
             self._note_cached(seq)
 
     def _note_cached(self, seq: SequenceState) -> None:

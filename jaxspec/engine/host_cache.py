@@ -30,12 +30,12 @@ from jaxspec.parallel.sharding import AXIS
 from jaxspec.scheduling.host_tier import Copy, HostTier, Load
 from jaxspec.scheduling.kept_blocks import Block, DiskTier
 from jaxspec.scheduling.scheduler import Scheduler
-from jaxspec.scheduling.sequence import SequenceState
+from jaxspec.scheduling.sequence import SequenceState, Status
 
 log = logging.getLogger("jaxspec")
 
 BUCKET_BYTES, BUCKET = 2**27, 32  # of a program that moves pages: about so many bytes, at most so many pages
-AHEAD = 3  # slices that are copied at once: enough for the link, and the host goes on to write those that have arrived
+AHEAD = 3  # slices that are copied at once, enough for the link
 RESERVED_AT_ONCE = 2**28  # bytes of the host's memory
 WRITING = 1 / 16  # share of the host's memory that waits for the disk at most
 PATIENCE = 0.002  # seconds that an idle step waits for the disk
@@ -51,6 +51,7 @@ class Slice:
     blocks: list[Block]
     arrays: list[jax.Array]
     started: float  # seconds; 0: something else was in flight then
+    arrived: bool = False
     checksums: jax.Array | None = None  # once they are written
 
     @property
@@ -199,8 +200,10 @@ class HostCache:
             tier.disk.took(*self.disk.speed(tier.page_bytes // 4), at_start=True)
             log.info("disk cache: in %s, read at %.1f GB/s", self.disk.folder, tier.disk.speed / 1e9)
 
-    def store(self) -> None:
-        """Dispatch copies of pages and snapshots to the host, before a plan's programs overwrite any of them."""
+    def store(self, admitted: list[SequenceState]) -> None:
+        """Dispatch copies of pages and snapshots to the host, before a plan's programs overwrite any of them.
+
+        Then start the loads of those that it admits."""
         tier = self.tier
         while self._storing and all(array.is_ready() for array in self._storing[0][0]):
             self._stored()
@@ -222,6 +225,9 @@ class HostCache:
             self.disk.write(due)
             due, tier.disk.gone = tier.disk.gone, []
             self.disk.delete(due)
+        for seq in admitted:
+            if seq.status is Status.LOADING:
+                self._begin(seq)
 
     def _hear(self, wait: float) -> None:
         """Take note of what the disk's thread has done."""
@@ -280,14 +286,14 @@ class HostCache:
         self.figures.stored_blocks += len(blocks)
         self.figures.stored_bytes += sum(block.size for block in blocks)
 
-    def begin(self, seq: SequenceState) -> None:
-        """Start what a sequence that was admitted has to load."""
+    def _begin(self, seq: SequenceState) -> None:
         load, tier = seq.load, self.tier
         first = load.depth - len(load.pages)
 
         def slices() -> Iterator[tuple[str, list[int], list[Block]]]:
-            for i in range(0, len(load.pages), self.bucket):
-                blocks = load.pages[i : i + self.bucket]
+            few = len(load.pages) % self.bucket  # first, so that no small slice comes behind all others
+            for i in range(few - self.bucket if few else 0, len(load.pages), self.bucket):
+                i, blocks = max(i, 0), load.pages[max(i, 0) : i + self.bucket]
                 yield PAGES, seq.pages[first + i : first + i + len(blocks)], blocks
             if load.state is not None:
                 yield STATES, [seq.slot], [load.state]
@@ -310,7 +316,7 @@ class HostCache:
                 continue
             try:
                 if part.checksums is None and all(array.is_ready() for array in part.arrays):
-                    self._write(part, idle)
+                    self._arrive(part, idle)
                 elif part.checksums is not None and part.checksums.is_ready():
                     self._check(part)
                     self._slices.remove(part)
@@ -335,7 +341,7 @@ class HostCache:
                 under_way = sum(part.size for part in self._slices)
                 if self._slices and under_way + self.bucket * self.tier.page_bytes > self.staging // 2:
                     return
-                if sum(part.checksums is None for part in self._slices) >= AHEAD:
+                if sum(not part.arrived for part in self._slices) >= AHEAD:
                     return
                 each.following = each.following or next(each.slices, None)
                 if each.following is None:
@@ -354,14 +360,20 @@ class HostCache:
                 self._slices.append(Slice(each, kind, rows, blocks, arrays, started))
                 each.open += 1
 
-    def _write(self, part: Slice, idle: bool) -> None:
-        """Dispatch the program that writes a slice which has arrived."""
+    def _arrive(self, part: Slice, idle: bool) -> None:
+        """Send others, so that the link goes on, and write a slice that is on the device."""
         jax.block_until_ready(part.arrays)  # raises what went wrong, before the state depends on it
         if part.started and idle:
             self.tier.took(part.size, time.monotonic() - part.started)
-        if part.load.over:
-            self._slices.remove(part)
-            return
+        part.arrived = True
+        self._send(idle)
+        if part.load.over:  # which `move` ends
+            self._slices = deque(each for each in self._slices if each is not part)
+        else:
+            self._write(part)
+
+    def _write(self, part: Slice) -> None:
+        """Dispatch the program that writes a slice."""
         most = 1 if part.kind == STATES else self.bucket
         rows = np.zeros(most, np.int32)  # the dummy page
         rows[: len(part.rows)] = part.rows

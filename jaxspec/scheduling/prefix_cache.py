@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+from array import array
 from collections.abc import Collection, Iterable, Iterator
 from typing import Protocol
 
@@ -135,7 +136,11 @@ class Node:
 
 def digest_of(before: bytes, edge: tuple[int, ...]) -> bytes:
     """The digest of a page behind the one that has the digest `before`."""
-    return hashlib.blake2b(before + repr(edge).encode(), digest_size=16).digest()
+    try:
+        content = array("q", edge).tobytes()
+    except OverflowError:  # a salt, or a picture's content
+        content = repr(edge).encode()
+    return hashlib.blake2b(before + content, digest_size=16).digest()
 
 
 class Leaver(Protocol):
