@@ -1,4 +1,4 @@
-"""Files of blocks (`--disk-kv-gb`): one thread reads and writes them, so that no round waits for a disk.
+"""Files of blocks (`--disk-kv-gb`): threads read and write them, so that no round waits for a disk.
 
 A file has a block's key for its name, a line of JSON, and the block's words as they were in the host's memory, with the
 checksums that the device made. It gets its name once it is whole, so a process that is killed leaves none in part. What
@@ -39,6 +39,8 @@ log = logging.getLogger("jaxspec")
 HEADER = 1024  # bytes before a file's words
 PART = ".part"  # ends the name of a file that isn't whole
 MOST_SERVERS = 64  # that share a folder
+READERS = 4  # threads: one alone copies at a fraction of a fast disk's speed
+SAMPLE = 8  # blocks whose reads are timed at start
 
 
 @dataclass(eq=False)
@@ -54,37 +56,33 @@ class Result:
 
 
 class Jobs:
-    """Reads, writes and deletions that the thread has to do, reads first; it ends with `stopped`."""
+    """Blocks to be read, each by one of several threads, and others, by one thread in their order."""
 
     def __init__(self):
         self.changed = threading.Condition()
         self.reads: deque[Block] = deque()
         self.others: deque[Block | bytes] = deque()  # blocks to be written, and keys of files to be deleted
+        self.reading = 0  # threads that read now
         self.results: queue.SimpleQueue[Result] = queue.SimpleQueue()
         self.stopped = False
 
     def add(self, to: deque, jobs: list) -> None:
         with self.changed:
             to.extend(jobs)
-            self.changed.notify()
+            self.changed.notify_all()
 
-    def next(self) -> tuple[str, Any] | None:
-        """Wait for the next one; None at the end, of which files that go are a part."""
+    def next(self, of: deque) -> Block | bytes | None:
+        """Wait for the next one; None at the end, before which files that go still do."""
         with self.changed:
-            self.changed.wait_for(lambda: self.stopped or self.reads or self.others)
-            if self.stopped:
-                self.reads, self.others = deque(), deque(job for job in self.others if isinstance(job, bytes))
-            if self.reads:
-                return "read", self.reads.popleft()
-            if not self.others:
-                return None
-            job = self.others.popleft()
-            return ("delete" if isinstance(job, bytes) else "write"), job
+            self.changed.wait_for(lambda: self.stopped or of)
+            while of and self.stopped and not isinstance(of[0], bytes):
+                of.popleft()
+            return of.popleft() if of else None
 
     def stop(self) -> None:
         with self.changed:
             self.stopped = True
-            self.changed.notify()
+            self.changed.notify_all()
 
 
 class DiskFiles:
@@ -100,9 +98,13 @@ class DiskFiles:
             raise ConfigError(f"--disk-kv-path: no pages can be kept there: {error}. Give another folder") from error
         self.pending = 0  # reads and writes whose results aren't known
         self._jobs = Jobs()
-        thread = threading.Thread(target=_work, args=(self._jobs, self.folder, place), name="disk-kv", daemon=True)
-        thread.start()
-        self._closed = weakref.finalize(self, _close, self._jobs, lock, thread)
+        given = self._jobs, self.folder
+        threads = [threading.Thread(target=_write_all, args=given, name="disk-kv", daemon=True)]
+        for _ in range(READERS):
+            threads.append(threading.Thread(target=_read_all, args=(*given, place), name="disk-kv", daemon=True))
+        for thread in threads:
+            thread.start()
+        self._closed = weakref.finalize(self, _close, self._jobs, lock, threads)
 
     def read(self, blocks: list[Block]) -> None:
         self.pending += len(blocks)
@@ -128,23 +130,30 @@ class DiskFiles:
             yield result
 
     def speed(self, words: int) -> tuple[int, float]:
-        """Bytes of a file of so many words, and the seconds that reading it took."""
-        path, zeros = self.folder / f"speed{PART}", np.zeros(words, np.uint32)
+        """Bytes of some files of so many words, and the seconds that reading them took."""
+        zeros, found = np.zeros(words, np.uint32), []
+        blocks = [Block(b"speed%d" % i, b"", zeros.nbytes, False) for i in range(SAMPLE)]
         try:
-            _save(path, Block(b"speed", b"", zeros.nbytes, False), zeros, np.zeros(1, np.uint32))
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            started = time.monotonic()
-            _load(path, b"speed", zeros.nbytes)
-            return zeros.nbytes, time.monotonic() - started
+            for block in blocks:
+                _save(self.folder / block.key.hex(), block, zeros, np.zeros(1, np.uint32))
+                with (self.folder / block.key.hex()).open("rb") as file:
+                    os.fsync(file.fileno())
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         except OSError as error:
             raise ConfigError(f"--disk-kv-path {self.folder}: {error}. Give another folder") from error
-        finally:
-            path.unlink(missing_ok=True)
+        started = time.monotonic()
+        self.read(blocks)
+        while self.pending:
+            found += [result for result in self.results(1.0) if result.kind == "found"]
+        seconds = time.monotonic() - started
+        for result in found:
+            if result.block.key not in {block.key for block in blocks}:
+                self._jobs.results.put(result)
+        self.delete([block.key for block in blocks])
+        return SAMPLE * zeros.nbytes, seconds
 
     def close(self) -> None:
-        """End the thread, and let another process have the folder."""
+        """End the threads, and let another process have the folder."""
         self._closed()
 
 
@@ -187,37 +196,51 @@ def _claimed(root: Path) -> tuple[Path, int]:
     raise OSError(f"{MOST_SERVERS} engines use {root} already")
 
 
-def _close(jobs: Jobs, lock: int, thread: threading.Thread) -> None:
+def _close(jobs: Jobs, lock: int, threads: list[threading.Thread]) -> None:
     jobs.stop()
-    thread.join()  # jax aborts a process that ends in the middle of a copy
+    for thread in threads:  # jax aborts a process that ends in the middle of a copy
+        thread.join()
     os.close(lock)
 
 
-def _work(jobs: Jobs, folder: Path, place: Callable[[np.ndarray], jax.Array]) -> None:
+def _write_all(jobs: Jobs, folder: Path) -> None:
+    """Tell of the files that are there; write blocks and delete files until the end."""
     try:
         for block in _present(folder):
             jobs.results.put(Result("found", block))
     except OSError as error:
         log.warning("disk cache: %s can't be read: %s", folder, error)
-    while (job := jobs.next()) is not None:
-        kind, of = job
-        if kind == "delete":
-            _delete(folder / of.hex())
+    while (job := jobs.next(jobs.others)) is not None:
+        if isinstance(job, bytes):
+            _delete(folder / job.hex())
             continue
-        result, started = Result(kind, of), time.monotonic()
+        result = Result("write", job)
         try:
-            if kind == "write":
-                # An array keeps its numpy copy; this one is forgotten with it.
-                shards = [shard.data for shard in of.data.addressable_shards]
-                words = np.asarray(jax.make_array_from_single_device_arrays(of.data.shape, of.data.sharding, shards))
-                folder.mkdir(0o700, parents=True, exist_ok=True)
-                _save(folder / of.key.hex(), of, words, of.checksums)
-            else:
-                words, result.checksums = _load(folder / of.key.hex(), of.key, of.size)
-                result.data = jax.block_until_ready(place(words))
-        except Exception as error:  # a disk, a file, or memory: the page is lost, and nothing else
+            # An array keeps its numpy copy; this one is forgotten with it.
+            shards = [shard.data for shard in job.data.addressable_shards]
+            words = np.asarray(jax.make_array_from_single_device_arrays(job.data.shape, job.data.sharding, shards))
+            folder.mkdir(0o700, parents=True, exist_ok=True)
+            _save(folder / job.key.hex(), job, words, job.checksums)
+        except Exception as error:  # a disk, or memory: the page is lost, and nothing else
             result.error = error
-        result.seconds = time.monotonic() - started
+        jobs.results.put(result)
+
+
+def _read_all(jobs: Jobs, folder: Path, place: Callable[[np.ndarray], jax.Array]) -> None:
+    """Read blocks until the end."""
+    while (block := jobs.next(jobs.reads)) is not None:
+        result, started = Result("read", block), time.monotonic()
+        with jobs.changed:
+            jobs.reading += 1
+        try:
+            words = np.empty(block.size // 4, np.uint32)  # a CPU's array may keep it
+            result.checksums = _load(folder / block.key.hex(), block.key, words)
+            result.data = jax.block_until_ready(place(words))
+        except Exception as error:  # as above
+            result.error = error
+        with jobs.changed:
+            result.seconds = (time.monotonic() - started) / jobs.reading
+            jobs.reading -= 1
         jobs.results.put(result)
 
 
@@ -257,9 +280,9 @@ def _save(path: Path, block: Block, words: np.ndarray, checksums: np.ndarray) ->
         part.unlink(missing_ok=True)  # of a disk that is full, say
 
 
-def _load(path: Path, key: bytes, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """A block's words and its checksums. **Raises:** `ValueError` for a file that isn't this block's."""
-    words = np.empty(size // 4, np.uint32)
+def _load(path: Path, key: bytes, words: np.ndarray) -> np.ndarray:
+    """Read a block's words; its checksums. **Raises:** `ValueError` for a file that isn't this block's."""
+    size = words.nbytes
     with path.open("rb", buffering=0) as file:
         about = _read_header(file.read(HEADER))
         if about.get("key") != key.hex() or about.get("size") != size:
@@ -269,7 +292,7 @@ def _load(path: Path, key: bytes, size: int) -> tuple[np.ndarray, np.ndarray]:
             if not (count := file.readinto(view[at:])):
                 raise ValueError(f"{path} is {size - at} bytes short")
             at += count
-    return words, np.array(about["checksums"], np.uint32)
+    return np.array(about["checksums"], np.uint32)
 
 
 def _read_header(header: bytes) -> dict[str, Any]:

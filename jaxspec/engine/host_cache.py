@@ -3,7 +3,7 @@
 Nothing here waits while a round is in flight. Copies to the host are dispatched before a plan's programs, and run
 beside them. Of a load, slices of pages are on their way to the device while rounds and others' prompts run; a slice is
 written into its pages once it is there, and its checksums are read a step later. All that is on its way takes at most
-`staging` bytes of the devices. The disk behind it (`--disk-kv-gb`) has a thread, which is told here, and heard.
+`staging` bytes of the devices. The disk behind it (`--disk-kv-gb`) has threads, which are told here, and heard.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ class HostCache:
                 self._begin(seq)
 
     def _hear(self, wait: float) -> None:
-        """Take note of what the disk's thread has done."""
+        """Take note of what the disk's threads have done."""
         tier, figures = self.tier, self.disk_figures
         for result in self.disk.results(wait):
             block, error = result.block, result.error

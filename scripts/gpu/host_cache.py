@@ -141,7 +141,8 @@ def main() -> None:
             assert out.token_ids == text, "the text changed"
     after = llm.engine.stats()
     trace.show(started)
-    alone(llm)
+    if not given.disk_kv_gb:
+        alone(llm)
     milliseconds = lambda times: 1e3 * statistics.median(times) if times else float("nan")  # noqa: E731
     print(
         f"{given.tokens} tokens: computed {milliseconds(cold):.1f} ms, from the device {milliseconds(device):.1f} ms, "

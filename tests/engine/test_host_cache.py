@@ -440,7 +440,7 @@ def test_a_file_comes_back_as_it_was_and_halves_are_deleted(tmp_path):
 def test_a_folder_that_cannot_be_is_refused_with_words(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="--disk-kv-path: no pages can be kept there"):
-        DiskFiles(str(tmp_path / "file"), jax.device_put)
+        DiskFiles(str(tmp_path / "file"), None)
     with pytest.raises(ConfigError, match="Give that a size, too, with --host-kv-gb"):
         engines.LLM(engines.checkpoint(), "ngram", **engines.SMALL | {"disk_kv_gb": 1.0})
     with pytest.raises(ConfigError, match="--disk-kv-path needs --disk-kv-gb"):
