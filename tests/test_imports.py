@@ -136,7 +136,7 @@ def test_few_files_name_a_weight_format():
         if isinstance(node, ast.ImportFrom) and node.module == "jaxspec.models.weights"
         if (formats - {"Format"}) & {alias.name for alias in node.names}
     }
-    assert len(naming - {"jaxspec/decoder/matmul.py", "jaxspec/pallas/experts/experts_mlp.py"}) <= 6, naming
+    assert len(naming - {"jaxspec/decoder/matmul.py", "jaxspec/pallas/experts/experts_mlp.py"}) <= 8, naming
 
 
 @pytest.mark.parametrize("modules,never", [

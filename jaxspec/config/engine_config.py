@@ -242,6 +242,18 @@ class EngineConfig:
         shown="0.0: none",
         least=0,
     )
+    disk_kv_gb: float = option(
+        0.0,
+        "GiB of a disk, of each engine, for what leaves the host's memory (--host-kv-gb); a later start of the same "
+        "model finds it there",
+        "GIB",
+        group=MEMORY,
+        shown="0.0: none",
+        least=0,
+    )
+    disk_kv_path: str | None = option(
+        None, "folder for that, on a fast disk of this host", "DIR", group=MEMORY, shown="kv in $JAXSPEC_CACHE"
+    )
     num_continuous_decode_steps: int | None = option(
         None,
         "rounds in one program while no request can be admitted; tokens are streamed that many rounds apart",

@@ -438,6 +438,7 @@ class RequestMetrics:
     prompt_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache
     cached_on_host: int = 0  # those of them that came from the host's memory
+    cached_on_disk: int = 0  # and from its disk
     output_tokens: int = 0
     verify_rounds: int = 0
     verified_tokens: int = 0  # tokens those rounds yielded, the bonus of each included

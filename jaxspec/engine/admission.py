@@ -251,7 +251,8 @@ class Intake:
         if isinstance(prompt, np.ndarray):
             prompt = prompt.tolist()
         if isinstance(prompt, list | tuple):
-            return [int(token) if isinstance(token, np.integer) else token for token in prompt]
+            plain = set(map(type, prompt)) <= {int}
+            return list(prompt) if plain else [int(x) if isinstance(x, np.integer) else x for x in prompt]
         if not isinstance(prompt, str):
             raise RequestError(f"a prompt must be a string or a list of token ids, got {shown(prompt)}", "prompt")
         if self.model.tokenizer is None:

@@ -241,7 +241,7 @@ class Engine:
         while (plan := self.scheduler.plan()).drain:
             self._read(deltas, keep=0)
         if self.host_cache is not None:
-            self.host_cache.store()
+            self.host_cache.store(plan.admit)
         table = self.scheduler.table
         prompts = sum(chunk.count for chunk in plan.prefill)
         if plan.reads is not None:
@@ -338,12 +338,12 @@ class Engine:
     def _admit(self, seq: SequenceState) -> None:
         choice: Choice = seq.owner
         request = choice.request
+        if seq.status is Status.WAITING:  # its load failed at once
+            return
         self.runner.admit(seq, request.params, request.seed + choice.index, list(request.stop_ids))
         if not seq.preemptions:
             choice.metrics.queue = time.monotonic() - request.added
-        if seq.status is Status.LOADING:
-            self.host_cache.begin(seq)
-        else:
+        if seq.status is not Status.LOADING:
             self._note_cached(seq)
 
     def _note_cached(self, seq: SequenceState) -> None:
@@ -351,8 +351,8 @@ class Engine:
         if not seq.preemptions:
             metrics, totals = seq.owner.metrics, self.counts.totals
             metrics.cached_tokens, metrics.cached_on_host = seq.cached, seq.from_host
-            totals["cached_tokens"] += seq.cached
-            totals["host_cached_tokens"] += seq.from_host
+            metrics.cached_on_disk = seq.from_disk
+            totals.update(cached_tokens=seq.cached, host_cached_tokens=seq.from_host, disk_cached_tokens=seq.from_disk)
 
     def _read(self, deltas: list[Delta], keep: int) -> None:
         while len(self._in_flight) > keep:

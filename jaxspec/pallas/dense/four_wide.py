@@ -13,14 +13,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu.fragmented_array import optimization_barrier
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import arith
 from jaxtyping import Array, Float, Int
 
 from jaxspec.models.int4 import UNIT as INPUTS
@@ -28,7 +23,7 @@ from jaxspec.models.weights import Weight
 from jaxspec.pallas.dense import tiles, wide
 from jaxspec.pallas.dense.few_rows import four_bits
 from jaxspec.pallas.dense.few_rows.four_bits import LEFT
-from jaxspec.pallas.dense.few_rows.registers import ATOM, BYTES, weight_transforms
+from jaxspec.pallas.dense.few_rows.registers import weight_transforms
 from jaxspec.pallas.dense.few_rows.share import FourBits
 from jaxspec.pallas.dense.tiles import STEP, UNIT, Block, Hands, Tiling
 from jaxspec.pallas.dense.wide import MOST
@@ -131,7 +126,8 @@ class _Rings(NamedTuple):
             return staged_s
         types = plgpu.RefType(weight_transforms()), plgpu.RefType()
         result = plgpu.ShapeDtypeStruct((UNIT, STEP), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
-        return plgpu.inline_mgpu(arg_types=types, return_type=result)(partial(_converted, self.four, s))(*refs)
+        convert = partial(four_bits.left_operand, self.four, s, 0, 1)
+        return plgpu.inline_mgpu(arg_types=types, return_type=result)(convert)(*refs)
 
 
 def _kernel(
@@ -246,23 +242,3 @@ def _sums(rings: _Rings, rows: int, warpgroup: Any, unit: Any, units: Any) -> An
     if rings.staged_s is not None:
         return lax.fori_loop(_i32(0), units, staged, (start, unit))[0]
     return lax.cond(units > 0, lambda: pl.run_scoped(pipelined, plgpu.ACC(shape, _f32)), lambda: start)
-
-
-def _converted(four, s, _, weight_s, scales_s):
-    """The left operand of step `s`: of each output's 32 bytes a lane takes 8."""
-    lane = four_bits.rem(mgpu.utils.thread_idx(), 32)
-    warp = four_bits.rem(four_bits.div(mgpu.utils.thread_idx(), 32), 4)
-    row, column = four_bits.div(lane, 4), four_bits.rem(lane, 4)
-    piece = arith.xori(arith.addi(four_bits.mul(column, 2), four_bits.whole(s // 2)), row)
-    own = arith.addi(four_bits.mul(row, 128), four_bits.mul(piece, BYTES))
-    own = arith.addi(four_bits.mul(warp, 2 * ATOM), own)
-    start = four_bits.at(mgpu.utils.memref_ptr(weight_s), own)
-    words = [four_bits.load(start, half * ATOM + s % 2 * 8, 2) for half in range(2)]
-    scales = four_bits.scales_in(four, INPUTS, 1, scales_s, arith.addi(four_bits.mul(warp, 16), row))
-    pair = ir.VectorType.get((2,), ir.BF16Type.get())
-    registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((UNIT, STEP)), dtype=object)
-    for half, made in enumerate(scales.scaled(s, words)):
-        for i, word in enumerate(made):
-            registers[0, i, 0, 0, half, 0, 0, 0, 0] = mgpu.utils.bitcast(word, pair)
-    made = mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
-    return optimization_barrier(made)  # converted here and not later
