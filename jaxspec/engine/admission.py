@@ -34,7 +34,7 @@ from jaxspec.images.placement import Placement
 from jaxspec.rounds.programs import GREEDY, LOGPROBS, SAMPLED
 from jaxspec.sampling.sampling import adjusts
 from jaxspec.scheduling.scheduler import Scheduler
-from jaxspec.scheduling.sequence import SequenceState
+from jaxspec.scheduling.sequence import SequenceState, Status
 from jaxspec.structured.grammar import Grammars, Matcher
 from jaxspec.text.detokenizer import Detokenizer
 from jaxspec.text.errors import TokenizerError
@@ -74,6 +74,10 @@ class Request:
     matchers: list[Matcher] | None = None  # of its completions, if a grammar constrains them
     choices: list[Choice] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+    @property
+    def unfinished(self) -> list[Choice]:
+        return [choice for choice in self.choices if choice.seq.status is not Status.FINISHED]
 
 
 class Intake:
