@@ -11,6 +11,7 @@ import pytest
 from jaxspec.drafters.base import DraftBatch, Verified
 from jaxspec.drafters.suffix import Reference, Suffix
 from jaxspec.rounds.packing import empty_slots
+from tests.support.sample import rare
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "suffix.json"
 CAPACITY, SLOTS, WIDTH = 96, 3, 4
@@ -130,9 +131,10 @@ def test_drafts_of_many_streams_are_the_references(device):
 
 
 @pytest.mark.parametrize("options,streams", [
-    pytest.param({"max_requests": 0}, 3, id="own text"),
+    pytest.param({"max_requests": 0}, 1, id="own text"),
+    rare({"max_requests": 0}, 3),
     pytest.param({"max_factor": 2.0, "min_prob": 0.3}, 1, id="factor and least"),
-    pytest.param({"max_factor": 2.0, "min_prob": 0.3}, 3, marks=pytest.mark.exhaustive),
+    rare({"max_factor": 2.0, "min_prob": 0.3}, 3),
 ])  # fmt: skip
 def test_options_mean_what_the_references_do(options, streams):
     check(Device(Suffix(4, **SIZES | options)), range(streams), 0 if options.get("max_requests") == 0 else -1)
