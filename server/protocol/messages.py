@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field, PlainValidator
 
 from jaxspec.config.request import MAX_STOPS, RequestError
-from server.protocol.base import Body, Integer, Object, Open, Priority, Text, at_most, must_be, refuse_unknown, shown
+from server.protocol.base import Body, Integer, Object, Open, Priority, Text, at_most, must_be, refuse_misspelt, shown
 from server.protocol.chat import MAX_MESSAGES, Effort, Variables
 from server.protocol.described import checked_later
 from server.protocol.generation import Biases, Numbers, Sampled, StopString
@@ -78,7 +78,7 @@ def _thinking(value: Any) -> dict[str, Any]:
     budget = value.get("budget_tokens")
     if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 0):
         raise RequestError(f"budget_tokens must be a number of tokens, got {shown(budget)}")
-    refuse_unknown(value, ("type", "budget_tokens", "display"))
+    refuse_misspelt(value, ("type", "budget_tokens", "display"))
     return value
 
 
@@ -130,7 +130,7 @@ class CountTokensRequest(Body):
                 raise RequestError(
                     f'must have "type": "json_schema" and a schema, got {shown(given)}', "response_format"
                 )
-            refuse_unknown(given, ("type", "schema"))
+            refuse_misspelt(given, ("type", "schema"))
             chat["response_format"] = {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}}
         return chat, origins
 
