@@ -121,6 +121,8 @@ HERE = "--model Qwen/Qwen3-8B"
     (f"""{VLLM} --speculative-config '{{"method":"eagle3","model":"a/b","quantization":"fp8"}}' """,
      f"{HERE} --draft eagle3:a/b --draft-quantization fp8 --port 8000"),
     (f"{SGLANG} --speculative-algorithm NEXTN --speculative-num-steps 3", f"{HERE} --draft mtp --num-draft-tokens 3"),
+    (f"{SGLANG} --speculative-algorithm DFLASH --speculative-draft-model-path a/b "
+     "--speculative-dflash-draft-window-size 9", f"{HERE} --draft 'dflash:a/b?window=9'"),
     (f"{SGLANG} --speculative-algorithm EAGLE --speculative-num-steps 3", f"{HERE} --draft mtp --num-draft-tokens 3"),
     (f"{SGLANG} --speculative-algorithm NGRAM --speculative-num-draft-tokens 8 --disable-radix-cache",
      f"{HERE} --disable-prefix-cache --draft ngram --num-draft-tokens 7"),
