@@ -175,11 +175,15 @@ SWITCHES = frozenset(
     }
 )
 
+# Methods of --draft, as `drafters.registry.DRAFTERS` has them.
+DRAFT_METHODS = (
+    *("ngram", "suffix", "mtp", "standalone", "eagle", "eagle3", "dflash", "dflash2", "dspark", "domino", "lilicorr"),
+    "assistant",
+)
 # --draft by what the others call the method. SGLang's EAGLE without a drafter's path means the model's own MTP module.
 METHODS = {
-    **{method: method for method in ("ngram", "suffix", "standalone", "eagle", "eagle3", "mtp")},
-    **{method: method for method in ("dflash", "dflash2", "dspark", "domino", "lilicorr")},
-    **dict.fromkeys(("assistant", "gemma4_mtp", "frozen_kv_mtp"), "assistant"),
+    **{method: method for method in DRAFT_METHODS},
+    **dict.fromkeys(("gemma4_mtp", "frozen_kv_mtp"), "assistant"),
     "naive_eagle": "eagle",  # one draft a round
     **dict.fromkeys(("nextn", "deepseek_mtp", "qwen3_next_mtp", "qwen3_5_mtp", "glm4_moe_mtp", "mimo_mtp"), "mtp"),
     **dict.fromkeys(("draft_model", "draft"), "standalone"),

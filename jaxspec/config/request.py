@@ -40,6 +40,7 @@ NUMBERS = {
     "frequency_penalty": (-2.0, 2.0),
     "repetition_penalty": (0.0, 100.0),
 }
+IN_CHECKPOINTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # what generation_config.json sets
 POSITIVE = ("top_p", "repetition_penalty")  # of these 0 is refused, and whatever is less than `TINY`
 INTEGERS = {
     "top_k": (-1, 2**31 - 1),

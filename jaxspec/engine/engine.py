@@ -204,7 +204,7 @@ class Engine:
 
     def _leaving(self, request: Request) -> list[Choice]:
         """The unfinished completions of a request, which doesn't stand in line any more."""
-        unfinished = list(filter(_open, request.choices))
+        unfinished = request.unfinished
         self.rollout.leave(request)
         return unfinished
 
@@ -516,7 +516,7 @@ class Engine:
         metrics.latency = time.monotonic() - request.added
         metrics.preemptions, metrics.weight_version = choice.seq.preemptions, self.rollout.version
         self.counts.finished[why] += 1
-        if not any(_open(other) for other in request.choices):
+        if not request.unfinished:
             self.requests.pop(request.id, None)
         rows = {"hidden_states": hidden_states, "routed_experts": routed_experts}
         return Delta(request.id, choice.index, text, list(tokens), entries, why, reason, metrics, **rows)
@@ -594,7 +594,3 @@ def _constrained(seqs: list[SequenceState]) -> bool:
 def _rows(seqs: list[SequenceState]) -> list[tuple[SequenceState, int]]:
     """Sequences with their epochs now."""
     return [(seq, seq.epoch) for seq in seqs]
-
-
-def _open(choice: Choice) -> bool:
-    return choice.seq.status is not Status.FINISHED

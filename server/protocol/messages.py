@@ -14,7 +14,7 @@ from jaxspec.config.request import MAX_STOPS, RequestError
 from server.protocol.base import Body, Integer, Object, Open, Priority, Text, at_most, must_be, refuse_misspelt, shown
 from server.protocol.chat import MAX_MESSAGES, Effort, Variables
 from server.protocol.described import checked_later
-from server.protocol.generation import Biases, Sampled, StopString
+from server.protocol.generation import Biases, Numbers, Sampled, StopString
 from server.protocol.message_blocks import Blocks, blocks_of, parts, read, system_text
 from server.protocol.message_tools import Choice, Tools, read_choice, read_tools
 
@@ -147,7 +147,7 @@ class CountTokensRequest(Body):
         return next((effort for most, effort in BUDGETS if budget is not None and budget < most), "high")
 
 
-class MessagesRequest(CountTokensRequest):
+class MessagesRequest(CountTokensRequest, Numbers):
     """The body of `/v1/messages`. None, everywhere, means the default; a field that isn't here passes unread, unless it
     is nearly spelled as one that is."""
 
@@ -159,18 +159,11 @@ class MessagesRequest(CountTokensRequest):
         | None
     ) = None
     stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Integer | None = None
     # Beyond Anthropic's, as in chats
-    min_p: float | None = None
     seed: Integer | None = None
     stop_token_ids: Annotated[Any, checked_later(list[int])] | None = None
     ignore_eos: bool | None = None
     min_tokens: Integer | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
     logit_bias: Annotated[Any, checked_later(Biases)] | None = None
     speculative: bool | None = None
     fixed_drafts: bool | None = None
