@@ -153,7 +153,7 @@ class HostCache:
     @property
     def busy(self) -> bool:
         """Whether copies are on their way, or due."""
-        of_disk = self.disk is not None and (self.disk.pending or self.tier.disk.gone)
+        of_disk = self.disk is not None and (self.disk.pending or self.tier.disk.gone or self.tier.writes)
         return bool(self._storing or self._loads or self.tier.waits or of_disk)
 
     def _reserve(self) -> None:
@@ -220,7 +220,8 @@ class HostCache:
         if self.disk is not None:
             due, tier.to_read = tier.to_read, []
             self.disk.read(due)
-            due = tier.to_write(int(WRITING * tier.capacity) - self._writing)
+            most = max(int(WRITING * tier.capacity), tier.page_bytes, tier.state_bytes)
+            due = tier.to_write(most - self._writing)
             self._writing += sum(block.size for block in due)
             self.disk.write(due)
             due, tier.disk.gone = tier.disk.gone, []

@@ -22,7 +22,7 @@ ELSEWHERE = {
 }
 REQUEST_ID = r"[A-Za-z0-9._:/+=@-]{1,128}"  # of a client
 MAX_NAME = 64  # characters of an unknown field for which a known one is sought that is spelt alike
-MISSPELT = 0.9  # likeness of names, by difflib: `temprature` is one, and Anthropic's `speed` is no `seed`
+MISSPELT = 0.85  # likeness of names, by difflib: `nam` is a `name`
 
 
 def check_text(text: str) -> str:

@@ -151,6 +151,8 @@ class MessagesRequest(CountTokensRequest, Numbers):
     """The body of `/v1/messages`. None, everywhere, means the default; a field that isn't here passes unread, unless it
     is nearly spelled as one that is."""
 
+    IGNORED = frozenset({"speed"})  # Anthropic's, and no misspelt seed
+
     max_tokens: Annotated[Integer, Field(ge=1)]
     stop_sequences: (
         Annotated[list[StopString], Field(max_length=MAX_STOPS), at_most(MAX_STOPS, "strings"), must_be(list, "a list")]

@@ -41,7 +41,9 @@ class Embedding(Object):
 class Embeddings(Object):
     """Body of `/v1/embeddings`. With `encoding_format` base64 an embedding is float32, the lowest byte first."""
 
+    id: str
     object: Literal["list"]
+    created: int
     data: list[Embedding]
     model: str
     usage: PooledUsage
