@@ -92,6 +92,7 @@ class PromptTokensDetails(Object):
     cached_tokens: int
     cached_tokens_details: CachedTokensDetails | None = None  # where some came from the host's memory
     image_tokens: int | None = None  # where the prompt has pictures
+    video_tokens: int | None = None  # where it has videos
 
 
 class CompletionTokensDetails(Object):
