@@ -80,12 +80,7 @@ def test_an_unknown_option_gets_the_nearest_name():
     with pytest.raises(ConfigError, match="'generation_config'; options: "):
         EngineConfig.from_options(generation_config="auto")  # the server knows what is meant
     known = {*(fields := EngineConfig.__dataclass_fields__), "sampling_defaults", "dist_init_addr"}
-    known |= {
-        "allowed_media_path",
-        "limit_images_per_prompt",
-        "enable_rollout_routes",
-        "api_key",
-    }
+    known |= {"allowed_media_path", "limit_images_per_prompt", "enable_rollout_routes", "api_key"}
     assert set(ELSEWHERE.values()) <= known
     assert not set(fields) & {*ELSEWHERE, *SEVERAL_GPUS}
 
