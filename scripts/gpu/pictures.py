@@ -152,7 +152,7 @@ def main() -> None:
     what = f"{args.side} x {args.side} pixels, {bench.tokens} tokens"
     picture = bench.picture()
     print(
-        f"tower: {tower_ms(engine, picture):.1f} ms for {what}, {way_ms(picture):.1f} of them to get there", flush=True
+        f"tower: {tower_ms(engine, picture):.1f} ms for {what}, {way_ms(picture):.1f} on their way", flush=True
     )
     for seen in (True, False):
         times = [bench.first_token(seen) for _ in range(8)][2:]
