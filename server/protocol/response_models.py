@@ -86,11 +86,12 @@ class Ranking(Object):
 class CachedTokensDetails(Object):
     device: int
     host: int
+    storage: int | None = None  # from the disk, where some did
 
 
 class PromptTokensDetails(Object):
     cached_tokens: int
-    cached_tokens_details: CachedTokensDetails | None = None  # where some came from the host's memory
+    cached_tokens_details: CachedTokensDetails | None = None  # where some didn't come from the device
     image_tokens: int | None = None  # where the prompt has pictures
 
 

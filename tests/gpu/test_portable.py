@@ -16,7 +16,7 @@ from tests.decoder.test_moe import random_case
 from tests.gpu.test_lossless import NEAR_TIE, logit_gap
 from tests.pallas.attention.test_decode_attention import CASES, Case
 from tests.pallas.dense.test_fp8_rows import operands
-from tests.pallas.experts.test_expert_mxfp4 import GPT_OSS, mxfp4_case, naive
+from tests.pallas.experts.test_expert_four import GPT_OSS, four_case, naive
 from tests.pallas.experts.test_expert_stream import bfloat16
 from tests.pallas.experts.test_top_experts import inputs
 from tests.pallas.portable.test_portable_attention import PROMPTS, check
@@ -116,7 +116,7 @@ def test_greedy_text_is_the_same_with_drafts_and_without(family):
 
 @pytest.mark.parametrize("t,e,k", [(1, 8, 4), (9, 8, 4), (300, 4, 2)])
 def test_a_mixture_in_mxfp4_matches_numpy(t, e, k):
-    (x, stacks, ids, weights), whole = mxfp4_case(t, e, k, d=576, f=704)
+    (x, stacks, ids, weights), whole = four_case(t, e, k, d=576, f=704)
     with hopper.use_kernels("portable"), hopper.counting() as chosen:
         got = jax.jit(partial(experts_mlp.experts_mlp, gating=gating(GPT_OSS)))(x, stacks, ids, weights)
     assert chosen["portable_mxfp4"]

@@ -11,7 +11,7 @@ from jaxspec.decoder.matmul import gating
 from jaxspec.pallas import portable
 from jaxspec.pallas.experts import experts_mlp
 from jaxspec.pallas.portable import mxfp4 as op
-from tests.pallas.experts.test_expert_mxfp4 import GPT_OSS, MODELS, check_mixture, mxfp4_case, shapes
+from tests.pallas.experts.test_expert_four import GPT_OSS, MODELS, check_mixture, four_case, shapes
 from tests.support.portable import KINDS, lowered
 from tests.support.sample import rare
 
@@ -39,9 +39,9 @@ def test_lowers_for_each_generation(capability, monkeypatch):
 
 
 def test_supported_says_why_not():
-    (_, stacks, *_), _ = mxfp4_case(1, 2, 1, d=64, f=64)
+    (_, stacks, *_), _ = four_case(1, 2, 1, d=64, f=64)
     assert op.supported(jnp.bfloat16, stacks) is None
     assert op.supported("float32", stacks) == "rows in float32; bfloat16 is supported"
     assert op.supported(jnp.bfloat16, stacks * 2) == "several stacks of experts in MXFP4"
-    (_, stacks, *_), _ = mxfp4_case(1, 2, 1, d=96, f=64)
+    (_, stacks, *_), _ = four_case(1, 2, 1, d=96, f=64)
     assert op.supported(jnp.bfloat16, stacks) == "widths 96 and 64; multiples of 64 are supported"
