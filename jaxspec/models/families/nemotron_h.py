@@ -6,12 +6,10 @@ a projection of the rows. Names are those of NVIDIA's checkpoints.
 
 from __future__ import annotations
 
-import dataclasses
-
 from jaxspec.config.json_values import positive, positive_float, shown
 from jaxspec.config.options import ConfigError
 from jaxspec.models import reading
-from jaxspec.models.declaring import Tensors, attention_tensors, mixture_tensors, mlp_tensors
+from jaxspec.models.declaring import Tensors, attention_tensors, mixture_tensors, mlp_tensors, renamed
 from jaxspec.models.description import (
     Absent,
     Attention,
@@ -187,16 +185,12 @@ def layer_tensors(layer: Layer, d: int, prefix: str) -> Tensors:
     match layer.mixing if mixes else layer.feed:
         case Attention():
             named = attention_tensors(layer, d, prefix)
-            return tree | {name: _renamed(param, "self_attn.", "mixer.") for name, param in named.items()}
+            return tree | {name: renamed(param, {"self_attn.": "mixer."}) for name, param in named.items()}
         case Mamba2():
             return tree | mamba2_tensors(layer.mixing, d, mixer)
         case Mixture():
             return tree | mixture_tensors(layer.feed, d, mixer)
     return tree | mlp_tensors(layer.feed, d, mixer)
-
-
-def _renamed(param: Param, old: str, new: str) -> Param:
-    return dataclasses.replace(param, sources=tuple(source.replace(old, new) for source in param.sources))
 
 
 def mamba2_tensors(m: Mamba2, d: int, prefix: str) -> Tensors:
