@@ -114,9 +114,9 @@ EXTRA = {
         q_lora_rank=None,
         num_experts=8,
         num_experts_per_token=2,
-        linear_attn_config=dict(
-            full_attn_layers=[2], kda_layers=[1], num_heads=8, head_dim=16, short_conv_kernel_size=4
-        ),
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_heads=8,
+        linear_head_dim=16,
     ),
     "exaone4": dict(sliding_window=20, sliding_window_pattern=2),
     "gemma3": dict(query_pre_attn_scalar=24, sliding_window=20, sliding_window_pattern=2, rope_local_base_freq=100.0),
