@@ -27,10 +27,10 @@ from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 
 from jaxspec.decoder.matmul import gating
 from jaxspec.models.description import ClampedSwiglu
-from jaxspec.models.weights import Mxfp4, Weight
+from jaxspec.models.weights import Int4, Mxfp4, Nvfp4, Weight
 from jaxspec.pallas import portable
 from jaxspec.pallas.experts import experts_mlp, top_experts
-from jaxspec.pallas.portable import attention, delta, fp8, latent, pictures
+from jaxspec.pallas.portable import attention, delta, four_bits, fp8, latent, pictures
 from jaxspec.pallas.recurrence import delta_pool, gated_delta
 
 DUMPED = Path(os.environ["XLA_FLAGS"].partition("=")[2])  # where XLA says what it launches
@@ -128,6 +128,18 @@ def packed(tokens: int, width: int = 2880, e: int = 32, k: int = 4) -> tuple:
     return run, shape((tokens, width), jnp.bfloat16), [(weight(2 * width), weight(width), *biases)], *routing
 
 
+def stored(kind: Int4 | Nvfp4, outputs: int, inputs: int, *experts: int) -> Weight:
+    """A weight of four bits, or a stack of experts'."""
+    values, scales, *factors = jax.eval_shape(kind.quantise, shape((*experts, outputs, inputs), jnp.bfloat16))
+    return Weight(values, kind, scales=scales, factors=factors[0] if factors else None)
+
+
+def mixes_packed(kind: Int4 | Nvfp4, tokens: int, d: int = 2048, f: int = 512, e: int = 256, k: int = 8) -> tuple:
+    stacks = [(stored(kind, 2 * f, d, n), stored(kind, d, f, n)) for n in (e, 1)]
+    routing = shape((tokens, k + 1), jnp.int32), shape((tokens, k + 1), jnp.float32)
+    return experts_mlp.experts_mlp, shape((tokens, d), jnp.bfloat16), stacks, *routing
+
+
 def steps(b: int, t: int, m: int = 16, n: int = 32, width: int = 128) -> tuple:
     heads = dict(key_heads=m, value_heads=n, key_width=width, value_width=width)
     pool = jax.eval_shape(lambda: delta_pool.empty(2, b + 1, t, **heads, dtype="float32", key_dtype="bfloat16"))
@@ -177,6 +189,12 @@ def cases() -> Iterator[tuple[str, tuple]]:
         yield f"FP8 weight, {rows} rows", (fp8.product, *widths)
     for tokens in (1, 2048):
         yield f"experts in MXFP4, {tokens} tokens", packed(tokens)
+    for kind in (Int4(128), Nvfp4()):
+        for tokens in (1, 2048):
+            yield f"experts in {kind}, {tokens} tokens", mixes_packed(kind, tokens)
+        for rows in (1, 32, 128):
+            weight = stored(kind, 6144, 4096)
+            yield f"{kind} weight, {rows} rows", (four_bits.product, shape((rows, 4096), jnp.bfloat16), weight)
     rows, gate = shape((32, 2048), jnp.bfloat16), shape((2048, 1), jnp.bfloat16)
     choose = lambda *args: top_experts.top_experts(*args, 8, True)  # noqa: E731
     yield "router", (choose, shape((32, 256), jnp.float32), shape((32,), jnp.int32), (rows, gate))
