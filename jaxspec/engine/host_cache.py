@@ -308,7 +308,8 @@ class HostCache:
         one slice has got further."""
         landed: list[SequenceState] = []
         if self.disk is not None:
-            self._hear(PATIENCE if idle and self.disk.pending and not self._slices else 0.0)
+            waits = idle and self.disk.pending and not self._slices
+            self._hear(PATIENCE if waits and (self._loads or not self._scheduler.waiting) else 0.0)
         if idle and self._slices:
             first = self._slices[0]
             _settle([first.checksums] if first.checksums is not None else first.arrays)
