@@ -436,6 +436,11 @@ class HostCache:
         self._loads.clear()
         self.tier.backlog = 0
 
+    def close(self) -> None:
+        """Let another engine have the disk's folder."""
+        if self.disk is not None:
+            self.disk.close()
+
 
 class DamagedError(Exception):
     """A block came back with another checksum than it left with."""
@@ -449,7 +454,8 @@ def kinds_of(runner: Runner) -> tuple[str, ...]:
 def stats(cache: HostCache | None) -> dict[str, Any]:
     """Figures for `Engine.stats`; zeros without a cache."""
     tier, figures = (HostTier(0, 1), Figures()) if cache is None else (cache.tier, cache.figures)
-    disk, of_disk = tier.disk or DiskTier(0), DiskFigures() if cache is None else cache.disk_figures
+    disk = DiskTier(0) if tier.disk is None else tier.disk
+    of_disk = DiskFigures() if cache is None else cache.disk_figures
     return {
         "host_cache_bytes": tier.capacity,
         "host_cache_used_bytes": tier.used,
