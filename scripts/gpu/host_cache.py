@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import statistics
 import time
 
@@ -69,7 +70,7 @@ class Slices:
         print("slice: ms since the prompt was given, when sent, arrived, written, checked")
         for i, times in enumerate(self.times.values()):
             print(f"  {i:2d} " + " ".join(f"{1e3 * (each - first):6.1f}" for each in times))
-        arrived = max(times[1] for times in self.times.values()) - first
+        arrived = max((times[1] for times in self.times.values() if times[1:]), default=math.inf) - first
         print(f"the last had arrived after {1e3 * arrived:.1f} ms: {size / arrived / 1e9:.1f} GB/s since the prompt")
 
 
