@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -242,6 +243,27 @@ def mixture_tensors(mixture: Mixture, d: int, prefix: str) -> Tensors:
         tree["latent_in"] = linear(d, {prefix + "fc1_latent_proj.weight": wide}, split=WHOLE)
         tree["latent_out"] = linear(wide, {prefix + "fc2_latent_proj.weight": d}, split=WHOLE)
     return tree
+
+
+def mixtral_tensors(m: Mixture, d: int, prefix: str, correction_bias: str = "gate.e_score_correction_bias") -> Tensors:
+    """A mixture under Mixtral's names: an expert's gate, down and up are w1, w2 and w3. `correction_bias`: the name of
+    the scores' correction."""
+    tree = mixture_tensors(m, d, prefix.removesuffix("mlp.") + "block_sparse_moe.")
+    for name, parts in (
+        ("experts_gate_up", {"gate_proj": "w1", "up_proj": "w3"}),
+        ("experts_down", {"down_proj": "w2"}),
+        ("router_correction", {"gate.e_score_correction_bias": correction_bias}),
+    ):
+        tree[name] = renamed(tree[name], parts)
+    return tree
+
+
+def renamed(param: Param, names: Mapping[str, str]) -> Param:
+    """The declaration with other parts of its sources' names."""
+    sources = param.sources
+    for old, new in names.items():
+        sources = tuple(source.replace(old, new) for source in sources)
+    return dataclasses.replace(param, sources=sources)
 
 
 def correction(experts: int, source: str) -> Param:

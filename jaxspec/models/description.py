@@ -110,7 +110,7 @@ class Recurrence:
     """Memory of fixed size: a state S [value_dim, key_dim] of each of `value_heads`, S = decay S + u k'.
 
     Each of `key_heads` serves as many value heads. Before it may stand a convolution over `channels`, `taps` wide,
-    whose newest inputs are kept too.
+    whose newest inputs are kept too. `channel_decay`: a decay is a number of each key channel, not of the head.
     """
 
     key_heads: int
@@ -119,6 +119,7 @@ class Recurrence:
     value_dim: int
     channels: int = 0
     taps: int = 1
+    channel_decay: bool = False
 
 
 Memory = PagedRows | Recurrence
@@ -274,6 +275,37 @@ class DeltaRule:
         return dataclasses.replace(
             self, key_heads=keys, value_heads=share("value heads of linear attention", self.value_heads)
         )
+
+
+@dataclass(frozen=True)
+class KimiDelta:
+    """Kimi Delta Attention (https://arxiv.org/abs/2510.26692): a delta rule in which each key channel has a decay.
+
+    Each of `heads` has a key and a value, both `width` wide. Decays, and the gates of outputs, are made of projections
+    of the rows that are `width` wide. `taps`: the width of the convolution before the heads.
+    """
+
+    heads: int
+    width: int
+    taps: int
+
+    @property
+    def inner(self) -> int:
+        """Columns of all heads."""
+        return self.heads * self.width
+
+    @property
+    def memory(self) -> Recurrence:
+        heads, widths = (self.heads, self.heads), (self.width, self.width)
+        return Recurrence(*heads, *widths, 3 * self.inner, self.taps, channel_decay=True)
+
+    @property
+    def columns(self) -> int:
+        """Convolved channels, two narrow projections, a number a head, and the outputs."""
+        return 4 * self.inner + 2 * self.width + self.heads
+
+    def divided(self, share: Share) -> KimiDelta:
+        return dataclasses.replace(self, heads=share("heads of linear attention", self.heads))
 
 
 @dataclass(frozen=True)

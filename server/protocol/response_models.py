@@ -95,6 +95,7 @@ class PromptTokensDetails(Object):
     cached_tokens: int
     cached_tokens_details: CachedTokensDetails | None = None  # where some didn't come from the device
     image_tokens: int | None = None  # where the prompt has pictures
+    video_tokens: int | None = None  # where it has videos
 
 
 class CompletionTokensDetails(Object):

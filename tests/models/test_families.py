@@ -30,6 +30,7 @@ FAMILIES = {
     "olmo3": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
     # A window; other heads, of another width; then both kinds again, over the first ones' keys and values.
     "gemma4": GEMMA4_ALL | {"num_key_value_heads": 4, "vocab_size_per_layer_input": VOCAB},
+    "kimi_linear": {"num_hidden_layers": 2},  # a state, and latents
     **{family: {} for family in ("ernie4_5", "granite", "hunyuan_v1_dense", "olmo2", "phi3", "seed_oss")},
 }
 DRAFTS = {

@@ -28,7 +28,7 @@ from tests.support.picture_prompts import DEEP
 from tests.support.tiny import EXTRA, tiny_config
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
-HYBRIDS = {"nemotron_h", "qwen3_5", "qwen3_5_moe", "qwen3_next"}
+HYBRIDS = {"kimi_linear", "nemotron_h", "qwen3_5", "qwen3_5_moe", "qwen3_next"}
 VARIANTS = sorted(folder.name for folder in (GOLDEN / "checkpoints").iterdir())
 PLAIN = sorted(name for name, family in MODELS.items() if name not in HYBRIDS)
 # Of each architecture, and each option that changes more than numbers, one: for what doesn't depend on the others.

@@ -45,6 +45,7 @@ ARCHITECTURES = {
     "granite": "GraniteForCausalLM",
     "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
     "kimi_k2": "DeepseekV3ForCausalLM",
+    "kimi_linear": "KimiLinearForCausalLM",
     "llama": "LlamaForCausalLM",
     "minimax_m2": "MiniMaxM2ForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -108,6 +109,15 @@ EXTRA = {
     "deepseek_v3": LATENT | dict(n_group=4, topk_group=2),
     "glm4_moe_lite": LATENT,
     "kimi_k2": LATENT | dict(n_group=1, topk_group=1),
+    "kimi_linear": LATENT
+    | dict(
+        q_lora_rank=None,
+        num_experts=8,
+        num_experts_per_token=2,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_heads=8,
+        linear_head_dim=16,
+    ),
     "exaone4": dict(sliding_window=20, sliding_window_pattern=2),
     "gemma3": dict(query_pre_attn_scalar=24, sliding_window=20, sliding_window_pattern=2, rope_local_base_freq=100.0),
     "gemma4": GEMMA4,
