@@ -6,9 +6,10 @@ from. So nothing after it knows where the weights came from.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,10 +34,12 @@ from jaxspec.text.tokenizer import Tokenizer
 class _Architecture:
     """How llama.cpp's converter stores one architecture."""
 
+    family: str = ""  # model_type, where it has another name
     interleaved: bool = False  # rows of q and k are in the interleaved rotary order; in the checkpoint they aren't
     centred: bool = False  # norms' weights are stored with 1 added
     partial: bool = False  # `rope.dimension_count` may be less than the head width
     names: Mapping[str, str] = field(default_factory=dict)  # of parts of a layer, where `_LAYER` has others
+    experts: bool = False  # the family has experts
 
 
 # By general.architecture. Mistral is "llama" too.
@@ -60,6 +63,25 @@ _ARCHITECTURES = {
             "ffn_up": "mlp.gate_up_proj",
         },
     ),
+    "qwen3moe": _Architecture("qwen3_moe", experts=True),
+    "glm4moe": _Architecture(
+        "glm4_moe",
+        partial=True,
+        experts=True,
+        names={"post_attention_norm": "post_attention_layernorm", "exp_probs_b": "mlp.gate.e_score_correction_bias"},
+    ),
+    "minimax-m2": _Architecture(
+        "minimax_m2",
+        partial=True,
+        experts=True,
+        names={
+            "ffn_gate_inp": "block_sparse_moe.gate",
+            "exp_probs_b": "block_sparse_moe.e_score_correction_bias",
+            "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+            "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+            "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+        },
+    ),
 }
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
@@ -74,7 +96,16 @@ _LAYER = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    # Of all experts in one tensor, in checkpoints one by one.
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
+_GATING = {"qwen3moe": 1, "glm4moe": 2, "minimax-m2": 2}  # expert_gating_func: a softmax, sigmoids
 _ROPE_FACTORS = "rope_freqs.weight"
 # What llama.cpp takes for Gemma 3 where the metadata is silent: every sixth layer sees all of the text, and only the
 # 27B, known by its layers, scales queries by the model's width a head.
@@ -114,7 +145,7 @@ class GgufFile:
 
     def tensors(self) -> dict[str, TensorInfo]:
         """Tensors that the header lists, under Hugging Face names; a name with no counterpart there stays as it is."""
-        return {self._hf_name(name): TensorInfo(t.shape, t.nbytes) for name, t in self._weights().items()}
+        return {name: TensorInfo(tensor.shape, tensor.nbytes) for name, tensor in self._named()}
 
     def stored(self) -> dict[str, Computed]:
         """Every tensor, in the file's order, dequantised to float32 when it is read.
@@ -122,17 +153,28 @@ class GgufFile:
         **Raises:** then `CheckpointError` for a type that the gguf package can't dequantise.
         """
         found = {}
-        for name, tensor in sorted(self._weights().items(), key=lambda each: each[1].offset):
-            size = tensor.nbytes + 4 * math.prod(tensor.shape)
-            found[self._hf_name(name)] = Computed(size, partial(self._values, name, tensor))
+        for name, tensor in sorted(self._named(), key=lambda each: each[1].offset):
+            found[name] = Computed(tensor.nbytes + 4 * math.prod(tensor.shape), partial(self._values, tensor))
         return found
 
-    def _values(self, name: str, tensor: GgufTensor) -> np.ndarray:
+    def _named(self) -> Iterator[tuple[str, GgufTensor]]:
+        """Tensors by their Hugging Face names, each expert's part of a tensor by itself."""
+        for name, tensor in self._weights().items():
+            named = self._hf_name(name)
+            if "{}" not in named:
+                yield named, tensor
+                continue
+            count = tensor.shape[0]
+            each = dataclasses.replace(tensor, shape=tensor.shape[1:], nbytes=tensor.nbytes // count)
+            for i in range(count):
+                yield named.format(i), dataclasses.replace(each, offset=tensor.offset + i * each.nbytes)
+
+    def _values(self, tensor: GgufTensor) -> np.ndarray:
         values = self._dequantize(tensor)
-        if self._stored.interleaved and (match := re.fullmatch(r"blk\.\d+\.attn_([qk])\..*", name)):
+        if self._stored.interleaved and (match := re.fullmatch(r"blk\.\d+\.attn_([qk])\..*", tensor.name)):
             heads = self.config.num_heads if match[1] == "q" else self.config.num_kv_heads
             values = _half_split(values, heads)
-        if self._stored.centred and name.endswith("norm.weight"):
+        if self._stored.centred and tensor.name.endswith("norm.weight"):
             values = values - 1
         return values
 
@@ -141,16 +183,24 @@ class GgufFile:
         return gguf_tokenizer.build(self._metadata, str(self.path))
 
     def _hf_name(self, name: str) -> str:
-        """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`."""
+        """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`. A tensor of all experts has a place in its
+        name for an expert's number."""
         if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
             layer, part, kind = match.groups()
             known = self._stored.names.get(part) or _LAYER.get(part)
+            if part == "exp_probs_b":
+                return f"model.layers.{layer}.{known}"
             return f"model.layers.{layer}.{known}.{kind}" if known else name
         part, _, kind = name.rpartition(".")
         return f"{_TOP[part]}.{kind}" if part in _TOP else name
 
     def _weights(self) -> dict[str, GgufTensor]:
-        return {name: tensor for name, tensor in self._places.items() if name != _ROPE_FACTORS}
+        layer = lambda name: int(found[1]) if (found := re.match(r"blk\.(\d+)\.", name)) else -1  # noqa: E731
+        return {
+            name: tensor
+            for name, tensor in self._places.items()
+            if name != _ROPE_FACTORS and layer(name) < self.config.num_layers
+        }
 
     def _dequantize(self, tensor: GgufTensor) -> np.ndarray:
         stored = Stored(self.path, tensor.offset, tensor.byte_shape, np.dtype(np.uint8)).read()
@@ -183,11 +233,11 @@ class GgufFile:
         ends = [self._metadata.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")]
         embedding = self._places.get("token_embd.weight")
         hf = {
-            "model_type": self._architecture,
+            "model_type": self._stored.family or self._architecture,
             "vocab_size": embedding.shape[0] if embedding else self._value("vocab_size", len(vocab)),
             "hidden_size": self._value("embedding_length"),
             "intermediate_size": self._value("feed_forward_length"),
-            "num_hidden_layers": self._value("block_count"),
+            "num_hidden_layers": self._count("block_count") - self._modules(),
             "num_attention_heads": heads,
             "num_key_value_heads": self._count("attention.head_count_kv", heads),
             "head_dim": self._count("attention.key_length", self._count("embedding_length") // heads),
@@ -204,9 +254,37 @@ class GgufFile:
         }
         if self._architecture == "gemma3":
             hf |= self._gemma3(hf)
+        if self._stored.experts:
+            hf |= self._experts()
         if self._stored.partial:
+            hf["rotary_dim"] = self._count("rope.dimension_count", hf["head_dim"])
             hf["partial_rotary_factor"] = self._count("rope.dimension_count", hf["head_dim"]) / hf["head_dim"]
         return self._with_rope_factors(hf) if _ROPE_FACTORS in self._places else ModelConfig.from_hf(hf)
+
+    def _modules(self) -> int:
+        """How many of the layers are MTP modules. Newer files have them behind the model's own."""
+        return self._value("nextn_predict_layers", 0) if self._stored.experts else 0
+
+    def _experts(self) -> dict[str, Any]:
+        """Keys of experts, under the names of the families that have some."""
+        experts, width = self._count("expert_count"), self._count("expert_feed_forward_length")
+        own = {
+            "num_experts_per_tok": self._count("expert_used_count"),
+            "moe_intermediate_size": width,
+            "norm_topk_prob": self._value("expert_weights_norm", True),
+            "n_shared_experts": self._value("expert_shared_count", 0),
+            "first_k_dense_replace": self._value("leading_dense_block_count", 0),
+            "routed_scaling_factor": self._value("expert_weights_scale", 1.0) or 1.0,
+            "n_group": self._count("expert_group_count", 1),
+            "topk_group": self._count("expert_group_used_count", 1),
+            "use_qk_norm": "blk.0.attn_q_norm.weight" in self._places,
+        }
+        match self._architecture:
+            case "qwen3moe":
+                return own | {"num_experts": experts, "norm_topk_prob": True}  # whatever the file says, as llama.cpp
+            case "minimax-m2":
+                return own | {"num_local_experts": experts, "intermediate_size": width}
+        return own | {"n_routed_experts": experts}
 
     def _gemma3(self, hf: dict[str, Any]) -> dict[str, Any]:
         """Gemma 3's own keys. Without a window in the metadata no layer has one."""
@@ -229,16 +307,24 @@ class GgufFile:
 
     def _refuse_variants(self) -> None:
         """Variants that share an architecture's name but not its forward."""
-        if experts := self._value("expert_count", 0):
+        if not self._stored.experts and (experts := self._value("expert_count", 0)):
+            mixtures = ", ".join(name for name, each in _ARCHITECTURES.items() if each.experts)
             raise CheckpointError(
-                f"{self.path}: mixture of {shown(experts)} experts is not supported; only dense models are"
+                f"{self.path}: {self._architecture} with {shown(experts)} experts is not supported; architectures with "
+                f"experts that are: {mixtures}"
+            )
+        gating = self._value("expert_gating_func", 0)
+        if gating not in (0, known := _GATING.get(self._architecture, 0)):
+            raise CheckpointError(
+                f"{self.path}: {self._architecture}.expert_gating_func {shown(gating)} is not supported; supported: "
+                f"{known}"
             )
         if self._value("rope.dimension_sections", ()):
             raise CheckpointError(
                 f"{self.path}: rotary positions in sections ({self._architecture}.rope.dimension_sections), as of a "
                 "model of text and images, are not supported"
             )
-        if more := self._value("nextn_predict_layers", 0):
+        if not self._stored.experts and (more := self._value("nextn_predict_layers", 0)):
             raise CheckpointError(
                 f"{self.path}: {shown(more)} layers that predict further tokens "
                 f"({self._architecture}.nextn_predict_layers) are not supported"
