@@ -69,7 +69,7 @@ LONGEST = """
     distribution drafter_weights sharding write_heads peer_sum hybrid fp8_tiles block_drafters deterministic
     expert_fp8 paged_attention trees kernels portable_experts acceptance engines skipped_drafts tile_matmul
     expert_stream staged_start data_parallel suffix live portable_attention moe nonsense gated_delta examples
-    expert_mxfp4 block_trees mxfp4 fp8_layers hybrid_models continued deterministic_hybrid ladder eagle_trees
+    expert_four block_trees mxfp4 fp8_layers hybrid_models continued deterministic_hybrid ladder eagle_trees
     sampling mtp_modules expert_plan serve errors combined delta_chunk checkpoint functional portable_delta shipped
     lowering llm dflash2 hosts
 """

@@ -26,7 +26,7 @@ from jaxspec.checkpoint.shards import ModelFolder
 from jaxspec.config.engine_config import DTYPES, EngineConfig
 from jaxspec.config.options import ConfigError
 from jaxspec.config.progress import bytes_bar, took
-from jaxspec.config.request import RequestError, SamplingParams
+from jaxspec.config.request import IN_CHECKPOINTS, RequestError, SamplingParams
 from jaxspec.images.image_reader import ImageReader
 from jaxspec.models.families import MODELS
 from jaxspec.models.local import in_groups, local
@@ -302,7 +302,7 @@ def kept_format(files: ModelFolder | GgufFile, quantization: str | None) -> Quan
 def _sampling(generation: Mapping[str, Any], name: str) -> dict[str, float]:
     """The sampling settings of a generation_config.json; those that can't be used are logged and left out."""
     usable = {}
-    for field_name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
+    for field_name in IN_CHECKPOINTS:
         if (value := generation.get(field_name)) is not None:
             try:
                 usable[field_name] = getattr(SamplingParams(**{field_name: value}), field_name)

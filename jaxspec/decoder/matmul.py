@@ -21,6 +21,7 @@ from jaxspec.models.weights import Format, FourBits, Fp8, Unquantised, Weight, m
 from jaxspec.pallas import hopper
 from jaxspec.pallas.dense import few_rows, four_wide, fp8_quantise, fp8_rows, fp8_tiles, fp8_wide, tile_matmul
 from jaxspec.pallas.operation import ANY, HOPPER, PORTABLE, Implementation, choose, nothing, warn
+from jaxspec.pallas.portable import four_bits as portable_four_bits
 from jaxspec.pallas.portable import fp8 as portable_fp8
 
 MOST_ROUNDED = 32  # rows that `fp8_rows` multiplies where they are quantised; `fp8_tiles` takes more
@@ -359,6 +360,19 @@ def _four_few(call: Product) -> Float[Array, "*b o"]:
     return call.finished(call.like_x(few_rows.product([rows], call.weight)[: len(call.rows)]))
 
 
+def _portable_four_refused(call: Product) -> str | None:
+    if reason := _not_in(FourBits, call):
+        return reason
+    if len(call.rows) > portable_four_bits.MOST_ROWS:
+        return f"{len(call.rows)} rows; supported: up to {portable_four_bits.MOST_ROWS}"
+    return portable_four_bits.supported(call.x.dtype, [[call.weight]])
+
+
+def _portable_four(call: Product) -> Float[Array, "*b o"]:
+    out = portable_four_bits.product(call.ordered, call.weight)
+    return call.finished(call.like_x(out.astype(call.dtype or call.x.dtype)))
+
+
 _FP8_ROWS, _PORTABLE_FP8 = ((partial(_fp8_rows_refused, by), partial(_fp8_rows, by)) for by in (fp8_rows, portable_fp8))
 
 PRODUCTS = (
@@ -371,6 +385,7 @@ PRODUCTS = (
     Implementation("fp8_wide", HOPPER, _fp8_wide_refused, _fp8_wide),
     Implementation("dequantised", HOPPER, _dequantised_refused, _dequantised),
     Implementation("portable_fp8", PORTABLE, *_PORTABLE_FP8, requested=True),
+    Implementation("portable_four_bits", PORTABLE, _portable_four_refused, _portable_four, requested=True),
     Implementation("plain", ANY, nothing, _xla),
 )
 

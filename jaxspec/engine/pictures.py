@@ -6,7 +6,6 @@ recently used first. Programs run in the order of dispatch, so rows may have ano
 
 from __future__ import annotations
 
-import dataclasses
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -50,7 +49,7 @@ def refusal(model: Model, chunk: int, hosts: bool) -> str | None:
 
 def bounded(reader: ImageReader, tower: Tower) -> ImageReader:
     """A checkpoint's reader, which makes pictures so small that a program takes them."""
-    return dataclasses.replace(reader, processor=reader.processor.within(MOST_PATCHES // tower.per_token))
+    return reader.within(MOST_PATCHES // tower.per_token)
 
 
 def rows_for(tower: Tower, chunk: int) -> int:

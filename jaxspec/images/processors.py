@@ -42,7 +42,7 @@ class Processor(Protocol):
 
 
 @dataclass(frozen=True)
-class _Pixels:
+class Pixels:
     """Scale, mean and deviation of pixels, and how pictures are resized."""
 
     mean: tuple[float, float, float]
@@ -52,8 +52,9 @@ class _Pixels:
 
     def resized(self, rgb: np.ndarray, height: int, width: int) -> np.ndarray:
         """Values f32[3, height, width]."""
-        if rgb.shape[:2] != (height, width):
-            rgb = np.asarray(Image.fromarray(rgb).resize((width, height), self.resample))
+        if rgb.shape[:2] != (height, width):  # rows first, as torchvision; Pillow 13 does columns first at times
+            rows = Image.fromarray(rgb).resize((width, len(rgb)), self.resample)
+            rgb = np.asarray(rows.resize((width, height), self.resample))
         values = (np.arange(256, dtype=np.float64) * self.scale).astype(np.float32)  # each step rounded as published
         out = np.empty((3, height, width), np.float32)
         for channel in range(3):
@@ -70,7 +71,7 @@ class QwenProcessor:
     `[3, frames, patch, patch]`, each frame the same. A token is a block.
     """
 
-    pixels: _Pixels
+    pixels: Pixels
     patch: int
     merge: int
     frames: int
@@ -79,21 +80,7 @@ class QwenProcessor:
 
     def size(self, height: int, width: int) -> tuple[int, int]:
         """The size that a picture is resized to. **Raises:** `RequestError`."""
-        if max(height, width) > MOST_ASPECT * min(height, width):
-            raise RequestError(
-                f"the picture is {width} x {height} pixels; the longer side may have at most {MOST_ASPECT} times the "
-                "shorter one's"
-            )
-        step = self.patch * self.merge
-        rows, columns = round(height / step) * step, round(width / step) * step  # halves to even, as published
-        if rows * columns > self.most:
-            ratio = math.sqrt((height * width) / self.most)
-            rows = max(step, math.floor(height / ratio / step) * step)
-            columns = max(step, math.floor(width / ratio / step) * step)
-        elif rows * columns < self.least:
-            ratio = math.sqrt(self.least / (height * width))
-            rows, columns = math.ceil(height * ratio / step) * step, math.ceil(width * ratio / step) * step
-        return rows, columns
+        return fitted(height, width, self.patch * self.merge, self.least, self.most)
 
     def tokens(self, height: int, width: int) -> int:
         rows, columns = self.size(height, width)
@@ -103,14 +90,8 @@ class QwenProcessor:
         return dataclasses.replace(self, most=min(self.most, tokens * (self.patch * self.merge) ** 2))
 
     def __call__(self, rgb: np.ndarray) -> Picture:
-        height, width = self.size(*rgb.shape[:2])
-        p, m = self.patch, self.merge
-        rows, columns = height // p, width // p
-        values = self.pixels.resized(rgb, height, width).reshape(3, rows // m, m, p, columns // m, m, p)
-        values = values.transpose(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None]
-        shape = (*values.shape[:5], self.frames, p, p)
-        pixels = np.broadcast_to(values, shape).reshape(rows * columns, 3 * self.frames * p * p)
-        return _picture(pixels, (1, rows, columns), rows * columns // m**2)
+        values = self.pixels.resized(rgb, *self.size(*rgb.shape[:2]))
+        return merged(np.broadcast_to(values, (self.frames, *values.shape)), self.patch, self.merge)
 
 
 @dataclass(frozen=True)
@@ -121,7 +102,7 @@ class SquareProcessor:
     processor gives the picture uncut.
     """
 
-    pixels: _Pixels
+    pixels: Pixels
     height: int
     width: int
     patch: int
@@ -140,6 +121,37 @@ class SquareProcessor:
         return _picture(pixels, (1, rows, columns), self.fills)
 
 
+def fitted(
+    height: int, width: int, step: int, least: int, most: int, frames: int = 1, together: int = 1, what: str = "picture"
+) -> tuple[int, int]:
+    """The size that Qwen's processors resize to: sides in multiples of `step`, `least` to `most` pixels of all frames,
+    of which `together` make one picture. **Raises:** `RequestError`."""
+    if max(height, width) > MOST_ASPECT * min(height, width):
+        raise RequestError(
+            f"the {what} is {width} x {height} pixels; the longer side may have at most {MOST_ASPECT} times the "
+            "shorter one's"
+        )
+    rows, columns = round(height / step) * step, round(width / step) * step  # halves to even, as published
+    pixels, all_frames = frames * height * width, round(frames / together) * together
+    if all_frames * rows * columns > most:
+        ratio = math.sqrt(pixels / most)
+        rows = max(step, math.floor(height / ratio / step) * step)
+        columns = max(step, math.floor(width / ratio / step) * step)
+    elif all_frames * rows * columns < least:
+        ratio = math.sqrt(least / pixels)
+        rows, columns = math.ceil(height * ratio / step) * step, math.ceil(width * ratio / step) * step
+    return rows, columns
+
+
+def merged(values: np.ndarray, patch: int, merge: int) -> Picture:
+    """Qwen's picture of frames f32[frames, 3, height, width]."""
+    (frames, _, height, width), p, m = values.shape, patch, merge
+    rows, columns = height // p, width // p
+    values = values.reshape(frames, 3, rows // m, m, p, columns // m, m, p).transpose(2, 5, 3, 6, 1, 0, 4, 7)
+    pixels = values.reshape(rows * columns, 3 * frames * p * p)
+    return _picture(pixels, (1, rows, columns), rows * columns // m**2)
+
+
 def _picture(pixels: np.ndarray, grid: tuple[int, int, int], tokens: int) -> Picture:
     content = hashlib.blake2b(np.asarray(grid, "<i8").tobytes(), digest_size=8)
     content.update(pixels)
@@ -149,7 +161,7 @@ def _picture(pixels: np.ndarray, grid: tuple[int, int, int], tokens: int) -> Pic
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 GEMMA = ("gemma3",)
 _CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
-_HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 
 
 def read_processor(hf: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> Processor | None:
@@ -197,7 +209,7 @@ def _qwen(kind: str, vision: Mapping[str, Any], given: Mapping[str, Any]) -> Qwe
     ):
         if positive(vision, name, ours) != ours:
             raise ConfigError(f"preprocessor_config.json: {key} {ours} differs from config.json's {vision[name]}")
-    return QwenProcessor(_pixels(given, _CLIP if old else _HALF, 3), patch, merge, frames, least, most)
+    return QwenProcessor(read_pixels(given, _CLIP if old else HALF, 3), patch, merge, frames, least, most)
 
 
 def _gemma(
@@ -215,10 +227,11 @@ def _gemma(
     for at in (both, given):
         if positive(at, "image_seq_length", fills) != fills:
             raise ConfigError(f"image_seq_length {at['image_seq_length']} differs from mm_tokens_per_image, {fills}")
-    return SquareProcessor(_pixels(given, _HALF, 2), side, side, patch, fills)
+    return SquareProcessor(read_pixels(given, HALF, 2), side, side, patch, fills)
 
 
-def _pixels(given: Mapping[str, Any], published: Mapping[str, Any], resample: int) -> _Pixels:
+def read_pixels(given: Mapping[str, Any], published: Mapping[str, Any], resample: int) -> Pixels:
+    """Read the keys about pixels of a processor's file. **Raises:** `ConfigError` naming the key."""
     resample = given.get("resample", resample)
     if resample not in RESAMPLING:
         raise ConfigError(
@@ -235,7 +248,7 @@ def _pixels(given: Mapping[str, Any], published: Mapping[str, Any], resample: in
     scale = given.get("rescale_factor", 1 / 255)
     if not _is_number(scale) or scale <= 0:
         raise ConfigError(f"preprocessor_config.json: rescale_factor must be a number above 0, got {shown(scale)}")
-    return _Pixels(values[0], values[1], float(scale), resample)
+    return Pixels(values[0], values[1], float(scale), resample)
 
 
 def _is_number(value: Any) -> bool:

@@ -553,7 +553,7 @@ class Decoder:
 
 def shares(mixing: Kind | Absent) -> bool:
     """Whether a layer reads keys and values that another layer has written."""
-    return isinstance(mixing, Attention) and mixing.shared
+    return getattr(mixing, "shared", False)
 
 
 # Rope tables are made outside of kernels: who implements one scaling implements all.

@@ -35,7 +35,9 @@ class Format:
     - `inputs_per_entry`: how many inputs an entry stands for, along that axis of a checkpoint's tensor.
     - `inputs_together`: how many inputs are arranged together, so that devices can't divide them.
     - `scales_by_input`: whether scales are [inputs, outputs], not [outputs, inputs] as the values.
-    - `implements`: by name of a path, the fields of the format that hold there, beside what the path says itself.
+    - `implements`: by name of a path, the fields of the format that hold there. Other paths refuse it, but for weights
+      that aren't quantised, which all take.
+    - `made_on_load`: whether unquantised weights become it, when they are loaded or updated.
     """
 
     quantised: ClassVar[bool] = True
@@ -45,6 +47,7 @@ class Format:
     inputs_together: ClassVar[int] = 1
     scales_by_input: ClassVar[bool] = False
     implements: ClassVar[Mapping[str, frozenset[str]]] = {}
+    made_on_load: ClassVar[bool] = True
 
     def per_scale(self, along: str) -> int | None:
         """How many neighbouring "outputs" or "inputs" share a scale; None: all of them."""
@@ -77,6 +80,10 @@ class Fp8(Format):
     activations: bool = False
 
     bytes_each: ClassVar[float | None] = 1
+    implements: ClassVar = {
+        **dict.fromkeys(("plain", "few_rows", "fused_norms"), frozenset({"block", "activations"})),
+        **dict.fromkeys(("fp8_rows", "fp8_stream"), frozenset({"block"})),
+    }
 
     def per_scale(self, along):
         return self.block if self.block or along == "inputs" else 1
@@ -93,6 +100,8 @@ class Mxfp4(Format):
     bytes_each: ClassVar[float | None] = 17 / 32
     inputs_per_entry: ClassVar[int] = mxfp4.BLOCK
     scales_by_input: ClassVar[bool] = True
+    implements: ClassVar = dict.fromkeys(("plain", "few_rows"), frozenset())  # of experts
+    made_on_load: ClassVar[bool] = False
 
     def per_scale(self, along):
         return mxfp4.BLOCK if along == "inputs" else 1
@@ -131,6 +140,15 @@ class Int4(FourBits):
     ordered: bool = False
 
     bytes_each: ClassVar[float | None] = 33 / 64
+    implements: ClassVar = {
+        "plain": frozenset({"group", "zeros", "ordered"}),
+        **dict.fromkeys(("few_rows", "fused_norms"), frozenset({"group", "zeros"})),
+    }
+
+    @property
+    def made_on_load(self) -> bool:
+        """One of a checkpoint's zero points and orders isn't."""
+        return not self.zeros and not self.ordered
 
     def per_scale(self, along):
         return self.group if along == "inputs" else 1
@@ -151,6 +169,7 @@ class Nvfp4(FourBits):
     """E2M1 numbers, scales of each 16 inputs in a byte and float32 factors, as `jaxspec.models.nvfp4` has them."""
 
     bytes_each: ClassVar[float | None] = 9 / 16
+    implements: ClassVar = dict.fromkeys(("plain", "few_rows", "fused_norms"), frozenset())
 
     def per_scale(self, along):
         return nvfp4.GROUP if along == "inputs" else 1

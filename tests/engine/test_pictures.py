@@ -79,6 +79,15 @@ def test_texts_are_transformers_and_a_picture_is_read_once(llm):
     assert reader.encoded == 3
 
 
+def test_a_videos_text_is_transformers_with_drafts_and_cached(llm):
+    encoded = llm.engine.runner.pictures.encoded
+    for cached in (False, True):
+        (out,) = llm.generate([prompt("video")], GREEDY)
+        assert out.token_ids == expected()["video_greedy"].tolist()
+        assert bool(out.metrics.cached_tokens) is cached and out.metrics.accept_length > 1
+    assert llm.engine.runner.pictures.encoded == encoded + 3
+
+
 @pytest.mark.parametrize("known", [False, True])
 def test_rounds_wait_for_a_program_of_pictures_or_of_prompts(llm, monkeypatch, known):
     """Where `--max-itl-ms` limits what is between two rounds, also while it isn't known what prompts take."""

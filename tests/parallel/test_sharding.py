@@ -21,11 +21,12 @@ from openai import APIConnectionError, OpenAI
 
 from jaxspec.checkpoint import params as loading
 from jaxspec.config.options import ConfigError
+from jaxspec.decoder.forward import head_logits
 from jaxspec.drafters import dflash_checkpoint, mtp
 from jaxspec.models.families import MODELS
 from jaxspec.models.local import local
 from jaxspec.models.model_config import ModelConfig
-from jaxspec.models.weights import Param, by_inputs, by_outputs, is_param, linear
+from jaxspec.models.weights import Param, Weight, by_inputs, by_outputs, is_param, linear
 from jaxspec.parallel import sharding
 from jaxspec.parallel.sharding import BY_REQUEST, EVERYWHERE
 from tests.server.live import wait_for
@@ -158,6 +159,18 @@ def test_arguments_without_elements_are_made_on_each_device():
     (eqn,) = [eqn for eqn in traced.eqns if eqn.primitive.name == "shard_map"]
     assert [x.aval.shape for x in eqn.invars] == [(3,)]
     assert [x.aval.shape for x in eqn.outvars] == [(3,), (8, 0), (8,)]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_multiplies_no_row_alone(tied):
+    """Alone it would be multiplied by a float32 copy of the head, three times its bytes."""
+    own, mesh = (1024, 8) if tied else (8, 1024), AbstractMesh((2,), (sharding.AXIS,))
+    name, weight = ("embed", jnp.ones) if tied else ("head", lambda *of: Weight(jnp.ones(*of)))
+    program = lambda hidden: head_logits({name: weight(own, jnp.bfloat16)}, hidden)  # noqa: E731
+    run = sharding.spread(program, mesh, (EVERYWHERE,), EVERYWHERE)
+    hidden = jax.ShapeDtypeStruct((1, 1, 8), jnp.bfloat16)
+    assert jax.eval_shape(run, hidden).shape == (1, 1, 1024)
+    assert "1,2,1024] = dot_general" in str(jax.make_jaxpr(run)(hidden))
 
 
 def test_what_nobody_decided_about_is_refused():

@@ -250,6 +250,30 @@ def test_thinking_and_effort(given, effort):
     assert chat(ASK["messages"], **given).get("reasoning_effort") == effort
 
 
+MARK = {"cache_control": {"type": "ephemeral", "ttl": "1h"}, "x_new": [1]}
+
+
+def test_keys_of_later_versions_pass_everywhere(http):
+    known = {
+        "speed": "fast",
+        "betas": ["a"],
+        "inference_geo": "us",
+        "service_tier": "auto",
+        "container": {"skills": []},
+    }
+    assert http.post(PATH, json=ASK | known | MARK).status_code == 200
+    plain = [turn("user", text("a")), turn("assistant", USE), turn("user", RESULT)]
+    marked = [turn(each["role"], each["content"][0] | MARK) | MARK for each in plain]
+    body = {"messages": marked, "system": [text("s") | MARK], "tools": [TOOL | MARK]} | MARK | known
+    body |= {"tool_choice": {"type": "auto"} | MARK, "thinking": {"type": "adaptive"} | MARK}
+    form = {"format": {"type": "json_schema", "schema": {"type": "object"}, "name": "n"} | MARK, "task_budget": {}}
+    counts = [
+        http.post(f"{PATH}/count_tokens", json=each).json()["input_tokens"]
+        for each in (body, body | {"output_config": form}, {"messages": plain, "system": "s", "tools": [TOOL]})
+    ]
+    assert len({*counts}) == 1
+
+
 @pytest.mark.parametrize("change,says", [
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": None}, "max_tokens"),
@@ -272,9 +296,9 @@ def test_thinking_and_effort(given, effort):
     ({"temperature": -1}, "temperature"),
     ({"temprature": 1}, "did you mean temperature?"),
     ({"output_config": {"efort": "low"}}, "did you mean effort?"),
-    ({"output_config": {"format": {"type": "json_schema", "schema": {}, "strict": True}}}, "unknown field 'strict'"),
-    ({"tools": [TOOL], "tool_choice": {"type": "auto", "mode": "any"}}, "unknown field 'mode'"),
-    ({"thinking": {"type": "enabled", "budget": 7}}, "unknown field 'budget'"),
+    ({"output_config": {"format": {"type": "json_schema", "schema": {}, "shema": {}}}}, "did you mean schema?"),
+    ({"tools": [TOOL], "tool_choice": {"type": "auto", "disable_paralel_tool_use": True}}, "did you mean disable_"),
+    ({"thinking": {"type": "enabled", "budget_token": 7}}, "did you mean budget_tokens?"),
 ])  # fmt: skip
 def test_bad_fields(http, fake, change, says):
     response = http.post(PATH, json=ASK | change)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxspec.decoder.fixed_order import in_order, row_norm
-from jaxspec.decoder.functions import cos_sin, normed, rms_norm, rope
+from jaxspec.decoder.functions import cos_sin, cos_sin_by_axis, normed, rms_norm, rope
 from jaxspec.decoder.mixings.kind import Mixing, Weights
 from jaxspec.models.description import ROPE_SCALINGS, Attention, Layer, Norm, Rope, beyond
 from jaxspec.pallas import hopper
@@ -228,6 +228,7 @@ ATTENTION = Mixing(
         "fp8_rows": _HEADS | {"gated", "window", "scale"},
         "deterministic": _HEADS | {"gated", "bias"},
     },
+    by_axis=cos_sin_by_axis,
     parts=True,
     fixed=fixed,
     fixed_refuses=_fixed_refuses,

@@ -180,17 +180,23 @@ def tensors(decoder: Decoder) -> dict:
 
 def layer_tensors(layer: Layer, d: int, prefix: str) -> Tensors:
     """One layer: its norm, and its mixer, which may be an MLP."""
-    mixer, mixes = prefix + "mixer.", isinstance(layer.feed, Absent)
-    tree = {"attn_norm" if mixes else "mlp_norm": norm_scale(d, prefix + "norm.weight")}
-    match layer.mixing if mixes else layer.feed:
-        case Attention():
-            named = attention_tensors(layer, d, prefix)
-            return tree | {name: renamed(param, {"self_attn.": "mixer."}) for name, param in named.items()}
-        case Mamba2():
-            return tree | mamba2_tensors(layer.mixing, d, mixer)
-        case Mixture():
-            return tree | mixture_tensors(layer.feed, d, mixer)
-    return tree | mlp_tensors(layer.feed, d, mixer)
+    mixes = isinstance(layer.feed, Absent)
+    norm = {"attn_norm" if mixes else "mlp_norm": norm_scale(d, prefix + "norm.weight")}
+    return norm | TENSORS[type(layer.mixing if mixes else layer.feed)](layer, d, prefix)
+
+
+def _attention(layer: Layer, d: int, prefix: str) -> Tensors:
+    """Attention's tensors, which have the names of the mixer's here."""
+    tensors = attention_tensors(layer, d, prefix)
+    return {name: renamed(param, {"self_attn.": "mixer."}) for name, param in tensors.items()}
+
+
+TENSORS = {
+    Attention: _attention,
+    Mamba2: lambda layer, d, prefix: mamba2_tensors(layer.mixing, d, prefix + "mixer."),
+    Mixture: lambda layer, d, prefix: mixture_tensors(layer.feed, d, prefix + "mixer."),
+    Mlp: lambda layer, d, prefix: mlp_tensors(layer.feed, d, prefix + "mixer."),
+}
 
 
 def mamba2_tensors(m: Mamba2, d: int, prefix: str) -> Tensors:

@@ -45,7 +45,7 @@ def _portable_refuses(q, kv, layer, table, start, latent, scale, mask) -> str | 
 
 _PORTABLE = _portable_refuses, portable_latent.latent_attention
 LATENT_ATTENTION = (
-    Implementation("portable_latent", HOPPER, *_PORTABLE),  # Hopper has no kernel of its own yet
+    Implementation("portable_latent", HOPPER, *_PORTABLE),  # until a GPU has shown that `latent_decode` is right
     Implementation("portable", PORTABLE, *_PORTABLE),
     Implementation("reference", ANY, nothing, reference, slow=True),
 )
