@@ -31,6 +31,7 @@ FAMILIES = {
     # A window; other heads, of another width; then both kinds again, over the first ones' keys and values.
     "gemma4": GEMMA4_ALL | {"num_key_value_heads": 4, "vocab_size_per_layer_input": VOCAB},
     "kimi_linear": {"num_hidden_layers": 2},  # a state, and latents
+    "mimo_v2_flash": {"num_hidden_layers": 2},  # all of the text; a window, with sinks and other heads
     **{family: {} for family in ("ernie4_5", "granite", "hunyuan_v1_dense", "olmo2", "phi3", "seed_oss")},
 }
 DRAFTS = {
