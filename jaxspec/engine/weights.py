@@ -233,7 +233,7 @@ def _check_makes(weight: Weight, name: str) -> None:
     if not own.made_on_load:
         raise CheckpointError(
             f"{name}: the engine's is {own}, which isn't made of unquantised weights; give it as a folder has "
-            "it, or start the engine with --quantization fp8 or int4"
+            "it, or start the engine with --quantization fp8, int4 or nvfp4"
         )
 
 
