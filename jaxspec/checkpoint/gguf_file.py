@@ -42,6 +42,8 @@ class _Architecture:
         default_factory=dict
     )  # of parts of a layer, or of tensors, where `_LAYER` has others
     experts: bool = False  # the family has experts
+    # Experts' tensors that the checkpoint has with inputs first and outputs of all of these alternating.
+    alternating: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     own_ropes: bool = False  # each kind of layer has heads and a rope of its own
 
 
@@ -87,6 +89,21 @@ _ARCHITECTURES = {
             "inp_gate": "per_layer_input_gate",
             "proj": "per_layer_projection",
             "post_norm": "post_per_layer_input_norm",
+        },
+    ),
+    "gpt-oss": _Architecture(
+        "gpt_oss",
+        experts=True,
+        names={
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks.weight": "self_attn.sinks",
+            "ffn_gate_inp": "mlp.router",
+        },
+        alternating={
+            "mlp.experts.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+            "mlp.experts.gate_up_proj_bias": ("ffn_gate_exps.bias", "ffn_up_exps.bias"),
+            "mlp.experts.down_proj": ("ffn_down_exps.weight",),
+            "mlp.experts.down_proj_bias": ("ffn_down_exps.bias",),
         },
     ),
     "qwen3moe": _Architecture("qwen3_moe", experts=True),
@@ -141,7 +158,13 @@ _LAYER = {
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
-_GATING = {"gemma4": 1, "qwen3moe": 1, "glm4moe": 2, "minimax-m2": 2}  # expert_gating_func: a softmax, sigmoids
+_GATING = {
+    "gemma4": 1,
+    "gpt-oss": 3,
+    "qwen3moe": 1,
+    "glm4moe": 2,
+    "minimax-m2": 2,
+}  # expert_gating_func: a softmax, sigmoids, a softmax of the chosen
 _ROPE_FACTORS = "rope_freqs.weight"
 # What llama.cpp takes for Gemma 3 where the metadata is silent: every sixth layer sees all of the text, and only the
 # 27B, known by its layers, scales queries by the model's width a head.
@@ -181,7 +204,12 @@ class GgufFile:
 
     def tensors(self) -> dict[str, TensorInfo]:
         """Tensors that the header lists, under Hugging Face names; a name with no counterpart there stays as it is."""
-        return {name: TensorInfo(tensor.shape, tensor.nbytes) for name, tensor in self._named()}
+        listed = {name: TensorInfo(tensor.shape, tensor.nbytes) for name, tensor in self._named()}
+        for name, parts in self._alternating():
+            count, outputs, *inputs = parts[0].shape
+            shape = (count, *inputs, len(parts) * outputs)
+            listed[name] = TensorInfo(shape, sum(part.nbytes for part in parts))
+        return listed
 
     def stored(self) -> dict[str, Computed]:
         """Every tensor, in the file's order, dequantised to float32 when it is read.
@@ -191,11 +219,29 @@ class GgufFile:
         found = {}
         for name, tensor in sorted(self._named(), key=lambda each: each[1].offset):
             found[name] = Computed(tensor.nbytes + 4 * math.prod(tensor.shape), partial(self._values, tensor))
+        for name, parts in self._alternating():
+            size = sum(part.nbytes + 8 * math.prod(part.shape) for part in parts)
+            found[name] = Computed(size, partial(self._alternated, parts))
         return found
+
+    def _alternating(self) -> Iterator[tuple[str, list[GgufTensor]]]:
+        """Tensors that are made of several of the file's, by their Hugging Face names."""
+        for layer in range(self.config.num_layers):
+            for name, parts in self._stored.alternating.items():
+                names = [f"blk.{layer}.{part}" for part in parts]
+                if all(each in self._places for each in names):
+                    yield f"model.layers.{layer}.{name}", [self._places[each] for each in names]
+
+    def _alternated(self, parts: list[GgufTensor]) -> np.ndarray:
+        values = [np.moveaxis(self._dequantize(part), 1, -1) for part in parts]
+        return np.stack(values, axis=-1).reshape(*values[0].shape[:-1], -1)
 
     def _named(self) -> Iterator[tuple[str, GgufTensor]]:
         """Tensors by their Hugging Face names, each expert's part of a tensor by itself."""
+        apart = {part for parts in self._stored.alternating.values() for part in parts}
         for name, tensor in self._weights().items():
+            if name.split(".", 2)[-1] in apart:
+                continue
             named = self._hf_name(name)
             if "{}" not in named:
                 yield named, tensor
@@ -320,6 +366,13 @@ class GgufFile:
         match self._architecture:
             case "qwen3moe":
                 return own | {"num_experts": experts, "norm_topk_prob": True}  # whatever the file says, as llama.cpp
+            case "gpt-oss":
+                return own | {
+                    "num_local_experts": experts,
+                    "intermediate_size": width,
+                    "sliding_window": self._count("attention.sliding_window"),
+                    "rope_parameters": {"truncate": False} if self._rope_scaling() else {},
+                }
             case "minimax-m2":
                 return own | {"num_local_experts": experts, "intermediate_size": width}
         return own | {"n_routed_experts": experts}

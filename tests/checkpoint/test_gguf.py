@@ -35,6 +35,7 @@ def write_gguf(path: Path, hf: dict, tensors: dict[str, np.ndarray], quant=None,
     """Write a file as llama.cpp's converter does: names by the gguf package's table; for Llama and Mistral, which it
     calls "llama", the rows of q and k interleaved; 1 added to Gemma's norms."""
     renamed = {"mistral": "llama", "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe", "minimax_m2": "minimax-m2"}
+    renamed["gpt_oss"] = "gpt-oss"
     family = renamed.get(hf["model_type"], hf["model_type"])
     heads = {"q": hf["num_attention_heads"], "k": hf["num_key_value_heads"]}
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == family)
@@ -55,7 +56,10 @@ def write_gguf(path: Path, hf: dict, tensors: dict[str, np.ndarray], quant=None,
         writer.add_sliding_window(hf["sliding_window"])
     if family in ("glm4", "glm4moe", "minimax-m2"):
         writer.add_rope_dimension_count(hf["head_dim"] // 2)
-    if family in ("qwen3moe", "glm4moe", "minimax-m2"):
+    if family == "gpt-oss":
+        writer.add_sliding_window(hf["sliding_window"])
+        tensors = parted(tensors)
+    if family in ("gpt-oss", "qwen3moe", "glm4moe", "minimax-m2"):
         counts = [hf.get(key) for key in ("n_routed_experts", "num_local_experts", "num_experts")]
         writer.add_expert_count(next(filter(None, counts)))
         writer.add_expert_used_count(hf["num_experts_per_tok"])
@@ -195,6 +199,21 @@ def test_gemma_4_in_gguf_that_is_refused(tmp_path, changes, words):
         load(tmp_path / "m.gguf")
 
 
+def parted(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """gpt-oss' tensors with experts' gate and up apart, and outputs before inputs."""
+    out = {}
+    for name, tensor in tensors.items():
+        stem, _, leaf = name.rpartition(".experts.")
+        if not stem:
+            out[name + ".weight" if name.endswith("sinks") else name] = tensor
+            continue
+        kind, tensor = (".bias" if leaf.endswith("bias") else ".weight"), np.moveaxis(tensor, -1, 1)
+        halves = {"gate_proj": tensor[:, ::2], "up_proj": tensor[:, 1::2]}
+        parts = halves if leaf.startswith("gate_up") else {"down_proj": tensor}
+        out |= {f"{stem}.experts.{part}{kind}": np.ascontiguousarray(each) for part, each in parts.items()}
+    return out
+
+
 def stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Tensors with those of all experts in one."""
     out: dict = {}
@@ -211,6 +230,8 @@ def stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     ("glm4_moe", {"num_hidden_layers": 3, "attention_bias": True, "num_nextn_predict_layers": 1}),
     ("glm4_moe", {"use_qk_norm": True, "tie_word_embeddings": True}),
     ("minimax_m2", {}),
+    ("gpt_oss", {"rope_scaling": YARN}),
+    ("gpt_oss", {"rope_parameters": {}, "attention_bias": False, "tie_word_embeddings": True}),
     ("llama", {}),
     ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     ("llama", {"rope_scaling": YARN | {"attention_factor": 1.5, "beta_fast": 24.0, "beta_slow": 2.0}}),
@@ -319,7 +340,7 @@ def test_gguf_variants_of_newer_families_that_are_not_supported(tmp_path, family
 
 @pytest.mark.parametrize("metadata, message", [
     ({"split__count": 3}, "one of 3 parts"),
-    ({"ARCH__expert_count": 8}, "llama with 8 experts is not supported; .* are: gemma4, qwen3moe, glm4moe"),
+    ({"ARCH__expert_count": 8}, "llama with 8 experts is not supported; .* are: gemma4, gpt-oss, qwen3moe"),
     ({"ARCH__rope__scaling__yarn_log_multiplier": 0.1}, r"scaling.yarn_log_multiplier 0.1\d* is not supported"),
     ({"ARCH__rope__scaling__yarn_ext_factor": 0.5}, "scaling.yarn_ext_factor 0.5 is not supported; supported: 1"),
     ({"ARCH__rope__scaling__attn_factor": 2.0}, "scaling.attn_factor 2.0 is not supported"),
