@@ -151,9 +151,7 @@ def main() -> None:
     print(f"{engine_options(args)}\nprograms are ready after {time.perf_counter() - began:.0f} s", flush=True)
     what = f"{args.side} x {args.side} pixels, {bench.tokens} tokens"
     picture = bench.picture()
-    print(
-        f"tower: {tower_ms(engine, picture):.1f} ms for {what}, {way_ms(picture):.1f} on their way", flush=True
-    )
+    print(f"tower: {tower_ms(engine, picture):.1f} ms for {what}, {way_ms(picture):.1f} on their way", flush=True)
     for seen in (True, False):
         times = [bench.first_token(seen) for _ in range(8)][2:]
         print(f"first token of a {'picture' if seen else 'text as long'}: {median(times):.1f} ms, {np.round(times, 1)}")
