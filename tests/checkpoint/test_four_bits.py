@@ -178,6 +178,14 @@ def test_modelopts_own_file_says_how_weights_are_packed(tmp_path):
         load(packed)
 
 
+def test_a_head_stays_packed(tmp_path):
+    """Where a checkpoint has it packed. Its logits are float32, of the dequantised head."""
+    packed, plain = four_bits(GPTQ, tmp_path, packed=("_proj.weight", "lm_head.weight"), tie_word_embeddings=False)
+    model, whole = load(packed), load(plain)
+    assert model.params["head"].format == Int4(32, zeros=True)
+    np.testing.assert_allclose(jaxspec.logits(model, TOKENS), jaxspec.logits(whole, TOKENS), rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("name,kind,scales", [("int4", Int4(32), 2 / 32), ("nvfp4", Nvfp4(), 1 / 16 + 4 / 32)])
 def test_weights_are_made_so_on_load(name, kind, scales, tmp_path):
     """Scales take so many bytes an input: experts have 32 inputs, and NVFP4 a factor for each output."""
