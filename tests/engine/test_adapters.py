@@ -218,7 +218,7 @@ def test_clients_paths_stay_in_their_folder(tmp_path):
 
 
 def test_a_scale_of_zero_by_pattern_is_zero(tmp_path):
-    """As in PEFT: a pattern's number counts, whatever it is."""
+    """PEFT takes a number of a pattern whatever it is."""
     folder = lora.write(tmp_path, lora.matrices(model(), modules=("q_proj", "up_proj")), alpha_pattern={"q_proj": 0})
     made = peft.read_adapter("none", folder, model().family.tensors(model().config.decoder)).matrices
     assert {name: bool(b.any()) for name, (_, b) in made.items() if "layers.0" in name} == {
