@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -109,13 +110,16 @@ def number(source: str) -> Param:
 def attention_tensors(layer: Layer, d: int, prefix: str) -> Tensors:
     """Where attention is gated, each query head's columns are followed by its gate's."""
     a, prefix = layer.mixing, prefix + "self_attn."
-    n, m = a.heads * a.head_dim, a.kv_heads * a.head_dim
-    kinds = 0 if a.shared else 1 if a.k_is_v else 2
-    widths = {"q_proj": 2 * n if a.gated else n, **dict.fromkeys(("k_proj", "v_proj")[:kinds], m)}
-    by_head = by_outputs(((a.heads, widths["q_proj"] // a.heads),), *[((a.kv_heads, a.head_dim),)] * kinds)
+    n, kinds = a.heads * a.values, 0 if a.shared else 1 if a.k_is_v else 2
+    own = {"k_proj": (a.kv_heads, a.head_dim), "v_proj": (a.kv_heads, a.values)}
+    heads = {"q_proj": (a.heads, 2 * a.head_dim if a.gated else a.head_dim), **dict(list(own.items())[:kinds])}
+    widths, by_head = (
+        {name: math.prod(each) for name, each in heads.items()},
+        by_outputs(*[(x,) for x in heads.values()]),
+    )
     tree = {
         "qkv": linear(d, {f"{prefix}{name}.weight": width for name, width in widths.items()}, split=by_head),
-        "out": linear(n, {prefix + "o_proj.weight": d}, split=by_inputs(a.heads, a.head_dim)),
+        "out": linear(n, {prefix + "o_proj.weight": d}, split=by_inputs(a.heads, a.values)),
     }
     if a.bias:
         tree["qkv_bias"] = bias({f"{prefix}{name}.bias": width for name, width in widths.items()}, split=by_head)

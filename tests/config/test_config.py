@@ -317,6 +317,71 @@ def test_kimi_linear_that_is_refused(change, words):
         ModelConfig.from_hf({**KIMI_LINEAR_48B, **change})
 
 
+MIMO_V2_FLASH = {
+    "model_type": "mimo_v2_flash",
+    "vocab_size": 152576,
+    "hidden_size": 4096,
+    "intermediate_size": 16384,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "head_dim": 192,
+    "v_head_dim": 128,
+    "swa_num_attention_heads": 64,
+    "swa_num_key_value_heads": 8,
+    "swa_head_dim": 192,
+    "swa_v_head_dim": 128,
+    "hybrid_layer_pattern": [int(i > 0 and (i + 1) % 6 > 0) for i in range(48)],
+    "moe_layer_freq": [0] + [1] * 47,
+    "sliding_window": 128,
+    "sliding_window_size": 128,
+    "rope_theta": 5000000,
+    "swa_rope_theta": 10000,
+    "partial_rotary_factor": 0.334,
+    "attention_value_scale": 0.707,
+    "add_swa_attention_sink_bias": True,
+    "add_full_attention_sink_bias": False,
+    "n_routed_experts": 256,
+    "n_shared_experts": None,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "routed_scaling_factor": None,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "layernorm_epsilon": 1e-5,
+}
+
+
+def test_mimo_v2_as_xiaomi_writes_it():
+    """A window counts the tokens before a token; keys and values take up rows of one width, which kernels have."""
+    decoder = ModelConfig.from_hf(MIMO_V2_FLASH).decoder
+    full, sliding = (decoder.layers[i].mixing for i in (0, 1))
+    shared = dict(head_dim=192, value_dim=128, value_scale=0.707)
+    assert full == Attention(64, 4, rope=Rope(5e6, columns=64), **shared)
+    assert sliding == Attention(64, 8, rope=Rope(1e4, columns=64), window=129, sinks=True, pool=1, **shared)
+    assert [layer.mixing == full for layer in decoder.layers] == [i == 0 or i % 6 == 5 for i in range(48)]
+    assert decoder.layers[0].feed == Mlp(16384) and decoder.norm == Norm(1e-5)
+    assert decoder.mixture == Mixture(256, 8, 2048, shared_gated=False, scores=SigmoidScores())
+    assert (full.memory.width, full.memory.heads, sliding.memory.heads) == (256, 4, 8)
+    bare = {key: value for key, value in MIMO_V2_FLASH.items() if not key.startswith(("swa_", "hybrid", "moe_layer"))}
+    assert ModelConfig.from_hf(bare).decoder == decoder, "as transformers' config where it is silent"
+
+
+@pytest.mark.parametrize("change,words", [
+    (dict(add_full_attention_sink_bias=True), "add_full_attention_sink_bias True.*supported: False"),
+    (dict(scoring_func="softmax"), "scoring_func 'softmax'.*'sigmoid'"),
+    (dict(n_shared_experts=1), "n_shared_experts 1"),
+    (dict(hybrid_layer_pattern=[0, 1]), "hybrid_layer_pattern must have a 0 or a 1 for each of 48 layers"),
+    (dict(moe_layer_freq=1), "moe_layer_freq must have a 0 or a 1"),
+    (dict(partial_rotary_factor=0.33), "partial_rotary_factor 0.33 of head_dim 192 is 63"),
+    (dict(v_head_dim=0), "v_head_dim"),
+])  # fmt: skip
+def test_mimo_v2_that_is_refused(change, words):
+    with pytest.raises(ConfigError, match=words):
+        ModelConfig.from_hf({**MIMO_V2_FLASH, **change})
+
+
 @pytest.mark.parametrize("change,words", [
     (dict(model_type="gpt2"), ["'gpt2'", "mistral, nemotron_h, olmo2"]),
     (dict(model_type=None), ["None", "mistral, nemotron_h, olmo2"]),

@@ -113,6 +113,9 @@ FIELDS = {
         "v_norm": (NORM, {EVERY}),
         "k_is_v": (True, {EVERY}),
         "shared": (True, {EVERY}),
+        "value_dim": (64, {EVERY}),
+        "value_scale": (0.7, {EVERY}),
+        "pool": (1, {EVERY}),
     },
     LatentAttention: {
         "heads": (16, {EVERY}),

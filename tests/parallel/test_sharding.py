@@ -38,6 +38,7 @@ PARTS = "family", "drafter", "trees", "mtp", "rounds", "quantised", "determinist
 EIGHT = dict(num_attention_heads=8, intermediate_size=64, moe_intermediate_size=32, shared_expert_intermediate_size=16)
 EIGHT |= dict(linear_num_key_heads=8, linear_num_value_heads=16, attention_bias=True, mlp_bias=True)
 UNBIASED = {
+    "mimo_v2_flash",
     "deepseek_v2",
     "deepseek_v3",
     "glm4_moe_lite",
@@ -98,7 +99,7 @@ def test_somebody_has_decided_how_each_parameter_is_divided(family):
 def test_devices_have_every_number_once(family, size):
     """But for KV heads and latents, which are repeated where there are fewer than devices, and for padding, which is
     0."""
-    kv_heads = {"num_key_value_heads": 8, "num_global_key_value_heads": 8}
+    kv_heads = {"num_key_value_heads": 8, "num_global_key_value_heads": 8, "swa_num_key_value_heads": 8}
     for name, param in declared(family, **kv_heads):
         one, rng = sharding.local_param(param, size), np.random.default_rng(0)
         for i, (shape, own) in enumerate(zip(param.stored().values(), one.stored().values(), strict=True)):
