@@ -134,6 +134,11 @@ class MemoryPlan:
         static = self.weight_bytes + self.draft_weight_bytes + self.kv_bytes + self.slot_bytes + self.states.total
         return static + self.workspace_bytes + self.other_bytes
 
+    def cut(self, tokens: int, snapshots: int) -> MemoryPlan:
+        """Shrink to so many tokens and snapshots, what every node has room for."""
+        states = replace(self.states, snapshots=snapshots)
+        return replace(self, tokens=tokens, kv_bytes=self.kv_bytes * tokens // self.tokens, states=states)
+
     def __str__(self) -> str:
         window = f", the drafter's newest {self.draft_window} tokens" if self.draft_window else ""
         rows = [

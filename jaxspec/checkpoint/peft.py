@@ -28,6 +28,7 @@ from jaxspec.models.weights import WHOLE, Param, Unquantised, linear
 ADAPTED = frozenset({
     *("qkv", "out", "gate_up", "up", "down"),
     *("qkvz", "ba", "in", "latents", "queries", "latent_in", "latent_out"),
+    *("gates", "steps", "output_gates"),
 })  # fmt: skip
 CONFIG, WEIGHTS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
 PATTERN_SECONDS = 0.1  # that a pattern may take for a module's name

@@ -13,6 +13,7 @@ import dataclasses
 import hashlib
 import itertools
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -54,7 +55,7 @@ class Adapters:
     def __init__(self, config: EngineConfig, model: Model, num_slots: int):
         self._config, self._dtype, self._mesh = config, model.dtype, sharding.mesh_of(config.tp_size)
         self._tree = model.family.tensors(model.config.decoder)
-        self._lock, self._numbers = threading.Lock(), itertools.count(1)
+        self._lock, self._numbers = threading.Lock(), itertools.count(secrets.randbits(48))
         self._loaded: dict[str, Adapter] = {}
         given = [
             peft.read_adapter(name, path, self._tree, config.max_lora_rank) for name, path in config.adapters.items()

@@ -280,7 +280,8 @@ class Runner:
             devices=config.tp_size,
             other_bytes=self._other_bytes,
         )
-        plan = plan if self.hosts is None else _same_plan(plan, self.hosts)
+        if self.hosts is not None:
+            plan = plan.cut(*self.hosts.agree(plan.tokens, plan.states.snapshots))
         return plan, PageLayout(plan.num_pages, config.page_size, dtype)
 
     def _digests(self) -> dict[str, str]:
@@ -577,13 +578,6 @@ class Runner:
         packed[: len(slots), 0] = slots
         packed[: len(slots), columns:] = table[slots]
         return packed
-
-
-def _same_plan(plan: MemoryPlan, hosts: Leader | Follower) -> MemoryPlan:
-    """A memory plan with as many pages and snapshots as every node has room for. **Raises:** `HostLost`."""
-    tokens, snapshots = hosts.agree(plan.tokens, plan.states.snapshots)
-    states = dataclasses.replace(plan.states, snapshots=snapshots)
-    return dataclasses.replace(plan, tokens=tokens, kv_bytes=plan.kv_bytes * tokens // plan.tokens, states=states)
 
 
 def _report_start(runner: Runner, started: float) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+from array import array
 from collections.abc import Collection, Iterable, Iterator
 from typing import Protocol
 
@@ -135,7 +136,11 @@ class Node:
 
 def digest_of(before: bytes, edge: tuple[int, ...]) -> bytes:
     """The digest of a page behind the one that has the digest `before`."""
-    return hashlib.blake2b(before + repr(edge).encode(), digest_size=16).digest()
+    try:
+        content = array("q", edge).tobytes()
+    except OverflowError:  # a salt, or a picture's content
+        content = repr(edge).encode()
+    return hashlib.blake2b(before + content, digest_size=16).digest()
 
 
 class Leaver(Protocol):
@@ -230,6 +235,7 @@ class PrefixTree:
         self._host = host
         self._pool = pool
         self.clock = 0
+        self._first = b""  # the root's digest
         self._reset()
 
     @property
@@ -345,6 +351,10 @@ class PrefixTree:
         self._reset()
         return dropped
 
+    def begin_with(self, digest: bytes) -> None:
+        """Have pages depend on this, too, in their keys below the device. Nothing of before may be matched any more."""
+        self._first = self.root._digest = digest
+
     def nodes(self) -> Iterator[Node]:
         """Every node except the root, parents before children."""
         stack = [*self.root.children.values()]
@@ -355,6 +365,7 @@ class PrefixTree:
 
     def _reset(self) -> None:
         self.root = Node((), 0, None)
+        self.root._digest = self._first
         self.num_pages = 0
         self._leaves: list[tuple[int, int, Node]] = []
         self._entries = 0  # ever queued: orders leaves of the same time, first come first

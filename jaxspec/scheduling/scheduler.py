@@ -278,7 +278,7 @@ class Scheduler:
     def landed(self, seq: SequenceState) -> None:
         """All that a sequence was loading is dispatched: it goes on behind that."""
         load, seq.load = seq.load, None
-        self.host.unpin(load.blocks)
+        self.host.used_by_prompt(load)
         self.loading.remove(seq)
         self.prefilling.append(seq)
         seq.computed, seq.status = load.depth * self.page_size, Status.PREFILL
@@ -483,7 +483,9 @@ class Scheduler:
         seq.computed = len(pages) * self.page_size
         seq.drafter_seen = seen * self.page_size if seen < depth else None
         if not seq.preemptions:
-            seq.cached, seq.from_host = depth * self.page_size, len(load.pages) * self.page_size if load else 0
+            loaded = load.pages if load else []
+            seq.cached, seq.from_disk = (n * self.page_size for n in (depth, sum(block.from_disk for block in loaded)))
+            seq.from_host = len(loaded) * self.page_size - seq.from_disk
         seq.pages = pages + self._take(missing)
         seq.slot = self._free_slots.pop()
         self.table[seq.slot, : len(seq.pages)] = seq.pages
@@ -562,7 +564,7 @@ class Scheduler:
                 self.preempt(seq)
             seq.node = None
         if self.host is not None:
-            self.host.clear()
+            self.host.clear(disk=False)  # weights of before may come back, and have their files' keys
         for seq in [*self.admitted, *self.waiting]:
             seq.salt ^= marks
             if seq.replayed:
