@@ -137,9 +137,9 @@ def load_model(
     - `dtype`: of the params, `float32`, `bfloat16` or `float16`. None is float32 on a CPU, else the checkpoint's own.
     - `load_format`: `auto`, or `dummy` for random weights made from the config and `seed` alone.
     - `progress`: show a progress bar on stderr.
-    - `quantization`: `fp8` or `int4` quantises weights of matmuls one by one as they are read; head, router and
-      embedding stay in `dtype`. A checkpoint that is quantised already stays as it is, but `fp8` makes FP8 of packed
-      weights in four bits, too.
+    - `quantization`: `fp8`, `int4` or `nvfp4` quantises weights of matmuls one by one as they are read; head, router
+      and embedding stay in `dtype`. A checkpoint that is quantised already stays as it is, but `fp8` makes FP8 of
+      packed weights in four bits, too.
     - `fp8_activations`: quantise the activations of FP8 weights, too, instead of leaving them in `dtype`.
     - `tp_size`: shard the params over so many devices. The engine runs such a model, `functional` doesn't.
     - `ep_size`: divide experts among so many groups of these devices.
@@ -201,7 +201,7 @@ def _no_room(name: str, declared: Any, dtype: str, told: str, tp_size: int) -> C
         each, more = f" on each of {tp_size} devices, more than one", "a smaller --dtype, or a larger --tp-size"
     return CheckpointError(
         f"{name}: its weights take {size / 2**30:,.1f} GiB in {told}{each} has free; use a smaller model, "
-        f"--quantization fp8 or int4, {more}"
+        f"--quantization fp8, int4 or nvfp4, {more}"
     )
 
 

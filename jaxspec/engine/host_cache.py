@@ -308,7 +308,8 @@ class HostCache:
         one slice has got further."""
         landed: list[SequenceState] = []
         if self.disk is not None:
-            self._hear(PATIENCE if idle and self.disk.pending and not self._slices else 0.0)
+            waits = idle and self.disk.pending and not self._slices
+            self._hear(PATIENCE if waits and (self._loads or not self._scheduler.waiting) else 0.0)
         if idle and self._slices:
             first = self._slices[0]
             _settle([first.checksums] if first.checksums is not None else first.arrays)
@@ -435,6 +436,11 @@ class HostCache:
         self._loads.clear()
         self.tier.backlog = 0
 
+    def close(self) -> None:
+        """Let another engine have the disk's folder."""
+        if self.disk is not None:
+            self.disk.close()
+
 
 class DamagedError(Exception):
     """A block came back with another checksum than it left with."""
@@ -448,7 +454,8 @@ def kinds_of(runner: Runner) -> tuple[str, ...]:
 def stats(cache: HostCache | None) -> dict[str, Any]:
     """Figures for `Engine.stats`; zeros without a cache."""
     tier, figures = (HostTier(0, 1), Figures()) if cache is None else (cache.tier, cache.figures)
-    disk, of_disk = tier.disk or DiskTier(0), DiskFigures() if cache is None else cache.disk_figures
+    disk = DiskTier(0) if tier.disk is None else tier.disk
+    of_disk = DiskFigures() if cache is None else cache.disk_figures
     return {
         "host_cache_bytes": tier.capacity,
         "host_cache_used_bytes": tier.used,

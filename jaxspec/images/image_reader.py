@@ -12,7 +12,7 @@ from jaxspec.config.options import ConfigError
 from jaxspec.config.request import CONTEXT_EXCEEDED, RequestError
 from jaxspec.images.chats import Media
 from jaxspec.images.picture import Picture, PlacedPicture, Video
-from jaxspec.images.processors import GEMMA, Processor, read_processor
+from jaxspec.images.processors import GEMMA, GEMMA4, Processor, read_processor
 from jaxspec.images.reading import read_picture
 from jaxspec.images.video import open_clip
 from jaxspec.images.video_processor import VideoProcessor, read_video_processor
@@ -115,7 +115,7 @@ def image_reader(
         return text, token
 
     image, token = special("image_token_id", "image_token_index")
-    if hf["model_type"] not in GEMMA:
+    if hf["model_type"] not in (*GEMMA, *GEMMA4):
         opens, closes = (special(f"vision_{end}_token_id")[0] for end in ("start", "end"))
         placeholder = Placeholder(image, image, opens + image + closes, image, token)
         if "video_token_id" not in hf:
@@ -125,4 +125,6 @@ def image_reader(
         return ImageReader(processor, placeholder, videos, Placeholder(whole, whole, whole, video, token))
     begins, _ = special("boi_token_id", "boi_token_index")
     ends, _ = special("eoi_token_id", "eoi_token_index")
+    if hf["model_type"] in GEMMA4:
+        return ImageReader(processor, Placeholder(image, begins + image + ends, image, image, token))
     return ImageReader(processor, Placeholder(begins, f"\n\n{begins}{image}{ends}\n\n", begins, image, token))

@@ -121,6 +121,43 @@ class SquareProcessor:
         return _picture(pixels, (1, rows, columns), self.fills)
 
 
+@dataclass(frozen=True)
+class BlockProcessor:
+    """Gemma 4's: the largest size of about the picture's aspect with at most `most` tokens, each of `pooled` x `pooled`
+    patches.
+
+    Patches come in blocks of a token, row by row within one; values of a patch are `[patch, patch, 3]`. The published
+    processor gives patches row by row.
+    """
+
+    pixels: Pixels
+    patch: int
+    pooled: int
+    most: int
+
+    def size(self, height: int, width: int) -> tuple[int, int]:
+        """The size that a picture is resized to."""
+        step = self.patch * self.pooled
+        ratio = math.sqrt(self.most * step**2 / (height * width))
+        rows, columns = (math.floor(ratio * side / step) * step for side in (height, width))
+        if not rows:
+            return step, min(width // height, self.most) * step
+        return (rows, columns) if columns else (min(height // width, self.most) * step, step)
+
+    def tokens(self, height: int, width: int) -> int:
+        return math.prod(self.size(height, width)) // (self.patch * self.pooled) ** 2
+
+    def within(self, tokens: int) -> BlockProcessor:
+        return dataclasses.replace(self, most=min(self.most, tokens))
+
+    def __call__(self, rgb: np.ndarray) -> Picture:
+        height, width = self.size(*rgb.shape[:2])
+        p, k, rows, columns = self.patch, self.pooled, height // self.patch, width // self.patch
+        values = self.pixels.resized(rgb, height, width).reshape(3, rows // k, k, p, columns // k, k, p)
+        pixels = values.transpose(1, 4, 2, 5, 3, 6, 0).reshape(rows * columns, 3 * p * p)
+        return _picture(pixels, (1, rows, columns), rows * columns // k**2)
+
+
 def fitted(
     height: int, width: int, step: int, least: int, most: int, frames: int = 1, together: int = 1, what: str = "picture"
 ) -> tuple[int, int]:
@@ -159,7 +196,7 @@ def _picture(pixels: np.ndarray, grid: tuple[int, int, int], tokens: int) -> Pic
 
 
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
-GEMMA = ("gemma3",)
+GEMMA, GEMMA4 = ("gemma3",), ("gemma4",)
 _CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
 HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 
@@ -173,16 +210,19 @@ def read_processor(hf: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]
     **Raises:** `ConfigError` naming file and key.
     """
     kind, vision = hf.get("model_type"), hf.get("vision_config")
-    if kind not in (*QWEN, *GEMMA) or not isinstance(vision, Mapping):
+    if kind not in (*QWEN, *GEMMA, *GEMMA4) or not isinstance(vision, Mapping):
         return None
     both = files.get("processor_config.json", {})
     given = both.get("image_processor") or files.get("preprocessor_config.json", {})
     if not isinstance(given, Mapping):
         raise ConfigError(f"processor_config.json: image_processor must be an object, got {shown(given)}")
     given = {key: value for key, value in given.items() if value is not None}
-    for key in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
+    normal = ("do_normalize",) if kind not in GEMMA4 else ()  # Gemma 4's may go without
+    for key in ("do_resize", "do_rescale", "do_convert_rgb", *normal):
         if given.get(key, True) is not True:
             raise ConfigError(f"preprocessor_config.json: {key} {shown(given[key])} is not supported; it must be true")
+    if kind in GEMMA4:
+        return _gemma4(vision, given)
     return _gemma(hf, vision, given, both) if kind in GEMMA else _qwen(kind, vision, given)
 
 
@@ -228,6 +268,21 @@ def _gemma(
         if positive(at, "image_seq_length", fills) != fills:
             raise ConfigError(f"image_seq_length {at['image_seq_length']} differs from mm_tokens_per_image, {fills}")
     return SquareProcessor(read_pixels(given, HALF, 2), side, side, patch, fills)
+
+
+def _gemma4(vision: Mapping[str, Any], given: Mapping[str, Any]) -> BlockProcessor:
+    patch, pooled = positive(vision, "patch_size", 16), positive(vision, "pooling_kernel_size", 3)
+    for key, ours in (("patch_size", patch), ("pooling_kernel_size", pooled)):
+        if positive(given, key, ours) != ours:
+            raise ConfigError(f"preprocessor_config.json: {key} {given[key]} differs from config.json's {ours}")
+    most = positive(given, "max_soft_tokens", 280)
+    if patch * pooled > 1024 or most > 4096:
+        raise ConfigError(
+            f"preprocessor_config.json: {most} tokens of {pooled} x {pooled} patches of {patch} are too large"
+        )
+    plain = {"image_mean": [0.0] * 3, "image_std": [1.0] * 3}
+    given = given if given.get("do_normalize") else {**given, **plain}
+    return BlockProcessor(read_pixels(given, plain, 3), patch, pooled, most)
 
 
 def read_pixels(given: Mapping[str, Any], published: Mapping[str, Any], resample: int) -> Pixels:

@@ -447,11 +447,12 @@ class LayerInputs:
 
     Each layer has a row of a table of `vocab_size` tokens ("layer_embed"), times the root of the width, and a
     projection of the embedding ("layer_projection"), times the model's width**-0.5 and then normed. Their sum is
-    multiplied by 2**-0.5.
+    multiplied by 2**-0.5. Rows of a picture have those of the token `padding`, and projections of their own.
     """
 
     width: int
     vocab_size: int
+    padding: int = 0
 
 
 @dataclass(frozen=True)

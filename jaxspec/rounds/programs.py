@@ -150,13 +150,14 @@ def prefill(
     reads, (packed, adapters) = state.pictures is not None, packing.take_adapters(params, packed)
     (slots, start, count, source, keep, newest), known, table = packing.unpack_blocks(packed, block, reads)
     tokens, next_tokens = known[:, :-1], known[:, 1:]
-    axes, last_seen, own, following = None, None, None, None
+    axes, last_seen, own, following, in_windows = None, None, None, None, False
     if reads:
         axes, last_seen, at = packing.unpack_pictures(packed, block)
         axes = axes if config.tower.merge else None
         last_seen = last_seen if config.tower.mutual else None
+        in_windows = config.tower.mutual_in_windows
         own, following = (state.pictures, at[:, :-1]), (state.pictures, at[:, 1:])
-    rows = Rows(start, count, table, axes=axes, last_seen=last_seen)
+    rows = Rows(start, count, table, axes=axes, last_seen=last_seen, in_windows=in_windows)
     mixer, marked = PromptBlocks(_order(config, rows), slots, source, keep), rows.marked_positions(block)
     last = jnp.maximum(count - 1, 0)
     read = any(i >= config.num_layers - 1 for i in drafter.feature_layers)

@@ -86,6 +86,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add("--output", required=True, type=Path, metavar="O", help="folder; a run that is there already is resumed")
     dtypes = "dtype of the target and of activations (bfloat16; float32 on a CPU)"
     add("--dtype", choices=("float32", "bfloat16"), help=dtypes)
+    value("--tp-size", positive, 1, "N", "devices that the target is divided among")
     value("--row-length", positive, 1024, "TOKENS", "tokens of a row, so of the longest text")
     value("--seed", natural, 0, "N", "seed of all random draws")
 

@@ -102,11 +102,11 @@ def _quantization(found: str | None, foreign: Flags, config: dict[str, Any], lef
     names = "speculative_draft_model_quantization", "speculative_model_quantization"
     given = [config.get("quantization"), *(foreign.pop(name, None) for name in names)]
     quantization = next(filter(None, given), None)
-    if quantization in ("fp8", "int4") and found not in ("ngram", "suffix"):
+    if quantization in ("fp8", "int4", "nvfp4") and found not in ("ngram", "suffix"):
         return quantization
-    if quantization not in (None, "fp8", "int4", "none", "unquant"):
+    if quantization not in (None, "fp8", "int4", "nvfp4", "none", "unquant"):
         left.append(
-            f"a drafter quantised by {shown(quantization)}: fp8 and int4 can be made while loading, or be on disk"
+            f"a drafter quantised by {shown(quantization)}: fp8, int4 or nvfp4 can be made while loading or on disk"
         )
     return None
 

@@ -40,7 +40,7 @@ class _Message(Open):
 
 
 class _Thinking(Open):
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: NotRequired[int]
     display: NotRequired[Literal["summarized", "omitted"] | None]
 
@@ -72,7 +72,7 @@ def _system(value: Any) -> str:
 
 
 def _thinking(value: Any) -> dict[str, Any]:
-    kinds = ("enabled", "disabled", "adaptive")
+    kinds = ("enabled", "disabled", "adaptive", "between_tools")
     if not isinstance(value, dict) or value.get("type") not in kinds:
         raise RequestError(f"must have the type {', '.join(kinds[:-1])} or {kinds[-1]}, got {shown(value)}")
     budget = value.get("budget_tokens")

@@ -61,8 +61,8 @@ rarely = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
     }),
     ("qwen3_next", DRAFTED, {"delta_step", "conv_step", "top_experts", "expert_stream", "decode_attention"}),
     ("nemotron_h", DRAFTED, {"portable_delta_step", "decode_attention"}),
-    ("deepseek_v3", DRAFTED, {"portable_latent"}),
-    rarely("kimi_linear", DRAFTED, {"portable_delta_step", "conv_step", "portable_latent"}),
+    ("deepseek_v3", DRAFTED, {"latent_decode"}),
+    rarely("kimi_linear", DRAFTED, {"portable_delta_step", "conv_step", "latent_decode"}),
     rarely("mistral", FEW, {"weight_stream", "write_heads", "decode_attention"}),  # each layer sees a window
     rarely("gemma3", DRAFTED, {"tile_matmul", "decode_attention"}),
 ])  # fmt: skip

@@ -233,13 +233,19 @@ def test_a_size_that_cannot_be_is_refused_with_words(monkeypatch):
         module.HostCache(runner, 2**30)
 
 
-def test_the_option_gives_an_engine_its_cache(caplog):
-    llm = LLM(engines.checkpoint(), "ngram", **engines.SMALL | {"host_kv_gb": 0.25})
+def test_the_options_give_an_engine_its_caches(caplog, tmp_path):
+    options = {"host_kv_gb": 0.25, "disk_kv_gb": 0.5, "disk_kv_path": str(tmp_path)}
+    llm = LLM(engines.checkpoint(), "ngram", **engines.SMALL | options)
     cache = llm.engine.host_cache
+    assert llm.engine.stats()["disk_cache_bytes"] == 2**29
     assert llm.engine.stats()["host_cache_bytes"] == 2**28 and llm.engine.scheduler.host is cache.tier
     with caplog.at_level("INFO", "jaxspec"):
         cache._warm_up()
     assert cache.tier.speed and "which come back at" in caplog.text
+    assert cache.tier.disk.speed and f"in {tmp_path}/0, read at" in caplog.text
+    assert not (list(DiskFiles(str(tmp_path), None).results(0.1)) or cache.disk.pending)
+    cache.close()
+    assert [path.name for path in (tmp_path / "0").iterdir()] == ["lock"], "what was timed is gone"
     llm = LLM(engines.checkpoint(), "ngram", **engines.SMALL | {"host_kv_gb": 0.25, "disable_prefix_cache": True})
     assert llm.engine.host_cache is None
 

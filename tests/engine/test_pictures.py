@@ -300,9 +300,12 @@ def test_the_towers_workspace_is_as_estimated(dtype):
     assert reader.workspace_bytes < tower_workspace(tower, np.dtype(dtype).itemsize) < 2 * reader.workspace_bytes
 
 
-def test_gemmas_pictures_are_whole_in_a_chunk():
+@pytest.mark.parametrize(
+    "family", ["gemma4", *(pytest.param(each, marks=exhaustive) for each in ("gemma3", "gemma4_e"))]
+)
+def test_gemmas_pictures_are_whole_in_a_chunk(family):
     """Chunks of 32 tokens end before a picture of 16 that doesn't fit; the prefix cache may end within one."""
-    family, names = "gemma3", PROMPTS
+    names = PROMPTS
     llm = LLM(str(GOLDEN / family), "ngram", num_draft_tokens=3, **OPTIONS)
     params = dataclasses.replace(GREEDY, prompt_logprobs=1)
 

@@ -67,6 +67,9 @@ def test_gemmas_placeholder_is_read_from_its_config():
     hf = {"model_type": "gemma3", "vision_config": {}, "image_token_index": IMAGE_ID,
           "boi_token_index": BYTES.added_tokens[OPENS], "eoi_token_index": BYTES.added_tokens[CLOSES]}  # fmt: skip
     assert image_reader(hf, {}, BYTES).placeholder.becomes == f"\n\n{OPENS}{IMAGE}{CLOSES}\n\n"
+    hf = {name.replace("_index", "_id"): value for name, value in hf.items()} | {"model_type": "gemma4"}
+    placeholder = image_reader(hf, {}, BYTES).placeholder
+    assert (placeholder.written, placeholder.becomes) == (IMAGE, OPENS + IMAGE + CLOSES)
     with pytest.raises(ConfigError, match="image_token_id 999 is no token"):
         image_reader(CONFIG | {"image_token_id": 999}, FILES, SEEING)
     assert image_reader(CONFIG, FILES, None) is None

@@ -119,6 +119,8 @@ def test_a_folder_without_the_towers_tensors_is_a_text_model(tmp_path):
     ("qwen3_5", "hidden_act", "relu"), ("qwen3_5", "num_heads", 5), ("qwen3_5", "num_position_embeddings", 26),
     ("qwen3_5", "out_hidden_size", 33), ("qwen3_5", "deepstack_visual_indexes", [1]),
     *(("qwen3_vl", "deepstack_visual_indexes", each) for each in ([0, 3], [1, 0], [0, 1, 2], "0", [True])),
+    ("gemma4", "hidden_activation", "relu"), ("gemma4", "num_attention_heads", 3), ("gemma4", "head_dim", 6),
+    ("gemma4", "attention_bias", True), ("gemma4", "rope_parameters", {"rope_type": "yarn"}),
     ("gemma3", "hidden_act", "relu"), ("gemma3", "num_attention_heads", 5), ("gemma3", "image_size", 15),
 ])  # fmt: skip
 def test_a_tower_that_isnt_served_is_refused_by_its_key(family, key, value):

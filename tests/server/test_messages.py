@@ -274,6 +274,26 @@ def test_keys_of_later_versions_pass_everywhere(http):
     assert len({*counts}) == 1
 
 
+def test_turns_that_anthropics_servers_made_are_read():
+    """A conversation may go on here that began there."""
+    hit = {"type": "web_search_result", "title": "Rome", "url": "http://r", "encrypted_content": "x" * 99}
+    blocks = [
+        {"type": "compaction", "content": "They met.", "signature": "s"},
+        {"type": "fallback", "from": {"model": "a"}, "to": {"model": "b"}},
+        {"type": "server_tool_use", "id": "1", "name": "web_search", "input": {"query": "Rome"}},
+        {"type": "web_search_tool_result", "tool_use_id": "1", "content": [hit]},
+        {"type": "mcp_tool_use", "id": "2", "name": "f", "server_name": "s", "input": {}},
+        {"type": "mcp_tool_result", "tool_use_id": "2", "content": [text("done")], "is_error": False},
+        text("It is in Italy."),
+    ]
+    given = [turn("user", text("a")), turn("assistant", *blocks), turn("user", text("b"))]
+    (_, told, _) = chat(given, thinking={"type": "between_tools"})["messages"]
+    assert told["content"] == "\n".join([
+        *("They met.", 'web_search {"query": "Rome"}', '[{"type": "web_search_result", "title": "Rome", "url": "http://r"}]'),
+        *("f {}", '[{"type": "text", "text": "done"}]', "It is in Italy."),
+    ])  # fmt: skip
+
+
 @pytest.mark.parametrize("change,says", [
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": None}, "max_tokens"),
@@ -357,6 +377,7 @@ VALUES = [
     *(None, True, -1, 0, 2.5, 1e300, 10**30, "", "a", "\ud800", [], ["a"], [None], {}, {"type": "text"}, [[[]]], [{}]),
     *({"type": "tool", "name": "x"}, {"a": {"b": [1]}}, [{"role": "user", "content": [{"type": "image"}]}]),
 ]
+FOREIGN = ("server_tool_use", "mcp_tool_result", "compaction")
 RICH = ASK | {
     "system": [text("s")],
     "tools": [TOOL | {"strict": True}],
@@ -366,6 +387,7 @@ RICH = ASK | {
     "messages": [
         turn("user", text("a"), PIXEL, {"type": "document", "source": {"type": "text", "data": "d"}, "title": "t"}),
         turn("assistant", {"type": "thinking", "thinking": "t", "signature": "s"}, USE),
+        turn("assistant", *({"type": kind, "name": "n", "input": {"a": [1]}, "content": "c"} for kind in FOREIGN)),
         turn(
             "user", RESULT | {"content": [text("r"), {"type": "tool_reference", "tool_name": "f"}], "is_error": False}
         ),

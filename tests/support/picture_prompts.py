@@ -11,7 +11,7 @@ from jaxspec.images.picture import Picture, PlacedPicture, Prompt
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "pictures"
 PROMPTS = ("one", "other", "two", "first", "long")
 DEEP = ("qwen3_vl", "qwen3_vl_moe")  # whose pictures also add to the first layers' rows
-FAMILIES = ("qwen3_5", "gemma3", *DEEP)  # four patches a token, in all
+FAMILIES = ("qwen3_5", "gemma3", "gemma4", "gemma4_e", *DEEP)  # four patches a token, in all
 USED = {"one": (0,), "other": (2,), "two": (0, 1), "first": (1,), "long": (0, 1)}
 IMAGES, VIDEOS = 60, 63  # the placeholders' ids
 WITH_VIDEO = ("qwen3_5", "qwen3_vl")

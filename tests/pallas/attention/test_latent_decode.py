@@ -1,5 +1,5 @@
 """Hopper's kernel of latent attention against a dense softmax in float64, in Pallas's GPU interpreter; and that it
-lowers for CUDA.
+lowers for CUDA, and serves where it should.
 
 The interpreter has no counters between blocks: parts are combined by a second call of the kernel there.
 `tests/gpu/test_latent_decode.py` runs the same cases and larger ones on the device.
@@ -14,7 +14,10 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxspec.pallas import hopper
 from jaxspec.pallas.attention import latent_decode as op
+from jaxspec.pallas.attention.latent_attention import LATENT_ATTENTION
+from jaxspec.pallas.operation import choose
 from tests.pallas.portable.test_portable_latent import Case, dense
 from tests.support.kernels import lowered
 from tests.support.sample import one_in
@@ -88,10 +91,13 @@ def test_lowers_for_cuda(given):
     ({"dtype": "float32"}, "queries in float32"),
     ({"t": 33, "masked_slots": 33, "lengths": (33,)}, "a mask over 33 KV slots; up to 32"),
 ])  # fmt: skip
-def test_supported_says_why_not(change, reason):
-    q, kv, *_, latent, _scale, mask = served("", **{"n": 1, "lengths": (9,)} | change).inputs()
-    answer = op.supported(q.shape, kv, q.dtype, latent, 0 if mask is None else mask.shape[2])
-    assert answer is None if reason is None else reason in answer
+def test_it_serves_what_it_supports(change, reason, monkeypatch):
+    """And another kernel the rest."""
+    monkeypatch.setattr(hopper, "kernels_here", lambda: None)
+    call = served("", **{"n": 1, "lengths": (9,)} | change).inputs()
+    refused = LATENT_ATTENTION[0].refuses(*call)
+    assert refused is None if reason is None else reason in refused
+    assert (choose("latent attention", LATENT_ATTENTION, *call).name == "latent_decode") == (reason is None)
 
 
 @pytest.mark.parametrize("tiles,context,splits", [

@@ -147,7 +147,7 @@ class _Part:
     def here(cls, plan: Plan, refs: _Refs, scratch: _Scratch) -> _Part:
         b, tile, split = (lax.axis_index(name) for name in ("b", "tile", "split"))
         start = refs.start[b]
-        row = jnp.minimum(tile * WGMMA_ROWS, plan.all_rows - plan.rows)  # the last tile may begin within another
+        row = jnp.minimum(tile * WGMMA_ROWS, plan.all_rows - plan.rows)  # the last tile may repeat rows
         last = jnp.minimum(_div(row + (plan.rows - 1), plan.n), plan.t - 1)
         seen = plan.masked_slots or last + 1
         pairs = _div(jnp.clip(start + seen, 0, plan.entries * plan.page) + (PAIR - 1), PAIR)
