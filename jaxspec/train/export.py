@@ -217,7 +217,7 @@ def checkpoint_tensors(declared: Any, params: Any) -> dict[str, np.ndarray]:
         parts = _sources(param, np.asarray(array.astype(param.dtype or _STORED_DTYPE)))
         for name, part in zip(param.sources, parts, strict=True):
             part = part.T if param.transpose and not param.stacked else part
-            tensors[name] = np.ascontiguousarray(part[:, None] if param.depthwise else part)
+            tensors[name] = np.ascontiguousarray(part).reshape(param.stored_values()[name])
     return tensors
 
 
