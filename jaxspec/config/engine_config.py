@@ -59,11 +59,11 @@ class EngineConfig:
     )
     quantization: str | None = option(
         None,
-        "fp8 or int4 quantises weights while they load; a checkpoint that is quantised needs no flag",
+        "fp8, int4 or nvfp4 quantises weights while they load; a checkpoint that is quantised needs no flag",
         "FORMAT",
         group=MODEL,
         shown="none",
-        choices=("fp8", "int4"),
+        choices=("fp8", "int4", "nvfp4"),
         aliases={"none": None},
         hint="a checkpoint that is quantised is served as it is, so leave this out",
     )
@@ -101,11 +101,11 @@ class EngineConfig:
     )
     draft_quantization: str | None = option(
         None,
-        "fp8 or int4 quantises the drafter's weights while they load, and it drafts with an FP8 copy of the head",
+        "fp8, int4 or nvfp4 quantises the drafter's weights while they load; it drafts with an FP8 copy of the head",
         "FORMAT",
         group=SPECULATION,
         shown="none, whatever --quantization says",
-        choices=("fp8", "int4"),
+        choices=("fp8", "int4", "nvfp4"),
         aliases={"none": None, "unquant": None},
     )
     draft_token_map: str | None = option(

@@ -111,6 +111,7 @@ NEEDLESS = {
     **dict.fromkeys(("ngram_min", "ngram_max", "speculative_ngram_min_match_window_size",
                      "speculative_ngram_max_match_window_size", "prompt_lookup_min", "prompt_lookup_max"),
                     "the drafter takes it: --draft 'ngram?min_match=2&max_match=5'"),
+    "speculative_dflash_draft_window_size": "the drafter takes it: --draft 'dflash:D?window=2048'",
     **dict.fromkeys(("load_balance_method", "data_parallel_backend", "data_parallel_size_local"),
                     "--dp-size engines run on this host; a request goes to the one with its prefix, or the least busy"),
     "enable_auto_tool_choice": "it is always on where tools are supported",

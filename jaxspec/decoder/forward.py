@@ -149,7 +149,8 @@ def forward(
     path, _ = choose(decoder, layers, Call.of(positions, mixer, cache, adapters=adapters is not None))
     ops = _ops(path, decoder, layers, positions, mixer)
     if decoder.layer_inputs:
-        ops = dataclasses.replace(ops, inputs=plain.layer_inputs(decoder, params, tokens, x, ops.positions))
+        looked_up = tokens if overrides is None else jnp.where(overrides[1] < 0, tokens, decoder.layer_inputs.padding)
+        ops = dataclasses.replace(ops, inputs=plain.layer_inputs(decoder, params, looked_up, x, ops.positions))
     if cache is None and decoder.sharing:
         cache = {}  # where layers keep what others share
     outputs, cache, experts = stack.run(ops, decoder, layers, x, cache, requested, _added(x, overrides))

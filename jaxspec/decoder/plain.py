@@ -40,7 +40,7 @@ from jaxspec.parallel.sharding import devices, embed, total
 IMPLEMENTS = implementing({
     Decoder: {"reports_experts", "layer_inputs"}, Absent: set(), Norm: {"centred"},
     Layer: {"pre_norm", "post_norm", "residual_scale", "input_width", "output_scaled"},
-    LayerInputs: {"width", "vocab_size"},
+    LayerInputs: {"width", "vocab_size", "padding"},
     Mlp: {"bias", "activation", "gated"},
     Rope: {"columns", "interleaved"},
     Mixture: {*MIXTURE, "shared_gated", "scores", "bias", "router_bias", "activation", "groups", "gated", "latent",

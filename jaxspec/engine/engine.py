@@ -103,6 +103,7 @@ class Engine:
             context_length=self.config.context_length,
             prefix_cache=not self.config.disable_prefix_cache and snapshots != (),
             reach=self.runner.draft.drafter.reach,
+            recent=self.runner.draft.drafter.recent,
             replays=self.config.deterministic,
             rounds=self.runner.programs.most_rounds,
             rounds_for=shapes.rounds_for,

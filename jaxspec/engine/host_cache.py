@@ -39,6 +39,7 @@ AHEAD = 3  # slices that are copied at once, enough for the link
 RESERVED_AT_ONCE = 2**28  # bytes of the host's memory
 WRITING = 1 / 16  # share of the host's memory that waits for the disk at most
 PATIENCE = 0.002  # seconds that an idle step waits for the disk
+STALLED = 5.0  # seconds beyond twice the expected ones after which a prompt waits for the disk no more
 
 
 @dataclass(eq=False)
@@ -70,6 +71,7 @@ class Loading:
     following: tuple[str, list[int], list[Block]] | None = None
     open: int = 0
     sent: bool = False
+    stalled_at: float = 0.0  # seconds; beyond them by `STALLED`, what the disk hasn't read is given up
 
     @property
     def over(self) -> bool:
@@ -153,7 +155,7 @@ class HostCache:
     @property
     def busy(self) -> bool:
         """Whether copies are on their way, or due."""
-        of_disk = self.disk is not None and (self.disk.pending or self.tier.disk.gone)
+        of_disk = self.disk is not None and (self.disk.pending or self.tier.disk.gone or self.tier.writes)
         return bool(self._storing or self._loads or self.tier.waits or of_disk)
 
     def _reserve(self) -> None:
@@ -220,7 +222,8 @@ class HostCache:
         if self.disk is not None:
             due, tier.to_read = tier.to_read, []
             self.disk.read(due)
-            due = tier.to_write(int(WRITING * tier.capacity) - self._writing)
+            most = max(int(WRITING * tier.capacity), tier.page_bytes, tier.state_bytes)
+            due = tier.to_write(most - self._writing)
             self._writing += sum(block.size for block in due)
             self.disk.write(due)
             due, tier.disk.gone = tier.disk.gone, []
@@ -299,7 +302,8 @@ class HostCache:
                 yield STATES, [seq.slot], [load.state]
 
         tier.backlog += load.size
-        self._loads.append(Loading(seq, seq.epoch, load, slices()))
+        late = 2 * tier.disk.backlog / (tier.disk.speed or 1e9) if self.disk is not None else 0.0
+        self._loads.append(Loading(seq, seq.epoch, load, slices(), stalled_at=time.monotonic() + late))
         self._send(idle=False)
 
     def move(self, idle: bool) -> list[SequenceState]:
@@ -307,7 +311,8 @@ class HostCache:
         one slice has got further."""
         landed: list[SequenceState] = []
         if self.disk is not None:
-            self._hear(PATIENCE if idle and self.disk.pending and not self._slices else 0.0)
+            waits = idle and self.disk.pending and not self._slices
+            self._hear(PATIENCE if waits and (self._loads or not self._scheduler.waiting) else 0.0)
         if idle and self._slices:
             first = self._slices[0]
             _settle([first.checksums] if first.checksums is not None else first.arrays)
@@ -349,6 +354,8 @@ class HostCache:
                     break
                 kind, rows, blocks = each.following
                 if any(block.data is None for block in blocks):  # the disk has them still
+                    if time.monotonic() > each.stalled_at + STALLED:
+                        self._give_up(each)
                     break
                 each.following = None
                 try:
@@ -400,6 +407,14 @@ class HostCache:
             self.figures.damaged_blocks += damaged
             raise DamagedError(f"{damaged} of {len(part.blocks)} blocks have changed in the host's memory")
 
+    def _give_up(self, loading: Loading) -> None:
+        """Have a prompt computed whose blocks the disk doesn't give."""
+        for block in loading.load.blocks:
+            if block.data is None:
+                self.tier.drop(block)
+                self.tier.drop_from_disk(block)
+        self._fail(loading, DamagedError("the disk doesn't answer"))
+
     def _fail(self, loading: Loading, error: Exception) -> None:
         """Give up a load: its blocks are forgotten, and its sequence computes what it lacks."""
         if loading not in self._loads:
@@ -434,6 +449,11 @@ class HostCache:
         self._loads.clear()
         self.tier.backlog = 0
 
+    def close(self) -> None:
+        """Let another engine have the disk's folder."""
+        if self.disk is not None:
+            self.disk.close()
+
 
 class DamagedError(Exception):
     """A block came back with another checksum than it left with."""
@@ -447,7 +467,8 @@ def kinds_of(runner: Runner) -> tuple[str, ...]:
 def stats(cache: HostCache | None) -> dict[str, Any]:
     """Figures for `Engine.stats`; zeros without a cache."""
     tier, figures = (HostTier(0, 1), Figures()) if cache is None else (cache.tier, cache.figures)
-    disk, of_disk = tier.disk or DiskTier(0), DiskFigures() if cache is None else cache.disk_figures
+    disk = DiskTier(0) if tier.disk is None else tier.disk
+    of_disk = DiskFigures() if cache is None else cache.disk_figures
     return {
         "host_cache_bytes": tier.capacity,
         "host_cache_used_bytes": tier.used,

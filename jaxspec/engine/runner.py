@@ -251,9 +251,11 @@ class Runner:
     def _plan(self) -> tuple[MemoryPlan, PageLayout]:
         config, shapes = self.config, self.shapes
         dtype = page_dtype(config.kv_cache_dtype, config.dtype)
-        empty = self._state_shapes(PageLayout(1, 1, dtype), self._local, self._drafter)
-        per_token = kv_bytes_per_token(self._local, dtype) + self._drafter.kv_bytes_per_token(dtype)
-        per_token += sharding.bytes_of(empty.reported)
+        empty = self._state_shapes(PageLayout(1, config.page_size, dtype), self._local, self._drafter)
+        drafter_per_token = self._drafter.kv_bytes_per_token(dtype)
+        per_token = kv_bytes_per_token(self._local, dtype) + drafter_per_token
+        per_token += sharding.bytes_of(empty.reported) // config.page_size
+        drafter_by_slot = sharding.bytes_of(empty.draft) - config.page_size * drafter_per_token
         rows = max(shapes.num_slots * self.width, shapes.score * shapes.block)
         slot, state = state_bytes(self._local, self.width, config.dtype, config.state_dtype)
         workspace = workspace_estimate(self._local, rows, shapes.chunk, config.tp_size)
@@ -265,7 +267,8 @@ class Runner:
             + sharding.bytes_of(self.adapters and self.adapters.stacks),
             draft_weight_bytes=sharding.bytes_of(self.draft.params, self.model.params),
             bytes_per_token=per_token,
-            slot_bytes=sharding.bytes_of((empty.slots, empty.hidden, empty.features, empty.pictures)),
+            slot_bytes=drafter_by_slot + sharding.bytes_of((empty.slots, empty.hidden, empty.features, empty.pictures)),
+            draft_window=self._drafter.recent,
             workspace_bytes=workspace + self.host_staging,
             page_size=config.page_size,
             mem_fraction=config.mem_fraction_static,

@@ -233,7 +233,7 @@ def _check_makes(weight: Weight, name: str) -> None:
     if not own.made_on_load:
         raise CheckpointError(
             f"{name}: the engine's is {own}, which isn't made of unquantised weights; give it as a folder has "
-            "it, or start the engine with --quantization fp8 or int4"
+            "it, or start the engine with --quantization fp8, int4 or nvfp4"
         )
 
 
@@ -244,11 +244,15 @@ def _check_finite(model: Model, update: Update) -> None:
     trees |= {f"vision tower: {name}": each for name, (_, each) in (update.tower or {}).items()}
     trees |= {f"drafter[{name!r}]": each for name, each in (update.draft or {}).items()}
     named = [(name, array) for name, tree in trees.items() for array in jax.tree.leaves(tree)]
-    alike: dict[Any, list[int]] = {}  # a program for each shape: one for each array would take as long as the update
+    alike: dict[Any, list[int]] = {}
     for place, (_, array) in enumerate(named):
         alike.setdefault((array.shape, str(array.dtype)), []).append(place)
-    flags = jax.device_get([_finite([named[place][1] for place in places]) for places in alike.values()])
-    found = zip(alike.values(), flags, strict=True)
+    # Eight of a shape at once: a call for each array takes longer than the check. The last ones alone, so that an
+    # update of other weights finds its programs.
+    several = [places[at : at + 8] for places in alike.values() for at in range(0, len(places) - 8, 8)]
+    several += [[place] for places in alike.values() for place in places[(len(places) - 1) // 8 * 8 :]]
+    flags = jax.device_get([_finite([named[place][1] for place in places]) for places in several])
+    found = zip(several, flags, strict=True)
     if bad := sorted(place for places, each in found for place, ok in zip(places, each, strict=True) if not ok):
         raise CheckpointError(f"{named[bad[0]][0]} has numbers that aren't finite, as have {len(bad) - 1} others")
 

@@ -384,7 +384,8 @@ class Param:
 
     `sources` are Hugging Face tensor names. Each is `[out, in]` there and is transposed to `[in, out]` if `transpose`;
     several are put together along the last axis as `layout` says, whose splits are their last axes after transposing.
-    A `depthwise` convolution's weight is `[out, 1, in]` there. `dtype` is this array's own, whatever that of the rest.
+    A `depthwise` convolution's weight is `[out, 1, in]` there; an array has so many `unit_axes`, of length one, before
+    and behind its own. `dtype` is this array's own, whatever that of the rest.
 
     A stack of experts' weights, `[experts, out, in]`, has one matrix or several an expert for sources, with the rows of
     `layout.splits`, one under the other; or else the tensor `whole`, which holds them all already, as
@@ -412,6 +413,7 @@ class Param:
     order: str = ""
     split: Split | None = None
     least: int = 0
+    unit_axes: tuple[int, int] = (0, 0)
 
     @property
     def stacked(self) -> bool:
@@ -444,6 +446,8 @@ class Param:
             return {name: (count, self.shape[-1] // each) for name, count in rows}
         shapes = {name: (*self.shape[:-1], width) for name, width in zip(self.sources, splits, strict=True)}
         shapes = {name: (shape[1], shape[0] // each) if self.transpose else shape for name, shape in shapes.items()}
+        before, behind = self.unit_axes
+        shapes = {name: (*(1,) * before, *shape, *(1,) * behind) for name, shape in shapes.items()}
         return {name: (out, 1, taps) for name, (out, taps) in shapes.items()} if self.depthwise else shapes
 
     def as_found(self, names: Container[str]) -> Param:

@@ -156,10 +156,15 @@ class HostTier(KeptBlocks):
             self._unsaved[block.key] = block
         return block
 
+    @property
+    def writes(self) -> bool:
+        """Whether blocks are to be written to the disk."""
+        return bool(self._unsaved) and self.used > FULL * self.capacity
+
     def to_write(self, room: int) -> list[Block]:
         """Blocks to be written to the disk now, at most `room` bytes, the oldest first. They are pinned."""
         chosen: list[Block] = []
-        while self.disk is not None and self._unsaved and self.used > FULL * self.capacity:
+        while self.writes:
             block = next(iter(self._unsaved.values()))
             room -= block.size
             if room < 0 or isinstance(block.checksums, tuple):  # it isn't here yet

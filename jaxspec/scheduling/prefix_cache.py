@@ -211,7 +211,8 @@ class PrefixTree:
     that comes next). An edge then has them too, and a page is published and matched once they are known.
 
     With `snapshots`, a match ends at the deepest node that has one. A request that continues there computes the tree's
-    further pages again, and its own take their place. Otherwise nothing new could be published beyond those.
+    further pages again, and its own take their place. Otherwise nothing new could be published beyond those. With
+    `replaces` they do so too: requests compute pages that the tree has, for a drafter that keeps its own by slot.
 
     `host`: is shown pages that come and go. `clock` counts matches and insertions.
     """
@@ -223,12 +224,14 @@ class PrefixTree:
         reach: int = 0,
         snapshots: Snapshots | None = None,
         host: Leaver | None = None,
+        replaces: bool = False,
     ):
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1 token, got {page_size}")
         self.page_size = page_size
         self.reach = reach
         self.snapshots = snapshots
+        self.replaces = replaces or snapshots is not None
         self._host = host
         self._pool = pool
         self.clock = 0
@@ -289,7 +292,7 @@ class PrefixTree:
 
         A node that is there already keeps its own page. If that isn't the caller's page, a caller that keeps its pages
         must stop (later nodes would be held while this one is not). One that is `leaving`, about to release all of
-        them, continues. With snapshots, the caller's page takes the place of one that nobody else holds.
+        them, continues. With `replaces`, the caller's page takes the place of one that nobody else holds.
 
         **Arguments:**
 
@@ -313,7 +316,7 @@ class PrefixTree:
                 if self._host is not None:
                     self._host.published(child, leaving)
             elif child.page != pages[depth] and not leaving:
-                if self.snapshots is None or self._pool.refcount(child.page) > 1:
+                if not self.replaces or self._pool.refcount(child.page) > 1:
                     break
                 self._pool.uncache(child.page)
                 self._pool.cache(pages[depth])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import statistics
 import time
 
@@ -65,10 +66,12 @@ class Slices:
         if len(times) < count:
             times.append(time.perf_counter())
 
-    def show(self, first: float) -> None:
+    def show(self, first: float, size: float) -> None:
         print("slice: ms since the prompt was given, when sent, arrived, written, checked")
         for i, times in enumerate(self.times.values()):
             print(f"  {i:2d} " + " ".join(f"{1e3 * (each - first):6.1f}" for each in times))
+        arrived = max((times[1] for times in self.times.values() if times[1:]), default=math.inf) - first
+        print(f"the last had arrived after {1e3 * arrived:.1f} ms: {size / arrived / 1e9:.1f} GB/s since the prompt")
 
 
 def alone(llm: LLM) -> None:
@@ -140,16 +143,16 @@ def main() -> None:
                 reloaded.append(out.metrics.ttft)
             assert out.token_ids == text, "the text changed"
     after = llm.engine.stats()
-    trace.show(started)
+    bytes_each = (after["host_cache_loaded_bytes_total"] - before["host_cache_loaded_bytes_total"]) / max(
+        after["host_cache_loads_total"] - before["host_cache_loads_total"], 1
+    )
+    trace.show(started, bytes_each)
     if not given.disk_kv_gb:
         alone(llm)
     milliseconds = lambda times: 1e3 * statistics.median(times) if times else float("nan")  # noqa: E731
     print(
         f"{given.tokens} tokens: computed {milliseconds(cold):.1f} ms, from the device {milliseconds(device):.1f} ms, "
         f"from the host {milliseconds(reloaded):.1f} ms"
-    )
-    bytes_each = (after["host_cache_loaded_bytes_total"] - before["host_cache_loaded_bytes_total"]) / max(
-        after["host_cache_loads_total"] - before["host_cache_loads_total"], 1
     )
     print(f"reload: {bytes_each / 1e9:.2f} GB, {bytes_each / 1e6 / milliseconds(reloaded):.1f} GB/s of the whole TTFT")
     print({key: value for key, value in after.items() if key.startswith(("host_cache", "disk_cache"))})

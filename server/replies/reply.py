@@ -33,10 +33,13 @@ class Prompt:
     images: tuple[PlacedPicture, ...] = ()
 
 
-def image_tokens(*prompts: Prompt | Job) -> dict[str, int]:
-    """The detail of `usage` that counts the rows of pictures, where there are some."""
-    pictures = [each.picture for prompt in prompts for each in prompt.images]
-    return {"image_tokens": sum(picture.tokens for picture in pictures)} if pictures else {}
+def media_tokens(*prompts: Prompt | Job) -> dict[str, int]:
+    """The details of `usage` that count the rows of pictures, and of videos, where there are some."""
+    found: dict[str, int] = {}
+    for each in (placed.picture for prompt in prompts for placed in prompt.images):
+        name = "video_tokens" if each.video else "image_tokens"
+        found[name] = found.get(name, 0) + each.tokens
+    return found
 
 
 def cached_by_tier(cached: int, on_host: int, on_disk: int) -> dict[str, dict[str, int]]:
@@ -213,7 +216,7 @@ class Reply:
             "total_tokens": prompt + self._tokens,
             "prompt_tokens_details": {"cached_tokens": self._cached}
             | cached_by_tier(self._cached, self._on_host, self._on_disk)
-            | image_tokens(*self.prompts),
+            | media_tokens(*self.prompts),
         }
 
     def _count(self, prompt: int, delta: Delta) -> Delta:

@@ -21,6 +21,7 @@ from jaxspec.models.description import (
     ClampedSwiglu,
     Decoder,
     DeltaRule,
+    KimiDelta,
     LatentAttention,
     Layer,
     LayerInputs,
@@ -55,6 +56,7 @@ PLAINEST = {
     Attention: Attention(8, 4, 128, Rope(1e4)),
     LatentAttention: LatentAttention(8, 512, 128, 128, Rope(1e4, columns=64), 0.07, NORM, 1536),
     DeltaRule: DeltaRule(2, 4, 128, 128, 4),
+    KimiDelta: KimiDelta(8, 128, 4),
     Mamba2: Mamba2(8, 64, 2, 128, 4),
     Absent: Absent(),
     Mlp: Mlp(1024),
@@ -111,6 +113,9 @@ FIELDS = {
         "v_norm": (NORM, {EVERY}),
         "k_is_v": (True, {EVERY}),
         "shared": (True, {EVERY}),
+        "value_dim": (64, {EVERY}),
+        "value_scale": (0.7, {EVERY}),
+        "pool": (1, {EVERY}),
     },
     LatentAttention: {
         "heads": (16, {EVERY}),
@@ -140,6 +145,7 @@ FIELDS = {
         "value_dim": (64, {EVERY, FUSED, FP8}),
         "taps": (3, {EVERY, FUSED, FP8}),
     },
+    KimiDelta: {"heads": (4, {EVERY}), "width": (64, {EVERY}), "taps": (3, {EVERY})},
     Mamba2: {
         "heads": (4, {EVERY}),
         "width": (32, {EVERY}),

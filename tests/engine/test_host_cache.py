@@ -233,13 +233,19 @@ def test_a_size_that_cannot_be_is_refused_with_words(monkeypatch):
         module.HostCache(runner, 2**30)
 
 
-def test_the_option_gives_an_engine_its_cache(caplog):
-    llm = LLM(engines.checkpoint(), "ngram", **engines.SMALL | {"host_kv_gb": 0.25})
+def test_the_options_give_an_engine_its_caches(caplog, tmp_path):
+    options = {"host_kv_gb": 0.25, "disk_kv_gb": 0.5, "disk_kv_path": str(tmp_path)}
+    llm = LLM(engines.checkpoint(), "ngram", **engines.SMALL | options)
     cache = llm.engine.host_cache
+    assert llm.engine.stats()["disk_cache_bytes"] == 2**29
     assert llm.engine.stats()["host_cache_bytes"] == 2**28 and llm.engine.scheduler.host is cache.tier
     with caplog.at_level("INFO", "jaxspec"):
         cache._warm_up()
     assert cache.tier.speed and "which come back at" in caplog.text
+    assert cache.tier.disk.speed and f"in {tmp_path}/0, read at" in caplog.text
+    assert not (list(DiskFiles(str(tmp_path), None).results(0.1)) or cache.disk.pending)
+    cache.close()
+    assert [path.name for path in (tmp_path / "0").iterdir()] == ["lock"], "what was timed is gone"
     llm = LLM(engines.checkpoint(), "ngram", **engines.SMALL | {"host_kv_gb": 0.25, "disable_prefix_cache": True})
     assert llm.engine.host_cache is None
 
@@ -376,7 +382,7 @@ def test_a_slow_disk_holds_up_nobody_else(tmp_path, monkeypatch):
     llm, vocab = engine("ngram")
     prompts = conversations(vocab)[:3]
     with host_cache(llm, 20, tmp_path):
-        alone(llm, prompts)
+        cold = alone(llm, prompts)
         settle(llm)
     gate, load = threading.Event(), disk_files._load
 
@@ -398,6 +404,11 @@ def test_a_slow_disk_holds_up_nobody_else(tmp_path, monkeypatch):
         while other.id in core.requests:
             core.step()
         assert first.id in core.requests and core.scheduler.loading
+        monkeypatch.setattr(module, "STALLED", -1e9)  # the disk never answers
+        tokens = []
+        while first.id in core.requests:
+            tokens += [token for delta in core.step() for token in delta.token_ids]
+        assert tokens == cold[2].token_ids and not core.scheduler.loading
         gate.set()
 
 

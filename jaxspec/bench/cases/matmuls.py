@@ -8,17 +8,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.bench.cases.case import PAGE, Case
+from jaxspec.bench.cases.case import BLOCKS, EXACT, PAGE, Case
 from jaxspec.decoder import matmul
 from jaxspec.decoder.functions import rms_norm
 from jaxspec.decoder.markov import greedy_chain
 from jaxspec.decoder.mixture_rows import operand
 from jaxspec.models import fp8
-from jaxspec.models.weights import HALF, Format, Fp8, Layout, Unquantised, Weight
+from jaxspec.models.weights import HALF, Format, Layout, Weight
 from jaxspec.pallas.dense import few_rows, markov_chain, weight_stream
 
 EPS = 1e-6
-EXACT, BLOCKS, GIVEN = Unquantised(), Fp8(fp8.BLOCK), Layout()
+GIVEN = Layout()
 
 
 def layer_matmuls(rows: int, d: int, f: int, n: int, layers: int, quantised: bool = False) -> Case:
@@ -175,7 +175,7 @@ def projections(
 
     With quantised activations, quantising them is a part of each.
     """
-    quantised = isinstance(fmt, Fp8)
+    quantised = fmt.quantised
     name = "FP8 " * quantised
     if quantised and fmt.activations:
         name = "FP8 x FP8 " if fmt.block else "FP8 x FP8 by tensor "

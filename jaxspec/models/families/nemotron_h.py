@@ -6,12 +6,10 @@ a projection of the rows. Names are those of NVIDIA's checkpoints.
 
 from __future__ import annotations
 
-import dataclasses
-
 from jaxspec.config.json_values import positive, positive_float, shown
 from jaxspec.config.options import ConfigError
 from jaxspec.models import reading
-from jaxspec.models.declaring import Tensors, attention_tensors, mixture_tensors, mlp_tensors
+from jaxspec.models.declaring import Tensors, attention_tensors, mixture_tensors, mlp_tensors, renamed
 from jaxspec.models.description import (
     Absent,
     Attention,
@@ -189,9 +187,8 @@ def layer_tensors(layer: Layer, d: int, prefix: str) -> Tensors:
 
 def _attention(layer: Layer, d: int, prefix: str) -> Tensors:
     """Attention's tensors, which have the names of the mixer's here."""
-    named = lambda sources: tuple(source.replace("self_attn.", "mixer.") for source in sources)  # noqa: E731
     tensors = attention_tensors(layer, d, prefix)
-    return {name: dataclasses.replace(param, sources=named(param.sources)) for name, param in tensors.items()}
+    return {name: renamed(param, {"self_attn.": "mixer."}) for name, param in tensors.items()}
 
 
 TENSORS = {

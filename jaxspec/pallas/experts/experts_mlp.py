@@ -38,7 +38,7 @@ from jaxspec.pallas.experts.expert_stream import ALIGN, COUNT, Items
 from jaxspec.pallas.hopper import too_few_processors
 from jaxspec.pallas.operation import ANY, HOPPER, PORTABLE, Implementation, choose, nothing
 from jaxspec.pallas.portable import experts as portable_experts
-from jaxspec.pallas.portable import mxfp4 as portable_mxfp4
+from jaxspec.pallas.portable import four_bits as portable_four_bits
 
 # Experts' gate and up, [e, 2f, d], gate's rows first; their down, [e, d, f]; and both their biases, if they have some.
 # Of experts without a gate, the first is up alone, [e, f, d].
@@ -220,8 +220,8 @@ def _portable_few(call: Call) -> Float[Array, "n d"]:
     return call.added(mixed)
 
 
-def _portable_mxfp4_refused(call: Call) -> str | None:
-    return _not_in(Mxfp4, call) or _without_gate(call) or portable_mxfp4.supported(call.x.dtype, call.stacks)
+def _portable_four_refused(call: Call) -> str | None:
+    return _not_in((Mxfp4, FourBits), call) or portable_four_bits.supported(call.x.dtype, call.stacks)
 
 
 _QUANTISED = {"spare": QUANTISED_SPARE, "unplanned": True}
@@ -234,9 +234,9 @@ _FP8 = ExpertKernel(
     lambda call, rows, items: expert_fp8.mix(rows, call.stacks, items), expert_fp8.MAX_ROWS, **_QUANTISED
 )
 _STREAM = ExpertKernel(lambda call, rows, items: expert_stream.stream(rows, call.arrays, items))
-_PORTABLE_MXFP4 = ExpertKernel(
-    lambda call, rows, items: portable_mxfp4.items(rows, call.stacks[0], items, call.gating),
-    portable_mxfp4.MAX_ROWS,
+_PORTABLE_FOUR = ExpertKernel(
+    lambda call, rows, items: portable_four_bits.items(rows, call.stacks, items, call.gating),
+    portable_four_bits.MAX_ROWS,
     QUANTISED_SPARE,
 )
 _PORTABLE = ExpertKernel(lambda call, rows, items: portable_experts.items(rows, call.arrays, items, call.gating))
@@ -248,10 +248,11 @@ EXPERTS = (
     Implementation("expert_four", HOPPER, _four_refused, _FOUR.mix),
     Implementation("expert_fp8", HOPPER, _fp8_refused, _FP8.mix),
     Implementation("expert_stream", HOPPER, _stream_refused, _STREAM.mix),
+    Implementation("portable_four_on_hopper", HOPPER, _portable_four_refused, _PORTABLE_FOUR.mix),
     Implementation("portable_few_on_hopper", HOPPER, _few_on_hopper_refused, _portable_few),
     Implementation("portable_on_hopper", HOPPER, _on_hopper_refused, _PORTABLE.mix),
     Implementation("portable_few", PORTABLE, _portable_few_refused, _portable_few),
-    Implementation("portable_mxfp4", PORTABLE, _portable_mxfp4_refused, _PORTABLE_MXFP4.mix),
+    Implementation("portable_four_bits", PORTABLE, _portable_four_refused, _PORTABLE_FOUR.mix),
     Implementation("portable", PORTABLE, _portable_refused, _PORTABLE.mix),
     Implementation("reference", ANY, nothing, _REFERENCE.mix, slow=True),
 )

@@ -5,6 +5,7 @@ The interpreter has no counters between blocks: parts are combined by a second c
 `tests/gpu/test_latent_decode.py` runs the same cases and larger ones on the device.
 """
 
+import re
 from functools import partial
 
 import jax
@@ -18,7 +19,7 @@ from jaxspec.pallas.attention import latent_decode as op
 from jaxspec.pallas.attention.latent_attention import LATENT_ATTENTION
 from jaxspec.pallas.operation import choose
 from tests.pallas.portable.test_portable_latent import Case, dense
-from tests.support.kernels import kernels
+from tests.support.kernels import lowered
 from tests.support.sample import one_in
 
 served = partial(Case, latent=512, rest=64, dtype="bfloat16")
@@ -74,7 +75,12 @@ def shapes(b: int, t: int, n: int, context: int = 4096, page: int = 64, masked_s
     dict(b=2, t=64, n=40),
 ]))  # fmt: skip
 def test_lowers_for_cuda(given):
-    assert kernels(partial(op.latent_decode, scale=0.1), *shapes(**given)) == 1
+    """With one counter for each tile whose parts wait for one another, as its last operand."""
+    text = lowered(partial(op.latent_decode, scale=0.1), *shapes(**given))
+    assert text.count("custom_call @mosaic_gpu") == 1
+    tiles = given["b"] * -(-given["t"] * given["n"] // 64)
+    (counters,) = re.findall(r"tensor<(\d+)xi32>\) ->", "".join(re.findall(r"@mosaic_gpu.*", text)))
+    assert int(counters) == (tiles if op.division(tiles, 4096, 1) > 1 else 1)
 
 
 @pytest.mark.parametrize("change,reason", [
@@ -94,8 +100,10 @@ def test_it_serves_what_it_supports(change, reason, monkeypatch):
     assert (choose("latent attention", LATENT_ATTENTION, *call).name == "latent_decode") == (reason is None)
 
 
-@pytest.mark.parametrize("tiles,context,splits", [(1, 4096, 32), (1, 65536, 132), (8, 4096, 16), (32, 4096, 4),
-                                                  (70, 4096, 1), (256, 4096, 1)])  # fmt: skip
+@pytest.mark.parametrize("tiles,context,splits", [
+    (1, 4096, 32), (1, 65536, 132), (8, 4096, 16), (32, 4096, 4), (70, 4096, 7), (100, 4096, 5), (128, 4096, 1),
+    (160, 4096, 4), (160, 128, 1), (256, 4096, 1), (2048, 4096, 1),
+])  # fmt: skip
 def test_division_fills_the_processors(tiles, context, splits):
     assert op.division(tiles, context // 64, 64) == splits
 

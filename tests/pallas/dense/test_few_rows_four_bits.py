@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.decoder.matmul import project, reference
+from jaxspec.decoder.matmul import logits, project, reference
 from jaxspec.models import int4, nvfp4
 from jaxspec.models.weights import Int4, Nvfp4, Weight
 from jaxspec.pallas import hopper
@@ -103,6 +103,23 @@ def test_projections_choose_it(monkeypatch, ordered):
         got = project(x, weight, jnp.array([5]), residual).astype("float32")
     assert chosen["few_rows_product"] == 1
     np.testing.assert_allclose(got, expected, atol=2**-6 * float(jnp.abs(expected).max()))
+
+
+def test_a_heads_logits_are_float32(monkeypatch):
+    """Rows come in parts, the last of which is padded."""
+    weight, whole = drawn(Nvfp4(), 256, 64)
+    x = rows_of(37, 256)
+    monkeypatch.setattr(hopper, "kernels_here", lambda: None)
+    monkeypatch.setattr(op, "product", partial(op.product, **INTERPRET))
+    with counting() as chosen:
+        got = logits(x, weight)
+    assert chosen == {"few_rows_product": 2} and got.dtype == jnp.float32
+    np.testing.assert_allclose(got, np.asarray(x, np.float64) @ whole, atol=2**-14 * np.abs(whole).max() * 256)
+
+
+def test_a_heads_kernel_lowers_for_cuda():
+    x, weight = jax.eval_shape(lambda: (jnp.ones((8, 2048), jnp.bfloat16), drawn_shape(Int4(128), 2048, 64 * 300)))
+    assert kernels(lambda *given: op.product([given[0]], given[1], dtype=jnp.float32), x, weight) == 1
 
 
 def test_weights_that_do_not_fit_are_named():

@@ -45,9 +45,11 @@ HERE = "--model Qwen/Qwen3-8B"
      f"CUDA_VISIBLE_DEVICES=0 HF_HOME='a b' {HERE} --mem-fraction-static 0.8 --port 8000"),
     (f"""{VLLM} --limit-mm-per-prompt '{{"image": 4, "video": 0}}' --allowed-local-media-path /tmp """
      "--allowed-media-domains a.example b.example",
-     f"""{HERE} --limit-images-per-prompt 4 --allowed-media-path /tmp """
+     f"""{HERE} --limit-images-per-prompt 4 --limit-videos-per-prompt 0 --allowed-media-path /tmp """
      """--allowed-media-domains '["a.example", "b.example"]' --port 8000"""),
     (f"{VLLM} --limit-mm-per-prompt.image 0", f"{HERE} --limit-images-per-prompt 0 --port 8000"),
+    (f"""{VLLM} --limit-mm-per-prompt '{{"video": {{"count": 2}}}}'""",
+     f"{HERE} --limit-videos-per-prompt 2 --port 8000"),
     (f"{VLLM} --limit-mm-per-prompt image=2", f"{HERE} --limit-images-per-prompt 2 --port 8000"),
     (f"""{SGLANG} --limit-mm-data-per-request '{{"image": 3}}'""", f"{HERE} --limit-images-per-prompt 3"),
     (f"{VLLM} --kv-offloading-size 64", f"{HERE} --host-kv-gb 64 --port 8000"),
@@ -121,6 +123,8 @@ HERE = "--model Qwen/Qwen3-8B"
     (f"""{VLLM} --speculative-config '{{"method":"eagle3","model":"a/b","quantization":"fp8"}}' """,
      f"{HERE} --draft eagle3:a/b --draft-quantization fp8 --port 8000"),
     (f"{SGLANG} --speculative-algorithm NEXTN --speculative-num-steps 3", f"{HERE} --draft mtp --num-draft-tokens 3"),
+    (f"{SGLANG} --speculative-algorithm DFLASH --speculative-draft-model-path a/b "
+     "--speculative-dflash-draft-window-size 9", f"{HERE} --draft 'dflash:a/b?window=9'"),
     (f"{SGLANG} --speculative-algorithm EAGLE --speculative-num-steps 3", f"{HERE} --draft mtp --num-draft-tokens 3"),
     (f"{SGLANG} --speculative-algorithm NGRAM --speculative-num-draft-tokens 8 --disable-radix-cache",
      f"{HERE} --disable-prefix-cache --draft ngram --num-draft-tokens 7"),
@@ -168,7 +172,7 @@ def test_translations(line, here):
     ("--weight-loader-drop-cache-after-load", "--weight-loader-drop-cache-after-load: files aren't mapped"),
     ("--no-use-tqdm-on-load", "--no-use-tqdm-on-load: loading has a bar on a terminal, and lines in a log"),
     ("--enable-multimodal", "--enable-multimodal: pictures are read wherever the model has a vision tower"),
-    ("""--limit-mm-per-prompt '{"video": 1}'""", '--limit-mm-per-prompt {"video": 1}: it names no number'),
+    ("""--limit-mm-per-prompt '{"audio": 1}'""", '--limit-mm-per-prompt {"audio": 1}: it names no number'),
     ("--mm-processor-kwargs '{}'", "--mm-processor-kwargs: the processor is as the checkpoint's"),
     ("--pipeline-parallel-size 2", "--pipeline-parallel-size 2: of several GPUs, --tp-size, --ep-size"),
     ("--enable-dp-attention", "--enable-dp-attention: attention is divided by heads (--tp-size)"),
@@ -179,7 +183,7 @@ def test_translations(line, here):
      "--speculative-config num_speculative_tokens: it can't be [1]"),
     ("--speculative-config nonsense", "--speculative-config 'nonsense': it isn't a JSON object"),
     ("""--speculative-config '{"method": "medusa"}'""", "speculation by 'medusa': the methods are assistant, "),
-    ("""--speculative-config '{"quantization": "awq"}'""", "a drafter quantised by 'awq': fp8 and int4 can be made"),
+    ("""--speculative-config '{"quantization": "awq"}'""", "a drafter quantised by 'awq': fp8, int4 or nvfp4 can"),
     ("--enforce-eager", "--enforce-eager: every step is one compiled program; --disable-jit"),
     ("--disable-cuda-graph", "--disable-cuda-graph: every step is one compiled program; --disable-jit"),
     ("--reasoning-parser kimi_k9", "--reasoning-parser kimi_k9: it may be auto, none, qwen3"),
@@ -213,7 +217,7 @@ def test_translations(line, here):
     ("--quantization awq", "--quantization awq: such a checkpoint is read by its config, without a flag"),
     ("-q gptq_marlin", "--quantization gptq_marlin: such a checkpoint is read by its config"),
     ("--quantization compressed-tensors", "--quantization compressed-tensors: such a checkpoint is read by its"),
-    ("--quantization bitsandbytes", "--quantization bitsandbytes: must be one of none, fp8, int4, got 'bitsandbytes'"),
+    ("--quantization bitsandbytes", "--quantization bitsandbytes: must be one of none, fp8, int4, nvfp4, got"),
     ("--quantization", "--quantization: it came without a value"),
     ("--max-model-len", "--max-model-len: it came without a value"),
     ("--max-model-len -1", "--context-length -1: it is the model's anyway"),

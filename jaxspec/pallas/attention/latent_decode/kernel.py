@@ -38,7 +38,7 @@ from jaxspec.pallas.attention.latent_decode.plan import (
 from jaxspec.pallas.hopper import WGMMA_ROWS
 
 FLOOR = -1e30  # a running maximum that nothing has raised; finite, so that differences of maxima are numbers
-TOGETHER = 8  # parts that are read before the first is added
+TOGETHER = 16  # parts that are read before the first is added
 ROW, TILE = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA
 COMPUTING, COPYING = 232, 40  # registers of a thread
 EVEN, ODD = 0, 1
@@ -80,20 +80,25 @@ def warpgroup(plan: Plan, *refs, **scratch) -> None:
 
     If there are several parts, wait for the others, then combine a share of the rows.
     """
-    part = _Part.here(plan, _Refs.of(plan, refs), _Scratch(**scratch))
+    refs, scratch = _Refs.of(plan, refs), _Scratch(**scratch)
     w = lax.axis_index("warpgroup")
+    done = None  # counts the warpgroups that have written a part, for both: each call here would make others
+    if plan.splits > 1 and not plan.interpret:
+        done = pl.get_global(plgpu.SemaphoreType.REGULAR((plan.b, plan.tiles)))
 
     @pl.when(w == 2)
     def _():
         plgpu.set_max_registers(COPYING, action="decrease")
-        part.copy()
+        # Loads from memory are issued together, or each would wait for the one before.
+        layer, ids = refs.layer[0], _pages(plan, refs.table, 0)
+        _Part.here(plan, refs, scratch).copy(layer, ids)
 
     for me in (EVEN, ODD):
 
         @pl.when(w == me)
         def _(me=me):
             plgpu.set_max_registers(COMPUTING, action="increase")
-            part.compute(me)
+            _Part.here(plan, refs, scratch).compute(me, done)
 
 
 def combine(plan: Plan, start_g, *refs, **scratch) -> None:
@@ -107,6 +112,20 @@ def combine(plan: Plan, start_g, *refs, **scratch) -> None:
 
 def _div(x, y: int):
     return lax.div(x, jnp.int32(y))
+
+
+def _first(plan: Plan, i, stage):
+    """The first token of a step of the i-th pair of this part."""
+    return (lax.axis_index("split") + i * plan.splits) * PAIR + stage * STEP
+
+
+def _pages(plan: Plan, table, i) -> list[list[Any]]:
+    """The pages of both steps of a pair. Past the table's end its last page stands in, and is masked."""
+    b = lax.axis_index("b")
+    entry = lambda stage, c: _div(_first(plan, i, stage) + c * plan.page, plan.page)  # noqa: E731
+    return [
+        [table[b, jnp.minimum(entry(stage, c), plan.entries - 1)] for c in range(plan.copies)] for stage in (EVEN, ODD)
+    ]
 
 
 @dataclass(frozen=True)
@@ -128,7 +147,7 @@ class _Part:
     def here(cls, plan: Plan, refs: _Refs, scratch: _Scratch) -> _Part:
         b, tile, split = (lax.axis_index(name) for name in ("b", "tile", "split"))
         start = refs.start[b]
-        row = jnp.minimum(tile * WGMMA_ROWS, plan.all_rows - plan.rows)  # the last tile may begin within another
+        row = jnp.minimum(tile * WGMMA_ROWS, plan.all_rows - plan.rows)  # the last tile may repeat rows
         last = jnp.minimum(_div(row + (plan.rows - 1), plan.n), plan.t - 1)
         seen = plan.masked_slots or last + 1
         pairs = _div(jnp.clip(start + seen, 0, plan.entries * plan.page) + (PAIR - 1), PAIR)
@@ -145,23 +164,18 @@ class _Part:
         """How many of the request's first `pairs` are this part's."""
         return _div(jnp.maximum(pairs - self.split, 0) + (self.plan.splits - 1), self.plan.splits)
 
-    def first(self, i, stage):
-        """The first token of a step of the i-th pair of this part."""
-        return (self.split + i * self.plan.splits) * PAIR + stage * STEP
-
     # One warpgroup copies.
 
-    def copy(self) -> None:
-        """Copy queries and then steps, each piece as soon as its slot is released."""
+    def copy(self, layer, ids) -> None:
+        """Copy queries and then steps, each piece as soon as its slot is released. `ids`: the first pair's pages."""
         plan, refs, scratch = self.plan, self.refs, self.scratch
-        layer, ids = refs.layer[0], self._pages(0)
         rows = pl.ds(0, plan.rows)
         for q_s, (first, width) in zip(scratch.q_s, PIECES, strict=True):
             source = refs.q.at[self.b, pl.ds(self.row, plan.rows), pl.ds(first, width)]
             plgpu.copy_gmem_to_smem(source, q_s.at[0, rows], scratch.q_ready)
 
         def pair(i, ids):
-            following = self._pages(i + 1)  # early, since they come from memory
+            following = _pages(plan, refs.table, i + 1)  # early, since they come from memory
             for stage in (EVEN, ODD):
                 for piece, released in enumerate(scratch.released):
                     plgpu.barrier_wait(released.at[stage])
@@ -173,19 +187,10 @@ class _Part:
             for released in scratch.released:
                 plgpu.barrier_wait(released.at[stage])
 
-    def _pages(self, i):
-        """The pages of both steps of a pair. Past the table's end its last page stands in, and is masked."""
-        plan = self.plan
-        entry = lambda stage, c: _div(self.first(i, stage) + c * plan.page, plan.page)  # noqa: E731
-        return [
-            [self.refs.table[self.b, jnp.minimum(entry(stage, c), plan.entries - 1)] for c in range(plan.copies)]
-            for stage in (EVEN, ODD)
-        ]
-
     def _copy(self, layer, ids, i, stage, piece) -> None:
         plan, (first, width) = self.plan, PIECES[piece]
         rows = min(plan.page, STEP)
-        within = lax.rem(self.first(i, stage), jnp.int32(plan.page)) if plan.page > STEP else 0
+        within = lax.rem(_first(plan, i, stage), jnp.int32(plan.page)) if plan.page > STEP else 0
         for c, page in enumerate(ids):
             source = self.refs.kv.at[layer, page, 0, 0, pl.ds(within, rows), pl.ds(first, width)]
             target = self.scratch.ring[piece].at[stage, pl.ds(c * rows, rows)]
@@ -193,7 +198,7 @@ class _Part:
 
     # Two warpgroups compute.
 
-    def compute(self, me: int) -> None:
+    def compute(self, me: int, done: Any) -> None:
         """Add up this warpgroup's half of the values, and write it."""
         scratch = self.scratch
         for stage in (EVEN, ODD):
@@ -209,7 +214,7 @@ class _Part:
         whole, count = self.share(self.whole), self.share(self.pairs)
         carry = lax.fori_loop(0, whole, partial(step, False), carry)
         acc, top, total = lax.fori_loop(whole, count, partial(step, True), carry)
-        self._write(me, acc, top, total)
+        self._write(me, acc, top, total, done)
 
     def _even(self, masked: bool, i, carry):
         acc, top, total = carry
@@ -264,7 +269,7 @@ class _Part:
     def _weigh(self, masked: bool, i, stage: int, scores, top):
         """The largest scores up to this step, in base 2, and its weights."""
         if masked:
-            scores = jnp.where(self._seen(self.first(i, stage)), scores, -jnp.inf)
+            scores = jnp.where(self._seen(_first(self.plan, i, stage)), scores, -jnp.inf)
         factor = jnp.float32(self.plan.scale * math.log2(math.e))
         new_top = jnp.maximum(top, scores.max(axis=1) * factor)
         return new_top, jnp.exp2(scores * factor - lax.broadcast_in_dim(new_top, scores.shape, [0]))
@@ -300,7 +305,7 @@ class _Part:
         for released in (self.scratch.released[me], self.scratch.released[2]):
             plgpu.barrier_arrive(released.at[stage])
 
-    def _write(self, me: int, acc, top, total) -> None:
+    def _write(self, me: int, acc, top, total, done) -> None:
         """Write this warpgroup's half of the tile, or of its part of it, which is then combined with the others."""
         plan, scratch, results = self.plan, self.scratch, self.refs.results
         scratch.totals_s[me] = total
@@ -328,10 +333,10 @@ class _Part:
             if me == EVEN:
                 plgpu.copy_smem_to_gmem(scratch.sums_s, sums_g)
             plgpu.wait_smem_to_gmem(0)
-            if not plan.interpret:
-                done = pl.get_global(plgpu.SemaphoreType.REGULAR((plan.b, plan.tiles))).at[self.b, self.tile]
-                plgpu.semaphore_signal(done, memory_scope="gpu")
-                plgpu.semaphore_wait(done, 2 * self.parts, decrement=False, memory_scope="gpu")
+            if done is not None:
+                both = done.at[self.b, self.tile]
+                plgpu.semaphore_signal(both, memory_scope="gpu")
+                plgpu.semaphore_wait(both, 2 * self.parts, decrement=False, memory_scope="gpu")
                 self.combine(me)
 
     def combine(self, me) -> None:

@@ -18,6 +18,7 @@ PAIR = 2 * STEP
 PAGE_SIZES = (16, 32, 64, 128)
 MAX_MASKED_SLOTS = 32  # KV slots that a mask covers: bits of a word
 PACK = 4  # rows that parts are combined in at a time, one a warp
+PART_COST = 0.02  # what a part adds to a request's time: it is written, waited for and combined
 LEAST_ROWS = 8  # rows are copied in multiples of these
 
 
@@ -32,7 +33,7 @@ class Plan:
     entries: int
     scale: float
     masked_slots: int  # KV slots that a mask covers; 0: there is none, rows are causal
-    splits: int  # blocks that share a request's tokens; all of a call's run at once, since they wait for one another
+    splits: int  # blocks that share a request's tokens, and wait for one another: a GPU starts them one after the other
     interpret: bool  # then sums can't start from a value, and blocks can't count: a second call combines parts
 
     @property
@@ -74,6 +75,12 @@ def supported(q_shape: tuple[int, ...], kv: Any, dtype: Any, latent: int, masked
 
 
 def division(tiles: int, entries: int, page: int) -> int:
-    """The number of blocks that divide the tokens that each of `tiles` attends to: as many as run at once, but no more
-    than the page table has pairs of steps."""
-    return max(1, min(hopper.processors() // tiles, -(-entries * page // PAIR)))
+    """The number of blocks that divide the tokens that each of `tiles` attends to: those that leave processors least
+    idle, a part's own cost counted. No more than the page table has pairs of steps, or than run at once."""
+    processors = hopper.processors()
+
+    def gain(splits: int) -> float:
+        blocks = tiles * splits
+        return blocks / (-(-blocks // processors) * processors) / (1 + PART_COST * splits)
+
+    return max(range(1, min(processors, -(-entries * page // PAIR)) + 1), key=gain)
