@@ -85,6 +85,7 @@ CASES = {
     "qwen3.5-35b-a3b": (QWEN35_35B, {"none": (None, {}), "ngram": (None, {}), "mtp": (None, {})}),
     "qwen3-8b-fp8": (QWEN3_8B, {"none": (None, FP8), "eagle3": (EAGLE3_8B, FP8 | {"draft_quantization": "fp8"})}),
     "qwen3.5-35b-a3b-fp8": (QWEN35_35B, {"none": (None, FP8), "mtp": (None, FP8 | {"draft_quantization": "fp8"})}),
+    "qwen3-8b-int4": (QWEN3_8B, {"none": (None, {"quantization": "int4"})}),
     "gpt-oss-20b": (GPT_OSS_20B, {"none": (None, {}), "ngram": (None, {})}),
     "smollm2": (SMOLLM2, {
         "none": (None, {}),
