@@ -194,6 +194,13 @@ class EngineCollector(Collector):
         text = "Tokens of an engine step, prompts' and generated"
         yield family.histogram("vllm:iteration_tokens_total", text, steps["bounds"], steps["counts"], steps["sum"])
         yield self._cache_config(stats)
+        if adapters := stats["adapters"]:
+            labels = {"max_lora": str(adapters["places"])}
+            labels |= {f"{state}_lora_adapters": ",".join(adapters[state]) for state in ("waiting", "running")}
+            text = "Adapters of requests that wait and that run; the value is the time of the scrape"
+            info = GaugeMetricFamily("vllm:lora_requests_info", text, labels=list(labels))
+            info.add_metric([*labels.values()], time.time())
+            yield info
         if engines := stats.get("engines"):
             for kind, key, name, text in OF_EACH_ENGINE:
                 yield family.several(kind, name, text, "engine", {each["engine"]: each[key] for each in engines})

@@ -147,7 +147,17 @@ def figures(counts: Counts, scheduler: Scheduler, runner: Runner, chooser: Choos
         "sums": runner.sums,
         "requests_total": dict(counts.finished),
         "memory_plan": dataclasses.asdict(runner.plan),
+        "adapters": _adapters(scheduler, runner),
     }
+
+
+def _adapters(scheduler: Scheduler, runner: Runner) -> dict[str, Any] | None:
+    """How many places there are, and the adapters of requests that run and that wait; None: no adapters are served."""
+    if runner.adapters is None:
+        return None
+    names = lambda seqs: sorted({seq.adapter.name for seq in seqs if seq.adapter is not None})  # noqa: E731
+    running = [*scheduler.running, *scheduler.prefilling, *scheduler.loading]
+    return {"places": runner.adapters.count, "running": names(running), "waiting": names(scheduler.waiting)}
 
 
 def _drafting(counts: Counts, runner: Runner, chooser: Chooser | None) -> dict[str, Any]:
@@ -184,6 +194,10 @@ def together(engines: list[dict[str, Any]], lost: list[bool]) -> dict[str, Any]:
     steps = [each["step_tokens"] for each in engines]
     counts = [sum(each) for each in zip(*(step["counts"] for step in steps), strict=True)]
     total["step_tokens"] = steps[0] | {"counts": counts, "sum": summed("sum", steps)}
+    if total["adapters"]:
+        each = [one["adapters"] for one in living]
+        of = {key: sorted(set().union(*(one[key] for one in each))) for key in ("running", "waiting")}
+        total["adapters"] = total["adapters"] | of
     total["programs_pending"] = [one for each in living for one in each["programs_pending"]]
     total["compiles_since_start"] = summed("compiles_since_start", engines)
     total |= {key: max((each[key] for each in living), default=0) for key in ("drafts", "step_seconds")}

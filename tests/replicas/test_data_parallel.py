@@ -131,6 +131,8 @@ def test_each_engine_has_gpus_of_its_own(monkeypatch):
 def test_figures_add_up():
     figures = FakeLLM().stats() | {"kernels": {"a": 1}, "programs_pending": ["x"], "compiles_since_start": 1}
     figures |= {"state_snapshots": 1, "rounds_total": 4}
+    several = [figures | {"adapters": {"places": 4, "running": [name], "waiting": []}} for name in "ab"]
+    assert together(several, [False, False])["adapters"] == {"places": 4, "running": ["a", "b"], "waiting": []}
     total = together([figures, figures | {"drafts": 1}], [False, True])
     assert (total["generation_tokens_total"], total["verify_rounds_total"]) == (18, 8)
     assert (total["total_pages"], total["free_pages"], total["drafts"]) == (10, 7, 2), "a lost engine has none"

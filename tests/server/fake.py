@@ -184,6 +184,7 @@ class FakeLLM:
     def _figures(self) -> dict:
         return {
             "weight_version": "default",
+            "adapters": None,
             "num_running": self.running,
             "num_waiting": 0,
             "total_pages": 10,

@@ -94,6 +94,13 @@ def test_those_that_wait_are_told_by_reason(http):
         assert found[of_model("vllm:num_requests_waiting_by_reason", reason=reason)] == 0
 
 
+def test_adapters_of_requests_are_named():
+    llm, adapters = FakeLLM(), {"places": 4, "running": ["poet", "sql"], "waiting": []}
+    found = parsed(Metrics(lambda: llm.stats() | {"adapters": adapters}, llm.config, "m").text().decode())
+    (labels,) = [dict(labels) for name, *labels in found if name == "vllm:lora_requests_info"]
+    assert labels == {"max_lora": "4", "running_lora_adapters": "poet,sql", "waiting_lora_adapters": ""}
+
+
 def test_what_the_engine_counts_is_read_when_scraped(http):
     found = samples(http)
     for name, value in {
