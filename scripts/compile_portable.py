@@ -27,10 +27,10 @@ from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 
 from jaxspec.decoder.matmul import gating
 from jaxspec.models.description import ClampedSwiglu
-from jaxspec.models.weights import Mxfp4, Weight
+from jaxspec.models.weights import Int4, Mxfp4, Nvfp4, Weight
 from jaxspec.pallas import portable
 from jaxspec.pallas.experts import experts_mlp, top_experts
-from jaxspec.pallas.portable import attention, delta, fp8, latent, pictures
+from jaxspec.pallas.portable import attention, delta, four_bits, fp8, latent, pictures
 from jaxspec.pallas.recurrence import delta_pool, gated_delta
 
 DUMPED = Path(os.environ["XLA_FLAGS"].partition("=")[2])  # where XLA says what it launches
@@ -96,9 +96,9 @@ def attends(b=1, t=1, n=32, m=8, h=128, page=64, kv="bfloat16", window=None, mas
     return run, *args, shape((b, entries), jnp.int32), shape((b,), jnp.int32), named
 
 
-def attends_latents(b=1, t=1, n=128, page=64) -> tuple:
+def attends_latents(b=1, t=1, n=128, page=64, kv="bfloat16") -> tuple:
     entries = 4096 // page
-    args = shape((b, t, n, 576), jnp.bfloat16), shape((2, b * entries + 1, 1, 1, page, 576), "bfloat16")
+    args = shape((b, t, n, 576), jnp.bfloat16), shape((2, b * entries + 1, 1, 1, page, 576), kv)
     run = lambda *args: latent.latent_attention(*args, 512, 0.1)  # noqa: E731
     return run, *args, shape((), jnp.int32), shape((b, entries), jnp.int32), shape((b,), jnp.int32)
 
@@ -126,6 +126,18 @@ def packed(tokens: int, width: int = 2880, e: int = 32, k: int = 4) -> tuple:
     routing = shape((tokens, k), jnp.int32), shape((tokens, k), jnp.float32)
     run = partial(experts_mlp.experts_mlp, gating=gating(ClampedSwiglu(1.702, 7.0)))
     return run, shape((tokens, width), jnp.bfloat16), [(weight(2 * width), weight(width), *biases)], *routing
+
+
+def stored(kind: Int4 | Nvfp4, outputs: int, inputs: int, *experts: int) -> Weight:
+    """A weight of four bits, or a stack of experts'."""
+    values, scales, *factors = jax.eval_shape(kind.quantise, shape((*experts, outputs, inputs), jnp.bfloat16))
+    return Weight(values, kind, scales=scales, factors=factors[0] if factors else None)
+
+
+def mixes_packed(kind: Int4 | Nvfp4, tokens: int, d: int = 2048, f: int = 512, e: int = 256, k: int = 8) -> tuple:
+    stacks = [(stored(kind, 2 * f, d, n), stored(kind, d, f, n)) for n in (e, 1)]
+    routing = shape((tokens, k + 1), jnp.int32), shape((tokens, k + 1), jnp.float32)
+    return experts_mlp.experts_mlp, shape((tokens, d), jnp.bfloat16), stacks, *routing
 
 
 def steps(b: int, t: int, m: int = 16, n: int = 32, width: int = 128) -> tuple:
@@ -162,6 +174,7 @@ def cases() -> Iterator[tuple[str, tuple]]:
     yield "attention, pages of 16", attends(b=8, page=16)
     yield "latent attention, 128 heads", attends_latents(b=8)
     yield "latent attention, 16 heads", attends_latents(n=16)
+    yield "latent attention, 128 heads, FP8 pages", attends_latents(b=8, kv=FP8)
     yield "pictures' attention, heads of 72", attends_pictures()
     yield "latent attention, 20 heads, a prompt", attends_latents(b=8, t=64, n=20)
     yield "attention, FP8 pages", attends(b=128, kv=FP8)
@@ -176,6 +189,12 @@ def cases() -> Iterator[tuple[str, tuple]]:
         yield f"FP8 weight, {rows} rows", (fp8.product, *widths)
     for tokens in (1, 2048):
         yield f"experts in MXFP4, {tokens} tokens", packed(tokens)
+    for kind in (Int4(128), Nvfp4()):
+        for tokens in (1, 2048):
+            yield f"experts in {kind}, {tokens} tokens", mixes_packed(kind, tokens)
+        for rows in (1, 32, 128):
+            weight = stored(kind, 6144, 4096)
+            yield f"{kind} weight, {rows} rows", (four_bits.product, shape((rows, 4096), jnp.bfloat16), weight)
     rows, gate = shape((32, 2048), jnp.bfloat16), shape((2048, 1), jnp.bfloat16)
     choose = lambda *args: top_experts.top_experts(*args, 8, True)  # noqa: E731
     yield "router", (choose, shape((32, 256), jnp.float32), shape((32,), jnp.int32), (rows, gate))

@@ -1,4 +1,4 @@
-"""Scores of a model's answers with drafts and without; or the effect of FP8 on its texts, each format beside none.
+"""Scores of a model's answers with drafts and without; or quantisation's effect on its texts, each format beside none.
 
 Offline, real weights. With --task the answers to GSM8K's questions are scored, as lm_eval does it: 5 examples before
 each question, greedy, 256 new tokens. Plain decoding comes first, then each --draft, at each --tp-size and
@@ -12,6 +12,8 @@ Without --task, the model answers each question greedily, unquantised and with e
 
     weights       --quantization fp8
     activations   the same, --fp8-activations on
+    int4          --quantization int4
+    nvfp4         --quantization nvfp4
     kv            --kv-cache-dtype fp8
     weights+kv    both
 
@@ -41,6 +43,8 @@ UNQUANTISED = "unquantised"
 FORMATS: dict[str, dict[str, str]] = {
     "weights": {"quantization": "fp8", "fp8_activations": "off"},
     "activations": {"quantization": "fp8", "fp8_activations": "on"},
+    "int4": {"quantization": "int4"},
+    "nvfp4": {"quantization": "nvfp4"},
     "kv": {"kv_cache_dtype": "fp8"},
     "weights+kv": {"quantization": "fp8", "fp8_activations": "off", "kv_cache_dtype": "fp8"},
 }

@@ -388,6 +388,6 @@ def told(packed: Packed, dtype: str, quantization: str | None) -> str:
         return f"{weights} are dequantised and made fp8 as they are read"
     if packed.quantization is not None:
         return f"{weights} stay packed"
-    more = "" if quantization else "; --quantization fp8 or int4 makes them smaller"
+    more = "" if quantization else "; --quantization fp8, int4 or nvfp4 makes them smaller"
     now = f"and made {quantization}" if quantization else f"to {dtype}, and take as much memory as unquantised ones"
     return f"{weights} are dequantised {now} as they are read{more}"

@@ -23,11 +23,10 @@ from jaxspec.models import int4, mxfp4
 from jaxspec.models.fp8 import BLOCK
 from jaxspec.models.weights import FourBits, Fp8, Int4, Mxfp4, Nvfp4, Param
 
-INT4 = "int4"
-FORMATS = ("fp8", INT4)  # what weights can be quantised to on load
+INT4, MXFP4, NVFP4, MODELOPT = "int4", "mxfp4", "nvfp4", "modelopt"
+FORMATS = ("fp8", INT4, NVFP4)  # what weights can be quantised to on load
 F8, U8 = "F8_E4M3", "U8"  # one byte an element; quantised weights alone are stored so, and MXFP4's scales
 KINDS = ("block", "channel", "tensor")  # what has an FP8 scale: 128 x 128 numbers, an output, a whole matrix
-MXFP4, NVFP4, MODELOPT = "mxfp4", "nvfp4", "modelopt"
 _INSTEAD = (
     "use the model's FP8 or unquantised checkpoint (with --quantization fp8, the latter is made FP8 while it loads)"
 )
@@ -308,8 +307,8 @@ def _e4m3(param: Param, block: int | None, activations: bool) -> Fp8:
 
 
 def quantised_on_load(param: Param, activations: bool, how: Quantization | None = None, to: str | None = None) -> Param:
-    """The declaration of a weight that is quantised `to` "fp8" or "int4" while it loads, or as `how` says, of dummy
-    weights. FP8 is in blocks, int4 symmetric in groups of 128 inputs, or the largest divisor of their number.
+    """The declaration of a weight that is quantised `to` "fp8", "int4" or "nvfp4" while it loads, or as `how` says,
+    of dummy weights. FP8 is in blocks, int4 symmetric in groups of 128 inputs, or the largest divisor of their number.
 
     **Raises:** `CheckpointError` as `as_mxfp4`.
     """
@@ -328,11 +327,11 @@ def quantised_on_load(param: Param, activations: bool, how: Quantization | None 
 
 def _four_bits_on_load(inputs: int, how: Quantization | None, to: str | None) -> FourBits | None:
     """The format of a weight of so many inputs that is to have four bits; None if it isn't, or can't."""
+    if (to if how is None else how.kind) == NVFP4:
+        return None if inputs % mxfp4.BLOCK else Nvfp4()
     if how is None:
         group = int4.group_of(inputs) if to == INT4 else None
         return None if group is None else Int4(group)
-    if how.kind == NVFP4:
-        return None if inputs % mxfp4.BLOCK else Nvfp4()
     if how.kind != INT4 or inputs % (how.group or int4.BLOCK):
         return None
     return Int4(how.group)

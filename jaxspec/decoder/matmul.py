@@ -21,8 +21,10 @@ from jaxspec.models.weights import Format, FourBits, Fp8, Unquantised, Weight, m
 from jaxspec.pallas import hopper
 from jaxspec.pallas.dense import few_rows, four_wide, fp8_quantise, fp8_rows, fp8_tiles, fp8_wide, tile_matmul
 from jaxspec.pallas.operation import ANY, HOPPER, PORTABLE, Implementation, choose, nothing, warn
+from jaxspec.pallas.portable import four_bits as portable_four_bits
 from jaxspec.pallas.portable import fp8 as portable_fp8
 
+MOST_HEAD_ROWS = 128  # that a head in four bits multiplies in parts; more are worth dequantising it
 MOST_ROUNDED = 32  # rows that `fp8_rows` multiplies where they are quantised; `fp8_tiles` takes more
 
 
@@ -348,15 +350,35 @@ def _four_wide(call: Product) -> Float[Array, "*b o"]:
 
 
 def _four_few_refused(call: Product) -> str | None:
-    if reason := _four_wide_refused(call):
+    if reason := _not_in(FourBits, call) or four_wide.supported(len(call.rows), call.x.dtype, call.weight):
         return reason
+    if call.dtype not in (None, jnp.float32):
+        return f"results in {jnp.dtype(call.dtype).name}"
+    rows = len(call.rows)
+    if call.dtype is not None and rows <= MOST_HEAD_ROWS:
+        rows = min(rows, few_rows.FP8_ROWS)
     shape, four = (call.weight.inputs, call.weight.outputs), few_rows.four_bits_of(call.weight)
-    return few_rows.product_supported(len(call.rows), [call.weight.inputs], shape, call.x.dtype, four=four)
+    return few_rows.product_supported(rows, [call.weight.inputs], shape, call.x.dtype, four=four)
 
 
 def _four_few(call: Product) -> Float[Array, "*b o"]:
-    rows = jnp.pad(call.ordered, ((0, -len(call.rows) % few_rows.GROUP), (0, 0)))
-    return call.finished(call.like_x(few_rows.product([rows], call.weight)[: len(call.rows)]))
+    """Multiply by `few_rows`. No kernel of more rows has results in float32, so more of a head's come in parts."""
+    rows, most = jnp.pad(call.ordered, ((0, -len(call.rows) % few_rows.GROUP), (0, 0))), few_rows.FP8_ROWS
+    made = [few_rows.product([rows[i : i + most]], call.weight, dtype=call.dtype) for i in range(0, len(rows), most)]
+    return call.finished(call.like_x(jnp.concatenate(made)[: len(call.rows)]))
+
+
+def _portable_four_refused(call: Product) -> str | None:
+    if reason := _not_in(FourBits, call):
+        return reason
+    if len(call.rows) > portable_four_bits.MOST_ROWS:
+        return f"{len(call.rows)} rows; supported: up to {portable_four_bits.MOST_ROWS}"
+    return portable_four_bits.supported(call.x.dtype, [[call.weight]])
+
+
+def _portable_four(call: Product) -> Float[Array, "*b o"]:
+    out = portable_four_bits.product(call.ordered, call.weight)
+    return call.finished(call.like_x(out.astype(call.dtype or call.x.dtype)))
 
 
 _FP8_ROWS, _PORTABLE_FP8 = ((partial(_fp8_rows_refused, by), partial(_fp8_rows, by)) for by in (fp8_rows, portable_fp8))
@@ -371,6 +393,7 @@ PRODUCTS = (
     Implementation("fp8_wide", HOPPER, _fp8_wide_refused, _fp8_wide),
     Implementation("dequantised", HOPPER, _dequantised_refused, _dequantised),
     Implementation("portable_fp8", PORTABLE, *_PORTABLE_FP8, requested=True),
+    Implementation("portable_four_bits", PORTABLE, _portable_four_refused, _portable_four, requested=True),
     Implementation("plain", ANY, nothing, _xla),
 )
 

@@ -34,7 +34,6 @@ from jaxspec.models.description import (
     Rope,
     SigmoidScores,
 )
-from jaxspec.models.weights import Fp8, Int4, Mxfp4, Nvfp4
 from jaxspec.parallel.peers import summed
 from jaxspec.parallel.sharding import devices, embed, total
 
@@ -47,7 +46,6 @@ IMPLEMENTS = implementing({
     Mixture: {*MIXTURE, "shared_gated", "scores", "bias", "router_bias", "activation", "groups", "gated", "latent",
               "beside"},
     ClampedSwiglu: {"alpha", "limit"}, SigmoidScores: {"groups", "top_groups", "scale"},
-    Fp8: {"block", "activations"}, Mxfp4: set(), Int4: {"group", "zeros", "ordered"}, Nvfp4: set(),
 })  # fmt: skip
 
 

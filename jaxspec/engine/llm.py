@@ -244,7 +244,7 @@ def _output(request: Request, builders: list[CompletionBuilder]) -> RequestOutpu
     metrics.queue = min(m.queue for m in each)
     metrics.ttft = min(m.ttft for m in each)
     metrics.latency = max(m.latency for m in each)
-    for name in ("cached_tokens", "cached_on_host", "weight_version"):
+    for name in ("cached_tokens", "cached_on_host", "cached_on_disk", "weight_version"):
         setattr(metrics, name, getattr(each[0], name))
     for name in ("output_tokens", "verify_rounds", "verified_tokens", "preemptions", "drafted_tokens"):
         setattr(metrics, name, sum(getattr(m, name) for m in each))

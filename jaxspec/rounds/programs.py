@@ -111,10 +111,12 @@ def admit(state: State, packed: Int[Array, " k"]) -> State:
 
 
 def clear(state: State, pages: Int[Array, " n"]) -> State:
-    """Put zeros into these pages, the target's and the drafter's. NaN there would reach their next owners, at weight
-    zero too."""
+    """Put zeros into these pages, the target's and the drafter's, and in place of NaN in what the drafter keeps by
+    slot. NaN there would reach their next owners, at weight zero too."""
     cleared = [x.at[:, pages].set(0) for x in host_blocks.paged(state.cache, state.draft)]
-    cache, draft = host_blocks.with_paged(state.cache, state.draft, cleared)
+    finite = lambda x: jnp.nan_to_num(x, posinf=0, neginf=0) if x.ndim > cleared[0].ndim else x  # noqa: E731
+    draft = jax.tree.map(finite, state.draft)
+    cache, draft = host_blocks.with_paged(state.cache, draft, cleared)
     return state.replace(cache=cache, draft=draft)
 
 

@@ -4,9 +4,9 @@
 #
 #     scripts/gpu/bench.sh OUT [PART...]
 #
-# PART is of: decode prefill ngram eagle3 dflash crossover kernels moe hybrid load serve start smollm2 parity; all by
-# default, in that order. OUT receives a JSON file, a PNG and a log for each. Needed as well, as wheels on PYTHONPATH
-# where they aren't installed: gguf, and for serve fastapi, uvicorn and pydantic with what they need. QWEN is a folder
+# PART is of: decode prefill ngram eagle3 dflash crossover kernels moe hybrid load serve start smollm2 parity accuracy;
+# all by default, in that order. OUT receives a JSON file, a PNG and a log for each. Needed as well, as wheels on
+# PYTHONPATH where they aren't installed: gguf, and for serve fastapi, uvicorn and pydantic. QWEN is a folder
 # with Qwen3-8B's config.json (weights are made up) and a tokenizer, EAGLE3 and DFLASH folders with its drafters'
 # config.json, QWEN_MOE and QWEN_HYBRID the same of Qwen3-30B-A3B and Qwen3.5-35B-A3B; SMOLLM2 the demo model's GGUF
 # file; SPECBENCH Spec-Bench's question.jsonl.
@@ -21,7 +21,7 @@ bench() {
         { status=1; tail -n 5 "$out/$name.log"; }
 }
 
-for part in "${@:-decode prefill ngram eagle3 dflash crossover kernels moe hybrid load serve start smollm2 parity}"; do
+for part in "${@:-decode prefill ngram eagle3 dflash crossover kernels moe hybrid load serve start smollm2 parity accuracy}"; do
     for part in $part; do
         case $part in
             decode) bench decode 240 decode --model "$QWEN" --overlap both --back-to-back ;;
@@ -64,6 +64,9 @@ for part in "${@:-decode prefill ngram eagle3 dflash crossover kernels moe hybri
                         --data "$SPECBENCH" --num-prompts 40 --concurrency 1
                 done ;;
             parity) bench parity 240 parity --model "$SMOLLM2" --dtype bfloat16 --draft ngram --data "$SPECBENCH" ;;
+            accuracy) bench accuracy 600 accuracy --model "$SMOLLM2" --dtype bfloat16 --data "$SPECBENCH" \
+                --num-prompts 200 --output-len 128 --concurrency 64 --formats weights,activations,int4,nvfp4 \
+                --draft ngram --draft suffix --draft eagle3 --draft dflash ;;
             *) echo "no part $part" >&2; exit 2 ;;
         esac
     done

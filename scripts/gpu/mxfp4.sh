@@ -25,7 +25,7 @@ for part in "${@:-kernels 20b 120b}"; do
     for part in $part; do
         echo "== $part"
         case $part in
-            kernels) for name in expert_mxfp4 expert_plan expert_rows; do
+            kernels) for name in expert_four expert_plan expert_rows; do
                 JAXSPEC_FIGURES=$out/$name.json timeout "${LIMIT:-240}" python3 -m pytest -q -m gpu -s \
                     "tests/gpu/test_$name.py" >"$out/$name.log" 2>&1 || status=$?
                 grep -E '^(FAILED|E  |gpt-oss)' "$out/$name.log" | cut -c1-400 | head -40

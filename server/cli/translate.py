@@ -247,6 +247,8 @@ def _host_gb(foreign: dict[str, str | None], ranks: str, left: list[str]) -> str
         if config is not None:
             extra = json.loads(config)["kv_connector_extra_config"]
             size = extra.get("cpu_bytes_to_use") or extra["cpu_bytes_to_use_per_rank"] * int(ranks)
+            if extra.get("secondary_tiers"):
+                left.append("secondary_tiers: for a disk, give --disk-kv-gb GIB and --disk-kv-path DIR")
             return f"{size / 2**30:.4g}"
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         left.append(f"{config or given}: it names no size of a cache in the host's memory; --host-kv-gb takes GiB")

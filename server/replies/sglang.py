@@ -113,7 +113,7 @@ class GenerateReply:
         figures = {
             "weight_version": metrics.weight_version,
             "cached_tokens": metrics.cached_tokens,
-            **cached_by_tier(metrics.cached_tokens, metrics.cached_on_host),
+            **cached_by_tier(metrics.cached_tokens, metrics.cached_on_host, metrics.cached_on_disk),
             "e2e_latency": metrics.latency,
             "spec_verify_ct": metrics.verify_rounds,
         }

@@ -85,7 +85,7 @@ def pack(kind: str, matrix: np.ndarray, group: int = 16) -> tuple[dict[str, np.n
     return parts | {"weight_zero_point": words(zeros.T).T}, meant
 
 
-def packed_and_plain(kind: str, path, pack=pack, config=None, family="qwen3_moe", **sizes):
+def packed_and_plain(kind: str, path, pack=pack, config=None, family="qwen3_moe", packed="_proj.weight", **sizes):
     """Two folders: a checkpoint whose projections are packed, and one of what these stand for."""
     source = tiny_checkpoint(family, **dict(moe_intermediate_size=32, num_hidden_layers=1) | sizes)
     folders = path / "packed", path / "plain"
@@ -93,7 +93,7 @@ def packed_and_plain(kind: str, path, pack=pack, config=None, family="qwen3_moe"
         shutil.copytree(source, folder)
     stored, meant = {}, load_file(source / "model.safetensors")
     for name, tensor in meant.items():
-        if not name.endswith("_proj.weight"):
+        if not name.endswith(packed):
             stored[name] = tensor
             continue
         parts, meant[name] = pack(kind, tensor)

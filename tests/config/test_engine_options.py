@@ -126,7 +126,7 @@ def test_values_under_other_servers_names_are_taken(option, given, taken):
 @pytest.mark.parametrize("option,allowed", [
     ("dtype", "auto, float32, bfloat16, float16, got 'int8'"),
     ("draft_dtype", "auto, float32, bfloat16, float16, got 'int8'"),
-    ("quantization", "none, fp8, int4, got 'int8'; a checkpoint that is quantised"),
+    ("quantization", "none, fp8, int4, nvfp4, got 'int8'; a checkpoint that is quantised"),
     ("kv_cache_dtype", "auto, float32, bfloat16, float16, float8_e4m3fn, got 'int8'"),
 ])  # fmt: skip
 def test_all_that_is_allowed_is_told(option, allowed):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.decoder.matmul import project
+from jaxspec.decoder.matmul import logits, project
 from jaxspec.models.weights import Int4, Nvfp4
 from tests.pallas.dense.test_few_rows_four_bits import drawn
 
@@ -24,3 +24,13 @@ def test_products_are_those_of_the_dequantised_weight(kind, rows, inputs, output
     got = np.asarray(project(x, weight, jnp.array([rows])), np.float64)
     expected = np.asarray(x, np.float64) @ whole
     assert np.linalg.norm(got - expected) <= 4e-3 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("rows", [1, 32, 70])
+@pytest.mark.parametrize("kind", [Int4(128), Nvfp4()], ids=str)
+def test_a_heads_logits_are_not_rounded(kind, rows):
+    weight, whole = drawn(kind, 2048, 64 * 600)
+    x = jax.random.normal(jax.random.key(rows), (rows, 2048), jnp.bfloat16)
+    got = np.asarray(jax.jit(logits)(x, weight), np.float64)
+    expected = np.asarray(x, np.float64) @ whole
+    assert np.linalg.norm(got - expected) <= 1e-5 * np.linalg.norm(expected)

@@ -8,22 +8,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.decoder.matmul import gating
+from jaxspec.decoder.matmul import gating, project
+from jaxspec.models.weights import Int4, Nvfp4
 from jaxspec.pallas import hopper
 from jaxspec.pallas.experts import experts_mlp, top_experts
 from jaxspec.pallas.portable import fp8, router
 from tests.decoder.test_moe import random_case
 from tests.gpu.test_lossless import NEAR_TIE, logit_gap
 from tests.pallas.attention.test_decode_attention import CASES, Case
+from tests.pallas.dense.test_few_rows_four_bits import drawn
 from tests.pallas.dense.test_fp8_rows import operands
-from tests.pallas.experts.test_expert_mxfp4 import GPT_OSS, mxfp4_case, naive
+from tests.pallas.experts.test_expert_four import GPT_OSS, four_case, naive
 from tests.pallas.experts.test_expert_stream import bfloat16
 from tests.pallas.experts.test_top_experts import inputs
 from tests.pallas.portable.test_portable_attention import PROMPTS, check
+from tests.pallas.portable.test_portable_delta import CASES as DELTA
 from tests.pallas.portable.test_portable_delta import check as delta_check
 from tests.pallas.portable.test_portable_delta import check_scan
 from tests.pallas.recurrence import test_accumulate as accumulate
-from tests.pallas.recurrence.test_delta_step import CASES as DELTA
 from tests.support.kernels import assert_close
 from tests.support.portable import outputs
 
@@ -114,13 +116,28 @@ def test_greedy_text_is_the_same_with_drafts_and_without(family):
                 assert logit_gap(llm.engine.runner.model, out, want) < NEAR_TIE
 
 
-@pytest.mark.parametrize("t,e,k", [(1, 8, 4), (9, 8, 4), (300, 4, 2)])
-def test_a_mixture_in_mxfp4_matches_numpy(t, e, k):
-    (x, stacks, ids, weights), whole = mxfp4_case(t, e, k, d=576, f=704)
+@pytest.mark.parametrize("t,e,k,more", [
+    (1, 8, 4, {}), (9, 8, 4, {}), (300, 4, 2, {}), (9, 8, 4, {"kind": Int4(32, zeros=True), "shared": 704}),
+    (300, 4, 2, {"kind": Int4(64), "biased": False}), (1, 8, 4, {"kind": Nvfp4()}), (300, 4, 2, {"kind": Nvfp4()}),
+])  # fmt: skip
+def test_a_mixture_in_four_bits_matches_numpy(t, e, k, more):
+    (x, stacks, ids, weights), whole = four_case(t, e, k, d=576, f=704, **more)
     with hopper.use_kernels("portable"), hopper.counting() as chosen:
         got = jax.jit(partial(experts_mlp.experts_mlp, gating=gating(GPT_OSS)))(x, stacks, ids, weights)
-    assert chosen["portable_mxfp4"]
+    assert chosen["portable_four_bits"]
     assert_close(got, naive(x, ids, weights, whole, GPT_OSS))
+
+
+@pytest.mark.parametrize("rows", [1, 8, 40, 128])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kind", [Int4(128), Int4(32, zeros=True), Nvfp4()], ids=str)
+def test_weights_in_four_bits_match_numpy(kind, dtype, rows):
+    weight, whole = drawn(kind, 4096, 512)
+    x = jax.random.normal(jax.random.key(rows), (rows, 4096), dtype)
+    with hopper.use_kernels("portable"), hopper.counting() as chosen:
+        got = project(x, weight, jnp.array([rows]))
+    assert chosen["portable_four_bits"]
+    assert_close(got, np.asarray(x, np.float64) @ whole, 4e-3)
 
 
 @pytest.mark.parametrize("rows,outputs,inputs", [(1, 6144, 4096), (32, 4096, 12288), (128, 4096, 4096)])

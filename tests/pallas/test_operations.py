@@ -141,9 +141,9 @@ def in_mxfp4(outputs: int, inputs: int, experts: int) -> Weight:
     return Weight(values, Mxfp4(), scales=jax.ShapeDtypeStruct((experts, inputs // 32, outputs), jnp.uint8))
 
 
-def in_int4(outputs: int, inputs: int) -> Weight:
-    values = jax.ShapeDtypeStruct((outputs, inputs // 2), jnp.uint8)
-    return Weight(values, Int4(128), scales=bfloat16(inputs // 128, outputs))
+def in_int4(outputs: int, inputs: int, *experts: int) -> Weight:
+    values = jax.ShapeDtypeStruct((*experts, outputs, inputs // 2), jnp.uint8)
+    return Weight(values, Int4(128), scales=bfloat16(*experts, inputs // 128, outputs))
 
 
 def mixture(tokens: int, each: int, gate_up: Weight, down: Weight) -> list:
@@ -197,6 +197,7 @@ MORE = {  # what the benchmark has no case of
     "FP8 experts of Qwen3-30B-A3B, 4 tokens": mixture(4, 8, in_fp8(1536, 2048, 128), in_fp8(2048, 768, 128)),
     "FP8 experts of Qwen3-30B-A3B, 32 tokens": mixture(32, 8, in_fp8(1536, 2048, 128), in_fp8(2048, 768, 128)),
     "experts of gpt-oss-20b": mixture(8, 4, in_mxfp4(5760, 2880, 32), in_mxfp4(2880, 2880, 32)),
+    "int4 experts of Qwen3-30B-A3B, 8 tokens": mixture(8, 8, in_int4(1536, 2048, 128), in_int4(2048, 768, 128)),
     "experts of Gemma 4 26B-A4B, 4 tokens": gelu_mixture(4),
     "experts of Gemma 4 26B-A4B, 32 tokens": gelu_mixture(32),
     "int4 gate, up, 8 rows": [matmul.project, bfloat16(8, 4096), in_int4(24576, 4096), int32(1)],

@@ -192,7 +192,7 @@ class FakeLLM:
             "page_size": 16,
             "prompt_tokens_total": 5,
             "images_total": 2,
-            "host_cached_tokens_total": 0,
+            **dict.fromkeys(("host_cached_tokens_total", "disk_cached_tokens_total"), 0),
             **host_cache.stats(None),
             "image_tokens_total": 3,
             "encoded_images_total": 1,

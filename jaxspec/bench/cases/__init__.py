@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxspec.bench.cases import attention, divided, latent, linear_attention, matmuls, mixtures, pictures
 from jaxspec.bench.cases.case import Case
 from jaxspec.models.fp8 import BLOCK
-from jaxspec.models.weights import Fp8
+from jaxspec.models.weights import Fp8, Int4, Nvfp4
 from jaxspec.pallas.hopper import kernels_here
 
 __all__ = ["Case", "make_cases"]
@@ -40,6 +40,7 @@ MIXTURES = {  # model width, expert width, experts, experts of a token
     "35B-A3B": (2048, 512, 256, 8),  # Qwen3.5's
     "30B-A3B": (2048, 768, 128, 8),  # Qwen3's
 }
+EXPERTS = {"FP8": Fp8(BLOCK), "INT4": Int4(128), "NVFP4": Nvfp4()}  # formats beside bfloat16
 TOKENS = (1, 4, 8, 32, 128, 512, 1024, 8192)
 DELTA = 16, 32, 128  # Qwen3-Next's and Qwen3.5-35B-A3B's linear attention: key heads, value heads, width of both
 STATES = 8, 64, 64, 128  # Nemotron 3 Nano's state spaces: groups, heads, their width, that of states
@@ -86,6 +87,9 @@ def make_cases(small: bool) -> list[Case]:
     cases += [attention.round_heads(b, context, t, layers, dtype, **fp8) for b, context, t in rounds]
     named = [(name, t, widths) for name, widths in sizes["mixtures"].items() for t in sizes["tokens"]]
     cases += [mixtures.experts_mlp(f"experts {name}", t, *widths, layers // 2, dtype) for name, t, widths in named]
+    for title, kind in ({} if small else EXPERTS).items():
+        few = [(f"{title} experts {name}", t, *widths) for name, t, widths in named if t in ROWS]
+        cases += [mixtures.experts_mlp(*each, layers // 2, dtype, kind=kind) for each in few]
     cases += [mixtures.router(name, t, *widths[2:], layers) for name, t, widths in named]
     for of in (attention.cache_write, attention.prompt_heads):
         cases += [of(count, length, layers, dtype) for count, length in sizes["prompts"]]
@@ -109,5 +113,6 @@ def make_cases(small: bool) -> list[Case]:
         few = [(rows, widths) for widths, counts in FEW_ROWS.items() for rows in counts]
         cases += [matmuls.few_rows_layer(rows, *widths, layers=layers) for rows, widths in few]
         cases += [matmuls.few_rows_layer(rows, *QWEN3, layers=8, quantised=True) for rows in (8, 16, 32)]
+        cases += [matmuls.draft_chain(rows, 7, 151936, 256) for rows in (1, 8, 32, 128)]
         cases += divided.make_cases()
     return cases

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.bench.cases.case import Case
+from jaxspec.bench.cases.case import EXACT, Case
 from jaxspec.models import fp8
-from jaxspec.models.weights import Fp8, Layout, Weight
+from jaxspec.models.weights import Format, FourBits, Layout, Weight
 from jaxspec.pallas.experts import experts_mlp as experts
 from jaxspec.pallas.experts import top_experts
 
@@ -27,7 +27,7 @@ def experts_mlp(
     *,
     group: str = "experts",
     groups: int = 1,
-    quantised: bool = False,
+    kind: Format = EXACT,
     residual: bool = False,
 ) -> Case:
     """A mixture of experts from its input to its output, the router's choice given: `tokens` tokens, of which each
@@ -42,11 +42,15 @@ def experts_mlp(
     def matrix(key, outputs, inputs):
         """Made expert by expert: random bits for all at once would take several times their memory."""
         each = lambda key: jax.random.normal(key, (outputs, inputs), dtype) * inputs**-0.5  # noqa: E731
-        if not quantised:
-            return Weight(jax.lax.map(each, jax.random.split(key, e)))
-        values = jax.lax.map(lambda key: each(key).astype(fp8.E4M3), jax.random.split(key, e))
+        keys = jax.random.split(key, e)
+        if isinstance(kind, FourBits):
+            values, *scales = jax.lax.map(lambda key: kind.quantise(each(key)), keys)
+            return Weight(values, kind, Layout(), *scales)
+        if not kind.quantised:
+            return Weight(jax.lax.map(each, keys))
+        values = jax.lax.map(lambda key: each(key).astype(fp8.E4M3), keys)
         scales = jnp.ones((e, outputs // fp8.BLOCK, inputs // fp8.BLOCK), jnp.float32)
-        return Weight(values, Fp8(fp8.BLOCK), Layout(), scales)
+        return Weight(values, kind, Layout(), scales)
 
     def build(key):
         keys = jax.random.split(key, 3)
@@ -69,7 +73,7 @@ def experts_mlp(
         build=build,
         op=mix,
         plain=_mix_plain,
-        size=(1 if quantised else item) * distinct * 3 * d * f + item * 2 * tokens * d,
+        size=(kind.bytes_each or item) * distinct * 3 * d * f + item * 2 * tokens * d,
         flops=2 * float(np.mean((ids < e).sum((1, 2)))) * 3 * d * f,
     )
 

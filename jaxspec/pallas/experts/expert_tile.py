@@ -1,7 +1,7 @@
 """The common part of quantised experts' kernels: the pieces of a thread block, its warpgroups' turns, its results.
 
 A ring in shared memory holds pieces of the weights and the rows' inputs that belong to them. Where a block has two
-warpgroups, they alternate between its pieces, and the first adds up both sums. `expert_fp8` and `expert_mxfp4` define
+warpgroups, they alternate between its pieces, and the first adds up both sums. `expert_fp8` and `expert_four` define
 how weights are fetched and multiplied.
 """
 

@@ -7,7 +7,7 @@ proportional to the pairs, never to tokens times experts, and only chosen expert
 Up to 128 tokens, a kernel makes that plan and gathers the rows (`expert_plan`); few tokens' sums are added up for the
 norm after them (`expert_add`), and there one token alone needs no plan. Up to eight tokens, unquantised and FP8 weights
 are multiplied by `expert_few`, which needs no items. Otherwise `expert_stream` multiplies unquantised weights,
-`expert_fp8` FP8 ones, and `expert_mxfp4` MXFP4 ones, and XLA all others, item by item.
+`expert_fp8` FP8 ones, and `expert_four` those of four bits, and XLA all others, item by item.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxspec.models.weights import Format, Fp8, Mxfp4, Unquantised, Weight, expert_matmul, formats
+from jaxspec.models.weights import Format, FourBits, Fp8, Mxfp4, Unquantised, Weight, expert_matmul, formats
 from jaxspec.pallas import hopper
 from jaxspec.pallas.dense.few_rows import Fp8Weight, Scaled
 from jaxspec.pallas.experts import (
     expert_add,
     expert_few,
+    expert_four,
     expert_fp8,
-    expert_mxfp4,
     expert_plan,
     expert_rows,
     expert_stream,
@@ -38,7 +38,7 @@ from jaxspec.pallas.experts.expert_stream import ALIGN, COUNT, Items
 from jaxspec.pallas.hopper import too_few_processors
 from jaxspec.pallas.operation import ANY, HOPPER, PORTABLE, Implementation, choose, nothing
 from jaxspec.pallas.portable import experts as portable_experts
-from jaxspec.pallas.portable import mxfp4 as portable_mxfp4
+from jaxspec.pallas.portable import four_bits as portable_four_bits
 
 # Experts' gate and up, [e, 2f, d], gate's rows first; their down, [e, d, f]; and both their biases, if they have some.
 # Of experts without a gate, the first is up alone, [e, f, d].
@@ -139,8 +139,8 @@ class ExpertKernel(NamedTuple):
         return expert_add.add_scaled(out, place, weights, residual, scale, **named)
 
 
-def _not_in(kind: type[Format], call: Call) -> str | None:
-    others = [each for each in formats(call.stacks) if not isinstance(each, kind)]
+def _not_in(kinds: type[Format] | tuple[type[Format], ...], call: Call) -> str | None:
+    others = [each for each in formats(call.stacks) if not isinstance(each, kinds)]
     return f"weights in {others[0]}" if others else None
 
 
@@ -170,8 +170,9 @@ def _fp8_refused(call: Call) -> str | None:
     return reason or expert_fp8.supported(call.x.dtype, call.stacks)
 
 
-def _mxfp4_refused(call: Call) -> str | None:
-    return _not_in(Mxfp4, call) or _without_gate(call) or expert_mxfp4.supported(call.x.dtype, call.stacks)
+def _four_refused(call: Call) -> str | None:
+    reason = _not_in((Mxfp4, FourBits), call) or _without_gate(call)
+    return reason or expert_four.supported(call.x.dtype, call.stacks)
 
 
 def _stream_refused(call: Call) -> str | None:
@@ -219,23 +220,23 @@ def _portable_few(call: Call) -> Float[Array, "n d"]:
     return call.added(mixed)
 
 
-def _portable_mxfp4_refused(call: Call) -> str | None:
-    return _not_in(Mxfp4, call) or _without_gate(call) or portable_mxfp4.supported(call.x.dtype, call.stacks)
+def _portable_four_refused(call: Call) -> str | None:
+    return _not_in((Mxfp4, FourBits), call) or portable_four_bits.supported(call.x.dtype, call.stacks)
 
 
 _QUANTISED = {"spare": QUANTISED_SPARE, "unplanned": True}
-_MXFP4 = ExpertKernel(
-    lambda call, rows, items: expert_mxfp4.mix(rows, call.stacks, items, gating=call.gating),
-    expert_mxfp4.MAX_ROWS,
+_FOUR = ExpertKernel(
+    lambda call, rows, items: expert_four.mix(rows, call.stacks, items, gating=call.gating),
+    expert_four.MAX_ROWS,
     **_QUANTISED,
 )
 _FP8 = ExpertKernel(
     lambda call, rows, items: expert_fp8.mix(rows, call.stacks, items), expert_fp8.MAX_ROWS, **_QUANTISED
 )
 _STREAM = ExpertKernel(lambda call, rows, items: expert_stream.stream(rows, call.arrays, items))
-_PORTABLE_MXFP4 = ExpertKernel(
-    lambda call, rows, items: portable_mxfp4.items(rows, call.stacks[0], items, call.gating),
-    portable_mxfp4.MAX_ROWS,
+_PORTABLE_FOUR = ExpertKernel(
+    lambda call, rows, items: portable_four_bits.items(rows, call.stacks, items, call.gating),
+    portable_four_bits.MAX_ROWS,
     QUANTISED_SPARE,
 )
 _PORTABLE = ExpertKernel(lambda call, rows, items: portable_experts.items(rows, call.arrays, items, call.gating))
@@ -244,13 +245,14 @@ _REFERENCE = ExpertKernel(lambda call, rows, items: reference(rows, call.stacks,
 EXPERTS = (
     Implementation("expert_few", HOPPER, _few_refused, lambda call: _few(call, call.arrays)),
     Implementation("expert_few_fp8", HOPPER, _few_fp8_refused, lambda call: _few(call, call.fp8)),
-    Implementation("expert_mxfp4", HOPPER, _mxfp4_refused, _MXFP4.mix),
+    Implementation("expert_four", HOPPER, _four_refused, _FOUR.mix),
     Implementation("expert_fp8", HOPPER, _fp8_refused, _FP8.mix),
     Implementation("expert_stream", HOPPER, _stream_refused, _STREAM.mix),
+    Implementation("portable_four_on_hopper", HOPPER, _portable_four_refused, _PORTABLE_FOUR.mix),
     Implementation("portable_few_on_hopper", HOPPER, _few_on_hopper_refused, _portable_few),
     Implementation("portable_on_hopper", HOPPER, _on_hopper_refused, _PORTABLE.mix),
     Implementation("portable_few", PORTABLE, _portable_few_refused, _portable_few),
-    Implementation("portable_mxfp4", PORTABLE, _portable_mxfp4_refused, _PORTABLE_MXFP4.mix),
+    Implementation("portable_four_bits", PORTABLE, _portable_four_refused, _PORTABLE_FOUR.mix),
     Implementation("portable", PORTABLE, _portable_refused, _PORTABLE.mix),
     Implementation("reference", ANY, nothing, _REFERENCE.mix, slow=True),
 )

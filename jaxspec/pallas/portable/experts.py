@@ -168,7 +168,7 @@ def _items(rows, stacks, work, *, gating, interpret):
     )(work.table, hidden, *(down for _, down in stacks))
 
 
-def _each_stack(counts: tuple[int, ...], table_ref: Any, item: Array, refs: Any, run: Callable) -> None:
+def each_stack(counts: tuple[int, ...], table_ref: Any, item: Array, refs: Any, run: Callable) -> None:
     """Run `run(ref, expert)` for the stack that has an item's expert, if the item is valid."""
     expert, first = table_ref[item, EXPERT], 0
     valid = (item < table_ref[0, COUNT]) & (table_ref[item, ROW_BLOCKS] > 0)
@@ -222,7 +222,7 @@ def _item_up(counts, tile, width, step, gating, table_ref, rows_ref, *refs):
         target, mask = tile_rows(table_ref, item, TARGET, tile)
         put(out_ref, target, mask, first, gated(gate, up, gating))
 
-    _each_stack(counts, table_ref, item, refs, run)
+    each_stack(counts, table_ref, item, refs, run)
 
 
 def _item_down(counts, tile, width, step, table_ref, hidden_ref, *refs):
@@ -240,4 +240,4 @@ def _item_down(counts, tile, width, step, table_ref, hidden_ref, *refs):
         total = lax.fori_loop(0, hidden_ref.shape[1] // step, body, jnp.zeros((tile, width), jnp.float32))
         put(out_ref, index, mask, first, total)
 
-    _each_stack(counts, table_ref, item, refs, run)
+    each_stack(counts, table_ref, item, refs, run)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.decoder.matmul import project, reference
+from jaxspec.decoder.matmul import logits, project, reference
 from jaxspec.models import int4, nvfp4
 from jaxspec.models.weights import Int4, Nvfp4, Weight
 from jaxspec.pallas import hopper
@@ -26,20 +26,22 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -
 FORMATS = [Int4(128), Int4(32, zeros=True), Int4(None, zeros=True), Nvfp4()]
 
 
-def drawn(kind: Int4 | Nvfp4, inputs: int, outputs: int, dtype=np.float16) -> tuple[Weight, np.ndarray]:
+def drawn(
+    kind: Int4 | Nvfp4, inputs: int, outputs: int, dtype=np.float16, seed: int = 0, size: float = 1.0
+) -> tuple[Weight, np.ndarray]:
     """A weight of all numbers, and the float64 matrix [inputs, outputs] that it stands for, by the definition."""
-    rng = np.random.default_rng(inputs + outputs)
+    rng = np.random.default_rng(inputs + outputs + seed)
     numbers = rng.integers(0, 16, (outputs, inputs)).astype(np.uint8)
     packed = jnp.asarray(numbers[:, ::2] | numbers[:, 1::2] << 4)
     group = kind.group or inputs if isinstance(kind, Int4) else nvfp4.GROUP
     spread = lambda each: np.repeat(each.astype(np.float64), group, axis=1)  # noqa: E731
     if isinstance(kind, Nvfp4):
         scales = jnp.asarray(rng.uniform(2**-9, 448, (outputs, inputs // group)), jnp.float8_e4m3fn)
-        scales, factors = scales.at[:, 0].set(0), rng.uniform(1e-4, 1e-3, outputs).astype(np.float32)
+        scales, factors = scales.at[:, 0].set(0), (size * rng.uniform(1e-4, 1e-3, outputs)).astype(np.float32)
         whole = E2M1[numbers] * spread(np.asarray(scales, np.float32)) * factors[:, None]
         stored = np.stack(np.broadcast_arrays(np.asarray(scales, np.float32), factors[:, None]), axis=-1)
     else:
-        scales = rng.uniform(0.5, 2, (outputs, inputs // group)).astype(dtype)
+        scales = (size * rng.uniform(0.5, 2, (outputs, inputs // group))).astype(dtype)
         points = rng.integers(0, 17, scales.shape) if kind.zeros else np.full(scales.shape, int4.MIDDLE)
         whole = (numbers - spread(points)) * spread(scales)
         stored = np.stack([scales, points.astype(dtype)][: 1 + kind.zeros], axis=-1)
@@ -101,6 +103,23 @@ def test_projections_choose_it(monkeypatch, ordered):
         got = project(x, weight, jnp.array([5]), residual).astype("float32")
     assert chosen["few_rows_product"] == 1
     np.testing.assert_allclose(got, expected, atol=2**-6 * float(jnp.abs(expected).max()))
+
+
+def test_a_heads_logits_are_float32(monkeypatch):
+    """Rows come in parts, the last of which is padded."""
+    weight, whole = drawn(Nvfp4(), 256, 64)
+    x = rows_of(37, 256)
+    monkeypatch.setattr(hopper, "kernels_here", lambda: None)
+    monkeypatch.setattr(op, "product", partial(op.product, **INTERPRET))
+    with counting() as chosen:
+        got = logits(x, weight)
+    assert chosen == {"few_rows_product": 2} and got.dtype == jnp.float32
+    np.testing.assert_allclose(got, np.asarray(x, np.float64) @ whole, atol=2**-14 * np.abs(whole).max() * 256)
+
+
+def test_a_heads_kernel_lowers_for_cuda():
+    x, weight = jax.eval_shape(lambda: (jnp.ones((8, 2048), jnp.bfloat16), drawn_shape(Int4(128), 2048, 64 * 300)))
+    assert kernels(lambda *given: op.product([given[0]], given[1], dtype=jnp.float32), x, weight) == 1
 
 
 def test_weights_that_do_not_fit_are_named():

@@ -16,9 +16,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu.fragmented_array import optimization_barrier
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
@@ -233,16 +235,16 @@ class Integers:
         group = self._four.group
         return inputs // group * (1 + self._four.zeros) if group <= BLOCK else 0
 
-    def scaled(self, step, words):
-        """Make pairs of a step of 64 inputs, times their scales, of each half's two words.
+    def scaled(self, g, step, words):
+        """Make pairs of a step of 64 inputs of a group, times their scales, of each half's two words.
 
         A product is rounded once, as a scale comes as the sum of two bfloat16 numbers.
         """
         made = [[], []]
         for j in range(2):
             line = self._line(64 * step + 32 * j)
-            for half, less in enumerate(self._less(0, line)):
-                high, low = mgpu.utils.inline_ptx(SPLIT, self._number(0, line, half), result_types=[whole(0).type] * 2)
+            for half, less in enumerate(self._less(g, line)):
+                high, low = mgpu.utils.inline_ptx(SPLIT, self._number(g, line, half), result_types=[whole(0).type] * 2)
                 exact = [_made(program, words[half][j], less) for program in INTEGERS]
                 made[half] += [mgpu.utils.inline_ptx(SCALED, x, high, low, result_types=x.type) for x in exact]
         return made
@@ -284,9 +286,9 @@ class Floats:
 
         return _steps(sums, pairs, right, range(STEPS), 2 if len(right) == 1 else 1)
 
-    def scaled(self, step, words):
-        """Make pairs of a step of 64 inputs, times their scales over `LEFT`, of each half's two words."""
-        scales = [load(self._start, 8 * half * BYTES + 4 * step, 1)[0] for half in range(2)]
+    def scaled(self, g, step, words):
+        """Make pairs of a step of 64 inputs of a group, times their scales over `LEFT`, of each half's two words."""
+        scales = [load(self._start, (g * TILE + 8 * half) * BYTES + 4 * step, 1)[0] for half in range(2)]
         return [[x for j in range(2) for x in _floats(words[half][j], scales[half], j)] for half in range(2)]
 
 
@@ -294,6 +296,29 @@ def _floats(word, scales, which):
     """Make a word's pairs; of a word of scales the first two bytes are theirs, or the other ones."""
     by = [_made1(SCALES[2 * which + k], scales) for k in range(2)]
     return [_made(FLOATS[k], word, by[k // 2]) for k in range(4)]
+
+
+def left_operand(four, s, g, together, _, weight_s, scales_s):
+    """A group's numbers of step `s` of a unit times their scales, [TILE, 64] in bfloat16, in registers.
+
+    The unit's scales are those of so many groups together. Of each output's 32 bytes a lane takes 8.
+    """
+    lane = rem(mgpu.utils.thread_idx(), 32)
+    warp = rem(div(mgpu.utils.thread_idx(), 32), 4)
+    row, column = div(lane, 4), rem(lane, 4)
+    piece = arith.xori(arith.addi(mul(column, 2), whole(s // 2)), row)
+    own = arith.addi(mul(row, 128), mul(piece, BYTES))
+    own = arith.addi(mul(warp, 2 * ATOM), own)
+    start = at(mgpu.utils.memref_ptr(weight_s), own)
+    words = [load(start, half * ATOM + s % 2 * 8, 2) for half in range(2)]
+    scales = scales_in(four, UNIT, together, scales_s, arith.addi(mul(warp, 16), row))
+    pair = ir.VectorType.get((2,), ir.BF16Type.get())
+    registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((TILE, 64)), dtype=object)
+    for half, made in enumerate(scales.scaled(g, s, words)):
+        for i, word in enumerate(made):
+            registers[0, i, 0, 0, half, 0, 0, 0, 0] = mgpu.utils.bitcast(word, pair)
+    made = mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+    return optimization_barrier(made)  # converted here and not later
 
 
 def load(pointer, offset, count=4):

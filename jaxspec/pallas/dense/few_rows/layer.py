@@ -332,16 +332,18 @@ def add_product(
     return (out, Scaled(*scaled)) if scaled else out
 
 
-@lower_once("few_rows_product", "splits")
+@lower_once("few_rows_product", "splits", "dtype")
 def product(
     rows: Sequence[Float[Array, "r _"]],
     weight: Float[Array, "n d"] | Fp8Weight | Weight,
     *,
     splits: int | None = None,
+    dtype: Any = None,
     interpret: Any = False,
 ) -> Float[Array, "r d"]:
-    """The product of several rows of the same width, side by side; otherwise as `add_product`."""
-    return _products([], rows, weight, [], splits, interpret)[0]
+    """The product of several rows of the same width, side by side; otherwise as `add_product`. `dtype`: float32 for
+    sums as they are; None: that of the rows."""
+    return _products([], rows, weight, [], splits, interpret, dtype=dtype)[0]
 
 
 @lower_once("few_rows_shrink", "splits")
@@ -357,13 +359,13 @@ def shrink(
     return _products([], [rows], a, [], splits, interpret, own=[own])[0]
 
 
-def _products(x, rows, weight, scale, splits, interpret, centred=False, bias=(), adapters=(), own=()):
+def _products(x, rows, weight, scale, splits, interpret, centred=False, bias=(), adapters=(), own=(), dtype=None):
     """The products, or their sums with `x`; with a scale also the arrays of `Scaled`."""
     count, columns = len(rows[0]), outputs(weight)
     options = format_of(weight) | {"adapters": bool(adapters)}
     share = share_out(count, [each.shape[1] for each in rows], columns, 1, normed=False, **options)
     share = with_splits(share, splits, interpret)
-    out = jax.ShapeDtypeStruct((count, columns), rows[0].dtype)
+    out = jax.ShapeDtypeStruct((count, columns), dtype or rows[0].dtype)
     squares = jax.ShapeDtypeStruct((tiles_of_squares(columns), count), _f32)
     return plgpu.kernel(
         partial(_product_tile, share, centred, tuple(map(len, (x, rows, scale, bias, adapters, own)))),
@@ -393,7 +395,7 @@ def _product_tile(share, centred, counts, *refs, **scratch):
         total = plgpu.layout_cast(totals[0], layout)
         for each in own:
             total = total * each.astype(_f32)
-        total = total.astype(jnp.bfloat16)
+        total = total.astype(out_g.dtype)
         for each in bias:
             total = _biased(total.astype(_f32), each, 0).astype(jnp.bfloat16)
         for each in x:

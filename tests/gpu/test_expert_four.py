@@ -1,4 +1,4 @@
-"""The MXFP4 experts' kernels on the device: from one token to a prompt, against plain jnp, and their speed."""
+"""The kernels of experts in four bits on the device: from one token to a prompt, against plain jnp, and their speed."""
 
 from __future__ import annotations
 
@@ -14,27 +14,33 @@ import pytest
 from jaxspec.bench import profile
 from jaxspec.decoder.matmul import gating
 from jaxspec.models import mxfp4
-from jaxspec.models.weights import Mxfp4, Weight
-from jaxspec.pallas.experts import expert_mxfp4, experts_mlp
-from jaxspec.pallas.experts.expert_mxfp4 import MAX_ROWS, mix
+from jaxspec.models.weights import Format, Int4, Nvfp4, Weight
+from jaxspec.pallas.experts import expert_four, experts_mlp
+from jaxspec.pallas.experts.expert_four import MAX_ROWS, mix
+from jaxspec.pallas.experts.four_loaders import Mxfp4Loader
 from tests.decoder.test_moe import random_case
 from tests.gpu.test_expert_stream import SKEWS, check, check_one_launch
-from tests.pallas.experts.test_expert_mxfp4 import GPT_OSS, MODELS
+from tests.pallas.experts.test_expert_four import GPT_OSS, MODELS, MXFP4
 from tests.pallas.experts.test_expert_stream import bfloat16
 from tests.support.kernels import assert_close
 
 pytestmark = pytest.mark.gpu
-ACT = gating(GPT_OSS)
+ACT, GPT_OSSES = gating(GPT_OSS), [name for name in MODELS if name.startswith("gpt-oss")]
 
 
-def draw(model: str, tokens: int, skew: float, seed: int):
+def draw(model: str, tokens: int, skew: float, seed: int, kind: Format = MXFP4):
+    """A shared expert, in a stack of its own, is among Qwen's."""
     d, f, e, k = MODELS[model]
-    x, _, ids, weights = bfloat16(random_case(tokens, e, k, skew, d=d, f=1, seed=seed))
-    return x, [stack(e, d, f)], ids, weights
+    shared = int(kind != MXFP4)
+    x, _, ids, weights = bfloat16(random_case(tokens, e, k, skew, d=d, f=1, seed=seed, shared=shared))
+    return x, [stack(e, d, f, kind), *[stack(1, d, f, kind)] * shared], ids, weights
 
 
 @functools.cache
-def stack(count: int, d: int, f: int):
+def stack(count: int, d: int, f: int, kind: Format = MXFP4):
+    if kind != MXFP4:
+        return four_bits(count, d, f, kind)
+
     def own(key, n, k):  # blocks of different sizes: a scale that is taken from another block is far off
         key, more = jax.random.split(key)
         sizes = jnp.exp(jax.random.normal(more, (n, k // 32, 1)))
@@ -42,11 +48,31 @@ def stack(count: int, d: int, f: int):
 
     def weight(key, n, k):
         values, scales = jax.lax.map(lambda key: own(key, n, k), jax.random.split(key, count))
-        return Weight(values, Mxfp4(), scales=scales)
+        return Weight(values, MXFP4, scales=scales)
 
     keys = jax.random.split(jax.random.key(count), 4)
     biases = [jax.random.normal(key, (count, n), jnp.bfloat16) for key, n in zip(keys[2:], (2 * f, d), strict=True)]
     return jax.jit(lambda: (weight(keys[0], 2 * f, d), weight(keys[1], d, f), *biases))()
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def four_bits(count: int, d: int, f: int, kind: Format):
+    """Symmetric integers, or NVFP4, whose groups have different sizes; zero points are added to integers' scales."""
+
+    def weight(key, n, k):
+        def own(key):
+            sizes = jnp.exp(jax.random.normal(key, (n, k // 16))).repeat(16, axis=1)
+            values, scales, *factors = kind.quantise(jax.random.normal(key, (n, k)) * sizes * k**-0.5)
+            if getattr(kind, "zeros", False):
+                points = jax.random.randint(key, scales.shape, 0, 16).astype(scales.dtype)
+                scales = jnp.stack([scales, points], axis=1).reshape(-1, n)
+            return values, scales, *factors
+
+        values, scales, *factors = jax.lax.map(own, jax.random.split(key, count))
+        return Weight(values, kind, scales=scales, factors=factors[0] if factors else None)
+
+    keys = jax.random.split(jax.random.key(count), 2)
+    return weight(keys[0], 2 * f, d), weight(keys[1], d, f)
 
 
 def test_numbers_are_exact():
@@ -65,17 +91,32 @@ def test_numbers_are_exact():
 
 @pytest.mark.parametrize("skew", SKEWS)
 @pytest.mark.parametrize("tokens", [1, 3, 8, 17, 32, 100, 128, 512, 2048])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", GPT_OSSES)
 def test_kernel_matches_the_reference(model, tokens, skew):
     case = draw(model, tokens, skew, SKEWS.index(skew))
-    check(case, ["expert_mxfp4"], ACT, partial(experts_mlp.reference, gating=ACT), 1e-2)
+    check(case, ["expert_four"], ACT, partial(experts_mlp.reference, gating=ACT), 1e-2)
+
+
+SIZES = [
+    *(("qwen3.5-35b-a3b", Int4(128), tokens) for tokens in (1, 8, 32, 128, 2048)),
+    *(("qwen3.5-35b-a3b", Int4(32, zeros=True), tokens) for tokens in (3, 17, 600)),
+    *(("qwen3.5-35b-a3b", Nvfp4(), tokens) for tokens in (1, 8, 17, 128, 600)),
+    *(("qwen3-30b-a3b", Int4(128), tokens) for tokens in (1, 8, 128)),  # an odd number of turns
+    ("qwen3-30b-a3b", Nvfp4(), 32),
+]
+
+
+@pytest.mark.parametrize("model,kind,tokens", SIZES)
+def test_integers_and_nvfp4_match_the_reference(model, kind, tokens):
+    case = draw(model, tokens, SKEWS[-1] if tokens == 17 else 0.0, tokens, kind)
+    check(case, ["expert_four"], None, experts_mlp.reference, 1e-2)
 
 
 @pytest.mark.parametrize("tokens", [9, 128])
 def test_one_launch_makes_the_bits_of_two(tokens, monkeypatch):
     x, stacks, ids, _ = draw("gpt-oss-120b", tokens, 0.0, 0)
-    monkeypatch.setattr(expert_mxfp4, "ONE_LAUNCH", len(ids) * ids.shape[1])
-    check_one_launch(monkeypatch, expert_mxfp4, partial(mix, gating=ACT), x, stacks, ids)
+    monkeypatch.setattr(Mxfp4Loader, "one_launch", len(ids) * ids.shape[1])
+    check_one_launch(monkeypatch, expert_four, partial(mix, gating=ACT), x, stacks, ids)
 
 
 @pytest.mark.parametrize("highest", [8, 16, 32, 64])
@@ -100,16 +141,17 @@ def test_one_token_alone_needs_no_plan():
     np.testing.assert_array_equal(scaled.rows, got)
 
 
-def test_a_token_gets_the_same_in_any_company():
+@pytest.mark.parametrize("model,kind", [("gpt-oss-20b", MXFP4), ("qwen3-30b-a3b", Int4(128))])
+def test_a_token_gets_the_same_in_any_company(model, kind):
     """Bit for bit, whether one warpgroup or two have summed up. More than 512 tokens are added up by another kernel."""
-    x, stacks, ids, weights = draw("gpt-oss-20b", 500, 0.0, 0)
+    x, stacks, ids, weights = draw(model, 500, 0.0, 0, kind)
     run = jax.jit(lambda *a: experts_mlp.experts_mlp(*a, gating=ACT))
     alone = run(x[:1], stacks, ids[:1], weights[:1])
     for tokens in (2, 8, 16, 32, 128, 500):
         np.testing.assert_array_equal(run(x[:tokens], stacks, ids[:tokens], weights[:tokens])[:1], alone)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", GPT_OSSES)
 @pytest.mark.speed
 def test_speed(model, figures):
     """Microseconds of each kernel, and the speed at which chosen experts' bytes are read."""
@@ -124,7 +166,7 @@ def test_speed(model, figures):
         chosen = len(np.unique(np.asarray(ids)))
         size, flops = chosen * 3 * d * f * 17 / 32, 2 * tokens * k * 3 * d * f
         us = {row["kernel"]: round(row["us"], 1) for row in rows}
-        own = sum(time for name, time in us.items() if re.search("expert_mxfp4", name))
+        own = sum(time for name, time in us.items() if re.search("expert_four", name))
         figures[f"{model} {tokens}"] = {
             "us": us, "TB/s": round(size / own / 1e6, 2), "TFLOP/s": round(flops / own / 1e6, 1)
         }  # fmt: skip
