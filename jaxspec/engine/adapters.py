@@ -227,7 +227,7 @@ def salt_of(adapter: Adapter | None, own: str | None = None) -> int:
 def within(root: str | None, path: str) -> str:
     """A folder that a client names, which must lie in `root`; a relative one is one of its folders.
 
-    **Raises:** `RequestError` if it lies elsewhere, or there is no root.
+    **Raises:** `RequestError` if it lies elsewhere or is no path, or there is no root.
     """
     if root is None:
         raise RequestError(
@@ -236,8 +236,11 @@ def within(root: str | None, path: str) -> str:
             "lora_path",
         )
     top = Path(root).expanduser().resolve()
-    found = (top / path).resolve()
-    files = [found, *(file.resolve() for file in found.glob("adapter_*"))] if found.is_relative_to(top) else [found]
+    try:
+        found = (top / path).resolve()
+        files = [found, *(file.resolve() for file in found.glob("adapter_*"))] if found.is_relative_to(top) else [found]
+    except (OSError, RuntimeError, ValueError) as error:  # too long, links in a circle, characters that no path has
+        raise RequestError(f"the path {shown(path)} can't be read: {shown(str(error))}", "lora_path") from error
     if not all(file.is_relative_to(top) for file in files):
         raise RequestError(f"the path {shown(path)} leaves the folder that adapters may be loaded from", "lora_path")
     return str(found)

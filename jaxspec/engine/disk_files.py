@@ -41,6 +41,7 @@ PART = ".part"  # ends the name of a file that isn't whole
 MOST_SERVERS = 64  # that share a folder
 READERS = 4  # threads: one alone copies at a fraction of a fast disk's speed
 SAMPLE = 8  # blocks whose reads are timed at start
+CLOSE_SECONDS = 5.0  # for reads and writes that go on; a disk may never answer
 
 
 @dataclass(eq=False)
@@ -94,14 +95,14 @@ class DiskFiles:
     def __init__(self, root: str | None, place: Callable[[np.ndarray], jax.Array]):
         try:
             self.folder, lock = _claimed(Path(root).expanduser() if root else cache_folder() / "kv")
+            there = [path for path in self.folder.iterdir() if path.name != "lock"]
         except (OSError, NotPrivate) as error:
             raise ConfigError(f"--disk-kv-path: no pages can be kept there: {error}. Give another folder") from error
         self.pending = 0  # reads and writes whose results aren't known
         self._jobs = Jobs()
+        work = [(_write_all, there), *[(_read_all, place)] * READERS]
         given = self._jobs, self.folder
-        threads = [threading.Thread(target=_write_all, args=given, name="disk-kv", daemon=True)]
-        for _ in range(READERS):
-            threads.append(threading.Thread(target=_read_all, args=(*given, place), name="disk-kv", daemon=True))
+        threads = [threading.Thread(target=do, args=(*given, of), name="disk-kv", daemon=True) for do, of in work]
         for thread in threads:
             thread.start()
         self._closed = weakref.finalize(self, _close, self._jobs, lock, threads)
@@ -147,8 +148,7 @@ class DiskFiles:
             found += [result for result in self.results(1.0) if result.kind == "found"]
         seconds = time.monotonic() - started
         for result in found:
-            if result.block.key not in {block.key for block in blocks}:
-                self._jobs.results.put(result)
+            self._jobs.results.put(result)
         self.delete([block.key for block in blocks])
         return SAMPLE * zeros.nbytes, seconds
 
@@ -198,18 +198,16 @@ def _claimed(root: Path) -> tuple[Path, int]:
 
 def _close(jobs: Jobs, lock: int, threads: list[threading.Thread]) -> None:
     jobs.stop()
-    for thread in threads:  # jax aborts a process that ends in the middle of a copy
-        thread.join()
+    end = time.monotonic() + CLOSE_SECONDS  # jax aborts a process that ends in the middle of a copy
+    for thread in threads:
+        thread.join(max(end - time.monotonic(), 0))
     os.close(lock)
 
 
-def _write_all(jobs: Jobs, folder: Path) -> None:
+def _write_all(jobs: Jobs, folder: Path, there: list[Path]) -> None:
     """Tell of the files that are there; write blocks and delete files until the end."""
-    try:
-        for block in _present(folder):
-            jobs.results.put(Result("found", block))
-    except OSError as error:
-        log.warning("disk cache: %s can't be read: %s", folder, error)
+    for block in _whole(there):
+        jobs.results.put(Result("found", block))
     while (job := jobs.next(jobs.others)) is not None:
         if isinstance(job, bytes):
             _delete(folder / job.hex())
@@ -244,12 +242,10 @@ def _read_all(jobs: Jobs, folder: Path, place: Callable[[np.ndarray], jax.Array]
         jobs.results.put(result)
 
 
-def _present(folder: Path) -> list[Block]:
-    """The whole files in a folder, the oldest first. Others are deleted."""
+def _whole(paths: list[Path]) -> list[Block]:
+    """The blocks of whole files, the oldest first. Other files are deleted."""
     found: list[tuple[float, Block]] = []
-    for path in folder.iterdir() if folder.exists() else ():
-        if path.name == "lock":
-            continue
+    for path in paths:
         try:
             with path.open("rb") as file:
                 about = _read_header(file.read(HEADER))

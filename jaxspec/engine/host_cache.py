@@ -39,6 +39,7 @@ AHEAD = 3  # slices that are copied at once, enough for the link
 RESERVED_AT_ONCE = 2**28  # bytes of the host's memory
 WRITING = 1 / 16  # share of the host's memory that waits for the disk at most
 PATIENCE = 0.002  # seconds that an idle step waits for the disk
+STALLED = 5.0  # seconds beyond twice the expected ones after which a prompt waits for the disk no more
 
 
 @dataclass(eq=False)
@@ -70,6 +71,7 @@ class Loading:
     following: tuple[str, list[int], list[Block]] | None = None
     open: int = 0
     sent: bool = False
+    stalled_at: float = 0.0  # seconds; beyond them by `STALLED`, what the disk hasn't read is given up
 
     @property
     def over(self) -> bool:
@@ -300,7 +302,8 @@ class HostCache:
                 yield STATES, [seq.slot], [load.state]
 
         tier.backlog += load.size
-        self._loads.append(Loading(seq, seq.epoch, load, slices()))
+        late = 2 * tier.disk.backlog / (tier.disk.speed or 1e9) if self.disk is not None else 0.0
+        self._loads.append(Loading(seq, seq.epoch, load, slices(), stalled_at=time.monotonic() + late))
         self._send(idle=False)
 
     def move(self, idle: bool) -> list[SequenceState]:
@@ -351,6 +354,8 @@ class HostCache:
                     break
                 kind, rows, blocks = each.following
                 if any(block.data is None for block in blocks):  # the disk has them still
+                    if time.monotonic() > each.stalled_at + STALLED:
+                        self._give_up(each)
                     break
                 each.following = None
                 try:
@@ -401,6 +406,14 @@ class HostCache:
         if damaged:
             self.figures.damaged_blocks += damaged
             raise DamagedError(f"{damaged} of {len(part.blocks)} blocks have changed in the host's memory")
+
+    def _give_up(self, loading: Loading) -> None:
+        """Have a prompt computed whose blocks the disk doesn't give."""
+        for block in loading.load.blocks:
+            if block.data is None:
+                self.tier.drop(block)
+                self.tier.drop_from_disk(block)
+        self._fail(loading, DamagedError("the disk doesn't answer"))
 
     def _fail(self, loading: Loading, error: Exception) -> None:
         """Give up a load: its blocks are forgotten, and its sequence computes what it lacks."""

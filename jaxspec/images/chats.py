@@ -24,7 +24,6 @@ OTHERS = {
     "input_video": ("a video of type input_video", "it as video_url"),
     **dict.fromkeys(("file", "input_file", "document"), ("a file", "its text, or its pages as pictures")),
 }
-ROLES = ("user", "tool")  # whose messages may have pictures
 SPACES, URL_SAFE = b" \t\n\r\f\v", bytes.maketrans(b"-_", b"+/")  # of base64 in a URL
 PIECE = 2**16  # bytes
 MOST_RATE = 240  # frames a second
@@ -64,19 +63,9 @@ def separate(messages: Sequence[Any]) -> tuple[list[Any], list[Media]]:
                     found.append(media)
                     part = media.part
                 parts.append(part)
-            check_role(message.get("role"), where := f"messages[{number}]", where)
             message = {**message, "content": parts}
         written.append(message)
     return written, found
-
-
-def check_role(role: Any, where: str, param: str | None) -> None:
-    """**Raises:** `RequestError` naming `param`, for a message that can't have pictures."""
-    if role not in ROLES:
-        raise RequestError(
-            f"{where} is of role {shown(role)} and has a picture or video; only messages of {' and '.join(ROLES)} may",
-            param,
-        )
 
 
 def no_vision(why: str | None, where: str) -> RequestError:

@@ -47,7 +47,7 @@ class Placeholder:
         if (found := text.count(self.written)) != pictures:
             raise TokenizerError(
                 f"the prompt has {found} placeholders {self.written!r} for {pictures} pictures; it must have one "
-                "for each"
+                "for each. A chat template may write those of some roles alone, such as user"
             )
         return text.replace(self.written, self.becomes)
 

@@ -36,6 +36,7 @@ from jaxspec.models.model_config import ModelConfig
 from jaxspec.text import prompts
 from jaxspec.text.errors import TokenizerError
 from jaxspec.train import evaluate, export, features, flags, loop, plots, synthesise
+from jaxspec.train.blocks.dflash2 import DFlash2Objective
 from jaxspec.train.blocks.domino import DominoObjective
 from jaxspec.train.blocks.lilicorr import LiLiCorrObjective, Terms
 from jaxspec.train.continued import continued, heads_alone
@@ -54,7 +55,7 @@ from jaxspec.train.promoted import is_dflash, promote
 _SHAPE = (
     "num_layers", "mlp_size", "num_heads", "num_kv_heads", "target_layers", "draft_vocab_size", "block_size",
     "mask_token_id", "markov_rank", "markov_head", "candidates", "network_size", "network_layers", "network_heads",
-    "factor_size", "gru_size", "correction_rank", "uncorrected",
+    "factor_size", "selector_rank", "taps", "conv_group", "gru_size", "correction_rank", "uncorrected",
 )  # fmt: skip
 _PROMOTED = "markov_rank", "markov_head", "mlp_size"  # of those, what a DFlash drafter may get to become a DSpark one
 # Flags that change neither what is trained nor how its steps are counted: a run may be resumed with others.
@@ -250,6 +251,8 @@ def _block(args: argparse.Namespace, target: Model, texts: list[Text]) -> tuple[
     match args.command:
         case "dspark":
             return fresh, DSparkObjective(*given, args.weigh_rounds)
+        case "dflash2":
+            return fresh, DFlash2Objective(*given)
         case "domino":
             return fresh, DominoObjective(*given, args.base_weight, args.base_share)
         case "lilicorr":
@@ -277,6 +280,9 @@ def _block_of(args: argparse.Namespace, config: ModelConfig, mask: int) -> expor
         case "dspark":
             of = heads, args.num_kv_heads or config.num_kv_heads, args.markov_rank or 256, args.markov_head or "vanilla"
             settings = export.dspark_settings(*of)
+        case "dflash2":
+            top, rank = args.candidates or 16, args.selector_rank or 256
+            settings = export.dflash2_settings(rank, top, args.taps or 2, args.conv_group or 16)
         case "domino":
             spared = 1 if args.uncorrected is None else args.uncorrected
             settings = export.domino_settings(args.gru_size or 1024, args.correction_rank or 256, spared)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from jaxspec.decoder.forward import forward, write_keys_values
+from jaxspec.decoder.forward import write_keys_values
 from jaxspec.decoder.mixer import OnlyAttention
 from jaxspec.drafters.dflash import DFlash, _context_projection
 from jaxspec.train.attention import span_attention
@@ -151,8 +151,9 @@ class DFlashObjective(Objective):
             return out.reshape(q.shape), cache
 
         check_rows(tokens.size)
-        flat = lambda x: x.reshape(b, a * size)  # noqa: E731
-        hidden = forward(drafter.config.decoder, params, flat(tokens), flat(positions), OnlyAttention(attend), context)
+        shape = (b * a, size) if getattr(drafter, "taps", 0) else (b, a * size)  # convolutions end with a block
+        of = tokens.reshape(shape), positions.reshape(shape)
+        hidden = drafter._forward(params, *of, OnlyAttention(attend), context)
         return hidden.last.reshape(b, a, size, -1)
 
 

@@ -192,6 +192,7 @@ def _inner(params: dict[str, Any]) -> dict[str, Any]:
     what makes one number of a row."""
     vectors = {
         *("head", "embed", "markov_before", "markov_after", "confidence", "domino_after"),
+        *("before", "after", "attention_conv", "mlp_conv"),
         *("slot_embedding", "rank_embedding", "relative_slot_bias"),
     }
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, FailFast, Field, PlainValidator, model_validator
 
 from jaxspec.config.request import MAX_LOGPROBS, RequestError, SamplingParams
-from jaxspec.images.chats import Media, check_role, media_of
+from jaxspec.images.chats import Media, media_of
 from jaxspec.text.chat_template import reserved_template_variables
 from server.protocol.base import Body, Integer, Object, Open, Text, at_most, check_text, describe_ranges, shown
 from server.protocol.described import NULL, add_rules, any_of, fields, is_true
@@ -111,8 +111,6 @@ class Message(Body):
             raise RequestError(
                 f"a message of role {self.role!r} can't have tool_calls; an assistant's can", "tool_calls"
             )
-        if isinstance(self.content, list):
-            check_role(self.role, "the message", "content")
         if self.role == "tool" and self.tool_call_id is None:
             raise RequestError("a message of role 'tool' needs the tool_call_id that it answers", "tool_call_id")
         if self.content is None and self.role != "assistant":

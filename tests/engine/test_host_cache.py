@@ -382,7 +382,7 @@ def test_a_slow_disk_holds_up_nobody_else(tmp_path, monkeypatch):
     llm, vocab = engine("ngram")
     prompts = conversations(vocab)[:3]
     with host_cache(llm, 20, tmp_path):
-        alone(llm, prompts)
+        cold = alone(llm, prompts)
         settle(llm)
     gate, load = threading.Event(), disk_files._load
 
@@ -404,6 +404,11 @@ def test_a_slow_disk_holds_up_nobody_else(tmp_path, monkeypatch):
         while other.id in core.requests:
             core.step()
         assert first.id in core.requests and core.scheduler.loading
+        monkeypatch.setattr(module, "STALLED", -1e9)  # the disk never answers
+        tokens = []
+        while first.id in core.requests:
+            tokens += [token for delta in core.step() for token in delta.token_ids]
+        assert tokens == cold[2].token_ids and not core.scheduler.loading
         gate.set()
 
 

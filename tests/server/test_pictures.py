@@ -17,6 +17,7 @@ from jaxspec.config.request import RequestError
 from jaxspec.images.chats import Media
 from jaxspec.images.reading import read_picture
 from server.app import create_app
+from server.chat.speech import write_tools
 from server.media.pictures import MediaRules, read_media
 from tests.server.fake import FakeLLM
 from tests.server.live import serving
@@ -208,17 +209,22 @@ def test_a_response_names_the_part_of_its_input(post):
     assert "file_id" in error["message"]
 
 
-def test_only_users_and_tools_show_pictures(seeing, post):
-    for role, status in (("system", 400), ("assistant", 400), ("user", 200), ("tool", 200)):
-        more = {"tool_call_id": "a"} if role == "tool" else {}
-        chat = [{"role": "user", "content": "a"}, {"role": role, "content": [image(SMALL)], **more}]
+def test_messages_of_any_role_show_pictures_if_the_template_writes_them(seeing, post):
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    for role, more in (("system", {}), ("assistant", {}), ("assistant", {"tool_calls": [call]}), ("user", {}),
+                       ("tool", {"tool_call_id": "a"})):  # fmt: skip
+        chat = [{"role": role, "content": [TEXT, image(SMALL)], **more}, {"role": "user", "content": "a"}]
         reply = post(CHAT, messages=chat)
-        assert reply.status_code == status and (
-            status == 200 or reply.json()["error"]["param"] == "messages[1].content"
-        )
+        assert reply.status_code == 200 and "#" * 6 in prompt_of(seeing), reply.text
+        assert "What is it?" in prompt_of(seeing)
     parts = [{"type": "input_image", "image_url": data_url(encoded(SMALL))}]
-    error = post("/v1/responses", input=[{"role": "assistant", "content": parts}]).json()["error"]
-    assert error["param"] == "input" and "of role 'assistant' and has a picture" in error["message"]
+    assert post("/v1/responses", input=[{"role": "assistant", "content": parts}]).status_code == 200
+
+
+def test_tools_stand_behind_a_system_message_with_pictures():
+    parts, tool = [{"type": "image"}], {"type": "function", "function": {"name": "f"}}
+    first, _ = write_tools([{"role": "system", "content": parts}, {"role": "user", "content": "a"}], [tool])
+    assert first["content"][0] == parts[0] and '"name": "f"' in first["content"][1]["text"]
 
 
 def test_a_model_without_vision_says_so(url, http):

@@ -218,8 +218,10 @@ def test_an_output_with_broken_files_is_refused(model, texts, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "method", ["eagle3", "dflash", "dspark", "lilicorr", pytest.param("domino", marks=pytest.mark.exhaustive)]
-)
+    "method",
+    ["eagle3", "dflash2", "dspark", "lilicorr", *(pytest.param(each, marks=pytest.mark.exhaustive)
+                                                  for each in ("dflash", "domino"))],
+)  # fmt: skip
 def test_what_was_trained_is_what_is_served(method, model, texts, tmp_path):
     from jaxspec.train import export
 
@@ -228,7 +230,7 @@ def test_what_was_trained_is_what_is_served(method, model, texts, tmp_path):
     shape = export.Shape(1 if method == "eagle3" else 2, mlp_size, 2, 1, (0, 3, 4))
     settings = {
         "dflash": {}, "dspark": export.dspark_settings(2, 1, 6, "rnn"), "domino": export.domino_settings(6, 4, 1),
-        "lilicorr": export.lilicorr_settings(4, 12, 1, 3, 5),
+        "lilicorr": export.lilicorr_settings(4, 12, 1, 3, 5), "dflash2": export.dflash2_settings(6, 4, 2, 8),
     }  # fmt: skip
     if method == "eagle3":
         fresh = export.fresh_eagle3(tmp_path, target, shape, np.array([1, 5, 9, 30]), 0)
