@@ -96,9 +96,9 @@ def attends(b=1, t=1, n=32, m=8, h=128, page=64, kv="bfloat16", window=None, mas
     return run, *args, shape((b, entries), jnp.int32), shape((b,), jnp.int32), named
 
 
-def attends_latents(b=1, t=1, n=128, page=64) -> tuple:
+def attends_latents(b=1, t=1, n=128, page=64, kv="bfloat16") -> tuple:
     entries = 4096 // page
-    args = shape((b, t, n, 576), jnp.bfloat16), shape((2, b * entries + 1, 1, 1, page, 576), "bfloat16")
+    args = shape((b, t, n, 576), jnp.bfloat16), shape((2, b * entries + 1, 1, 1, page, 576), kv)
     run = lambda *args: latent.latent_attention(*args, 512, 0.1)  # noqa: E731
     return run, *args, shape((), jnp.int32), shape((b, entries), jnp.int32), shape((b,), jnp.int32)
 
@@ -174,6 +174,7 @@ def cases() -> Iterator[tuple[str, tuple]]:
     yield "attention, pages of 16", attends(b=8, page=16)
     yield "latent attention, 128 heads", attends_latents(b=8)
     yield "latent attention, 16 heads", attends_latents(n=16)
+    yield "latent attention, 128 heads, FP8 pages", attends_latents(b=8, kv=FP8)
     yield "pictures' attention, heads of 72", attends_pictures()
     yield "latent attention, 20 heads, a prompt", attends_latents(b=8, t=64, n=20)
     yield "attention, FP8 pages", attends(b=128, kv=FP8)

@@ -117,6 +117,39 @@ GEMMA4_31B_ASSISTANT = dict(
         layer_types=[*["sliding_attention"] * 3, "full_attention"], final_logit_softcapping=None,
     ),
 )  # fmt: skip
+KIMI_LINEAR_48B = dict(
+    model_type="kimi_linear", vocab_size=163840, hidden_size=2304, intermediate_size=9216, num_hidden_layers=27,
+    num_attention_heads=32, num_key_value_heads=32, kv_lora_rank=512, q_lora_rank=None, qk_nope_head_dim=128,
+    qk_rope_head_dim=64, v_head_dim=128, mla_use_nope=True, model_max_length=1048576, rms_norm_eps=1e-5,
+    linear_attn_config=dict(
+        full_attn_layers=[4, 8, 12, 16, 20, 24, 27], kda_layers=[i for i in range(1, 27) if i % 4],
+        head_dim=128, num_heads=32, short_conv_kernel_size=4,
+    ),
+    num_experts=256, num_experts_per_token=8, num_shared_experts=1, moe_intermediate_size=1024, moe_renormalize=True,
+    routed_scaling_factor=2.446, first_k_dense_replace=1,
+)  # fmt: skip
+GLM45_AIR_FP8 = dict(
+    model_type="glm4_moe", vocab_size=151552, hidden_size=4096, intermediate_size=10944, num_hidden_layers=46,
+    num_attention_heads=96, num_key_value_heads=8, head_dim=128, attention_bias=True, rope_theta=1e6,
+    max_position_embeddings=131072, n_routed_experts=128, num_experts_per_tok=8, moe_intermediate_size=1408,
+    num_nextn_predict_layers=1,
+    quantization_config=dict(
+        quant_method="compressed-tensors", format="float-quantized", ignore=["lm_head"],
+        config_groups=dict(group_0=dict(
+            targets=["Linear"],
+            weights=dict(num_bits=8, type="float", strategy="channel", symmetric=True),
+            input_activations=dict(num_bits=8, type="float", strategy="token", symmetric=True, dynamic=True),
+        )),
+    ),
+)  # fmt: skip
+NEMOTRON3_NANO = dict(
+    model_type="nemotron_h", vocab_size=131072, hidden_size=2688, num_attention_heads=32, num_key_value_heads=2,
+    head_dim=128, max_position_embeddings=262144,
+    hybrid_override_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    mamba_num_heads=64, mamba_head_dim=64, n_groups=8, ssm_state_size=128, conv_kernel=4, n_routed_experts=128,
+    num_experts_per_tok=6, moe_intermediate_size=1856, moe_shared_expert_intermediate_size=3712,
+    routed_scaling_factor=2.5,
+)  # fmt: skip
 
 FOLDERS = {
     "qwen3-8b": QWEN3_8B, "qwen3-8b-eagle3": EAGLE3_8B, "qwen3-8b-dflash": DFLASH_8B, "qwen3-8b-dspark": DSPARK_8B,
@@ -126,6 +159,7 @@ FOLDERS = {
     "qwen3.8-27b": QWEN38_27B, "qwen3.8-27b-16": QWEN38_27B | dict(num_hidden_layers=16),
     "gpt-oss-20b": GPT_OSS_20B, "gpt-oss-120b": GPT_OSS_120B, "llama-3.1-8b": LLAMA_8B, "llama-3.3-70b": LLAMA_70B,
     "gemma-4-31b": GEMMA4_31B, "gemma-4-31b-assistant": GEMMA4_31B_ASSISTANT, "gemma-4-26b-a4b": GEMMA4_26B,
+    "kimi-linear-48b-a3b": KIMI_LINEAR_48B, "glm-4.5-air-fp8": GLM45_AIR_FP8, "nemotron-3-nano-30b-a3b": NEMOTRON3_NANO,
     "llama-2-70b": LLAMA2_70B, "llama-2-70b-eagle": LLAMA2_70B | EAGLE,
 }  # fmt: skip
 

@@ -20,7 +20,7 @@ from jaxspec import AsyncLLM
 from jaxspec.config.request import CONTEXT_EXCEEDED, Delta, RequestError
 from jaxspec.engine.async_llm import LONG_PROMPT
 from jaxspec.images.image_reader import ImageReader
-from jaxspec.images.picture import Picture
+from jaxspec.images.picture import Picture, Video
 from jaxspec.text.errors import TokenizerError, TooLong
 from jaxspec.text.tokenizer import Tokenizer
 from server.chat.speech import Formats
@@ -67,9 +67,9 @@ async def chat_prompt(
     formats: Formats,
     context: int,
     reader: ImageReader | None = None,
-    pictures: Sequence[Picture] = (),
+    media: Sequence[Picture | Video] = (),
 ) -> Prompt:
-    """Write the messages and tools with the model's chat template, with the `pictures` that `reader` has read.
+    """Write the messages and tools with the model's chat template, with the pictures and videos that `reader` has read.
 
     **Raises:** `RequestError` when the template refuses, or can't show the tools, or the text has more tokens than
     `context`.
@@ -97,8 +97,8 @@ async def chat_prompt(
             "continue_final_message": bool(body.continue_final_message),
             **variables,
         }
-        if pictures:
-            return reader.write(tokenizer, messages, len(pictures), **options)
+        if media:
+            return reader.write(tokenizer, messages, media, **options)
         return tokenizer.write_chat(messages, **options)
 
     size += sum(map(_weight, variables.values()))
@@ -107,14 +107,17 @@ async def chat_prompt(
             ids = await _brief_chats.run((tokenizer, write()))
         else:
             ids = await _threads(size).run(lambda check: tokenizer.encode_within(write(), context, False, check))
-        return placed(Prompt(ids), reader, pictures, context)
+        return placed(Prompt(ids), reader, media, context)
 
 
-def placed(prompt: Prompt, reader: ImageReader | None, pictures: Sequence[Picture], context: int) -> Prompt:
-    """A prompt with rows for its pictures. **Raises:** `TokenizerError` if it has no place for one, or is too long."""
-    if not pictures:
+def placed(prompt: Prompt, reader: ImageReader | None, media: Sequence[Picture | Video], context: int) -> Prompt:
+    """A prompt with rows for its pictures and videos.
+
+    **Raises:** `TokenizerError` if it has no place for one, or is too long.
+    """
+    if not media:
         return prompt
-    ids, images = reader.place(prompt.ids, pictures)
+    ids, images = reader.place(prompt.ids, media)
     if len(ids) > context:
         raise TooLong(len(ids), context)
     return Prompt(ids, prompt.echo, images)

@@ -39,6 +39,7 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
 
 import jax
 import pytest
+from _pytest.assertion import rewrite
 from jax._src.lru_cache import LRUCache
 
 from tests.support import checked, eager, interpreting
@@ -95,7 +96,9 @@ LRUCache.put = _put
 
 def pytest_configure(config):
     """Keep the newest of the compiled programs, up to a limit. Before workers start: they read none meanwhile."""
-    if hasattr(config, "workerinput") or not COMPILED.is_dir():
+    if hasattr(config, "workerinput"):
+        return _rewrite_share(config, int(config.workerinput["workerid"][2:]), config.workerinput["workercount"])
+    if not COMPILED.is_dir():
         return
     # Not those that are being written: a test of another run may start a Python that comes here.
     whole = [entry for entry in os.scandir(COMPILED) if entry.name.endswith("-cache")]
@@ -104,6 +107,18 @@ def pytest_configure(config):
     for kept, (_, _, path) in zip(total, sorted(files, reverse=True), strict=True):
         if kept > MOST_BYTES:
             Path(path).unlink(missing_ok=True)
+
+
+def _rewrite_share(config, number: int, count: int) -> None:
+    """Rewrite assertions of this worker's share of files. All workers import all files, and in a fresh checkout each
+    would rewrite all: 12 s of processor time."""
+    state = config.stash[rewrite.assertstate_key]
+    for path in [] if sys.dont_write_bytecode else sorted(ROOT.glob("tests/**/test_*.py"))[number::count]:
+        kept = rewrite.get_cache_dir(path) / f"{path.stem}{rewrite.PYC_TAIL}"
+        if rewrite._read_pyc(path, kept) is None:
+            kept.parent.mkdir(exist_ok=True)
+            source, code = rewrite._rewrite_test(path, config)
+            rewrite._write_pyc(state, code, source, kept)
 
 
 def pytest_collection_modifyitems(items):

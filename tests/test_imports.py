@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from jaxspec.decoder.mixings import MIXINGS
+from jaxspec.models import weights
+
 ROOT = Path(__file__).resolve().parent.parent
 # From the bottom up: a room's modules import from their own room and from those before it here.
 ORDER = """
@@ -23,14 +26,22 @@ ROOMS = ORDER.split()
 
 
 @functools.cache
+def sources() -> dict[str, list[ast.AST]]:
+    """By file of ours, the parts of its text that tests here look at."""
+    files = [path for folder in ("jaxspec", "server") for path in (ROOT / folder).rglob("*.py")]
+    kinds = ast.Import, ast.ImportFrom, ast.Call, ast.MatchClass
+    parts = lambda path: [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)]  # noqa: E731
+    return {path.relative_to(ROOT).as_posix(): parts(path) for path in files}
+
+
+@functools.cache
 def imports() -> dict[str, set[str]]:
     """By module of ours, all that it imports, as `package.module`."""
-    files = [path for folder in ("jaxspec", "server") for path in (ROOT / folder).rglob("*.py")]
-    names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in files}
+    names = {path: path.removesuffix(".py").replace("/", ".").removesuffix(".__init__") for path in sources()}
     ours, found = set(names.values()), defaultdict(set)
     for path, name in names.items():
         found[name] = set()
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in sources()[path]:
             if isinstance(node, ast.Import):
                 found[name] |= {alias.name for alias in node.names}
             if not isinstance(node, ast.ImportFrom):
@@ -99,6 +110,33 @@ def test_jaxspec_knows_nothing_of_the_server():
         for module, others in imports().items()
         if module.startswith("jaxspec") and any(other.split(".")[0] == "server" for other in others)
     ]
+
+
+def test_nobody_asks_for_a_kind_of_mixing():
+    """A kind says of itself all that others need: so a new one touches its own two files."""
+    kinds, asked = {kind.__name__ for kind in MIXINGS}, set()
+    for name, nodes in sources().items():
+        for node in nodes:
+            if isinstance(node, ast.Call) and getattr(node.func, "id", None) in ("isinstance", "issubclass"):
+                asked |= {name for each in ast.walk(node.args[1]) if getattr(each, "id", None) in kinds}
+            if isinstance(node, ast.MatchClass) and getattr(node.cls, "id", None) in kinds:
+                asked.add(name)
+    assert not {name for name in asked if not name.startswith("jaxspec/decoder/mixings/")}
+
+
+def test_few_files_name_a_weight_format():
+    """Beside the two whose tables refuse some: kernels of four bits, steps of few rows, a drafter's copy of a head, and
+    benchmarks' weights."""
+    formats = {name for name, each in vars(weights).items() if weights.Format in getattr(each, "__mro__", ())}
+    naming = {
+        name
+        for name, nodes in sources().items()
+        if not name.startswith(("jaxspec/models/", "jaxspec/checkpoint/"))
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and node.module == "jaxspec.models.weights"
+        if (formats - {"Format"}) & {alias.name for alias in node.names}
+    }
+    assert len(naming - {"jaxspec/decoder/matmul.py", "jaxspec/pallas/experts/experts_mlp.py"}) <= 8, naming
 
 
 @pytest.mark.parametrize("modules,never", [

@@ -20,8 +20,8 @@ from jaxspec.bench.results import BenchError, Row
 
 # Flags that the comparison itself has, or has no use for.
 _SHARED = (
-    "model", "data", "output", "steps", "minutes", "row-length", "seed", "dtype", "num-draft-tokens", "max-new-tokens",
-    "num-samples", "no-evaluation", "no-plots",
+    "model", "data", "output", "steps", "minutes", "row-length", "seed", "dtype", "tp-size", "num-draft-tokens",
+    "max-new-tokens", "num-samples", "no-evaluation", "no-plots",
 )  # fmt: skip
 
 
@@ -102,7 +102,11 @@ def measure(args: argparse.Namespace, found: Sequence[Contender]) -> Path:
     file = args.output / "compare.json"
     flags = {"model": args.model, "dtype": args.dtype, "num-draft-tokens": args.num_draft_tokens, "json": file}
     flags |= {"concurrency": ",".join(map(str, args.requests)), "output-len": args.max_new_tokens, "seed": args.seed}
-    flags |= {"num-prompts": args.num_prompts, "plot": None if args.no_plots else args.output / "compare.svg"}
+    flags |= {
+        "tp-size": args.tp_size,
+        "num-prompts": args.num_prompts,
+        "plot": None if args.no_plots else args.output / "compare.svg",
+    }
     argv = [text for name, value in flags.items() if value is not None for text in (f"--{name}", str(value))]
     argv += [text for each in found for text in ("--draft", each.draft)]
     argv += [text for each in args.benchmark for text in ("--data", each)]

@@ -120,6 +120,7 @@ class MemoryPlan:
     states: StateSlots = StateSlots()
     devices: int = 1  # each of which has all of the above
     other_bytes: int = 0  # of arrays that were there before the engine
+    draft_window: int = 0  # newest tokens of which a drafter keeps keys and values by request, in `slot_bytes`
     host_bytes: int = 0  # resident in this process once it is ready; on a CPU, all of the above is part of it
 
     @property
@@ -133,12 +134,18 @@ class MemoryPlan:
         static = self.weight_bytes + self.draft_weight_bytes + self.kv_bytes + self.slot_bytes + self.states.total
         return static + self.workspace_bytes + self.other_bytes
 
+    def cut(self, tokens: int, snapshots: int) -> MemoryPlan:
+        """Shrink to so many tokens and snapshots, what every node has room for."""
+        states = replace(self.states, snapshots=snapshots)
+        return replace(self, tokens=tokens, kv_bytes=self.kv_bytes * tokens // self.tokens, states=states)
+
     def __str__(self) -> str:
+        window = f", the drafter's newest {self.draft_window} tokens" if self.draft_window else ""
         rows = [
             ("weights", self.weight_bytes, ""),
             ("draft weights", self.draft_weight_bytes, ""),
             ("KV cache", self.kv_bytes, f"{self.tokens} tokens in pages of {self.page_size}"),
-            ("request slots", self.slot_bytes, "histories and sampling settings"),
+            ("request slots", self.slot_bytes, f"histories, sampling settings{window}"),
             ("workspace", self.workspace_bytes, "activations and logits of the largest program"),
         ]
         if self.states.requests:
@@ -201,6 +208,7 @@ def plan_memory(
     memory: tuple[int, int] | None = None,
     devices: int = 1,
     other_bytes: int = 0,
+    draft_window: int = 0,
 ) -> MemoryPlan:
     """Plan the page pool: `mem_fraction` of the device's memory, less weights, slots and states. Of several `devices`,
     all sizes are one's.
@@ -261,4 +269,5 @@ def plan_memory(
         states=states,
         devices=devices,
         other_bytes=other_bytes,
+        draft_window=draft_window,
     )

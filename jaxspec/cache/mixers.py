@@ -95,6 +95,7 @@ def _in_blocks(chunk: Callable[..., tuple[Array, Any]], q: Array, k: Array, v: A
     nothing = jnp.full((b * count,), NOTHING, jnp.int32)
     slots = text, jnp.where(block == 0, NOTHING, text), nothing, jnp.minimum(t - block * BLOCK, BLOCK)
     widths = {"key_heads": k.shape[2], "value_heads": v.shape[2], "key_width": k.shape[3], "value_width": v.shape[3]}
+    widths["channel_decay"] = gates[0].ndim > 3
     pool = delta_pool.empty(1, b, 1, **widths, dtype=jnp.float32, key_dtype=k.dtype)
     out, _ = chunk(pool, jnp.int32(0), *slots, *map(cut, (q, k, v, *gates)))
     return out.reshape(b, -1, *out.shape[2:])[:, :t]

@@ -71,6 +71,7 @@ class Rows:
     Positions are slots, moved by `shift[r]`, as those behind a picture are, or in three `axes` of their own.
 
     `last_seen`: the last KV slot that each of a prompt's rows sees, as those of a picture see all of it; None: its own.
+    `in_windows`: in layers with a window alone.
 
     `asked[r]`, if given: whether the attention of request r's rows is requested. `fixed`: as of `paged_attention`.
     """
@@ -84,6 +85,7 @@ class Rows:
     shift: Int[Array, " b"] | None = None
     axes: Int[Array, "3 b t"] | None = None
     last_seen: Int[Array, "b t"] | None = None
+    in_windows: bool = flax.struct.field(pytree_node=False, default=False)
     fixed: int = flax.struct.field(pytree_node=False, default=0)
 
     def positions(self, t: int) -> Int[Array, "b t"]:
@@ -162,7 +164,7 @@ class Rows:
         """Attend to everything that each row sees, once keys and values are written."""
         mask, depth, start = self.mask, self.depth, self._seen_from(q.shape[1])
         if mask is None:
-            last = self.last_seen
+            last = None if self.in_windows and window is None else self.last_seen
             if last is not None and self.asked is not None:
                 last = jnp.where(self.asked[:, None], last, -1)
             seen = {"window": window, "sinks": sinks, "scales": scales, "last": last, "fixed": self.fixed}

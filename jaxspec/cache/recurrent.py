@@ -42,6 +42,7 @@ def empty_states(config: ModelConfig, slots: int, rows: int, dtype: str, state_d
             value_width=memory.value_dim,
             dtype=state_dtype,
             key_dtype=dtype,
+            channel_decay=memory.channel_decay,
         )
         if not memory.channels:
             return States(delta, None)

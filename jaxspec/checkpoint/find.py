@@ -23,7 +23,8 @@ LOAD_FORMATS = ("auto", "dummy")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _SMALL_FILES = ["config.json", "generation_config.json", "tokenizer*", "vocab.json", "merges.txt",
                 "special_tokens_map.json", "added_tokens.json", "chat_template*",
-                "preprocessor_config.json", "processor_config.json", *pooling.FILES]  # fmt: skip
+                "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+                *pooling.FILES]  # fmt: skip
 _SAFETENSORS = ["*.safetensors", "*.safetensors.index.json"]
 _BIN = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]  # fetched only if there are no safetensors
 _OTHER_WEIGHTS = ["consolidated*", "*/*.safetensors*", "*/*.bin*"]  # the same weights again, in another layout

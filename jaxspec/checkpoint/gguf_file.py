@@ -6,9 +6,10 @@ from. So nothing after it knows where the weights came from.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,10 +34,17 @@ from jaxspec.text.tokenizer import Tokenizer
 class _Architecture:
     """How llama.cpp's converter stores one architecture."""
 
+    family: str = ""  # model_type, where it has another name
     interleaved: bool = False  # rows of q and k are in the interleaved rotary order; in the checkpoint they aren't
     centred: bool = False  # norms' weights are stored with 1 added
     partial: bool = False  # `rope.dimension_count` may be less than the head width
-    names: Mapping[str, str] = field(default_factory=dict)  # of parts of a layer, where `_LAYER` has others
+    names: Mapping[str, str] = field(
+        default_factory=dict
+    )  # of parts of a layer, or of tensors, where `_LAYER` has others
+    experts: bool = False  # the family has experts
+    # Experts' tensors that the checkpoint has with inputs first and outputs of all of these alternating.
+    alternating: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    own_ropes: bool = False  # each kind of layer has heads and a rope of its own
 
 
 # By general.architecture. Mistral is "llama" too.
@@ -60,8 +68,75 @@ _ARCHITECTURES = {
             "ffn_up": "mlp.gate_up_proj",
         },
     ),
+    "gemma4": _Architecture(
+        experts=True,
+        own_ropes=True,
+        names={
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_norm": "pre_feedforward_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+            "post_ffw_norm_1": "post_feedforward_layernorm_1",
+            "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+            "post_ffw_norm_2": "post_feedforward_layernorm_2",
+            "ffn_gate_inp": "router.proj",
+            "ffn_gate_inp.scale": "router.scale",
+            "ffn_gate_up_exps.weight": "experts.gate_up_proj",
+            "ffn_gate_exps": "experts.{}.gate_proj",
+            "ffn_up_exps": "experts.{}.up_proj",
+            "ffn_down_exps.weight": "experts.down_proj",
+            "ffn_down_exps.scale": "router.per_expert_scale",
+            "layer_output_scale.weight": "layer_scalar",
+            "inp_gate": "per_layer_input_gate",
+            "proj": "per_layer_projection",
+            "post_norm": "post_per_layer_input_norm",
+        },
+    ),
+    "gpt-oss": _Architecture(
+        "gpt_oss",
+        experts=True,
+        names={
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks.weight": "self_attn.sinks",
+            "ffn_gate_inp": "mlp.router",
+        },
+        alternating={
+            "mlp.experts.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+            "mlp.experts.gate_up_proj_bias": ("ffn_gate_exps.bias", "ffn_up_exps.bias"),
+            "mlp.experts.down_proj": ("ffn_down_exps.weight",),
+            "mlp.experts.down_proj_bias": ("ffn_down_exps.bias",),
+        },
+    ),
+    "qwen3moe": _Architecture("qwen3_moe", experts=True),
+    "glm4moe": _Architecture(
+        "glm4_moe",
+        partial=True,
+        experts=True,
+        names={
+            "post_attention_norm": "post_attention_layernorm",
+            "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+        },
+    ),
+    "minimax-m2": _Architecture(
+        "minimax_m2",
+        partial=True,
+        experts=True,
+        names={
+            "ffn_gate_inp": "block_sparse_moe.gate",
+            "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias",
+            "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+            "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+            "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+        },
+    ),
 }
-_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_TOP = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
 _LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -74,7 +149,22 @@ _LAYER = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    # Of all experts in one tensor, in checkpoints one by one.
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
+_GATING = {
+    "gemma4": 1,
+    "gpt-oss": 3,
+    "qwen3moe": 1,
+    "glm4moe": 2,
+    "minimax-m2": 2,
+}  # expert_gating_func: a softmax, sigmoids, a softmax of the chosen
 _ROPE_FACTORS = "rope_freqs.weight"
 # What llama.cpp takes for Gemma 3 where the metadata is silent: every sixth layer sees all of the text, and only the
 # 27B, known by its layers, scales queries by the model's width a head.
@@ -114,7 +204,12 @@ class GgufFile:
 
     def tensors(self) -> dict[str, TensorInfo]:
         """Tensors that the header lists, under Hugging Face names; a name with no counterpart there stays as it is."""
-        return {self._hf_name(name): TensorInfo(t.shape, t.nbytes) for name, t in self._weights().items()}
+        listed = {name: TensorInfo(tensor.shape, tensor.nbytes) for name, tensor in self._named()}
+        for name, parts in self._alternating():
+            count, outputs, *inputs = parts[0].shape
+            shape = (count, *inputs, len(parts) * outputs)
+            listed[name] = TensorInfo(shape, sum(part.nbytes for part in parts))
+        return listed
 
     def stored(self) -> dict[str, Computed]:
         """Every tensor, in the file's order, dequantised to float32 when it is read.
@@ -122,17 +217,46 @@ class GgufFile:
         **Raises:** then `CheckpointError` for a type that the gguf package can't dequantise.
         """
         found = {}
-        for name, tensor in sorted(self._weights().items(), key=lambda each: each[1].offset):
-            size = tensor.nbytes + 4 * math.prod(tensor.shape)
-            found[self._hf_name(name)] = Computed(size, partial(self._values, name, tensor))
+        for name, tensor in sorted(self._named(), key=lambda each: each[1].offset):
+            found[name] = Computed(tensor.nbytes + 4 * math.prod(tensor.shape), partial(self._values, tensor))
+        for name, parts in self._alternating():
+            size = sum(part.nbytes + 8 * math.prod(part.shape) for part in parts)
+            found[name] = Computed(size, partial(self._alternated, parts))
         return found
 
-    def _values(self, name: str, tensor: GgufTensor) -> np.ndarray:
+    def _alternating(self) -> Iterator[tuple[str, list[GgufTensor]]]:
+        """Tensors that are made of several of the file's, by their Hugging Face names."""
+        for layer in range(self.config.num_layers):
+            for name, parts in self._stored.alternating.items():
+                names = [f"blk.{layer}.{part}" for part in parts]
+                if all(each in self._places for each in names):
+                    yield f"model.layers.{layer}.{name}", [self._places[each] for each in names]
+
+    def _alternated(self, parts: list[GgufTensor]) -> np.ndarray:
+        values = [np.moveaxis(self._dequantize(part), 1, -1) for part in parts]
+        return np.stack(values, axis=-1).reshape(*values[0].shape[:-1], -1)
+
+    def _named(self) -> Iterator[tuple[str, GgufTensor]]:
+        """Tensors by their Hugging Face names, each expert's part of a tensor by itself."""
+        apart = {part for parts in self._stored.alternating.values() for part in parts}
+        for name, tensor in self._weights().items():
+            if name.split(".", 2)[-1] in apart:
+                continue
+            named = self._hf_name(name)
+            if "{}" not in named:
+                yield named, tensor
+                continue
+            count = tensor.shape[0]
+            each = dataclasses.replace(tensor, shape=tensor.shape[1:], nbytes=tensor.nbytes // count)
+            for i in range(count):
+                yield named.format(i), dataclasses.replace(each, offset=tensor.offset + i * each.nbytes)
+
+    def _values(self, tensor: GgufTensor) -> np.ndarray:
         values = self._dequantize(tensor)
-        if self._stored.interleaved and (match := re.fullmatch(r"blk\.\d+\.attn_([qk])\..*", name)):
+        if self._stored.interleaved and (match := re.fullmatch(r"blk\.\d+\.attn_([qk])\..*", tensor.name)):
             heads = self.config.num_heads if match[1] == "q" else self.config.num_kv_heads
             values = _half_split(values, heads)
-        if self._stored.centred and name.endswith("norm.weight"):
+        if self._stored.centred and tensor.name.endswith("norm.weight"):
             values = values - 1
         return values
 
@@ -141,16 +265,24 @@ class GgufFile:
         return gguf_tokenizer.build(self._metadata, str(self.path))
 
     def _hf_name(self, name: str) -> str:
-        """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`."""
-        if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
+        """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`. A tensor of all experts has a place in its
+        name for an expert's number."""
+        if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias|scale)", name):
             layer, part, kind = match.groups()
+            if whole := self._stored.names.get(f"{part}.{kind}"):
+                return f"model.layers.{layer}.{whole}"
             known = self._stored.names.get(part) or _LAYER.get(part)
             return f"model.layers.{layer}.{known}.{kind}" if known else name
         part, _, kind = name.rpartition(".")
         return f"{_TOP[part]}.{kind}" if part in _TOP else name
 
     def _weights(self) -> dict[str, GgufTensor]:
-        return {name: tensor for name, tensor in self._places.items() if name != _ROPE_FACTORS}
+        layer = lambda name: int(found[1]) if (found := re.match(r"blk\.(\d+)\.", name)) else -1  # noqa: E731
+        return {
+            name: tensor
+            for name, tensor in self._places.items()
+            if name != _ROPE_FACTORS and layer(name) < self.config.num_layers
+        }
 
     def _dequantize(self, tensor: GgufTensor) -> np.ndarray:
         stored = Stored(self.path, tensor.offset, tensor.byte_shape, np.dtype(np.uint8)).read()
@@ -183,13 +315,13 @@ class GgufFile:
         ends = [self._metadata.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")]
         embedding = self._places.get("token_embd.weight")
         hf = {
-            "model_type": self._architecture,
+            "model_type": self._stored.family or self._architecture,
             "vocab_size": embedding.shape[0] if embedding else self._value("vocab_size", len(vocab)),
             "hidden_size": self._value("embedding_length"),
-            "intermediate_size": self._value("feed_forward_length"),
-            "num_hidden_layers": self._value("block_count"),
+            "intermediate_size": self._feed_width(),
+            "num_hidden_layers": self._count("block_count") - self._modules(),
             "num_attention_heads": heads,
-            "num_key_value_heads": self._count("attention.head_count_kv", heads),
+            "num_key_value_heads": None if self._stored.own_ropes else self._count("attention.head_count_kv", heads),
             "head_dim": self._count("attention.key_length", self._count("embedding_length") // heads),
             "rms_norm_eps": self._value("attention.layer_norm_rms_epsilon"),
             "rope_theta": self._value("rope.freq_base", 10_000.0),
@@ -204,9 +336,46 @@ class GgufFile:
         }
         if self._architecture == "gemma3":
             hf |= self._gemma3(hf)
+        if self._architecture == "gemma4":
+            return ModelConfig.from_hf(hf | self._gemma4(hf))
+        if self._stored.experts:
+            hf |= self._experts()
         if self._stored.partial:
+            hf["rotary_dim"] = self._count("rope.dimension_count", hf["head_dim"])
             hf["partial_rotary_factor"] = self._count("rope.dimension_count", hf["head_dim"]) / hf["head_dim"]
         return self._with_rope_factors(hf) if _ROPE_FACTORS in self._places else ModelConfig.from_hf(hf)
+
+    def _modules(self) -> int:
+        """How many of the layers are MTP modules. Newer files have them behind the model's own."""
+        return self._value("nextn_predict_layers", 0) if self._stored.experts else 0
+
+    def _experts(self) -> dict[str, Any]:
+        """Keys of experts, under the names of the families that have some."""
+        experts, width = self._count("expert_count"), self._count("expert_feed_forward_length")
+        own = {
+            "num_experts_per_tok": self._count("expert_used_count"),
+            "moe_intermediate_size": width,
+            "norm_topk_prob": self._value("expert_weights_norm", True),
+            "n_shared_experts": self._value("expert_shared_count", 0),
+            "first_k_dense_replace": self._value("leading_dense_block_count", 0),
+            "routed_scaling_factor": self._value("expert_weights_scale", 1.0) or 1.0,
+            "n_group": self._count("expert_group_count", 1),
+            "topk_group": self._count("expert_group_used_count", 1),
+            "use_qk_norm": "blk.0.attn_q_norm.weight" in self._places,
+        }
+        match self._architecture:
+            case "qwen3moe":
+                return own | {"num_experts": experts, "norm_topk_prob": True}  # whatever the file says, as llama.cpp
+            case "gpt-oss":
+                return own | {
+                    "num_local_experts": experts,
+                    "intermediate_size": width,
+                    "sliding_window": self._count("attention.sliding_window"),
+                    "rope_parameters": {"truncate": False} if self._rope_scaling() else {},
+                }
+            case "minimax-m2":
+                return own | {"num_local_experts": experts, "intermediate_size": width}
+        return own | {"n_routed_experts": experts}
 
     def _gemma3(self, hf: dict[str, Any]) -> dict[str, Any]:
         """Gemma 3's own keys. Without a window in the metadata no layer has one."""
@@ -227,18 +396,105 @@ class GgufFile:
         }
         return own | ({"sliding_window": window} if window else {})
 
+    def _feed_width(self) -> Any:
+        """Width of an MLP. Gemma 4's last ones may be twice as wide, and are listed: see `_gemma4`."""
+        width = self._value("feed_forward_length")
+        return min(width) if self._stored.own_ropes and isinstance(width, list) and width else width
+
+    def _gemma4(self, hf: dict[str, Any]) -> dict[str, Any]:
+        """Gemma 4's own keys. **Raises:** `CheckpointError` for layers that differ in another way than its own do."""
+        layers, sharing = hf["num_hidden_layers"], self._value("attention.shared_kv_layers", 0)
+        slides = self._by_layer("attention.sliding_window_pattern", layers)
+        heads, widths = (self._by_layer(key, layers) for key in ("attention.head_count_kv", "feed_forward_length"))
+        kv_heads = {bool(each): count for each, count in zip(slides, heads, strict=True)}
+        narrow, full = hf["intermediate_size"], slides.index(False) if False in slides else layers - 1
+        wide = [width != narrow for width in widths]
+        if (
+            [kv_heads[bool(each)] for each in slides] != heads
+            or any(width not in (narrow, 2 * narrow) for width in widths)
+            or wide not in ([False] * layers, [i >= layers - sharing for i in range(layers)])
+        ):
+            raise CheckpointError(
+                f"{self.path}: layers differ in a way that Gemma 4's don't: gemma4.attention.head_count_kv is "
+                f"{shown(heads)}, gemma4.feed_forward_length {shown(widths)}"
+            )
+        width = self._count("attention.key_length")
+        experts, inputs = self._value("expert_count", 0), self._places.get("per_layer_token_embd.weight")
+        return {
+            "head_dim": self._count("attention.key_length_swa", width),
+            "global_head_dim": width,
+            "num_key_value_heads": kv_heads.get(True, kv_heads.get(False)),
+            "num_global_key_value_heads": kv_heads.get(False),
+            "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in self._places,
+            "layer_types": [("full_attention", "sliding_attention")[bool(each)] for each in slides],
+            "sliding_window": self._count("attention.sliding_window"),
+            "num_kv_shared_layers": sharing,
+            "use_double_wide_mlp": any(wide),
+            "hidden_size_per_layer_input": self._value("embedding_length_per_layer_input", 0),
+            "vocab_size_per_layer_input": inputs.shape[0] if inputs else hf["vocab_size"],
+            "final_logit_softcapping": self._metadata.get("gemma4.final_logit_softcapping"),
+            "rope_parameters": {
+                "sliding_attention": {"rope_theta": self._value("rope.freq_base_swa", 1e4)},
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "rope_theta": self._value("rope.freq_base", 1e6),
+                    "partial_rotary_factor": self._rotating(width),
+                },
+            },
+            "enable_moe_block": bool(experts),
+            "num_experts": experts,
+            "top_k_experts": self._value("expert_used_count", 0),
+            "moe_intermediate_size": self._value("expert_feed_forward_length", 0),
+        }
+
+    def _by_layer(self, key: str, layers: int) -> list[Any]:
+        """Metadata that is a list of each layer's, or one for all."""
+        value = self._value(key)
+        value = value if isinstance(value, list) else [value] * layers
+        if len(value) != layers:
+            raise CheckpointError(
+                f"{self.path}: gemma4.{key} must have a value for each of {layers} layers, got {shown(value)}"
+            )
+        return value
+
+    def _rotating(self, width: int) -> float:
+        """The part of wide heads' pairs that rotates: those whose frequency isn't divided by next to infinity."""
+        if _ROPE_FACTORS not in self._places:
+            return 1.0
+        divisors = self._dequantize(self._places[_ROPE_FACTORS])
+        pairs = int((divisors == 1).sum())
+        if (
+            divisors.shape != (width // 2,)
+            or not pairs
+            or not (divisors[:pairs] == 1).all()
+            or not (divisors[pairs:] > 1e20).all()
+        ):
+            raise CheckpointError(
+                f"{self.path}: tensor {_ROPE_FACTORS} must have {width // 2} numbers, ones and then 1e30, as Gemma 4's "
+                "has; use the model's safetensors folder instead"
+            )
+        return 2 * pairs / width
+
     def _refuse_variants(self) -> None:
         """Variants that share an architecture's name but not its forward."""
-        if experts := self._value("expert_count", 0):
+        if not self._stored.experts and (experts := self._value("expert_count", 0)):
+            mixtures = ", ".join(name for name, each in _ARCHITECTURES.items() if each.experts)
             raise CheckpointError(
-                f"{self.path}: mixture of {shown(experts)} experts is not supported; only dense models are"
+                f"{self.path}: {self._architecture} with {shown(experts)} experts is not supported; architectures with "
+                f"experts that are: {mixtures}"
+            )
+        gating = self._value("expert_gating_func", 0)
+        if gating not in (0, known := _GATING.get(self._architecture, 0)):
+            raise CheckpointError(
+                f"{self.path}: {self._architecture}.expert_gating_func {shown(gating)} is not supported; supported: "
+                f"{known}"
             )
         if self._value("rope.dimension_sections", ()):
             raise CheckpointError(
                 f"{self.path}: rotary positions in sections ({self._architecture}.rope.dimension_sections), as of a "
                 "model of text and images, are not supported"
             )
-        if more := self._value("nextn_predict_layers", 0):
+        if not self._stored.experts and (more := self._value("nextn_predict_layers", 0)):
             raise CheckpointError(
                 f"{self.path}: {shown(more)} layers that predict further tokens "
                 f"({self._architecture}.nextn_predict_layers) are not supported"

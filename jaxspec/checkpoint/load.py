@@ -26,7 +26,7 @@ from jaxspec.checkpoint.shards import ModelFolder
 from jaxspec.config.engine_config import DTYPES, EngineConfig
 from jaxspec.config.options import ConfigError
 from jaxspec.config.progress import bytes_bar, took
-from jaxspec.config.request import RequestError, SamplingParams
+from jaxspec.config.request import IN_CHECKPOINTS, RequestError, SamplingParams
 from jaxspec.images.image_reader import ImageReader
 from jaxspec.models.families import MODELS
 from jaxspec.models.local import in_groups, local
@@ -43,6 +43,14 @@ MTP_PARTS = {
     "hnorm.": "pre_fc_norm_hidden.",
     "eh_proj.": "fc.",
     "shared_head.norm.": "norm.",
+}
+MTP_BELOW = {  # parts of MiMo-V2's first module, and in Qwen's layout
+    "enorm.": "pre_fc_norm_embedding.",
+    "hnorm.": "pre_fc_norm_hidden.",
+    "eh_proj.": "fc.",
+    "final_layernorm.": "norm.",
+    "pre_mlp_layernorm.": "layers.0.post_attention_layernorm.",
+    "self_attn.attention_sink_bias": "layers.0.self_attn.sinks",
 }
 MTP_HALVES = {  # parts of a module in Nemotron's layout, and in Qwen's
     "layers.0.enorm.": "pre_fc_norm_embedding.",
@@ -294,7 +302,7 @@ def kept_format(files: ModelFolder | GgufFile, quantization: str | None) -> Quan
 def _sampling(generation: Mapping[str, Any], name: str) -> dict[str, float]:
     """The sampling settings of a generation_config.json; those that can't be used are logged and left out."""
     usable = {}
-    for field_name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
+    for field_name in IN_CHECKPOINTS:
         if (value := generation.get(field_name)) is not None:
             try:
                 usable[field_name] = getattr(SamplingParams(**{field_name: value}), field_name)
@@ -311,7 +319,7 @@ def text_name(name: str, layers: int, sharing: Container[int] = ()) -> str | Non
     name = name.removeprefix("language_model.")  # of all, as Gemma 3 was first published
     if name.startswith(("layers.", "embed_tokens.", "norm.")):  # of a model without a head, as embeddings have it
         name = f"model.{name}"
-    if name.removeprefix("model.").startswith(OTHER_PARTS) or name.startswith(MTP):
+    if name.removeprefix("model.").startswith((*OTHER_PARTS, MTP)):
         return None
     name = name.replace("model.language_model.", "model.", 1)
     if sharing and (own := KEYS_VALUES.fullmatch(name)) and int(own[1]) in sharing:
@@ -323,8 +331,14 @@ def mtp_name(name: str, layers: int) -> str | None:
     """An MTP tensor's name in Qwen's layout, `mtp.*`; None for other tensors, and for copies of the model's own.
 
     DeepSeek's layout has modules as further layers of the model, behind its `layers`, each with norms of its own.
-    Nemotron's has a module's attention and its MLP as two layers, of one norm each.
+    Nemotron's has a module's attention and its MLP as two layers, of one norm each. Of MiMo-V2's, whose modules have
+    projections and norms of their own, the first is named.
     """
+    if name.startswith(f"model.{MTP}"):
+        if (part := name.removeprefix(f"model.{MTP}layers.0.")) == name:
+            return None
+        theirs = next((theirs for theirs in MTP_BELOW if part.startswith(theirs)), "")
+        return f"{MTP}{MTP_BELOW.get(theirs, 'layers.0.')}{part.removeprefix(theirs)}"
     if name.startswith(MTP):
         theirs = next((theirs for theirs in MTP_HALVES if name.startswith(MTP + theirs)), "")
         return f"{MTP}{MTP_HALVES[theirs]}{name.removeprefix(MTP + theirs)}" if theirs else name

@@ -184,6 +184,8 @@ def _placed(param: Param, host: list[Any], scales: dict[str, np.ndarray], dtype:
 def _made(param: Param, sources: list[jax.Array], scales: dict[str, np.ndarray], dtype: str) -> Any:
     if param.depthwise:
         sources = [source[:, 0] for source in sources]
+    if any(param.unit_axes):
+        sources = [source.reshape(-1) for source in sources]
     if param.stacked and param.transpose:
         sources = [jnp.swapaxes(source, 1, 2) for source in sources]
     if isinstance(param.format, Mxfp4):
@@ -393,6 +395,8 @@ def _sources(param: Param, array: jax.Array) -> tuple[Param, list[jax.Array]]:
         return dataclasses.replace(param, sources=("dummy",), whole="dummy"), [whole]
     parts = param.layout.unpack(array)
     parts = [part.T if param.transpose else part for part in parts]
+    if any(param.unit_axes):
+        parts = [part.reshape(shape) for part, shape in zip(parts, param.stored_values().values(), strict=True)]
     return param, [part[:, None] if param.depthwise else part for part in parts]
 
 

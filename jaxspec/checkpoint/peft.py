@@ -28,6 +28,7 @@ from jaxspec.models.weights import WHOLE, Param, Unquantised, linear
 ADAPTED = frozenset({
     *("qkv", "out", "gate_up", "up", "down"),
     *("qkvz", "ba", "in", "latents", "queries", "latent_in", "latent_out"),
+    *("gates", "steps", "output_gates"),
 })  # fmt: skip
 CONFIG, WEIGHTS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
 PATTERN_SECONDS = 0.1  # that a pattern may take for a module's name
@@ -94,9 +95,13 @@ def read_adapter(name: str, folder: str | Path, declared: Mapping[str, Any], ran
 
     **Raises:** `CheckpointError` naming the file, key or tensor that can't be served.
     """
-    folder = Path(folder).expanduser()
-    config_file = folder / CONFIG
-    if not config_file.is_file():
+    try:
+        folder = Path(folder).expanduser()
+        config_file = folder / CONFIG
+        there = config_file.is_file()
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"{shown(str(folder))} can't be read as a folder: {shown(str(error))}") from error
+    if not there:
         raise CheckpointError(f"{folder} has no {CONFIG}; give a folder that PEFT's save_pretrained wrote")
     config = read_json(config_file)
     _check_config(config, config_file)
@@ -112,7 +117,7 @@ def read_adapter(name: str, folder: str | Path, declared: Mapping[str, Any], ran
             param, i = known[tensor]
             shapes = tuple(shard.get_slice(a).get_shape()), tuple(shard.get_slice(b).get_shape())
             own = _checked_rank(shapes, param, i, a, file)
-            wanted = _by_pattern(config, "rank_pattern", module, config_file) or config["r"]
+            wanted = _by_pattern(config, "rank_pattern", "r", module, config_file)
             if own != wanted:
                 raise CheckpointError(f"{file}: {a} has rank {own}, and {CONFIG} says {wanted} for it")
             if own > most:
@@ -120,7 +125,7 @@ def read_adapter(name: str, folder: str | Path, declared: Mapping[str, Any], ran
                     f"{file}: {a} has rank {own}, at most {most} is served; --max-lora-rank, up to {MOST_LORA_RANK}, "
                     "sets it"
                 )
-            alpha = _by_pattern(config, "alpha_pattern", module, config_file) or config["lora_alpha"]
+            alpha = _by_pattern(config, "alpha_pattern", "lora_alpha", module, config_file)
             scale = alpha / (math.sqrt(own) if config.get("use_rslora") else own)
             with np.errstate(over="ignore", invalid="ignore"):
                 values = [shard.get_tensor(each).astype(np.float32) for each in (a, b)]
@@ -161,8 +166,8 @@ def _is_number(value: Any, whole: bool) -> bool:
     return 1 <= value <= 2**20 if whole else abs(value) <= 2.0**20
 
 
-def _by_pattern(config: Mapping[str, Any], key: str, module: str, file: Path) -> float | None:
-    """The value of the first pattern that a module's name ends with, as PEFT has it."""
+def _by_pattern(config: Mapping[str, Any], key: str, otherwise: str, module: str, file: Path) -> float:
+    """The value of the first pattern that a module's name ends with, as PEFT has it; `otherwise`, of that key."""
     for pattern, value in (config.get(key) or {}).items():
         try:
             if regex.match(rf"(.*\.)?({pattern})$", module, timeout=PATTERN_SECONDS):
@@ -171,7 +176,7 @@ def _by_pattern(config: Mapping[str, Any], key: str, module: str, file: Path) ->
             raise CheckpointError(
                 f"{file}: {key} {shown(pattern)} is no pattern that can be matched: {error}"
             ) from error
-    return None
+    return config[otherwise]
 
 
 def _pairs(names: Iterable[str], known: Mapping[str, Any], layers: int, file: Path) -> dict[str, tuple[str, str, str]]:

@@ -27,7 +27,7 @@ from jaxspec.checkpoint.pooling import Pooling
 from jaxspec.checkpoint.stored import DTYPES, Computed, Stored
 from jaxspec.config.json_values import shown
 from jaxspec.config.options import ConfigError
-from jaxspec.images.image_reader import ImageReader, image_reader
+from jaxspec.images.image_reader import PROCESSOR_FILES, ImageReader, image_reader
 from jaxspec.models.model_config import ModelConfig, end_tokens, is_token
 from jaxspec.text.errors import TokenizerError
 from jaxspec.text.tokenizer import Tokenizer
@@ -201,8 +201,8 @@ class ModelFolder:
 
         **Raises:** `ConfigError` or `CheckpointError` for a damaged file.
         """
-        named = (self.config_file.parent / name for name in ("preprocessor_config.json", "processor_config.json"))
-        return image_reader(self.hf, {file.name: read_json(file) for file in named if file.is_file()}, tokenizer)
+        files = (self.config_file.parent / name for name in PROCESSOR_FILES)
+        return image_reader(self.hf, {file.name: read_json(file) for file in files if file.is_file()}, tokenizer)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from jaxspec.checkpoint.shards import ModelFolder
 from jaxspec.checkpoint.stored import Readers
 from jaxspec.models.vision import Tower
 
+BOUND = 1e4
 NORMS = re.compile(r"norm\d?\.weight$")  # that dummies have at one
 
 
@@ -48,7 +49,7 @@ def load(tower: Tower, files: ModelFolder | GgufFile, dtype: str, load_format: s
     for name, tensor in zip(wanted, read, strict=True):
         key, layer = wanted[name]
         shape = tower.shapes[key]
-        if tensor.size != math.prod(shape) or len(tensor) != shape[0]:
+        if tensor.size != math.prod(shape) or tensor.shape[:1] != shape[:1]:
             raise CheckpointError(f"{files.path}: {name} has shape {list(tensor.shape)}, {list(shape)} is expected")
         host[key][layer] = np.asarray(tensor).reshape(shape)
     stacked = {key: np.stack(each) if key.startswith(tower.per_layer) else each[0] for key, each in host.items()}
@@ -67,6 +68,8 @@ def dummy(tower: Tower, dtype: str, seed: int) -> dict[str, Any]:
         shape = (tower.layers, *shape) if key.startswith(tower.per_layer) else shape
         if NORMS.search(key):
             made[key] = jnp.ones(shape, dtype)
+        elif tower.shapes[key] == ():  # a bound, beyond which nothing comes
+            made[key] = jnp.full(shape, -BOUND if key.endswith("min") else BOUND, dtype)
         elif key.endswith("bias"):
             made[key] = jnp.zeros(shape, dtype)
         else:

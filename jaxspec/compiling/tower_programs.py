@@ -18,8 +18,7 @@ from jaxtyping import Array, Float, Int
 from jaxspec.compiling import xla_options
 from jaxspec.compiling.executable_store import Executables
 from jaxspec.compiling.lowering import shape_of
-from jaxspec.decoder.towers import embed_pictures, places
-from jaxspec.decoder.towers.qwen import Patches
+from jaxspec.decoder.towers import Patches, embed_pictures, places
 from jaxspec.models.vision import Tower
 from jaxspec.pallas import hopper
 from jaxspec.pallas.hopper.export import not_in_jax_cache

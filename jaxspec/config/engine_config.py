@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxspec.config.foreign_flags import METHODS, meant
+from jaxspec.config.foreign_flags import DRAFT_METHODS, METHODS, meant
 from jaxspec.config.options import ConfigError, check, flag, option
 from jaxspec.config.request import shown
 
@@ -39,9 +39,9 @@ class EngineConfig:
     )
     draft: str = option(
         "none",
-        "none, auto (the best that needs no download), a method (ngram, suffix, mtp, standalone, eagle, eagle3, "
-        "dflash, dflash2, dspark, domino, lilicorr, assistant), method:path_or_id, a path or hub id, or "
-        "module:Class[:PATH]; a drafter's own options follow: ngram?max_match=8; suffix+D or ngram+D drafts with both",
+        f"none, auto (the best that needs no download), a method ({', '.join(DRAFT_METHODS)}), method:path_or_id, "
+        "a path or hub id, or module:Class[:PATH]; a drafter's own options follow: ngram?max_match=8; suffix+D or "
+        "ngram+D drafts with both",
         "D",
         group=SPECULATION,
         common=True,
@@ -110,8 +110,8 @@ class EngineConfig:
     )
     draft_token_map: str | None = option(
         None,
-        "file (.json, .npy or .pt) of token ids: dflash, dflash2, dspark, domino, eagle, eagle3 and mtp draft only "
-        "these then, with a smaller head",
+        "file (.json, .npy or .pt) of token ids: only these are drafted then, with a smaller head; methods that "
+        "need the whole vocabulary refuse it",
         "FILE",
         group=SPECULATION,
         shown="none: all tokens",
@@ -241,6 +241,18 @@ class EngineConfig:
         group=MEMORY,
         shown="0.0: none",
         least=0,
+    )
+    disk_kv_gb: float = option(
+        0.0,
+        "GiB of a disk, of each engine, for what leaves the host's memory (--host-kv-gb); a later start of the same "
+        "model finds it there",
+        "GIB",
+        group=MEMORY,
+        shown="0.0: none",
+        least=0,
+    )
+    disk_kv_path: str | None = option(
+        None, "folder for that, on a fast disk of this host", "DIR", group=MEMORY, shown="kv in $JAXSPEC_CACHE"
     )
     num_continuous_decode_steps: int | None = option(
         None,

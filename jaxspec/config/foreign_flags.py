@@ -83,6 +83,7 @@ NEEDLESS = {
                     "loading has a bar on a terminal, and lines in a log"),
     **dict.fromkeys(("hicache_write_policy", "hicache_io_backend", "hicache_mem_layout"),
                     "pages are copied once they are full, each as one block, beside the rounds"),
+    "hicache_storage_prefetch_policy": "a prompt waits for the disk where that is faster than computing",
     "sleep_on_idle": "the engine waits for requests without a loop",
     **dict.fromkeys(("mamba_scheduler_strategy", "mamba_track_interval", "mamba_radix_cache_strategy"),
                     "drafts, overlap and prefix cache of hybrids go together; --state-snapshot-interval sets how often "
@@ -110,6 +111,7 @@ NEEDLESS = {
     **dict.fromkeys(("ngram_min", "ngram_max", "speculative_ngram_min_match_window_size",
                      "speculative_ngram_max_match_window_size", "prompt_lookup_min", "prompt_lookup_max"),
                     "the drafter takes it: --draft 'ngram?min_match=2&max_match=5'"),
+    "speculative_dflash_draft_window_size": "the drafter takes it: --draft 'dflash:D?window=2048'",
     **dict.fromkeys(("load_balance_method", "data_parallel_backend", "data_parallel_size_local"),
                     "--dp-size engines run on this host; a request goes to the one with its prefix, or the least busy"),
     "enable_auto_tool_choice": "it is always on where tools are supported",
@@ -132,9 +134,8 @@ UNSUPPORTED = {
                     "weights stay on the device; --host-kv-gb keeps KV in the host's memory"),
     "enable_hierarchical_cache": "--host-kv-gb GIB gives the cache a size in the host's memory",
     "hicache_ratio": "--host-kv-gb takes GiB; the memory plan in the log says what the KV cache takes",
-    **dict.fromkeys(("hicache_storage_backend", "hicache_storage_prefetch_policy",
-                     "hicache_storage_backend_extra_config", "enable_lmcache"),
-                    "KV is kept on the device and in this host's memory (--host-kv-gb), and nowhere else"),
+    **dict.fromkeys(("hicache_storage_backend", "hicache_storage_backend_extra_config", "enable_lmcache"),
+                    "KV is kept on the device, in this host's memory (--host-kv-gb) and on its disk (--disk-kv-gb)"),
     **dict.fromkeys(("tokenizer", "tokenizer_path", "tokenizer_mode"),
                     "the tokenizer is the one in the model's folder"),
     **dict.fromkeys(("chat_template", "chat_template_content_format"),
@@ -175,11 +176,15 @@ SWITCHES = frozenset(
     }
 )
 
+# Methods of --draft, as `drafters.registry.DRAFTERS` has them.
+DRAFT_METHODS = (
+    *("ngram", "suffix", "mtp", "standalone", "eagle", "eagle3", "dflash", "dflash2", "dspark", "domino", "lilicorr"),
+    "assistant",
+)
 # --draft by what the others call the method. SGLang's EAGLE without a drafter's path means the model's own MTP module.
 METHODS = {
-    **{method: method for method in ("ngram", "suffix", "standalone", "eagle", "eagle3", "mtp")},
-    **{method: method for method in ("dflash", "dflash2", "dspark", "domino", "lilicorr")},
-    **dict.fromkeys(("assistant", "gemma4_mtp", "frozen_kv_mtp"), "assistant"),
+    **{method: method for method in DRAFT_METHODS},
+    **dict.fromkeys(("gemma4_mtp", "frozen_kv_mtp"), "assistant"),
     "naive_eagle": "eagle",  # one draft a round
     **dict.fromkeys(("nextn", "deepseek_mtp", "qwen3_next_mtp", "qwen3_5_mtp", "glm4_moe_mtp", "mimo_mtp"), "mtp"),
     **dict.fromkeys(("draft_model", "draft"), "standalone"),

@@ -40,6 +40,7 @@ NUMBERS = {
     "frequency_penalty": (-2.0, 2.0),
     "repetition_penalty": (0.0, 100.0),
 }
+IN_CHECKPOINTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # what generation_config.json sets
 POSITIVE = ("top_p", "repetition_penalty")  # of these 0 is refused, and whatever is less than `TINY`
 INTEGERS = {
     "top_k": (-1, 2**31 - 1),
@@ -437,6 +438,7 @@ class RequestMetrics:
     prompt_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache
     cached_on_host: int = 0  # those of them that came from the host's memory
+    cached_on_disk: int = 0  # and from its disk
     output_tokens: int = 0
     verify_rounds: int = 0
     verified_tokens: int = 0  # tokens those rounds yielded, the bonus of each included

@@ -30,7 +30,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.decoder import few_rows as narrow
 from jaxspec.decoder.fixed_order import exact_product, row_norm
-from jaxspec.decoder.functions import Table, cos_sin_apart, cos_sin_by_axis
+from jaxspec.decoder.functions import Table, cos_sin_apart
 from jaxspec.decoder.matmul import reference, valid_count
 from jaxspec.decoder.mixer import Mixer
 from jaxspec.decoder.mixings import mixing_of
@@ -38,7 +38,7 @@ from jaxspec.decoder.mixings.kind import Weights
 from jaxspec.decoder.padding import flat
 from jaxspec.decoder.path import Call, Path, implementing, layers_differ
 from jaxspec.decoder.stack import Ops
-from jaxspec.models.description import Attention, Decoder, Layer, Norm, Rope, beyond
+from jaxspec.models.description import Decoder, Layer, Norm, Rope, beyond
 from jaxspec.models.weights import HALF, Weight
 from jaxspec.pallas import hopper
 from jaxspec.pallas.attention.decode_attention.plan import MAX_ROWS
@@ -130,9 +130,8 @@ class Fixed(Ops):
     table: Table  # of the rope
 
     def _mix(self, layer, weights, i, made, cache, dtype, in_parts=False):
-        table = self.table
-        if self.axes is not None and isinstance(layer.mixing, Attention):
-            table = jax.lax.optimization_barrier(cos_sin_by_axis(self.axes, layer.mixing))
+        by_axis = self.table_by_axis(layer)
+        table = self.table if by_axis is None else jax.lax.optimization_barrier(by_axis)
         of = layer, weights, i, made, self.positions, self.mixer, cache, dtype, table, in_parts
         return mixing_of(layer).fixed(*of)
 

@@ -24,7 +24,7 @@ from jaxspec.decoder.padding import flat, padded, untimed, valid_rows
 from jaxspec.decoder.path import MIXTURE, Call, Path, implementing, layers_differ
 from jaxspec.decoder.stack import Ops
 from jaxspec.models.description import Attention, ClampedSwiglu, Decoder, Mixture, Mlp
-from jaxspec.models.weights import HALF, Fp8, Int4, Mxfp4, Nvfp4, Unquantised, Weight
+from jaxspec.models.weights import HALF, Weight
 from jaxspec.pallas.attention.prompt_attention import UNIT
 from jaxspec.pallas.dense import few_rows
 
@@ -35,8 +35,6 @@ Table = tuple[Float[Array, "r half"], Float[Array, "r half"]]
 
 IMPLEMENTS = implementing({
     Mixture: {*MIXTURE, "bias", "router_bias", "activation"}, ClampedSwiglu: {"alpha", "limit"},
-    Fp8: {"block", "activations"}, Int4: {"group", "zeros"}, Nvfp4: set(),
-    Mxfp4: set(),  # of a mixture's experts, which have kernels of their own
 })  # fmt: skip
 
 
@@ -194,7 +192,7 @@ class FewRows(Ops):
 
 def _idle(weights: Weights, x: Float[Array, "r d"]) -> bool:
     """Whether a layer is so small that memory is idle for most of it, and later weights are prefetched."""
-    return x.shape[1] <= few_rows.NARROW and isinstance(weights["qkv"].format, Unquantised)
+    return x.shape[1] <= few_rows.NARROW and not weights["qkv"].quantised
 
 
 def rope_table(attention: Attention, positions: Int[Array, "b t"]) -> Table:

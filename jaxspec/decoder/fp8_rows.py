@@ -18,12 +18,12 @@ from jaxspec.decoder.mixings.kind import Weights
 from jaxspec.decoder.path import MIXTURE, Call, Path, implementing
 from jaxspec.decoder.stack import Ops
 from jaxspec.models.description import Decoder, Layer, Mixture, Norm, Rope
-from jaxspec.models.weights import Fp8, Weight
+from jaxspec.models.weights import Weight
 from jaxspec.pallas.dense import fp8_rows
 from jaxspec.pallas.dense.add_norm import add_norm
 from jaxspec.pallas.dense.add_norm import supported as norm_supported
 
-IMPLEMENTS = implementing({Mixture: MIXTURE, Norm: {"centred"}, Rope: {"columns"}, Fp8: {"block"}})
+IMPLEMENTS = implementing({Mixture: MIXTURE, Norm: {"centred"}, Rope: {"columns"}})
 
 
 def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
@@ -34,7 +34,7 @@ def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
     for layer, weights in zip(decoder.layers, layers, strict=True):
         for name in _multiplied(layer):
             weight = weights[name]
-            if not isinstance(weight.format, Fp8):
+            if not weight.quantised:
                 return "weights that aren't FP8"
             block, unit = weight.format.block, weight.outputs // len(weight.scales)
             if reason := fp8_rows.supported(rows, dtype, block, weight.outputs, weight.inputs, unit):

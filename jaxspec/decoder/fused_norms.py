@@ -25,12 +25,11 @@ from jaxspec.decoder.padding import flat, padded, untimed, valid_rows
 from jaxspec.decoder.path import MIXTURE, Call, Path, implementing
 from jaxspec.decoder.stack import Ops
 from jaxspec.models.description import Decoder, Layer, Mixture, Mlp, Norm, Rope
-from jaxspec.models.weights import HALF, FourBits, Fp8, Int4, Nvfp4, Weight
+from jaxspec.models.weights import HALF, Weight
 from jaxspec.pallas.dense import few_rows
 
 IMPLEMENTS = implementing({
     Mlp: {"bias", "activation"}, Mixture: MIXTURE, Norm: {"centred"}, Rope: {"columns"},
-    Fp8: {"block", "activations"}, Int4: {"group", "zeros"}, Nvfp4: set(),
 })  # fmt: skip
 
 
@@ -61,7 +60,7 @@ def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
 
 
 def _quantised(weight: Any) -> bool:
-    return isinstance(weight, Weight) and isinstance(weight.format, Fp8 | FourBits)
+    return isinstance(weight, Weight) and weight.quantised
 
 
 def _together(layer: Layer, weights: Weights) -> list[tuple[str, ...]]:

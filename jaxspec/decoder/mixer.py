@@ -46,16 +46,16 @@ class RecurrentMixer(Mixer, Protocol):
         """Each channel's causal convolution over its newest w rows, the last tap on the row itself, then SiLU.
 
         `bias` [c], of channels without `mix`, is added before that. The channels are the first c columns of x [b t d],
-        `weight` is [w c]. They come out as [b t c]; or those of `mix`, a `DeltaRule`, as its queries and keys [b t m k]
-        and values [b t n v]: queries and keys of length one, queries scaled by k**-0.5.
+        `weight` is [w c]. They come out as [b t c]; or those of `mix`, a `Recurrence`, as its queries and keys
+        [b t m k] and values [b t n v]: queries and keys of length one, queries scaled by k**-0.5.
         """
         ...
 
     def recur(self, cache, layer, q, k, v, decay, beta, padded_rows) -> tuple[Array, Any]:
         """The gated delta rule, S = decay S + beta (v - decay S k) k', out = S q; key head i serves n/m value heads.
 
-        q and k are [b t m k], v [b t n v], decay and beta [b t n]. The result has r = `padded_rows` rows a request;
-        those from t on are padding and may hold anything.
+        q and k are [b t m k], v [b t n v], decay and beta [b t n]; or decays are [b t n k], by key channel. The result
+        has r = `padded_rows` rows a request; those from t on are padding and may hold anything.
         """
         ...
 

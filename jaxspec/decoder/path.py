@@ -14,7 +14,7 @@ from jaxspec.decoder.mixings import MIXINGS
 from jaxspec.decoder.mixings.kind import Weights
 from jaxspec.decoder.stack import Ops
 from jaxspec.models.description import ROPE_SCALINGS, Decoder, Layer, Mlp, Norm, PagedRows, Rope, Table, beyond
-from jaxspec.models.weights import Unquantised, formats
+from jaxspec.models.weights import formats
 from jaxspec.pallas import hopper
 from jaxspec.parallel.sharding import devices
 
@@ -26,7 +26,6 @@ PLAINEST: Table = {
     Norm: frozenset({"eps"}),
     Rope: frozenset({"theta", "scaling", "sections"}),
     **ROPE_SCALINGS,
-    Unquantised: frozenset(),
 }
 MIXTURE = frozenset({"experts", "per_token", "width", "renormalised", "shared"})
 
@@ -86,8 +85,8 @@ class Call:
 class Path:
     """One way to run a stack of layers.
 
-    - `describes`: by kind of description or of a weight's format, the fields that it computes; all others must be at
-      their defaults. Kinds of mixing, and formats elsewhere, say themselves which paths compute what (`implements`).
+    - `describes`: by kind of description, the fields that it computes; all others must be at their defaults. Kinds of
+      mixing and formats of weights say themselves which paths compute what (`implements`).
     - `processors`: multiprocessors that it needs at once.
     - `fits(decoder, layers, call)`: why these sizes and dtypes don't, or None; `layers` are their weights.
     - `ops(decoder, layers, positions, mixer)`: the steps that `stack.run` takes.
@@ -133,7 +132,7 @@ class Path:
         """Name what this path lacks for a decoder, or for the formats of a pytree's weights; None if nothing."""
         if reason := beyond(decoder, self.implements):
             return reason
-        found = formats(weights)
+        found = tuple(each for each in formats(weights) if each.quantised)
         own = {type(each): each.implements[self.name] for each in found if self.name in each.implements}
-        reason = beyond(found, {**self.implements, **own})
+        reason = beyond(found, own)
         return reason and f"weights in {reason}"

@@ -34,20 +34,18 @@ from jaxspec.models.description import (
     Rope,
     SigmoidScores,
 )
-from jaxspec.models.weights import Fp8, Int4, Mxfp4, Nvfp4
 from jaxspec.parallel.peers import summed
 from jaxspec.parallel.sharding import devices, embed, total
 
 IMPLEMENTS = implementing({
     Decoder: {"reports_experts", "layer_inputs"}, Absent: set(), Norm: {"centred"},
     Layer: {"pre_norm", "post_norm", "residual_scale", "input_width", "output_scaled"},
-    LayerInputs: {"width", "vocab_size"},
+    LayerInputs: {"width", "vocab_size", "padding"},
     Mlp: {"bias", "activation", "gated"},
     Rope: {"columns", "interleaved"},
     Mixture: {*MIXTURE, "shared_gated", "scores", "bias", "router_bias", "activation", "groups", "gated", "latent",
               "beside"},
     ClampedSwiglu: {"alpha", "limit"}, SigmoidScores: {"groups", "top_groups", "scale"},
-    Fp8: {"block", "activations"}, Mxfp4: set(), Int4: {"group", "zeros", "ordered"}, Nvfp4: set(),
 })  # fmt: skip
 
 

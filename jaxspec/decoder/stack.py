@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.decoder.functions import cos_sin_by_axis, row_of
+from jaxspec.decoder.functions import row_of
 from jaxspec.decoder.mixer import Mixer
 from jaxspec.decoder.mixings import mixing_of
 from jaxspec.decoder.mixings.kind import Weights
-from jaxspec.models.description import Absent, Attention, Decoder, Layer
+from jaxspec.models.description import Absent, Decoder, Layer
 
 Inputs = Sequence[tuple[Float[Array, "b _ _"], Float[Array, " _"] | None]]  # rows, and the scale of their norm if any
 
@@ -73,15 +73,18 @@ class Ops:
 
     def mix(self, layer: Layer, weights: Weights, i: Int[Array, ""], x: Any, given: Any, cache: Any) -> tuple[Any, Any]:
         """From what is given to the layer to the input of its output projection, and the cache."""
-        made, table = self.project(layer, weights, x, given), {}
-        if self.axes is not None and isinstance(layer.mixing, Attention):
-            table = {"table": cos_sin_by_axis(self.axes, layer.mixing)}
+        made, table = self.project(layer, weights, x, given), self.table_by_axis(layer)
         of = layer, weights, i, made, self.positions, self.mixer, cache, self.batched(x).dtype
-        return mixing_of(layer).mix(*of, **table)
+        return mixing_of(layer).mix(*of, **({} if table is None else {"table": table}))
+
+    def table_by_axis(self, layer: Layer) -> Any:
+        """The layer's rope table where positions have three axes; None: its mixing makes its own, or has none."""
+        by_axis = mixing_of(layer).by_axis
+        return None if self.axes is None or by_axis is None else by_axis(self.axes, layer.mixing)
 
     def finish(self, layer: Layer, weights: Weights, after: Any, x: Any, mixed: Any) -> tuple[Any, Any]:
         """The layer after its mixing: the residual stream, and what is given to the next layer."""
-        added = (x, None) if isinstance(layer.mixing, Absent) else self.add(layer, weights, x, mixed)
+        added = (x, None) if layer.mixing.memory is None else self.add(layer, weights, x, mixed)
         return added if isinstance(layer.feed, Absent) else self.feed(layer, weights, after, *added)
 
 
@@ -167,7 +170,7 @@ def mixed_of(
 
     `row`: i32[b], of each sequence the one row that goes on after the mixing, -1 where nobody reads any; None: all.
     """
-    if isinstance(layer.mixing, Absent):
+    if layer.mixing.memory is None:  # it mixes nothing
         return None, cache
     mixer = ops.mixer.group(group) if group else ops.mixer
     ops = dataclasses.replace(ops, mixer=mixer if row is None else mixer.only(row >= 0))

@@ -18,14 +18,13 @@ from jaxspec.decoder.path import Call, Path, implementing, layers_differ
 from jaxspec.decoder.plain import Plain
 from jaxspec.decoder.stack import Ops
 from jaxspec.models.description import Decoder, Rope
-from jaxspec.models.weights import HALF, Fp8, Weight, matmul
+from jaxspec.models.weights import HALF, Weight, matmul
 from jaxspec.pallas.dense import weight_stream
 from jaxspec.pallas.dense.few_rows import GROUP
 from jaxspec.parallel.peers import summed
 from jaxspec.parallel.sharding import devices
 
 IMPLEMENTS = implementing({Rope: {"columns"}})
-FP8_IMPLEMENTS = implementing({Rope: {"columns"}, Fp8: {"block"}})
 FP8_DEVICES = 1  # that FP8 layers are divided among: no GPU has timed them on several
 MATMULS = "out", "gate_up", "down", "qkv"  # as the kernel takes them; the last one is the next layer's
 
@@ -43,7 +42,7 @@ def fp8_fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | N
     if reason := layers_differ(decoder):
         return reason
     given = [weights[name] for weights in layers for name in MATMULS]
-    if not all(isinstance(weight.format, Fp8) for weight in given):
+    if not all(weight.quantised for weight in given):
         return "weights that aren't FP8"
     if any(weights["gate_up"].layout.interleave != HALF for weights in layers):
         return f"an MLP {layers[0]['down'].inputs} wide"
@@ -56,7 +55,7 @@ def fp8_fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | N
 
 def _operand(weight: Weight) -> Array | tuple[Array, Array]:
     """A weight as the kernels take it."""
-    return (weight.values, weight.scales) if isinstance(weight.format, Fp8) else weight.unquantised
+    return (weight.values, weight.scales) if weight.quantised else weight.unquantised
 
 
 class Streamed(Ops):
@@ -69,8 +68,7 @@ class Streamed(Ops):
 
     def first(self, layer, weights, x, inputs):
         rows = normed(x, weights["attn_norm"], layer.norm)
-        quantised = isinstance(weights["qkv"].format, Fp8)
-        return x, product([rows], weights["qkv"]) if quantised else matmul(rows, weights["qkv"])
+        return x, (product([rows], weights["qkv"]) if weights["qkv"].quantised else matmul(rows, weights["qkv"]))
 
     def after(self, decoder, layers):
         return [*({name: each[name] for name in ("qkv", "attn_norm")} for each in layers[1:]), None]
@@ -83,7 +81,7 @@ class Streamed(Ops):
             plain = Plain(self.positions, self.mixer)
             return plain.finish(layer, weights, None, x, mixed)
         chain = [_operand((after if name == "qkv" else weights)[name]) for name in MATMULS]
-        stream = weight_stream.stream_fp8 if isinstance(after["qkv"].format, Fp8) else weight_stream.stream
+        stream = weight_stream.stream_fp8 if after["qkv"].quantised else weight_stream.stream
         rows = x.reshape(-1, x.shape[-1]), mixed.reshape(-1, mixed.shape[-1])
         out, partials = stream(*rows, chain, [weights["mlp_norm"], after["attn_norm"]], eps=layer.norm.eps)
         return out.reshape(x.shape), partials.reshape(len(partials), *x.shape[:-1], -1)
@@ -109,7 +107,7 @@ class StreamedParts(Ops):
         return x[: b * t].reshape(b, t, x.shape[1])
 
     def _stream(self, layer, weights, names, x, mixed, norms, stages):
-        stream = weight_stream.stream_part_fp8 if isinstance(weights["qkv"].format, Fp8) else weight_stream.stream_part
+        stream = weight_stream.stream_part_fp8 if weights["qkv"].quantised else weight_stream.stream_part
         chain = [_operand(weights[name]) for name in names]
         return stream(x, mixed, chain, [weights[norm] for norm in norms], stages=stages, eps=layer.norm.eps)
 
@@ -128,4 +126,4 @@ class StreamedParts(Ops):
 
 
 WEIGHT_STREAM = Path("weight_stream", IMPLEMENTS, weight_stream.BLOCKS, fits, Streamed.of, sums=True)
-FP8_STREAM = Path("fp8_stream", FP8_IMPLEMENTS, weight_stream.BLOCKS, fp8_fits, Streamed.of, sums=True)
+FP8_STREAM = Path("fp8_stream", IMPLEMENTS, weight_stream.BLOCKS, fp8_fits, Streamed.of, sums=True)

@@ -168,12 +168,15 @@ class Drafter:
       embedding, and the target's number of layers for the final norm.
     - `reach`: how many tokens after a position the state of its page depends on. A cached page is reused only where so
       many tokens after it match too.
+    - `recent`: how many of the newest positions' state it keeps by slot, not in pages. A prompt with a cached beginning
+      computes at least so many of its last tokens.
     - `topk`: 1, or for a drafter of trees the most drafts that follow one row.
     """
 
     num_draft_tokens: int
     feature_layers: tuple[int, ...] = ()
     reach: int = 0
+    recent: int = 0
     topk: int = 1
     steps: ClassVar[bool] = False  # each further draft takes it a step of its own
     rests: ClassVar[bool] = False  # rounds of plain decoding save `idle` and `commit`: see `draft_count.SKIP_DRAFTER`

@@ -71,6 +71,10 @@ class Combined(Drafter):
         return self.second.reach
 
     @property
+    def recent(self):
+        return self.second.recent
+
+    @property
     def lookahead(self):
         return max(self.num_draft_tokens + 1, self.second.lookahead)
 

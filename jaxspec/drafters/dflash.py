@@ -4,7 +4,8 @@ A few Qwen3 layers read the newest token followed by mask tokens, and fill in th
 target: the outputs of some of its layers, projected once for each position to the keys and values of every layer here.
 Only those are cached, over the target's pages. A block's own keys and values are written behind them, and the next
 block overwrites them. So between rounds this holds, as for the target: the keys and values of every known token but the
-newest are the context's.
+newest are the context's. With a `window` they are of the newest tokens alone, in pages of the request's slot
+(`cache.ring`), and a prompt with a cached beginning computes the last of its tokens itself.
 
 DSpark, DFlash 2, LiLiCorr and Domino are this with more after the layers, or in them: `dspark`, `dflash2`, `blocks`.
 """
@@ -22,9 +23,10 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Shaped
 
+from jaxspec.cache import ring
 from jaxspec.cache.paged import KV, Rows
 from jaxspec.config.engine_config import EngineConfig
-from jaxspec.config.options import ConfigError
+from jaxspec.config.options import ConfigError, option
 from jaxspec.decoder.forward import Hidden, capped, forward, head_logits, top_tokens, write_keys_values
 from jaxspec.decoder.matmul import product
 from jaxspec.drafters import dflash_checkpoint as checkpoint
@@ -53,6 +55,8 @@ class DFlash(OwnLayers):
     fewer are verified.
 
     With `topk` above 1 drafts are a tree over a block's first `num_steps` places. All its branches come of one pass.
+
+    With a `window`, each row sees the newest so many tokens before the block, in any layer, and few more.
     """
 
     mask_token: int
@@ -67,6 +71,7 @@ class DFlash(OwnLayers):
     padded_drafts: int | None = None
     topk: int = 1
     num_steps: int | None = None
+    window: int | None = option(None, "see the newest so many tokens, and keep no older keys and values", least=1)
 
     rests: ClassVar[bool] = True
     computes: ClassVar[frozenset[str]] = frozenset()  # which of the checkpoint's VARIANTS
@@ -90,6 +95,19 @@ class DFlash(OwnLayers):
     @property
     def lookahead(self):
         return max(self.num_draft_tokens + 1, self.rows)
+
+    @property
+    def recent(self):
+        """Positions that a row sees, its own included. A block's last row sees the whole window."""
+        return self.window + self.block_size if self.window else 0
+
+    def kv_bytes_per_token(self, dtype):
+        return 0 if self.window else super().kv_bytes_per_token(dtype)
+
+    def init_state(self, layout, num_slots):
+        if not self.window:
+            return super().init_state(layout, num_slots)
+        return ring.empty(layout, self.config, num_slots, self.recent + self.lookahead - 1)
 
     @property
     def rows(self) -> int:
@@ -217,7 +235,13 @@ class DFlash(OwnLayers):
         newest, rows = batch.tokens(-1, 1), batch.rows(-1, self.rows)
         masks = jnp.full((len(newest), self.rows - 1), self.mask_token, newest.dtype)
         block = jnp.concatenate([newest, masks], axis=1)
-        return self._forward(params, block, rows.marked_positions(self.rows), _Block(self, rows), state)
+        kv, rows = self._pages(state, rows, batch.slots)
+        hidden = self._forward(params, block, rows.marked_positions(self.rows), _Block(self, rows), kv)
+        return hidden.replace(cache=hidden.cache.reshape(state.shape))
+
+    def _pages(self, state: KV | ring.Ring, rows: Rows, slots: Int[Array, " b"]) -> tuple[KV, Rows]:
+        """Pages that hold the drafter's keys and values, and the rows in them."""
+        return (ring.pages(state), ring.rows_in(state, rows, slots)) if self.window else (state, rows)
 
     def _forward(
         self, params: Any, block: Int[Array, "b t"], positions: Int[Array, "b t"], mixer: _Block, state: KV
@@ -233,22 +257,23 @@ class DFlash(OwnLayers):
 
     def commit(self, params, state, batch, verified):
         """Write keys and values of all rows. Rejected rows' lie behind the text, where the next block is written."""
-        return self._inject(params, state, batch.rows(-1, verified.tokens.shape[1]), verified.features)
+        return self._inject(params, state, batch.slots, batch.rows(-1, verified.tokens.shape[1]), verified.features)
 
     def prefill(self, params, state, batch, features):
-        return self._inject(params, state, batch.rows, features)
+        return self._inject(params, state, batch.slots, batch.rows, features)
 
-    def _inject(self, params: Any, state: KV, rows: Rows, features: tuple[Float[Array, "b t d"], ...]) -> KV:
+    def _inject(self, params, state, slots, rows: Rows, features: tuple[Float[Array, "b t d"], ...]) -> KV | ring.Ring:
         """Write the keys and values that all layers here have of the target's features at these rows."""
-        return self._write(params, state, rows, self._context(params, features))
+        return self._write(params, state, slots, rows, self._context(params, features))
 
     def _context(self, params: Any, features: tuple[Float[Array, "b t d"], ...]) -> Float[Array, "b t d"]:
         """The target's features, projected; `hidden_norm` is still to come."""
         dtype = params["context_norm"].dtype
         return product([x.astype(dtype) for x in features], params["fc"])
 
-    def _write(self, params: Any, state: KV, rows: Rows, context: Float[Array, "b t d"]) -> KV:
-        return write_keys_values(self.config.decoder, params, context, rows, state)
+    def _write(self, params, state, slots, rows: Rows, context: Float[Array, "b t d"]) -> KV | ring.Ring:
+        kv, rows = self._pages(state, rows, slots)
+        return write_keys_values(self.config.decoder, params, context, rows, kv).reshape(state.shape)
 
 
 @dataclass(frozen=True)
@@ -274,6 +299,7 @@ class _Block:
     def _look(self, kv: KV, layer: Int[Array, ""], q: Array, window: int | None) -> tuple[Array, KV]:
         """The context and the block, as far as a row's window reaches either way. Nothing is seen of padding rows."""
         drafter, rows, (b, t) = self.drafter, self.rows, q.shape[:2]
+        window = min((each for each in (window, drafter.recent) if each), default=None)
         causal, width = jnp.array(drafter.causal)[layer], drafter.rows
         mask = jnp.tril(jnp.ones((t, width), bool)) | ~causal
         if window is not None:

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.config.options import ConfigError, option
+from jaxspec.decoder.markov import greedy_chain
 from jaxspec.drafters import dflash_checkpoint as checkpoint
 from jaxspec.drafters.blocks.sequential import SequentialBlock
 from jaxspec.models.weights import WHOLE, bias, head, linear, matmul, table
@@ -100,6 +101,11 @@ class DSpark(SequentialBlock):
     def standing(self, confidence: Float[Array, "b n"]) -> Int[Array, " b"]:
         """How many drafts are verified: those before the first that the drafter trusts less than `self.confidence`."""
         return jnp.cumprod(confidence >= self.confidence, axis=1).sum(axis=1).astype(jnp.int32)
+
+    def found(self, params, base, newest):
+        if not self.rank or self.head != "vanilla" or "target_ids" in params:
+            return None
+        return greedy_chain(base, newest, params["markov_before"], params["markov_after"])
 
     def embedded(self, params, token):
         return params["markov_before"][token]

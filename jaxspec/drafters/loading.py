@@ -162,9 +162,10 @@ def _check_weights(cls: type[Drafter], options: EngineConfig) -> None:
     can't take it. If `auto` chose a drafter without weights, a warning is logged instead."""
     if cls not in WITHOUT_WEIGHTS:
         if options.draft_token_map is not None and cls not in TAKE_TOKEN_MAPS:
+            others = ", ".join(method for method, each in DRAFTERS.items() if each in TAKE_TOKEN_MAPS)
             raise ConfigError(
                 f"--draft-token-map {options.draft_token_map}: --draft {options.draft} needs the target's whole "
-                "vocabulary; dflash, dflash2, dspark, domino, eagle, eagle3 and mtp don't. Drop the flag"
+                f"vocabulary; {others} don't. Drop the flag"
             )
         return
     for name in ("draft_dtype", "draft_quantization", "draft_token_map"):

@@ -5,9 +5,9 @@ position (after the last norm), and the token that follows. It was trained for o
 from its own normed output, as EAGLE's do, whose chains and caches these are (`chain`). Embedding and head are the
 target's. Where a checkpoint counts several modules, each drafts one token: `mtp_modules`.
 
-Names are `mtp.*` beside the model's own (Qwen3-Next, Qwen3.5, Nemotron 3), or those of a layer behind the model's last
-(DeepSeek's layout: GLM-4.5, DeepSeek-V3). Experts can be one by one there and stacked in the body, or the other way
-round.
+Names are `mtp.*` beside the model's own (Qwen3-Next, Qwen3.5, Nemotron 3), `model.mtp.*` (MiMo-V2), or those of a layer
+behind the model's last (DeepSeek's layout: GLM-4.5, DeepSeek-V3). Experts can be one by one there and stacked in the
+body, or the other way round.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from jaxspec.drafters.chain import Chain
 from jaxspec.drafters.own_weights import borrowed, load_weights, made_up, own_dtype
 from jaxspec.models.declaring import layer_tensors
 from jaxspec.models.description import Mixture, PagedRows
+from jaxspec.models.families import MODELS
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.weights import WHOLE, linear, norm_scale
 from jaxspec.parallel.sharding import embed
@@ -40,7 +41,7 @@ class Mtp(Chain):
         """**Raises:** `ConfigError` for a target without such a module, `CheckpointError` for tensors that are missing
         or don't fit."""
         check(target, options.load_format)
-        config, modules = module_config(target.config), max(target.config.mtp_layers, 1)
+        config, modules = module_config(target.config), module_count(target.config)
         dtype, own = own_dtype(target, options), partial(mtp_name, layers=target.config.num_layers)
         declared = parameters(config, modules)
         if options.load_format == "dummy":
@@ -80,12 +81,18 @@ class Mtp(Chain):
 
 
 def module_config(target: ModelConfig) -> ModelConfig:
-    """The target's config with one layer: full attention, and experts if any layer has them."""
-    layers = target.decoder.layers
+    """The target's config with one layer: the family's own for it, or full attention, and experts if any layer has
+    them."""
+    layers, own = target.decoder.layers, getattr(MODELS[target.model_type], "mtp_layer", None)
     attends = next(layer for layer in layers if isinstance(layer.mixing.memory, PagedRows))
     feed = next((layer.feed for layer in layers if isinstance(layer.feed, Mixture)), attends.feed)
-    layer = dataclasses.replace(attends, feed=feed)
+    layer = own(target.decoder) if own else dataclasses.replace(attends, feed=feed)
     return dataclasses.replace(target, decoder=dataclasses.replace(target.decoder, layers=(layer,)))
+
+
+def module_count(target: ModelConfig) -> int:
+    """How many modules to draft with. Of MiMo-V2's, which have norms and projections of their own, the first."""
+    return 1 if hasattr(MODELS[target.model_type], "mtp_layer") else max(target.mtp_layers, 1)
 
 
 def parameters(config: ModelConfig, modules: int = 1) -> dict[str, Any]:
@@ -106,18 +113,19 @@ def check(target: Model | Source, load_format: str) -> None:
     if not found(target, load_format):
         raise ConfigError(
             f"--draft mtp: {target.name} (model_type {target.config.model_type}) brings no MTP module; Qwen3-Next, "
-            "Qwen3.5, GLM-4.5, DeepSeek-V3 and Nemotron 3 Super checkpoints do, as tensors mtp.* or as a layer behind "
-            "the last. Use --draft ngram, which needs nothing"
+            "Qwen3.5, GLM-4.5, DeepSeek-V3, MiMo-V2 and Nemotron 3 Super checkpoints do, as tensors mtp.* or as a "
+            "layer behind the last. Use --draft ngram, which needs nothing"
         )
 
 
 def found(target: Model | Source, load_format: str) -> bool:
     """Whether the target brings a module to draft with: tensors in its checkpoint, or, without weights, any hybrid and
     any model whose config counts one."""
-    may = target.config.recurrent or target.config.mtp_layers > 0
+    config = target.config
+    may = config.recurrent or config.mtp_layers > 0 or hasattr(MODELS[config.model_type], "mtp_layer")
     if not may or load_format == "dummy":
         return may
-    files, layers = locate(target.path) if target.path is not None else None, target.config.num_layers
+    files, layers = locate(target.path) if target.path is not None else None, config.num_layers
     return isinstance(files, ModelFolder) and any(mtp_name(name, layers) for name in files.tensors())
 
 

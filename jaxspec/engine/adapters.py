@@ -13,6 +13,7 @@ import dataclasses
 import hashlib
 import itertools
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -54,7 +55,7 @@ class Adapters:
     def __init__(self, config: EngineConfig, model: Model, num_slots: int):
         self._config, self._dtype, self._mesh = config, model.dtype, sharding.mesh_of(config.tp_size)
         self._tree = model.family.tensors(model.config.decoder)
-        self._lock, self._numbers = threading.Lock(), itertools.count(1)
+        self._lock, self._numbers = threading.Lock(), itertools.count(secrets.randbits(48))
         self._loaded: dict[str, Adapter] = {}
         given = [
             peft.read_adapter(name, path, self._tree, config.max_lora_rank) for name, path in config.adapters.items()
@@ -226,7 +227,7 @@ def salt_of(adapter: Adapter | None, own: str | None = None) -> int:
 def within(root: str | None, path: str) -> str:
     """A folder that a client names, which must lie in `root`; a relative one is one of its folders.
 
-    **Raises:** `RequestError` if it lies elsewhere, or there is no root.
+    **Raises:** `RequestError` if it lies elsewhere or is no path, or there is no root.
     """
     if root is None:
         raise RequestError(
@@ -235,8 +236,11 @@ def within(root: str | None, path: str) -> str:
             "lora_path",
         )
     top = Path(root).expanduser().resolve()
-    found = (top / path).resolve()
-    files = [found, *(file.resolve() for file in found.glob("adapter_*"))] if found.is_relative_to(top) else [found]
+    try:
+        found = (top / path).resolve()
+        files = [found, *(file.resolve() for file in found.glob("adapter_*"))] if found.is_relative_to(top) else [found]
+    except (OSError, RuntimeError, ValueError) as error:  # too long, links in a circle, characters that no path has
+        raise RequestError(f"the path {shown(path)} can't be read: {shown(str(error))}", "lora_path") from error
     if not all(file.is_relative_to(top) for file in files):
         raise RequestError(f"the path {shown(path)} leaves the folder that adapters may be loaded from", "lora_path")
     return str(found)

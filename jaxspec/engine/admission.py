@@ -32,8 +32,9 @@ from jaxspec.engine.runner import Runner
 from jaxspec.images.picture import PlacedPicture, Prompt
 from jaxspec.images.placement import Placement
 from jaxspec.rounds.programs import GREEDY, LOGPROBS, SAMPLED
+from jaxspec.sampling.sampling import adjusts
 from jaxspec.scheduling.scheduler import Scheduler
-from jaxspec.scheduling.sequence import SequenceState
+from jaxspec.scheduling.sequence import SequenceState, Status
 from jaxspec.structured.grammar import Grammars, Matcher
 from jaxspec.text.detokenizer import Detokenizer
 from jaxspec.text.errors import TokenizerError
@@ -73,6 +74,10 @@ class Request:
     matchers: list[Matcher] | None = None  # of its completions, if a grammar constrains them
     choices: list[Choice] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+    @property
+    def unfinished(self) -> list[Choice]:
+        return [choice for choice in self.choices if choice.seq.status is not Status.FINISHED]
 
 
 class Intake:
@@ -250,7 +255,8 @@ class Intake:
         if isinstance(prompt, np.ndarray):
             prompt = prompt.tolist()
         if isinstance(prompt, list | tuple):
-            return [int(token) if isinstance(token, np.integer) else token for token in prompt]
+            plain = set(map(type, prompt)) <= {int}
+            return list(prompt) if plain else [int(x) if isinstance(x, np.integer) else x for x in prompt]
         if not isinstance(prompt, str):
             raise RequestError(f"a prompt must be a string or a list of token ids, got {shown(prompt)}", "prompt")
         if self.model.tokenizer is None:
@@ -269,6 +275,4 @@ def _mode(params: SamplingParams) -> str:
     """The least of the round's modes that does what the request asks for."""
     if params.logprobs is not None:
         return LOGPROBS
-    plain = params.temperature == 0 and not params.logit_bias and not params.min_tokens
-    unpenalised = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1, 0, 0)
-    return GREEDY if plain and unpenalised else SAMPLED
+    return GREEDY if params.temperature == 0 and not adjusts(params) else SAMPLED

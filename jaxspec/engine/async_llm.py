@@ -353,6 +353,8 @@ class AsyncLLM:
                 self.engine.grammars.close()
         self._thread.join(timeout)
         if ended := not self._thread.is_alive():
+            if self.engine.host_cache is not None:
+                self.engine.host_cache.close()
             if self._hosts is not None:
                 self._hosts.close()
             return ended

@@ -123,6 +123,10 @@ def resolve(
             f"--host-kv-gb keeps pages in the host's memory, and rows of --enable-return-{name.replace('_', '-')} "
             "aren't kept with them. Drop one"
         )
+    if options.disk_kv_gb and not options.host_kv_gb:
+        raise ConfigError("--disk-kv-gb keeps what leaves the host's memory. Give that a size, too, with --host-kv-gb")
+    if options.disk_kv_path and not options.disk_kv_gb:
+        raise ConfigError("--disk-kv-path needs --disk-kv-gb. Add it, or drop the path")
     if options.draft_policy == "ragged" and (reason := _not_ragged(options, draft)):
         raise ConfigError(f"--draft-policy ragged: {reason}. Use --draft-policy auto")
     chunk = options.chunked_prefill_size or (

@@ -103,6 +103,7 @@ class Engine:
             context_length=self.config.context_length,
             prefix_cache=not self.config.disable_prefix_cache and snapshots != (),
             reach=self.runner.draft.drafter.reach,
+            recent=self.runner.draft.drafter.recent,
             replays=self.config.deterministic,
             rounds=self.runner.programs.most_rounds,
             rounds_for=shapes.rounds_for,
@@ -204,7 +205,7 @@ class Engine:
 
     def _leaving(self, request: Request) -> list[Choice]:
         """The unfinished completions of a request, which doesn't stand in line any more."""
-        unfinished = list(filter(_open, request.choices))
+        unfinished = request.unfinished
         self.rollout.leave(request)
         return unfinished
 
@@ -241,7 +242,7 @@ class Engine:
         while (plan := self.scheduler.plan()).drain:
             self._read(deltas, keep=0)
         if self.host_cache is not None:
-            self.host_cache.store()
+            self.host_cache.store(plan.admit)
         table = self.scheduler.table
         prompts = sum(chunk.count for chunk in plan.prefill)
         if plan.reads is not None:
@@ -338,12 +339,12 @@ class Engine:
     def _admit(self, seq: SequenceState) -> None:
         choice: Choice = seq.owner
         request = choice.request
+        if seq.status is Status.WAITING:  # its load failed at once
+            return
         self.runner.admit(seq, request.params, request.seed + choice.index, list(request.stop_ids))
         if not seq.preemptions:
             choice.metrics.queue = time.monotonic() - request.added
-        if seq.status is Status.LOADING:
-            self.host_cache.begin(seq)
-        else:
+        if seq.status is not Status.LOADING:
             self._note_cached(seq)
 
     def _note_cached(self, seq: SequenceState) -> None:
@@ -351,8 +352,8 @@ class Engine:
         if not seq.preemptions:
             metrics, totals = seq.owner.metrics, self.counts.totals
             metrics.cached_tokens, metrics.cached_on_host = seq.cached, seq.from_host
-            totals["cached_tokens"] += seq.cached
-            totals["host_cached_tokens"] += seq.from_host
+            metrics.cached_on_disk = seq.from_disk
+            totals.update(cached_tokens=seq.cached, host_cached_tokens=seq.from_host, disk_cached_tokens=seq.from_disk)
 
     def _read(self, deltas: list[Delta], keep: int) -> None:
         while len(self._in_flight) > keep:
@@ -516,7 +517,7 @@ class Engine:
         metrics.latency = time.monotonic() - request.added
         metrics.preemptions, metrics.weight_version = choice.seq.preemptions, self.rollout.version
         self.counts.finished[why] += 1
-        if not any(_open(other) for other in request.choices):
+        if not request.unfinished:
             self.requests.pop(request.id, None)
         rows = {"hidden_states": hidden_states, "routed_experts": routed_experts}
         return Delta(request.id, choice.index, text, list(tokens), entries, why, reason, metrics, **rows)
@@ -594,7 +595,3 @@ def _constrained(seqs: list[SequenceState]) -> bool:
 def _rows(seqs: list[SequenceState]) -> list[tuple[SequenceState, int]]:
     """Sequences with their epochs now."""
     return [(seq, seq.epoch) for seq in seqs]
-
-
-def _open(choice: Choice) -> bool:
-    return choice.seq.status is not Status.FINISHED

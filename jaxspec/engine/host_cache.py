@@ -3,7 +3,7 @@
 Nothing here waits while a round is in flight. Copies to the host are dispatched before a plan's programs, and run
 beside them. Of a load, slices of pages are on their way to the device while rounds and others' prompts run; a slice is
 written into its pages once it is there, and its checksums are read a step later. All that is on its way takes at most
-`staging` bytes of the devices.
+`staging` bytes of the devices. The disk behind it (`--disk-kv-gb`) has threads, which are told here, and heard.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,17 +24,22 @@ from jaxspec.cache.host_blocks import PAGES, STATES
 from jaxspec.cache.memory_check import host_memory
 from jaxspec.cache.memory_plan import gib
 from jaxspec.config.options import ConfigError
+from jaxspec.engine.disk_files import HEADER, DiskFiles, identity
 from jaxspec.engine.runner import Runner
 from jaxspec.parallel.sharding import AXIS
-from jaxspec.scheduling.host_tier import Block, Copy, HostTier, Load
+from jaxspec.scheduling.host_tier import Copy, HostTier, Load
+from jaxspec.scheduling.kept_blocks import Block, DiskTier
 from jaxspec.scheduling.scheduler import Scheduler
-from jaxspec.scheduling.sequence import SequenceState
+from jaxspec.scheduling.sequence import SequenceState, Status
 
 log = logging.getLogger("jaxspec")
 
 BUCKET_BYTES, BUCKET = 2**27, 32  # of a program that moves pages: about so many bytes, at most so many pages
-AHEAD = 3  # slices that are copied at once: enough for the link, and the host goes on to write those that have arrived
+AHEAD = 3  # slices that are copied at once, enough for the link
 RESERVED_AT_ONCE = 2**28  # bytes of the host's memory
+WRITING = 1 / 16  # share of the host's memory that waits for the disk at most
+PATIENCE = 0.002  # seconds that an idle step waits for the disk
+STALLED = 5.0  # seconds beyond twice the expected ones after which a prompt waits for the disk no more
 
 
 @dataclass(eq=False)
@@ -46,6 +52,7 @@ class Slice:
     blocks: list[Block]
     arrays: list[jax.Array]
     started: float  # seconds; 0: something else was in flight then
+    arrived: bool = False
     checksums: jax.Array | None = None  # once they are written
 
     @property
@@ -61,8 +68,10 @@ class Loading:
     epoch: int
     load: Load
     slices: Iterator[tuple[str, list[int], list[Block]]]
+    following: tuple[str, list[int], list[Block]] | None = None
     open: int = 0
     sent: bool = False
+    stalled_at: float = 0.0  # seconds; beyond them by `STALLED`, what the disk hasn't read is given up
 
     @property
     def over(self) -> bool:
@@ -82,6 +91,15 @@ class Figures:
     failed_loads: int = 0
     lost_blocks: int = 0
     damaged_blocks: int = 0
+
+
+@dataclass
+class DiskFigures:
+    """Bytes and blocks to the disk and back, and those lost."""
+
+    written_bytes: int = 0
+    read_bytes: int = 0
+    lost_blocks: int = 0
 
 
 class HostCache:
@@ -110,12 +128,16 @@ class HostCache:
             raise ConfigError(
                 f"--host-kv-gb {capacity / 2**30:g} is more than this machine has, {gib(host_memory())}; give less"
             )
-        self.tier, self.figures = HostTier(capacity, page, state), Figures()
+        self.disk, self.disk_figures, of_disk = None, DiskFigures(), int(runner.config.disk_kv_gb * 2**30)
+        if of_disk:
+            self.disk = DiskFiles(runner.config.disk_kv_path, partial(jax.device_put, device=self._there))
+        self.tier = HostTier(capacity, page, state, DiskTier(of_disk, HEADER) if of_disk else None)
+        self.figures = Figures()
         self._storing: deque[tuple[list[jax.Array], list[Block]]] = deque()
         self._loads: deque[Loading] = deque()
         self._slices: deque[Slice] = deque()
         self._scheduler: Scheduler | None = None
-        self._warned = False
+        self._warned, self._writing = False, 0
         self._reserve()
         if not runner.config.skip_warmup:
             self._warm_up()
@@ -123,11 +145,18 @@ class HostCache:
     def serves(self, scheduler: Scheduler) -> None:
         """Carry out what this scheduler plans."""
         self._scheduler = scheduler
+        self.know_weights()
+
+    def know_weights(self) -> None:
+        """Find pages of these weights on the disk from now on, and no others."""
+        if self.disk is not None:
+            self._scheduler.tree.begin_with(identity(self._runner))
 
     @property
     def busy(self) -> bool:
         """Whether copies are on their way, or due."""
-        return bool(self._storing or self._loads or self.tier.waits)
+        of_disk = self.disk is not None and (self.disk.pending or self.tier.disk.gone or self.tier.writes)
+        return bool(self._storing or self._loads or self.tier.waits or of_disk)
 
     def _reserve(self) -> None:
         """Have XLA lock all of the memory now: while rounds run, that would hold them up. XLA keeps what is freed."""
@@ -169,9 +198,14 @@ class HostCache:
                     "host cache: %d pages of %s, which come back at %.1f GB/s",
                     *(tier.capacity // tier.page_bytes, gib(tier.page_bytes), tier.speed / 1e9),
                 )
+        if self.disk is not None:
+            tier.disk.took(*self.disk.speed(tier.page_bytes // 4), at_start=True)
+            log.info("disk cache: in %s, read at %.1f GB/s", self.disk.folder, tier.disk.speed / 1e9)
 
-    def store(self) -> None:
-        """Dispatch copies of pages and snapshots to the host, before a plan's programs overwrite any of them."""
+    def store(self, admitted: list[SequenceState]) -> None:
+        """Dispatch copies of pages and snapshots to the host, before a plan's programs overwrite any of them.
+
+        Then start the loads of those that it admits."""
         tier = self.tier
         while self._storing and all(array.is_ready() for array in self._storing[0][0]):
             self._stored()
@@ -185,6 +219,45 @@ class HostCache:
                 self._store(group, STATES if group[0].state else PAGES)
             except (jax.errors.JaxRuntimeError, MemoryError) as error:  # the pages are lost, and nothing else
                 self._lose(len(group), "a copy to the host failed", error)
+        if self.disk is not None:
+            due, tier.to_read = tier.to_read, []
+            self.disk.read(due)
+            most = max(int(WRITING * tier.capacity), tier.page_bytes, tier.state_bytes)
+            due = tier.to_write(most - self._writing)
+            self._writing += sum(block.size for block in due)
+            self.disk.write(due)
+            due, tier.disk.gone = tier.disk.gone, []
+            self.disk.delete(due)
+        for seq in admitted:
+            if seq.status is Status.LOADING:
+                self._begin(seq)
+
+    def _hear(self, wait: float) -> None:
+        """Take note of what the disk's threads have done."""
+        tier, figures = self.tier, self.disk_figures
+        for result in self.disk.results(wait):
+            block, error = result.block, result.error
+            if result.kind == "found":
+                tier.disk.found(block)
+                continue
+            if error is not None:
+                figures.lost_blocks += 1
+                self._warn(f"a page's file couldn't be {'read' if result.kind == 'read' else 'written'}", error)
+                tier.drop_from_disk(block)
+            if result.kind == "read":
+                tier.disk.backlog -= block.size
+                block.data, block.checksums = result.data, result.checksums
+                if error is None:
+                    figures.read_bytes += block.size
+                    tier.disk.took(block.size, result.seconds)
+                else:
+                    tier.drop(block)
+                    for each in [load for load in self._loads if block in load.load.blocks]:
+                        self._fail(each, DamagedError("a page of it isn't on the disk any more"))
+            else:
+                self._writing -= block.size
+                figures.written_bytes += 0 if error else block.size
+            tier.unpin([block])
 
     def _store(self, copies: list[Copy], kind: str) -> None:
         tier, most = self.tier, 1 if kind == STATES else self.bucket
@@ -216,26 +289,30 @@ class HostCache:
         self.figures.stored_blocks += len(blocks)
         self.figures.stored_bytes += sum(block.size for block in blocks)
 
-    def begin(self, seq: SequenceState) -> None:
-        """Start what a sequence that was admitted has to load."""
+    def _begin(self, seq: SequenceState) -> None:
         load, tier = seq.load, self.tier
         first = load.depth - len(load.pages)
 
         def slices() -> Iterator[tuple[str, list[int], list[Block]]]:
-            for i in range(0, len(load.pages), self.bucket):
-                blocks = load.pages[i : i + self.bucket]
+            few = len(load.pages) % self.bucket  # first, so that no small slice comes behind all others
+            for i in range(few - self.bucket if few else 0, len(load.pages), self.bucket):
+                i, blocks = max(i, 0), load.pages[max(i, 0) : i + self.bucket]
                 yield PAGES, seq.pages[first + i : first + i + len(blocks)], blocks
             if load.state is not None:
                 yield STATES, [seq.slot], [load.state]
 
         tier.backlog += load.size
-        self._loads.append(Loading(seq, seq.epoch, load, slices()))
+        late = 2 * tier.disk.backlog / (tier.disk.speed or 1e9) if self.disk is not None else 0.0
+        self._loads.append(Loading(seq, seq.epoch, load, slices(), stalled_at=time.monotonic() + late))
         self._send(idle=False)
 
     def move(self, idle: bool) -> list[SequenceState]:
         """Go on with loads; sequences all of whose blocks are there. `idle`: nothing else is in flight, so wait until
         one slice has got further."""
         landed: list[SequenceState] = []
+        if self.disk is not None:
+            waits = idle and self.disk.pending and not self._slices
+            self._hear(PATIENCE if waits and (self._loads or not self._scheduler.waiting) else 0.0)
         if idle and self._slices:
             first = self._slices[0]
             _settle([first.checksums] if first.checksums is not None else first.arrays)
@@ -244,7 +321,7 @@ class HostCache:
                 continue
             try:
                 if part.checksums is None and all(array.is_ready() for array in part.arrays):
-                    self._write(part, idle)
+                    self._arrive(part, idle)
                 elif part.checksums is not None and part.checksums.is_ready():
                     self._check(part)
                     self._slices.remove(part)
@@ -269,12 +346,18 @@ class HostCache:
                 under_way = sum(part.size for part in self._slices)
                 if self._slices and under_way + self.bucket * self.tier.page_bytes > self.staging // 2:
                     return
-                if sum(part.checksums is None for part in self._slices) >= AHEAD:
+                if sum(not part.arrived for part in self._slices) >= AHEAD:
                     return
-                if (following := next(each.slices, None)) is None:
+                each.following = each.following or next(each.slices, None)
+                if each.following is None:
                     each.sent = True
                     break
-                kind, rows, blocks = following
+                kind, rows, blocks = each.following
+                if any(block.data is None for block in blocks):  # the disk has them still
+                    if time.monotonic() > each.stalled_at + STALLED:
+                        self._give_up(each)
+                    break
+                each.following = None
                 try:
                     arrays = jax.device_put([block.data for block in blocks], [self._here] * len(blocks))
                 except (jax.errors.JaxRuntimeError, MemoryError) as error:
@@ -284,14 +367,20 @@ class HostCache:
                 self._slices.append(Slice(each, kind, rows, blocks, arrays, started))
                 each.open += 1
 
-    def _write(self, part: Slice, idle: bool) -> None:
-        """Dispatch the program that writes a slice which has arrived."""
+    def _arrive(self, part: Slice, idle: bool) -> None:
+        """Send others, so that the link goes on, and write a slice that is on the device."""
         jax.block_until_ready(part.arrays)  # raises what went wrong, before the state depends on it
         if part.started and idle:
             self.tier.took(part.size, time.monotonic() - part.started)
-        if part.load.over:
-            self._slices.remove(part)
-            return
+        part.arrived = True
+        self._send(idle)
+        if part.load.over:  # which `move` ends
+            self._slices = deque(each for each in self._slices if each is not part)
+        else:
+            self._write(part)
+
+    def _write(self, part: Slice) -> None:
+        """Dispatch the program that writes a slice."""
         most = 1 if part.kind == STATES else self.bucket
         rows = np.zeros(most, np.int32)  # the dummy page
         rows[: len(part.rows)] = part.rows
@@ -311,11 +400,20 @@ class HostCache:
             if due is not None and not np.array_equal(found, due):
                 damaged += 1
                 self.tier.drop(block)
+                self.tier.drop_from_disk(block)
         self.figures.loaded_blocks += len(part.blocks)
         self.figures.loaded_bytes += part.size
         if damaged:
             self.figures.damaged_blocks += damaged
             raise DamagedError(f"{damaged} of {len(part.blocks)} blocks have changed in the host's memory")
+
+    def _give_up(self, loading: Loading) -> None:
+        """Have a prompt computed whose blocks the disk doesn't give."""
+        for block in loading.load.blocks:
+            if block.data is None:
+                self.tier.drop(block)
+                self.tier.drop_from_disk(block)
+        self._fail(loading, DamagedError("the disk doesn't answer"))
 
     def _fail(self, loading: Loading, error: Exception) -> None:
         """Give up a load: its blocks are forgotten, and its sequence computes what it lacks."""
@@ -336,6 +434,9 @@ class HostCache:
 
     def _lose(self, blocks: int, what: str, error: Exception) -> None:
         self.figures.lost_blocks += blocks
+        self._warn(what, error)
+
+    def _warn(self, what: str, error: Exception) -> None:
         (log.debug if self._warned else log.warning)(
             "host cache: %s: %s. Nothing but cached pages is lost", what, error
         )
@@ -347,6 +448,11 @@ class HostCache:
         self._slices.clear()
         self._loads.clear()
         self.tier.backlog = 0
+
+    def close(self) -> None:
+        """Let another engine have the disk's folder."""
+        if self.disk is not None:
+            self.disk.close()
 
 
 class DamagedError(Exception):
@@ -361,6 +467,8 @@ def kinds_of(runner: Runner) -> tuple[str, ...]:
 def stats(cache: HostCache | None) -> dict[str, Any]:
     """Figures for `Engine.stats`; zeros without a cache."""
     tier, figures = (HostTier(0, 1), Figures()) if cache is None else (cache.tier, cache.figures)
+    disk = DiskTier(0) if tier.disk is None else tier.disk
+    of_disk = DiskFigures() if cache is None else cache.disk_figures
     return {
         "host_cache_bytes": tier.capacity,
         "host_cache_used_bytes": tier.used,
@@ -370,6 +478,12 @@ def stats(cache: HostCache | None) -> dict[str, Any]:
         "host_cache_evicted_blocks_total": tier.evicted,
         "host_cache_skipped_blocks_total": tier.skipped,
         **{f"host_cache_{name}_total": value for name, value in vars(figures).items()},
+        "disk_cache_bytes": disk.capacity,
+        "disk_cache_used_bytes": disk.used,
+        "disk_cache_blocks": len(disk),
+        "disk_cache_bytes_per_second": disk.speed or 0.0,
+        "disk_cache_evicted_blocks_total": disk.evicted,
+        **{f"disk_cache_{name}_total": value for name, value in vars(of_disk).items()},
     }
 
 

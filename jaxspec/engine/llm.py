@@ -15,7 +15,7 @@ from jaxspec.config.request import Completion, Delta, RequestError, RequestMetri
 from jaxspec.drafters.loading import LoadedDrafter
 from jaxspec.engine.admission import Request
 from jaxspec.engine.engine import Engine
-from jaxspec.images.chats import local_source, named, no_vision, separate
+from jaxspec.images.chats import local_media, named, no_vision, separate
 from jaxspec.images.picture import Prompt
 from jaxspec.text.errors import TokenizerError
 
@@ -148,20 +148,20 @@ class LLM:
 
     def _prompt(self, chat: list[Any], template: dict[str, Any]) -> list[int] | Prompt:
         """A chat's token ids, with its pictures if it has some."""
-        messages, pictures = separate(chat)
+        messages, media = separate(chat)
         tokenizer, reader = self.engine.tokenizer, self.engine.image_reader
-        if not pictures:
+        if not media:
             return tokenizer.apply_chat_template(chat, **template)
         if reader is None:
-            raise no_vision(self.engine.no_pictures, pictures[0][0])
+            raise no_vision(self.engine.no_pictures, media[0].where)
         room, read = self.engine.config.context_length, []
-        for where, source in pictures:
+        for each in media:
             try:
-                read.append(reader.read(local_source(source, where), room))
+                read.append(reader.read_media(local_media(each), each, room))
             except RequestError as error:
-                raise named(error, where) from error
+                raise named(error, each.where) from error
             room -= read[-1].tokens
-        ids = tokenizer.encode(reader.write(tokenizer, messages, len(read), **template), add_special_tokens=False)
+        ids = tokenizer.encode(reader.write(tokenizer, messages, read, **template), add_special_tokens=False)
         return Prompt(*reader.place(ids, read))
 
     def update_weights(self, target: Any = None, draft: Any = None, version: str | None = None) -> str:
@@ -244,7 +244,7 @@ def _output(request: Request, builders: list[CompletionBuilder]) -> RequestOutpu
     metrics.queue = min(m.queue for m in each)
     metrics.ttft = min(m.ttft for m in each)
     metrics.latency = max(m.latency for m in each)
-    for name in ("cached_tokens", "cached_on_host", "weight_version"):
+    for name in ("cached_tokens", "cached_on_host", "cached_on_disk", "weight_version"):
         setattr(metrics, name, getattr(each[0], name))
     for name in ("output_tokens", "verify_rounds", "verified_tokens", "preemptions", "drafted_tokens"):
         setattr(metrics, name, sum(getattr(m, name) for m in each))

@@ -6,7 +6,6 @@ recently used first. Programs run in the order of dispatch, so rows may have ano
 
 from __future__ import annotations
 
-import dataclasses
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -38,7 +37,7 @@ def refusal(model: Model, chunk: int, hosts: bool) -> str | None:
     if (tower := model.config.tower) is None:
         return (
             f"{model.name} (model_type {model.config.model_type}) is served as its text model; Qwen3.5, "
-            "Qwen3-VL and Gemma 3 checkpoints with their vision tower read pictures"
+            "Qwen3-VL, Gemma 3 and Gemma 4 checkpoints with their vision tower read pictures"
         )
     if chunk < tower.at_once:
         return (
@@ -50,7 +49,7 @@ def refusal(model: Model, chunk: int, hosts: bool) -> str | None:
 
 def bounded(reader: ImageReader, tower: Tower) -> ImageReader:
     """A checkpoint's reader, which makes pictures so small that a program takes them."""
-    return dataclasses.replace(reader, processor=reader.processor.within(MOST_PATCHES // tower.per_token))
+    return reader.within(tower.at_once if tower.mutual else MOST_PATCHES // tower.per_token)
 
 
 def rows_for(tower: Tower, chunk: int) -> int:

@@ -217,6 +217,8 @@ class Rollout:
         before, self._updates = self._updates, self._updates + 1
         self.version = update.version or f"{FIRST_VERSION}-{self._updates}"
         engine.scheduler.change_version(_mark(before) ^ _mark(self._updates))
+        if engine.host_cache is not None:
+            engine.host_cache.know_weights()
         if flush:
             engine.scheduler.flush()
 

@@ -251,9 +251,11 @@ class Runner:
     def _plan(self) -> tuple[MemoryPlan, PageLayout]:
         config, shapes = self.config, self.shapes
         dtype = page_dtype(config.kv_cache_dtype, config.dtype)
-        empty = self._state_shapes(PageLayout(1, 1, dtype), self._local, self._drafter)
-        per_token = kv_bytes_per_token(self._local, dtype) + self._drafter.kv_bytes_per_token(dtype)
-        per_token += sharding.bytes_of(empty.reported)
+        empty = self._state_shapes(PageLayout(1, config.page_size, dtype), self._local, self._drafter)
+        drafter_per_token = self._drafter.kv_bytes_per_token(dtype)
+        per_token = kv_bytes_per_token(self._local, dtype) + drafter_per_token
+        per_token += sharding.bytes_of(empty.reported) // config.page_size
+        drafter_by_slot = sharding.bytes_of(empty.draft) - config.page_size * drafter_per_token
         rows = max(shapes.num_slots * self.width, shapes.score * shapes.block)
         slot, state = state_bytes(self._local, self.width, config.dtype, config.state_dtype)
         workspace = workspace_estimate(self._local, rows, shapes.chunk, config.tp_size)
@@ -265,7 +267,8 @@ class Runner:
             + sharding.bytes_of(self.adapters and self.adapters.stacks),
             draft_weight_bytes=sharding.bytes_of(self.draft.params, self.model.params),
             bytes_per_token=per_token,
-            slot_bytes=sharding.bytes_of((empty.slots, empty.hidden, empty.features, empty.pictures)),
+            slot_bytes=drafter_by_slot + sharding.bytes_of((empty.slots, empty.hidden, empty.features, empty.pictures)),
+            draft_window=self._drafter.recent,
             workspace_bytes=workspace + self.host_staging,
             page_size=config.page_size,
             mem_fraction=config.mem_fraction_static,
@@ -277,7 +280,8 @@ class Runner:
             devices=config.tp_size,
             other_bytes=self._other_bytes,
         )
-        plan = plan if self.hosts is None else _same_plan(plan, self.hosts)
+        if self.hosts is not None:
+            plan = plan.cut(*self.hosts.agree(plan.tokens, plan.states.snapshots))
         return plan, PageLayout(plan.num_pages, config.page_size, dtype)
 
     def _digests(self) -> dict[str, str]:
@@ -574,13 +578,6 @@ class Runner:
         packed[: len(slots), 0] = slots
         packed[: len(slots), columns:] = table[slots]
         return packed
-
-
-def _same_plan(plan: MemoryPlan, hosts: Leader | Follower) -> MemoryPlan:
-    """A memory plan with as many pages and snapshots as every node has room for. **Raises:** `HostLost`."""
-    tokens, snapshots = hosts.agree(plan.tokens, plan.states.snapshots)
-    states = dataclasses.replace(plan.states, snapshots=snapshots)
-    return dataclasses.replace(plan, tokens=tokens, kv_bytes=plan.kv_bytes * tokens // plan.tokens, states=states)
 
 
 def _report_start(runner: Runner, started: float) -> None:

@@ -121,6 +121,7 @@ def figures(counts: Counts, scheduler: Scheduler, runner: Runner, chooser: Choos
         "prompt_tokens_total": totals["prompt_tokens"],
         "cached_tokens_total": totals["cached_tokens"],
         "host_cached_tokens_total": totals["host_cached_tokens"],
+        "disk_cached_tokens_total": totals["disk_cached_tokens"],
         "images_total": totals["images"],
         "image_tokens_total": totals["image_tokens"],
         "encoded_images_total": runner.encoded,
@@ -162,7 +163,7 @@ def _drafting(counts: Counts, runner: Runner, chooser: Chooser | None) -> dict[s
 
 _LOAD = (
     *("num_running", "num_waiting", "total_pages", "free_pages", "cached_pages", "state_snapshots"),
-    *("host_cache_bytes", "host_cache_used_bytes", "host_cache_blocks"),
+    *(f"{tier}_cache_{what}" for tier in ("host", "disk") for what in ("bytes", "used_bytes", "blocks")),
 )
 
 

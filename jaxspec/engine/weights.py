@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 from jaxspec.checkpoint import CheckpointError, Model, load_target, mtp_name
 from jaxspec.checkpoint.load import text_name
 from jaxspec.checkpoint.params import assemble, quantised
+from jaxspec.compiling.xla_options import NOTHING_TIMED
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
 from jaxspec.drafters import mtp
@@ -24,7 +26,7 @@ from jaxspec.drafters.loading import LoadedDrafter, load_drafter
 from jaxspec.drafters.own_weights import with_head_copy
 from jaxspec.engine.deterministic import prepared
 from jaxspec.models.vision import PREFIXES
-from jaxspec.models.weights import Fp8, Int4, Nvfp4, Param, Weight
+from jaxspec.models.weights import Param, Weight
 from jaxspec.parallel import sharding
 
 BY_NAME = "a mapping of Hugging Face names to arrays"
@@ -228,7 +230,7 @@ def _fitted(declared: Any, old: Any, given: Any, whose: str) -> list[Any]:
 def _check_makes(weight: Weight, name: str) -> None:
     """**Raises:** `CheckpointError` for a format that isn't made of unquantised weights while they are updated."""
     own = weight.format
-    if not isinstance(own, Fp8 | Nvfp4 | Int4) or (isinstance(own, Int4) and (own.zeros or own.ordered)):
+    if not own.made_on_load:
         raise CheckpointError(
             f"{name}: the engine's is {own}, which isn't made of unquantised weights; give it as a folder has "
             "it, or start the engine with --quantization fp8, int4 or nvfp4"
@@ -242,14 +244,22 @@ def _check_finite(model: Model, update: Update) -> None:
     trees |= {f"vision tower: {name}": each for name, (_, each) in (update.tower or {}).items()}
     trees |= {f"drafter[{name!r}]": each for name, each in (update.draft or {}).items()}
     named = [(name, array) for name, tree in trees.items() for array in jax.tree.leaves(tree)]
-    flags = jax.device_get([_finite(array) for _, array in named])
-    if bad := [name for (name, _), finite in zip(named, flags, strict=True) if not finite]:
-        raise CheckpointError(f"{bad[0]} has numbers that aren't finite, as have {len(bad) - 1} others")
+    alike: dict[Any, list[int]] = {}
+    for place, (_, array) in enumerate(named):
+        alike.setdefault((array.shape, str(array.dtype)), []).append(place)
+    # Eight of a shape at once: a call for each array takes longer than the check. The last ones alone, so that an
+    # update of other weights finds its programs.
+    several = [places[at : at + 8] for places in alike.values() for at in range(0, len(places) - 8, 8)]
+    several += [[place] for places in alike.values() for place in places[(len(places) - 1) // 8 * 8 :]]
+    flags = jax.device_get([_finite([named[place][1] for place in places]) for places in several])
+    found = zip(several, flags, strict=True)
+    if bad := sorted(place for places, each in found for place, ok in zip(places, each, strict=True) if not ok):
+        raise CheckpointError(f"{named[bad[0]][0]} has numbers that aren't finite, as have {len(bad) - 1} others")
 
 
-@jax.jit
-def _finite(array: jax.Array) -> jax.Array:
-    return jnp.isfinite(array).all()
+@partial(jax.jit, compiler_options=NOTHING_TIMED)  # rounds may run, also ones that wait for another device's
+def _finite(arrays: list[jax.Array]) -> jax.Array:
+    return jnp.stack([jnp.isfinite(array).all() for array in arrays])
 
 
 def _tower(model: Model, given: dict[str, Any]) -> dict[str, tuple[list[int] | None, Any]]:
@@ -281,8 +291,14 @@ def _placed(given: Any, before: Any, name: str, shape: tuple[int, ...] | None = 
         if array.shape not in (old.shape, shape):
             raise CheckpointError(f"{name} is {list(array.shape)}, the engine's is {list(old.shape)}")
         cast = array if array.dtype == old.dtype else array.astype(old.dtype)
-        out.append(cast if isinstance(old, jax.ShapeDtypeStruct) else jax.device_put(cast, old.sharding))
+        there = isinstance(old, jax.ShapeDtypeStruct) or _where(cast) == _where(old)
+        out.append(cast if there else jax.device_put(cast, old.sharding))
     return jax.tree.unflatten(structure, out)
+
+
+def _where(array: Any) -> tuple[Any, bool] | None:
+    """Where an array is, as programs that take it are compiled for; None: not on a device."""
+    return (array.sharding, array.committed) if isinstance(array, jax.Array) else None
 
 
 def _drafters(draft: LoadedDrafter, given: Any) -> dict[str, Any]:

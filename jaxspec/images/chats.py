@@ -1,10 +1,11 @@
-"""Chats with pictures among their texts: what is text, what is a picture, and what no model here takes."""
+"""Chats with pictures and videos among their texts: what is text, what is either, and what no model here takes."""
 
 from __future__ import annotations
 
 import base64
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
@@ -15,52 +16,61 @@ from PIL import Image
 from jaxspec.config.request import RequestError, shown
 
 IMAGES = ("image_url", "image", "input_image", "image_pil")  # types of a part that is a picture
+VIDEOS = ("video_url", "video")
 # What else a part may be for others, and what to send in its place.
-AUDIO, VIDEO = ("audio", "its words as text"), ("video", "some of its frames as pictures")
+AUDIO = ("audio", "its words as text")
 OTHERS = {
     **dict.fromkeys(("input_audio", "audio", "audio_url"), AUDIO),
-    **dict.fromkeys(("video_url", "video", "input_video"), VIDEO),
+    "input_video": ("a video of type input_video", "it as video_url"),
     **dict.fromkeys(("file", "input_file", "document"), ("a file", "its text, or its pages as pictures")),
 }
-ROLES = ("user", "tool")  # whose messages may have pictures
 SPACES, URL_SAFE = b" \t\n\r\f\v", bytes.maketrans(b"-_", b"+/")  # of base64 in a URL
 PIECE = 2**16  # bytes
-_SOURCES = ("image", "image_url", "url", "path", "image_pil")
+MOST_RATE = 240  # frames a second
+FRAMES = "data:video/jpeg;base64,"  # then each frame in base64, with commas between, as vLLM has them
+_SOURCES = {False: ("image", "image_url", "url", "path", "image_pil"), True: ("video", "video_url", "url", "path")}
 
 
-def separate(messages: Sequence[Any]) -> tuple[list[Any], list[tuple[str, Any]]]:
-    """A chat with `{"type": "image"}` for each picture, and the pictures in order: the place of each, and its source.
+@dataclass(frozen=True)
+class Media:
+    """A picture or video of a request, and the part of the request that it is. `rate`: frames of a second of a video,
+    where the request says."""
 
-    **Raises:** `RequestError` naming the part, for one that is neither a text nor a picture.
+    where: str
+    source: Any
+    video: bool = False
+    rate: float | None = None
+
+    @property
+    def part(self) -> dict[str, str]:
+        """Part that a chat template sees."""
+        return {"type": "video" if self.video else "image"}
+
+
+def separate(messages: Sequence[Any]) -> tuple[list[Any], list[Media]]:
+    """A chat with `{"type": "image"}` for each picture, `{"type": "video"}` for each video, and these in order.
+
+    **Raises:** `RequestError` naming the part, for one that is neither a text, nor a picture, nor a video.
     """
-    written, pictures = [], []
+    written, found = [], []
     for number, message in enumerate(messages):
         content = message.get("content") if isinstance(message, Mapping) else None
-        if isinstance(content, list) and any(_kind(part) in (*IMAGES, *OTHERS) for part in content):
+        if isinstance(content, list) and any(_kind(part) in (*IMAGES, *VIDEOS, *OTHERS) for part in content):
             parts = []
             for place, part in enumerate(content):
                 where = f"messages[{number}].content[{place}]"
-                if (source := picture_of(part, where)) is not None:
-                    pictures.append((where, source))
-                    part = {"type": "image"}
+                if (media := media_of(part, where)) is not None:
+                    found.append(media)
+                    part = media.part
                 parts.append(part)
-            check_role(message.get("role"), where := f"messages[{number}]", where)
             message = {**message, "content": parts}
         written.append(message)
-    return written, pictures
-
-
-def check_role(role: Any, where: str, param: str | None) -> None:
-    """**Raises:** `RequestError` naming `param`, for a message that can't have pictures."""
-    if role not in ROLES:
-        raise RequestError(
-            f"{where} is of role {shown(role)} and has a picture; only messages of {' and '.join(ROLES)} may", param
-        )
+    return written, found
 
 
 def no_vision(why: str | None, where: str) -> RequestError:
     """The refusal of a picture by an engine that reads none, and `why`."""
-    return RequestError(f"{where} is a picture, and {why}. Leave the picture out", where)
+    return RequestError(f"{where} is a picture or video, and {why}. Leave it out", where)
 
 
 def named(error: RequestError, where: str) -> RequestError:
@@ -76,8 +86,8 @@ def _kind(part: Any) -> str | None:
     return part.get("type") if isinstance(part, Mapping) and isinstance(part.get("type"), str) else None
 
 
-def picture_of(part: Any, where: str) -> Any:
-    """The source of a part's picture; None for a text. **Raises:** `RequestError` naming `where`, for anything else."""
+def media_of(part: Any, where: str) -> Media | None:
+    """A part's picture or video; None for a text. **Raises:** `RequestError` naming `where`, for anything else."""
     kind = _kind(part)
     if kind == "text":
         if not isinstance(part.get("text"), str):
@@ -85,30 +95,49 @@ def picture_of(part: Any, where: str) -> Any:
         return None
     if kind in OTHERS:
         raise _unsupported(*OTHERS[kind], where)
-    if kind not in IMAGES:
+    if kind not in (*IMAGES, *VIDEOS):
         given = f"type {shown(part.get('type'))}" if isinstance(part, Mapping) else shown(part)
-        raise RequestError(f"{where} has {given}, which is not supported; send parts of type text or image_url", where)
-    source = next((part[name] for name in _SOURCES if part.get(name) is not None), None)
+        raise RequestError(
+            f"{where} has {given}, which is not supported; send parts of type text, image_url or video_url", where
+        )
+    video = kind in VIDEOS
+    source = next((part[name] for name in _SOURCES[video] if part.get(name) is not None), None)
     if isinstance(source, Mapping):
         source = source.get("url")
     if source is None:
-        raise RequestError(f'{where} has no picture; send {{"type": "image_url", "image_url": {{"url": ...}}}}', where)
-    return source
+        what, name = ("video", "video_url") if video else ("picture", "image_url")
+        raise RequestError(f'{where} has no {what}; send {{"type": "{name}", "{name}": {{"url": ...}}}}', where)
+    rate = part.get("fps") if video else None
+    if rate is not None and (isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate <= MOST_RATE):
+        raise RequestError(f"{where}: fps must be a number above 0 and at most {MOST_RATE}, got {shown(rate)}", where)
+    return Media(where, source, video, rate)
 
 
-def local_source(source: Any, where: str) -> Any:
-    """A picture's source as `read_picture` takes it. A text is a data: URL, a file: URL or a path.
+def local_media(media: Media) -> Any:
+    """The source as `read_picture`, or `open_clip`, takes it. A text is a data: URL, a file: URL or a path.
 
-    **Raises:** `RequestError` naming `where`.
+    **Raises:** `RequestError` naming the part.
     """
+    if not media.video:
+        return local_source(media.source, media.where)
+    source = media.source
+    if isinstance(source, np.ndarray):
+        return source
+    if isinstance(source, list | tuple):
+        return [local_source(frame, media.where) for frame in source]
+    return frames_of(source, media.where) or local_source(source, media.where, True)
+
+
+def local_source(source: Any, where: str, video: bool = False) -> Any:
+    """Make of a picture's source, or of a video's that is one file, what `local_media` gives."""
     if isinstance(source, str):
         scheme = source[:8].lower()
         if scheme.startswith("data:"):
-            return data_of(source, where)
+            return data_of(source, where, video)
         if scheme.startswith(("http://", "https://")):
             raise RequestError(
-                f"{where}: pictures of the web are fetched by the server alone; give a path, an array, a PIL image or "
-                "a data: URL",
+                f"{where}: what is on the web is fetched by the server alone; give a path, an array, a PIL image or a "
+                "data: URL",
                 where,
             )
         return path_of(source, where)
@@ -132,13 +161,21 @@ def path_of(text: str, where: str) -> Path:
     return Path(unquote(url.path))
 
 
-def data_of(url: str, where: str) -> bytes:
+def frames_of(url: Any, where: str) -> list[bytes] | None:
+    """Frames of a data: URL that has some; None for any other source. **Raises:** as `data_of`."""
+    if not isinstance(url, str) or url[: len(FRAMES)].lower() != FRAMES:
+        return None
+    return [data_of(f"data:image/jpeg;base64,{frame}", where) for frame in url[len(FRAMES) :].split(",")]
+
+
+def data_of(url: str, where: str, video: bool = False) -> bytes:
     """Contents of a data: URL in base64. **Raises:** `RequestError` naming `where`."""
     head, comma, body = url.partition(",")
     kind, *options = head[len("data:") :].lower().split(";")
-    for other, advice in (AUDIO, VIDEO):
-        if kind.startswith(f"{other}/"):
-            raise _unsupported(other, advice, where)
+    if kind.startswith("audio/"):
+        raise _unsupported(*AUDIO, where)
+    if kind.startswith("video/") and not video:
+        raise RequestError(f"{where} is a video; send it in a part of type video_url", where)
     if not comma or "base64" not in (option.strip() for option in options):
         raise RequestError(f"{where}: a data: URL must begin as data:image/png;base64, and have base64 after it", where)
     try:

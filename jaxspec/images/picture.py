@@ -17,12 +17,33 @@ class Picture:
     - `grid`: `(frames, rows, columns)` of patches; their product is the number of patches.
     - `tokens`: rows of the prompt that the picture fills.
     - `key`: an unsigned 64-bit hash of `pixels` and `grid`: two pictures with one key have one embedding.
+    - `video`: whether it is of a video.
     """
 
     pixels: np.ndarray
     grid: tuple[int, int, int]
     tokens: int
     key: int
+    video: bool = False
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Video:
+    """A preprocessed video.
+
+    **Attributes:**
+
+    - `pictures`: of some successive frames each.
+    - `times`: in seconds from the video's beginning, of each picture.
+    """
+
+    pictures: tuple[Picture, ...]
+    times: tuple[float, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Rows of the prompt that the video fills, its times apart."""
+        return sum(picture.tokens for picture in self.pictures)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

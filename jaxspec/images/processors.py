@@ -42,7 +42,7 @@ class Processor(Protocol):
 
 
 @dataclass(frozen=True)
-class _Pixels:
+class Pixels:
     """Scale, mean and deviation of pixels, and how pictures are resized."""
 
     mean: tuple[float, float, float]
@@ -52,8 +52,9 @@ class _Pixels:
 
     def resized(self, rgb: np.ndarray, height: int, width: int) -> np.ndarray:
         """Values f32[3, height, width]."""
-        if rgb.shape[:2] != (height, width):
-            rgb = np.asarray(Image.fromarray(rgb).resize((width, height), self.resample))
+        if rgb.shape[:2] != (height, width):  # rows first, as torchvision; Pillow 13 does columns first at times
+            rows = Image.fromarray(rgb).resize((width, len(rgb)), self.resample)
+            rgb = np.asarray(rows.resize((width, height), self.resample))
         values = (np.arange(256, dtype=np.float64) * self.scale).astype(np.float32)  # each step rounded as published
         out = np.empty((3, height, width), np.float32)
         for channel in range(3):
@@ -70,7 +71,7 @@ class QwenProcessor:
     `[3, frames, patch, patch]`, each frame the same. A token is a block.
     """
 
-    pixels: _Pixels
+    pixels: Pixels
     patch: int
     merge: int
     frames: int
@@ -79,21 +80,7 @@ class QwenProcessor:
 
     def size(self, height: int, width: int) -> tuple[int, int]:
         """The size that a picture is resized to. **Raises:** `RequestError`."""
-        if max(height, width) > MOST_ASPECT * min(height, width):
-            raise RequestError(
-                f"the picture is {width} x {height} pixels; the longer side may have at most {MOST_ASPECT} times the "
-                "shorter one's"
-            )
-        step = self.patch * self.merge
-        rows, columns = round(height / step) * step, round(width / step) * step  # halves to even, as published
-        if rows * columns > self.most:
-            ratio = math.sqrt((height * width) / self.most)
-            rows = max(step, math.floor(height / ratio / step) * step)
-            columns = max(step, math.floor(width / ratio / step) * step)
-        elif rows * columns < self.least:
-            ratio = math.sqrt(self.least / (height * width))
-            rows, columns = math.ceil(height * ratio / step) * step, math.ceil(width * ratio / step) * step
-        return rows, columns
+        return fitted(height, width, self.patch * self.merge, self.least, self.most)
 
     def tokens(self, height: int, width: int) -> int:
         rows, columns = self.size(height, width)
@@ -103,14 +90,8 @@ class QwenProcessor:
         return dataclasses.replace(self, most=min(self.most, tokens * (self.patch * self.merge) ** 2))
 
     def __call__(self, rgb: np.ndarray) -> Picture:
-        height, width = self.size(*rgb.shape[:2])
-        p, m = self.patch, self.merge
-        rows, columns = height // p, width // p
-        values = self.pixels.resized(rgb, height, width).reshape(3, rows // m, m, p, columns // m, m, p)
-        values = values.transpose(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None]
-        shape = (*values.shape[:5], self.frames, p, p)
-        pixels = np.broadcast_to(values, shape).reshape(rows * columns, 3 * self.frames * p * p)
-        return _picture(pixels, (1, rows, columns), rows * columns // m**2)
+        values = self.pixels.resized(rgb, *self.size(*rgb.shape[:2]))
+        return merged(np.broadcast_to(values, (self.frames, *values.shape)), self.patch, self.merge)
 
 
 @dataclass(frozen=True)
@@ -121,7 +102,7 @@ class SquareProcessor:
     processor gives the picture uncut.
     """
 
-    pixels: _Pixels
+    pixels: Pixels
     height: int
     width: int
     patch: int
@@ -140,6 +121,74 @@ class SquareProcessor:
         return _picture(pixels, (1, rows, columns), self.fills)
 
 
+@dataclass(frozen=True)
+class BlockProcessor:
+    """Gemma 4's: the largest size of about the picture's aspect with at most `most` tokens, each of `pooled` x `pooled`
+    patches.
+
+    Patches come in blocks of a token, row by row within one; values of a patch are `[patch, patch, 3]`. The published
+    processor gives patches row by row.
+    """
+
+    pixels: Pixels
+    patch: int
+    pooled: int
+    most: int
+
+    def size(self, height: int, width: int) -> tuple[int, int]:
+        """The size that a picture is resized to."""
+        step = self.patch * self.pooled
+        ratio = math.sqrt(self.most * step**2 / (height * width))
+        rows, columns = (math.floor(ratio * side / step) * step for side in (height, width))
+        if not rows:
+            return step, min(width // height, self.most) * step
+        return (rows, columns) if columns else (min(height // width, self.most) * step, step)
+
+    def tokens(self, height: int, width: int) -> int:
+        return math.prod(self.size(height, width)) // (self.patch * self.pooled) ** 2
+
+    def within(self, tokens: int) -> BlockProcessor:
+        return dataclasses.replace(self, most=min(self.most, tokens))
+
+    def __call__(self, rgb: np.ndarray) -> Picture:
+        height, width = self.size(*rgb.shape[:2])
+        p, k, rows, columns = self.patch, self.pooled, height // self.patch, width // self.patch
+        values = self.pixels.resized(rgb, height, width).reshape(3, rows // k, k, p, columns // k, k, p)
+        pixels = values.transpose(1, 4, 2, 5, 3, 6, 0).reshape(rows * columns, 3 * p * p)
+        return _picture(pixels, (1, rows, columns), rows * columns // k**2)
+
+
+def fitted(
+    height: int, width: int, step: int, least: int, most: int, frames: int = 1, together: int = 1, what: str = "picture"
+) -> tuple[int, int]:
+    """The size that Qwen's processors resize to: sides in multiples of `step`, `least` to `most` pixels of all frames,
+    of which `together` make one picture. **Raises:** `RequestError`."""
+    if max(height, width) > MOST_ASPECT * min(height, width):
+        raise RequestError(
+            f"the {what} is {width} x {height} pixels; the longer side may have at most {MOST_ASPECT} times the "
+            "shorter one's"
+        )
+    rows, columns = round(height / step) * step, round(width / step) * step  # halves to even, as published
+    pixels, all_frames = frames * height * width, round(frames / together) * together
+    if all_frames * rows * columns > most:
+        ratio = math.sqrt(pixels / most)
+        rows = max(step, math.floor(height / ratio / step) * step)
+        columns = max(step, math.floor(width / ratio / step) * step)
+    elif all_frames * rows * columns < least:
+        ratio = math.sqrt(least / pixels)
+        rows, columns = math.ceil(height * ratio / step) * step, math.ceil(width * ratio / step) * step
+    return rows, columns
+
+
+def merged(values: np.ndarray, patch: int, merge: int) -> Picture:
+    """Qwen's picture of frames f32[frames, 3, height, width]."""
+    (frames, _, height, width), p, m = values.shape, patch, merge
+    rows, columns = height // p, width // p
+    values = values.reshape(frames, 3, rows // m, m, p, columns // m, m, p).transpose(2, 5, 3, 6, 1, 0, 4, 7)
+    pixels = values.reshape(rows * columns, 3 * frames * p * p)
+    return _picture(pixels, (1, rows, columns), rows * columns // m**2)
+
+
 def _picture(pixels: np.ndarray, grid: tuple[int, int, int], tokens: int) -> Picture:
     content = hashlib.blake2b(np.asarray(grid, "<i8").tobytes(), digest_size=8)
     content.update(pixels)
@@ -147,9 +196,9 @@ def _picture(pixels: np.ndarray, grid: tuple[int, int, int], tokens: int) -> Pic
 
 
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
-GEMMA = ("gemma3",)
+GEMMA, GEMMA4 = ("gemma3",), ("gemma4",)
 _CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
-_HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 
 
 def read_processor(hf: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> Processor | None:
@@ -161,16 +210,19 @@ def read_processor(hf: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]
     **Raises:** `ConfigError` naming file and key.
     """
     kind, vision = hf.get("model_type"), hf.get("vision_config")
-    if kind not in (*QWEN, *GEMMA) or not isinstance(vision, Mapping):
+    if kind not in (*QWEN, *GEMMA, *GEMMA4) or not isinstance(vision, Mapping):
         return None
     both = files.get("processor_config.json", {})
     given = both.get("image_processor") or files.get("preprocessor_config.json", {})
     if not isinstance(given, Mapping):
         raise ConfigError(f"processor_config.json: image_processor must be an object, got {shown(given)}")
     given = {key: value for key, value in given.items() if value is not None}
-    for key in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
+    normal = ("do_normalize",) if kind not in GEMMA4 else ()  # Gemma 4's may go without
+    for key in ("do_resize", "do_rescale", "do_convert_rgb", *normal):
         if given.get(key, True) is not True:
             raise ConfigError(f"preprocessor_config.json: {key} {shown(given[key])} is not supported; it must be true")
+    if kind in GEMMA4:
+        return _gemma4(vision, given)
     return _gemma(hf, vision, given, both) if kind in GEMMA else _qwen(kind, vision, given)
 
 
@@ -197,7 +249,7 @@ def _qwen(kind: str, vision: Mapping[str, Any], given: Mapping[str, Any]) -> Qwe
     ):
         if positive(vision, name, ours) != ours:
             raise ConfigError(f"preprocessor_config.json: {key} {ours} differs from config.json's {vision[name]}")
-    return QwenProcessor(_pixels(given, _CLIP if old else _HALF, 3), patch, merge, frames, least, most)
+    return QwenProcessor(read_pixels(given, _CLIP if old else HALF, 3), patch, merge, frames, least, most)
 
 
 def _gemma(
@@ -215,10 +267,26 @@ def _gemma(
     for at in (both, given):
         if positive(at, "image_seq_length", fills) != fills:
             raise ConfigError(f"image_seq_length {at['image_seq_length']} differs from mm_tokens_per_image, {fills}")
-    return SquareProcessor(_pixels(given, _HALF, 2), side, side, patch, fills)
+    return SquareProcessor(read_pixels(given, HALF, 2), side, side, patch, fills)
 
 
-def _pixels(given: Mapping[str, Any], published: Mapping[str, Any], resample: int) -> _Pixels:
+def _gemma4(vision: Mapping[str, Any], given: Mapping[str, Any]) -> BlockProcessor:
+    patch, pooled = positive(vision, "patch_size", 16), positive(vision, "pooling_kernel_size", 3)
+    for key, ours in (("patch_size", patch), ("pooling_kernel_size", pooled)):
+        if positive(given, key, ours) != ours:
+            raise ConfigError(f"preprocessor_config.json: {key} {given[key]} differs from config.json's {ours}")
+    most = positive(given, "max_soft_tokens", 280)
+    if patch * pooled > 1024 or most > 4096:
+        raise ConfigError(
+            f"preprocessor_config.json: {most} tokens of {pooled} x {pooled} patches of {patch} are too large"
+        )
+    plain = {"image_mean": [0.0] * 3, "image_std": [1.0] * 3}
+    given = given if given.get("do_normalize") else {**given, **plain}
+    return BlockProcessor(read_pixels(given, plain, 3), patch, pooled, most)
+
+
+def read_pixels(given: Mapping[str, Any], published: Mapping[str, Any], resample: int) -> Pixels:
+    """Read the keys about pixels of a processor's file. **Raises:** `ConfigError` naming the key."""
     resample = given.get("resample", resample)
     if resample not in RESAMPLING:
         raise ConfigError(
@@ -235,7 +303,7 @@ def _pixels(given: Mapping[str, Any], published: Mapping[str, Any], resample: in
     scale = given.get("rescale_factor", 1 / 255)
     if not _is_number(scale) or scale <= 0:
         raise ConfigError(f"preprocessor_config.json: rescale_factor must be a number above 0, got {shown(scale)}")
-    return _Pixels(values[0], values[1], float(scale), resample)
+    return Pixels(values[0], values[1], float(scale), resample)
 
 
 def _is_number(value: Any) -> bool:

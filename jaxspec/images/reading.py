@@ -22,8 +22,9 @@ from jaxspec.config.request import RequestError
 
 MAX_FILE = 20 * 2**20  # bytes
 MAX_MEMORY = 192 * 2**20  # bytes, beside the file
+WEBP = WebPImagePlugin.WebPImageFile.format
 # Bytes that a decoder holds for each pixel: Pillow's own 4, the array's 3, and canvases or coefficients besides.
-BYTES_PER_PIXEL = {"PNG": 8, "JPEG": 8, "GIF": 8, "BMP": 8, WebPImagePlugin.WebPImageFile.format: 20}
+BYTES_PER_PIXEL = {"PNG": 8, "JPEG": 8, "GIF": 8, "BMP": 8, WEBP: 20}
 FORMATS = tuple(BYTES_PER_PIXEL)  # a JPEG of several pictures, MPO, is opened as JPEG
 PROGRESSIVE = 16  # of a JPEG whose parts come in turn
 STRIP = 2**18  # pixels that are converted at once
@@ -50,25 +51,30 @@ def read_picture(source: Any) -> np.ndarray:
     if isinstance(source, Image.Image):
         return _decoded(source)
     if isinstance(source, str | os.PathLike):
-        source = _file(Path(source))
+        source = read_file(Path(source))
     if not isinstance(source, bytes | bytearray | memoryview):
         raise RequestError(
             f"a picture must be the bytes of a file, its path, a PIL image or an array, got {type(source).__name__}"
         )
-    if len(source) > MAX_FILE:
-        raise RequestError(f"the picture's file has {len(source)} bytes, at most {MAX_FILE} are allowed")
+    with open_file(source) as image:
+        return _decoded(image)
+
+
+def open_file(content: bytes, what: str = "picture", formats: tuple[str, ...] = FORMATS, allowed: str = ALLOWED) -> Any:
+    """Open a file's picture, and read its header. **Raises:** `RequestError`, which calls it `what`."""
+    if len(content) > MAX_FILE:
+        raise RequestError(f"the {what}'s file has {len(content)} bytes, at most {MAX_FILE} are allowed")
     try:
-        opened = Image.open(io.BytesIO(source), formats=FORMATS)
+        return Image.open(io.BytesIO(content), formats=formats)
     except Image.DecompressionBombError:
         most = MAX_MEMORY // min(BYTES_PER_PIXEL.values())
-        raise RequestError(f"the picture has more than {most} pixels; send a smaller one") from None
+        raise RequestError(f"the {what} has more than {most} pixels; send a smaller one") from None
     except (*BROKEN, zlib.error) as error:
-        raise RequestError(f"{_what(bytes(source[:256]))}; send {ALLOWED}") from error
-    with opened:
-        return _decoded(opened)
+        raise RequestError(f"the {what} {_is(bytes(content[:256]))}; send {allowed}") from error
 
 
-def _file(path: Path) -> bytes:
+def read_file(path: Path, what: str = "picture") -> bytes:
+    """Contents of a file that isn't too large. **Raises:** `RequestError`, which calls it `what`."""
     try:
         if (size := path.stat().st_size) > MAX_FILE:
             raise RequestError(f"{path} has {size} bytes, at most {MAX_FILE} are allowed")
@@ -76,32 +82,33 @@ def _file(path: Path) -> bytes:
     except (OSError, ValueError) as error:
         if isinstance(error, RequestError):
             raise
-        raise RequestError(f"the picture {path} can't be read: {error}") from error
+        raise RequestError(f"the {what} {path} can't be read: {error}") from error
 
 
-def _what(start: bytes) -> str:
-    """Say what a file that isn't read seems to be."""
+def _is(start: bytes) -> str:
+    """Say how a file that isn't read seems to be."""
     text = start.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     if not start:
-        return "the picture is empty"
+        return "is empty"
     if text.startswith((b"<svg", b"<?xml", b"<!doctype svg", b"<!--")):
-        return "the picture is SVG or XML, which is not supported"
+        return "is SVG or XML, which is not supported"
     if start[4:8] == b"ftyp":
-        return f"the picture is {'AVIF' if b'avif' in start[:32] else 'HEIC or a video'}, which is not supported"
+        return f"is {'AVIF' if b'avif' in start[:32] else 'HEIC or a video'}, which is not supported"
     if start.startswith((b"II*\0", b"MM\0*")):
-        return "the picture is TIFF, which is not supported"
+        return "is TIFF, which is not supported"
     if start.startswith(b"%PDF"):
-        return "the picture is a PDF file, which is not supported"
+        return "is a PDF file, which is not supported"
     if text.startswith((b"<html", b"<!doctype html")):
-        return "the picture is a web page"
-    return "the picture is damaged or of a format that is not supported"
+        return "is a web page"
+    return "is damaged or of a format that is not supported"
 
 
-def _check_size(width: int, height: int, bytes_per_pixel: int = 8) -> None:
+def check_size(width: int, height: int, bytes_per_pixel: int = 8, what: str = "picture") -> None:
+    """**Raises:** `RequestError`, which calls it `what`, for no pixels or too many."""
     if width < 1 or height < 1:
-        raise RequestError(f"the picture is {width} x {height} pixels; it must have at least one")
+        raise RequestError(f"the {what} is {width} x {height} pixels; it must have at least one")
     if width * height > (most := MAX_MEMORY // bytes_per_pixel):
-        raise RequestError(f"the picture is {width} x {height} pixels, at most {most} are allowed; send a smaller one")
+        raise RequestError(f"the {what} is {width} x {height} pixels, at most {most} are allowed; send a smaller one")
 
 
 def _of_array(array: np.ndarray) -> np.ndarray:
@@ -110,17 +117,17 @@ def _of_array(array: np.ndarray) -> np.ndarray:
             f"a picture's array must be uint8 [height, width] or [height, width, 1, 3 or 4], got {array.dtype} "
             f"{list(array.shape)}"
         )
-    _check_size(array.shape[1], array.shape[0])
-    return _rgb(Image.fromarray(array[:, :, 0] if array.shape[2:] == (1,) else array))
+    check_size(array.shape[1], array.shape[0])
+    return rgb_of(Image.fromarray(array[:, :, 0] if array.shape[2:] == (1,) else array))
 
 
 def _decoded(image: Image.Image) -> np.ndarray:
     """Pixels of a picture whose header has been read."""
     memory = PROGRESSIVE if image.info.get("progressive") else BYTES_PER_PIXEL.get(image.format, 8)
-    _check_size(*image.size, memory)
+    check_size(*image.size, memory)
     try:
         image.load()
-        rgb = _rgb(image)
+        rgb = rgb_of(image)
     except MemoryError as error:
         raise RequestError("the picture takes more memory than there is; send a smaller one") from error
     except (*BROKEN, zlib.error) as error:
@@ -143,7 +150,7 @@ TURNS: dict[int, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
-def _rgb(image: Image.Image) -> np.ndarray:
+def rgb_of(image: Image.Image) -> np.ndarray:
     """A loaded picture's pixels as RGB, converted strip by strip."""
     width, height = image.size
     rgb = np.empty((height, width, 3), np.uint8)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -108,13 +110,16 @@ def number(source: str) -> Param:
 def attention_tensors(layer: Layer, d: int, prefix: str) -> Tensors:
     """Where attention is gated, each query head's columns are followed by its gate's."""
     a, prefix = layer.mixing, prefix + "self_attn."
-    n, m = a.heads * a.head_dim, a.kv_heads * a.head_dim
-    kinds = 0 if a.shared else 1 if a.k_is_v else 2
-    widths = {"q_proj": 2 * n if a.gated else n, **dict.fromkeys(("k_proj", "v_proj")[:kinds], m)}
-    by_head = by_outputs(((a.heads, widths["q_proj"] // a.heads),), *[((a.kv_heads, a.head_dim),)] * kinds)
+    n, kinds = a.heads * a.values, 0 if a.shared else 1 if a.k_is_v else 2
+    own = {"k_proj": (a.kv_heads, a.head_dim), "v_proj": (a.kv_heads, a.values)}
+    heads = {"q_proj": (a.heads, 2 * a.head_dim if a.gated else a.head_dim), **dict(list(own.items())[:kinds])}
+    widths, by_head = (
+        {name: math.prod(each) for name, each in heads.items()},
+        by_outputs(*[(x,) for x in heads.values()]),
+    )
     tree = {
         "qkv": linear(d, {f"{prefix}{name}.weight": width for name, width in widths.items()}, split=by_head),
-        "out": linear(n, {prefix + "o_proj.weight": d}, split=by_inputs(a.heads, a.head_dim)),
+        "out": linear(n, {prefix + "o_proj.weight": d}, split=by_inputs(a.heads, a.values)),
     }
     if a.bias:
         tree["qkv_bias"] = bias({f"{prefix}{name}.bias": width for name, width in widths.items()}, split=by_head)
@@ -242,6 +247,27 @@ def mixture_tensors(mixture: Mixture, d: int, prefix: str) -> Tensors:
         tree["latent_in"] = linear(d, {prefix + "fc1_latent_proj.weight": wide}, split=WHOLE)
         tree["latent_out"] = linear(wide, {prefix + "fc2_latent_proj.weight": d}, split=WHOLE)
     return tree
+
+
+def mixtral_tensors(m: Mixture, d: int, prefix: str, correction_bias: str = "gate.e_score_correction_bias") -> Tensors:
+    """A mixture under Mixtral's names: an expert's gate, down and up are w1, w2 and w3. `correction_bias`: the name of
+    the scores' correction."""
+    tree = mixture_tensors(m, d, prefix.removesuffix("mlp.") + "block_sparse_moe.")
+    for name, parts in (
+        ("experts_gate_up", {"gate_proj": "w1", "up_proj": "w3"}),
+        ("experts_down", {"down_proj": "w2"}),
+        ("router_correction", {"gate.e_score_correction_bias": correction_bias}),
+    ):
+        tree[name] = renamed(tree[name], parts)
+    return tree
+
+
+def renamed(param: Param, names: Mapping[str, str]) -> Param:
+    """The declaration with other parts of its sources' names."""
+    sources = param.sources
+    for old, new in names.items():
+        sources = tuple(source.replace(old, new) for source in sources)
+    return dataclasses.replace(param, sources=sources)
 
 
 def correction(experts: int, source: str) -> Param:

@@ -92,12 +92,14 @@ class Rope:
 class PagedRows:
     """Memory of all tokens, in pages: of each token `streams` of `heads` rows, `width` wide.
 
-    Keys and values are two streams. A latent, of which both are made, is one.
+    Keys and values are two streams. A latent, of which both are made, is one. `pool`: layers of another one have pages
+    of their own, even where a device's part of theirs has equally many heads.
     """
 
     heads: int
     width: int
     streams: int = 2
+    pool: int = 0
 
     @property
     def numbers(self) -> int:
@@ -110,7 +112,7 @@ class Recurrence:
     """Memory of fixed size: a state S [value_dim, key_dim] of each of `value_heads`, S = decay S + u k'.
 
     Each of `key_heads` serves as many value heads. Before it may stand a convolution over `channels`, `taps` wide,
-    whose newest inputs are kept too.
+    whose newest inputs are kept too. `channel_decay`: a decay is a number of each key channel, not of the head.
     """
 
     key_heads: int
@@ -119,6 +121,7 @@ class Recurrence:
     value_dim: int
     channels: int = 0
     taps: int = 1
+    channel_decay: bool = False
 
 
 Memory = PagedRows | Recurrence
@@ -158,7 +161,8 @@ class Attention:
     many positions a token sees, its own and those before it; None: all. `scale`: what scores are multiplied by; None:
     head_dim**-0.5. `sinks`: each head has a learnt logit more in its softmax, which no value belongs to. `v_norm`: of
     each value head, without a weight. `k_is_v`: values are the keys' projection, before any norm and rotation.
-    `shared`: keys and values are those of the last layer before it that is like it and has its own.
+    `shared`: keys and values are those of the last layer before it that is like it and has its own. `value_dim`: the
+    width of a value head; None: `head_dim`. `value_scale`: what values are multiplied by. `pool`: as of `PagedRows`.
     """
 
     heads: int
@@ -177,20 +181,31 @@ class Attention:
     v_norm: Norm | None = None
     k_is_v: bool = False
     shared: bool = False
+    value_dim: int | None = None
+    value_scale: float = 1.0
+    pool: int = 0
+
+    @property
+    def values(self) -> int:
+        """Columns of a value head."""
+        return self.head_dim if self.value_dim is None else self.value_dim
 
     @property
     def memory(self) -> PagedRows:
-        return PagedRows(self.kv_heads, self.head_dim)
+        """Keys and values of one width: where theirs differ, with zeros up to a power of two, as kernels take."""
+        width = self.head_dim if self.value_dim is None else 1 << (max(self.head_dim, self.value_dim) - 1).bit_length()
+        return PagedRows(self.kv_heads, width, pool=self.pool)
 
     @property
     def columns(self) -> int:
         own = 0 if self.shared else 1 if self.k_is_v else 2
-        return (2 * self.heads + own * self.kv_heads) * self.head_dim
+        keys, values = min(own, 1) * self.kv_heads, max(own - 1, 0) * self.kv_heads
+        return (self.heads + keys) * self.head_dim + (self.heads + values) * self.values
 
     @property
     def pair_flops(self) -> int:
         """Operations of a row with each position that it sees."""
-        return 4 * self.heads * self.head_dim
+        return 2 * self.heads * (self.head_dim + self.values)
 
     def divided(self, share: Share) -> Attention:
         heads, kv_heads = share("query heads", self.heads), share("KV heads", self.kv_heads, repeated=True)
@@ -274,6 +289,37 @@ class DeltaRule:
         return dataclasses.replace(
             self, key_heads=keys, value_heads=share("value heads of linear attention", self.value_heads)
         )
+
+
+@dataclass(frozen=True)
+class KimiDelta:
+    """Kimi Delta Attention (https://arxiv.org/abs/2510.26692): a delta rule in which each key channel has a decay.
+
+    Each of `heads` has a key and a value, both `width` wide. Decays, and the gates of outputs, are made of projections
+    of the rows that are `width` wide. `taps`: the width of the convolution before the heads.
+    """
+
+    heads: int
+    width: int
+    taps: int
+
+    @property
+    def inner(self) -> int:
+        """Columns of all heads."""
+        return self.heads * self.width
+
+    @property
+    def memory(self) -> Recurrence:
+        heads, widths = (self.heads, self.heads), (self.width, self.width)
+        return Recurrence(*heads, *widths, 3 * self.inner, self.taps, channel_decay=True)
+
+    @property
+    def columns(self) -> int:
+        """Convolved channels, two narrow projections, a number a head, and the outputs."""
+        return 4 * self.inner + 2 * self.width + self.heads
+
+    def divided(self, share: Share) -> KimiDelta:
+        return dataclasses.replace(self, heads=share("heads of linear attention", self.heads))
 
 
 @dataclass(frozen=True)
@@ -401,11 +447,12 @@ class LayerInputs:
 
     Each layer has a row of a table of `vocab_size` tokens ("layer_embed"), times the root of the width, and a
     projection of the embedding ("layer_projection"), times the model's width**-0.5 and then normed. Their sum is
-    multiplied by 2**-0.5.
+    multiplied by 2**-0.5. Rows of a picture have those of the token `padding`, and projections of their own.
     """
 
     width: int
     vocab_size: int
+    padding: int = 0
 
 
 @dataclass(frozen=True)
@@ -507,7 +554,7 @@ class Decoder:
 
 def shares(mixing: Kind | Absent) -> bool:
     """Whether a layer reads keys and values that another layer has written."""
-    return isinstance(mixing, Attention) and mixing.shared
+    return getattr(mixing, "shared", False)
 
 
 # Rope tables are made outside of kernels: who implements one scaling implements all.

@@ -111,7 +111,7 @@ class ModelConfig:
         return cls(
             model_type=model_type,
             decoder=decoder,
-            max_position=_longest(decoder, positive(hf, "max_position_embeddings", 2048)),
+            max_position=_longest(decoder, _positions(hf)),
             mtp_layers=_mtp_layers(hf),
             eos_token_ids=tuple(eos),
             bos_token_id=bos,
@@ -145,6 +145,11 @@ def _text_model(hf: Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(kind := hf.get("model_type"), str):
         hf = {**hf, "model_type": kind.removesuffix("_text")}
     return hf
+
+
+def _positions(hf: Mapping[str, Any]) -> int:
+    """The most positions; Kimi Linear's configs call them `model_max_length`."""
+    return positive(hf, "max_position_embeddings", positive(hf, "model_max_length", 2048))
 
 
 def _longest(decoder: Decoder, positions: int) -> int:

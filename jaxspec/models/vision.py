@@ -1,7 +1,8 @@
 """Descriptions of vision towers: what they compute, and what their tensors are called.
 
 A tower takes patches of pictures to embeddings that stand in a prompt: Qwen3-VL's, which Qwen3.5 has without deepstack,
-or SigLIP with Gemma 3's projector. With deepstack, rows also have what is added behind the decoder's first layers.
+SigLIP with Gemma 3's projector, or Gemma 4's. With deepstack, rows also have what is added behind the decoder's first
+layers.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from jaxspec.config.json_values import positive, positive_float, shown
 from jaxspec.config.options import ConfigError
 
 # Before a parameter's name, in files of transformers and those that were published before it put all under `model`.
-PREFIXES = re.compile(r"(model\.)?(visual|vision_tower(\.vision_model)?|multi_modal_projector)\.")
+PREFIXES = re.compile(r"(model\.)?(visual|vision_tower(\.vision_model)?|multi_modal_projector|embed_vision)\.")
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Tower(ABC):
 
     per_layer: ClassVar[str]  # before names of parameters that have a leading axis of layers
     at_once: ClassVar[int] = 1  # a picture's tokens that the text model computes together
+    mutual_in_windows: ClassVar[bool] = False  # whether layers without a window see no later rows of a picture
 
     @property
     @abstractmethod
@@ -164,6 +166,56 @@ class SiglipTower(Tower):
         return tuple(one << i for i in range((most // one).bit_length()))
 
 
+@dataclass(frozen=True)
+class Gemma4Tower(Tower):
+    """Gemma 4's: pictures of any grid, with learnt positions of `positions` columns and rows, and rotary ones of
+    `theta`. Tokens are means of `pooled` x `pooled` patches, with a learnt shift and scale if `standardised`. With
+    `clipped`, each product of a layer has least and largest inputs and outputs. `together`: tokens of a picture, at
+    most, where its rows see all of it; otherwise 1."""
+
+    positions: int
+    pooled: int
+    eps: float
+    theta: float
+    clipped: bool
+    standardised: bool
+    together: int
+
+    per_layer = "encoder.layers."
+    mutual_in_windows = True
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        d, layer, h = self.width, self.per_layer, self.width // self.heads
+        shapes = {
+            "patch_embedder.input_proj.weight": (d, self.patch),
+            "patch_embedder.position_embedding_table": (2, self.positions, d),
+            "embedding_projection.weight": (self.out, d),
+        }
+        matrices = {f"{layer}self_attn.{name}_proj": (d, d) for name in "qkvo"}
+        matrices |= {f"{layer}mlp.{name}_proj": (self.mlp, d) for name in ("gate", "up")}
+        matrices[f"{layer}mlp.down_proj"] = (d, self.mlp)
+        for name, shape in matrices.items():
+            shapes[f"{name}.linear.weight"] = shape
+            if self.clipped:
+                shapes |= {f"{name}.{side}_{bound}": () for side in ("input", "output") for bound in ("min", "max")}
+        norms = "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+        shapes |= {f"{layer}{name}.weight": (d,) for name in norms}
+        shapes |= {f"{layer}self_attn.{name}_norm.weight": (h,) for name in "qk"}
+        return shapes | ({"std_bias": (d,), "std_scale": (d,)} if self.standardised else {})
+
+    @property
+    def per_token(self) -> int:
+        return self.pooled**2
+
+    @property
+    def at_once(self) -> int:
+        return self.together
+
+    def sizes(self, most: int) -> tuple[int, ...]:
+        return tuple(1 << i for i in range(8, most.bit_length()))
+
+
 def deepstack_merger(i: int) -> str:
     """Prefix of the parameters of the i-th merger behind a layer."""
     return f"deepstack_merger_list.{i}"
@@ -226,10 +278,40 @@ def siglip_tower(hf: Mapping[str, Any], width: int) -> Tower | None:
     return SiglipTower(*sizes, side, side // tokens, positive_float(vision, "layer_norm_eps", 1e-6))
 
 
-def _vision(hf: Mapping[str, Any], layers: str) -> Mapping[str, Any] | None:
+def gemma4_tower(hf: Mapping[str, Any], width: int) -> Tower | None:
+    """Read the `vision_config` of a Gemma 4's config.json; otherwise as `qwen_tower`."""
+    if (vision := _vision(hf, "num_hidden_layers", "hidden_activation")) is None:
+        return None
+    heads, d, h = (positive(vision, key, default) for key, default in (
+        ("num_attention_heads", 12), ("hidden_size", 768), ("head_dim", 64)
+    ))  # fmt: skip
+    if heads * h != d or h % 4 or positive(vision, "num_key_value_heads", heads) != heads:
+        raise ConfigError(
+            f"vision_config: hidden_size ({d}) must be num_attention_heads ({heads}) times head_dim ({h}), which four "
+            f"divides, with as many num_key_value_heads, got {shown(vision.get('num_key_value_heads'))}"
+        )
+    rope = vision.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping) or rope.get("rope_type", "axial") != "axial" or vision.get("attention_bias"):
+        raise ConfigError("vision_config: rope_parameters must be of rope_type axial, and attention_bias false")
+    mutual = (hf.get("text_config") or {}).get("use_bidirectional_attention") == "vision"
+    patch, layers = 3 * positive(vision, "patch_size", 16) ** 2, positive(vision, "num_hidden_layers")
+    sizes = layers, d, heads, positive(vision, "intermediate_size", 3072), patch, width
+    return Gemma4Tower(
+        *sizes,
+        positions=positive(vision, "position_embedding_size", 10240),
+        pooled=positive(vision, "pooling_kernel_size", 3),
+        eps=positive_float(vision, "rms_norm_eps", 1e-6),
+        theta=positive_float(rope, "rope_theta", 100.0),
+        clipped=bool(vision.get("use_clipped_linears")),
+        standardised=bool(vision.get("standardize")),
+        together=positive(hf, "vision_soft_tokens_per_image", 280) if mutual else 1,
+    )
+
+
+def _vision(hf: Mapping[str, Any], layers: str, activation: str = "hidden_act") -> Mapping[str, Any] | None:
     vision = hf.get("vision_config")
     if not isinstance(vision, Mapping) or layers not in vision:
         return None
-    if (activation := vision.get("hidden_act", "gelu_pytorch_tanh")) != "gelu_pytorch_tanh":
-        raise ConfigError(f"vision_config: hidden_act {shown(activation)} is not supported; it is gelu_pytorch_tanh")
+    if (given := vision.get(activation, "gelu_pytorch_tanh")) != "gelu_pytorch_tanh":
+        raise ConfigError(f"vision_config: {activation} {shown(given)} is not supported; it is gelu_pytorch_tanh")
     return vision

@@ -35,7 +35,9 @@ class Format:
     - `inputs_per_entry`: how many inputs an entry stands for, along that axis of a checkpoint's tensor.
     - `inputs_together`: how many inputs are arranged together, so that devices can't divide them.
     - `scales_by_input`: whether scales are [inputs, outputs], not [outputs, inputs] as the values.
-    - `implements`: by name of a path, the fields of the format that hold there, beside what the path says itself.
+    - `implements`: by name of a path, the fields of the format that hold there. Other paths refuse it, but for weights
+      that aren't quantised, which all take.
+    - `made_on_load`: whether unquantised weights become it, when they are loaded or updated.
     """
 
     quantised: ClassVar[bool] = True
@@ -45,6 +47,7 @@ class Format:
     inputs_together: ClassVar[int] = 1
     scales_by_input: ClassVar[bool] = False
     implements: ClassVar[Mapping[str, frozenset[str]]] = {}
+    made_on_load: ClassVar[bool] = True
 
     def per_scale(self, along: str) -> int | None:
         """How many neighbouring "outputs" or "inputs" share a scale; None: all of them."""
@@ -77,6 +80,10 @@ class Fp8(Format):
     activations: bool = False
 
     bytes_each: ClassVar[float | None] = 1
+    implements: ClassVar = {
+        **dict.fromkeys(("plain", "few_rows", "fused_norms"), frozenset({"block", "activations"})),
+        **dict.fromkeys(("fp8_rows", "fp8_stream"), frozenset({"block"})),
+    }
 
     def per_scale(self, along):
         return self.block if self.block or along == "inputs" else 1
@@ -93,6 +100,8 @@ class Mxfp4(Format):
     bytes_each: ClassVar[float | None] = 17 / 32
     inputs_per_entry: ClassVar[int] = mxfp4.BLOCK
     scales_by_input: ClassVar[bool] = True
+    implements: ClassVar = dict.fromkeys(("plain", "few_rows"), frozenset())  # of experts
+    made_on_load: ClassVar[bool] = False
 
     def per_scale(self, along):
         return mxfp4.BLOCK if along == "inputs" else 1
@@ -131,6 +140,15 @@ class Int4(FourBits):
     ordered: bool = False
 
     bytes_each: ClassVar[float | None] = 33 / 64
+    implements: ClassVar = {
+        "plain": frozenset({"group", "zeros", "ordered"}),
+        **dict.fromkeys(("few_rows", "fused_norms"), frozenset({"group", "zeros"})),
+    }
+
+    @property
+    def made_on_load(self) -> bool:
+        """One of a checkpoint's zero points and orders isn't."""
+        return not self.zeros and not self.ordered
 
     def per_scale(self, along):
         return self.group if along == "inputs" else 1
@@ -151,6 +169,7 @@ class Nvfp4(FourBits):
     """E2M1 numbers, scales of each 16 inputs in a byte and float32 factors, as `jaxspec.models.nvfp4` has them."""
 
     bytes_each: ClassVar[float | None] = 9 / 16
+    implements: ClassVar = dict.fromkeys(("plain", "few_rows", "fused_norms"), frozenset())
 
     def per_scale(self, along):
         return nvfp4.GROUP if along == "inputs" else 1
@@ -365,7 +384,8 @@ class Param:
 
     `sources` are Hugging Face tensor names. Each is `[out, in]` there and is transposed to `[in, out]` if `transpose`;
     several are put together along the last axis as `layout` says, whose splits are their last axes after transposing.
-    A `depthwise` convolution's weight is `[out, 1, in]` there. `dtype` is this array's own, whatever that of the rest.
+    A `depthwise` convolution's weight is `[out, 1, in]` there; an array has so many `unit_axes`, of length one, before
+    and behind its own. `dtype` is this array's own, whatever that of the rest.
 
     A stack of experts' weights, `[experts, out, in]`, has one matrix or several an expert for sources, with the rows of
     `layout.splits`, one under the other; or else the tensor `whole`, which holds them all already, as
@@ -393,6 +413,7 @@ class Param:
     order: str = ""
     split: Split | None = None
     least: int = 0
+    unit_axes: tuple[int, int] = (0, 0)
 
     @property
     def stacked(self) -> bool:
@@ -425,6 +446,8 @@ class Param:
             return {name: (count, self.shape[-1] // each) for name, count in rows}
         shapes = {name: (*self.shape[:-1], width) for name, width in zip(self.sources, splits, strict=True)}
         shapes = {name: (shape[1], shape[0] // each) if self.transpose else shape for name, shape in shapes.items()}
+        before, behind = self.unit_axes
+        shapes = {name: (*(1,) * before, *shape, *(1,) * behind) for name, shape in shapes.items()}
         return {name: (out, 1, taps) for name, (out, taps) in shapes.items()} if self.depthwise else shapes
 
     def as_found(self, names: Container[str]) -> Param:

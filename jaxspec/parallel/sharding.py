@@ -198,7 +198,7 @@ def _source_axis(param: Param) -> int:
         return 0 if outputs else 1
     if param.depthwise:
         return 0
-    return len(param.shape) - 1 - _axis(param) if param.transpose else _axis(param)
+    return len(param.shape) - 1 - _axis(param) if param.transpose else param.unit_axes[0] + _axis(param)
 
 
 def _grain(param: Param, scale: bool) -> int | None:

@@ -6,6 +6,8 @@ when it admits a request; from then on it only names slots and pages. The last s
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.config.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams, TokenLogprobs
+from jaxspec.config.request import MAX_LOGPROBS, SamplingParams, TokenLogprobs
 from jaxspec.images.placement import Placement
-from jaxspec.sampling.sampling import Sampling
+from jaxspec.sampling.sampling import SETTINGS, Sampled, Sampling
 
 
 @flax.struct.dataclass
@@ -55,34 +57,17 @@ def empty_slots(num_slots: int, capacity: int, pictures: bool = False) -> Slots:
         tried=zeros(dtype=jnp.float32),
         stood=zeros(dtype=jnp.float32),
         done=jnp.ones((r,), bool),
-        sampling=Sampling(
-            seed=zeros(2, dtype=jnp.uint32),
-            temperature=zeros(dtype=jnp.float32),
-            top_k=zeros(),
-            top_p=jnp.ones((r,), jnp.float32),
-            min_p=zeros(dtype=jnp.float32),
-            repetition=jnp.ones((r,), jnp.float32),
-            presence=zeros(dtype=jnp.float32),
-            frequency=zeros(dtype=jnp.float32),
-            min_length=zeros(),
-            stop_ids=jnp.full((r, MAX_STOP_IDS), -1, jnp.int32),
-            bias_ids=jnp.full((r, MAX_LOGIT_BIAS), -1, jnp.int32),
-            bias=zeros(MAX_LOGIT_BIAS, dtype=jnp.float32),
-        ),
+        sampling=Sampling(**{name: jnp.full((r, *s.shape), s.off, s.dtype) for name, s in SETTINGS.items()}),
         shift=zeros() if pictures else None,
     )
 
 
-# The packed admission: these scalars, the id lists, then the history. `i`: int32, `f`: float32 by its bits.
-_SCALARS = (
-    "slot:i length:i prompt:i limit:i drafts:i shift:i seed_high:i seed_low:i top_k:i min_length:i "
-    "temperature:f top_p:f min_p:f repetition:f presence:f frequency:f"
-)
-_FIELDS = {name: (i, kind) for i, (name, kind) in enumerate(f.split(":") for f in _SCALARS.split())}
-_STOP = len(_FIELDS)
-_BIAS_IDS = _STOP + MAX_STOP_IDS
-_BIAS = _BIAS_IDS + MAX_LOGIT_BIAS
-_HISTORY = _BIAS + MAX_LOGIT_BIAS
+# The packed admission: these numbers, the settings of `SETTINGS` by their bits, then the history.
+_NUMBERS = "slot", "length", "prompt", "limit", "drafts", "shift"
+_SIZES = [math.prod(setting.shape) for setting in SETTINGS.values()]
+_STARTS = [*itertools.accumulate(_SIZES, initial=len(_NUMBERS))]
+_HISTORY = _STARTS[-1]
+_SETTINGS = {name: slice(*ends) for name, ends in zip(SETTINGS, itertools.pairwise(_STARTS), strict=True)}
 
 
 def pack_admission(
@@ -102,35 +87,12 @@ def pack_admission(
     `placement`: of the pictures in its prompt.
     """
     packed = np.zeros(admission_size(capacity), np.int32)
-    values = {
-        "slot": slot,
-        "length": len(tokens),
-        "prompt": prompt,
-        "limit": limit,
-        "drafts": drafts,
-        "shift": (placement.shift if placement else 0) & 0xFFFFFFFF,  # two's complement
-        "seed_high": (seed >> 32) & 0xFFFFFFFF,
-        "seed_low": seed & 0xFFFFFFFF,
-        "top_k": max(params.top_k, 0),
-        "min_length": prompt + params.min_tokens if params.min_tokens else 0,
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "min_p": params.min_p,
-        "repetition": params.repetition_penalty,
-        "presence": params.presence_penalty,
-        "frequency": params.frequency_penalty,
-    }
-    unsigned, floats = packed.view(np.uint32), packed.view(np.float32)
-    for name, (i, kind) in _FIELDS.items():
-        if kind == "f":
-            floats[i] = values[name]
-        else:
-            unsigned[i] = values[name]
-    packed[_STOP:_BIAS] = -1
-    packed[_STOP : _STOP + len(stop_ids)] = stop_ids
-    if params.logit_bias:
-        packed[_BIAS_IDS : _BIAS_IDS + len(params.logit_bias)] = list(params.logit_bias)
-        floats[_BIAS : _BIAS + len(params.logit_bias)] = list(params.logit_bias.values())
+    packed[: len(_NUMBERS)] = slot, len(tokens), prompt, limit, drafts, placement.shift if placement else 0
+    request = Sampled(params, prompt, seed, stop_ids)
+    for name, setting in SETTINGS.items():
+        place, given = packed[_SETTINGS[name]].view(setting.dtype), setting.of(request)
+        place[:] = setting.off
+        place[: np.size(given)] = given
     packed[_HISTORY : _HISTORY + len(tokens)] = tokens
     if placement:
         rows = np.fromiter(placement.keys, np.int32)
@@ -140,24 +102,18 @@ def pack_admission(
 
 def admit(slots: Slots, packed: Int[Array, " k"]) -> Slots:
     """Write a packed admission into its slot."""
-    floats = jax.lax.bitcast_convert_type(packed, jnp.float32)
-    unsigned = jax.lax.bitcast_convert_type(packed, jnp.uint32)
-    scalar = lambda name: (floats if _FIELDS[name][1] == "f" else packed)[_FIELDS[name][0]]  # noqa: E731
-    slot = scalar("slot")
-    new = {name: scalar(name) for name in ("length", "prompt", "limit", "drafts")}
-    new |= {} if slots.shift is None else {"shift": scalar("shift")}
+    new = {name: packed[i] for i, name in enumerate(_NUMBERS)}
+    slot = new.pop("slot")
+    if slots.shift is None:
+        del new["shift"]
     new |= {"history": packed[_HISTORY:], "tried": jnp.float32(0), "stood": jnp.float32(0), "done": jnp.bool_(False)}
-    seed = _FIELDS["seed_high"][0]
-    settings = {name: scalar(name) for name in _FIELDS if name in Sampling.__dataclass_fields__}
-    settings |= {
-        "seed": unsigned[seed : seed + 2],
-        "stop_ids": packed[_STOP:_BIAS_IDS],
-        "bias_ids": packed[_BIAS_IDS:_BIAS],
-        "bias": floats[_BIAS:_HISTORY],
-    }
     put = lambda array, value: array.at[slot].set(value)  # noqa: E731
-    sampling = Sampling(**{name: put(getattr(slots.sampling, name), value) for name, value in settings.items()})
-    return Slots(sampling=sampling, **{name: put(getattr(slots, name), value) for name, value in new.items()})
+    given = {
+        name: jax.lax.bitcast_convert_type(packed[_SETTINGS[name]], setting.dtype).reshape(setting.shape)
+        for name, setting in SETTINGS.items()
+    }
+    sampling = Sampling(**{name: put(getattr(slots.sampling, name), value) for name, value in given.items()})
+    return slots.replace(sampling=sampling, **{name: put(getattr(slots, name), value) for name, value in new.items()})
 
 
 def admission_size(capacity: int) -> int:

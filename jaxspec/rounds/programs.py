@@ -111,10 +111,12 @@ def admit(state: State, packed: Int[Array, " k"]) -> State:
 
 
 def clear(state: State, pages: Int[Array, " n"]) -> State:
-    """Put zeros into these pages, the target's and the drafter's. NaN there would reach their next owners, at weight
-    zero too."""
+    """Put zeros into these pages, the target's and the drafter's, and in place of NaN in what the drafter keeps by
+    slot. NaN there would reach their next owners, at weight zero too."""
     cleared = [x.at[:, pages].set(0) for x in host_blocks.paged(state.cache, state.draft)]
-    cache, draft = host_blocks.with_paged(state.cache, state.draft, cleared)
+    finite = lambda x: jnp.nan_to_num(x, posinf=0, neginf=0) if x.ndim > cleared[0].ndim else x  # noqa: E731
+    draft = jax.tree.map(finite, state.draft)
+    cache, draft = host_blocks.with_paged(state.cache, draft, cleared)
     return state.replace(cache=cache, draft=draft)
 
 
@@ -148,13 +150,14 @@ def prefill(
     reads, (packed, adapters) = state.pictures is not None, packing.take_adapters(params, packed)
     (slots, start, count, source, keep, newest), known, table = packing.unpack_blocks(packed, block, reads)
     tokens, next_tokens = known[:, :-1], known[:, 1:]
-    axes, last_seen, own, following = None, None, None, None
+    axes, last_seen, own, following, in_windows = None, None, None, None, False
     if reads:
         axes, last_seen, at = packing.unpack_pictures(packed, block)
         axes = axes if config.tower.merge else None
         last_seen = last_seen if config.tower.mutual else None
+        in_windows = config.tower.mutual_in_windows
         own, following = (state.pictures, at[:, :-1]), (state.pictures, at[:, 1:])
-    rows = Rows(start, count, table, axes=axes, last_seen=last_seen)
+    rows = Rows(start, count, table, axes=axes, last_seen=last_seen, in_windows=in_windows)
     mixer, marked = PromptBlocks(_order(config, rows), slots, source, keep), rows.marked_positions(block)
     last = jnp.maximum(count - 1, 0)
     read = any(i >= config.num_layers - 1 for i in drafter.feature_layers)

@@ -8,7 +8,10 @@ drafts and of their acceptance on the position that their round starts at, and t
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -16,26 +19,73 @@ import jax.numpy as jnp
 from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from jaxspec.config.request import MAX_LOGIT_BIAS, MAX_STOP_IDS, SamplingParams
+
 SUMMANDS = 16  # that `log_softmax_fixed` adds up at a time
 PURPOSES = ACCEPT, SAMPLE, DRAFT = range(3)  # what a random number is for
 
 
+class Sampled(NamedTuple):
+    """A request, as its settings are made of it. `stop_ids`: all tokens that end it. `seed` has 64 bits."""
+
+    params: SamplingParams
+    prompt: int = 0  # its tokens
+    seed: int = 0
+    stop_ids: Sequence[int] = ()
+
+
+class Setting(NamedTuple):
+    """How a request's setting reaches the device.
+
+    - `of(request)`: its number, or a list of up to `shape` numbers, which `off` fills up.
+    - `off`: its number where no request is.
+    - `adjusts`: it changes logits, where it isn't off, and so the text at temperature 0.
+    """
+
+    of: Callable[[Sampled], Any]
+    off: float = 0
+    dtype: str = "float32"
+    shape: tuple[int, ...] = ()
+    adjusts: bool = False
+
+
+def _setting(*of: Any, **how: Any) -> Any:
+    return flax.struct.field(metadata={"setting": Setting(*of, **how)})
+
+
+_IDS = {"off": -1, "dtype": "int32"}
+
+
 @flax.struct.dataclass
 class Sampling:
-    """Sampling settings, one row per request (or per slot). Unused entries of the id lists are -1."""
+    """Sampling settings, one row per request (or per slot), and where each comes from."""
 
-    seed: UInt32[Array, "b 2"]
-    temperature: Float[Array, " b"]
-    top_k: Int[Array, " b"]
-    top_p: Float[Array, " b"]
-    min_p: Float[Array, " b"]
-    repetition: Float[Array, " b"]
-    presence: Float[Array, " b"]
-    frequency: Float[Array, " b"]
-    min_length: Int[Array, " b"]  # tokens, prompt included, before which no stop id may come
-    stop_ids: Int[Array, "b s"]
-    bias_ids: Int[Array, "b k"]
-    bias: Float[Array, "b k"]
+    seed: UInt32[Array, "b 2"] = _setting(lambda r: divmod(r.seed % 2**64, 2**32), dtype="uint32", shape=(2,))
+    temperature: Float[Array, " b"] = _setting(lambda r: r.params.temperature)
+    top_k: Int[Array, " b"] = _setting(lambda r: max(r.params.top_k, 0), dtype="int32")
+    top_p: Float[Array, " b"] = _setting(lambda r: r.params.top_p, off=1)
+    min_p: Float[Array, " b"] = _setting(lambda r: r.params.min_p)
+    repetition: Float[Array, " b"] = _setting(lambda r: r.params.repetition_penalty, off=1, adjusts=True)
+    presence: Float[Array, " b"] = _setting(lambda r: r.params.presence_penalty, adjusts=True)
+    frequency: Float[Array, " b"] = _setting(lambda r: r.params.frequency_penalty, adjusts=True)
+    # tokens, prompt included, before which no stop id may come
+    min_length: Int[Array, " b"] = _setting(
+        lambda r: r.params.min_tokens and r.prompt + r.params.min_tokens, dtype="int32", adjusts=True
+    )
+    stop_ids: Int[Array, "b s"] = _setting(lambda r: r.stop_ids, **_IDS, shape=(MAX_STOP_IDS,))
+    bias_ids: Int[Array, "b k"] = _setting(lambda r: [*r.params.logit_bias], **_IDS, shape=(MAX_LOGIT_BIAS,))
+    bias: Float[Array, "b k"] = _setting(
+        lambda r: [*r.params.logit_bias.values()], shape=(MAX_LOGIT_BIAS,), adjusts=True
+    )
+
+
+SETTINGS: dict[str, Setting] = {each.name: each.metadata["setting"] for each in dataclasses.fields(Sampling)}
+
+
+def adjusts(params: SamplingParams) -> bool:
+    """Whether some setting changes logits, and not only what is drawn of them."""
+    changing = [setting for setting in SETTINGS.values() if setting.adjusts]
+    return any(setting.of(Sampled(params)) not in (setting.off, []) for setting in changing)
 
 
 def adjust(

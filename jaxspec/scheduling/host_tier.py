@@ -6,37 +6,22 @@ published, and at the latest when the tree gives them up. Of snapshots, a prompt
 it leaves the tree. The device's programs run in order, so a copy that is dispatched before the program that fills a
 page anew has the old content.
 
-Invariants: `used` is the bytes of all blocks, those that a load still reads included, and never exceeds `capacity`. A
-page whose content isn't dispatched yet (`_fresh`) is never copied. Of a chain of blocks the last goes first, so that
-each block's predecessors are there or were never copied.
+A page whose content isn't dispatched yet (`_fresh`) is never copied.
+
+With a `disk`, blocks are written to it, the oldest first, once the memory is half full. So most are there by the time
+that they are given up. A prompt that wants them has them read into the host's memory first.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from jaxspec.scheduling.kept_blocks import STATE, Block, DiskTier, KeptBlocks
 from jaxspec.scheduling.prefix_cache import MISSED, Node, PrefixTree, digest_of
 
-STATE = b"s"  # ends the key of a snapshot, which begins with its page's
-FALLBACK = 1 / 16  # share of the way back to the speed measured at start, for each reload that wasn't worth it
-MOVE_RATE = 1 / 8  # share of a difference by which the speed moves
-
-
-@dataclass(eq=False, slots=True)
-class Block:
-    """One copy: `data` and the `checksums` of the devices' parts are the engine's, which alone looks at them."""
-
-    key: bytes
-    parent: bytes
-    size: int
-    missed: bool  # the drafter has not seen the page
-    data: Any = field(repr=False)
-    checksums: Any = field(repr=False)
-    used: int = 0
-    pins: int = 0  # loads that read it
-    dropped: bool = False
+FULL = 1 / 2  # share of the memory; above it, the oldest blocks are written to the disk
 
 
 class Copy(NamedTuple):
@@ -72,24 +57,20 @@ class Load:
         return sum(block.size for block in self.blocks)
 
 
-class HostTier:
+class HostTier(KeptBlocks):
     """At most `capacity` bytes of blocks, of `page_bytes` a page and `state_bytes` a snapshot.
 
-    `token`, set before each plan, is how many seconds a prompt token's prefill takes, 0 if that isn't known. `speed` is
-    how many bytes come back in a second, None if nothing was measured; `backlog`, bytes that are on their way.
+    `token`, set before each plan, is how many seconds a prompt token's prefill takes, 0 if that isn't known.
     """
 
-    def __init__(self, capacity: int, page_bytes: int, state_bytes: int = 0):
-        self.capacity, self.page_bytes, self.state_bytes = capacity, page_bytes, state_bytes
-        self.used = self.backlog = 0
+    def __init__(self, capacity: int, page_bytes: int, state_bytes: int = 0, disk: DiskTier | None = None):
+        super().__init__(capacity)
+        self.page_bytes, self.state_bytes, self.disk = page_bytes, state_bytes, disk
         self.token = 0.0
-        self.speed: float | None = None
-        # reloads that would have been slower; blocks given up; pages that left the device faster than they are copied
-        self.declined = self.evicted = self.skipped = 0
-        self._at_start: float | None = None
-        self._blocks: OrderedDict[bytes, Block] = OrderedDict()  # least recently used first
-        self._next: dict[bytes, set[bytes]] = {}  # keys of blocks by the key before them
-        self._clock = 0
+        # reloads that would have been slower; pages that left the device faster than they are copied
+        self.declined = self.skipped = 0
+        self.to_read: list[Block] = []  # from the disk; they have their memory
+        self._unsaved: OrderedDict[bytes, Block] = OrderedDict()  # neither on the disk nor tried; the oldest first
         self._since = 0  # nodes that were last used before this time of the tree's are of no use
         self._tree: PrefixTree | None = None
         self._fresh: dict[tuple[Node, bool], None] = {}  # published by the plan that is being made
@@ -99,9 +80,6 @@ class HostTier:
     def serves(self, tree: PrefixTree) -> None:
         """Be the second tier of this tree."""
         self._tree = tree
-
-    def __len__(self) -> int:
-        return len(self._blocks)
 
     @property
     def waits(self) -> bool:
@@ -173,70 +151,50 @@ class HostTier:
         if copy.key in self._blocks:
             return None
         block = Block(copy.key, copy.parent, self.bytes_of(copy), copy.missed, data, checksums)
-        self.used += block.size
-        self._blocks[block.key] = block
-        self._next.setdefault(block.parent, set()).add(block.key)
-        self._touch(block)
+        self.enter(block)
+        if self.disk is not None and self.disk.get(block.key) is None:
+            self._unsaved[block.key] = block
         return block
 
-    def make_room(self, size: int) -> bool:
-        """Give up blocks, least recently used first, until so many bytes are free. False: there will never be."""
-        while self.used + size > self.capacity:
-            if (block := self._oldest()) is None:
-                return False
-            while block is not None and self.used + size > self.capacity:  # then what is before it, if that is as old
-                self.evicted += 1
-                self.drop(block)
-                before = self._blocks.get(block.parent)
-                goes = (
-                    before is not None and before.used <= block.used and not (before.pins or before.key in self._next)
-                )
-                block = before if goes else None
-        return True
+    @property
+    def writes(self) -> bool:
+        """Whether blocks are to be written to the disk."""
+        return bool(self._unsaved) and self.used > FULL * self.capacity
 
-    def _oldest(self) -> Block | None:
-        """The last block of the least recently used chain that no load reads."""
-        for block in self._blocks.values():
-            while following := self._next.get(block.key):
-                block = min((self._blocks[key] for key in following), key=lambda each: each.used)
-            if not block.pins:
-                return block
-        return None
+    def to_write(self, room: int) -> list[Block]:
+        """Blocks to be written to the disk now, at most `room` bytes, the oldest first. They are pinned."""
+        chosen: list[Block] = []
+        while self.writes:
+            block = next(iter(self._unsaved.values()))
+            room -= block.size
+            if room < 0 or isinstance(block.checksums, tuple):  # it isn't here yet
+                break
+            del self._unsaved[block.key]
+            if self.disk.write(block):
+                self.pin([block])
+                chosen.append(block)
+        return chosen
 
     def drop(self, block: Block) -> None:
-        """Forget a block. Its memory counts until the last load that reads it has ended."""
-        if block.dropped:
-            return
-        block.dropped = True
-        if self._blocks.get(block.key) is block:
-            del self._blocks[block.key]
-            following = self._next[block.parent]
-            following.discard(block.key)
-            if not following:
-                del self._next[block.parent]
-        if not block.pins:
-            self._free(block)
+        self._unsaved.pop(block.key, None)
+        super().drop(block)
 
-    def pin(self, blocks: list[Block]) -> None:
-        """Keep blocks while a load reads them."""
-        for block in blocks:
-            block.pins += 1
+    def drop_from_disk(self, block: Block) -> None:
+        """Forget the file of a block, if it has one."""
+        if self.disk is not None and (kept := self.disk.get(block.key)) is not None:
+            self.disk.drop(kept)
 
-    def unpin(self, blocks: list[Block]) -> None:
-        """Undo `pin`."""
-        for block in blocks:
-            block.pins -= 1
-            if block.dropped and not block.pins:
-                self._free(block)
+    def _touch(self, block: Block) -> None:
+        super()._touch(block)
+        if block.key in self._unsaved:
+            self._unsaved.move_to_end(block.key)
 
-    def _free(self, block: Block) -> None:
-        self.used -= block.size
-        block.data = block.checksums = None
-
-    def clear(self) -> None:
+    def clear(self, disk: bool = True) -> None:
         """Forget everything, and pages that are in the tree now: nobody will ask for them."""
         for block in list(self._blocks.values()):
             self.drop(block)
+        if disk and self.disk is not None:
+            self.disk.clear()
         self._fresh.clear()
         self._wanted.clear()
         self._leaving.clear()
@@ -252,68 +210,97 @@ class HostTier:
         digests = [(nodes or [start])[-1].digest]
         pages: list[Block] = []
         first = start.depth + len(nodes)
+        in_memory, from_disk = (
+            None,
+            self.capacity // 2 // self.page_bytes,
+        )  # pages before the disk's; the disk's at most
         for end in range((first + 1) * size, min(limit, len(keys) - tree.reach) + 1, size):
             edge = tuple(keys[end - size : end + tree.reach])
             edges = (edge, (*edge, MISSED)) if missed else (edge,)
-            found = (self._blocks.get(digest_of(digests[-1], each)) for each in edges)
+            found = (self._get(digest_of(digests[-1], each)) for each in edges)
             if (block := next(filter(None, found), None)) is None:
                 break
+            if self._lacks(block):
+                in_memory = len(pages) if in_memory is None else in_memory
+                from_disk -= 1
+                if from_disk < 0:
+                    break
             pages.append(block)
             digests.append(block.key)
         self._touch_all(start, nodes, pages)
         unseen = [node.drafter_seen < node.depth for node in nodes] + [block.missed for block in pages]
         seen = start.drafter_seen if start.drafter_seen < start.depth else start.depth + (*unseen, True).index(True)
-        load = None
+        loads = []
         if tree.snapshots is None:
-            load = Load([], pages, None, first + len(pages), seen) if pages else None
+            for count in {len(pages), in_memory or len(pages)} if pages else ():
+                loads.append(Load([], pages[:count], None, first + count, min(seen, first + count)))
         else:
             places = [*(node.digest for node in nodes), *digests[1:]]
-            loads = []
             for depth, digest in enumerate(places, start.depth + 1):
-                if (state := self._blocks.get(digest + STATE)) is not None:
+                if (state := self._get(digest + STATE)) is not None:
                     own = depth - start.depth
                     loads.append(Load(nodes[:own], pages[: max(own - len(nodes), 0)], state, depth, min(seen, depth)))
-            load = max(loads, key=lambda each: self._saved(each, start), default=None)
-        if load is None or self._saved(load, start) >= 0:
+        load = max(loads, key=lambda each: self._saved(each, start), default=None)
+        if load is None or (self._saved(load, start) >= 0 and self._fetch(load)):
             return load
         self.declined += 1
-        if self.speed is not None and self._at_start is not None:
-            self.speed += FALLBACK * (self._at_start - self.speed)
+        self.fall_back()
+        if in_memory is not None:
+            self.disk.fall_back()
         return None
+
+    def used_by_prompt(self, load: Load) -> None:
+        """Note that a load has ended well."""
+        self.unpin(load.blocks)
+        for block in load.blocks:
+            block.from_disk = False
+
+    def _get(self, key: bytes) -> Block | None:
+        """A block in the memory, or one to be made of the disk's."""
+        if (block := self._blocks.get(key)) is not None or self.disk is None or (kept := self.disk.get(key)) is None:
+            return block
+        return Block(key, kept.parent, self.disk.size_of(kept), kept.missed, from_disk=True)
+
+    def _lacks(self, block: Block) -> bool:
+        """Whether a block is on the disk alone."""
+        return block.from_disk and block.key not in self._blocks
+
+    def _fetch(self, load: Load) -> bool:
+        """Give a load's blocks that are on the disk alone their memory, and have them read. False: there is none."""
+        lacking = [block for block in load.blocks if self._lacks(block)]
+        self.pin(load.blocks)
+        room = self.make_room(sum(block.size for block in lacking))
+        self.unpin(load.blocks)
+        if not room:
+            return False
+        for block in lacking:
+            self.enter(block)
+            self.disk.backlog += block.size
+        self.pin(lacking)
+        self.to_read += lacking
+        return True
 
     def _saved(self, load: Load, start: Node) -> float:
         """Seconds that a load saves; where one of the times isn't known, its tokens."""
         tokens = (load.depth - start.depth) * self._tree.page_size
         if not self.token or self.speed is None:
             return tokens
-        return tokens * self.token - (load.size + self.backlog) / self.speed
-
-    def took(self, size: int, seconds: float, at_start: bool = False) -> None:
-        """Note how long a transfer to the device took that nothing else held up."""
-        speed = size / max(seconds, 1e-9)
-        if at_start:
-            self._at_start = self.speed = speed
-        else:
-            self.speed = speed if self.speed is None else self.speed + MOVE_RATE * (speed - self.speed)
-
-    def _touch(self, block: Block) -> None:
-        block.used = self._clock
-        self._blocks.move_to_end(block.key)
+        saved = tokens * self.token - (load.size + self.backlog) / self.speed
+        if self.disk is None or all(block.data is not None for block in load.blocks):
+            return saved
+        read = self.disk.backlog + sum(block.size for block in load.blocks if self._lacks(block))
+        return saved - read / self.disk.speed if self.disk.speed else tokens
 
     def _touch_all(self, start: Node, nodes: list[Node], pages: list[Block]) -> None:
         """Note that a prompt begins with these, from the root on."""
-        self._clock += 1
         path = [*nodes[::-1]]
         while start.parent:
             path.append(start)
             start = start.parent
-        newest = None  # of the snapshots; earlier ones are superseded
-        for key in [*(node.digest for node in reversed(path)), *(block.key for block in pages)]:
-            if (block := self._blocks.get(key)) is not None:
-                self._touch(block)
-            newest = self._blocks.get(key + STATE, newest)
-        if newest is not None:
-            self._touch(newest)
+        keys = [*(node.digest for node in reversed(path)), *(block.key for block in pages)]
+        self.touch_path(keys)
+        if self.disk is not None:
+            self.disk.touch_path(keys)
 
 
 def _key(node: Node, state: bool) -> bytes:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+from array import array
 from collections.abc import Collection, Iterable, Iterator
 from typing import Protocol
 
@@ -135,7 +136,11 @@ class Node:
 
 def digest_of(before: bytes, edge: tuple[int, ...]) -> bytes:
     """The digest of a page behind the one that has the digest `before`."""
-    return hashlib.blake2b(before + repr(edge).encode(), digest_size=16).digest()
+    try:
+        content = array("q", edge).tobytes()
+    except OverflowError:  # a salt, or a picture's content
+        content = repr(edge).encode()
+    return hashlib.blake2b(before + content, digest_size=16).digest()
 
 
 class Leaver(Protocol):
@@ -206,7 +211,8 @@ class PrefixTree:
     that comes next). An edge then has them too, and a page is published and matched once they are known.
 
     With `snapshots`, a match ends at the deepest node that has one. A request that continues there computes the tree's
-    further pages again, and its own take their place. Otherwise nothing new could be published beyond those.
+    further pages again, and its own take their place. Otherwise nothing new could be published beyond those. With
+    `replaces` they do so too: requests compute pages that the tree has, for a drafter that keeps its own by slot.
 
     `host`: is shown pages that come and go. `clock` counts matches and insertions.
     """
@@ -218,15 +224,18 @@ class PrefixTree:
         reach: int = 0,
         snapshots: Snapshots | None = None,
         host: Leaver | None = None,
+        replaces: bool = False,
     ):
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1 token, got {page_size}")
         self.page_size = page_size
         self.reach = reach
         self.snapshots = snapshots
+        self.replaces = replaces or snapshots is not None
         self._host = host
         self._pool = pool
         self.clock = 0
+        self._first = b""  # the root's digest
         self._reset()
 
     @property
@@ -283,7 +292,7 @@ class PrefixTree:
 
         A node that is there already keeps its own page. If that isn't the caller's page, a caller that keeps its pages
         must stop (later nodes would be held while this one is not). One that is `leaving`, about to release all of
-        them, continues. With snapshots, the caller's page takes the place of one that nobody else holds.
+        them, continues. With `replaces`, the caller's page takes the place of one that nobody else holds.
 
         **Arguments:**
 
@@ -307,7 +316,7 @@ class PrefixTree:
                 if self._host is not None:
                     self._host.published(child, leaving)
             elif child.page != pages[depth] and not leaving:
-                if self.snapshots is None or self._pool.refcount(child.page) > 1:
+                if not self.replaces or self._pool.refcount(child.page) > 1:
                     break
                 self._pool.uncache(child.page)
                 self._pool.cache(pages[depth])
@@ -342,6 +351,10 @@ class PrefixTree:
         self._reset()
         return dropped
 
+    def begin_with(self, digest: bytes) -> None:
+        """Have pages depend on this, too, in their keys below the device. Nothing of before may be matched any more."""
+        self._first = self.root._digest = digest
+
     def nodes(self) -> Iterator[Node]:
         """Every node except the root, parents before children."""
         stack = [*self.root.children.values()]
@@ -352,6 +365,7 @@ class PrefixTree:
 
     def _reset(self) -> None:
         self.root = Node((), 0, None)
+        self.root._digest = self._first
         self.num_pages = 0
         self._leaves: list[tuple[int, int, Node]] = []
         self._entries = 0  # ever queued: orders leaves of the same time, first come first

@@ -54,6 +54,7 @@ class Scheduler:
       the most in a chunk that is scored. `prefills`: blocks that programs are made for, ascending; None: each number.
     - `context_length`: most tokens of a sequence. `prefix_cache`: share full pages of a common prefix.
     - `reach`: tokens beyond a page on which its content depends, see `PrefixTree`.
+    - `recent`: a prompt's last tokens that are computed at least, whatever is cached: a drafter needs them.
     - `replays`: what rounds computed isn't published, and a preempted sequence starts again from its prompt.
     - `rounds`: rounds in one program when no request can be admitted, and at most `rounds_for` run; None: any number.
     - `held_tokens`: prompt tokens between two rounds while a crowd waits; otherwise one program's.
@@ -87,6 +88,7 @@ class Scheduler:
         prefills: tuple[int, ...] | None = None,
         prefix_cache: bool = True,
         reach: int = 0,
+        recent: int = 0,
         replays: bool = False,
         rounds: int = 1,
         rounds_for: int | None = None,
@@ -118,7 +120,9 @@ class Scheduler:
         self.snapshots = None if snapshots is None else Snapshots(self.snapshot_slots, host)
         whole = math.lcm(page_size, block)
         self.snapshot_interval = -(-snapshot_interval // whole) * whole
-        self.tree, self.host = PrefixTree(self.pool, page_size, reach, self.snapshots, host), host
+        # The last position is always computed: a first token, or a drafter, needs more of it than its keys and values.
+        self.recent = max(recent, 1)
+        self.tree, self.host = PrefixTree(self.pool, page_size, reach, self.snapshots, host, recent > 1), host
         if host is not None:
             host.serves(self.tree)
         self.pages_per_seq = self._pages_for(context_length + lookahead)
@@ -274,7 +278,7 @@ class Scheduler:
     def landed(self, seq: SequenceState) -> None:
         """All that a sequence was loading is dispatched: it goes on behind that."""
         load, seq.load = seq.load, None
-        self.host.unpin(load.blocks)
+        self.host.used_by_prompt(load)
         self.loading.remove(seq)
         self.prefilling.append(seq)
         seq.computed, seq.status = load.depth * self.page_size, Status.PREFILL
@@ -454,9 +458,8 @@ class Scheduler:
             return False
         seq.source, seq.points = None, []
         shares = self.prefix_cache and not seq.score
-        # The last position is always computed: a first token, or a drafter, needs more of it than its keys and values.
         missed = self.resting and not seq.fixed_drafts
-        keys, limit, load = seq.keys, self._due(seq) - 1, None
+        keys, limit, load = seq.keys, self._due(seq) - self.recent, None
         pages, node = self.tree.match(keys, limit, missed) if shares else ([], self.tree.root)
         if shares and self.host is not None:
             load = self.host.find(keys, node, limit, missed)
@@ -480,7 +483,9 @@ class Scheduler:
         seq.computed = len(pages) * self.page_size
         seq.drafter_seen = seen * self.page_size if seen < depth else None
         if not seq.preemptions:
-            seq.cached, seq.from_host = depth * self.page_size, len(load.pages) * self.page_size if load else 0
+            loaded = load.pages if load else []
+            seq.cached, seq.from_disk = (n * self.page_size for n in (depth, sum(block.from_disk for block in loaded)))
+            seq.from_host = len(loaded) * self.page_size - seq.from_disk
         seq.pages = pages + self._take(missing)
         seq.slot = self._free_slots.pop()
         self.table[seq.slot, : len(seq.pages)] = seq.pages
@@ -503,7 +508,7 @@ class Scheduler:
         first, interval = depth * size, self.snapshot_interval
         while (last - first) // interval > max(len(self.snapshot_slots) // 4, 1):
             interval *= 2
-        parting = self.tree.find(seq.keys, due - 1).depth * size // whole * whole
+        parting = self.tree.find(seq.keys, due - self.recent).depth * size // whole * whole
         points = {*range(0, last, interval), parting, last}
         return sorted(point for point in points if first < point <= last)
 
@@ -559,7 +564,7 @@ class Scheduler:
                 self.preempt(seq)
             seq.node = None
         if self.host is not None:
-            self.host.clear()
+            self.host.clear(disk=False)  # weights of before may come back, and have their files' keys
         for seq in [*self.admitted, *self.waiting]:
             seq.salt ^= marks
             if seq.replayed:

@@ -50,8 +50,8 @@ class SequenceState:
 
     The rest is the scheduler's: `slot` and `pages` while admitted; `computed`, positions whose KV was cached or has
     been dispatched as prefill; `cached`, tokens found in the prefix tree and on the host when first admitted,
-    `from_host` of them there; `load`, what still comes from the host; `in_flight`, rounds not read yet, of which the
-    first token is one; `epoch`, which changes whenever slot and pages are lost, so that older
+    `from_host` of them there and `from_disk` on its disk; `load`, what still comes from the host; `in_flight`, rounds
+    not read yet, of which the first token is one; `epoch`, which changes when slot and pages are lost, so that older
     results are recognised; `arrival`, its number in the order of arrival; `since`, when it came, later by as long as it
     ran; `rank`, the priority that it was lifted to when it was admitted; `replayed`, tokens that were read before a
     preemption and aren't again yet, and `lost`, all that had been; `source`, the snapshot that the first chunk starts
@@ -78,6 +78,7 @@ class SequenceState:
     computed: int = 0
     cached: int = 0
     from_host: int = 0
+    from_disk: int = 0
     load: Load | None = field(default=None, repr=False)
     in_flight: int = 0
     epoch: int = 0

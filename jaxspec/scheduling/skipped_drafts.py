@@ -35,7 +35,7 @@ def renew(chooser: Chooser | None, scheduler: Scheduler, token: float, read: Cal
     if chooser is None or not chooser.missed or not (due := _due(scheduler)):
         return
     block = scheduler.block
-    anew = sum(-(-(len(seq.tokens) - seq.drafter_seen) // block) * block for seq in due)
+    anew = sum(-(-_anew(scheduler, seq) // block) * block for seq in due)
     if chooser.missed < token * anew + EACH * len(due):
         return
     read()
@@ -47,4 +47,9 @@ def _due(scheduler: Scheduler) -> list[SequenceState]:
     """Requests, youngest first, that can still become longer by as many tokens as would have to be computed anew."""
     rested = (seq for seq in reversed(scheduler.running) if seq.drafter_seen is not None)
     able = (seq for seq in rested if seq.owner.request.params.speculative)
-    return [seq for seq in able if seq.limit - len(seq.tokens) >= len(seq.tokens) - seq.drafter_seen]
+    return [seq for seq in able if seq.limit - len(seq.tokens) >= _anew(scheduler, seq)]
+
+
+def _anew(scheduler: Scheduler, seq: SequenceState) -> int:
+    """Tokens of a request that are computed anew before it drafts again."""
+    return max(len(seq.tokens) - seq.drafter_seen, min(scheduler.recent, len(seq.tokens)))

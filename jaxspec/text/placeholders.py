@@ -1,7 +1,11 @@
-"""Where pictures stand in a prompt: a chat template writes a placeholder for each, which becomes a picture's tokens."""
+"""Where pictures stand in a prompt: a chat template writes a placeholder for each, which becomes a picture's tokens.
+
+A video has one placeholder, too, which becomes those of its pictures, each behind its time.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,7 +47,7 @@ class Placeholder:
         if (found := text.count(self.written)) != pictures:
             raise TokenizerError(
                 f"the prompt has {found} placeholders {self.written!r} for {pictures} pictures; it must have one "
-                "for each"
+                "for each. A chat template may write those of some roles alone, such as user"
             )
         return text.replace(self.written, self.becomes)
 
@@ -54,24 +58,43 @@ class Placeholder:
             text = text.replace(GENERIC, self.alone) if GENERIC in text else self.alone * pictures + text
         return self.settle(text, pictures)
 
-    def expand(self, ids: Sequence[int], counts: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Token ids with each picture's token repeated as often as it fills rows, and where each picture begins.
-
-        A token that is repeated so already, as in the prompt of an earlier reply, stays.
-
-        **Raises:** `TokenizerError` unless `ids` have one such token for each picture, or one for each of its rows.
-        """
-        ids, whole, starts, after = list(ids), [], [], 0
-        single = (found := ids.count(self.token_id)) == len(counts)
-        for count in counts:
-            place = ids.index(self.token_id, after) if self.token_id in ids[after:] else len(ids)
-            rows, whole = [self.token_id] * count, whole + ids[after:place]
-            starts.append(len(whole))
-            whole += rows
-            after = place + (count if not single and ids[place : place + count] == rows else 1)
-        if after > len(ids) or self.token_id in ids[after:]:
+    def settle_videos(self, text: str, videos: Sequence[Sequence[float]]) -> str:
+        """A template's text with the pictures of videos in place of each one's placeholder. `videos`: the times of
+        each one's. **Raises:** `TokenizerError` unless it has one placeholder for each."""
+        first, *others = text.split(self.written)
+        if len(others) != len(videos):
             raise TokenizerError(
-                f"the prompt has {found} tokens {self.token!r} for {len(counts)} pictures; it must have one for each, "
-                f"or one for each of their {sum(counts)} rows"
+                f"the prompt has {len(others)} placeholders {self.written!r} for {len(videos)} videos; it must have "
+                "one for each"
             )
-        return whole + ids[after:], starts
+        shown = ("".join(f"<{time:.1f} seconds>{self.becomes}" for time in times) for times in videos)
+        return first + "".join(picture + rest for picture, rest in zip(shown, others, strict=True))
+
+
+def expand(ids: Sequence[int], pictures: Sequence[tuple[Placeholder, int]]) -> tuple[list[int], list[int]]:
+    """Token ids with each picture's token repeated as often as it fills rows, and where each picture begins.
+
+    A token that is repeated so already, as in the prompt of an earlier reply, stays.
+
+    **Raises:** `TokenizerError` unless `ids` have, in this order, one such token for each picture, or one for each of
+    its rows.
+    """
+    tokens = {placeholder.token_id for placeholder, _ in pictures}
+    places = [place for place, token in enumerate(ids) if token in tokens]
+    ids, whole, starts, after, single = list(ids), [], [], 0, len(places) == len(pictures)
+    for placeholder, count in pictures:
+        at = bisect_left(places, after)
+        if at == len(places) or ids[place := places[at]] != placeholder.token_id:
+            after = len(ids) + 1
+            break
+        rows, whole = [placeholder.token_id] * count, whole + ids[after:place]
+        starts.append(len(whole))
+        whole += rows
+        after = place + (count if not single and ids[place : place + count] == rows else 1)
+    if after > len(ids) or (places and places[-1] >= after):
+        named = " or ".join(sorted({repr(placeholder.token) for placeholder, _ in pictures}))
+        raise TokenizerError(
+            f"the prompt has {len(places)} tokens {named} for {len(pictures)} pictures; it must have one for each, "
+            f"or one for each of their {sum(count for _, count in pictures)} rows"
+        )
+    return whole + ids[after:], starts

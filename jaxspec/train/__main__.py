@@ -36,6 +36,7 @@ from jaxspec.models.model_config import ModelConfig
 from jaxspec.text import prompts
 from jaxspec.text.errors import TokenizerError
 from jaxspec.train import evaluate, export, features, flags, loop, plots, synthesise
+from jaxspec.train.blocks.dflash2 import DFlash2Objective
 from jaxspec.train.blocks.domino import DominoObjective
 from jaxspec.train.blocks.lilicorr import LiLiCorrObjective, Terms
 from jaxspec.train.continued import continued, heads_alone
@@ -46,7 +47,7 @@ from jaxspec.train.eagle3 import Eagle3Objective
 from jaxspec.train.folder import agree, as_stored, fingerprint, held, make, read, write
 from jaxspec.train.interrupted import terminable
 from jaxspec.train.losses import KINDS, imported
-from jaxspec.train.objective import Objective, own
+from jaxspec.train.objective import Objective, own, reader, without_layers
 from jaxspec.train.packing import pack
 from jaxspec.train.promoted import is_dflash, promote
 
@@ -54,13 +55,13 @@ from jaxspec.train.promoted import is_dflash, promote
 _SHAPE = (
     "num_layers", "mlp_size", "num_heads", "num_kv_heads", "target_layers", "draft_vocab_size", "block_size",
     "mask_token_id", "markov_rank", "markov_head", "candidates", "network_size", "network_layers", "network_heads",
-    "factor_size", "gru_size", "correction_rank", "uncorrected",
+    "factor_size", "selector_rank", "taps", "conv_group", "gru_size", "correction_rank", "uncorrected",
 )  # fmt: skip
 _PROMOTED = "markov_rank", "markov_head", "mlp_size"  # of those, what a DFlash drafter may get to become a DSpark one
 # Flags that change neither what is trained nor how its steps are counted: a run may be resumed with others.
 _FREE = {
     "command", "output", "save_every", "log_every", "concurrency", "num_draft_tokens", "max_new_tokens",
-    "no_evaluation", "no_plots",
+    "no_evaluation", "no_plots", "tp_size",
 }  # fmt: skip
 _RECIPE = (
     "model", "data", "num_samples", "temperature", "max_answer_tokens", "max_prompt_tokens", "row_length", "seed",
@@ -96,7 +97,7 @@ def _features(args: argparse.Namespace) -> None:
     layers = args.target_layers or export.eagle3_layers(resolve(args.model).config)
     with held(args.output):
         path = _texts_file(args)
-        target = load_model(args.model, _dtype(args))
+        target = load_model(args.model, _dtype(args), tp_size=args.tp_size)
         texts = read_texts(path, target.config.vocab_size)
         sizes = {name: getattr(args, name) for name in ("row_length", "batch_size", "texts_per_file")}
         facts = {"model": args.model, "data_sha256": fingerprint(path)}
@@ -186,7 +187,7 @@ def _check_shape(args: argparse.Namespace, config: ModelConfig) -> None:
 
 def _train_on(path: Path, args: argparse.Namespace, settings: loop.Settings, facts: dict[str, Any]) -> None:
     enable_compilation_cache()  # a run that resumes doesn't compile again
-    target = load_model(args.model, _dtype(args))
+    target, read = load_model(args.model, _dtype(args), tp_size=args.tp_size), None  # read: a divided target's forward
     source = path
     if features.holds_features(path):
         source, texts = path / features.INDEX, features.read_features(path, target, args.row_length)
@@ -194,26 +195,30 @@ def _train_on(path: Path, args: argparse.Namespace, settings: loop.Settings, fac
     else:
         texts = read_texts(path, target.config.vocab_size)
     training, held_out = split(texts)
+    whole, target = target, without_layers(target) if target.tp_size > 1 else target
     alone = target.config.recurrent  # a state would pass from one text of a row to the next
     data = pack(training, args.row_length, args.batch_size, args.seed, alone)
     run = loop.Run(args.output, facts | dict(zip(_OF_TEXTS, (len(texts), fingerprint(source)), strict=True)))
     fresh, objective = (_eagle3 if args.command == "eagle3" else _block)(args, target, training)
     if args.objective:
         objective = own(args.objective, objective)
-    data = dataclasses.replace(data, feature_layers=objective.drafter.feature_layers)
+    layers = objective.drafter.feature_layers
+    data = dataclasses.replace(data, feature_layers=layers)
+    if "layers" in whole.params and whole.tp_size > 1:
+        read = reader(whole, layers)
     answers = sum(end - begin for text in training for begin, end in text.answers)
     print(
         f"{len(training)} texts, {answers:,} answer tokens in {len(data.rows)} rows ({data.steps} steps an epoch); "
         f"drafter of {loop.parameter_bytes(fresh.trained) / 1e6:.2f} MB"
     )
-    trained = loop.train(run, objective, fresh.trained, fresh.frozen, target.params, data, settings)
+    trained = loop.train(run, objective, fresh.trained, fresh.frozen, target.params, data, settings, read)
     weights = fresh.save(trained)
     print(f"drafter: {fresh.folder} ({weights.stat().st_size / 1e6:.2f} MB)")
     if not args.no_plots:
         plots.draw_loss(run.history(), args.output / "loss.png")
     if not args.no_evaluation:
         drafter = f"{args.command}:{fresh.folder}"
-        del target, fresh, objective, trained
+        del whole, target, read, fresh, objective, trained
         gc.collect()  # the engine takes what memory is free
         _serve_held_out(args, drafter, held_out)
 
@@ -246,6 +251,8 @@ def _block(args: argparse.Namespace, target: Model, texts: list[Text]) -> tuple[
     match args.command:
         case "dspark":
             return fresh, DSparkObjective(*given, args.weigh_rounds)
+        case "dflash2":
+            return fresh, DFlash2Objective(*given)
         case "domino":
             return fresh, DominoObjective(*given, args.base_weight, args.base_share)
         case "lilicorr":
@@ -273,6 +280,9 @@ def _block_of(args: argparse.Namespace, config: ModelConfig, mask: int) -> expor
         case "dspark":
             of = heads, args.num_kv_heads or config.num_kv_heads, args.markov_rank or 256, args.markov_head or "vanilla"
             settings = export.dspark_settings(*of)
+        case "dflash2":
+            top, rank = args.candidates or 16, args.selector_rank or 256
+            settings = export.dflash2_settings(rank, top, args.taps or 2, args.conv_group or 16)
         case "domino":
             spared = 1 if args.uncorrected is None else args.uncorrected
             settings = export.domino_settings(args.gru_size or 1024, args.correction_rank or 256, spared)
@@ -325,6 +335,7 @@ def _engine(args: argparse.Namespace, draft: str, context: int, **options: Any) 
         args.model,
         draft,
         dtype=_dtype(args),
+        tp_size=args.tp_size,
         context_length=context,
         max_running_requests=concurrency,
         decode_log_interval=0,

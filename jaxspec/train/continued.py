@@ -96,6 +96,4 @@ def untrainable(drafter: Any, params: Any) -> str | None:
         return "it scales its embeddings or logits"
     if drafter.draft_ids is not None:
         return "it has a vocabulary of its own"
-    if getattr(drafter, "taps", 0):
-        return "its layers have convolutions"
     return None

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from jaxspec.decoder.forward import forward
+from jaxspec.decoder.forward import write_keys_values
 from jaxspec.decoder.mixer import OnlyAttention
 from jaxspec.drafters.dflash import DFlash, _context_projection
 from jaxspec.train.attention import span_attention
@@ -134,7 +134,8 @@ class DFlashObjective(Objective):
     def _blocks(self, params: Any, features: tuple[Array, ...], batch: Batch, anchors: Int[Array, "b a"]) -> Array:
         """Final hidden states [b, a, block, d] of the blocks at these anchors."""
         drafter, (b, a), size = self.drafter, anchors.shape, self.drafter.block_size
-        context = drafter._inject(params, None, _Context(batch), features)  # each [l, b, t, m, h]
+        context, rows = drafter._context(params, features), _Context(batch)
+        context = write_keys_values(drafter.config.decoder, params, context, rows, None)  # each [l, b, t, m, h]
         take = lambda x: jnp.take_along_axis(x, anchors, axis=1)  # noqa: E731
         masks = jnp.full((b, a, size - 1), drafter.mask_token, batch.tokens.dtype)
         tokens = jnp.concatenate([take(batch.tokens)[..., None], masks], axis=2)
@@ -150,8 +151,9 @@ class DFlashObjective(Objective):
             return out.reshape(q.shape), cache
 
         check_rows(tokens.size)
-        flat = lambda x: x.reshape(b, a * size)  # noqa: E731
-        hidden = forward(drafter.config.decoder, params, flat(tokens), flat(positions), OnlyAttention(attend), context)
+        shape = (b * a, size) if getattr(drafter, "taps", 0) else (b, a * size)  # convolutions end with a block
+        of = tokens.reshape(shape), positions.reshape(shape)
+        hidden = drafter._forward(params, *of, OnlyAttention(attend), context)
         return hidden.last.reshape(b, a, size, -1)
 
 

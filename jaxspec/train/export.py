@@ -1,8 +1,8 @@
 """Drafters as folders in the public layouts: a training's start and its result.
 
-EAGLE-3, DSpark and Domino as SpecForge writes them (`midlayer.*`, `d2t`, `t2d`), DFlash as z-lab does, LiLiCorr as
-ModelOpt does. To make a new drafter, its config is written and the drafter's own loader makes up weights for it. So
-names, shapes and checks are those of serving.
+EAGLE-3, DSpark and Domino as SpecForge writes them (`midlayer.*`, `d2t`, `t2d`), DFlash and DFlash 2 as z-lab does,
+LiLiCorr as ModelOpt does. To make a new drafter, its config is written and the drafter's own loader makes up weights
+for it. So names, shapes and checks are those of serving.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from jaxspec.train.data import TrainError
 
 ARCHITECTURES = {
     "dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel", "domino": "DominoDraftModel",
-    "lilicorr": "LiLiCorrDraftModel",
+    "lilicorr": "LiLiCorrDraftModel", "dflash2": "DFlash2DraftModel",
 }  # fmt: skip
 ROPE_TYPES = {RopeScaling: "llama3", LinearScaling: "linear", Yarn: "yarn"}
 _TRAINED_DTYPE, _STORED_DTYPE = "float32", jnp.bfloat16
@@ -151,6 +151,10 @@ def fresh_block(folder: Path, target: Model, shape: Shape, block: Block, seed: i
     **Raises:** `TrainError`, `ConfigError` for a shape that can't be.
     """
     drafter, params = _load(block.method, folder, _block_config(target.config, shape, block), target, seed)
+    for layer in params["layers"] if getattr(drafter, "taps", 0) else ():
+        for name in ("attention_conv", "mlp_conv"):  # that change nothing at first
+            layer[name] = jax.tree.map(lambda x: jnp.zeros_like(x).at[:, 0].set(1), layer[name])
+            layer[name + "_made"] = jax.tree.map(jnp.zeros_like, layer[name + "_made"])
     return _fresh(folder, drafter, drafter.parameters(), params, target)
 
 
@@ -197,6 +201,11 @@ def lilicorr_settings(top: int, width: int, layers: int, heads: int, factors: in
     return {"projector_type": "lilicorr"} | {"lilicorr_" + name: value for name, value in sizes.items()}
 
 
+def dflash2_settings(rank: int, top: int, taps: int, group: int) -> dict[str, Any]:
+    """Settings of a DFlash 2 drafter."""
+    return {"selector_rank": rank, "selector_top_k": top, "conv_kernel_size": taps, "conv_group_size": group}
+
+
 def checkpoint_tensors(declared: Any, params: Any) -> dict[str, np.ndarray]:
     """A pytree of params as checkpoint tensors: `checkpoint.params.assemble` undone.
 
@@ -208,7 +217,7 @@ def checkpoint_tensors(declared: Any, params: Any) -> dict[str, np.ndarray]:
         parts = _sources(param, np.asarray(array.astype(param.dtype or _STORED_DTYPE)))
         for name, part in zip(param.sources, parts, strict=True):
             part = part.T if param.transpose and not param.stacked else part
-            tensors[name] = np.ascontiguousarray(part[:, None] if param.depthwise else part)
+            tensors[name] = np.ascontiguousarray(part).reshape(param.stored_values()[name])
     return tensors
 
 

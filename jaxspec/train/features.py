@@ -11,7 +11,7 @@ A file is there whole or not at all, so the same command goes on where it was in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -28,6 +28,7 @@ from jaxspec.engine.functional import checked_layers, hidden_states
 from jaxspec.train.data import Text, TrainError
 from jaxspec.train.folder import agree, as_stored, read, write
 from jaxspec.train.interrupted import Interrupted, Stop
+from jaxspec.train.objective import Batch, reader
 
 INDEX = "features.json"
 Rows = Float[np.ndarray, "t d"]
@@ -103,20 +104,35 @@ def _tensors(
     tensors: dict[str, np.ndarray] = {}
     lengths = [min(len(text.tokens), row_length) for text in texts]
     order = sorted(range(len(texts)), key=lambda i: lengths[i])
-    every = (*layers, target.config.num_layers)
+    states = _states(target, layers)
     for begin in range(0, len(order), batch_size):
         some = order[begin : begin + batch_size]
         width = max(SHORTEST, 1 << (lengths[some[-1]] - 1).bit_length())
         tokens = np.zeros((batch_size, width), np.int32)
         for row, i in enumerate(some):
             tokens[row, : lengths[i]] = texts[i].tokens[: lengths[i]]
-        states = np.asarray(hidden_states(target, tokens, every)).astype(np.dtype(target.dtype))
+        found = states(tokens)
         for row, i in enumerate(some):
-            own = np.ascontiguousarray(states[:, row, : lengths[i]])
+            own = np.ascontiguousarray(found[:, row, : lengths[i]])
             tensors |= {f"{i}.features": own[:-1], f"{i}.hidden_states": own[-1]}
     for i, text in enumerate(texts):
         tensors |= {f"{i}.tokens": text.tokens[: lengths[i]], f"{i}.loss_mask": _mask(text, lengths[i])}
     return tensors
+
+
+def _states(target: Model, layers: tuple[int, ...]) -> Callable[[np.ndarray], np.ndarray]:
+    """A function of tokens [b, t]: the features after these layers and the final hidden states, [l, b, t, d]."""
+    dtype = np.dtype(target.dtype)
+    if target.tp_size == 1:
+        every = (*layers, target.config.num_layers)
+        return lambda tokens: np.asarray(hidden_states(target, tokens, every)).astype(dtype)
+    read = reader(target, layers)
+
+    def states(tokens: np.ndarray) -> np.ndarray:
+        last, features = read(Batch(tokens, np.zeros_like(tokens), np.zeros(tokens.shape, bool)))
+        return np.stack([*features, last]).astype(dtype)
+
+    return states
 
 
 def _mask(text: Text, length: int) -> Bool[np.ndarray, " t"]:

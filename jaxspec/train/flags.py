@@ -60,7 +60,8 @@ def parser() -> argparse.ArgumentParser:
     dspark = add("dspark", "train a DSpark drafter")
     _add_dflash(dspark)
     _add_dspark(dspark)
-    for method, title, more in (("lilicorr", "LiLiCorr", _add_lilicorr), ("domino", "Domino", _add_domino)):
+    others = ("lilicorr", "LiLiCorr", _add_lilicorr), ("domino", "Domino", _add_domino)
+    for method, title, more in (*others, ("dflash2", "DFlash 2", _add_dflash2)):
         command = add(method, f"train a {title} drafter")
         _add_dflash(command)
         more(partial(add_value, command.add_argument_group(title)))
@@ -86,6 +87,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add("--output", required=True, type=Path, metavar="O", help="folder; a run that is there already is resumed")
     dtypes = "dtype of the target and of activations (bfloat16; float32 on a CPU)"
     add("--dtype", choices=("float32", "bfloat16"), help=dtypes)
+    value("--tp-size", positive, 1, "N", "devices that the target is divided among")
     value("--row-length", positive, 1024, "TOKENS", "tokens of a row, so of the longest text")
     value("--seed", natural, 0, "N", "seed of all random draws")
 
@@ -170,6 +172,13 @@ def _add_lilicorr(value: Callable[..., None]) -> None:
     value("--lead", _above_zero, 2.0, "X", "the lead that it should have")
     text = "weight of how much less the target thinks of the candidates that would be drafted"
     value("--penalty-weight", _from_zero, 0.25, "X", text)
+
+
+def _add_dflash2(value: Callable[..., None]) -> None:
+    value("--candidates", positive, None, "N", "likeliest tokens of a row to choose among (16)")
+    value("--selector-rank", positive, None, "N", "numbers of the vectors whose products the selector adds (256)")
+    value("--taps", positive, None, "N", "rows that a convolution reads (2)")
+    value("--conv-group", positive, None, "N", "columns that share a convolution's kernel; they divide the width (16)")
 
 
 def _add_domino(value: Callable[..., None]) -> None:

@@ -25,7 +25,7 @@ from tqdm import tqdm
 from jaxspec.train.data import TrainError
 from jaxspec.train.folder import agree, as_stored, make, read, write
 from jaxspec.train.interrupted import Interrupted, Stop
-from jaxspec.train.objective import Objective, Report
+from jaxspec.train.objective import Objective, Read, Report
 from jaxspec.train.packing import Packed
 
 TIMED_STEPS = 30  # after which a budget in minutes becomes one in steps
@@ -116,9 +116,12 @@ def check_batch(batch_size: int) -> None:
 
 
 def train(
-    run: Run, objective: Objective, trained: Any, frozen: Any, target_params: Any, data: Packed, settings: Settings
-) -> Any:
+    run: Run, objective: Objective, trained: Any, frozen: Any, target_params: Any, data: Packed, settings: Settings,
+    read: Read | None = None,
+) -> Any:  # fmt: skip
     """Train to the end of the budget, from the run's last checkpoint if it has one; the trained params.
+
+    `read`: the forward of a target whose layers aren't among `target_params`, since devices divide them.
 
     **Raises:** `TrainError` if the batch can't be shared by the devices, or the loss is no longer a number;
     `Interrupted` for a Ctrl-C, once the step that it came in is done and saved.
@@ -138,7 +141,8 @@ def train(
         meter = Meter(run, objective, trained, data, step)
         clock, ended = _Clock(settings, run), False
         while (run.steps is None or step < run.steps) and not ended:
-            batch = jax.device_put(data.batch(step), shared)
+            batch = data.batch(step)
+            batch = jax.device_put(batch if read is None else batch.replace(kept=read(batch)), shared)
             rate = np.float32(learning_rate(settings, step, run.steps))
             done = np.float32(0 if run.steps is None else step / run.steps)
             state, report = run_step(state, frozen, target_params, batch, rate, jax.random.fold_in(key, step), done)
@@ -188,6 +192,7 @@ def _inner(params: dict[str, Any]) -> dict[str, Any]:
     what makes one number of a row."""
     vectors = {
         *("head", "embed", "markov_before", "markov_after", "confidence", "domino_after"),
+        *("before", "after", "attention_conv", "mlp_conv"),
         *("slot_embedding", "rank_embedding", "relative_slot_bias"),
     }
 

@@ -1,8 +1,14 @@
-"""Shared by all methods: a batch of packed texts, the target's forward over it, and the report of a training step."""
+"""Shared by all methods: a batch of packed texts, the target's forward over it, and the report of a training step.
+
+A target that is divided among devices (`--tp-size`) reads a batch as it does when it serves, each device its part of
+the layers. What comes out stands in for the target's own forward, as features from disk do.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import flax.struct
@@ -10,12 +16,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from jaxspec.checkpoint import Model
 from jaxspec.decoder.forward import Hidden, forward
 from jaxspec.drafters.base import Drafter
 from jaxspec.models.description import Mixture
 from jaxspec.models.model_config import ModelConfig
+from jaxspec.models.weights import Layout, Weight
 from jaxspec.pallas.dense.weight_stream import MAX_ROWS
 from jaxspec.pallas.hopper import kernels_here
+from jaxspec.parallel import sharding
 from jaxspec.train.attention import OneText, packed_attention
 from jaxspec.train.data import TrainError
 from jaxspec.train.losses import imported
@@ -40,6 +49,9 @@ class Batch:
         there = lambda x: jnp.roll(x, -length, axis=1)  # noqa: E731
         inside = jnp.arange(self.tokens.shape[1]) < self.tokens.shape[1] - length
         return self.answer & there(self.answer) & (there(self.first) == self.first) & inside
+
+
+Read = Callable[[Batch], tuple[Array, tuple[Array, ...]]]  # a target's final hidden states and features
 
 
 @flax.struct.dataclass
@@ -101,6 +113,43 @@ class Objective:
 
     def cast(self, tree: Any) -> Any:
         return jax.tree.map(lambda x: x.astype(self.dtype), tree)
+
+
+def without_layers(target: Model) -> Model:
+    """The target as one device's, of which embedding, norm and head are left.
+
+    **Raises:** `TrainError` for a quantised head.
+    """
+    vocab = target.config.vocab_size
+    put = partial(jax.device_put, device=jax.local_devices()[0])
+    params = {name: put(target.params[name]) for name in ("embed", "norm")}
+    params["embed"] = params["embed"][:vocab]  # devices have padded parts
+    if (head := target.params.get("head")) is not None:
+        if head.quantised:
+            raise TrainError(f"{target.name} has a quantised head, which --tp-size can't divide for training")
+        params["head"] = Weight(put(head.values)[:, :vocab], layout=Layout((vocab,)))
+    return replace(target, params=params, tp_size=1)
+
+
+def reader(target: Model, layers: tuple[int, ...]) -> Read:
+    """The divided target's forward: a batch's final hidden states, and the features after these layers."""
+    mesh, config, drafter = sharding.mesh_of(target.tp_size), target.config.on_one_of(target.tp_size), _Reads(layers)
+    objective = Objective(drafter, config, target.dtype, "soft")
+
+    def read(params: Any, batch: Batch) -> tuple[Array, tuple[Array, ...]]:
+        hidden = objective.read(params, batch)
+        return hidden.last, hidden.features
+
+    everywhere = sharding.EVERYWHERE
+    run = jax.jit(sharding.spread(read, mesh, (sharding.specs_of(target.params), everywhere), everywhere))
+    return partial(run, target.params)
+
+
+@dataclass(frozen=True)
+class _Reads:
+    """Stands for a drafter, of which reading needs the layers alone."""
+
+    feature_layers: tuple[int, ...]
 
 
 def own(name: str, objective: Objective) -> Objective:

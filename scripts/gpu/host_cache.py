@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import statistics
 import time
 
@@ -47,9 +48,9 @@ class Slices:
             for part in cache._slices:
                 self._note(part, 1)
 
-        def written(part: Slice, idle: bool) -> None:
+        def written(part: Slice) -> None:
             self._note(part, 2)
-            write(part, idle)
+            write(part)
             self._note(part, 3)
 
         def checked(part: Slice) -> None:
@@ -65,10 +66,12 @@ class Slices:
         if len(times) < count:
             times.append(time.perf_counter())
 
-    def show(self, first: float) -> None:
+    def show(self, first: float, size: float) -> None:
         print("slice: ms since the prompt was given, when sent, arrived, written, checked")
         for i, times in enumerate(self.times.values()):
             print(f"  {i:2d} " + " ".join(f"{1e3 * (each - first):6.1f}" for each in times))
+        arrived = max((times[1] for times in self.times.values() if times[1:]), default=math.inf) - first
+        print(f"the last had arrived after {1e3 * arrived:.1f} ms: {size / arrived / 1e9:.1f} GB/s since the prompt")
 
 
 def alone(llm: LLM) -> None:
@@ -105,10 +108,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--pool", type=int, default=20480, help="tokens in the page pool")
     parser.add_argument("--host-kv-gb", type=float, default=6.0)
+    parser.add_argument("--disk-kv-gb", type=float, default=0.0, help="less --host-kv-gb than the prompts take, too")
+    parser.add_argument("--disk-kv-path")
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     options = {"load_format": "dummy", "dtype": "bfloat16", "few_programs": True, "draft_policy": "fixed"}
     options |= {"max_running_requests": 4, "context_length": given.tokens + 512, "max_total_tokens": given.pool}
+    options |= {"disk_kv_gb": given.disk_kv_gb, "disk_kv_path": given.disk_kv_path}
     llm = LLM(given.model, given.draft, host_kv_gb=given.host_kv_gb, disable_structured_output=True, **options)
     print(f"link: {link():.1f} GB/s")
     rng = np.random.default_rng(0)
@@ -130,23 +136,26 @@ def main() -> None:
             trace.times.clear()
             started = time.perf_counter()
             out = ask(prompt)
-            print(f"  turn {turn}: {out.metrics.cached_on_host} tokens from the host, {1e3 * out.metrics.ttft:.1f} ms")
-            if out.metrics.cached_on_host:
+            of = out.metrics
+            tiers = f"{of.cached_on_host} tokens from the host, {of.cached_on_disk} from the disk"
+            print(f"  turn {turn}: {tiers}, {1e3 * of.ttft:.1f} ms")
+            if of.cached_on_host + of.cached_on_disk:
                 reloaded.append(out.metrics.ttft)
             assert out.token_ids == text, "the text changed"
     after = llm.engine.stats()
-    trace.show(started)
-    alone(llm)
+    bytes_each = (after["host_cache_loaded_bytes_total"] - before["host_cache_loaded_bytes_total"]) / max(
+        after["host_cache_loads_total"] - before["host_cache_loads_total"], 1
+    )
+    trace.show(started, bytes_each)
+    if not given.disk_kv_gb:
+        alone(llm)
     milliseconds = lambda times: 1e3 * statistics.median(times) if times else float("nan")  # noqa: E731
     print(
         f"{given.tokens} tokens: computed {milliseconds(cold):.1f} ms, from the device {milliseconds(device):.1f} ms, "
         f"from the host {milliseconds(reloaded):.1f} ms"
     )
-    bytes_each = (after["host_cache_loaded_bytes_total"] - before["host_cache_loaded_bytes_total"]) / max(
-        after["host_cache_loads_total"] - before["host_cache_loads_total"], 1
-    )
     print(f"reload: {bytes_each / 1e9:.2f} GB, {bytes_each / 1e6 / milliseconds(reloaded):.1f} GB/s of the whole TTFT")
-    print({key: value for key, value in after.items() if key.startswith("host_cache")})
+    print({key: value for key, value in after.items() if key.startswith(("host_cache", "disk_cache"))})
 
 
 if __name__ == "__main__":

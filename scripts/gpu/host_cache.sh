@@ -4,7 +4,8 @@
 #
 #     scripts/gpu/host_cache.sh OUT [PART...]
 #
-# PART is of: reload conversations hybrid; the first two by default. `reload` brings 8,192 tokens of Qwen3-8B back.
+# PART is of: reload disk conversations hybrid; the first three by default. `reload` brings 8,192 tokens of Qwen3-8B
+# back; `disk` does so from files, with 16 layers of Qwen3.8-27B and MTP.
 # `conversations` has 64 of 8 turns with EAGLE-3, with the cache and without: both engines start side by side and are
 # timed one after the other. `hybrid` is the same with MTP on 16 layers of Qwen3.8-27B. OUT receives tables and logs.
 . "$(dirname "$0")/common.sh"
@@ -25,11 +26,15 @@ conversations() {
     [ $ended = 0 ] && cat "$out/$name.txt" || { tail -n 5 "$out/$name.log"; return $ended; }
 }
 
-for part in ${@:-reload conversations}; do
+for part in ${@:-reload disk conversations}; do
     case $part in
-    reload)
-        timeout "${LIMIT:-240}" python3 -m scripts.gpu.host_cache "$out/models/qwen3-8b" >"$out/reload.txt" \
-            2>"$out/reload.log" && cat "$out/reload.txt" || { tail -n 5 "$out/reload.log"; status=1; }
+    reload | disk)
+        of=("$out/models/qwen3-8b")
+        [ "$part" = disk ] && of=("$out/models/qwen3.8-27b-16" --draft mtp --host-kv-gb 0.6 --disk-kv-gb 8 \
+            --disk-kv-path "$out/kv")
+        timeout "${LIMIT:-240}" python3 -m scripts.gpu.host_cache "${of[@]}" >"$out/$part.txt" \
+            2>"$out/$part.log" && cat "$out/$part.txt" || { tail -n 5 "$out/$part.log"; status=1; }
+        rm -rf "$out/kv"
         ;;
     conversations | hybrid)
         of=(qwen3-8b "eagle3:$out/models/qwen3-8b-eagle3")

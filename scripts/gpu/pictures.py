@@ -18,7 +18,8 @@ import numpy as np
 
 from jaxspec import SamplingParams
 from jaxspec.bench import engines, steady
-from jaxspec.bench.results import numbers
+from jaxspec.bench.imposed import add_arguments as add_acceptance
+from jaxspec.bench.imposed import imposed
 from jaxspec.config.flags import engine_options
 from jaxspec.engine.engine import Engine
 from jaxspec.images.picture import Picture, PlacedPicture, Prompt
@@ -121,23 +122,36 @@ def tower_ms(engine: Engine, picture: Picture) -> float:
     return median(took[1:])
 
 
+def way_ms(picture: Picture) -> float:
+    """Milliseconds of a picture's pixels' way to the GPU."""
+    took = []
+    for _ in range(6):
+        started = time.perf_counter()
+        jax.block_until_ready(jax.device_put(picture.pixels))
+        took.append(1e3 * (time.perf_counter() - started))
+    return median(took[1:])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--side", type=int, default=1024, help="pixels of a picture's side")
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--accept-rates", type=numbers(float, 0.0, 1.0, "0.75,0.5,0.25"), default=[0.75, 0.5, 0.25])
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each run beside pictures")
+    add_acceptance(parser)
+    parser.set_defaults(accept_rates=[0.75, 0.5, 0.25])
     engines.add_arguments(parser, draft="mtp", few_programs=True, skip_warmup=True, disable_structured_output=True,
                           max_itl_ms=50)  # fmt: skip
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     began = time.perf_counter()
-    engine = engines.make(args, args.requests, args.accept_rates)
+    engine = engines.make(args, args.requests, imposed(args))
     bench = Bench(engine, args.side)
     warm_up(engine, bench.patches)
     print(f"{engine_options(args)}\nprograms are ready after {time.perf_counter() - began:.0f} s", flush=True)
     what = f"{args.side} x {args.side} pixels, {bench.tokens} tokens"
-    print(f"tower: {tower_ms(engine, bench.picture()):.1f} ms for {what}", flush=True)
+    picture = bench.picture()
+    print(f"tower: {tower_ms(engine, picture):.1f} ms for {what}, {way_ms(picture):.1f} on their way", flush=True)
     for seen in (True, False):
         times = [bench.first_token(seen) for _ in range(8)][2:]
         print(f"first token of a {'picture' if seen else 'text as long'}: {median(times):.1f} ms, {np.round(times, 1)}")
@@ -154,7 +168,7 @@ def main() -> None:
     for limit in (None, args.max_itl_ms):
         engine.limit_between(limit)
         texts = args.requests - 1
-        gaps, firsts = bench.gaps(texts, pictures=8, every=0.5, seconds=5.0)
+        gaps, firsts = bench.gaps(texts, pictures=8, every=args.seconds / 10, seconds=args.seconds)
         print(
             f"--max-itl-ms {limit}: gaps of {texts} texts beside 8 pictures: median {median(gaps):.1f} ms, "
             f"99th percentile {np.percentile(gaps, 99):.1f}, longest {np.round(np.sort(gaps)[::-texts][:10], 1)}; "

@@ -248,7 +248,7 @@ def write_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[s
     for message in messages:
         plain = {key: value for key, value in message.items() if key not in ("tool_calls", "tool_call_id")}
         if plain["role"] in ("system", "developer") and [each["role"] for each in written] == ["system"]:
-            written[0] = {**plain, "content": f"{plain['content']}\n\n{written[0]['content']}"}
+            written[0] = {**plain, "content": _followed(plain["content"], written[0]["content"])}
         elif plain["role"] == "tool":
             if isinstance(plain["content"], list):  # with pictures
                 ends = [{"type": "text", "text": text} for text in ("<tool_response>\n", "\n</tool_response>")]
@@ -262,9 +262,15 @@ def write_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[s
         else:
             calls = "\n".join(_call(call["function"]) for call in message.get("tool_calls") or ())
             if calls:
-                plain["content"] = "\n".join(filter(None, (plain["content"], calls)))
+                plain["content"] = _followed(plain["content"], calls, "\n") if plain["content"] else calls
             written.append(plain)
     return written
+
+
+def _followed(content: str | list[dict[str, Any]], text: str, between: str = "\n\n") -> str | list[dict[str, Any]]:
+    """A message's content, which may have pictures, and a text behind it."""
+    more = between + text
+    return content + more if isinstance(content, str) else [*content, {"type": "text", "text": more}]
 
 
 def _call(function: Mapping[str, Any]) -> str:

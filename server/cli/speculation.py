@@ -20,9 +20,13 @@ VLLM_DRAFTER_OPTIONS = {
         "min_prob": "suffix_decoding_min_token_prob",
     },
 }
-SGLANG_NGRAM_OPTIONS = {
-    "min_match": "speculative_ngram_min_match_window_size",
-    "max_match": "speculative_ngram_max_match_window_size",
+BLOCKS = "dflash", "dflash2", "dspark", "domino", "lilicorr"
+SGLANG_DRAFTER_OPTIONS = {
+    "ngram": {
+        "min_match": "speculative_ngram_min_match_window_size",
+        "max_match": "speculative_ngram_max_match_window_size",
+    },
+    **{block: {"window": "speculative_dflash_draft_window_size"} for block in BLOCKS},
 }
 
 VLLM_KEYS = {"method", "model", "num_speculative_tokens", "quantization", "draft_tensor_parallel_size"}.union(
@@ -77,8 +81,8 @@ def _own_options(found: str | None, foreign: Flags, config: dict[str, Any]) -> d
     """The drafter's own options that are given, by their names here."""
     names = VLLM_DRAFTER_OPTIONS.get(found, {})
     own = {option: config.get(name) or foreign.pop(name, None) for option, name in names.items()}
-    for option, name in SGLANG_NGRAM_OPTIONS.items() if found == "ngram" else ():
-        own[option] = own[option] or foreign.pop(name, None)
+    for option, name in SGLANG_DRAFTER_OPTIONS.get(found, {}).items():
+        own[option] = own.get(option) or foreign.pop(name, None)
     return {option: value for option, value in own.items() if value}
 
 

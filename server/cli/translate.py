@@ -202,10 +202,9 @@ def _sorted(
         elif here in SIZE_LISTS:
             ours[here] = ",".join(filter(None, (ours.get(here), value)))
         elif here == "limit_images_per_prompt" and here != whole:
-            if (most := _most_images(key, value)) is not None:
-                ours[here] = most
-            else:
-                left.append(f"{flag(name)} {value}: it names no number of images; audio and video are not supported")
+            ours |= (most := _most_media(key, value))
+            if not most:
+                left.append(f"{flag(name)} {value}: it names no number of images or videos; audio is not supported")
         elif whole == "model_loader_extra_config":
             dotted_or_json = {key: value} if key else _json_object(value)
             left += _loading(dotted_or_json, name, ours)
@@ -248,6 +247,8 @@ def _host_gb(foreign: dict[str, str | None], ranks: str, left: list[str]) -> str
         if config is not None:
             extra = json.loads(config)["kv_connector_extra_config"]
             size = extra.get("cpu_bytes_to_use") or extra["cpu_bytes_to_use_per_rank"] * int(ranks)
+            if extra.get("secondary_tiers"):
+                left.append("secondary_tiers: for a disk, give --disk-kv-gb GIB and --disk-kv-path DIR")
             return f"{size / 2**30:.4g}"
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         left.append(f"{config or given}: it names no size of a cache in the host's memory; --host-kv-gb takes GiB")
@@ -315,17 +316,19 @@ def _adapter(value: str) -> str:
         return value if "=" in value else f"{value}={value}"
 
 
-def _most_images(key: str, value: str) -> str | None:
-    """The number of images of a prompt, of vLLM's or SGLang's limits of each kind of media; None if it has none."""
+def _most_media(key: str, value: str) -> dict[str, str]:
+    """Our limits of a prompt's images and videos, of vLLM's or SGLang's of each kind of media."""
     try:
         given = json.loads(value)
     except ValueError:
         given = dict(each.split("=", 1) for each in value.split(",") if "=" in each)  # vLLM's older form
     if key:
         given = {key.partition(".")[0]: given}
-    most = given.get("image") if isinstance(given, dict) else None
-    most = most.get("count") if isinstance(most, dict) else most
-    return str(most) if str(most).isdecimal() else None
+    if not isinstance(given, dict):
+        return {}
+    found = {f"limit_{kind}s_per_prompt": given.get(kind) for kind in ("image", "video")}
+    counts = {name: most.get("count") if isinstance(most, dict) else most for name, most in found.items()}
+    return {name: str(most) for name, most in counts.items() if str(most).isdecimal()}
 
 
 def _captured(key: str, value: str | None) -> str | None:

@@ -1,4 +1,4 @@
-"""The flags that say where pictures may come from, and how many a prompt may have."""
+"""The flags that say where pictures and videos may come from, and how many a prompt may have."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ _folder = checked(lambda text: Path(text).expanduser(), "must be a folder that i
 
 
 def add_media_flags(group: argparse._ArgumentGroup) -> None:
-    hosts = "hosts that pictures are fetched from, as '[\"a.example\"]' or one name; none are private (default: none)"
+    hosts = "hosts that media are fetched from, as '[\"a.example\"]' or one name; none are private (default: none)"
     group.add_argument("--allowed-media-domains", type=_hosts, default=[], metavar="LIST", help=hosts)
-    folder = "folder whose pictures requests may name by path or file: URL (default: none)"
+    folder = "folder whose pictures and videos requests may name by path or file: URL (default: none)"
     group.add_argument("--allowed-media-path", type=_folder, metavar="DIR", help=folder)
     most = "most pictures of a prompt; 0 refuses all (default: %(default)s)"
     group.add_argument("--limit-images-per-prompt", type=natural, default=MediaRules.most, metavar="N", help=most)
+    most = "most videos of a prompt; 0 refuses all (default: %(default)s)"
+    group.add_argument("--limit-videos-per-prompt", type=natural, default=MediaRules.videos, metavar="N", help=most)
 
 
 def media_rules(args: argparse.Namespace) -> MediaRules:
-    return MediaRules(frozenset(args.allowed_media_domains), args.allowed_media_path, args.limit_images_per_prompt)
+    most = args.limit_images_per_prompt, args.limit_videos_per_prompt
+    return MediaRules(frozenset(args.allowed_media_domains), args.allowed_media_path, *most)
 
 
 def _hosts(text: str) -> list[str]:

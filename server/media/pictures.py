@@ -1,7 +1,7 @@
-"""The pictures of a request, from what it sent to what the engine takes.
+"""The pictures and videos of a request, from what it sent to what the engine takes.
 
-Invariant: nothing here runs on the event loop for long, and at most `FETCHES` and
-`DECODERS` pictures are fetched and read at once, whatever the number of requests.
+Invariant: nothing here runs on the event loop for long, and at most `FETCHES` files are fetched, `DECODERS` pictures
+and one video read at once, whatever the number of requests.
 """
 
 from __future__ import annotations
@@ -12,73 +12,81 @@ import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jaxspec.config.request import CONTEXT_EXCEEDED, RequestError, shown
-from jaxspec.images.chats import data_of, named, no_vision, path_of
+from jaxspec.images.chats import Media, data_of, frames_of, named, no_vision, path_of
 from jaxspec.images.image_reader import ImageReader
-from jaxspec.images.picture import Picture
+from jaxspec.images.picture import Picture, Video
 from jaxspec.images.reading import MAX_FILE
 from server.media.fetch import fetch
 from server.workers import Workers
 
 FETCHES, DECODERS = 8, 2
+MOST_FRAMES = 768  # that a request lists
 WEB = ("http://", "https://")
 
 _fetchers = Workers(FETCHES, "jaxspec-fetch")
 _decoders = Workers(DECODERS, "jaxspec-decode")
+_videos = Workers(1, "jaxspec-decode-video")  # which take longer, so that pictures don't wait for them
 
 
 @dataclass(frozen=True)
 class MediaRules:
-    """Where pictures may come from, beside data: URLs, and how many a prompt may have."""
+    """Where pictures and videos may come from, beside data: URLs, and how many of each a prompt may have."""
 
     domains: frozenset[str] = frozenset()
     folder: Path | None = None
     most: int = 16
+    videos: int = 4
 
 
-async def read_pictures(
-    sources: Sequence[tuple[str, str]], reader: ImageReader | None, why: str | None, rules: MediaRules, context: int
-) -> list[Picture]:
-    """Fetch and read pictures, each given by its place in the request and its URL. `why`: why there is no `reader`.
+async def read_media(
+    media: Sequence[Media], reader: ImageReader | None, why: str | None, rules: MediaRules, context: int
+) -> list[Picture | Video]:
+    """Fetch and read pictures and videos. `why`: why there is no `reader`.
 
-    **Raises:** `RequestError` naming the place.
+    **Raises:** `RequestError` naming the part.
     """
-    if sources and reader is None:
-        raise no_vision(why, sources[0][0])
-    if len(sources) > rules.most:
-        where = sources[rules.most][0]
-        raise RequestError(
-            f"{where}: the prompt has {len(sources)} pictures, at most {rules.most} are allowed; the server's "
-            "--limit-images-per-prompt sets that",
-            where,
-        )
+    if media and reader is None:
+        raise no_vision(why, media[0].where)
+    _check_number([each for each in media if not each.video], "pictures", rules.most, "--limit-images-per-prompt")
+    _check_number([each for each in media if each.video], "videos", rules.videos, "--limit-videos-per-prompt")
     room = context
 
-    async def one(where: str, url: str) -> Picture:
-        nonlocal room
+    async def fetched(url: str) -> str | bytes:
+        """Fetch a URL of the web; give any other as it is, for whoever decodes it."""
         url = url.strip()
+        return await _fetchers.run(lambda _: fetch(url, rules.domains)) if url[:8].lower().startswith(WEB) else url
 
-        def read(check: Callable[[], None]) -> Picture:
+    async def one(each: Media) -> Picture | Video:
+        nonlocal room
+
+        def own(found: str | bytes) -> Any:
+            return _content(found, each, rules) if isinstance(found, str) else found
+
+        def read(check: Callable[[], None]) -> Picture | Video:
             check()
-            return reader.read(_content(url, where, rules) if fetched is None else fetched, room)
+            return reader.read_media([*map(own, found)] if listed else own(found), each, room, check)
 
         try:
-            from_web = url[:8].lower().startswith(WEB)
-            fetched = await _fetchers.run(lambda _: fetch(url, rules.domains)) if from_web else None
-            picture = await _decoders.run(read)
+            listed = isinstance(each.source, list)
+            if listed and len(each.source) > MOST_FRAMES:
+                raise RequestError(f"the video has {len(each.source)} frames, at most {MOST_FRAMES} are allowed")
+            found = await asyncio.gather(*map(fetched, each.source)) if listed else await fetched(each.source)
+            read_one = await (_videos if each.video else _decoders).run(read)
         except RequestError as error:
-            raise named(error, where) from error
-        if (room := room - picture.tokens) < 0:
+            raise named(error, each.where) from error
+        if (room := room - read_one.tokens) < 0:
             raise RequestError(
-                f"{where}: the pictures so far take more than the {context} tokens of the context; send fewer or "
+                f"{each.where}: the pictures so far take more than the {context} tokens of the context; send fewer or "
                 "smaller ones",
-                where,
+                each.where,
                 CONTEXT_EXCEEDED,
             )
-        return picture
+        return read_one
 
-    tasks = [asyncio.create_task(one(*source)) for source in sources]
+    tasks = [asyncio.create_task(one(each)) for each in media]
     try:
         return await asyncio.gather(*tasks)
     finally:
@@ -86,14 +94,26 @@ async def read_pictures(
             task.cancel()
 
 
-def _content(url: str, where: str, rules: MediaRules) -> bytes:
-    """A picture's file, which isn't on the web. **Raises:** `RequestError`."""
-    scheme = url[:8].lower()
+def _check_number(media: list[Media], what: str, most: int, flag: str) -> None:
+    if len(media) > most:
+        where = media[most].where
+        raise RequestError(
+            f"{where}: the prompt has {len(media)} {what}, at most {most} are allowed; the server's {flag} sets that",
+            where,
+        )
+
+
+def _content(url: str, media: Media, rules: MediaRules) -> bytes | list[bytes]:
+    """A file that isn't on the web; of a video perhaps its frames. **Raises:** `RequestError`."""
+    scheme, whole = url[:8].lower(), media.video and not isinstance(media.source, list)
+    if whole and (frames := frames_of(url, media.where)) is not None:
+        return frames
     if scheme.startswith("data:"):
-        return data_of(url, where)
+        return data_of(url, media.where, whole)
     if scheme.startswith("file:") or url.startswith("/"):
-        return _file(path_of(url, where), rules.folder)
-    raise RequestError(f"a picture must be a data:, http:, https: or file: URL, got {shown(url)}")
+        return _file(path_of(url, media.where), rules.folder)
+    what = "video" if media.video else "picture"
+    raise RequestError(f"a {what} must be a data:, http:, https: or file: URL, got {shown(url)}")
 
 
 def _file(path: Path, folder: Path | None) -> bytes:

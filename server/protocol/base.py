@@ -22,6 +22,7 @@ ELSEWHERE = {
 }
 REQUEST_ID = r"[A-Za-z0-9._:/+=@-]{1,128}"  # of a client
 MAX_NAME = 64  # characters of an unknown field for which a known one is sought that is spelt alike
+MISSPELT = 0.85  # likeness of names, by difflib: `nam` is a `name`
 
 
 def check_text(text: str) -> str:
@@ -75,6 +76,15 @@ def refuse_unknown(given: dict[str, Any], known: Collection[str], where: str = "
         raise RequestError(f"{where}unknown field {unknown[0]!r}; known: {', '.join(known)}", unknown[0])
 
 
+def refuse_misspelt(given: dict[str, Any], known: Collection[str]) -> None:
+    """**Raises:** `RequestError` naming a field of `given` that is nearly spelled as a `known` one. Others pass."""
+    for name, value in given.items():
+        if name in known or value is None or len(name) > MAX_NAME:
+            continue
+        if near := difflib.get_close_matches(name, known, 1, MISSPELT):
+            raise RequestError(f"unknown field {name!r}; did you mean {near[0]}?", name)
+
+
 def _bounds() -> dict[str, dict[str, float]]:
     """Bounds of `SamplingParams`, by field, in JSON Schema's words. A request may also ask for no tokens at all."""
     ranges = {name: {"minimum": low, "maximum": high} for name, (low, high) in (NUMBERS | INTEGERS).items()}
@@ -119,7 +129,7 @@ class Body(BaseModel):
     IGNORED: ClassVar[frozenset[str]] = frozenset()
     # Fields that other servers know and that would change the answer, with the values of each that ask for nothing.
     UNSUPPORTED: ClassVar[dict[str, tuple]] = {}
-    LENIENT: ClassVar[bool] = False  # other fields pass unread, unless they are nearly spelled as a known one
+    LENIENT: ClassVar[bool] = False  # other fields pass unread, see `refuse_misspelt`
 
     @model_validator(mode="before")
     @classmethod
@@ -127,6 +137,8 @@ class Body(BaseModel):
         if not isinstance(data, dict):
             raise RequestError(f"must be an object, got {shown(data)}")
         known = cls.__pydantic_fields__  # `model_fields` warns of deprecation at every look, which takes its time
+        if cls.LENIENT:
+            refuse_misspelt({name: value for name, value in data.items() if name not in cls.IGNORED}, known)
         kept = {}
         for name, value in data.items():
             if name in known:
@@ -136,11 +148,8 @@ class Body(BaseModel):
             elif name in cls.UNSUPPORTED:
                 if value not in cls.UNSUPPORTED[name]:
                     raise RequestError(f"{name} is not supported by this server; leave it out", name)
-            else:
-                cutoff = 0.85 if cls.LENIENT else 0.6
-                near = difflib.get_close_matches(name, known, 1, cutoff) if len(name) <= MAX_NAME else ()
-                if cls.LENIENT and not near:
-                    continue
+            elif not cls.LENIENT:
+                near = difflib.get_close_matches(name, known, 1) if len(name) <= MAX_NAME else ()
                 hint = f"did you mean {near[0]}?" if near else f"known fields: {', '.join(sorted(known))}"
                 hint = ELSEWHERE.get(name, hint)
                 raise RequestError(f"unknown field {name!r}; {hint}", name)

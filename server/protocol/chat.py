@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, Literal
@@ -9,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, FailFast, Field, PlainValidator, model_validator
 
 from jaxspec.config.request import MAX_LOGPROBS, RequestError, SamplingParams
-from jaxspec.images.chats import check_role, picture_of
+from jaxspec.images.chats import Media, media_of
 from jaxspec.text.chat_template import reserved_template_variables
 from server.protocol.base import Body, Integer, Object, Open, Text, at_most, check_text, describe_ranges, shown
 from server.protocol.described import NULL, add_rules, any_of, fields, is_true
@@ -40,9 +41,9 @@ class TextPart(Open):
 Parts = Annotated[list[TextPart], Field(max_length=MAX_PARTS)]
 
 
-def _content(value: Any) -> str | list[dict[str, str]]:
-    """A message's text, or its parts if some are pictures: `{"type": "image", "image": URL}`. Parts that are all texts
-    are joined by a newline, as vLLM does for templates that take a string."""
+def _content(value: Any) -> str | list[dict[str, str] | Media]:
+    """A message's text, or its parts if some are pictures or videos. Parts that are all texts are joined by a newline,
+    as vLLM does for templates that take a string."""
     if isinstance(value, str):
         return check_text(value)
     if not isinstance(value, list):
@@ -52,18 +53,23 @@ def _content(value: Any) -> str | list[dict[str, str]]:
     parts = []
     for place, part in enumerate(value):
         try:
-            source = picture_of(part, f"part {place}")
+            media = media_of(part, f"part {place}")
         except RequestError as error:
             raise RequestError(str(error)) from None
-        if source is None:
-            parts.append({"type": "text", "text": check_text(part["text"])})
-        elif isinstance(source, str):
-            parts.append({"type": "image", "image": source})
-        else:
-            raise RequestError(f"part {place} needs a string as its picture's URL, got {shown(source)}")
-    if any(part["type"] == "image" for part in parts):
+        if media is not None:
+            _check_urls(media)
+        parts.append({"type": "text", "text": check_text(part["text"])} if media is None else media)
+    if any(isinstance(part, Media) for part in parts):
         return parts
     return "\n".join(part["text"] for part in parts)
+
+
+def _check_urls(media: Media) -> None:
+    """**Raises:** `RequestError` unless a picture or video has a URL, or the latter some, one for each frame."""
+    urls = media.source if media.video and isinstance(media.source, list) else [media.source]
+    if not urls or not all(isinstance(url, str) for url in urls):
+        wanted = "its video's URL, or a list of its frames'" if media.video else "its picture's URL"
+        raise RequestError(f"{media.where} needs a string as {wanted}, got {shown(media.source)}")
 
 
 def _describe_message(schema: dict[str, Any]) -> None:
@@ -105,8 +111,6 @@ class Message(Body):
             raise RequestError(
                 f"a message of role {self.role!r} can't have tool_calls; an assistant's can", "tool_calls"
             )
-        if isinstance(self.content, list):
-            check_role(self.role, "the message", "content")
         if self.role == "tool" and self.tool_call_id is None:
             raise RequestError("a message of role 'tool' needs the tool_call_id that it answers", "tool_call_id")
         if self.content is None and self.role != "assistant":
@@ -115,10 +119,14 @@ class Message(Body):
             )
         return self
 
-    def pictures(self) -> list[tuple[int, str]]:
-        """Place among the parts, and URL, of each picture."""
+    def media(self, number: int) -> list[Media]:
+        """The pictures and videos of this message of a chat."""
         parts = enumerate(self.content) if isinstance(self.content, list) else ()
-        return [(place, part["image"]) for place, part in parts if part["type"] == "image"]
+        return [
+            dataclasses.replace(part, where=f"messages[{number}].content[{place}]")
+            for place, part in parts
+            if isinstance(part, Media)
+        ]
 
     def as_dict(self) -> dict[str, Any]:
         """Message as a chat template sees it."""
@@ -126,7 +134,7 @@ class Message(Body):
         more["reasoning_content"] = self.reasoning_content or self.reasoning or None
         content = self.content or ""
         if isinstance(content, list):
-            content = [part if part["type"] == "text" else {"type": "image"} for part in content]
+            content = [part.part if isinstance(part, Media) else part for part in content]
         return {"role": self.role, "content": content} | {k: v for k, v in more.items() if v is not None}
 
 
@@ -224,13 +232,9 @@ class ChatRequest(Generation):
                 )
         return self
 
-    def pictures(self) -> list[tuple[str, str]]:
-        """Place and URL of each picture, in order."""
-        return [
-            (f"messages[{number}].content[{place}]", url)
-            for number, message in enumerate(self.messages)
-            for place, url in message.pictures()
-        ]
+    def media(self) -> list[Media]:
+        """The chat's pictures and videos, in order."""
+        return [each for number, message in enumerate(self.messages) for each in message.media(number)]
 
     @property
     def limit_name(self) -> str:

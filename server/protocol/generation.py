@@ -6,13 +6,14 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import ConfigDict, Field, PlainValidator, model_validator
+from pydantic import ConfigDict, Field, PlainValidator, create_model, model_validator
 
 from jaxspec.config.request import (
     MAX_LOGIT_BIAS,
     MAX_STOP_IDS,
     MAX_STOP_LENGTH,
     MAX_STOPS,
+    NUMBERS,
     TOKEN_IDS,
     RequestError,
     SamplingParams,
@@ -82,20 +83,19 @@ def check_limit(limit: int | None, least: int | None) -> None:
         raise RequestError(f"min_tokens ({least}) must not exceed max_tokens (0)", "min_tokens")
 
 
-class Sampled(Body):
+# The numbers of `SamplingParams` that all APIs have under one name.
+Numbers = create_model(
+    "Numbers", __base__=Body, **dict.fromkeys(NUMBERS, (float | None, None)), top_k=(Integer | None, None)
+)
+
+
+class Sampled(Numbers):
     """The fields that sampling has under one name in all APIs. None, everywhere, means the default."""
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Integer | None = None
-    min_p: float | None = None
     stop: Annotated[list[str], PlainValidator(_stop, json_schema_input_type=Stop)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS), at_most(MAX_STOP_IDS, "ids")] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
     logit_bias: Annotated[dict[int, float], PlainValidator(_logit_bias, json_schema_input_type=Biases)] | None = None
     speculative: bool | None = None
 

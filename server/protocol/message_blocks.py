@@ -18,10 +18,18 @@ from server.protocol.base import Open, check_text, shown
 MAX_BLOCKS = 1000  # of one message, and of one result
 # Claude Code's first system block. Its hash changes with every request, so a prompt with it would never be cached.
 BILLING = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*\n?")
+# Calls that Anthropic's servers made within an assistant's turn, and what came of them; here they are text.
+CALLS = ("server_tool_use", "mcp_tool_use")
+RESULTS = (
+    *("web_search_tool_result", "web_fetch_tool_result", "code_execution_tool_result", "tool_search_tool_result"),
+    *("bash_code_execution_tool_result", "text_editor_code_execution_tool_result", "advisor_tool_result"),
+    "mcp_tool_result",
+)
+NEEDLESS = ("redacted_thinking", "fallback", "mcp_tool_listing")  # say nothing that a model here could use
 BY_ROLE = {
     "system": ("text",),
     "user": ("text", "image", "document", "search_result", "tool_result"),
-    "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
+    "assistant": ("text", "tool_use", "thinking", "compaction", *CALLS, *RESULTS, *NEEDLESS),
     "tool_result": ("text", "image", "document", "search_result", "tool_reference"),
 }
 
@@ -77,6 +85,12 @@ def read(block: Any, role: str) -> dict[str, Any]:
         return {"type": kind, "call": {"id": _string(block, "id"), "type": "function", "function": function}}
     if kind == "thinking":
         return {"type": kind, "thinking": _string(block, "thinking")}
+    if kind == "compaction":  # the summary of what was said before, unless making it failed
+        return _text("" if block.get("content") is None else _string(block, "content"))
+    if kind in CALLS:
+        return _text(f"{_string(block, 'name')} {_readable(block.get('input'))}")
+    if kind in RESULTS:
+        return _text(_readable(block.get("content")))
     return {"type": kind}
 
 
@@ -88,6 +102,22 @@ def system_text(blocks: list[dict[str, Any]]) -> str:
 def parts(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Checked blocks as parts of a chat's message, without empty texts."""
     return [block for block in blocks if block["type"] != "text" or block["text"]]
+
+
+def _readable(value: Any) -> str:
+    """A call's input or result as JSON, without what only Anthropic's servers read. Marks for their cache move from
+    request to request, and so would the prompt."""
+
+    def kept(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {
+                key: kept(each)
+                for key, each in value.items()
+                if key != "cache_control" and not key.startswith("encrypted_")
+            }
+        return [kept(each) for each in value] if isinstance(value, list) else value
+
+    return check_text(json.dumps(kept(value), ensure_ascii=False))
 
 
 def _text(text: str) -> dict[str, Any]:

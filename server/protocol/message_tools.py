@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field
 
 from jaxspec.config.request import RequestError
-from server.protocol.base import Open, refuse_unknown, shown
+from server.protocol.base import Open, refuse_misspelt, shown
 from server.protocol.tools import MAX_TOOLS, Name
 
 log = logging.getLogger("jaxspec.server")
@@ -69,7 +69,7 @@ def read_choice(value: Any) -> tuple[Any, bool]:
     alone = value.get("disable_parallel_tool_use") or False
     if not isinstance(alone, bool):
         raise RequestError(f"disable_parallel_tool_use must be true or false, got {shown(alone)}")
-    refuse_unknown(value, ("type", "name", "disable_parallel_tool_use"))
+    refuse_misspelt(value, ("type", "name", "disable_parallel_tool_use"))
     return CHOICES.get(kind) or {"type": "function", "function": {"name": name}}, not alone
 
 

@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field, PlainValidator
 
 from jaxspec.config.request import MAX_STOPS, RequestError
-from server.protocol.base import Body, Integer, Object, Open, Priority, Text, at_most, must_be, refuse_unknown, shown
+from server.protocol.base import Body, Integer, Object, Open, Priority, Text, at_most, must_be, refuse_misspelt, shown
 from server.protocol.chat import MAX_MESSAGES, Effort, Variables
 from server.protocol.described import checked_later
-from server.protocol.generation import Biases, Sampled, StopString
+from server.protocol.generation import Biases, Numbers, Sampled, StopString
 from server.protocol.message_blocks import Blocks, blocks_of, parts, read, system_text
 from server.protocol.message_tools import Choice, Tools, read_choice, read_tools
 
@@ -40,7 +40,7 @@ class _Message(Open):
 
 
 class _Thinking(Open):
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: NotRequired[int]
     display: NotRequired[Literal["summarized", "omitted"] | None]
 
@@ -72,13 +72,13 @@ def _system(value: Any) -> str:
 
 
 def _thinking(value: Any) -> dict[str, Any]:
-    kinds = ("enabled", "disabled", "adaptive")
+    kinds = ("enabled", "disabled", "adaptive", "between_tools")
     if not isinstance(value, dict) or value.get("type") not in kinds:
         raise RequestError(f"must have the type {', '.join(kinds[:-1])} or {kinds[-1]}, got {shown(value)}")
     budget = value.get("budget_tokens")
     if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 0):
         raise RequestError(f"budget_tokens must be a number of tokens, got {shown(budget)}")
-    refuse_unknown(value, ("type", "budget_tokens", "display"))
+    refuse_misspelt(value, ("type", "budget_tokens", "display"))
     return value
 
 
@@ -130,7 +130,7 @@ class CountTokensRequest(Body):
                 raise RequestError(
                     f'must have "type": "json_schema" and a schema, got {shown(given)}', "response_format"
                 )
-            refuse_unknown(given, ("type", "schema"))
+            refuse_misspelt(given, ("type", "schema"))
             chat["response_format"] = {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}}
         return chat, origins
 
@@ -147,9 +147,11 @@ class CountTokensRequest(Body):
         return next((effort for most, effort in BUDGETS if budget is not None and budget < most), "high")
 
 
-class MessagesRequest(CountTokensRequest):
+class MessagesRequest(CountTokensRequest, Numbers):
     """The body of `/v1/messages`. None, everywhere, means the default; a field that isn't here passes unread, unless it
     is nearly spelled as one that is."""
+
+    IGNORED = frozenset({"speed"})  # Anthropic's, and no misspelt seed
 
     max_tokens: Annotated[Integer, Field(ge=1)]
     stop_sequences: (
@@ -157,18 +159,11 @@ class MessagesRequest(CountTokensRequest):
         | None
     ) = None
     stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Integer | None = None
     # Beyond Anthropic's, as in chats
-    min_p: float | None = None
     seed: Integer | None = None
     stop_token_ids: Annotated[Any, checked_later(list[int])] | None = None
     ignore_eos: bool | None = None
     min_tokens: Integer | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
     logit_bias: Annotated[Any, checked_later(Biases)] | None = None
     speculative: bool | None = None
     fixed_drafts: bool | None = None

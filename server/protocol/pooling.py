@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator, model_validator
@@ -13,6 +14,9 @@ from server.protocol.completion import Prompt as AnyPrompt
 
 MAX_PAIRS = MAX_COMPLETIONS // 2  # each of which is two prompts
 Several = Field(min_length=1, json_schema_extra={"maxItems": MAX_PAIRS})
+PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
+# vLLM's, with the values that ask for what is done anyway
+SAME = {"use_activation": (True,), "mm_processor_kwargs": ({},), "truncate_prompt_tokens": ()}
 Texts = Text | Annotated[list[Text], Several, at_most(MAX_PAIRS, "texts")]
 
 
@@ -20,6 +24,7 @@ class EmbeddingRequest(Body):
     """One input or several, each a text or token ids."""
 
     IGNORED = frozenset({"user"})
+    UNSUPPORTED = SAME | {"embed_dtype": ("float32",), "endianness": ("native", "little")}
 
     model: str | None = None
     input: Annotated[list, PlainValidator(as_prompts, json_schema_input_type=AnyPrompt)]
@@ -31,6 +36,7 @@ class EmbeddingRequest(Body):
 
 class _Scored(Body):
     IGNORED = frozenset({"user"})
+    UNSUPPORTED = SAME
 
     model: str | None = None
     instruction: Text | None = None
@@ -46,26 +52,29 @@ class _Scored(Body):
 
 
 class ScoreRequest(_Scored):
-    """Pairs of texts: `text_1` with `text_2`, or vLLM's newer names `queries` and `documents`."""
+    """Pairs of texts, under one of the pairs of names that vLLM has for them."""
 
     text_1: Texts | None = None
     text_2: Texts | None = None
     queries: Texts | None = None
     documents: Texts | None = None
+    items: Texts | None = None
+    data_1: Texts | None = None
+    data_2: Texts | None = None
+
+    def _given(self) -> tuple[str, ...]:
+        return tuple(name for name in dict.fromkeys(chain(*PAIRS)) if getattr(self, name) is not None)
 
     @model_validator(mode="after")
     def _agree(self):
-        given = {name for name in ("text_1", "text_2", "queries", "documents") if getattr(self, name) is not None}
-        if given not in ({"text_1", "text_2"}, {"queries", "documents"}):
+        if (given := self._given()) not in PAIRS:
             raise RequestError("send text_1 and text_2, or queries and documents", min(given, default="text_1"))
         return self
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
         """**Raises:** `RequestError` for numbers of texts that don't agree."""
-        if self.text_1 is not None:
-            return self._pairs(self.text_1, self.text_2)
-        return self._pairs(self.queries, self.documents)
+        return self._pairs(*(getattr(self, name) for name in self._given()))
 
 
 class RerankRequest(_Scored):

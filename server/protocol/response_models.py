@@ -41,7 +41,9 @@ class Embedding(Object):
 class Embeddings(Object):
     """Body of `/v1/embeddings`. With `encoding_format` base64 an embedding is float32, the lowest byte first."""
 
+    id: str
     object: Literal["list"]
+    created: int
     data: list[Embedding]
     model: str
     usage: PooledUsage
@@ -86,12 +88,14 @@ class Ranking(Object):
 class CachedTokensDetails(Object):
     device: int
     host: int
+    storage: int | None = None  # from the disk, where some did
 
 
 class PromptTokensDetails(Object):
     cached_tokens: int
-    cached_tokens_details: CachedTokensDetails | None = None  # where some came from the host's memory
+    cached_tokens_details: CachedTokensDetails | None = None  # where some didn't come from the device
     image_tokens: int | None = None  # where the prompt has pictures
+    video_tokens: int | None = None  # where it has videos
 
 
 class CompletionTokensDetails(Object):

@@ -12,7 +12,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, PlainValidator
 
 from jaxspec.config.request import MAX_LOGPROBS, MAX_STOP_IDS, RequestError
-from jaxspec.images.chats import check_role
 from server.protocol.base import (
     Body,
     CacheSalt,
@@ -99,7 +98,7 @@ def _message(item: Any) -> dict[str, Any]:
             raise RequestError(f"the role must be one of {', '.join(ROLES)}, got {shown(role)}")
         if "content" not in item:
             raise RequestError("a message needs its content")
-        return {"role": role, "content": _parts(item["content"], "content", role)}
+        return {"role": role, "content": _parts(item["content"], "content")}
     if kind == "reasoning":
         text = _text(item.get("content"), "content") or _text(item.get("summary"), "content")
         return {"role": "assistant", "reasoning_content": text}
@@ -110,7 +109,7 @@ def _message(item: Any) -> dict[str, Any]:
         calls = [{"id": _string(item, "call_id"), "type": "function", "function": call}]
         return {"role": "assistant", "tool_calls": calls}
     if kind in ("function_call_output", "custom_tool_call_output"):
-        output = _parts(item.get("output"), "output", "tool")
+        output = _parts(item.get("output"), "output")
         return {"role": "tool", "tool_call_id": _string(item, "call_id"), "content": output}
     raise RequestError(
         f"items of type {shown(kind)} are not supported; send message, reasoning, item_reference, function_call, "
@@ -124,11 +123,10 @@ def _string(item: dict[str, Any], name: str) -> str:
     return check_text(item[name])
 
 
-def _parts(value: Any, name: str, role: str) -> str | list[dict[str, Any]]:
+def _parts(value: Any, name: str) -> str | list[dict[str, Any]]:
     """Text, or, if there are pictures, the parts as a chat has them."""
     if not isinstance(value, list) or not any(isinstance(e, dict) and e.get("type") == IMAGE for e in value):
         return _text(value, name)
-    check_role(role, "the message", None)
     parts = []
     for place, part in enumerate(value):
         if isinstance(part, dict) and part.get("type") == IMAGE:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import ConfigDict, Field, PlainValidator, ValidatorFunctionWrapHandler, WrapValidator, model_validator
 
 from jaxspec.config.request import MAX_LOGPROBS, REPORTS, RequestError, SamplingParams, StructuredOutput
+from jaxspec.images.chats import Media
 from server.protocol.base import Body, Integer, Priority, Text, check_text, describe_ranges, shown, whole
 from server.protocol.completion import MAX_COMPLETIONS, Ids, Several, as_ids
 from server.protocol.described import NULL, add_rules, any_of, fields, is_true, null, one_of
@@ -177,11 +178,11 @@ _AnyImages = Image | Annotated[list[Image | list[Image]], Several]
 Images = Annotated[Any, PlainValidator(_images, json_schema_input_type=_AnyImages)]
 
 
-def of_one_prompt(given: Any) -> list[tuple[str, str]]:
-    """The place and URL of each of a prompt's pictures."""
+def of_one_prompt(given: Any) -> list[Media]:
+    """A prompt's pictures."""
     several = given if isinstance(given, list) else [given]
     flat = [each for one in several for each in (one if isinstance(one, list) else [one])]
-    return [(f"image_data[{i}]", _as_url(url)) for i, url in enumerate(flat) if url is not None]
+    return [Media(f"image_data[{i}]", _as_url(url)) for i, url in enumerate(flat) if url is not None]
 
 
 class GenerateRequest(Body):
@@ -266,8 +267,8 @@ class GenerateRequest(Body):
         given = self.input_ids if self.text is None else self.text
         return given if isinstance(given, list) and not (given and isinstance(given[0], int)) else [given]
 
-    def images(self) -> list[list[tuple[str, str]]]:
-        """For each prompt, the place and URL of each of its pictures. A picture for several prompts is in each; base64
+    def images(self) -> list[list[Media]]:
+        """For each prompt its pictures. A picture for several prompts is in each; base64
         without a URL's beginning is SGLang's, too."""
         given, prompts = self.image_data, len(self.prompts)
         if not self._batch:
@@ -278,7 +279,7 @@ class GenerateRequest(Body):
             raise RequestError(f"image_data has {len(given)} entries for {prompts} prompts", "image_data")
         several = [each if isinstance(each, list) else [each] for each in given or [[]] * prompts]
         return [
-            [(f"image_data[{i}][{j}]", _as_url(url)) for j, url in enumerate(each) if url is not None]
+            [Media(f"image_data[{i}][{j}]", _as_url(url)) for j, url in enumerate(each) if url is not None]
             for i, each in enumerate(several)
         ]
 

@@ -56,7 +56,8 @@ class _Pooled:
     def _listed(self, data: list[dict[str, Any]], tokens: int | None = None) -> dict[str, Any]:
         tokens = sum(map(len, self._prompts)) if tokens is None else tokens
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        return {"object": "list", "data": data, "model": self.model, "usage": usage}
+        head = {"id": self.id, "object": "list", "created": int(time.time())}
+        return head | {"data": data, "model": self.model, "usage": usage}
 
 
 class EmbeddingReply(_Pooled):
@@ -104,8 +105,8 @@ class _Scores:
         scores, told = self.scores(), self._listed([])
         if not self._documents:
             data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)]
-            return {"id": self.id, "created": int(time.time())} | told | {"data": data}
-        order = sorted(range(len(scores)), key=lambda i: -scores[i])[: self._top_n]
+            return told | {"data": data}
+        order = sorted(range(len(scores)), key=lambda i: -scores[i])[: self._top_n or None]
         shown = lambda i: {"document": {"text": self._documents[i]}} if self._texts else {}  # noqa: E731
         results = [{"index": i, **shown(i), "relevance_score": scores[i]} for i in order]
         return {"id": self.id, "model": self.model, "usage": told["usage"], "results": results}

@@ -33,15 +33,20 @@ class Prompt:
     images: tuple[PlacedPicture, ...] = ()
 
 
-def image_tokens(*prompts: Prompt | Job) -> dict[str, int]:
-    """The detail of `usage` that counts the rows of pictures, where there are some."""
-    pictures = [each.picture for prompt in prompts for each in prompt.images]
-    return {"image_tokens": sum(picture.tokens for picture in pictures)} if pictures else {}
+def media_tokens(*prompts: Prompt | Job) -> dict[str, int]:
+    """The details of `usage` that count the rows of pictures, and of videos, where there are some."""
+    found: dict[str, int] = {}
+    for each in (placed.picture for prompt in prompts for placed in prompt.images):
+        name = "video_tokens" if each.video else "image_tokens"
+        found[name] = found.get(name, 0) + each.tokens
+    return found
 
 
-def cached_by_tier(cached: int, on_host: int) -> dict[str, dict[str, int]]:
-    """The detail that says where cached tokens came from, as SGLang has it, where some came from the host's memory."""
-    return {"cached_tokens_details": {"device": cached - on_host, "host": on_host}} if on_host else {}
+def cached_by_tier(cached: int, on_host: int, on_disk: int) -> dict[str, dict[str, int]]:
+    """The detail that says where cached tokens came from, as SGLang has it, where some didn't come from the device."""
+    tiers = {"device": cached - on_host - on_disk, "host": on_host}
+    tiers |= {"storage": on_disk} if on_disk else {}
+    return {"cached_tokens_details": tiers} if on_host or on_disk else {}
 
 
 @dataclass(slots=True)
@@ -135,7 +140,7 @@ class Reply:
         self._head = head[:-1] + ',"choices":['
         self._tail = '],"usage":null}' if include_usage else "]}"
         self._tokens = 0
-        self._cached = self._on_host = 0
+        self._cached = self._on_host = self._on_disk = 0
         self._choices = [Choice() for _ in range(len(prompts) * params.n)]
         self._unfinished = len(self._choices)
         self._last: Delta | None = None  # the delta that ends the last choice
@@ -210,8 +215,8 @@ class Reply:
             "completion_tokens": self._tokens,
             "total_tokens": prompt + self._tokens,
             "prompt_tokens_details": {"cached_tokens": self._cached}
-            | cached_by_tier(self._cached, self._on_host)
-            | image_tokens(*self.prompts),
+            | cached_by_tier(self._cached, self._on_host, self._on_disk)
+            | media_tokens(*self.prompts),
         }
 
     def _count(self, prompt: int, delta: Delta) -> Delta:
@@ -232,6 +237,7 @@ class Reply:
             if delta.index == 0:
                 self._cached += delta.metrics.cached_tokens
                 self._on_host += delta.metrics.cached_on_host
+                self._on_disk += delta.metrics.cached_on_disk
         return delta
 
     def _figures(self, delta: Delta) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from server.protocol.response_tools import Origin
 from server.replies.custom_input import CustomInput
 from server.replies.logprobs import TokenNames, chat_logprobs
 from server.replies.reasoning import ReasoningTokens
-from server.replies.reply import Job, Prompt, encode, image_tokens
+from server.replies.reply import Job, Prompt, encode, media_tokens
 from server.replies.speculation import Speculation
 
 PARTS = {CONTENT: "output_text", REASONING: "reasoning_text"}
@@ -194,7 +194,7 @@ class ResponsesReply:
             "input_tokens_details": {
                 "cached_tokens": self._cached,
                 "cache_write_tokens": 0,
-                **image_tokens(self._prompt),
+                **media_tokens(self._prompt),
             },
             "output_tokens": self._tokens,
             "output_tokens_details": {"reasoning_tokens": self._reasoning.count if self._reasoning else 0},

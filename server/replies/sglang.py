@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxspec.config.request import Delta, TokenLogprobs
 from server.replies.logprobs import FLOOR, TokenNames
-from server.replies.reply import DONE, Job, cached_by_tier, encode, event, image_tokens
+from server.replies.reply import DONE, Job, cached_by_tier, encode, event, media_tokens
 from server.replies.speculation import Speculation
 
 
@@ -87,7 +87,7 @@ class GenerateReply:
             "id": job.id if self._n == 1 else f"{job.id}_{choice}",
             "finish_reason": self._finish_reason(output),
             "prompt_tokens": len(job.ids),
-            **image_tokens(job),
+            **media_tokens(job),
             "completion_tokens": len(output.token_ids),
         }
         if job.params.logprobs is not None:
@@ -113,7 +113,7 @@ class GenerateReply:
         figures = {
             "weight_version": metrics.weight_version,
             "cached_tokens": metrics.cached_tokens,
-            **cached_by_tier(metrics.cached_tokens, metrics.cached_on_host),
+            **cached_by_tier(metrics.cached_tokens, metrics.cached_on_host, metrics.cached_on_disk),
             "e2e_latency": metrics.latency,
             "spec_verify_ct": metrics.verify_rounds,
         }

@@ -39,7 +39,7 @@ def add(app: FastAPI, serving: Serving) -> None:
             prompts = await ids([question(*pair, body.instruction) for pair in pairs], False)
             return AnswerReply(prompts, _answers(), name, serving.name, **options)
 
-        with _field("documents" if body.documents else "text_2"):
+        with _field("text_2" if isinstance(body, ScoreRequest) and body.text_2 else "documents"):
             return await serving.answer(request, make(), None, False, body.priority, pooled=True)
 
     def _answers() -> tuple[int, int]:
@@ -74,6 +74,7 @@ def add(app: FastAPI, serving: Serving) -> None:
 
     @app.post("/v1/rerank", responses={200: {"model": Ranking}})
     @app.post("/rerank", include_in_schema=False)
+    @app.post("/v2/rerank", include_in_schema=False)
     async def rerank(body: RerankRequest, request: Request) -> Response:
         """Put documents in order by their scores for a query, the best first."""
         shown = {"documents": body.documents, "top_n": body.top_n, "texts": body.return_documents is not False}

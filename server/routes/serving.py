@@ -16,11 +16,12 @@ from fastapi.responses import Response
 from jaxspec import AsyncLLM, RequestError
 from jaxspec.checkpoint import Pooling
 from jaxspec.engine.adapters import UNKNOWN
-from jaxspec.images.picture import Picture
+from jaxspec.images.chats import Media
+from jaxspec.images.picture import Picture, Video
 from server.chat.speech import Formats, Speech
 from server.generate import ClientGone, EventStream, UnlessGone, chat_prompt, collect, completion_prompts, run
 from server.http.errors import GONE, ApiError, describe, engine_died
-from server.media.pictures import MediaRules, read_pictures
+from server.media.pictures import MediaRules, read_media
 from server.metrics import Metrics
 from server.prompt_log import PromptLog
 from server.protocol import ChatRequest, CompletionRequest
@@ -34,8 +35,8 @@ from server.tracing import Tracer
 class Serving:
     """An engine under its name in the API, and perhaps further names (`aliases`). `sampling` holds of `SamplingParams`
     where a request doesn't say; `formats` is how its model speaks in chats; `prompt_log` is where texts without
-    pictures are kept, if they are; `media` says where pictures may come from; `tracer` sends traces, if they are
-    wanted."""
+    pictures are kept, if they are; `media` says where these and videos may come from; `tracer` sends traces, if wanted.
+    """
 
     llm: AsyncLLM
     name: str
@@ -82,16 +83,16 @@ class Serving:
 
     async def chat_prompt(self, body: ChatRequest, most: int | None = None) -> Prompt:
         """A chat's prompt, of at most as many tokens as the context, or `most`. **Raises:** `RequestError`."""
-        pictures, context = await self.pictures(body.pictures()), most or self.llm.config.context_length
-        reader = self.llm.image_reader if pictures else None
-        return await chat_prompt(body, self.llm.tokenizer, self.formats, context, reader, pictures)
+        media, context = await self.read_media(body.media()), most or self.llm.config.context_length
+        reader = self.llm.image_reader if media else None
+        return await chat_prompt(body, self.llm.tokenizer, self.formats, context, reader, media)
 
-    async def pictures(self, sources: Sequence[tuple[str, str]]) -> list[Picture]:
-        """Pictures of one prompt, each given by its place in the request and its URL. **Raises:** `RequestError`."""
-        if not sources:
+    async def read_media(self, media: Sequence[Media]) -> list[Picture | Video]:
+        """Pictures and videos of one prompt. **Raises:** `RequestError`."""
+        if not media:
             return []
         context = self.llm.config.context_length
-        return await read_pictures(sources, self.llm.image_reader, self.llm.no_pictures, self.media, context)
+        return await read_media(media, self.llm.image_reader, self.llm.no_pictures, self.media, context)
 
     async def prompts(self, body: CompletionRequest) -> list[Prompt]:
         """A completion's prompts. **Raises:** `RequestError`."""

@@ -54,7 +54,7 @@ def add(app: FastAPI, serving: Serving) -> None:
 
 async def _prompts(serving: Serving, body: GenerateRequest) -> list[Prompt]:
     """The prompts of a body, with their pictures. **Raises:** `RequestError`."""
-    pictures = [await serving.pictures(sources) for sources in body.images()]
+    pictures = [await serving.read_media(sources) for sources in body.images()]
     texts, context = body.prompts, serving.llm.config.context_length
     if not any(pictures):
         return await serving.prompts(CompletionRequest(prompt=texts))

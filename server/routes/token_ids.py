@@ -24,7 +24,7 @@ def add(app: FastAPI, serving: Serving) -> None:
         usage = body.stream_options
 
         async def make() -> TokensReply:
-            pictures = await serving.pictures(of_one_prompt(body.image_data))
+            pictures = await serving.read_media(of_one_prompt(body.image_data))
             with refusals("token_ids", context := serving.llm.config.context_length):
                 prompt = placed(Prompt(body.token_ids), serving.llm.image_reader, pictures, context)
             return TokensReply(

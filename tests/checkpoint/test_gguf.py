@@ -16,7 +16,7 @@ from jaxspec.decoder.functions import rope_frequencies
 from jaxspec.models.description import LinearScaling, Rope
 from jaxspec.models.model_config import ModelConfig
 from tests.checkpoint.test_checkpoint import assert_same, load
-from tests.support.tiny import random_tensors, tiny_checkpoint, tiny_config
+from tests.support.tiny import GEMMA4_ALL, random_tensors, tiny_checkpoint, tiny_config
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -34,13 +34,16 @@ GEMMA3 = {"query_pre_attn_scalar": 16, "sliding_window_pattern": 6, "rope_local_
 def write_gguf(path: Path, hf: dict, tensors: dict[str, np.ndarray], quant=None, rope_freqs=None, **metadata) -> None:
     """Write a file as llama.cpp's converter does: names by the gguf package's table; for Llama and Mistral, which it
     calls "llama", the rows of q and k interleaved; 1 added to Gemma's norms."""
-    family = {"mistral": "llama"}.get(hf["model_type"], hf["model_type"])
+    renamed = {"mistral": "llama", "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe", "minimax_m2": "minimax-m2"}
+    renamed["gpt_oss"] = "gpt-oss"
+    family = renamed.get(hf["model_type"], hf["model_type"])
     heads = {"q": hf["num_attention_heads"], "k": hf["num_key_value_heads"]}
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == family)
     names = gguf.get_tensor_name_map(arch, hf["num_hidden_layers"])
     writer = gguf.GGUFWriter(path, family)
     writer.add_vocab_size(hf["vocab_size"])
-    writer.add_block_count(hf["num_hidden_layers"])
+    modules = hf.get("num_nextn_predict_layers", 0)
+    writer.add_block_count(hf["num_hidden_layers"] + modules)
     writer.add_context_length(hf["max_position_embeddings"])
     writer.add_embedding_length(hf["hidden_size"])
     writer.add_feed_forward_length(hf["intermediate_size"])
@@ -51,8 +54,26 @@ def write_gguf(path: Path, hf: dict, tensors: dict[str, np.ndarray], quant=None,
     writer.add_rope_freq_base(hf["rope_theta"])
     if family == "gemma3" and "sliding_window" in hf:
         writer.add_sliding_window(hf["sliding_window"])
-    if family == "glm4":
+    if family in ("glm4", "glm4moe", "minimax-m2"):
         writer.add_rope_dimension_count(hf["head_dim"] // 2)
+    if family == "gpt-oss":
+        writer.add_sliding_window(hf["sliding_window"])
+        tensors = parted(tensors)
+    if family in ("gpt-oss", "qwen3moe", "glm4moe", "minimax-m2"):
+        counts = [hf.get(key) for key in ("n_routed_experts", "num_local_experts", "num_experts")]
+        writer.add_expert_count(next(filter(None, counts)))
+        writer.add_expert_used_count(hf["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(hf.get("moe_intermediate_size", hf["intermediate_size"]))
+    if family == "glm4moe":
+        writer.add_expert_shared_count(1)
+        writer.add_leading_dense_block_count(1)
+        writer.add_expert_weights_scale(hf["routed_scaling_factor"])
+        writer.add_expert_weights_norm(True)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_nextn_predict_layers(modules)
+        for name in ("nextn.eh_proj.weight", "ffn_gate_exps.weight") if modules else ():
+            writer.add_tensor(f"blk.{hf['num_hidden_layers']}.{name}", np.zeros((2, 4, 8), np.float32))
+    tensors = stacked(tensors)
     if scaling := hf.get("rope_scaling"):
         if scaling["rope_type"] != "llama3":
             writer.add_rope_scaling_type(gguf.RopeScalingType(scaling["rope_type"]))
@@ -80,14 +101,137 @@ def write_gguf(path: Path, hf: dict, tensors: dict[str, np.ndarray], quant=None,
             tensor = tensor + 1
         raw = quant if quant is not None and tensor.ndim > 1 else None
         data = tensor if raw is None else gguf.quantize(tensor, raw)
-        writer.add_tensor(names.get_name(name, (".weight", ".bias")), np.ascontiguousarray(data), raw_dtype=raw)
+        if name.endswith("e_score_correction_bias"):
+            named = names.get_name(name.removesuffix("_bias")) + ".bias"
+        else:
+            named = names.get_name(name, (".weight", ".bias"))
+        writer.add_tensor(named, np.ascontiguousarray(data), raw_dtype=raw)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
+GEMMA4_NAMES = {  # that the gguf package doesn't map
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+}
+
+
+def write_gemma4(path: Path, hf: dict, tensors: dict[str, np.ndarray], **changes) -> None:
+    """Write a file as llama.cpp's converter does: what differs by layer in lists, divisors of 1e30 for pairs that don't
+    rotate, and experts' gate and up in one tensor."""
+    layers, kinds = hf["num_hidden_layers"], hf["layer_types"]
+    wide, kv = hf["global_head_dim"], {"sliding_attention": hf["num_key_value_heads"]}
+    kv["full_attention"] = hf["num_global_key_value_heads"] if hf["attention_k_eq_v"] else hf["num_key_value_heads"]
+    doubled = layers - hf.get("num_kv_shared_layers", 0) if hf.get("use_double_wide_mlp") else layers
+    writer = gguf.GGUFWriter(path, "gemma4")
+    metadata = {
+        "block_count": layers,
+        "context_length": hf["max_position_embeddings"],
+        "embedding_length": hf["hidden_size"],
+        "feed_forward_length": [hf["intermediate_size"] * (1 + (i >= doubled)) for i in range(layers)],
+        "attention.head_count": hf["num_attention_heads"],
+        "attention.head_count_kv": [kv[kind] for kind in kinds],
+        "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in kinds],
+        "attention.sliding_window": hf["sliding_window"],
+        "attention.key_length": wide,
+        "attention.value_length": wide,
+        "attention.key_length_swa": hf["head_dim"],
+        "rope.dimension_count": wide,
+        "rope.freq_base": 1e6,
+        "rope.freq_base_swa": 1e4,
+        "attention.layer_norm_rms_epsilon": hf["rms_norm_eps"],
+        "final_logit_softcapping": hf["final_logit_softcapping"],
+        "attention.shared_kv_layers": hf.get("num_kv_shared_layers", 0),
+        "embedding_length_per_layer_input": hf["hidden_size_per_layer_input"],
+        **({"expert_count": hf["num_experts"], "expert_used_count": hf["top_k_experts"],
+            "expert_feed_forward_length": hf["moe_intermediate_size"]} if hf.get("enable_moe_block") else {}),
+        **changes,
+    }  # fmt: skip
+    adds = {float: writer.add_float32, int: writer.add_uint32, list: writer.add_array}
+    for key, value in metadata.items():
+        adds[type(value)](f"gemma4.{key}", value)
+    writer.add_tensor("rope_freqs.weight", np.where(np.arange(wide // 2) < wide // 8, 1, 1e30).astype(np.float32))
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA4, layers)
+    tensors = stacked(tensors)
+    for name in [name for name in tensors if name.endswith("experts.gate_proj.weight")]:
+        up = tensors.pop(name.replace("gate_proj", "up_proj"))
+        tensors[name.replace("gate_proj.weight", "gate_up_proj")] = np.concatenate([tensors.pop(name), up], axis=1)
+    for name, tensor in tensors.items():
+        leaf = name.rpartition("layers.")[2]
+        own = next((own for theirs, own in GEMMA4_NAMES.items() if name.endswith(theirs)), None)
+        named = f"blk.{leaf.split('.')[0]}.{own}" if own else names.get_name(name.removesuffix(".weight")) + ".weight"
+        writer.add_tensor(named, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+KINDS = ["sliding_attention", "full_attention"]
+
+
+@pytest.mark.parametrize("options", [
+    {"layer_types": KINDS, "tie_word_embeddings": True},  # as the 31B
+    GEMMA4_ALL | {"tie_word_embeddings": True, "vocab_size_per_layer_input": 64},
+])  # fmt: skip
+def test_gemma_4_in_gguf_equals_safetensors(tmp_path, options):
+    source = tiny_checkpoint("gemma4", **options)
+    hf, tensors = json.loads((source / "config.json").read_text()), load_file(source / "model.safetensors")
+    write_gemma4(tmp_path / "m.gguf", hf, tensors)
+    model, expected = load(tmp_path / "m.gguf"), load(source)
+    assert_same(model.params, expected.params, 0)
+    eps = [repr(each.norm.eps) for each in (model.config.decoder, expected.config.decoder)]
+    assert repr(model.config.decoder).replace(*eps) == repr(expected.config.decoder)
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"attention.head_count_kv": [2, 1, 1, 1]}, "layers differ in a way that Gemma 4's don't"),
+    ({"attention.head_count_kv": [2, 1]}, "head_count_kv must have a value for each of 4 layers"),
+    ({"feed_forward_length": [64, 128, 64, 64]}, "feed_forward_length .*64, 128"),
+    ({"attention.key_length": 64, "attention.value_length": 64, "rope.dimension_count": 64}, "must have 32 numbers"),
+])  # fmt: skip
+def test_gemma_4_in_gguf_that_is_refused(tmp_path, changes, words):
+    hf = tiny_config("gemma4", **GEMMA4_ALL)
+    write_gemma4(tmp_path / "m.gguf", hf, {}, **changes)
+    with pytest.raises(CheckpointError, match=words):
+        load(tmp_path / "m.gguf")
+
+
+def parted(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """gpt-oss' tensors with experts' gate and up apart, and outputs before inputs."""
+    out = {}
+    for name, tensor in tensors.items():
+        stem, _, leaf = name.rpartition(".experts.")
+        if not stem:
+            out[name + ".weight" if name.endswith("sinks") else name] = tensor
+            continue
+        kind, tensor = (".bias" if leaf.endswith("bias") else ".weight"), np.moveaxis(tensor, -1, 1)
+        halves = {"gate_proj": tensor[:, ::2], "up_proj": tensor[:, 1::2]}
+        parts = halves if leaf.startswith("gate_up") else {"down_proj": tensor}
+        out |= {f"{stem}.experts.{part}{kind}": np.ascontiguousarray(each) for part, each in parts.items()}
+    return out
+
+
+def stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Tensors with those of all experts in one."""
+    out: dict = {}
+    for name, tensor in tensors.items():
+        if match := re.fullmatch(r"(.+\.experts)\.\d+(\..+)", name):
+            out.setdefault(match[1] + match[2], []).append(tensor)
+        else:
+            out[name] = tensor
+    return {name: np.stack(each) if isinstance(each, list) else each for name, each in out.items()}
+
+
 @pytest.mark.parametrize("family, options", [
+    ("qwen3_moe", {}),
+    ("glm4_moe", {"num_hidden_layers": 3, "attention_bias": True, "num_nextn_predict_layers": 1}),
+    ("glm4_moe", {"use_qk_norm": True, "tie_word_embeddings": True}),
+    ("minimax_m2", {}),
+    ("gpt_oss", {"rope_scaling": YARN}),
+    ("gpt_oss", {"rope_parameters": {}, "attention_bias": False, "tie_word_embeddings": True}),
     ("llama", {}),
     ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     ("llama", {"rope_scaling": YARN | {"attention_factor": 1.5, "beta_fast": 24.0, "beta_slow": 2.0}}),
@@ -113,7 +257,7 @@ def test_gguf_equals_safetensors(tmp_path, family, options):
     decoder, norm = model.config.decoder, model.config.decoder.norm
     assert norm.eps == pytest.approx(1e-6)  # stored as float32
     assert repr(decoder).replace(repr(norm), repr(dataclasses.replace(norm, eps=1e-6))) == repr(expected.config.decoder)
-    differ = {"eos_token_ids": (5, 6), "decoder": decoder}
+    differ = {"eos_token_ids": (5, 6), "decoder": decoder, "mtp_layers": 0}  # modules aren't read
     if family == "mistral":  # whose name isn't in the file
         differ["model_type"] = "llama"
     assert {**vars(expected.config), **differ} == vars(model.config)
@@ -121,9 +265,12 @@ def test_gguf_equals_safetensors(tmp_path, family, options):
     assert model.tokenizer is None
 
 
-@pytest.mark.parametrize("quant, tolerance", [("F16", 2e-3), ("BF16", 2e-2), ("Q8_0", 2e-2), ("Q4_1", 0.4)])
-def test_gguf_weights_are_dequantised(tmp_path, quant, tolerance):
-    source = tiny_checkpoint("llama")
+@pytest.mark.parametrize("family, quant, tolerance", [
+    ("llama", "F16", 2e-3), ("llama", "BF16", 2e-2), ("llama", "Q8_0", 2e-2), ("llama", "Q4_1", 0.4),
+    ("qwen3_moe", "Q8_0", 2e-2),  # of whose tensors an expert has a part
+])  # fmt: skip
+def test_gguf_weights_are_dequantised(tmp_path, family, quant, tolerance):
+    source = tiny_checkpoint(family, **({"moe_intermediate_size": 32} if family != "llama" else {}))
     hf = json.loads((source / "config.json").read_text())
     write_gguf(tmp_path / "m.gguf", hf, load_file(source / "model.safetensors"), gguf.GGMLQuantizationType[quant])
     assert_same(load(tmp_path / "m.gguf").params, load(source).params, tolerance)
@@ -193,7 +340,7 @@ def test_gguf_variants_of_newer_families_that_are_not_supported(tmp_path, family
 
 @pytest.mark.parametrize("metadata, message", [
     ({"split__count": 3}, "one of 3 parts"),
-    ({"ARCH__expert_count": 8}, "mixture of 8 experts"),
+    ({"ARCH__expert_count": 8}, "llama with 8 experts is not supported; .* are: gemma4, gpt-oss, qwen3moe"),
     ({"ARCH__rope__scaling__yarn_log_multiplier": 0.1}, r"scaling.yarn_log_multiplier 0.1\d* is not supported"),
     ({"ARCH__rope__scaling__yarn_ext_factor": 0.5}, "scaling.yarn_ext_factor 0.5 is not supported; supported: 1"),
     ({"ARCH__rope__scaling__attn_factor": 2.0}, "scaling.attn_factor 2.0 is not supported"),

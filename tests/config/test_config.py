@@ -12,13 +12,16 @@ from jaxspec.models.description import (
     Attention,
     Decoder,
     DeltaRule,
+    KimiDelta,
     Layer,
     LinearScaling,
     Mixture,
     Mlp,
     Norm,
+    NoRotation,
     Rope,
     RopeScaling,
+    SigmoidScores,
     Yarn,
 )
 from jaxspec.models.model_config import ModelConfig
@@ -244,6 +247,139 @@ def test_older_name_of_the_rope_kind():
 
 def test_a_torch_prefix_on_the_dtype_is_dropped():
     assert ModelConfig.from_hf({**QWEN3_8B, "torch_dtype": "torch.float16"}).dtype == "float16"
+
+
+KIMI_LINEAR_48B = {
+    "model_type": "kimi_linear",
+    "vocab_size": 163840,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "head_dim": 72,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "mla_use_nope": True,
+    "linear_attn_config": {
+        "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+        "kda_layers": [i for i in range(1, 27) if i % 4],
+        "head_dim": 128,
+        "num_heads": 32,
+        "short_conv_kernel_size": 4,
+    },
+    "num_experts": 256,
+    "num_experts_per_token": 8,
+    "num_shared_experts": 1,
+    "moe_intermediate_size": 1024,
+    "moe_renormalize": True,
+    "routed_scaling_factor": 2.446,
+    "first_k_dense_replace": 1,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "model_max_length": 1048576,
+    "num_nextn_predict_layers": 0,
+}
+
+
+def test_kimi_linear_as_moonshot_writes_it():
+    """Layers are counted from one; heads of linear attention from a mapping; nothing rotates."""
+    config = ModelConfig.from_hf(KIMI_LINEAR_48B)
+    linear = [i for i, layer in enumerate(config.decoder.layers) if layer.mixing == KimiDelta(32, 128, 4)]
+    assert linear == [i for i in range(26) if (i + 1) % 4] and config.num_kv_layers == 7
+    assert config.decoder.attention.rope.scaling == NoRotation() and math.isclose(
+        config.decoder.attention.scale, 192**-0.5
+    )
+    experts = config.decoder.mixture
+    assert (experts.experts, experts.per_token, experts.shared) == (256, 8, 1024)
+    assert experts.scores == SigmoidScores(1, 1, 2.446) and isinstance(config.decoder.layers[0].feed, Mlp)
+    assert (config.max_position, config.mtp_layers) == (1048576, 0)
+    later = {k: v for k, v in KIMI_LINEAR_48B.items() if k != "linear_attn_config"}  # as transformers 5 saves it
+    kinds = ["linear_attention" if i in linear else "full_attention" for i in range(27)]
+    assert ModelConfig.from_hf({**later, "layer_types": kinds}).decoder == config.decoder
+
+
+@pytest.mark.parametrize("change,words", [
+    (dict(mla_use_nope=False), "mla_use_nope False.*supported: True"),
+    (dict(moe_router_activation_func="softmax"), "moe_router_activation_func 'softmax'.*'sigmoid'"),
+    (dict(num_nextn_predict_layers=1), "num_nextn_predict_layers 1"),
+    (dict(linear_attn_config=7), "linear_attn_config must be a mapping"),
+    (dict(linear_attn_config=dict(full_attn_layers=[4], kda_layers=[1, 2])), "each layer, 1 to 27.*kda_layers"),
+    (dict(linear_attn_config=dict(full_attn_layers=[], kda_layers=[*range(1, 28)])), "no full_attention layer"),
+    (dict(layer_types=["linear_attention"]), "layer_types must name 27 layers"),
+    (dict(n_group=3, num_expert_group=3), r"n_group \(3\) must divide"),
+])  # fmt: skip
+def test_kimi_linear_that_is_refused(change, words):
+    with pytest.raises(ConfigError, match=words):
+        ModelConfig.from_hf({**KIMI_LINEAR_48B, **change})
+
+
+MIMO_V2_FLASH = {
+    "model_type": "mimo_v2_flash",
+    "vocab_size": 152576,
+    "hidden_size": 4096,
+    "intermediate_size": 16384,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "head_dim": 192,
+    "v_head_dim": 128,
+    "swa_num_attention_heads": 64,
+    "swa_num_key_value_heads": 8,
+    "swa_head_dim": 192,
+    "swa_v_head_dim": 128,
+    "hybrid_layer_pattern": [int(i > 0 and (i + 1) % 6 > 0) for i in range(48)],
+    "moe_layer_freq": [0] + [1] * 47,
+    "sliding_window": 128,
+    "sliding_window_size": 128,
+    "rope_theta": 5000000,
+    "swa_rope_theta": 10000,
+    "partial_rotary_factor": 0.334,
+    "attention_value_scale": 0.707,
+    "add_swa_attention_sink_bias": True,
+    "add_full_attention_sink_bias": False,
+    "n_routed_experts": 256,
+    "n_shared_experts": None,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "routed_scaling_factor": None,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "layernorm_epsilon": 1e-5,
+}
+
+
+def test_mimo_v2_as_xiaomi_writes_it():
+    """A window counts the tokens before a token; keys and values take up rows of one width, which kernels have."""
+    decoder = ModelConfig.from_hf(MIMO_V2_FLASH).decoder
+    full, sliding = (decoder.layers[i].mixing for i in (0, 1))
+    shared = dict(head_dim=192, value_dim=128, value_scale=0.707)
+    assert full == Attention(64, 4, rope=Rope(5e6, columns=64), **shared)
+    assert sliding == Attention(64, 8, rope=Rope(1e4, columns=64), window=129, sinks=True, pool=1, **shared)
+    assert [layer.mixing == full for layer in decoder.layers] == [i == 0 or i % 6 == 5 for i in range(48)]
+    assert decoder.layers[0].feed == Mlp(16384) and decoder.norm == Norm(1e-5)
+    assert decoder.mixture == Mixture(256, 8, 2048, shared_gated=False, scores=SigmoidScores())
+    assert (full.memory.width, full.memory.heads, sliding.memory.heads) == (256, 4, 8)
+    bare = {key: value for key, value in MIMO_V2_FLASH.items() if not key.startswith(("swa_", "hybrid", "moe_layer"))}
+    assert ModelConfig.from_hf(bare).decoder == decoder, "as transformers' config where it is silent"
+
+
+@pytest.mark.parametrize("change,words", [
+    (dict(add_full_attention_sink_bias=True), "add_full_attention_sink_bias True.*supported: False"),
+    (dict(scoring_func="softmax"), "scoring_func 'softmax'.*'sigmoid'"),
+    (dict(n_shared_experts=1), "n_shared_experts 1"),
+    (dict(hybrid_layer_pattern=[0, 1]), "hybrid_layer_pattern must have a 0 or a 1 for each of 48 layers"),
+    (dict(moe_layer_freq=1), "moe_layer_freq must have a 0 or a 1"),
+    (dict(partial_rotary_factor=0.33), "partial_rotary_factor 0.33 of head_dim 192 is 63"),
+    (dict(v_head_dim=0), "v_head_dim"),
+])  # fmt: skip
+def test_mimo_v2_that_is_refused(change, words):
+    with pytest.raises(ConfigError, match=words):
+        ModelConfig.from_hf({**MIMO_V2_FLASH, **change})
 
 
 @pytest.mark.parametrize("change,words", [

@@ -21,6 +21,7 @@ from jaxspec.models.description import (
     ClampedSwiglu,
     Decoder,
     DeltaRule,
+    KimiDelta,
     LatentAttention,
     Layer,
     LayerInputs,
@@ -39,7 +40,7 @@ from jaxspec.models.description import (
 )
 from jaxspec.models.families import MODELS
 from jaxspec.models.model_config import ModelConfig
-from jaxspec.models.weights import Format, Fp8, Mxfp4, Unquantised, is_param
+from jaxspec.models.weights import Format, Fp8, Int4, Mxfp4, Nvfp4, is_param
 from tests.support.tiny import tiny_config
 
 NORM = Norm(1e-6)
@@ -55,15 +56,17 @@ PLAINEST = {
     Attention: Attention(8, 4, 128, Rope(1e4)),
     LatentAttention: LatentAttention(8, 512, 128, 128, Rope(1e4, columns=64), 0.07, NORM, 1536),
     DeltaRule: DeltaRule(2, 4, 128, 128, 4),
+    KimiDelta: KimiDelta(8, 128, 4),
     Mamba2: Mamba2(8, 64, 2, 128, 4),
     Absent: Absent(),
     Mlp: Mlp(1024),
     Mixture: Mixture(8, 2, 128),
     ClampedSwiglu: ClampedSwiglu(1.702, 7.0),
     SigmoidScores: SigmoidScores(),
-    Unquantised: Unquantised(),
     Fp8: Fp8(128),
     Mxfp4: Mxfp4(),
+    Int4: Int4(128),
+    Nvfp4: Nvfp4(),
     LayerInputs: LayerInputs(8, 512),
     Layer: Layer(Attention(8, 4, 128, Rope(1e4)), Mlp(1024), NORM),
     Decoder: Decoder(512, 512, (Layer(Attention(8, 4, 128, Rope(1e4)), Mlp(1024), NORM),), NORM),
@@ -71,7 +74,11 @@ PLAINEST = {
 EVERY, FEW, FUSED, STREAM, FP8, HEADS = ["plain", "few_rows", "fused_norms", "weight_stream", "fp8_rows", "heads"]
 FP8S = "fp8_stream"
 ALL = {EVERY, FEW, FUSED, STREAM, FP8, FP8S, HEADS}
-TABLES = {path.name: path.implements for path in PATHS} | {HEADS: HEADS_WRITTEN}
+FORMATS = Fp8, Mxfp4, Int4, Nvfp4
+TABLES = {
+    path.name: path.implements | {each: each.implements[path.name] for each in FORMATS if path.name in each.implements}
+    for path in PATHS
+} | {HEADS: HEADS_WRITTEN}
 
 # Of each field, another value than the plainest decoder's, and who computes that. Whoever adds a field decides here.
 FIELDS = {
@@ -106,6 +113,9 @@ FIELDS = {
         "v_norm": (NORM, {EVERY}),
         "k_is_v": (True, {EVERY}),
         "shared": (True, {EVERY}),
+        "value_dim": (64, {EVERY}),
+        "value_scale": (0.7, {EVERY}),
+        "pool": (1, {EVERY}),
     },
     LatentAttention: {
         "heads": (16, {EVERY}),
@@ -135,6 +145,7 @@ FIELDS = {
         "value_dim": (64, {EVERY, FUSED, FP8}),
         "taps": (3, {EVERY, FUSED, FP8}),
     },
+    KimiDelta: {"heads": (4, {EVERY}), "width": (64, {EVERY}), "taps": (3, {EVERY})},
     Mamba2: {
         "heads": (4, {EVERY}),
         "width": (32, {EVERY}),
@@ -153,9 +164,10 @@ FIELDS = {
         "activation": ("gelu_tanh", {EVERY, FUSED}),
         "gated": (False, {EVERY}),
     },
-    Unquantised: {},
     Fp8: {"block": (None, {EVERY, FEW, FUSED, FP8, FP8S}), "activations": (True, {EVERY, FEW, FUSED})},
     Mxfp4: {},
+    Int4: {"group": (None, {EVERY, FEW, FUSED}), "zeros": (True, {EVERY, FEW, FUSED}), "ordered": (True, {EVERY})},
+    Nvfp4: {},
     ClampedSwiglu: {"alpha": (1.0, {EVERY, FEW}), "limit": (3.0, {EVERY, FEW})},
     SigmoidScores: {"groups": (2, {EVERY}), "top_groups": (2, {EVERY}), "scale": (2.5, {EVERY})},
     Mixture: {
@@ -255,7 +267,6 @@ def test_a_path_refuses_a_format_that_it_does_not_implement(family, name):
     decoder, layers = described(family)
     call = Call(1, 1, "bfloat16", processors=132)
     for path in PATHS:
-        assert Unquantised in path.implements
         assert "weights in" not in (path.refuses(decoder, layers, call) or "")
         if beyond(decoder, path.implements) is None:
             assert path.refuses(decoder, with_format(layers, name, Later()), call) == "weights in Later"

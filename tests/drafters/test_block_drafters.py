@@ -37,7 +37,7 @@ LATTICE = dict(
 )  # fmt: skip
 KINDS = {
     "dspark": (DSpark, MARKOV, "?confidence=0.3"), "dflash2": (DFlash2, SELECTOR, ""), "domino": (Domino, GRU, ""),
-    "lilicorr": (LiLiCorr, LATTICE, ""),
+    "lilicorr": (LiLiCorr, LATTICE, "?window=21"),
 }  # fmt: skip
 _root = tempfile.TemporaryDirectory(prefix="jaxspec-blocks-")
 
@@ -117,10 +117,12 @@ def test_greedy_output_equals_plain_and_drafts_are_a_cold_starts(method, watched
     llm = jaxspec.LLM(engines.checkpoint(), f"{__name__}:{watched}{KINDS[method][2]}", **engines.OPTIONS)
     engines.set_rounds(llm, 1)
     for name in requests():
-        again = [run(llm, name)] if name == "prefixes" else []
-        for outs in (run(llm, name), *again):
+        runs = [run(llm, name) for _ in range(2 if name == "prefixes" else 1)]
+        for outs in runs:
             for out, want in zip(outs, plain(name), strict=True):
                 assert out.token_ids == want.token_ids, f"{name}, prompt of {len(out.prompt_token_ids)}"
+        cached = [sum(out.metrics.cached_tokens for out in outs) for outs in runs]
+        assert name == "long" or cached[1] > cached[0], "the second time all begin in the cache"
         if name == "long":
             assert sum(out.metrics.preemptions for out in outs) > 0
             rounds = sum(out.metrics.verify_rounds for out in outs)
@@ -130,6 +132,12 @@ def test_greedy_output_equals_plain_and_drafts_are_a_cold_starts(method, watched
             assert (0.2 * most < drafted < 0.9 * most) == (method == "dspark")  # confidence ends some drafts early
     state = llm.engine.runner.state.draft
     assert int(state["wrong"]) == 0 and int(state["right"]) > 400, (state["right"], state["wrong"])
+    if method == "lilicorr":
+        kv, runner = state["kv"]["kv"], llm.engine.runner
+        slots, pages, size = kv.shape[1], kv.shape[2], kv.shape[5]
+        assert slots == llm.engine.config.max_running_requests + 1 and 21 <= pages * size <= 21 + 2 * 5 + 2 * size
+        assert runner.draft.drafter.kv_bytes_per_token("float32") == 0
+        assert kv.nbytes < runner.plan.slot_bytes and "the drafter's newest 26 tokens" in str(runner.plan)
 
 
 @pytest.mark.parametrize("method", [rare("dspark"), "dflash2", rare("domino"), rare("lilicorr")])

@@ -18,12 +18,12 @@ from safetensors.numpy import save_file
 
 import jaxspec
 from jaxspec import EngineConfig, SamplingParams, load_drafter, load_model
-from jaxspec.cache.paged import PageLayout
+from jaxspec.cache.paged import PageLayout, Rows
 from jaxspec.compiling.programs import Programs
 from jaxspec.decoder.forward import forward, head_logits
 from jaxspec.decoder.functions import rms_norm, rope
 from jaxspec.decoder.mixer import OnlyAttention
-from jaxspec.drafters.base import DraftBatch
+from jaxspec.drafters.base import DraftBatch, PrefillBatch, Verified
 from jaxspec.drafters.dflash import DFlash
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.weights import Param
@@ -144,6 +144,49 @@ def test_the_golden_rounds_are_of_all_kinds():
         _, drafter, expected = golden("dflash", variant)
         yielded = {int(y) for n in LENGTHS for y in expected[f"yielded_{n}"]}
         assert len(yielded) >= 4 and {1, drafter.drafter.block_size} <= yielded
+
+
+def drafts_behind(drafter, params, features):
+    """Logits behind a text whose `features` came in two chunks and a round of 3 tokens, of which one was accepted."""
+    layout, table, t = PageLayout(8, PAGE, "float32"), jnp.arange(1, 8)[None], features[0].shape[1]
+    slots, text = jnp.zeros(1, int), jnp.arange(t + 8)[None] % 30
+    sampling = jax.tree.map(lambda x: x[:1], empty_slots(1, t + 8).sampling)
+
+    def run(params, features):
+        state = drafter.init_state(layout, 2)
+        for start, end in ((0, 41), (41, t - 3)):
+            rows, known = Rows(jnp.full(1, start), jnp.full(1, end - start), table), text[:, start:end]
+            chunk = PrefillBatch(slots, known, known, rows)
+            state = drafter.prefill(params, state, chunk, tuple(x[:, start:end] for x in features))
+        live, last = jnp.ones(1, bool), tuple(x[:, t - 3 :] for x in features)
+        batch = DraftBatch(slots, jnp.full(1, t - 2), text, table, live, sampling, greedy=True)
+        state = drafter.commit(params, state, batch, Verified(text[:, :3], text[:, :3], jnp.ones(1, int), last))
+        return drafter.propose(params, state, batch.replace(length=batch.length + 1))[0].logits
+
+    return jax.jit(run)(params, features)
+
+
+def test_a_window_drafts_as_a_checkpoint_of_sliding_layers_does():
+    """With blocks of 8 rows, whose last one sees the whole window. One as long as the text changes nothing."""
+    _, loaded, _ = golden("dflash", "full")
+    replace, drafter = dataclasses.replace, loaded.drafter
+    features = jax.random.normal(jax.random.key(0), (2, 1, 90, drafter.config.hidden_size))
+    layers = tuple(replace(x, mixing=replace(x.mixing, window=19 + 8)) for x in drafter.config.decoder.layers)
+    config = replace(drafter.config, decoder=replace(drafter.config.decoder, layers=layers))
+    of = replace(drafter, window=19), replace(drafter, config=config), replace(drafter, window=88), drafter
+    short, sliding, long, none = (drafts_behind(each, loaded.params, tuple(features)) for each in of)
+    np.testing.assert_allclose(short, sliding, atol=1e-5)
+    np.testing.assert_allclose(long, none, atol=1e-5)
+    assert np.abs(short - none).max() > 0.1
+
+
+def test_nan_in_a_window_is_cleared_with_its_pages():
+    model, loaded, _ = golden("dflash", "full")
+    drafter = dataclasses.replace(loaded.drafter, window=9)
+    state = rounds.empty_state(model.config, drafter, PageLayout(4, PAGE, "float32"), 1, 32, "float32")
+    state = state.replace(draft=state.draft.at[0, 0, 0].set(jnp.nan).at[0, 0, 1].set(2.0))
+    cleared = rounds.clear(state, jnp.array([1])).draft
+    assert jnp.isfinite(cleared).all() and (cleared[0, 0, 1] == 2).all()
 
 
 # -- in the engine -----------------------------------------------------------------------------------------------------

@@ -13,8 +13,10 @@ from safetensors.numpy import load_file
 import jaxspec
 from jaxspec import ConfigError, EngineConfig, load_drafter
 from jaxspec.checkpoint import CheckpointError
+from jaxspec.drafters import dspark
 from jaxspec.drafters.dspark import DSpark
 from jaxspec.drafters.registry import DRAFTERS, KNOWN
+from jaxspec.pallas.dense import markov_chain
 from tests.support.blocks import GOLDEN, copies, golden, proposals
 from tests.support.sample import rare
 from tests.support.tiny import rewrite
@@ -32,6 +34,19 @@ def test_drafts_equal_the_packages(variant, monkeypatch):
             assert proposed.confidence is None
         else:
             np.testing.assert_allclose(proposed.confidence, expected["confidence"], atol=1e-4)
+
+
+def test_a_chain_that_is_had_at_once_is_the_same(monkeypatch):
+    """Where a kernel gives the tokens, confidence and logits follow from them."""
+    monkeypatch.setattr(dspark, "greedy_chain", lambda base, newest, before, after: markov_chain.reference(
+        base, before[newest], before, after.unquantised
+    ))  # fmt: skip
+    model, loaded, expected = golden("dspark", "deepspec")
+    fresh = dataclasses.replace(loaded, drafter=dataclasses.replace(loaded.drafter, padded_drafts=5))  # traced anew
+    proposed = jaxspec.propose(model, fresh, expected["ids_33"].tolist()[:-1], 5)
+    np.testing.assert_array_equal(proposed.tokens, expected["tokens_33"])
+    np.testing.assert_allclose(proposed.logits, expected["logits_33"], atol=5e-4)
+    np.testing.assert_allclose(proposed.confidence, expected["confidence_33"], atol=1e-4)
 
 
 def test_the_golden_heads_are_of_all_kinds():

@@ -183,6 +183,9 @@ def test_folders_without_files_or_with_too_large_ranks_are_refused(served, tmp_p
     llm, _ = served
     with pytest.raises(CheckpointError, match=r"has no adapter_config\.json"):
         llm.load_adapter("none", str(tmp_path))
+    for path in ("a" * 300, "~nobody-has-this-name/a"):
+        with pytest.raises(CheckpointError, match="can't be read as a folder"):
+            llm.load_adapter("none", path)
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="r must be an integer"):
         llm.load_adapter("none", str(tmp_path))
@@ -207,8 +210,20 @@ def test_clients_paths_stay_in_their_folder(tmp_path):
     for path in ("../secret", str(secret), "out", "file", "in/../../secret", "/etc"):
         with pytest.raises(RequestError, match="leaves the folder"):
             within(str(root), path)
+    for path in ("a" * 300, "a/" * 3000, "\0", "\ud800"):
+        with pytest.raises(RequestError, match="can't be read"):
+            within(str(root), path)
     with pytest.raises(RequestError, match="--lora-root"):
         within(None, "in")
+
+
+def test_a_scale_of_zero_by_pattern_is_zero(tmp_path):
+    """PEFT takes a number of a pattern whatever it is."""
+    folder = lora.write(tmp_path, lora.matrices(model(), modules=("q_proj", "up_proj")), alpha_pattern={"q_proj": 0})
+    made = peft.read_adapter("none", folder, model().family.tensors(model().config.decoder)).matrices
+    assert {name: bool(b.any()) for name, (_, b) in made.items() if "layers.0" in name} == {
+        "model.layers.0.self_attn.q_proj.weight": False, "model.layers.0.mlp.up_proj.weight": True
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("options,says", [

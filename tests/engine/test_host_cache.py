@@ -1,12 +1,22 @@
-"""The host's memory behind the page pool: what comes back is what a cold start computes, drafts and states included."""
+"""The host's memory behind the page pool: what comes back is what a cold start computes, drafts and states included.
+The disk behind that: what a later start finds there, and what is lost when a disk fails."""
+
+import dataclasses
+import os
+import shutil
+import threading
+import time
 
 import jax
 import numpy as np
 import pytest
 
 from jaxspec import LLM, ConfigError, SamplingParams
+from jaxspec.engine import disk_files
 from jaxspec.engine import host_cache as module
+from jaxspec.engine.disk_files import HEADER, DiskFiles, identity
 from jaxspec.parallel.hosts import Leader
+from jaxspec.scheduling.kept_blocks import Block
 from tests.drafters import test_dflash as dflash
 from tests.engine import test_hybrid as hybrid
 from tests.engine import test_lossless as lossless
@@ -16,6 +26,7 @@ from tests.support.tiny import tiny_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 LENGTHS = (97, 90, 80, 65, 64, 41, 33)  # more than twice the pool's pages
+FEW = 24  # pages in the host's memory: fewer than the prompts have
 
 
 def engine(draft):
@@ -41,6 +52,16 @@ def alone(llm, prompts, settings=GREEDY):
     return [out for prompt in prompts for out in llm.generate([prompt], settings)]
 
 
+def settle(llm):
+    """Let copies and the disk's thread end what they have to do."""
+    while llm.engine.busy:
+        llm.engine.step()
+
+
+def from_disk(outs):
+    return sum(out.metrics.cached_on_disk for out in outs)
+
+
 @pytest.mark.parametrize("draft", ["ngram", "eagle3", "hybrid", pytest.param("dflash", marks=pytest.mark.exhaustive)])
 def test_what_comes_back_is_what_a_cold_start_computes(draft):
     """Rounds are compared too: a drafter whose cache didn't come back would draft worse. Then many at once."""
@@ -63,6 +84,28 @@ def test_what_comes_back_is_what_a_cold_start_computes(draft):
         figures = cache.figures
         assert figures.loaded_blocks and not (figures.lost_blocks or figures.failed_loads or figures.damaged_blocks)
     assert [out.token_ids for out in alone(llm, following)] == [out.token_ids for out in turned]
+
+
+@pytest.mark.parametrize("draft", ["ngram", "hybrid", pytest.param("eagle3", marks=pytest.mark.exhaustive)])
+def test_a_later_start_finds_what_left_the_memory_drafts_and_states_included(draft, tmp_path):
+    llm, vocab = engine(draft)
+    prompts = conversations(vocab)[:4]
+    with host_cache(llm, FEW, tmp_path) as cache:
+        cold = alone(llm, prompts)
+        settle(llm)
+        assert cache.disk_figures.written_bytes and not cache.disk_figures.lost_blocks
+        kept = {path.name for path in cache.disk.folder.iterdir()}
+    with host_cache(llm, FEW, tmp_path) as cache:  # another start: nothing is in the host's memory
+        assert not len(cache.tier)
+        again = alone(llm, prompts)
+        assert said(again) == said(cold) and from_disk(again) > 60
+        assert not (cache.figures.damaged_blocks or cache.disk_figures.lost_blocks)
+        assert kept <= {path.name for path in cache.disk.folder.iterdir()}
+        assert llm.engine.stats()["disk_cached_tokens_total"] >= from_disk(again)
+        assert llm.engine.flush_cache()
+        settle(llm)
+        cache.disk.close()
+        assert [path.name for path in cache.disk.folder.iterdir()] == ["lock"]
 
 
 def test_preempted_and_aborted_requests_leave_the_tiers_whole(monkeypatch):
@@ -190,15 +233,229 @@ def test_a_size_that_cannot_be_is_refused_with_words(monkeypatch):
         module.HostCache(runner, 2**30)
 
 
-def test_the_option_gives_an_engine_its_cache(caplog):
-    llm = LLM(engines.checkpoint(), "ngram", **engines.SMALL | {"host_kv_gb": 0.25})
+def test_the_options_give_an_engine_its_caches(caplog, tmp_path):
+    options = {"host_kv_gb": 0.25, "disk_kv_gb": 0.5, "disk_kv_path": str(tmp_path)}
+    llm = LLM(engines.checkpoint(), "ngram", **engines.SMALL | options)
     cache = llm.engine.host_cache
+    assert llm.engine.stats()["disk_cache_bytes"] == 2**29
     assert llm.engine.stats()["host_cache_bytes"] == 2**28 and llm.engine.scheduler.host is cache.tier
     with caplog.at_level("INFO", "jaxspec"):
         cache._warm_up()
     assert cache.tier.speed and "which come back at" in caplog.text
+    assert cache.tier.disk.speed and f"in {tmp_path}/0, read at" in caplog.text
+    assert not (list(DiskFiles(str(tmp_path), None).results(0.1)) or cache.disk.pending)
+    cache.close()
+    assert [path.name for path in (tmp_path / "0").iterdir()] == ["lock"], "what was timed is gone"
     llm = LLM(engines.checkpoint(), "ngram", **engines.SMALL | {"host_kv_gb": 0.25, "disable_prefix_cache": True})
     assert llm.engine.host_cache is None
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[HEADER + 5] ^= 1
+    path.write_bytes(data)
+
+
+def spoil_head(path):
+    data = bytearray(path.read_bytes())
+    data[30] ^= 1
+    path.write_bytes(data)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-4])
+
+
+@pytest.mark.parametrize(
+    ("harm", "running"),
+    [(flip, True), (os.unlink, True), (spoil_head, False), (cut, False)],
+    ids=lambda x: getattr(x, "__name__", x),
+)
+def test_files_that_changed_cost_pages_and_nothing_else(harm, running, tmp_path):
+    llm, vocab = engine("ngram")
+    prompts = conversations(vocab)[:3]
+
+    def harmed(cache):
+        for path in sorted(cache.disk.folder.glob("?" * 32))[::4]:
+            harm(path)
+
+    with host_cache(llm, FEW, tmp_path) as cache:
+        cold = alone(llm, prompts)
+        settle(llm)
+        if not running:
+            harmed(cache)
+    with host_cache(llm, FEW, tmp_path) as cache:
+        if running:
+            while not len(cache.tier.disk):
+                cache._hear(0.01)
+            harmed(cache)
+        again = alone(llm, prompts)
+        assert said(again) == said(cold)
+        lost = cache.figures.damaged_blocks, cache.disk_figures.lost_blocks, cache.figures.failed_loads
+        assert [bool(each) for each in lost] == [harm is flip, harm is os.unlink, running]
+        settle(llm)
+        assert said(alone(llm, prompts)) == said(cold)
+
+
+@pytest.mark.parametrize("what", ["full", "removed"])
+def test_a_disk_that_fails_while_it_serves_costs_pages_and_nothing_else(what, tmp_path, monkeypatch):
+    llm, vocab = engine("ngram")
+    prompts, others = conversations(vocab)[:3], conversations(vocab, 1)[:2]
+    with host_cache(llm, FEW, tmp_path) as cache:
+        cold = alone(llm, prompts)
+        settle(llm)
+        with monkeypatch.context() as patch:
+            if what == "removed":
+                shutil.rmtree(cache.disk.folder)
+            else:
+
+                def refuse(*_):
+                    raise OSError(28, "No space left on device")
+
+                patch.setattr(disk_files.os, "replace", refuse)
+            alone(llm, others)
+            settle(llm)
+            assert not list(cache.disk.folder.glob("*.part"))
+            assert said(alone(llm, prompts)) == said(cold)
+            settle(llm)
+        assert cache.disk_figures.lost_blocks
+        assert said(alone(llm, prompts)) == said(cold)
+
+
+def test_other_weights_find_nothing_and_the_same_find_theirs(tmp_path, monkeypatch):
+    llm, vocab = engine("ngram")
+    prompts = conversations(vocab)[:3]
+    with host_cache(llm, 20, tmp_path):
+        alone(llm, prompts)
+        settle(llm)
+    runner = llm.engine.runner
+    own = identity(runner)
+    leaves, tree = jax.tree.flatten(runner.model.params)
+    leaves[-1] = leaves[-1].at[(0,) * leaves[-1].ndim].add(1e-3)
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "model", dataclasses.replace(runner.model, params=jax.tree.unflatten(tree, leaves)))
+        assert identity(runner) != own
+        with host_cache(llm, 20, tmp_path) as cache:
+            assert not from_disk(alone(llm, prompts)) and len(cache.tier.disk)
+    assert identity(runner) == own
+    with host_cache(llm, 20, tmp_path):
+        assert from_disk(alone(llm, prompts))
+
+
+def test_new_weights_leave_the_files_and_a_bound_holds(tmp_path):
+    llm, vocab = engine("ngram")
+    prompts = conversations(vocab)
+    page = llm.engine.runner.programs.block_bytes("pages", llm.engine.runner.state)
+    with host_cache(llm, 20, tmp_path, disk_gb=(page + HEADER) * 12 / 2**30) as cache:
+        cold = alone(llm, prompts)
+        settle(llm)
+        assert cache.tier.disk.evicted and len(cache.tier.disk) <= 12
+        cache.disk.delete([b"x"])
+        deadline = time.monotonic() + 5
+        while cache.disk._jobs.others and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(list(cache.disk.folder.glob("?" * 32))) <= 12
+        files = len(cache.tier.disk)
+        llm.engine.scheduler.change_version(0)
+        cache.know_weights()
+        assert len(cache.tier.disk) == files and not len(cache.tier)
+        assert said(alone(llm, prompts)) == said(cold)
+
+
+def test_no_reload_from_a_disk_that_takes_longer_than_computing(tmp_path, monkeypatch):
+    llm, vocab = engine("ngram")
+    prompts = conversations(vocab)[:4]
+    with host_cache(llm, FEW, tmp_path) as cache:
+        cold = alone(llm, prompts)
+        settle(llm)
+        monkeypatch.setattr(type(llm.engine.prefill_budget), "token", 1e-6)
+        cache.tier.took(10**9, 1e-3, at_start=True)
+        cache.tier.disk.took(1, 1.0, at_start=True)
+        slow = alone(llm, prompts)
+        assert said(slow) == said(cold) and not from_disk(slow)
+        monkeypatch.setattr(type(llm.engine.prefill_budget), "token", 1e6)
+        assert from_disk(alone(llm, prompts))
+
+
+def test_a_slow_disk_holds_up_nobody_else(tmp_path, monkeypatch):
+    """While one prompt's pages are read, another's rounds go on."""
+    llm, vocab = engine("ngram")
+    prompts = conversations(vocab)[:3]
+    with host_cache(llm, 20, tmp_path):
+        cold = alone(llm, prompts)
+        settle(llm)
+    gate, load = threading.Event(), disk_files._load
+
+    def slow(*given):
+        assert gate.wait(20)
+        return load(*given)
+
+    monkeypatch.setattr(disk_files, "_load", slow)
+    with host_cache(llm, 20, tmp_path) as cache:
+        while not len(cache.tier.disk):
+            cache._hear(0.01)
+        core = llm.engine
+        first = core.prepare(prompts[2], GREEDY)
+        core.add(first)
+        core.step()
+        assert core.scheduler.loading
+        other = core.prepare(conversations(vocab, 5)[4], GREEDY)
+        core.add(other)
+        while other.id in core.requests:
+            core.step()
+        assert first.id in core.requests and core.scheduler.loading
+        monkeypatch.setattr(module, "STALLED", -1e9)  # the disk never answers
+        tokens = []
+        while first.id in core.requests:
+            tokens += [token for delta in core.step() for token in delta.token_ids]
+        assert tokens == cold[2].token_ids and not core.scheduler.loading
+        gate.set()
+
+
+def test_two_engines_that_share_a_folder_have_files_of_their_own(tmp_path):
+    made = [DiskFiles(str(tmp_path), jax.device_put) for _ in range(2)]
+    assert [each.folder.name for each in made] == ["0", "1"]
+    made[0].close()
+    third = DiskFiles(str(tmp_path), jax.device_put)
+    assert third.folder.name == "0"
+    for each in (made[1], third):
+        each.close()
+
+
+def test_a_file_comes_back_as_it_was_and_halves_are_deleted(tmp_path):
+    words = np.arange(10, dtype=np.uint32)
+    block = Block(b"k" * 16, b"p" * 16, words.nbytes, True, jax.device_put(words), np.array([7, 9], np.uint32))
+    (tmp_path / "0").mkdir(mode=0o700)
+    (tmp_path / "0" / "dead.part").write_bytes(b"half")
+    files = DiskFiles(str(tmp_path), jax.device_put)
+    files.write([block])
+    (result,) = files.results(10)
+    assert result.error is None and not list(files.folder.glob("*.part"))
+    files.close()
+    files = DiskFiles(str(tmp_path), jax.device_put)
+    (found,) = files.results(10)
+    assert (found.kind, found.block.key, found.block.parent, found.block.missed) == (
+        "found",
+        b"k" * 16,
+        b"p" * 16,
+        True,
+    )
+    assert found.block.size == words.nbytes + HEADER
+    files.read([Block(b"k" * 16, b"", words.nbytes, True)])
+    (read,) = files.results(10)
+    assert np.array_equal(read.data, words) and read.checksums.tolist() == [7, 9]
+    assert files.folder.stat().st_mode & 0o77 == 0 == (files.folder / block.key.hex()).stat().st_mode & 0o77
+    files.close()
+
+
+def test_a_folder_that_cannot_be_is_refused_with_words(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="--disk-kv-path: no pages can be kept there"):
+        DiskFiles(str(tmp_path / "file"), None)
+    with pytest.raises(ConfigError, match="Give that a size, too, with --host-kv-gb"):
+        engines.LLM(engines.checkpoint(), "ngram", **engines.SMALL | {"disk_kv_gb": 1.0})
+    with pytest.raises(ConfigError, match="--disk-kv-path needs --disk-kv-gb"):
+        engines.LLM(engines.checkpoint(), "ngram", **engines.SMALL | {"disk_kv_path": str(tmp_path)})
 
 
 def neighbour(name):

@@ -79,6 +79,15 @@ def test_texts_are_transformers_and_a_picture_is_read_once(llm):
     assert reader.encoded == 3
 
 
+def test_a_videos_text_is_transformers_with_drafts_and_cached(llm):
+    encoded = llm.engine.runner.pictures.encoded
+    for cached in (False, True):
+        (out,) = llm.generate([prompt("video")], GREEDY)
+        assert out.token_ids == expected()["video_greedy"].tolist()
+        assert bool(out.metrics.cached_tokens) is cached and out.metrics.accept_length > 1
+    assert llm.engine.runner.pictures.encoded == encoded + 3
+
+
 @pytest.mark.parametrize("known", [False, True])
 def test_rounds_wait_for_a_program_of_pictures_or_of_prompts(llm, monkeypatch, known):
     """Where `--max-itl-ms` limits what is between two rounds, also while it isn't known what prompts take."""
@@ -291,9 +300,12 @@ def test_the_towers_workspace_is_as_estimated(dtype):
     assert reader.workspace_bytes < tower_workspace(tower, np.dtype(dtype).itemsize) < 2 * reader.workspace_bytes
 
 
-def test_gemmas_pictures_are_whole_in_a_chunk():
+@pytest.mark.parametrize(
+    "family", ["gemma4", *(pytest.param(each, marks=exhaustive) for each in ("gemma3", "gemma4_e"))]
+)
+def test_gemmas_pictures_are_whole_in_a_chunk(family):
     """Chunks of 32 tokens end before a picture of 16 that doesn't fit; the prefix cache may end within one."""
-    family, names = "gemma3", PROMPTS
+    names = PROMPTS
     llm = LLM(str(GOLDEN / family), "ngram", num_draft_tokens=3, **OPTIONS)
     params = dataclasses.replace(GREEDY, prompt_logprobs=1)
 

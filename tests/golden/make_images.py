@@ -4,7 +4,7 @@ Needs PyTorch and torchvision, which jaxspec and its tests do not. Make an envir
 anywhere:
 
     python3.12 -m venv torch-venv
-    torch-venv/bin/pip install torch torchvision transformers==5.23.0 pillow
+    torch-venv/bin/pip install torch torchvision transformers==5.23.0 'pillow<13'
     torch-venv/bin/python tests/golden/make_images.py
 
 By case of `CASES`: `NAME.grid` and every `STRIDE`th of its pixel values in order, by the processor with Pillow
@@ -27,6 +27,7 @@ CASES = {
     "qwen3_vl": ("qwen", QWEN3 | {"size": {"shortest_edge": 65536, "longest_edge": 16777216}}, 200, 336, "RGB"),
     "qwen3_vl-narrow": ("qwen", QWEN3 | {"size": {"shortest_edge": 65536, "longest_edge": 200000}}, 20, 1900, "RGB"),
     "qwen3_5-halves": ("qwen", QWEN3 | {"size": {"shortest_edge": 4096, "longest_edge": 90000}}, 80, 144, "RGBA"),
+    "qwen3_vl-wider": ("qwen", QWEN3 | {"size": {"shortest_edge": 4096, "longest_edge": 90000}}, 100, 180, "RGB"),
     "gemma3": ("gemma", {"size": {"height": 896, "width": 896}}, 150, 211, "RGB"),
     "gemma3-grey": ("gemma", {"size": {"height": 896, "width": 896}}, 301, 97, "L"),
 }

@@ -22,6 +22,7 @@ from transformers import (
     DeepseekV3Config,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
+    MiMoV2FlashConfig,
     MiniMaxM2Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
@@ -133,6 +134,20 @@ VARIANTS = {
         "stacked",
         Glm4MoeLiteConfig(**LATENT, q_lora_rank=28),
     ),
+    "mimo-v2-flash": (
+        "single",
+        MiMoV2FlashConfig(
+            **SIZES | dict(num_key_value_heads=1),
+            head_dim=24,
+            v_head_dim=16,
+            sliding_window=21,
+            layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+            n_routed_experts=8,
+            num_experts_per_tok=3,
+            moe_intermediate_size=24,
+            rms_norm_eps=EPS,
+        ),
+    ),
 }
 
 MIXTRAL = {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
@@ -161,6 +176,7 @@ def save(model: torch.nn.Module, layout: str, folder: Path) -> None:
     if layout == "mixtral":
         for ours, theirs in MIXTRAL.items():
             tensors = {name.replace(ours, theirs): tensor for name, tensor in tensors.items()}
+    tensors = {name.replace("attn.sinks", "attn.attention_sink_bias"): tensor for name, tensor in tensors.items()}
     tensors = {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
     if layout == "stacked":
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -22,10 +22,10 @@ from tests.pallas.experts.test_expert_four import GPT_OSS, four_case, naive
 from tests.pallas.experts.test_expert_stream import bfloat16
 from tests.pallas.experts.test_top_experts import inputs
 from tests.pallas.portable.test_portable_attention import PROMPTS, check
+from tests.pallas.portable.test_portable_delta import CASES as DELTA
 from tests.pallas.portable.test_portable_delta import check as delta_check
 from tests.pallas.portable.test_portable_delta import check_scan
 from tests.pallas.recurrence import test_accumulate as accumulate
-from tests.pallas.recurrence.test_delta_step import CASES as DELTA
 from tests.support.kernels import assert_close
 from tests.support.portable import outputs
 

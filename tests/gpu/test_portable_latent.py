@@ -14,6 +14,7 @@ LARGE = [
     Case("decode, 16 heads", n=16, lengths=(1000,), **SIZES),
     Case("decode, 128 heads", n=128, lengths=(1, 64, 65, 700), **SIZES),
     Case("verify, 64 heads", n=64, t=4, lengths=(4, 300), **SIZES),
+    Case("verify, 16 heads, FP8 pages", n=16, t=4, pages="float8_e4m3fn", lengths=(4, 300, 1000), **SIZES),
     Case("a block of a prompt, 20 heads", n=20, t=64, lengths=(64, 200), **SIZES),
     Case("tree, 16 heads", n=16, t=8, masked_slots=8, lengths=(8, 300), **SIZES),
 ]

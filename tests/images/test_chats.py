@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tracemalloc
 from types import SimpleNamespace
 
@@ -12,30 +13,43 @@ from PIL import Image
 from jaxspec.config.options import ConfigError
 from jaxspec.config.request import RequestError
 from jaxspec.engine.llm import LLM
-from jaxspec.images.chats import data_of, local_source, separate
+from jaxspec.images.chats import Media, data_of, local_source, separate
 from jaxspec.images.image_reader import image_reader
 from jaxspec.text.errors import TokenizerError
-from jaxspec.text.placeholders import Placeholder
+from jaxspec.text.placeholders import Placeholder, expand
 from tests.support.pictures import data_url, encoded, noise
 from tests.support.tokenizers import BYTES
-from tests.support.vision import CLOSES, CONFIG, FILES, IMAGE, IMAGE_ID, OPENS, reader, seeing_tokenizer
+from tests.support.vision import CLOSES, CONFIG, FILES, IMAGE, IMAGE_ID, OPENS, SEEING, VIDEO, reader, seeing_tokenizer
 
 QWEN = Placeholder("<p>", "<p>", "<s><p><e>", "<p>", 9)
 GEMMA = Placeholder("<b>", "\n\n<b><p><e>\n\n", "<b>", "<p>", 9)
 SMALL = noise(56, 84)
 
 
+def expanded(ids, counts):
+    return expand(ids, [(QWEN, count) for count in counts])
+
+
 def test_ids_are_expanded_where_each_picture_stands():
-    assert QWEN.expand([1, 9, 2, 9], [3, 1]) == ([1, 9, 9, 9, 2, 9], [1, 5])
-    assert QWEN.expand([1], []) == ([1], [])
-    assert QWEN.expand([1, 9, 9, 9, 2, 9], [3, 1]) == ([1, 9, 9, 9, 2, 9], [1, 5])  # as an earlier reply has them
-    assert QWEN.expand([9, 9, 9, 1, 9], [3, 2]) == ([9, 9, 9, 1, 9, 9], [0, 4])
-    assert QWEN.expand([9, 9], [2, 1]) == ([9, 9, 9], [0, 2])
+    assert expanded([1, 9, 2, 9], [3, 1]) == ([1, 9, 9, 9, 2, 9], [1, 5])
+    assert expanded([1], []) == ([1], [])
+    assert expanded([1, 9, 9, 9, 2, 9], [3, 1]) == ([1, 9, 9, 9, 2, 9], [1, 5])  # as an earlier reply has them
+    assert expanded([9, 9, 9, 1, 9], [3, 2]) == ([9, 9, 9, 1, 9, 9], [0, 4])
+    assert expanded([9, 9], [2, 1]) == ([9, 9, 9], [0, 2])
     for wrong in ([9, 9], [9, 9, 9, 9], [9, 9, 9, 1, 9]):
         with pytest.raises(TokenizerError, match=f"has {wrong.count(9)} tokens .* one for each of their 3 rows"):
-            QWEN.expand(wrong, [3])
+            expanded(wrong, [3])
     with pytest.raises(TokenizerError, match="1 tokens '<p>' for 2 pictures"):
-        QWEN.expand([9], [1, 1])
+        expanded([9], [1, 1])
+
+
+def test_ids_have_pictures_and_videos_in_their_order():
+    video = dataclasses.replace(QWEN, token="<v>", token_id=8)
+    mixed = [(QWEN, 2), (video, 1), (video, 1), (QWEN, 1)]
+    assert expand([9, 1, 8, 2, 8, 9], mixed) == ([9, 9, 1, 8, 2, 8, 9], [0, 3, 5, 6])
+    for wrong in ([8, 1, 9, 2, 8, 9], [9, 8, 8], [9, 8, 8, 9, 9]):
+        with pytest.raises(TokenizerError, match=f"has {len(wrong) - wrong.count(1) - wrong.count(2)} tokens '<p>' or"):
+            expand(wrong, mixed)
 
 
 def test_texts_become_as_the_published_processor_writes_them():
@@ -53,8 +67,11 @@ def test_gemmas_placeholder_is_read_from_its_config():
     hf = {"model_type": "gemma3", "vision_config": {}, "image_token_index": IMAGE_ID,
           "boi_token_index": BYTES.added_tokens[OPENS], "eoi_token_index": BYTES.added_tokens[CLOSES]}  # fmt: skip
     assert image_reader(hf, {}, BYTES).placeholder.becomes == f"\n\n{OPENS}{IMAGE}{CLOSES}\n\n"
+    hf = {name.replace("_index", "_id"): value for name, value in hf.items()} | {"model_type": "gemma4"}
+    placeholder = image_reader(hf, {}, BYTES).placeholder
+    assert (placeholder.written, placeholder.becomes) == (IMAGE, OPENS + IMAGE + CLOSES)
     with pytest.raises(ConfigError, match="image_token_id 999 is no token"):
-        image_reader(CONFIG | {"image_token_id": 999}, FILES, BYTES)
+        image_reader(CONFIG | {"image_token_id": 999}, FILES, SEEING)
     assert image_reader(CONFIG, FILES, None) is None
 
 
@@ -69,7 +86,7 @@ def test_separate_keeps_order_and_names_places():
                                          {"type": "image_url", "image_url": {"url": "u"}}]}]  # fmt: skip
     messages, pictures = separate(chat)
     assert [part["type"] for part in messages[1]["content"]] == ["text", "image", "image"]
-    assert pictures == [("messages[1].content[1]", SMALL), ("messages[1].content[2]", "u")]
+    assert pictures == [Media("messages[1].content[1]", SMALL), Media("messages[1].content[2]", "u")]
     assert separate(chat[:1]) == (chat[:1], [])
 
 
@@ -77,6 +94,9 @@ def test_separate_keeps_order_and_names_places():
     ({"type": "input_audio"}, "is audio"),
     ({"type": "image"}, "has no picture"),
     ({"type": "picture"}, "'picture', which is not supported"),
+    ({"type": "video"}, "has no video"),
+    ({"type": "input_video"}, "send it as video_url"),
+    ({"type": "video_url", "video_url": "u", "fps": 0}, "fps must be a number above 0"),
 ])  # fmt: skip
 def test_parts_that_are_neither_are_refused(part, says):
     with pytest.raises(RequestError, match=rf"messages\[0\].content\[1\].*{says}"):
@@ -133,13 +153,33 @@ def test_chat_takes_pictures_of_any_source(tmp_path):
         assert image.picture.key == reader().read(SMALL, 9).key and bytes(plain) == b"user:b;"
 
 
+def test_chat_takes_videos_as_frames_and_files(tmp_path):
+    path = tmp_path / "a.gif"
+    frames = [noise(32, 64), noise(32, 64) // 2, noise(32, 64) // 3]
+    path.write_bytes(encoded(frames[0], "GIF", save_all=True, append_images=list(map(Image.fromarray, frames[1:])),
+                             duration=500))  # fmt: skip
+    around = lambda times: "user:a" + "".join(f"<{time} seconds>{OPENS}##{CLOSES}" for time in times) + "b;"  # noqa: E731
+    for source, more, times in (
+        (frames, {}, (0.2, 1.0)), (np.stack(frames), {"fps": 4}, (0.1, 0.5)), ([*map(encoded, frames)], {}, (0.2, 1.0)),
+        (path, {}, (0.2, 1.0)), (data_url(path.read_bytes(), "image/gif"), {"fps": 8}, (0.2, 1.0)),
+    ):  # fmt: skip
+        parts = [
+            {"type": "text", "text": "a"},
+            {"type": "video", "video": source, **more},
+            {"type": "text", "text": "b"},
+        ]
+        (prompt,) = Offline(True).chat([{"role": "user", "content": parts}])
+        text = seeing_tokenizer().decode(prompt.tokens, False).replace(VIDEO, "#")
+        assert text == around(times) and [each.picture.video for each in prompt.images] == [True, True]
+
+
 def test_chat_without_pictures_is_as_before():
     assert Offline(True).chat([{"role": "user", "content": "b"}]) == [[*b"user:b;"]]
     assert Offline(True).chat([]) == []
 
 
 @pytest.mark.parametrize("source,seeing,says", [
-    (SMALL, False, r"messages\[0\].content\[0\] is a picture, and m has no vision"),
+    (SMALL, False, r"messages\[0\].content\[0\] is a picture or video, and m has no vision"),
     ("http://a.example/b.png", True, "fetched by the server alone"),
     ("nowhere.png", True, r"messages\[0\].content\[0\]: .*nowhere.png"),
     (7, True, "got int"),

@@ -13,7 +13,24 @@ from jaxspec.images.reading import read_picture
 from tests.golden.make_images import CASES, STRIDE, drawn
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden/images.npz"
+GEMMA4 = {"model_type": "gemma4", "vision_config": {}}
+# As make_pictures_gemma4.py has them: the picture's height, width and `max_soft_tokens`.
+PROCESSED = {"wide": (100, 180, 70), "narrow": (4, 700, 70), "high": (700, 5, 70), "large": (900, 611, 280)}
 MODEL_TYPES = {"qwen": "qwen2_vl", "gemma": "gemma3"}
+
+
+def test_gemma4s_pixel_values_are_the_published_processors():
+    """But for the order of patches, which come in blocks of a token."""
+    held = np.load(GOLDEN.with_name("pictures") / "gemma4.npz")
+    for name, (height, width, most) in PROCESSED.items():
+        process = read_processor(GEMMA4, {"preprocessor_config.json": {"max_soft_tokens": most, "do_normalize": False}})
+        picture = process(drawn(height, width, "RGB"))
+        assert picture.grid == tuple(held[f"{name}_grid"]) and picture.tokens == process.tokens(height, width) <= most
+        assert np.array_equal(picture.pixels.ravel()[::STRIDE], held[f"{name}_values"])
+    assert read_processor(GEMMA4, {}).within(70).tokens(900, 900) == 64
+    assert process.tokens(1, 10**6) == process.tokens(10**6, 1) == 280
+    with pytest.raises(ConfigError, match="patch_size 14 differs"):
+        read_processor(GEMMA4, {"preprocessor_config.json": {"patch_size": 14}})
 
 
 @cache

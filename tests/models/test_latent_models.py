@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import numpy as np
 import pytest
 
@@ -95,6 +96,19 @@ def test_greedy_texts_are_the_models_own_cached_or_cold(family, draft, options):
     assert cached[-1].metrics.cached_tokens >= len(PROMPTS[-1]) - 1 - OPTIONS["page_size"]
     stats = llm.engine.stats()
     assert 0 < sum(stats["accepted_per_position"]) < sum(stats["drafted_per_position"])
+
+
+@pytest.mark.exhaustive
+def test_drafts_and_cached_prefixes_leave_texts_over_fp8_latents_as_they_are():
+    target = str(tiny_checkpoint("kimi_k2", VOCAB, 2))
+    options = OPTIONS | {"kv_cache_dtype": "fp8"}
+    undrafted = LLM(target, "none", **options | {"num_draft_tokens": None}).generate(PROMPTS, GREEDY)
+    llm = LLM(target, "ngram", **options)
+    for _ in ("cold", "cached"):
+        outs = llm.generate(PROMPTS, GREEDY)
+        assert [out.token_ids for out in outs] == [out.token_ids for out in undrafted]
+    assert outs[-1].metrics.cached_tokens and sum(llm.engine.stats()["accepted_per_position"])
+    assert "float8_e4m3fn" in {each.dtype.name for each in jax.tree.leaves(llm.engine.runner.state)}
 
 
 @pytest.mark.parametrize("kind,config,suffix", [

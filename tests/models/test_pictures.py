@@ -19,7 +19,18 @@ from jaxspec.decoder.forward import forward, unembed
 from jaxspec.decoder.towers import embed_pictures, places
 from jaxspec.images.placement import Placement
 from jaxspec.models.model_config import ModelConfig
-from tests.support.picture_prompts import DEEP, FAMILIES, GOLDEN, IMAGES, PROMPTS, expected, prompt
+from tests.support.picture_prompts import (
+    DEEP,
+    FAMILIES,
+    GOLDEN,
+    IMAGES,
+    PROMPTS,
+    VIDEOS,
+    WITH_VIDEO,
+    expected,
+    prompt,
+    video,
+)
 from tests.support.sample import rare
 
 CLOSE = dict(rtol=0, atol=5e-4)
@@ -48,8 +59,14 @@ def test_embeddings_are_transformers_alone_and_beside_others(family):
         np.testing.assert_allclose(rows[end - picture.tokens : end], expected(family)[f"embeddings_{i}"], **CLOSE)
 
 
-@pytest.mark.parametrize("name", PROMPTS)
-@pytest.mark.parametrize("family", ["qwen3_5", DEEP[0]])
+@pytest.mark.parametrize("family", WITH_VIDEO)
+def test_embeddings_of_a_video_are_transformers(family):
+    rows = embedded(video(family), 128, family)
+    np.testing.assert_allclose(rows[: 3 * 6], expected(family)["video_embeddings"], **CLOSE)
+
+
+@pytest.mark.parametrize("name", [*PROMPTS, "video"])
+@pytest.mark.parametrize("family", WITH_VIDEO)
 def test_positions_are_transformers(name, family):
     placement, positions = Placement.of(prompt(name, family).images, MERGE), expected(family)[f"{name}_positions"]
     length = positions.shape[1]
@@ -58,7 +75,13 @@ def test_positions_are_transformers(name, family):
 
 
 @pytest.mark.parametrize(
-    "name,family", [("two", "qwen3_5"), *(("two", family) for family in DEEP), rare("long", "qwen3_5")]
+    "name,family",
+    [
+        ("two", "qwen3_5"),
+        *(("two", family) for family in DEEP),
+        *(("video", family) for family in WITH_VIDEO),
+        rare("long", "qwen3_5"),
+    ],
 )
 def test_logits_are_transformers(name, family):
     given, decoder, params = prompt(name, family), model(family).config.decoder, model(family).params
@@ -66,8 +89,9 @@ def test_logits_are_transformers(name, family):
     axes = Placement.of(given.images, MERGE).positions(np.arange(tokens.size))[:, None]
     pictures = [each.picture for each in given.images]
     at = np.full(tokens.shape, -1)
-    at[tokens == IMAGES] = np.arange((tokens == IMAGES).sum())
-    rows = embedded(pictures, 64, family)
+    own = tokens == (VIDEOS if name == "video" else IMAGES)
+    at[own] = np.arange(own.sum())
+    rows = embedded(pictures, 128, family)
     run = jax.jit(lambda params: forward(
         decoder, params, tokens, axes, WholeTexts(), overrides=(jnp.asarray(rows), at)
     ).last)  # fmt: skip
@@ -95,6 +119,8 @@ def test_a_folder_without_the_towers_tensors_is_a_text_model(tmp_path):
     ("qwen3_5", "hidden_act", "relu"), ("qwen3_5", "num_heads", 5), ("qwen3_5", "num_position_embeddings", 26),
     ("qwen3_5", "out_hidden_size", 33), ("qwen3_5", "deepstack_visual_indexes", [1]),
     *(("qwen3_vl", "deepstack_visual_indexes", each) for each in ([0, 3], [1, 0], [0, 1, 2], "0", [True])),
+    ("gemma4", "hidden_activation", "relu"), ("gemma4", "num_attention_heads", 3), ("gemma4", "head_dim", 6),
+    ("gemma4", "attention_bias", True), ("gemma4", "rope_parameters", {"rope_type": "yarn"}),
     ("gemma3", "hidden_act", "relu"), ("gemma3", "num_attention_heads", 5), ("gemma3", "image_size", 15),
 ])  # fmt: skip
 def test_a_tower_that_isnt_served_is_refused_by_its_key(family, key, value):

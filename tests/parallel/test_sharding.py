@@ -21,11 +21,12 @@ from openai import APIConnectionError, OpenAI
 
 from jaxspec.checkpoint import params as loading
 from jaxspec.config.options import ConfigError
+from jaxspec.decoder.forward import head_logits
 from jaxspec.drafters import dflash_checkpoint, mtp
 from jaxspec.models.families import MODELS
 from jaxspec.models.local import local
 from jaxspec.models.model_config import ModelConfig
-from jaxspec.models.weights import Param, by_inputs, by_outputs, is_param, linear
+from jaxspec.models.weights import Param, Weight, by_inputs, by_outputs, is_param, linear
 from jaxspec.parallel import sharding
 from jaxspec.parallel.sharding import BY_REQUEST, EVERYWHERE
 from tests.server.live import wait_for
@@ -36,7 +37,17 @@ APART = tuple(f"tests/support/several_devices{name}.py" for name in ("", "_quant
 PARTS = "family", "drafter", "trees", "mtp", "rounds", "quantised", "deterministic", "pictures"  # in names
 EIGHT = dict(num_attention_heads=8, intermediate_size=64, moe_intermediate_size=32, shared_expert_intermediate_size=16)
 EIGHT |= dict(linear_num_key_heads=8, linear_num_value_heads=16, attention_bias=True, mlp_bias=True)
-UNBIASED = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "qwen3_5", "qwen3_5_moe", "qwen3_next"}
+UNBIASED = {
+    "mimo_v2_flash",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe_lite",
+    "kimi_k2",
+    "kimi_linear",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_next",
+}
 # What is whole on each device, and what one device adds to a sum. All else is divided.
 WHOLE = {
     *("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm", "q_norm", "k_norm", "read_norm", "norm"),
@@ -60,7 +71,7 @@ def declared(family: str, **sizes):
     """By name, what a family declares, its MTP module's and a DFlash drafter's beside it."""
     model = config(family, **sizes)
     trees = [MODELS[family].tensors(model.decoder)]
-    if model.recurrent:
+    if model.recurrent and family != "kimi_linear":
         trees.append(mtp.parameters(mtp.module_config(model)))
     if family == "gemma4":
         trees.append(MODELS[family].tensors(config(family, **GEMMA4_ALL, **sizes).decoder))
@@ -77,7 +88,7 @@ def test_somebody_has_decided_how_each_parameter_is_divided(family):
     for name, param in declared(family):
         assert param.split is not None, f"{family}: {name} has no split: how is it divided among devices?"
         by_head = name in ("q_norm", "k_norm") and family in ("minimax_m2", "olmo2", "olmo3")  # of all heads together
-        by_head |= (name, family) == ("latents", "deepseek_v2")  # whose queries have no latent
+        by_head |= name == "latents" and family in ("deepseek_v2", "kimi_linear")  # whose queries have no latent
         by_head |= name == "read_norm" and family == "nemotron_h"  # by group of heads
         expected = None if by_head else "whole" if name in WHOLE else "once" if name in ONCE else None
         assert param.split.along == expected or (expected is None and param.split.parts), (family, name)
@@ -88,14 +99,15 @@ def test_somebody_has_decided_how_each_parameter_is_divided(family):
 def test_devices_have_every_number_once(family, size):
     """But for KV heads and latents, which are repeated where there are fewer than devices, and for padding, which is
     0."""
-    kv_heads = {"num_key_value_heads": 8, "num_global_key_value_heads": 8}
+    kv_heads = {"num_key_value_heads": 8, "num_global_key_value_heads": 8, "swa_num_key_value_heads": 8}
     for name, param in declared(family, **kv_heads):
         one, rng = sharding.local_param(param, size), np.random.default_rng(0)
         for i, (shape, own) in enumerate(zip(param.stored().values(), one.stored().values(), strict=True)):
             tensor = rng.standard_normal(shape)
             parts = [sharding.cut(param, i, tensor, rank, size) for rank in range(size)]
             assert all(part.shape == own for part in parts), (name, own)
-            if param.split.along == "whole" or (name == "latents" and param.split.parts[i] == ((1, shape[0]),)):
+            narrow = name in ("latents", "gates") and param.split.parts
+            if param.split.along == "whole" or (narrow and narrow[i] == ((1, shape[0]),)):
                 assert all((part == tensor).all() for part in parts), name
             elif param.split.along == "once":
                 np.testing.assert_array_equal(sum(parts), tensor)
@@ -147,6 +159,18 @@ def test_arguments_without_elements_are_made_on_each_device():
     (eqn,) = [eqn for eqn in traced.eqns if eqn.primitive.name == "shard_map"]
     assert [x.aval.shape for x in eqn.invars] == [(3,)]
     assert [x.aval.shape for x in eqn.outvars] == [(3,), (8, 0), (8,)]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_multiplies_no_row_alone(tied):
+    """Alone it would be multiplied by a float32 copy of the head, three times its bytes."""
+    own, mesh = (1024, 8) if tied else (8, 1024), AbstractMesh((2,), (sharding.AXIS,))
+    name, weight = ("embed", jnp.ones) if tied else ("head", lambda *of: Weight(jnp.ones(*of)))
+    program = lambda hidden: head_logits({name: weight(own, jnp.bfloat16)}, hidden)  # noqa: E731
+    run = sharding.spread(program, mesh, (EVERYWHERE,), EVERYWHERE)
+    hidden = jax.ShapeDtypeStruct((1, 1, 8), jnp.bfloat16)
+    assert jax.eval_shape(run, hidden).shape == (1, 1, 1024)
+    assert "1,2,1024] = dot_general" in str(jax.make_jaxpr(run)(hidden))
 
 
 def test_what_nobody_decided_about_is_refused():

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from jaxspec.config.request import SamplingParams
 from jaxspec.sampling import sampling
+from jaxspec.sampling.sampling import adjusts
 from tests.support.exact import ALPHA, adjusted, distribution, fit_p_value, slots_for
 
 B, Q, CAPACITY = 4, 3, 24
@@ -171,3 +172,12 @@ def test_keys_are_the_same_under_vmap(mapped):
     several = jnp.stack([given[mapped], given[mapped] + 1, given[mapped] + 2])
     key = lambda value: jax.random.key_data(sampling.round_keys(**given | {mapped: value}, purpose=sampling.DRAFT))  # noqa: E731
     np.testing.assert_array_equal(jax.vmap(key)(several), np.stack([key(value) for value in several]))
+
+
+def test_greedy_rounds_are_for_requests_whose_settings_change_no_logits():
+    """Whatever changes what is drawn alone changes nothing at temperature 0."""
+    drawing = {"top_k": 5, "top_p": 0.5, "min_p": 0.5, "seed": 1, "stop_token_ids": [3], "ignore_eos": True}
+    adjusting = {"repetition_penalty": 2, "presence_penalty": 1, "frequency_penalty": -1, "min_tokens": 1, "n": 1}
+    assert not any(adjusts(SamplingParams(**{name: value})) for name, value in drawing.items())
+    found = {name for name, value in adjusting.items() if adjusts(SamplingParams(**{name: value}))}
+    assert found == adjusting.keys() - {"n"} and adjusts(SamplingParams(logit_bias={3: 1.0}))

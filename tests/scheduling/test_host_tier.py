@@ -1,15 +1,18 @@
 """The second tier by itself: which pages are copied when, which go first, and when a reload is worth it. No device."""
 
+import pytest
+
 from jaxspec.scheduling.audit import audit
 from jaxspec.scheduling.host_tier import HostTier
+from jaxspec.scheduling.kept_blocks import DiskTier
 from jaxspec.scheduling.scheduler import Scheduler
 from jaxspec.scheduling.sequence import SequenceState, Status
 
 PAGE = 4
 
 
-def made(capacity=100, num_pages=17, **more):
-    tier = HostTier(capacity, 1)
+def made(capacity=100, num_pages=17, disk=None, **more):
+    tier = HostTier(capacity, 1, disk=None if disk is None else DiskTier(disk))
     sizes = {"num_slots": 2, "num_pages": num_pages, "page_size": PAGE, "width": 1, "lookahead": 1}
     sizes |= {"chunk_tokens": 64, "block": 8, "score_tokens": 8, "context_length": 64}
     return Scheduler(**sizes | more, host=tier), tier
@@ -124,3 +127,70 @@ def test_pages_of_old_weights_are_not_copied_when_they_leave():
     scheduler.tree.evict(100)
     assert not [copy for copy in tier.to_copy(100) if copy.key in tier._blocks]
     assert len(tier) == 15, "those of the new prompt alone"
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_a_hybrid_loses_no_page_to_a_drafter_that_reads_the_next_token(tier):
+    """Elsewhere MTP costs a hybrid one unit of its alignment for each hit."""
+    for length in range(2, 3 * PAGE + 2):
+        for reach in (0, 1):
+            scheduler, _ = made(reach=reach, snapshots=range(2, 9), snapshot_interval=64)
+            serve(scheduler, range(length))
+            if tier == "host":
+                scheduler.tree.clear()
+            again = serve(scheduler, range(length))
+            assert again.cached == (length - 1) // PAGE * PAGE, (length, reach)
+            assert again.from_host == (again.cached if tier == "host" else 0)
+
+
+def written(tier, room=100):
+    """Carry out the writes that are due: how many."""
+    blocks = tier.to_write(room)
+    tier.unpin(blocks)
+    return len(blocks)
+
+
+def read(tier):
+    """Carry out the reads that are due: their blocks."""
+    due, tier.to_read = tier.to_read, []
+    for block in due:
+        block.data = "read"
+        tier.disk.backlog -= block.size
+    tier.unpin(due)
+    return due
+
+
+def test_the_oldest_are_written_once_the_memory_is_half_full_and_read_for_who_wants_them():
+    scheduler, tier = made(capacity=16, num_pages=65, disk=12)
+    names = [[name * 100 + i for i in range(33)] for name in range(3)]
+    serve(scheduler, names[0])
+    assert not written(tier), "the memory is half full"
+    serve(scheduler, names[1])
+    assert written(tier, room=3) == 3 and written(tier) == 13 and tier.disk.used == 12 == tier.disk.capacity
+    assert len(tier.disk.gone) == 4, "the oldest conversation's last pages"
+    serve(scheduler, names[2])
+    scheduler.tree.clear()
+    seq = SequenceState(names[0], 33, 34)
+    scheduler.add(seq)
+    scheduler.plan()
+    due = read(tier)
+    assert seq.status is Status.LOADING and len(due) == 4 and tier.used == 16
+    assert (seq.cached, seq.from_disk, seq.from_host) == (16, 16, 0)
+    scheduler.landed(seq)
+    scheduler.finish(seq)
+    scheduler.tree.clear()
+    assert serve(scheduler, names[0]).from_host == 16, "they are in the memory now"
+
+
+def test_a_slow_disk_leaves_a_prompt_what_is_in_the_memory():
+    scheduler, tier = made(capacity=12, num_pages=65, disk=100)
+    serve(scheduler, range(33))
+    assert written(tier) == 8
+    assert tier.make_room(9), "which gives up the last five"
+    scheduler.tree.clear()
+    tier.token = 1.0
+    tier.took(100, 1.0, at_start=True)
+    for speed, found in ((0.01, 12), (10.0, 32)):
+        tier.disk.took(100, 100 / speed, at_start=True)
+        assert serve(scheduler, range(33), copy=False).cached == found
+        scheduler.tree.clear()

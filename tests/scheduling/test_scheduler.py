@@ -42,6 +42,9 @@ WORLDS = {
     "states, tight": dict(snapshots=range(5, 8), snapshot_interval=6, num_pages=19, page_size=3, context_length=48),
     "one snapshot": dict(snapshots=[9], snapshot_interval=12, num_pages=30, page_size=2, block=3, chunk_tokens=12),
     "no snapshots": dict(snapshots=(), num_pages=22),
+    "newest by slot": dict(recent=6, num_pages=40),
+    "newest by slot, tight": dict(recent=3, num_pages=19, page_size=3, context_length=48),
+    "newest by slot, states": dict(recent=7, snapshots=range(5, 21), snapshot_interval=4),
     "crowd": dict(num_slots=12, num_pages=70, chunk_tokens=8, held_tokens=24),
     "replays": dict(replays=True, num_pages=19, page_size=3, context_length=48),
     "replays, several rounds": dict(replays=True, rounds=3, num_pages=19, page_size=3, context_length=48),
@@ -98,6 +101,17 @@ def test_first_token_and_first_round_come_with_the_last_chunk():
     assert (seq.status, seq.in_flight, seq.computed) == (Status.RUNNING, 2, 22)
     assert s.plan() == Plan([], [], [], [seq])
     assert s.table[seq.slot, : len(seq.pages)].tolist() == seq.pages
+
+
+def test_a_cached_prompt_computes_what_a_drafter_keeps_by_slot():
+    s = make(recent=6)
+    for start in (0, 16, 16):
+        seq = sequence(s, range(24), 1)
+        assert s.plan().prefill[0].start == start, "24 less 6, in whole pages"
+        s.plan()
+        s.append(seq, [1])
+        s.finish(seq)
+    assert s.cached_pages == 5
 
 
 def test_a_prompt_of_one_token_starts_like_any_other():

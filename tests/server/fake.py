@@ -66,6 +66,7 @@ class FakeLLM:
     clients: list[str] = field(default_factory=list)
     priorities: list[int] = field(default_factory=list)
     image_reader: ImageReader | None = None
+    vocab: int = BYTE_VOCAB
     adapters: dict[str, str] = field(default_factory=dict)
     loras: list[str | None] = field(default_factory=list)
     images: list[tuple[PlacedPicture, ...]] = field(default_factory=list)
@@ -86,11 +87,11 @@ class FakeLLM:
             self.prepare(prompt.tokens if isinstance(prompt, Prompt) else prompt, params)
 
     def prepare(self, prompt: list[int], params: SamplingParams) -> None:
-        if bad := [token for token in prompt if not 0 <= token < BYTE_VOCAB]:
-            raise RequestError(f"token id {bad[0]} is outside the vocabulary, 0 to {BYTE_VOCAB - 1}", "prompt")
+        if bad := [token for token in prompt if not 0 <= token < self.vocab]:
+            raise RequestError(f"token id {bad[0]} is outside the vocabulary, 0 to {self.vocab - 1}", "prompt")
         for name in ("stop_token_ids", "logit_bias"):
-            if bad := [token for token in getattr(params, name) if token >= BYTE_VOCAB]:
-                raise RequestError(f"{name}: token id {bad[0]} is outside the vocabulary, 0 to {BYTE_VOCAB - 1}", name)
+            if bad := [token for token in getattr(params, name) if token >= self.vocab]:
+                raise RequestError(f"{name}: token id {bad[0]} is outside the vocabulary, 0 to {self.vocab - 1}", name)
         if params.structured is not None and params.structured.kind == "regex":
             try:
                 re.compile(params.structured.text)
@@ -191,7 +192,7 @@ class FakeLLM:
             "page_size": 16,
             "prompt_tokens_total": 5,
             "images_total": 2,
-            "host_cached_tokens_total": 0,
+            **dict.fromkeys(("host_cached_tokens_total", "disk_cached_tokens_total"), 0),
             **host_cache.stats(None),
             "image_tokens_total": 3,
             "encoded_images_total": 1,

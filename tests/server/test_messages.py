@@ -250,6 +250,50 @@ def test_thinking_and_effort(given, effort):
     assert chat(ASK["messages"], **given).get("reasoning_effort") == effort
 
 
+MARK = {"cache_control": {"type": "ephemeral", "ttl": "1h"}, "x_new": [1]}
+
+
+def test_keys_of_later_versions_pass_everywhere(http):
+    known = {
+        "speed": "fast",
+        "betas": ["a"],
+        "inference_geo": "us",
+        "service_tier": "auto",
+        "container": {"skills": []},
+    }
+    assert http.post(PATH, json=ASK | known | MARK).status_code == 200
+    plain = [turn("user", text("a")), turn("assistant", USE), turn("user", RESULT)]
+    marked = [turn(each["role"], each["content"][0] | MARK) | MARK for each in plain]
+    body = {"messages": marked, "system": [text("s") | MARK], "tools": [TOOL | MARK]} | MARK | known
+    body |= {"tool_choice": {"type": "auto"} | MARK, "thinking": {"type": "adaptive"} | MARK}
+    form = {"format": {"type": "json_schema", "schema": {"type": "object"}, "name": "n"} | MARK, "task_budget": {}}
+    counts = [
+        http.post(f"{PATH}/count_tokens", json=each).json()["input_tokens"]
+        for each in (body, body | {"output_config": form}, {"messages": plain, "system": "s", "tools": [TOOL]})
+    ]
+    assert len({*counts}) == 1
+
+
+def test_turns_that_anthropics_servers_made_are_read():
+    """A conversation may go on here that began there."""
+    hit = {"type": "web_search_result", "title": "Rome", "url": "http://r", "encrypted_content": "x" * 99}
+    blocks = [
+        {"type": "compaction", "content": "They met.", "signature": "s"},
+        {"type": "fallback", "from": {"model": "a"}, "to": {"model": "b"}},
+        {"type": "server_tool_use", "id": "1", "name": "web_search", "input": {"query": "Rome"}},
+        {"type": "web_search_tool_result", "tool_use_id": "1", "content": [hit]},
+        {"type": "mcp_tool_use", "id": "2", "name": "f", "server_name": "s", "input": {}},
+        {"type": "mcp_tool_result", "tool_use_id": "2", "content": [text("done")], "is_error": False},
+        text("It is in Italy."),
+    ]
+    given = [turn("user", text("a")), turn("assistant", *blocks), turn("user", text("b"))]
+    (_, told, _) = chat(given, thinking={"type": "between_tools"})["messages"]
+    assert told["content"] == "\n".join([
+        *("They met.", 'web_search {"query": "Rome"}', '[{"type": "web_search_result", "title": "Rome", "url": "http://r"}]'),
+        *("f {}", '[{"type": "text", "text": "done"}]', "It is in Italy."),
+    ])  # fmt: skip
+
+
 @pytest.mark.parametrize("change,says", [
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": None}, "max_tokens"),
@@ -272,9 +316,9 @@ def test_thinking_and_effort(given, effort):
     ({"temperature": -1}, "temperature"),
     ({"temprature": 1}, "did you mean temperature?"),
     ({"output_config": {"efort": "low"}}, "did you mean effort?"),
-    ({"output_config": {"format": {"type": "json_schema", "schema": {}, "strict": True}}}, "unknown field 'strict'"),
-    ({"tools": [TOOL], "tool_choice": {"type": "auto", "mode": "any"}}, "unknown field 'mode'"),
-    ({"thinking": {"type": "enabled", "budget": 7}}, "unknown field 'budget'"),
+    ({"output_config": {"format": {"type": "json_schema", "schema": {}, "shema": {}}}}, "did you mean schema?"),
+    ({"tools": [TOOL], "tool_choice": {"type": "auto", "disable_paralel_tool_use": True}}, "did you mean disable_"),
+    ({"thinking": {"type": "enabled", "budget_token": 7}}, "did you mean budget_tokens?"),
 ])  # fmt: skip
 def test_bad_fields(http, fake, change, says):
     response = http.post(PATH, json=ASK | change)
@@ -333,6 +377,7 @@ VALUES = [
     *(None, True, -1, 0, 2.5, 1e300, 10**30, "", "a", "\ud800", [], ["a"], [None], {}, {"type": "text"}, [[[]]], [{}]),
     *({"type": "tool", "name": "x"}, {"a": {"b": [1]}}, [{"role": "user", "content": [{"type": "image"}]}]),
 ]
+FOREIGN = ("server_tool_use", "mcp_tool_result", "compaction")
 RICH = ASK | {
     "system": [text("s")],
     "tools": [TOOL | {"strict": True}],
@@ -342,6 +387,7 @@ RICH = ASK | {
     "messages": [
         turn("user", text("a"), PIXEL, {"type": "document", "source": {"type": "text", "data": "d"}, "title": "t"}),
         turn("assistant", {"type": "thinking", "thinking": "t", "signature": "s"}, USE),
+        turn("assistant", *({"type": kind, "name": "n", "input": {"a": [1]}, "content": "c"} for kind in FOREIGN)),
         turn(
             "user", RESULT | {"content": [text("r"), {"type": "tool_reference", "tool_name": "f"}], "is_error": False}
         ),

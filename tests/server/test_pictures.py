@@ -11,15 +11,19 @@ import httpx
 import numpy as np
 import pytest
 from openai import OpenAI
+from PIL import Image
 
 from jaxspec.config.request import RequestError
+from jaxspec.images.chats import Media
 from jaxspec.images.reading import read_picture
 from server.app import create_app
-from server.media.pictures import MediaRules, read_pictures
+from server.chat.speech import write_tools
+from server.media.pictures import MediaRules, read_media
 from tests.server.fake import FakeLLM
 from tests.server.live import serving
 from tests.support.pictures import RIGHT, WRONG, data_url, encoded, hostile, noise
-from tests.support.vision import CLOSES, IMAGE, IMAGE_ID, OPENS, reader, seeing_tokenizer
+from tests.support.tiny import BYTE_VOCAB
+from tests.support.vision import CLOSES, IMAGE, IMAGE_ID, OPENS, VIDEO, reader, seeing_tokenizer
 
 CHAT = "/v1/chat/completions"
 SMALL, WIDE = noise(56, 84), noise(28, 112)  # 2 x 3 and 1 x 4 tokens
@@ -36,8 +40,8 @@ def seeing(tmp_path_factory) -> Iterator[tuple[str, FakeLLM]]:
     (folder / "a.png").write_bytes(encoded(SMALL))
     (folder.parent / "secret.png").write_bytes(encoded(SMALL))
     (folder / "link.png").symlink_to(folder.parent / "secret.png")
-    llm = FakeLLM(tokenizer=seeing_tokenizer(), image_reader=reader())
-    with serving(create_app(llm, media=MediaRules(folder=folder, most=3))) as url:
+    llm = FakeLLM(tokenizer=seeing_tokenizer(), image_reader=reader(), vocab=BYTE_VOCAB + 1)
+    with serving(create_app(llm, media=MediaRules(folder=folder, most=3, videos=2))) as url:
         yield url, llm, folder
 
 
@@ -78,6 +82,25 @@ def test_the_openai_client_sends_pictures(seeing):
         assert len(pictures_of(seeing)) == 1 and follow.usage.input_tokens > response.usage.input_tokens
         listed = client.responses.input_items.list(follow.id).data
         assert listed[-1].content[1].image_url == items[0]["content"][1]["image_url"]
+
+
+def test_videos_come_as_files_and_as_frames(seeing, post):
+    frames = [noise(28, 56) // (i + 1) for i in range(4)]
+    gif = encoded(frames[0], "GIF", save_all=True, append_images=list(map(Image.fromarray, frames[1:])), duration=500)
+    files = [data_url(encoded(each)) for each in frames]
+    around = lambda *times: "".join(f"<{time} seconds>{OPENS}##{CLOSES}" for time in times)  # noqa: E731
+    for part, times in (
+        ({"type": "video_url", "video_url": {"url": data_url(gif, "image/gif")}}, ("0.2", "1.2")),
+        ({"type": "video_url", "video_url": "data:video/jpeg;base64," + ",".join(
+            data_url(encoded(each, "JPEG")).partition(",")[2] for each in frames[:3])}, ("0.2", "1.0")),
+        ({"type": "video", "video": files, "fps": 1}, ("0.5", "2.5")),
+    ):  # fmt: skip
+        reply = post(CHAT, messages=[{"role": "user", "content": [image(SMALL), TEXT, part]}]).json()
+        text = prompt_of(seeing).replace(VIDEO, "#")
+        assert text == f"user:{OPENS}######{CLOSES}What is it?{around(*times)};", reply
+        details = reply["usage"]["prompt_tokens_details"]
+        assert (details["image_tokens"], details["video_tokens"]) == (6, 4)
+    assert seeing[1].images[-1][1].picture.key != seeing[1].images[-1][2].picture.key
 
 
 def test_messages_take_pictures(seeing, post):
@@ -149,14 +172,21 @@ def test_files_come_from_the_allowed_folder_alone(seeing, post):
     ([TEXT, {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}], "messages[1].content[1]",
      "messages[1].content[1]: the picture is damaged"),
     ([{"type": "image_url", "image_url": {"url": "data:image/png,x"}}], "messages[1].content[0]", "base64"),
-    ([{"type": "image_url", "image_url": {"url": "data:video/mp4;base64,AAAA"}}], "messages[1].content[0]", "video"),
+    ([{"type": "image_url", "image_url": {"url": "data:video/mp4;base64,AAAA"}}], "messages[1].content[0]",
+     "send it in a part of type video_url"),
     ([{"type": "image_url", "image_url": {"url": "data:image/png;base64,A*"}}], "messages[1].content[0]", "base64"),
     ([{"type": "image_url", "image_url": {"url": "http://a.example/b.png"}}], "messages[1].content[0]",
      "--allowed-media-domains"),
     ([{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}], "messages[1].content",
      "part 0 is audio, which is not supported; send its words as text"),
-    ([TEXT, {"type": "video_url", "video_url": {"url": "x"}}], "messages[1].content",
-     "part 1 is video, which is not supported; send some of its frames as pictures"),
+    ([TEXT, {"type": "video_url", "video_url": {"url": "x"}}], "messages[1].content[1]",
+     "a video must be a data:, http:, https: or file: URL, got 'x'"),
+    ([{"type": "video", "video": [7]}], "messages[1].content", "a list of its frames'"),
+    ([{"type": "video", "video": ["data:image/png;base64,AA"] * 2}], "messages[1].content[0]", "frame 0 of the video"),
+    ([{"type": "video_url", "video_url": {"url": "data:image/png;base64,AAAA"}}], "messages[1].content[0]", "damaged"),
+    ([{"type": "video", "video": ["/a"] * 769}], "messages[1].content[0]", "769 frames, at most 768"),
+    ([{"type": "video_url", "video_url": {"url": "x"}}] * 3, "messages[1].content[2]", "has 3 videos, at most 2"),
+    ([{"type": "text", "text": f"a{VIDEO}"}, image(SMALL)], "messages", "stands for a picture"),
     ([{"type": "image_url", "image_url": {"url": 7}}], "messages[1].content", "part 0 needs a string"),
     ([image(SMALL)] * 4, "messages[1].content[3]", "has 4 pictures, at most 3"),
     ([image(noise(2000, 8))], "messages[1].content[0]", "at most 200 times"),
@@ -179,17 +209,22 @@ def test_a_response_names_the_part_of_its_input(post):
     assert "file_id" in error["message"]
 
 
-def test_only_users_and_tools_show_pictures(seeing, post):
-    for role, status in (("system", 400), ("assistant", 400), ("user", 200), ("tool", 200)):
-        more = {"tool_call_id": "a"} if role == "tool" else {}
-        chat = [{"role": "user", "content": "a"}, {"role": role, "content": [image(SMALL)], **more}]
+def test_messages_of_any_role_show_pictures_if_the_template_writes_them(seeing, post):
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    for role, more in (("system", {}), ("assistant", {}), ("assistant", {"tool_calls": [call]}), ("user", {}),
+                       ("tool", {"tool_call_id": "a"})):  # fmt: skip
+        chat = [{"role": role, "content": [TEXT, image(SMALL)], **more}, {"role": "user", "content": "a"}]
         reply = post(CHAT, messages=chat)
-        assert reply.status_code == status and (
-            status == 200 or reply.json()["error"]["param"] == "messages[1].content"
-        )
+        assert reply.status_code == 200 and "#" * 6 in prompt_of(seeing), reply.text
+        assert "What is it?" in prompt_of(seeing)
     parts = [{"type": "input_image", "image_url": data_url(encoded(SMALL))}]
-    error = post("/v1/responses", input=[{"role": "assistant", "content": parts}]).json()["error"]
-    assert error["param"] == "input" and "of role 'assistant' and has a picture" in error["message"]
+    assert post("/v1/responses", input=[{"role": "assistant", "content": parts}]).status_code == 200
+
+
+def test_tools_stand_behind_a_system_message_with_pictures():
+    parts, tool = [{"type": "image"}], {"type": "function", "function": {"name": "f"}}
+    first, _ = write_tools([{"role": "system", "content": parts}, {"role": "user", "content": "a"}], [tool])
+    assert first["content"][0] == parts[0] and '"name": "f"' in first["content"][1]["text"]
 
 
 def test_a_model_without_vision_says_so(url, http):
@@ -219,7 +254,7 @@ def test_hostile_pictures_never_hold_up_the_event_loop():
 
     async def one(name: str, expected: str, content: bytes) -> str | None:
         try:
-            await read_pictures([("p", data_url(content))], reader(), "m", MediaRules(), 256)
+            await read_media([Media("p", data_url(content))], reader(), "m", MediaRules(), 256)
         except RequestError as error:
             return f"{name}: {error}" if expected == RIGHT else None
         return f"{name} was read" if expected == WRONG else None

@@ -69,7 +69,9 @@ def test_the_routes_of_a_model_for_embeddings(llm):
         assert [each["index"] for each in reply["data"]] == [0, 1, 2] and reply["object"] == "list"
         assert reply["usage"] == {"prompt_tokens": sum(LENGTHS), "total_tokens": sum(LENGTHS)}
         np.testing.assert_allclose([each["embedding"] for each in reply["data"]], golden("embedding"), atol=2e-5)
-        packed = post(encoding_format="base64", user="u").json()["data"][1]["embedding"]
+        assert reply["id"].startswith("embd-") and reply["created"]
+        needless = {"embed_dtype": "float32", "endianness": "little", "use_activation": True}
+        packed = post(encoding_format="base64", user="u", **needless).json()["data"][1]["embedding"]
         np.testing.assert_array_equal(np.frombuffer(base64.b64decode(packed), "<f4"), reply["data"][1]["embedding"])
         short = post(input=IDS[1], dimensions=5).json()["data"][0]["embedding"]
         first = np.array(reply["data"][1]["embedding"][:5])
@@ -83,6 +85,8 @@ def test_the_routes_of_a_model_for_embeddings(llm):
             ({"input": [[5] * 400]}, "input"),
             ({"encoding_format": "int8"}, "encoding_format"),
             ({"inputs": "a"}, "inputs"),
+            ({"embed_dtype": "float16"}, "embed_dtype"),
+            ({"truncate_prompt_tokens": -1}, "truncate_prompt_tokens"),
         ):
             refused = post(**body)
             assert refused.status_code == 400 and refused.json()["error"]["param"] == field, (body, refused.text)
@@ -118,8 +122,9 @@ def test_a_reranker_is_asked_in_its_own_words(reranker):
     prompts = {decode(ids, skip_special_tokens=False) for ids, _ in fake.started}
     assert prompts == {question("a fruit?", text, "Judge.") + said for text in ("apple", "stone") for said in "ny"}
     assert "<Instruct>: Judge.\n<Query>: a fruit?\n<Document>: stone<|im_end|>" in "".join(prompts)
-    pairs = {"queries": ["a", "b"], "documents": ["c", "d"]}
-    assert len(http.post("/v1/score", json=pairs).json()["data"]) == 2
+    for names in (("queries", "documents"), ("queries", "items"), ("data_1", "data_2")):
+        pairs = dict(zip(names, (["a", "b"], ["c", "d"]), strict=True))
+        assert len(http.post("/v1/score", json=pairs).json()["data"]) == 2
     for body, says in (
         ({"text_1": "a"}, "send text_1 and text_2"),
         ({"text_1": "a", "documents": "b"}, "send text_1 and text_2"),
@@ -142,6 +147,7 @@ def test_documents_are_ranked(reranker, monkeypatch):
     reply = http.post("/v1/rerank", json=body).json()
     assert [(each["index"], each["relevance_score"]) for each in reply["results"]] == [(1, 0.75), (2, 0.5)]
     assert reply["results"][0]["document"] == {"text": "b"}
+    assert len(http.post("/v2/rerank", json=body | {"top_n": 0}).json()["results"]) == 3, "vLLM's default: all"
     bare = http.post("/rerank", json=body | {"return_documents": False}).json()
     assert all("document" not in each for each in bare["results"])
 

@@ -2,10 +2,13 @@
 
 import json
 import threading
+from functools import partial
 
 import httpx
 import pytest
 
+from jaxspec.config.request import RequestMetrics
+from tests.server import fake as fake_rules
 from tests.server.fake import TEXT
 from tests.server.live import wait_for
 
@@ -39,6 +42,19 @@ def test_one_prompt(http, fake):
     assert (meta["spec_verify_ct"], meta["spec_accept_length"], meta["spec_accept_rate"]) == (5, 9 / 5, 0.625)
     assert (meta["spec_accept_token_num"], meta["spec_draft_token_num"]) == (5, 8)
     assert "output_token_logprobs" not in meta
+
+
+def test_cached_tokens_are_told_by_tier(http, monkeypatch):
+    for own, told in (
+        ({}, None),
+        ({"cached_on_host": 1}, {"device": 1, "host": 1}),
+        ({"cached_on_disk": 1}, {"device": 1, "host": 0, "storage": 1}),
+    ):
+        monkeypatch.setattr(fake_rules, "RequestMetrics", partial(RequestMetrics, **own))
+        meta = http.post("/generate", json={"input_ids": [1, 2]}).json()["meta_info"]
+        body = {"messages": [{"role": "user", "content": "a"}]}
+        usage = http.post("/v1/chat/completions", json=body).json()["usage"]["prompt_tokens_details"]
+        assert meta.get("cached_tokens_details") == told == usage.get("cached_tokens_details")
 
 
 def test_the_end_for_length_says_how_long(http):

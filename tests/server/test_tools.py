@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import pytest
 from openai import BadRequestError, OpenAI
 
+from jaxspec.text.tokenizer import Tokenizer
 from server.app import create_app
 from server.chat.speech import Formats
 from tests.server.fake import FakeLLM, byte_tokenizer
@@ -50,12 +52,31 @@ class Scripted(FakeLLM):
                 yield delta
 
 
+_servers = ExitStack()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def servers():
+    with _servers:
+        yield
+
+
+@functools.cache
+def served(reasoning: str, tools: str, tokenizer: Tokenizer) -> tuple[OpenAI, Scripted]:
+    """One server for all texts of two formats: it reads a tokenizer's template at its start."""
+    llm = Scripted(tokenizer=tokenizer)
+    url = _servers.enter_context(serving(create_app(llm, reasoning_parser=reasoning, tool_call_parser=tools)))
+    return _servers.enter_context(OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)), llm
+
+
 @contextmanager
-def speaking(text: str, step: int = 3, reasoning: str = "qwen3", tools: str = "hermes", **engine) -> Iterator[tuple]:
-    llm = Scripted(text=text, step=step, **engine)
-    app = create_app(llm, reasoning_parser=reasoning, tool_call_parser=tools)
-    with serving(app) as url, OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        yield client.chat.completions, llm
+def speaking(
+    text: str, step: int = 3, reasoning: str = "qwen3", tools: str = "hermes", stop_reason=None, tokenizer=None
+) -> Iterator[tuple]:
+    tokenizer = tokenizer or byte_tokenizer()
+    client, llm = served(reasoning, tools, tokenizer)
+    vars(llm).update(vars(Scripted(tokenizer=tokenizer, text=text, step=step, stop_reason=stop_reason)))
+    yield client.chat.completions, llm
 
 
 def gather(stream) -> list[dict]:

@@ -54,6 +54,7 @@ class World:
         self.lag = lag
         self.device = {}  # slot -> the sequence's tokens, those the host hasn't read included
         self.target, self.draft = {}, {}  # (page, offset) -> KV
+        self.own = {}  # slot -> positions whose KV the drafter was given since the sequence came
         self.states = {}  # state slot -> KV of the last token in it
         self.borrowed = {}  # sequence -> pages it found in the prefix tree
         self.unread = deque()
@@ -149,13 +150,14 @@ class World:
     def dispatch(self, plan):
         s = self.scheduler
         for seq in plan.admit:
-            self.device[seq.slot] = list(seq.tokens)
+            self.device[seq.slot], self.own[seq.slot] = list(seq.tokens), set()
             start = next(chunk.start for chunk in plan.prefill if chunk.seq is seq)
             assert not (seq.score and start)
             self.borrowed[seq] = set(seq.pages[: start // s.page_size])
             self.seen["shared"] += bool(start)
             assert seq.cached == start or seq.preemptions
         for seq, start, count, *_ in plan.prefill:
+            self.own[seq.slot].update(range(start, start + count))
             for position, kv in list(enumerate(chain(seq.tokens)))[start : start + count]:
                 page, offset = self.place(seq, position)
                 assert page not in self.borrowed[seq]
@@ -214,6 +216,8 @@ class World:
         if n == seq.limit:
             return seq, seq.epoch, []  # it is done, and the device knows
         self.check_kv(seq, tokens[:-1], undrafted=1)
+        recent = set(range(max(n - 1 - self.scheduler.recent, 0), n - 1))
+        assert recent <= self.own[seq.slot], "the drafter lacks some of the newest positions"
         new = continuation(tokens, min(self.random.randint(1, width), seq.limit - n))
         kvs = [kv for kv in chain(tokens + new)]
         if n > 1 and self.draft[self.place(seq, n - 2)] != kvs[n - 2]:
@@ -226,6 +230,7 @@ class World:
                 self.write(self.draft, seq, n - 1 + j, kv)
             elif j < len(new):
                 self.draft[self.place(seq, n - 1 + j)] = JUNK  # accepted to the last, which the drafter hasn't seen
+        self.own[seq.slot].update(range(n - 1, n - 1 + len(new)))
         tokens += new
         return seq, seq.epoch, new
 

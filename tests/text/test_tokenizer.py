@@ -4,6 +4,7 @@ import json
 import random
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer as Backend
@@ -125,7 +126,10 @@ def test_gguf_tokenizer_adds_bos_when_asked(pre, flag, begins):
 @pytest.mark.parametrize("changes, message", [
     ({"pre": "bloom"}, "pre is 'bloom'; supported: a.x-4.0, .*, qwen2, .*, tekken, trillion$"),
     ({"pre": None}, "pre is None"),
-    ({"model": "llama"}, "model is 'llama'; supported: 'gpt2'"),
+    ({"model": "t5"}, "model is 't5'; supported: 'gpt2' .*'llama'.*'gemma4'"),
+    ({"model": "llama"}, "lacks tokenizer.ggml.scores"),
+    ({"model": "llama", "scores": [1.0]}, "scores must be .* numbers"),
+    ({"model": "gemma4", "unknown_token_id": 10**6}, "unknown_token_id must be a token's"),
     ({"merges": None}, "lacks tokenizer.ggml.merges"),
     ({"add_bos_token": True, "bos_token_id": None}, "no tokenizer.ggml.bos_token_id"),
     ({"add_eos_token": True, "eos_token_id": 10**6}, "no tokenizer.ggml.eos_token_id within the vocabulary"),
@@ -133,6 +137,43 @@ def test_gguf_tokenizer_adds_bos_when_asked(pre, flag, begins):
 def test_gguf_tokenizers_that_are_not_known(changes, message):
     with pytest.raises(TokenizerError, match=message):
         gguf_tokenizer.build(gguf_metadata(**changes), "x.gguf")
+
+
+SPM = json.loads((Path(__file__).resolve().parents[1] / "golden" / "spm.json").read_text())
+
+
+def spm(**changes) -> Tokenizer:
+    """The vocabulary of golden/spm.json as GGUF has it."""
+    pieces, scores, types = map(list, zip(*SPM["pieces"], strict=True))
+    named = {"model": "llama", "tokens": pieces, "scores": scores, "token_type": types, "bos_token_id": 1} | changes
+    return gguf_tokenizer.build({f"tokenizer.ggml.{key}": value for key, value in named.items()}, "x.gguf")
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_gguf_pieces_are_those_of_sentencepiece(prefix):
+    """Texts come back, but for a literal mark, which is a space to SentencePiece, too."""
+    tokenizer = spm() if prefix else spm(add_space_prefix=False)
+    for text, *ids in SPM["texts"]:
+        assert tokenizer.encode(text, add_special_tokens=False) == ids[0 if prefix else 1], text
+        assert tokenizer.encode(text)[0] == 1
+        assert tokenizer.decode(tokenizer.encode(text)) == text.replace("▁", " ")
+
+
+def test_gguf_pieces_begin_anew_behind_a_special_token():
+    """llama.cpp puts a space before each text between special tokens."""
+    tokenizer = spm()
+    of = lambda text: tokenizer.encode(text, add_special_tokens=False)  # noqa: E731
+    assert of("a round</s>a round") == [*of("a round"), 2, *of("a round")]
+
+
+def test_gguf_merges_of_gemma_4_are_those_of_its_pieces():
+    """SentencePiece's merges, by score, in its own list; runs of newlines are apart from other text."""
+    merges = [f"{a} {b}" for a, b in gguf_tokenizer._by_score(*map(list, zip(*[
+        (score, piece, kind) for piece, score, kind in SPM["pieces"]
+    ], strict=True)), "x.gguf")]  # fmt: skip
+    gemma, plain = spm(model="gemma4", merges=merges, scores=None), spm(add_space_prefix=False)
+    for text in ("The draft model\n\nis small", "naïve 🦙", "\n", "  two"):
+        assert gemma.encode(text) == plain.encode(text) and gemma.decode(gemma.encode(text)) == text
 
 
 @pytest.mark.parametrize("names, text, pieces", [

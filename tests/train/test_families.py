@@ -30,6 +30,7 @@ OWN = {
     "dflash": {"block_size": 4, "num_layers": 1, "target_layers": "0,2,3"},
     "dspark": {"block_size": 3, "num_layers": 1, "target_layers": "0,2,3", "markov_rank": 8},
     "lilicorr": {"block_size": 4, "num_layers": 1, "target_layers": "0,2,3", "network_size": 16, "network_heads": 2},
+    "dflash2": {"block_size": 4, "num_layers": 1, "target_layers": "0,2,3", "selector_rank": 8, "conv_group": 8},
     "domino": {"block_size": 3, "num_layers": 1, "target_layers": "0,2,3", "gru_size": 16, "correction_rank": 8},
 }
 exhaustive = pytest.mark.exhaustive
@@ -42,6 +43,7 @@ exhaustive = pytest.mark.exhaustive
         ("eagle3", "qwen3_5"), ("dflash", "qwen3_5"), ("dspark", "qwen3_5"), ("eagle3", "qwen3_5_moe"),
         ("dflash", "qwen3_5_moe"), ("eagle3", "qwen3_moe"), ("dflash", "qwen3_moe"), ("dspark", "qwen3_moe"),
         ("eagle3", "gpt_oss"), ("dflash", "gpt_oss"), ("lilicorr", "qwen3_5_moe"), ("domino", "gpt_oss"),
+        ("dflash2", "qwen3_moe"),
     ]),
 ])  # fmt: skip
 def test_a_trained_drafter_serves_its_target(method, family, tmp_path):

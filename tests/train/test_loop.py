@@ -218,8 +218,10 @@ def test_an_output_with_broken_files_is_refused(model, texts, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "method", ["eagle3", "dflash", "dspark", "lilicorr", pytest.param("domino", marks=pytest.mark.exhaustive)]
-)
+    "method",
+    ["eagle3", "dflash2", "dspark", "lilicorr", *(pytest.param(each, marks=pytest.mark.exhaustive)
+                                                  for each in ("dflash", "domino"))],
+)  # fmt: skip
 def test_what_was_trained_is_what_is_served(method, model, texts, tmp_path):
     from jaxspec.train import export
 
@@ -228,7 +230,7 @@ def test_what_was_trained_is_what_is_served(method, model, texts, tmp_path):
     shape = export.Shape(1 if method == "eagle3" else 2, mlp_size, 2, 1, (0, 3, 4))
     settings = {
         "dflash": {}, "dspark": export.dspark_settings(2, 1, 6, "rnn"), "domino": export.domino_settings(6, 4, 1),
-        "lilicorr": export.lilicorr_settings(4, 12, 1, 3, 5),
+        "lilicorr": export.lilicorr_settings(4, 12, 1, 3, 5), "dflash2": export.dflash2_settings(6, 4, 2, 8),
     }  # fmt: skip
     if method == "eagle3":
         fresh = export.fresh_eagle3(tmp_path, target, shape, np.array([1, 5, 9, 30]), 0)
@@ -258,16 +260,19 @@ def test_without_a_vocabulary_the_head_is_the_targets(model, tmp_path):
         export.fresh_eagle3(tmp_path, target, export.Shape(2), None, 0)
 
 
-@pytest.mark.parametrize("method, more", [
-    ("eagle3", {"unroll": 2, "draft_vocab_size": 32}),
-    pytest.param("dflash", {"block_size": 4}, marks=pytest.mark.exhaustive),
+@pytest.mark.parametrize("method, more, tp_size", [
+    ("eagle3", {"unroll": 2, "draft_vocab_size": 32}, 2),
+    pytest.param("eagle3", {"unroll": 2}, 1, marks=pytest.mark.exhaustive),
+    pytest.param("dflash", {"block_size": 4}, 2, marks=pytest.mark.exhaustive),
 ])  # fmt: skip
-def test_four_devices_make_the_steps_of_one(method, more, model, texts, tmp_path):
-    """Rows differ in how many drafts they have, so a mean of the devices' means would be another."""
+def test_four_devices_make_the_steps_of_one(method, more, tp_size, model, texts, tmp_path):
+    """Rows differ in how many drafts they have, so a mean of the devices' means would be another. Two devices may have
+    the target's layers between them."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
     environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
     one, four = (arguments(method, model, texts, tmp_path / n, steps=6, **more) for n in ("one", "four"))
     assert main(one) == 0
+    four += ["--tp-size", str(tp_size)]
     done = subprocess.run(
         [sys.executable, "-m", "jaxspec.train", *four], cwd=ROOT, env=environment, capture_output=True, text=True
     )

@@ -13,9 +13,11 @@ from jaxspec.checkpoint import load_model
 from jaxspec.decoder.forward import head_logits, unembed
 from jaxspec.drafters.blocks.domino import Domino
 from jaxspec.drafters.blocks.lilicorr import LiLiCorr
+from jaxspec.drafters.dflash2 import DFlash2
 from jaxspec.drafters.dspark import DSpark
 from jaxspec.drafters.loading import load_drafter
 from jaxspec.train import eagle3, objective
+from jaxspec.train.blocks.dflash2 import DFlash2Objective
 from jaxspec.train.blocks.domino import DominoObjective
 from jaxspec.train.blocks.lilicorr import LiLiCorrObjective, Terms
 from jaxspec.train.data import Text, TrainError
@@ -134,6 +136,23 @@ def test_a_trained_domino_block_is_the_drafted_chain_and_its_loss_moves_there(ta
     first, middle, last, later = (float(loss(*given, done)[0]) for done in (0.0, 0.25, 0.5, 0.9))
     assert np.isclose(first, float(jax.jit(plain.loss)(*given)[0]), rtol=1e-5)
     assert np.isclose(middle, (first + last) / 2, rtol=1e-5) and last == later and abs(first - last) > 1e-3
+
+
+def test_a_trained_dflash2_block_is_the_drafted_path(target, tmp_path):
+    """Given the text's tokens, which are those that were drafted, a row's candidates have the scores that they had."""
+    sizes = dict(conv_kernel_size=2, conv_group_size=8, selector_rank=6, selector_top_k=5)
+    names = dict(architectures=["DFlash2DraftModel"], block_size=5)
+    folder = write_drafter(DFlash2, tmp_path, GOLDEN / "eagle" / "target", **names, **sizes)
+    loaded, prop, batch = drafted(target, "dflash2", 4, folder)
+    ours = DFlash2Objective(loaded.drafter, target.config, "float32", "soft", anchors=2)
+    features = jax.jit(ours.read)(target.params, batch).features
+    anchors = jnp.array([[BEFORE + PROMPT + 2, BEFORE + PROMPT]])
+    out = jax.jit(ours._blocks)(loaded.params, features, batch, anchors)[:, 1:, 1:]
+    student = ours._student(loaded.params, out, batch.tokens[:, None, BEFORE + PROMPT : BEFORE + PROMPT + 4])
+    logits = ours._logits(loaded.params, loaded.params, student)[0, 0]
+    seen = np.isfinite(prop.logits)
+    assert (seen.sum(-1) == 5).all()
+    np.testing.assert_allclose(np.where(seen, logits, 0), np.where(seen, prop.logits, 0), atol=1e-4)
 
 
 @pytest.mark.exhaustive  # what a training of it saves is in test_loop.py

@@ -113,5 +113,6 @@ def make_cases(small: bool) -> list[Case]:
         few = [(rows, widths) for widths, counts in FEW_ROWS.items() for rows in counts]
         cases += [matmuls.few_rows_layer(rows, *widths, layers=layers) for rows, widths in few]
         cases += [matmuls.few_rows_layer(rows, *QWEN3, layers=8, quantised=True) for rows in (8, 16, 32)]
+        cases += [matmuls.draft_chain(rows, 7, 151936, 256) for rows in (1, 8, 32, 128)]
         cases += divided.make_cases()
     return cases

@@ -8,8 +8,12 @@ from typing import Any
 
 import jax
 
+from jaxspec.models import fp8
+from jaxspec.models.weights import Fp8, Unquantised
+
 PAGE = 64  # tokens, as on a GPU
 BLOCK = 64  # prompt tokens per row of a prefill
+EXACT, BLOCKS = Unquantised(), Fp8(fp8.BLOCK)  # formats of weights
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jaxspec.bench.cases.case import PAGE, Case
+from jaxspec.bench.cases.case import BLOCKS, EXACT, PAGE, Case
 from jaxspec.bench.cases.matmuls import EPS, dequantised, random_matrices
 from jaxspec.bench.cases.mixtures import experts_mlp
 from jaxspec.decoder import matmul
 from jaxspec.models import fp8
-from jaxspec.models.weights import Fp8, Unquantised
 from jaxspec.pallas.dense import few_rows
 
 ROWS = 8
@@ -135,6 +134,6 @@ def mixture(name: str, model: Model, size: int, tokens: int, quantised: bool) ->
     chosen = (2 - quantised) * 3 * d * f * tokens * k / groups  # bytes of a layer, at most
     layers = max(4, min(48, int(1.5e8 / chosen)))  # more than a cache holds
     name = f"{name}: {'FP8 ' * quantised}experts" + (f" in {groups} groups" if groups > 1 else "")
-    kind = Fp8(fp8.BLOCK) if quantised else Unquantised()
+    kind = BLOCKS if quantised else EXACT
     how = {"group": "divided layers", "groups": groups, "kind": kind, "residual": True}
     return experts_mlp(name, tokens, d, f, e, k, layers, "bfloat16", **how)

@@ -8,16 +8,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.bench.cases.case import PAGE, Case
+from jaxspec.bench.cases.case import BLOCKS, EXACT, PAGE, Case
 from jaxspec.decoder import matmul
 from jaxspec.decoder.functions import rms_norm
+from jaxspec.decoder.markov import greedy_chain
 from jaxspec.decoder.mixture_rows import operand
 from jaxspec.models import fp8
-from jaxspec.models.weights import HALF, Format, Fp8, Layout, Unquantised, Weight
-from jaxspec.pallas.dense import few_rows, weight_stream
+from jaxspec.models.weights import HALF, Format, Layout, Weight
+from jaxspec.pallas.dense import few_rows, markov_chain, weight_stream
 
 EPS = 1e-6
-EXACT, BLOCKS, GIVEN = Unquantised(), Fp8(fp8.BLOCK), Layout()
+GIVEN = Layout()
 
 
 def layer_matmuls(rows: int, d: int, f: int, n: int, layers: int, quantised: bool = False) -> Case:
@@ -174,7 +175,7 @@ def projections(
 
     With quantised activations, quantising them is a part of each.
     """
-    quantised = isinstance(fmt, Fp8)
+    quantised = fmt.quantised
     name = "FP8 " * quantised
     if quantised and fmt.activations:
         name = "FP8 x FP8 " if fmt.block else "FP8 x FP8 by tensor "
@@ -214,6 +215,34 @@ def projections(
         )
 
     return [one("q, k, v", d, n), one("out", d, d), one("gate, up", d, 2 * f, gated=True), one("down", f, d)]
+
+
+def draft_chain(rows: int, steps: int, tokens: int, rank: int) -> Case:
+    """DSpark's greedy chain: each draft's embedding, times a matrix over the vocabulary, adds to the next logits."""
+
+    def build(key):
+        keys = jax.random.split(key, 4)
+        base, newest = (
+            jax.random.normal(keys[0], (rows, steps, tokens)),
+            jax.random.randint(keys[1], (rows,), 0, tokens),
+        )
+        before = jax.random.normal(keys[2], (tokens, rank), "bfloat16")
+        after = jax.random.normal(keys[3], (rank, tokens), "bfloat16") * rank**-0.5
+        return (base, newest), (before, after)
+
+    def plain(layer, shared, own):
+        return markov_chain.reference(shared[0], own[0][shared[1]], *own)
+
+    return Case(
+        name=f"Markov chain of {steps}, {rows} request{'s' * (rows > 1)}",
+        group="drafts",
+        layers=1,
+        build=build,
+        op=lambda layer, shared, own: greedy_chain(*shared, own[0], Weight(own[1])),
+        plain=plain,
+        size=steps * (2 * rank * tokens + 4 * rows * tokens),
+        flops=2 * rows * steps * rank * tokens,
+    )
 
 
 def random_matrices(key: jax.Array, shapes: dict[str, tuple[int, int]], quantised: bool) -> dict[str, Any]:

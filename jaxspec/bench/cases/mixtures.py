@@ -8,13 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.bench.cases.case import Case
+from jaxspec.bench.cases.case import EXACT, Case
 from jaxspec.models import fp8
-from jaxspec.models.weights import Format, FourBits, Layout, Unquantised, Weight
+from jaxspec.models.weights import Format, FourBits, Layout, Weight
 from jaxspec.pallas.experts import experts_mlp as experts
 from jaxspec.pallas.experts import top_experts
-
-EXACT = Unquantised()
 
 
 def experts_mlp(

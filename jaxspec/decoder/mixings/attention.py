@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxspec.decoder.fixed_order import in_order, row_norm
-from jaxspec.decoder.functions import cos_sin, normed, rms_norm, rope
+from jaxspec.decoder.functions import cos_sin, cos_sin_by_axis, normed, rms_norm, rope
 from jaxspec.decoder.mixings.kind import Mixing, Weights
 from jaxspec.models.description import ROPE_SCALINGS, Attention, Layer, Norm, Rope, beyond
 from jaxspec.pallas import hopper
@@ -58,15 +58,26 @@ def _mix_in_steps(layer, weights, i, qkv, positions, mixer, cache, dtype, table)
         q, k = rotated()
     if a.v_norm:
         v = rms_norm(v, jnp.ones(a.head_dim, v.dtype), a.v_norm.eps)
-    q = _scaled(a, q)
+    if a.value_scale != 1:
+        v = v * jnp.asarray(a.value_scale, v.dtype)
+    q, k, v = _scaled(a, q), *(_widened(a, x) for x in (k, v))
     if isinstance(cache, dict):
         cache = {**cache, _kept(a): (k, v)}
-    return _gated(*mixer.attend(cache, i, q, k, v, a.window, **sinks(a, weights)), gates)
+    out, cache = mixer.attend(cache, i, q, k, v, a.window, **sinks(a, weights))
+    return _gated(out if a.value_dim is None else out[..., : a.value_dim], cache, gates)
 
 
-def _scaled(a: Attention, q: Float[Array, "b t n h"]) -> Float[Array, "b t n h"]:
-    """Queries times what scores are to be multiplied by, beyond the mixer's h**-0.5."""
-    return q if a.scale is None else (q.astype(jnp.float32) * (a.scale * a.head_dim**0.5)).astype(q.dtype)
+def _widened(a: Attention, x: Float[Array, "b t m h"]) -> Float[Array, "b t m w"]:
+    """Heads with zeros behind them, as wide as the memory is."""
+    return jnp.pad(x, [(0, 0)] * 3 + [(0, width)]) if (width := a.memory.width - x.shape[-1]) else x
+
+
+def _scaled(a: Attention, q: Float[Array, "b t n h"]) -> Float[Array, "b t n w"]:
+    """Queries as wide as the memory, times what scores are to be multiplied by, beyond the mixer's w**-0.5."""
+    if a.scale is None and a.value_dim is None:
+        return q
+    scale = a.head_dim**-0.5 if a.scale is None else a.scale
+    return _widened(a, (q.astype(jnp.float32) * (scale * a.memory.width**0.5)).astype(q.dtype))
 
 
 def _mix_shared(layer, weights, i, q, positions, mixer, cache, table):
@@ -88,9 +99,12 @@ def _kept(a: Attention) -> str:
 
 def _split(
     a: Attention, qkv: Float[Array, "b t d"]
-) -> tuple[Float[Array, "b t n h"], Float[Array, "b t m h"], Float[Array, "b t m h"], Float[Array, "b t n h"] | None]:
+) -> tuple[Float[Array, "b t n h"], Float[Array, "b t m h"], Float[Array, "b t m v"], Float[Array, "b t n h"] | None]:
     """Queries, keys and values by head, and the gates of gated attention."""
     (b, t, _), n, m, h = qkv.shape, a.heads, a.kv_heads, a.head_dim
+    if a.value_dim is not None:
+        parts = jnp.split(qkv, [n * h, (n + m) * h], axis=-1)
+        return *(x.reshape(b, t, count, -1) for x, count in zip(parts, (n, m, m), strict=True)), None
     queries = 2 * n if a.gated else n
     q, k, *v = jnp.split(qkv.reshape(b, t, -1, h), [queries] if a.k_is_v else [queries, queries + m], axis=2)
     v = k if a.k_is_v else v[0]
@@ -206,7 +220,7 @@ ATTENTION = Mixing(
     implements={
         "plain": _HEADS
         | {"qk_norm_all", "qk_norm_rotated", "gated", "bias", "out_bias", "window", "scale", "sinks"}
-        | {"v_norm", "k_is_v", "shared"},
+        | {"v_norm", "k_is_v", "shared", "value_dim", "value_scale", "pool"},
         "few_rows": _HEADS | {"bias", "out_bias", "window", "sinks"},
         "fused_norms": _HEADS | {"gated", "window", "scale"},
         "weight_stream": _HEADS | {"bias", "window", "scale"},
@@ -214,6 +228,7 @@ ATTENTION = Mixing(
         "fp8_rows": _HEADS | {"gated", "window", "scale"},
         "deterministic": _HEADS | {"gated", "bias"},
     },
+    by_axis=cos_sin_by_axis,
     parts=True,
     fixed=fixed,
     fixed_refuses=_fixed_refuses,

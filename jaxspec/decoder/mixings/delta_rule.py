@@ -26,7 +26,7 @@ from jaxspec.pallas.sliced_rows import SLICE, sliced
 def mix(layer, weights, i, made, positions, mixer, cache, dtype=None):
     """Mix channels and gates' numbers. Rows from t on are padding that a kernel left."""
     qkvz, ba = made
-    (q, k, v), cache = mixer.convolve(cache, i, qkvz[:, : positions.shape[1]], weights["conv"], layer.mixing)
+    (q, k, v), cache = mixer.convolve(cache, i, qkvz[:, : positions.shape[1]], weights["conv"], layer.mixing.memory)
     call = layer, weights, i, (q, k, v), qkvz, ba, mixer, cache
     return choose("linear attention of a layer", RULE, *call).run(*call)
 
@@ -73,7 +73,7 @@ def fixed(layer, weights, i, made, positions, mixer, cache, dtype, table, in_par
     if in_parts:
         qkvz = in_order(qkvz).astype(dtype).reshape(b, t, -1)
     ba, scale = ba[..., : 2 * rule.value_heads], weights["read_norm"]
-    (q, k, v), cache = mixer.convolve(cache, i, qkvz, weights["conv"], rule)
+    (q, k, v), cache = mixer.convolve(cache, i, qkvz, weights["conv"], rule.memory)
     kernels = hopper.multiprocessors() > 0
     if kernels and t < conv_chunk.BLOCK:
         around = Around(ba, weights["decay_log"], weights["decay_bias"], qkvz, scale)

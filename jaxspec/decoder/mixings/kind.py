@@ -23,6 +23,8 @@ class Mixing:
       output projection, and the cache. `i`: the layer's index among those that share its memory. `dtype`: of the result
       where products come in parts; None: theirs.
     - `implements`: by name of a path, the fields of the description that hold there.
+    - `by_axis(axes, mixing)`: the rope table for positions of three axes, which `mix` takes as `table`; None: this kind
+      doesn't rotate by them.
     - `exact`: of the projections, those whose products are float32.
     - `parts`: products that aren't exact may come in parts [s b t n], to be summed in float32.
     - `padding`: rows of each request from t on are padding that a kernel left, and come out as anything. Other kinds
@@ -35,6 +37,7 @@ class Mixing:
     projections: tuple[str, ...]
     mix: Callable[..., tuple[Array, Any]]
     implements: Mapping[str, frozenset[str]]
+    by_axis: Callable[..., Any] | None = None
     exact: frozenset[str] = frozenset()
     parts: bool = False
     padding: bool = False

@@ -11,17 +11,21 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from jaxspec.decoder.towers import qwen, siglip
-from jaxspec.models.vision import QwenTower, Tower
+from jaxspec.decoder.towers import gemma4, qwen, siglip
+from jaxspec.models.vision import Gemma4Tower, QwenTower, SiglipTower, Tower
+
+Patches = qwen.Patches | gemma4.Patches
+MODULES = {QwenTower: qwen, SiglipTower: siglip, Gemma4Tower: gemma4}
 
 
-def places(tower: Tower, grids: Sequence[tuple[int, int, int]], size: int) -> qwen.Patches | None:
+def places(tower: Tower, grids: Sequence[tuple[int, int, int]], size: int) -> Patches | None:
     """Make on the host what a tower must know of pictures with these grids in a program of `size` patches."""
-    return qwen.Patches.of(tower, grids, size) if isinstance(tower, QwenTower) else None
+    module = MODULES[type(tower)]
+    return module.Patches.of(tower, grids, size) if hasattr(module, "Patches") else None
 
 
 def embed_pictures(
-    tower: Tower, params: dict[str, Any], pixels: Float[Array, "p v"], patches: qwen.Patches | None
+    tower: Tower, params: dict[str, Any], pixels: Float[Array, "p v"], patches: Patches | None
 ) -> Float[Array, "t d"]:
     """The tower's rows: one for each `per_token` patches, those of padding for nobody. `patches`: as of `places`."""
-    return (qwen if isinstance(tower, QwenTower) else siglip).embed(tower, params, pixels, patches)
+    return MODULES[type(tower)].embed(tower, params, pixels, patches)

@@ -107,7 +107,7 @@ class LiLiCorr(ConvolvedBlock):
         anchor = normed(anchor, params["hidden_norm"], self.config.decoder.norm).astype(jnp.float32)
         into = jnp.where(keep, slots, len(state["at"]))  # out of range for all others, which are dropped
         return {
-            "kv": self._write(params, state["kv"], rows, context),
+            "kv": self._write(params, state["kv"], slots, rows, context),
             "anchor": state["anchor"].at[into].set(anchor, mode="drop"),
             "at": state["at"].at[into].set(rows.start + newest, mode="drop"),
         }

@@ -36,18 +36,23 @@ class SequentialBlock(DFlash):
         rows = self._drafting(hidden.last)
         base, token = self._logits(params, rows), batch.tokens(-1, 1)[:, 0]
         drafts, memory, befores = Chained(params, batch, self.config.vocab_size), None, []
+        found = self.found(params, base, token) if batch.greedy else None
         for step in range(self.num_draft_tokens):
             own = base[:, step]
             if self.after in params:
                 befores.append(self.embedded(params, token))
                 latent, memory = self.latent(params, befores[-1], rows[:, step], memory, step)
                 own = own if latent is None else own + matmul(latent, params[self.after], jnp.float32)
-            token = drafts.draw(own)
+            token = drafts.draw(own, None if found is None else found[:, step])
         return self.concluded(params, rows, befores, drafts), hidden.cache
 
     def concluded(self, params: Any, rows: Float[Array, "b n d"], befores: list[Array], drafts: Chained) -> Proposal:
         """The proposal of these drafts. `befores`: each one's `embedded` draft before."""
         return drafts.proposal(self.num_draft_tokens)
+
+    def found(self, params: Any, base: Float[Array, "b n v"], newest: Int[Array, " b"]) -> Int[Array, "b n"] | None:
+        """All drafts of a greedy chain, if they can be had at once."""
+        return None
 
     def embedded(self, params: Any, token: Int[Array, "*b"]) -> Float[Array, "*b e"]:
         """Embeddings of drafts, as `latent` takes them."""

@@ -22,9 +22,10 @@ from jaxspec.models import reading
 from jaxspec.models.declaring import Tensors, decoder_tensors, mlp_tensors
 from jaxspec.models.description import Attention, Decoder, Layer, LayerInputs, Mixture, Mlp, Norm
 from jaxspec.models.families.gemma3 import NORMS, THETAS
+from jaxspec.models.vision import gemma4_tower as tower
 from jaxspec.models.weights import WHOLE, by_inputs, by_outputs, expert_stack, linear, norm_scale
 
-__all__ = ["read", "tensors"]
+__all__ = ["read", "tensors", "tower"]
 
 # What transformers' Gemma4TextConfig has where a config.json is silent.
 DEFAULTS = {
@@ -84,7 +85,11 @@ def layer_inputs(hf: reading.Config) -> LayerInputs | None:
     """The per-layer embeddings, of models that have some."""
     if not hf.get("hidden_size_per_layer_input"):
         return None
-    inputs = LayerInputs(positive(hf, "hidden_size_per_layer_input"), positive(hf, "vocab_size_per_layer_input"))
+    padding = hf.get("pad_token_id") or 0
+    vocab = positive(hf, "vocab_size_per_layer_input")
+    if type(padding) is not int or not 0 <= padding < vocab:
+        raise ConfigError(f"config.json: pad_token_id must be a token id, got {shown(padding)}")
+    inputs = LayerInputs(positive(hf, "hidden_size_per_layer_input"), vocab, padding)
     if inputs.vocab_size < positive(hf, "vocab_size"):
         raise ConfigError(
             f"config.json: vocab_size_per_layer_input ({inputs.vocab_size}) must be at least vocab_size "

@@ -7,9 +7,8 @@ from functools import partial
 from jaxspec.config.json_values import positive
 from jaxspec.config.options import ConfigError
 from jaxspec.models import reading
-from jaxspec.models.declaring import Tensors, correction, decoder_tensors
+from jaxspec.models.declaring import decoder_tensors, mixtral_tensors
 from jaxspec.models.description import Decoder, Layer, Mixture, SigmoidScores
-from jaxspec.models.weights import WHOLE, by_inputs, by_outputs, expert_stack, linear
 
 __all__ = ["read", "tensors"]
 
@@ -29,18 +28,4 @@ def read(hf: reading.Config) -> Decoder:
     return reading.decoder(hf, [Layer(attention, mixture, norm)] * positive(hf, "num_hidden_layers"), norm)
 
 
-def mixture_tensors(m: Mixture, d: int, prefix: str) -> Tensors:
-    """Checkpoints call an expert's gate, down and up w1, w2 and w3."""
-    prefix = prefix.removesuffix("mlp.") + "block_sparse_moe."
-    e, f, each = m.experts, m.width, prefix + "experts.{}."
-    halves = by_outputs(*[((f, 1),)] * 2, groups=m.groups)
-    gate_up = {each + "w1.weight": f, each + "w3.weight": f}
-    return {
-        "router": linear(d, {prefix + "gate.weight": e}, exact=True, split=WHOLE),
-        "router_correction": correction(e, prefix + "e_score_correction_bias"),
-        "experts_gate_up": expert_stack(e, d, "", gate_up, halves),
-        "experts_down": expert_stack(e, f, "", {each + "w2.weight": d}, by_inputs(f, groups=m.groups)),
-    }
-
-
-tensors = partial(decoder_tensors, mixtures=mixture_tensors)
+tensors = partial(decoder_tensors, mixtures=partial(mixtral_tensors, correction_bias="e_score_correction_bias"))

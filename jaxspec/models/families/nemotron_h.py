@@ -6,12 +6,10 @@ a projection of the rows. Names are those of NVIDIA's checkpoints.
 
 from __future__ import annotations
 
-import dataclasses
-
 from jaxspec.config.json_values import positive, positive_float, shown
 from jaxspec.config.options import ConfigError
 from jaxspec.models import reading
-from jaxspec.models.declaring import Tensors, attention_tensors, mixture_tensors, mlp_tensors
+from jaxspec.models.declaring import Tensors, attention_tensors, mixture_tensors, mlp_tensors, renamed
 from jaxspec.models.description import (
     Absent,
     Attention,
@@ -182,21 +180,23 @@ def tensors(decoder: Decoder) -> dict:
 
 def layer_tensors(layer: Layer, d: int, prefix: str) -> Tensors:
     """One layer: its norm, and its mixer, which may be an MLP."""
-    mixer, mixes = prefix + "mixer.", isinstance(layer.feed, Absent)
-    tree = {"attn_norm" if mixes else "mlp_norm": norm_scale(d, prefix + "norm.weight")}
-    match layer.mixing if mixes else layer.feed:
-        case Attention():
-            named = attention_tensors(layer, d, prefix)
-            return tree | {name: _renamed(param, "self_attn.", "mixer.") for name, param in named.items()}
-        case Mamba2():
-            return tree | mamba2_tensors(layer.mixing, d, mixer)
-        case Mixture():
-            return tree | mixture_tensors(layer.feed, d, mixer)
-    return tree | mlp_tensors(layer.feed, d, mixer)
+    mixes = isinstance(layer.feed, Absent)
+    norm = {"attn_norm" if mixes else "mlp_norm": norm_scale(d, prefix + "norm.weight")}
+    return norm | TENSORS[type(layer.mixing if mixes else layer.feed)](layer, d, prefix)
 
 
-def _renamed(param: Param, old: str, new: str) -> Param:
-    return dataclasses.replace(param, sources=tuple(source.replace(old, new) for source in param.sources))
+def _attention(layer: Layer, d: int, prefix: str) -> Tensors:
+    """Attention's tensors, which have the names of the mixer's here."""
+    tensors = attention_tensors(layer, d, prefix)
+    return {name: renamed(param, {"self_attn.": "mixer."}) for name, param in tensors.items()}
+
+
+TENSORS = {
+    Attention: _attention,
+    Mamba2: lambda layer, d, prefix: mamba2_tensors(layer.mixing, d, prefix + "mixer."),
+    Mixture: lambda layer, d, prefix: mixture_tensors(layer.feed, d, prefix + "mixer."),
+    Mlp: lambda layer, d, prefix: mlp_tensors(layer.feed, d, prefix + "mixer."),
+}
 
 
 def mamba2_tensors(m: Mamba2, d: int, prefix: str) -> Tensors:

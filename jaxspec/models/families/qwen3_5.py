@@ -13,7 +13,7 @@ from jaxspec.config.json_values import shown
 from jaxspec.config.options import ConfigError
 from jaxspec.models import reading
 from jaxspec.models.declaring import Tensors, channel_parts, decoder_tensors, delta_rule_tensors
-from jaxspec.models.description import Attention, Decoder, DeltaRule, Layer
+from jaxspec.models.description import Decoder, DeltaRule, Layer
 from jaxspec.models.families import qwen3_next
 from jaxspec.models.vision import qwen_tower as tower
 from jaxspec.models.weights import LEAST, by_outputs, linear
@@ -37,9 +37,9 @@ def with_sections(hf: reading.Config, decoder: Decoder, default: tuple[int, int,
         raise ConfigError(f"config.json: mrope_section must be three numbers of pairs, got {shown(sections)}")
 
     def sectioned(layer: Layer) -> Layer:
-        if not isinstance(layer.mixing, Attention):
+        if (rope := getattr(layer.mixing, "rope", None)) is None:
             return layer
-        rope = dataclasses.replace(layer.mixing.rope, sections=tuple(sections))
+        rope = dataclasses.replace(rope, sections=tuple(sections))
         return dataclasses.replace(layer, mixing=dataclasses.replace(layer.mixing, rope=rope))
 
     return dataclasses.replace(decoder, layers=tuple(map(sectioned, decoder.layers)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.pallas.attention import paged_attention
+from jaxspec.pallas.attention import latent_decode, paged_attention
 from jaxspec.pallas.operation import ANY, HOPPER, PORTABLE, Implementation, choose, nothing
 from jaxspec.pallas.portable import latent as portable_latent
 
@@ -43,9 +43,18 @@ def _portable_refuses(q, kv, layer, table, start, latent, scale, mask) -> str | 
     return portable_latent.supported(q.shape, kv, q.dtype, latent)
 
 
+def _decode_refuses(q, kv, layer, table, start, latent, scale, mask) -> str | None:
+    return latent_decode.supported(q.shape, kv, q.dtype, latent, 0 if mask is None else mask.shape[2])
+
+
+def _decode(q, kv, layer, table, start, latent, scale, mask) -> Array:
+    return latent_decode.latent_decode(q, kv, layer, table, start, mask, scale=scale)
+
+
 _PORTABLE = _portable_refuses, portable_latent.latent_attention
 LATENT_ATTENTION = (
-    Implementation("portable_latent", HOPPER, *_PORTABLE),  # Hopper has no kernel of its own yet
+    Implementation("latent_decode", HOPPER, _decode_refuses, _decode),
+    Implementation("portable_latent", HOPPER, *_PORTABLE),
     Implementation("portable", PORTABLE, *_PORTABLE),
     Implementation("reference", ANY, nothing, reference, slow=True),
 )

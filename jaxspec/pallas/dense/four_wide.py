@@ -1,8 +1,7 @@
 """A matmul of many bfloat16 rows with a weight of four bits, which becomes bfloat16 in registers, on Hopper.
 
-As `fp8_wide`, of which it has the tiles and the way to write them: the weight's outputs are the left operand, 64 of
-them a warpgroup, and the rows are N. A lane takes its words as `int4` arranges them, and they become numbers times
-scales as in `few_rows.four_bits`, rounded to bfloat16 once. NVFP4's are exact, and its factors multiply the sums.
+As `fp8_wide`, whose skeleton (`wide`) it has. A lane takes its words as `int4` arranges them, and they become numbers
+times scales as in `few_rows.four_bits`, rounded to bfloat16 once. NVFP4's are exact, and its factors multiply the sums.
 
 Weights and their scales come in units of 256 inputs, rows in steps of 64, so there are two rings. While one step is
 multiplied, the next one's weights are converted.
@@ -13,7 +12,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -21,14 +19,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from jaxspec.models.int4 import UNIT as INPUTS
-from jaxspec.models.weights import HALF, Weight
-from jaxspec.pallas.dense import tiles
+from jaxspec.models.weights import Weight
+from jaxspec.pallas.dense import tiles, wide
 from jaxspec.pallas.dense.few_rows import four_bits
 from jaxspec.pallas.dense.few_rows.four_bits import LEFT
 from jaxspec.pallas.dense.few_rows.registers import weight_transforms
 from jaxspec.pallas.dense.few_rows.share import FourBits
-from jaxspec.pallas.dense.fp8_wide import MOST, RING_BYTES, part_of, write
 from jaxspec.pallas.dense.tiles import STEP, UNIT, Block, Hands, Tiling
+from jaxspec.pallas.dense.wide import MOST
 from jaxspec.pallas.hopper.export import lower_once
 
 # Rows and columns of a tile, and about how long it takes: fp8_wide's, and a guess for fewer rows.
@@ -61,10 +59,8 @@ def tiling_of(rows: int, outputs: int) -> Tiling:
 
 def slots_of(tiling: Tiling, four: FourBits, gated: bool) -> int:
     """How many steps of rows shared memory holds beside weights and results."""
-    groups = tiling.columns // UNIT
-    results = 2 * groups * part_of(tiling) * (UNIT + HALF * gated)
-    weights = UNITS * groups * (UNIT * INPUTS // 2 + four.bytes(INPUTS, UNIT))
-    return min((RING_BYTES - results - weights) // (2 * STEP * tiling.rows), MAX_BARRIERS)
+    weights = UNITS * tiling.columns // UNIT * (UNIT * INPUTS // 2 + four.bytes(INPUTS, UNIT))
+    return min((wide.ring_bytes(tiling, gated) - weights) // (2 * STEP * tiling.rows), MAX_BARRIERS)
 
 
 @lower_once("four_wide", "gated", "tiling")
@@ -85,34 +81,19 @@ def matmul(
     r, n, four = len(x), weight.outputs, four_bits.four_bits_of(weight)
     tiling = tiling or tiling_of(r, n)
     padded = [tiles.padded(a, tiling.rows) for a in (x, residual) if a is not None]
-    groups, part, scales = tiling.columns // UNIT, part_of(tiling), four.scales(INPUTS, UNIT)
+    groups, scales = tiling.columns // UNIT, four.scales(INPUTS, UNIT)
     slots = slots_of(tiling, four, gated)
-    out = plgpu.kernel(
-        partial(_kernel, tiling, gated, four),
-        kernel_name="four_wide",
-        out_type=jax.ShapeDtypeStruct((len(padded[0]), n // 2 if gated else n), jnp.bfloat16),
-        grid=(tiles.BLOCKS,),
-        grid_names=("block",),
-        num_threads=groups + 1,
-        thread_name="warpgroup",
-        scratch_types=dict(
-            rows_s=plgpu.SMEM((slots, tiling.rows, STEP), jnp.bfloat16),
-            weight_s=plgpu.SMEM((UNITS, groups, UNIT, INPUTS // 2), jnp.int8),
-            scales_s=plgpu.SMEM((UNITS, groups, *scales), jnp.dtype(four.dtype)),
-            products_s=plgpu.SMEM((groups, part, UNIT), jnp.bfloat16),
-            rows_full=plgpu.Barrier(num_arrivals=1, num_barriers=slots),
-            rows_empty=plgpu.Barrier(num_arrivals=groups, num_barriers=slots),
-            full=plgpu.Barrier(num_arrivals=2 * groups, num_barriers=UNITS),
-            empty=plgpu.Barrier(num_arrivals=groups, num_barriers=UNITS),
-            **({"gated_s": plgpu.SMEM((groups, part, HALF), jnp.bfloat16)} if gated else {}),
-            # Interpret mode takes a matmul's left operand from shared memory alone.
-            **({"staged_s": plgpu.SMEM((groups, UNIT, STEP), jnp.bfloat16)} if interpret else {}),
-        ),
-        # Safe here: every hand-over within a block goes through a barrier or `commit_smem`, written out below.
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
-        interpret=interpret,
-    )(padded[0], valid, *four_bits.operands(weight), *padded[1:])
-    return out[:r]
+    rings = dict(
+        rows_s=plgpu.SMEM((slots, tiling.rows, STEP), jnp.bfloat16),
+        weight_s=plgpu.SMEM((UNITS, groups, UNIT, INPUTS // 2), jnp.int8),
+        scales_s=plgpu.SMEM((UNITS, groups, *scales), jnp.dtype(four.dtype)),
+        rows_full=plgpu.Barrier(num_arrivals=1, num_barriers=slots),
+        rows_empty=plgpu.Barrier(num_arrivals=groups, num_barriers=slots),
+        full=plgpu.Barrier(num_arrivals=2 * groups, num_barriers=UNITS),
+        empty=plgpu.Barrier(num_arrivals=groups, num_barriers=UNITS),
+    )
+    operands = padded[0], valid, *four_bits.operands(weight), *padded[1:]
+    return wide.launch(partial(_kernel, tiling, four), "four_wide", operands, n, tiling, gated, rings, interpret)[:r]
 
 
 class _Rings(NamedTuple):
@@ -150,44 +131,28 @@ class _Rings(NamedTuple):
 
 
 def _kernel(
-    tiling, gated, four, x, valid, *refs,
+    tiling, four, x, valid, *refs,
     rows_s, weight_s, scales_s, products_s, rows_full, rows_empty, full, empty, gated_s=None, staged_s=None,
 ):  # fmt: skip
     weight = four_bits.FourBitWeight(*refs[: 2 + four.floats])
-    *added, out = refs[2 + four.floats :]
+    results = refs[2 + four.floats :]
     index, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
-    (rows, inputs), outputs, groups = x.shape, weight.values.shape[0], tiling.columns // UNIT
+    (rows, inputs), outputs = x.shape, weight.values.shape[0]
     block = Block.of(tiling, rows, outputs, inputs // INPUTS, valid[0], index)
     rings = _Rings(
         four, rows_s, Hands(rows_full, rows_empty, len(rows_s)), weight_s, scales_s, Hands(full, empty, UNITS), staged_s
     )
 
-    @pl.when(warpgroup == groups)
-    def _():
-        if groups in tiles.REGISTERS:
-            plgpu.set_max_registers(tiles.REGISTERS[groups][1], action="decrease")
-        _produce(block, rings, x, weight)
+    def sums(group, unit, units):
+        total = _sums(rings, tiling.rows, warpgroup, unit, units)
+        if four.floats:
+            by_output = plgpu.Layout.WGMMA.reduce(1)
+            by = plgpu.load(weight.factors.at[pl.ds(group * UNIT, UNIT)], layout=by_output, optimized=False)
+            total *= lax.broadcast_in_dim(by * LEFT, total.shape, [0])
+        return total
 
-    @pl.when(warpgroup < groups)
-    def _():
-        if groups in tiles.REGISTERS:
-            plgpu.set_max_registers(tiles.REGISTERS[groups][0], action="increase")
-        buffers = products_s.at[warpgroup], None if gated_s is None else gated_s.at[warpgroup]
-
-        def tile(j, unit):
-            top, _, c = block.place(j)
-            group = c * groups + warpgroup
-            units = jnp.where(j < block.mine(block.tiles), _i32(block.steps), 0)
-            total = _sums(rings, tiling.rows, warpgroup, unit, units)
-            if four.floats:
-                by_output = plgpu.Layout.WGMMA.reduce(1)
-                by = plgpu.load(weight.factors.at[pl.ds(group * UNIT, UNIT)], layout=by_output, optimized=False)
-                total *= lax.broadcast_in_dim(by * LEFT, total.shape, [0])
-            write(total, top, group, added, out, *buffers)
-            return unit + units
-
-        lax.fori_loop(_i32(0), block.mine(_i32(block.all_high * block.across)), tile, _i32(0))
-        plgpu.wait_smem_to_gmem(0)
+    copy = partial(_produce, block, rings, x, weight)
+    wide.run(block, warpgroup, copy, sums, results, [products_s, gated_s])
 
 
 def _produce(block: Block, rings: _Rings, x: Any, weight: four_bits.FourBitWeight) -> None:

@@ -117,26 +117,18 @@ def matmul(
     slots = RING_BYTES // slot_bytes
     piece = math.gcd(unit, tiling.columns) if block else tiling.columns
     dtype, part = (jnp.bfloat16, HALF if gated else min(piece, tiles.STEP)) if splits == 1 else (_f32, WIDEST_PART)
-    out = plgpu.kernel(
-        partial(_kernel, tiling, splits, gated, block, piece),
-        kernel_name="fp8_tiles",
-        out_type=jax.ShapeDtypeStruct((rows, n // 2 if gated else n * splits), dtype),
-        grid=(tiles.BLOCKS,),
-        grid_names=("block",),
-        num_threads=tiling.warpgroups + 1,
-        thread_name="warpgroup",
-        scratch_types=dict(
-            rows_s=plgpu.SMEM((slots, tiling.rows, STEP), fp8.E4M3),
-            scales_s=plgpu.SMEM((slots, tiling.rows), _f32),
-            weight_s=plgpu.SMEM((slots, tiling.columns, STEP), fp8.E4M3),
-            out_s=tiling.results(part, slots * slot_bytes, dtype),
-            full=plgpu.Barrier(num_arrivals=3, num_barriers=slots),
-            empty=plgpu.Barrier(num_arrivals=tiling.warpgroups, num_barriers=slots),
-        ),
-        # Safe here: every hand-over within a block goes through a barrier or `commit_smem`, written out below.
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
-        interpret=interpret,
-    )(padded[0], padded[1].T, values, scale, valid, *padded[2:])
+    scratch = dict(
+        rows_s=plgpu.SMEM((slots, tiling.rows, STEP), fp8.E4M3),
+        scales_s=plgpu.SMEM((slots, tiling.rows), _f32),
+        weight_s=plgpu.SMEM((slots, tiling.columns, STEP), fp8.E4M3),
+        out_s=tiling.results(part, slots * slot_bytes, dtype),
+        full=plgpu.Barrier(num_arrivals=3, num_barriers=slots),
+        empty=plgpu.Barrier(num_arrivals=tiling.warpgroups, num_barriers=slots),
+    )
+    kernel = partial(_kernel, tiling, splits, gated, block, piece)
+    operands = padded[0], padded[1].T, values, scale, valid, *padded[2:]
+    shape = jax.ShapeDtypeStruct((rows, n // 2 if gated else n * splits), dtype)
+    out = tiles.launch(kernel, "fp8_tiles", operands, shape, tiling.warpgroups, scratch, interpret)
     if splits == 1:
         return out[:r]
     total = out[:r].reshape(r, splits, n).sum(1).astype(jnp.bfloat16)
@@ -174,23 +166,17 @@ def _kernel(
 ):  # fmt: skip
     *added, out = results
     index, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
-    (rows, inputs), outputs, registers = x.shape, values.shape[0], tiles.REGISTERS[tiling.warpgroups]
+    (rows, inputs), outputs = x.shape, values.shape[0]
     # Parts of a tile's inputs are tiles of their own, side by side: first those of the first part.
     block = Block.of(tiling, rows, outputs * splits, inputs // STEP // splits, valid[0], index)
     operands = _Operands(x, x_scales, values, scales)
     ring = _Ring(rows_s, scales_s, weight_s, Hands(full, empty, len(rows_s)))
 
-    @pl.when(warpgroup == tiling.warpgroups)
-    def _():
-        plgpu.set_max_registers(registers[1], action="decrease")
-        tiles.produce(block, ring.hands, partial(_copy, block, ring, operands))
-
-    @pl.when(warpgroup < tiling.warpgroups)
-    def _():
-        plgpu.set_max_registers(registers[0], action="increase")
-        multiply = partial(_multiply, block, ring, operands, in_blocks, piece)
-        results = Results(gated, added, out, out_s, late=True, rounded=True)  # sums take all registers until late
-        tiles.consume(block, ring.hands, warpgroup, results, multiply)
+    multiply = partial(_multiply, block, ring, operands, in_blocks, piece)
+    results = Results(gated, added, out, out_s, late=True, rounded=True)  # sums take all registers until late
+    copy = partial(tiles.produce, block, ring.hands, partial(_copy, block, ring, operands))
+    consume = partial(tiles.consume, block, ring.hands, warpgroup, results, multiply)
+    tiles.divide(warpgroup, tiling.warpgroups, copy, consume)
 
 
 def _copy(block: Block, ring: _Ring, operands: _Operands, slot: Any, k: Any, top: Any, c: Any) -> None:

@@ -1,16 +1,12 @@
 """A matmul of many bfloat16 rows with FP8 weights, which become bfloat16 in registers, on Hopper.
 
-The weight's outputs are the left operand (M), which tensor cores take from registers, 64 of them a warpgroup; the rows
-are N. So each weight is read as one byte, and converted once for a tile's rows: two are loaded in the order in which
-tensor cores take them, and a byte's bits are moved to where bfloat16 has them.
+Each weight is read as one byte (`wide`): two are loaded in the order in which tensor cores take them, and a byte's
+bits are moved to where bfloat16 has them.
 
 A weight is multiplied by its block's scale while it is converted, and rounded to bfloat16 once, as `Weight.dequantised`
 does. For that the scale is a sum of two bfloat16 numbers. So the tensor cores accumulate from a tile's first step to
 its last without being rescaled. A step has 64 inputs. While one step is multiplied, the next one's weights are
 converted. Scales of whole outputs multiply the total.
-
-`tiles` divides the tiles among blocks. Here a tile's columns are the left operand, so each warpgroup has 64 of the
-columns, of all of the tile's rows.
 """
 
 from __future__ import annotations
@@ -18,7 +14,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -26,11 +21,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from jaxspec.models.fp8 import BLOCK
-from jaxspec.models.weights import HALF
-from jaxspec.pallas.dense import scaled, tiles
-from jaxspec.pallas.dense.few_rows.block import by_row
+from jaxspec.pallas.dense import scaled, tiles, wide
 from jaxspec.pallas.dense.tiles import STEP, UNIT, Block, Hands, Tiling
 from jaxspec.pallas.dense.weight_stream import MAX_ROWS
+from jaxspec.pallas.dense.wide import MOST
 from jaxspec.pallas.hopper.export import lower_once
 
 # Rows and columns of a tile, and its time with 4,096 inputs in us on an H100, measured in layers' products. Times of
@@ -41,8 +35,6 @@ SIZES = {
     (128, 192): 44.5, (160, 192): 63.0, (192, 192): 66.0,
 }  # fmt: skip
 MIN_UNIT = 32  # outputs that share a scale: a group of gate and up has two of these
-RING_BYTES = tiles.ROOM - 1024  # less the results' bytes
-MOST = 2048  # rows: with some 3,900, dequantising first takes no longer
 _i32, _f32 = jnp.int32, jnp.float32
 
 
@@ -92,37 +84,17 @@ def matmul(
     tiling = tiling or tiling_of(r, n)
     padded = [tiles.padded(a, tiling.rows) for a in (x, residual) if a is not None]
     scale = scales if block else jnp.repeat(scales[:, 0], n // len(scales))
-    groups, part = tiling.columns // UNIT, part_of(tiling)
-    results = 2 * groups * part * (UNIT + HALF * gated)
-    slots = 1 << ((RING_BYTES - results) // (STEP * (2 * tiling.rows + tiling.columns))).bit_length() - 1
-    out = plgpu.kernel(
-        partial(_kernel, tiling, gated, block),
-        kernel_name="fp8_wide",
-        out_type=jax.ShapeDtypeStruct((len(padded[0]), n // 2 if gated else n), jnp.bfloat16),
-        grid=(tiles.BLOCKS,),
-        grid_names=("block",),
-        num_threads=groups + 1,
-        thread_name="warpgroup",
-        scratch_types=dict(
-            rows_s=plgpu.SMEM((slots, tiling.rows, STEP), jnp.bfloat16),
-            weight_s=plgpu.SMEM((slots, groups, UNIT, STEP), jnp.int8),
-            products_s=plgpu.SMEM((groups, part, UNIT), jnp.bfloat16),
-            full=plgpu.Barrier(num_arrivals=1 + groups, num_barriers=slots),
-            empty=plgpu.Barrier(num_arrivals=groups, num_barriers=slots),
-            **({"gated_s": plgpu.SMEM((groups, part, HALF), jnp.bfloat16)} if gated else {}),
-            # Interpret mode takes a matmul's left operand from shared memory alone.
-            **({"staged_s": plgpu.SMEM((groups, UNIT, STEP), jnp.bfloat16)} if interpret else {}),
-        ),
-        # Safe here: every hand-over within a block goes through a barrier or `commit_smem`, written out below.
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
-        interpret=interpret,
-    )(padded[0], lax.bitcast_convert_type(values, jnp.int8), scale, valid, *padded[1:])
-    return out[:r]
-
-
-def part_of(tiling: Tiling) -> int:
-    """Rows that a warpgroup writes at once."""
-    return UNIT if tiling.rows % UNIT == 0 else UNIT // 2
+    groups, slot_bytes = tiling.columns // UNIT, STEP * (2 * tiling.rows + tiling.columns)
+    slots = 1 << (wide.ring_bytes(tiling, gated) // slot_bytes).bit_length() - 1
+    rings = dict(
+        rows_s=plgpu.SMEM((slots, tiling.rows, STEP), jnp.bfloat16),
+        weight_s=plgpu.SMEM((slots, groups, UNIT, STEP), jnp.int8),
+        full=plgpu.Barrier(num_arrivals=1 + groups, num_barriers=slots),
+        empty=plgpu.Barrier(num_arrivals=groups, num_barriers=slots),
+    )
+    operands = padded[0], lax.bitcast_convert_type(values, jnp.int8), scale, valid, *padded[1:]
+    kernel = partial(_kernel, tiling, block)
+    return wide.launch(kernel, "fp8_wide", operands, n, tiling, gated, rings, interpret)[:r]
 
 
 class _Ring(NamedTuple):
@@ -152,43 +124,24 @@ class _Ring(NamedTuple):
 
 
 def _kernel(
-    tiling, gated, in_blocks, x, values, scales, valid, *results,
+    tiling, in_blocks, x, values, scales, valid, *results,
     rows_s, weight_s, products_s, full, empty, gated_s=None, staged_s=None,
 ):  # fmt: skip
-    *added, out = results
     index, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
-    (rows, inputs), outputs, groups = x.shape, values.shape[0], tiling.columns // UNIT
+    (rows, inputs), outputs = x.shape, values.shape[0]
     block = Block.of(tiling, rows, outputs, inputs // STEP, valid[0], index)
     ring = _Ring(rows_s, weight_s, Hands(full, empty, len(rows_s)), staged_s)
 
-    @pl.when(warpgroup == groups)
-    def _():
-        if groups in tiles.REGISTERS:
-            plgpu.set_max_registers(tiles.REGISTERS[groups][1], action="decrease")
-        tiles.produce(block, ring.hands, partial(_copy, block, ring, x, values), ring.slot)
+    def sums(group, step, steps):
+        own = _Weight(ring, warpgroup, scaled.Scales(scales, outputs, group) if in_blocks else None)
+        total, by = _sums(ring, tiling.rows, own, step, steps), _f32(scaled.LEFT)
+        if not in_blocks:
+            by *= plgpu.load(scales.at[pl.ds(group * UNIT, UNIT)], layout=scaled.by_output(), optimized=False)
+            by = lax.broadcast_in_dim(by, total.shape, [0])
+        return total * by
 
-    @pl.when(warpgroup < groups)
-    def _():
-        if groups in tiles.REGISTERS:
-            plgpu.set_max_registers(tiles.REGISTERS[groups][0], action="increase")
-        buffers = products_s.at[warpgroup], None if gated_s is None else gated_s.at[warpgroup]
-
-        def tile(j, step):
-            top, _, c = block.place(j)
-            group = c * groups + warpgroup
-            steps = jnp.where(j < block.mine(block.tiles), _i32(block.steps), 0)
-            own = _Weight(ring, warpgroup, scaled.Scales(scales, outputs, group) if in_blocks else None)
-            total = _sums(ring, tiling.rows, own, step, steps)
-            by = _f32(scaled.LEFT)
-            if not in_blocks:
-                by *= plgpu.load(scales.at[pl.ds(group * UNIT, UNIT)], layout=scaled.by_output(), optimized=False)
-                by = lax.broadcast_in_dim(by, total.shape, [0])
-            total *= by
-            write(total, top, group, added, out, *buffers)
-            return step + steps
-
-        lax.fori_loop(_i32(0), block.mine(_i32(block.all_high * block.across)), tile, _i32(0))
-        plgpu.wait_smem_to_gmem(0)
+    copy = partial(tiles.produce, block, ring.hands, partial(_copy, block, ring, x, values), ring.slot)
+    wide.run(block, warpgroup, copy, sums, results, [products_s, gated_s])
 
 
 def _copy(block: Block, ring: _Ring, x: Any, values: Any, slot: Any, k: Any, top: Any, c: Any) -> None:
@@ -261,32 +214,3 @@ def _sums(ring: _Ring, rows: int, weight: _Weight, step: Any, steps: Any) -> Any
     if ring.staged_s is not None:
         return lax.fori_loop(_i32(0), pairs, staged, (start, step))[0]
     return lax.cond(pairs > 0, lambda: pl.run_scoped(pipelined, plgpu.ACC(shape, _f32)), lambda: start)
-
-
-def write(total: Any, top: Any, group: Any, added: list[Any], out: Any, products_s: Any, gated_s: Any) -> None:
-    """Send one group of outputs to memory by way of shared memory, where they are transposed.
-
-    Gate and up of a row are in different warps, and so meet there too.
-    """
-    width, count = UNIT if gated_s is None else HALF, products_s.shape[0]
-    load = partial(plgpu.load, optimized=False)
-    for at in range(0, total.shape[1], count):
-        part = total[:, at : at + count].astype(out.dtype)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        products_s.transpose((1, 0))[...] = plgpu.layout_cast(part, plgpu.Layout.WGMMA_TRANSPOSED)
-        plgpu.commit_smem()
-        target, source_s = (pl.ds(top + at, count), pl.ds(group * width, width)), products_s
-        if gated_s is not None:
-            gate, up = (
-                load(products_s.at[:, pl.ds(first, HALF)], layout=by_row(HALF // 16)).astype(_f32)
-                for first in (0, HALF)
-            )
-            gated_s[...] = ((gate / (1 + jnp.exp(-gate))).astype(out.dtype).astype(_f32) * up).astype(out.dtype)
-            plgpu.commit_smem()
-            source_s = gated_s
-        for residual in added:
-            before = load(residual.at[target], layout=by_row(UNIT // 16)).astype(_f32)
-            value = load(products_s, layout=by_row(UNIT // 16)).astype(_f32) + before
-            products_s[...] = value.astype(out.dtype)
-            plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(source_s, out.at[target])

@@ -81,47 +81,32 @@ def matmul(
     rows, tiling = len(padded[0]), tiling or tiling_of(len(x), outputs, residual is not None, splits)
     slot_bytes = 2 * STEP * (tiling.rows + tiling.columns)
     slots = RING_BYTES // slot_bytes
-    out = plgpu.kernel(
-        partial(_kernel, tiling, gated, splits, rounded),
-        kernel_name="tile_matmul",
-        out_type=jax.ShapeDtypeStruct((rows, outputs // 2 if gated else outputs), x.dtype),
-        grid=(tiles.BLOCKS,),
-        grid_names=("block",),
-        num_threads=tiling.warpgroups + 1,
-        thread_name="warpgroup",
-        scratch_types=dict(
-            rows_s=plgpu.SMEM((slots, tiling.rows, STEP), x.dtype),
-            weight_s=plgpu.SMEM((slots, STEP, tiling.columns), x.dtype),
-            out_s=tiling.results(HALF if gated else STEP, slots * slot_bytes),
-            full=plgpu.Barrier(num_arrivals=2, num_barriers=slots),
-            empty=plgpu.Barrier(num_arrivals=tiling.warpgroups, num_barriers=slots),
-        ),
-        # Safe here: every hand-over within a block goes through a barrier or `commit_smem`, written out below.
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
-        interpret=interpret,
-    )(padded[0], weight, valid, *padded[1:])
+    scratch = dict(
+        rows_s=plgpu.SMEM((slots, tiling.rows, STEP), x.dtype),
+        weight_s=plgpu.SMEM((slots, STEP, tiling.columns), x.dtype),
+        out_s=tiling.results(HALF if gated else STEP, slots * slot_bytes),
+        full=plgpu.Barrier(num_arrivals=2, num_barriers=slots),
+        empty=plgpu.Barrier(num_arrivals=tiling.warpgroups, num_barriers=slots),
+    )
+    kernel, operands = partial(_kernel, tiling, gated, splits, rounded), (padded[0], weight, valid, *padded[1:])
+    shape = jax.ShapeDtypeStruct((rows, outputs // 2 if gated else outputs), x.dtype)
+    out = tiles.launch(kernel, "tile_matmul", operands, shape, tiling.warpgroups, scratch, interpret)
     return out[: len(x)]
 
 
 def _kernel(tiling, gated, splits, rounded, x, weight, valid, *results, rows_s, weight_s, out_s, full, empty):
     *added, out = results
     index, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
-    steps, registers = weight.shape[0] // STEP, tiles.REGISTERS[tiling.warpgroups]
+    steps = weight.shape[0] // STEP
     # `valid` is read once, as memory is slow and each tile needs it.
     block = Block.of(tiling, x.shape[0], weight.shape[1], steps, valid[0], index)
     ring = _Ring(rows_s, weight_s, Hands(full, empty, len(rows_s)))
 
-    @pl.when(warpgroup == tiling.warpgroups)
-    def _():
-        plgpu.set_max_registers(registers[1], action="decrease")
-        tiles.produce(block, ring.hands, partial(_copy, block, ring, x, weight))
-
-    @pl.when(warpgroup < tiling.warpgroups)
-    def _():
-        plgpu.set_max_registers(registers[0], action="increase")
-        results = Results(gated, added, out, out_s, late=splits > 1, rounded=rounded)
-        multiply = partial(_multiply, block, ring) if splits == 1 else partial(_multiply_parts, block, ring, splits)
-        tiles.consume(block, ring.hands, warpgroup, results, multiply)
+    results = Results(gated, added, out, out_s, late=splits > 1, rounded=rounded)
+    multiply = partial(_multiply, block, ring) if splits == 1 else partial(_multiply_parts, block, ring, splits)
+    copy = partial(tiles.produce, block, ring.hands, partial(_copy, block, ring, x, weight))
+    consume = partial(tiles.consume, block, ring.hands, warpgroup, results, multiply)
+    tiles.divide(warpgroup, tiling.warpgroups, copy, consume)
 
 
 class _Ring(NamedTuple):

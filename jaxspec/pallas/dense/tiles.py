@@ -13,7 +13,7 @@ its results to a residual stream.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -194,6 +194,48 @@ class Results:
                 plgpu.copy_smem_to_gmem(place_s, self.out.at[at])
 
         multiply(tile, write)
+
+
+def launch(
+    kernel: Callable,
+    name: str,
+    operands: Sequence[jax.Array],
+    out: jax.ShapeDtypeStruct,
+    multiplying: int,
+    scratch: dict[str, Any],
+    interpret: Any,
+) -> jax.Array:
+    """Run a kernel in all blocks, each of so many warpgroups that multiply and one that copies."""
+    return plgpu.kernel(
+        kernel,
+        kernel_name=name,
+        out_type=out,
+        grid=(BLOCKS,),
+        grid_names=("block",),
+        num_threads=multiplying + 1,
+        thread_name="warpgroup",
+        scratch_types=scratch,
+        # Safe here: every hand-over within a block goes through a barrier or `commit_smem`, written out in kernels.
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        interpret=interpret,
+    )(*operands)
+
+
+def divide(warpgroup: Any, multiplying: int, copy: Callable, multiply: Callable) -> None:
+    """Run `copy` in a block's last warpgroup and `multiply` in the others, with registers for each."""
+    registers = REGISTERS.get(multiplying)
+
+    @pl.when(warpgroup == multiplying)
+    def _():
+        if registers:
+            plgpu.set_max_registers(registers[1], action="decrease")
+        copy()
+
+    @pl.when(warpgroup < multiplying)
+    def _():
+        if registers:
+            plgpu.set_max_registers(registers[0], action="increase")
+        multiply()
 
 
 def produce(block: Block, hands: Hands, copy: Callable, slot_of: Callable | None = None) -> None:

@@ -47,14 +47,14 @@ def step(
     state: Float[Array, "l r n v k"],
     keys: Float[Array, "l r q m k"],
     updates: Float[Array, "l r q n v"],
-    decays: Float[Array, "l r n w"],
+    decays: Float[Array, "l r n w *k"],
     layer: Int[Array, ""],
     slots: Int[Array, " b"],
     replay: Int[Array, " b"],
     q: Float[Array, "b t m k"],
     k: Float[Array, "b t m k"],
     v: Float[Array, "b t n v"],
-    decay: Float[Array, "b t n"],
+    decay: Float[Array, "b t n *k"],
     beta: Float[Array, "b t n"] | None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "b t n v"], tuple[Array, Array, Array, Array]]:
@@ -99,10 +99,11 @@ def _rows(_, keys, updates, decays, layer, slots, replay, q, k, v, decay, *refs)
     m = lax.div(n, jnp.int32(state.shape[2] // keys.shape[3]))
     at, rows = (layer[0], slots[b]), pl.ds(first, ROWS)
     width = pl.ds(0, state.shape[4])
+    channels = [width] * (len(decay.shape) - 3)  # where each has a decay of its own
 
     def enter(i, s):
         key = keys[*at, i, m, width].astype(jnp.float32)
-        return s * jnp.maximum(decays[*at, n, i], 1e-37) + updates[*at, i, n, rows][:, None] * key[None]
+        return s * jnp.maximum(decays[*at, n, i, *channels], 1e-37) + updates[*at, i, n, rows][:, None] * key[None]
 
     s = state[*at, n, rows, width].astype(jnp.float32)
     s = lax.fori_loop(0, replay[b], enter, s)
@@ -110,7 +111,7 @@ def _rows(_, keys, updates, decays, layer, slots, replay, q, k, v, decay, *refs)
 
     def run(i, s):
         key, query = (x[b, i, m, width].astype(jnp.float32)[None] for x in (k, q))
-        s = s * jnp.maximum(decay[b, i, n], 1e-37)
+        s = s * jnp.maximum(decay[b, i, n, *channels], 1e-37)
         update = v[b, i, n, rows].astype(jnp.float32)
         if beta:
             update = beta[0][b, i, n] * (update - jnp.sum(s * key, axis=1))

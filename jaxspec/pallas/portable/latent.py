@@ -15,8 +15,8 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.pallas import hopper, portable
-from jaxspec.pallas.portable import attention
-from jaxspec.pallas.portable.attention import LEAST_PAGE, LEAST_ROWS, LOG2E, Plan
+from jaxspec.pallas.portable import attention, fp8
+from jaxspec.pallas.portable.attention import FP8, LEAST_PAGE, LEAST_ROWS, LOG2E, NARROW_INDEX, Plan
 
 MOST_LATENT = 512
 MOST_ROWS = 64  # of a tile, whose sums are float32 in registers
@@ -57,8 +57,10 @@ def supported(q_shape: tuple[int, ...], kv: Any, dtype: Any, latent: int) -> str
     rest, s = q_shape[3] - latent, kv.shape[4]
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"queries in {jnp.dtype(dtype).name}; bfloat16, float16 and float32 are supported"
-    if kv.dtype != dtype:
-        return f"latents in {kv.dtype.name}; the queries' {jnp.dtype(dtype).name} is supported"
+    if kv.dtype not in (dtype, FP8):
+        return f"latents in {kv.dtype.name}; the queries' {jnp.dtype(dtype).name} and float8_e4m3fn are supported"
+    if kv.dtype == FP8 and kv.size in NARROW_INDEX:
+        return "latents in float8_e4m3fn of 2 to 4 GiB; give --max-total-tokens for more or less"
     if any(x < 16 or x & (x - 1) for x in (latent, rest)) or latent > MOST_LATENT:
         return f"latents of {latent} + {rest} columns; powers of two from 16 on, up to {MOST_LATENT}, are supported"
     if s < LEAST_PAGE or s & (s - 1):
@@ -86,6 +88,8 @@ def latent_attention(
     most = MOST_ROWS if portable.operands_stay() else MOST_ROWS // 2
     plan = LatentPlan(*sizes, rest=width - latent, scale=scale, most_rows=most)
     plan = replace(plan, parts=parts or attention.division(plan))
+    if kv.dtype == FP8:
+        kv = lax.bitcast_convert_type(kv, jnp.int8)  # which every card converts: see `fp8.numbers`
     given = dict(q=q.reshape(-1), table=table, start=start, layer=layer.reshape(1), kv=kv.reshape(-1, width))
     if mask is not None:
         given["mask"] = mask.astype(jnp.int8).reshape(-1)
@@ -115,6 +119,7 @@ def _tile(plan: LatentPlan, names: tuple[str, ...], *refs: Any) -> None:
         page = ref["layer"][0] * plan.pages + ref["table"][b, lax.div(i, per_page)]
         tokens = pl.ds(page * plan.page + lax.rem(i, per_page) * plan.step, plan.step)
         latents, keys = (ref["kv"].at[tokens, pl.ds(*each)][...] for each in ((0, plan.h), (plan.h, plan.rest)))
+        latents, keys = (x if x.dtype == q.dtype else fp8.numbers(x, q.dtype) for x in (latents, keys))
         across = (((1,), (1,)), ((), ()))
         scores = lax.dot_general(q, latents, across, preferred_element_type=jnp.float32)
         scores = scores + lax.dot_general(rest, keys, across, preferred_element_type=jnp.float32)

@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.models.description import DeltaRule
+from jaxspec.models.description import Recurrence
 from jaxspec.pallas.operation import ANY, HOPPER, Implementation, choose, nothing
 from jaxspec.pallas.recurrence import conv_chunk as chunk_kernel
 from jaxspec.pallas.recurrence import conv_step as step_kernel
 from jaxspec.pallas.sliced_rows import SLICE, sliced
 
-NO_HEADS = "channels that aren't a delta rule's heads"
+NO_HEADS = "channels that aren't queries, keys and values"
 L2_EPS = 1e-6  # avoids a division by zero, the length of a query or key of zeros
 
 Windows = Float[Array, "l r s c"]  # s = w - 1 + q: what came before the last round, then its q rows
@@ -32,7 +32,7 @@ def empty_windows(num_layers: int, num_slots: int, rows: int, channels: int, wid
     return jnp.zeros((num_layers, num_slots, width - 1 + rows, channels), dtype)
 
 
-def split_heads(x: Float[Array, "b t c"], mix: DeltaRule) -> tuple[Array, Array, Array]:
+def split_heads(x: Float[Array, "b t c"], mix: Recurrence) -> tuple[Array, Array, Array]:
     """Queries and keys [b, t, m, k], of length one and queries scaled by k**-0.5, and values [b, t, n, v]."""
 
     def unit(part: Array) -> Array:
@@ -52,7 +52,7 @@ def step(
     replay: Int[Array, " b"],
     x: Float[Array, "b t d"],
     weight: Float[Array, "w c"],
-    mix: DeltaRule | None,
+    mix: Recurrence | None,
     fixed: bool = False,
     bias: Float[Array, " c"] | None = None,
 ) -> tuple[Heads | Float[Array, "b t c"], Windows]:
@@ -83,7 +83,7 @@ def reference_step(windows, layer, slots, replay, x, weight, mix, fixed, bias) -
     return _heads(out, mix, fixed), windows
 
 
-def _heads(out: Float[Array, "b t c"], mix: DeltaRule | None, fixed: bool) -> Heads | Float[Array, "b t c"]:
+def _heads(out: Float[Array, "b t c"], mix: Recurrence | None, fixed: bool) -> Heads | Float[Array, "b t c"]:
     return out if mix is None else (_split_in_slices if fixed else split_heads)(out, mix)
 
 
@@ -133,7 +133,7 @@ def chunk(
     count: Int[Array, " b"],
     x: Float[Array, "b t d"],
     weight: Float[Array, "w c"],
-    mix: DeltaRule | None,
+    mix: Recurrence | None,
     fixed: bool = False,
     bias: Float[Array, " c"] | None = None,
 ) -> tuple[Heads | Float[Array, "b t c"], Windows]:
@@ -283,6 +283,6 @@ def _convolve_in_slices(
     return sliced(convolve, SLICE, seen.reshape(-1, taps, x.shape[2])).reshape(x.shape)
 
 
-def _split_in_slices(x: Float[Array, "b t c"], mix: DeltaRule) -> tuple[Array, Array, Array]:
+def _split_in_slices(x: Float[Array, "b t c"], mix: Recurrence) -> tuple[Array, Array, Array]:
     parts = sliced(lambda rows: split_heads(rows, mix), SLICE, x.reshape(-1, x.shape[2]))
     return jax.tree.map(lambda part: part.reshape(*x.shape[:2], *part.shape[1:]), parts)

@@ -27,12 +27,13 @@ class DeltaPool:
 
     Axes: l layers, r slots, q rows that a round verifies at most, m key heads, n value heads, k and v their widths; key
     head i serves the value heads i n/m to (i + 1) n/m - 1. w is q rounded up to a multiple of 4, for bulk copies.
+    Decays are of a head, or of each of its key channels: then their last axis is k.
     """
 
     state: Float[Array, "l r n v k"]
     keys: Float[Array, "l r q m k"]
     updates: Float[Array, "l r q n v"]
-    decay: Float[Array, "l r n w"]
+    decay: Float[Array, "l r n w *k"]
 
     def recorded(
         self,
@@ -41,7 +42,7 @@ class DeltaPool:
         state: Float[Array, "b n v k"],
         k: Float[Array, "b t m k"],
         updates: Float[Array, "b t n v"],
-        decay: Float[Array, "b t n"],
+        decay: Float[Array, "b t n *k"],
     ) -> DeltaPool:
         """The pool after a round of t rows: these states before them, and their records."""
         t = k.shape[1]
@@ -63,12 +64,13 @@ class DeltaPool:
         state, keys = self.state[layer, slots].astype(jnp.float32), self.keys[layer, slots].astype(jnp.float32)
         rows, group = keys.shape[1], state.shape[1] // keys.shape[2]
         accepted = jnp.arange(rows) < replay[:, None]
-        logs = jnp.where(accepted[:, None], log_decay(self.decay[layer, slots, :, :rows]), 0)
-        later = jnp.exp(logs.sum(-1, keepdims=True) - jnp.cumsum(logs, -1))
-        updates = jnp.where(accepted[..., None, None], self.updates[layer, slots], 0) * later.swapaxes(1, 2)[..., None]
+        logs = by_channel(log_decay(self.decay[layer, slots, :, :rows]), 4)
+        logs = jnp.where(accepted[:, None, :, None], logs, 0)
+        later = jnp.exp(logs.sum(2, keepdims=True) - jnp.cumsum(logs, 2))
+        updates = jnp.where(accepted[..., None, None], self.updates[layer, slots], 0)
         keys = jnp.where(accepted[..., None, None], keys, 0)  # others' may have overflowed in float16, and be NaN
-        added = einsum("btnv,btnk->bnvk", updates, jnp.repeat(keys, group, axis=2))
-        return state * jnp.exp(logs.sum(-1))[..., None, None] + added
+        added = einsum("btnv,btnk->bnvk", updates, jnp.repeat(keys, group, axis=2) * later.swapaxes(1, 2))
+        return state * jnp.exp(logs.sum(2))[..., None, :] + added
 
 
 def empty(
@@ -82,14 +84,18 @@ def empty(
     value_width: int,
     dtype,
     key_dtype,
+    channel_decay: bool = False,
 ) -> DeltaPool:
-    """A pool of zero states in `dtype` (float32 or bfloat16), with records of `rows` rows and keys in `key_dtype`."""
-    slots = (num_layers, num_slots)
+    """A pool of zero states in `dtype` (float32 or bfloat16), with records of `rows` rows and keys in `key_dtype`.
+
+    `channel_decay`: each key channel has a decay of its own.
+    """
+    slots, channels = (num_layers, num_slots), (key_width,) if channel_decay else ()
     return DeltaPool(
         state=jnp.zeros((*slots, value_heads, value_width, key_width), dtype),
         keys=jnp.zeros((*slots, rows, key_heads, key_width), key_dtype),
         updates=jnp.zeros((*slots, rows, value_heads, value_width), jnp.float32),
-        decay=jnp.ones((*slots, value_heads, -(-rows // 4) * 4), jnp.float32),
+        decay=jnp.ones((*slots, value_heads, -(-rows // 4) * 4, *channels), jnp.float32),
     )
 
 
@@ -112,6 +118,11 @@ def scan_blocks(states, layer, slots, source, keep, carry, write) -> tuple[Array
 
 def log_decay(decay: Array) -> Array:
     return jnp.log(jnp.maximum(decay, 1e-37))
+
+
+def by_channel(x: Array, ndim: int) -> Array:
+    """Numbers of heads with one more axis, the key channels that share them; those by channel as they are."""
+    return x if x.ndim == ndim else x[..., None]
 
 
 def decay_between(logs: Float[Array, "b n t"]) -> Float[Array, "b n t t"]:

@@ -5,6 +5,8 @@ A head's state S [v, k] maps keys to values. A token decays it, corrects what it
     S <- alpha S;  u = beta (v - S k);  S <- S + u k^T;  out = S q
 
 (Gated DeltaNet, https://arxiv.org/abs/2412.06464, eq. 10; Qwen3-Next and Qwen3.5 have it in three of four layers).
+alpha is a number of each head, or one of each of its key channels: S <- S diag(alpha), Kimi Delta Attention
+(https://arxiv.org/abs/2510.26692).
 
 `delta_pool` says how states are kept and replayed.
 """
@@ -21,11 +23,19 @@ from jaxspec.pallas.operation import ANY, HOPPER, PORTABLE, Implementation, choo
 from jaxspec.pallas.portable import delta as portable_delta
 from jaxspec.pallas.recurrence.delta_chunk import delta_chunk
 from jaxspec.pallas.recurrence.delta_chunk import supported as delta_chunk_fits
-from jaxspec.pallas.recurrence.delta_pool import DeltaPool, decay_between, einsum, log_decay, scan_blocks
+from jaxspec.pallas.recurrence.delta_pool import (
+    DeltaPool,
+    by_channel,
+    decay_between,
+    einsum,
+    log_decay,
+    scan_blocks,
+)
 from jaxspec.pallas.recurrence.delta_step import delta_step
 from jaxspec.pallas.recurrence.delta_step import supported as delta_step_fits
 from jaxspec.pallas.recurrence.gates_and_norm import Around
 
+BY_CHANNEL = "decays by key channel"
 NORMED_REQUESTS = 8  # at most, for gates and norm to be part of the kernel
 
 
@@ -37,7 +47,7 @@ def step(
     q: Float[Array, "b t m k"],
     k: Float[Array, "b t m k"],
     v: Float[Array, "b t n v"],
-    decay: Float[Array, "b t n"],
+    decay: Float[Array, "b t n *k"],
     beta: Float[Array, "b t n"],
     padded_rows: int | None = None,
 ) -> tuple[Float[Array, "b r n v"], DeltaPool]:
@@ -58,7 +68,9 @@ def step(
     return choose("delta_step", RECURRENCE_STEP, *call).run(*call)
 
 
-def _step_refuses(pool, layer, slots, replay, q, k, v, *_) -> str | None:
+def _step_refuses(pool, layer, slots, replay, q, k, v, decay, *_) -> str | None:
+    if decay.ndim > 3:
+        return BY_CHANNEL
     return delta_step_fits(q.shape, v.shape, pool.keys.shape[2], pool.state.dtype, q.dtype, v.dtype)
 
 
@@ -89,6 +101,7 @@ def _with_padding(out: Array, padded_rows: int | None) -> Array:
 
 RECURRENCE_STEP = (
     Implementation("delta_step", HOPPER, _step_refuses, _step),
+    Implementation("portable_step", HOPPER, _portable_step_refuses, _portable_step),  # of decays by channel, too
     Implementation("portable", PORTABLE, _portable_step_refuses, _portable_step),
     Implementation("reference", ANY, nothing, _reference_step, slow=True),
 )
@@ -136,7 +149,7 @@ def reference_step(pool, layer, slots, replay, q, k, v, decay, beta) -> tuple[Ar
     logs, beta = jnp.cumsum(log_decay(decay), axis=1).swapaxes(1, 2), beta.astype(jnp.float32).swapaxes(1, 2)
     corrected, mixed, total, _ = _within(q, k, logs, beta)
     rows = jnp.repeat(jnp.stack([k, q]).astype(jnp.float32), group, axis=3)
-    read = einsum("bnvk,sbtnk->sbntv", state, rows) * total[..., None]
+    read = einsum("bnvk,sbtnk->sbntv", state, rows * total.swapaxes(1, 2))
     updates = einsum("bnti,bniv->bntv", corrected, v.astype(jnp.float32).swapaxes(1, 2) - read[0])
     out = read[1] + einsum("bnti,bniv->bntv", mixed, updates)
     pool = pool.recorded(layer, slots, state, k, updates.swapaxes(1, 2), decay.astype(jnp.float32))
@@ -153,7 +166,7 @@ def chunk(
     q: Float[Array, "b t m k"],
     k: Float[Array, "b t m k"],
     v: Float[Array, "b t n v"],
-    decay: Float[Array, "b t n"],
+    decay: Float[Array, "b t n *k"],
     beta: Float[Array, "b t n"],
 ) -> tuple[Float[Array, "b t n v"], DeltaPool]:
     """Run blocks of t prompt tokens, one after the other; the first `count[r]` tokens of block r are valid.
@@ -166,7 +179,8 @@ def chunk(
     """
     q, k = q.astype(pool.keys.dtype), k.astype(pool.keys.dtype)
     valid = (jnp.arange(q.shape[1]) < count[:, None])[..., None]
-    logs, beta = jnp.where(valid, log_decay(decay), 0), jnp.where(valid, beta, 0).astype(jnp.float32)
+    logs = jnp.where(valid.reshape(*valid.shape, *[1] * (decay.ndim - 3)), log_decay(decay), 0)
+    beta = jnp.where(valid, beta, 0).astype(jnp.float32)
     operands = q, k, v, jnp.cumsum(logs, axis=1).swapaxes(1, 2), beta.swapaxes(1, 2)
     call = pool.state, layer, slots, source, keep, *operands
     out, state = choose("delta_chunk", RECURRENCE_CHUNK, *call).run(*call)
@@ -182,7 +196,7 @@ def reference_chunk(
     q: Float[Array, "b t m k"],
     k: Float[Array, "b t m k"],
     v: Float[Array, "b t n v"],
-    logs: Float[Array, "b n t"],
+    logs: Float[Array, "b n t *k"],
     beta: Float[Array, "b n t"],
     scan: Callable[..., tuple[Array, Array]] | None = None,
 ) -> tuple[Float[Array, "b t n v"], Float[Array, "l r n v k"]]:
@@ -193,20 +207,22 @@ def reference_chunk(
     corrected, mixed, total, left = _within(q, k, logs, beta)
     group = states.shape[2] // q.shape[2]
     q, k = (jnp.repeat(jnp.moveaxis(x.astype(jnp.float32), 1, 2), group, axis=1) for x in (q, k))
-    taken = einsum("bnti,bnik->bntk", corrected * total[:, :, None], k)
+    taken = einsum("bnti,bnik->bntk", corrected, total * k)
     written = einsum("bnti,binv->bntv", corrected, v.astype(jnp.float32))
     # Blocks that follow one another need S <- S carry + write: one product a head and block that depends on S.
-    kept = left[..., None] * k
-    carry = total[..., -1, None, None] * jnp.eye(k.shape[3]) - einsum("bntj,bntk->bnjk", taken, kept)
+    kept = left * k
+    carry = total[..., -1:, :] * jnp.eye(k.shape[3]) - einsum("bntj,bntk->bnjk", taken, kept)
     write = einsum("bntv,bntk->bnvk", written, kept)
 
     states, before = (scan or scan_blocks)(states, layer, slots, source, keep, carry, write)
     updates = written - einsum("bnvk,bntk->bntv", before, taken)
-    out = einsum("bnvk,bntk->bntv", before, q) * total[..., None] + einsum("bnti,bniv->bntv", mixed, updates)
+    out = einsum("bnvk,bntk->bntv", before, total * q) + einsum("bnti,bniv->bntv", mixed, updates)
     return out.swapaxes(1, 2), states
 
 
-def _chunk_refuses(states, layer, slots, source, keep, q, k, v, *_) -> str | None:
+def _chunk_refuses(states, layer, slots, source, keep, q, k, v, logs, _) -> str | None:
+    if logs.ndim > 3:
+        return BY_CHANNEL
     return delta_chunk_fits(q.shape, v.shape, states.dtype, q.dtype, v.dtype)
 
 
@@ -214,34 +230,58 @@ def _portable_chunk_refuses(states, layer, slots, source, keep, q, *_) -> str | 
     return portable_delta.scan_supported(states, q.dtype)
 
 
+def _portable_chunk(*call) -> tuple[Array, Array]:
+    return reference_chunk(*call, scan=portable_delta.scan)
+
+
 RECURRENCE_CHUNK = (
     Implementation("delta_chunk", HOPPER, _chunk_refuses, lambda *call: delta_chunk(*call)),
-    Implementation(
-        "portable_scan",
-        PORTABLE,
-        _portable_chunk_refuses,
-        lambda *call: reference_chunk(*call, scan=portable_delta.scan),
-    ),
+    Implementation("portable_blocks", HOPPER, _portable_chunk_refuses, _portable_chunk),  # of decays by channel, too
+    Implementation("portable_scan", PORTABLE, _portable_chunk_refuses, _portable_chunk),
     Implementation("reference", ANY, nothing, reference_chunk, slow=True),
 )
 
 
 def _within(
-    q: Float[Array, "b t m k"], k: Float[Array, "b t m k"], logs: Float[Array, "b n t"], beta: Float[Array, "b n t"]
+    q: Float[Array, "b t m k"], k: Float[Array, "b t m k"], logs: Float[Array, "b n t *k"], beta: Float[Array, "b n t"]
 ) -> tuple[Array, Array, Array, Array]:
     """How t rows that follow one another act on one another, whatever the state before them.
 
-    With S the state before and V the rows' values: their updates are U = corrected (V - total S k), and they read
-    total S q + mixed U. `total[t]` is the factor by which the state before has decayed at row t, `left[i]` the one of
-    row i's update at the end. `corrected` and `mixed` are [b, n, t, t], `total` and `left` [b, n, t]. `logs` are
-    running sums of the decays' logarithms.
+    With S the state before and V the rows' values: their updates are U = corrected (V - S (total k)), and they read
+    S (total q) + mixed U. `total[t]` is the factor by which the state before has decayed at row t, `left[i]` the one of
+    row i's update at the end. `corrected` and `mixed` are [b, n, t, t], `total` and `left` [b, n, t, 1], or
+    [b, n, t, k] where decays are by channel. `logs` are running sums of the decays' logarithms.
     """
-    group = logs.shape[1] // k.shape[2]
-    spans = decay_between(logs)
-    rows = jnp.stack([k, q]).astype(jnp.float32)
-    products = jnp.repeat(einsum("sbtmk,bimk->sbmti", rows, rows[0]), group, axis=2) * spans
+    group, rows = logs.shape[1] // k.shape[2], jnp.stack([k, q]).astype(jnp.float32)
+    if logs.ndim == 3:
+        products = jnp.repeat(einsum("sbtmk,bimk->sbmti", rows, rows[0]), group, axis=2) * decay_between(logs)
+    else:
+        rows = jnp.repeat(jnp.moveaxis(rows, 2, 3), group, axis=2)
+        products = _products_by_channel(rows, rows[0], logs)
     corrected = _unit_lower_inverse(jnp.tril(beta[..., None] * products[0], -1)) * beta[..., None, :]
-    return corrected, products[1], jnp.exp(logs), spans[..., -1, :]
+    logs = by_channel(logs, 4)
+    return corrected, products[1], jnp.exp(logs), jnp.exp(logs[..., -1:, :] - logs)
+
+
+def _products_by_channel(
+    rows: Float[Array, "s b n t k"], keys: Float[Array, "b n t k"], logs: Float[Array, "b n t k"]
+) -> Float[Array, "s b n t t"]:
+    """Products of rows with earlier keys and their own, each channel decayed in between; zero with later keys.
+
+    By halves: from a key to the end of the first half, and from there to a row, so that no factor is above one.
+    """
+    t = logs.shape[2]
+    if t == 1:
+        return (rows * keys).sum(-1, keepdims=True)
+    half = -(-t // 2)
+    pad = lambda x, **how: jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, 2 * half - t), (0, 0)], **how)  # noqa: E731
+    rows, keys, logs = pad(rows), pad(keys), pad(logs, mode="edge")
+    (first, second), (before, after) = jnp.split(logs, 2, axis=2), jnp.split(rows, 2, axis=3)
+    end, earlier, later = first[:, :, -1:], *jnp.split(keys, 2, axis=2)
+    corner = einsum("sbntk,bnik->sbnti", after * jnp.exp(second - end), earlier * jnp.exp(end - first))
+    halves = jnp.concatenate([before, after], axis=1), *map(jnp.concatenate, ((earlier, later), (first, second)))
+    before, after = jnp.split(_products_by_channel(*halves), 2, axis=1)
+    return jnp.block([[before, jnp.zeros_like(before)], [corner, after]])[..., :t, :t]
 
 
 def _unit_lower_inverse(lower: Float[Array, "b *n t t"]) -> Float[Array, "b *n t t"]:

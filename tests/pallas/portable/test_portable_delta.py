@@ -10,8 +10,11 @@ from jaxspec.pallas import portable
 from jaxspec.pallas.hopper import counting
 from jaxspec.pallas.portable import delta as op
 from jaxspec.pallas.recurrence import delta_pool, gated_delta
-from tests.pallas.recurrence.test_delta_step import CASES, LAYER, Case, check_after, near
+from tests.pallas.recurrence.test_delta_step import CASES as HOPPERS
+from tests.pallas.recurrence.test_delta_step import LAYER, Case, check_after, near
 from tests.support.portable import KINDS, lowered
+
+CASES = [*HOPPERS, Case("decays by channel", t=3, rows=4, replay=(2, 0), channel_decay=True)]
 
 
 def check(case: Case, interpret: bool = False) -> None:
@@ -40,7 +43,8 @@ def test_equals_the_plain_step(case):
 @pytest.mark.parametrize("capability", KINDS)
 def test_the_operation_takes_it_where_it_lowers(capability, monkeypatch):
     monkeypatch.setattr(portable, "kernels_here", lambda: None)
-    pool, slots, rest = Case("", t=3, rows=4, padded_rows=4).inputs()
+    channels = capability in ("8.0", "9.0")
+    pool, slots, rest = Case("", t=3, rows=4, padded_rows=4, channel_decay=channels).inputs()
     run = lambda pool, slots, *rest: gated_delta.step(pool, jnp.int32(0), slots, *rest, padded_rows=4)  # noqa: E731
     with counting() as kernels:
         text = lowered(run, pool, slots, *rest, capability=capability)

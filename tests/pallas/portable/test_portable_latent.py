@@ -34,6 +34,7 @@ class Case:
     masked_slots: int = 0
     parts: int | None = 1
     dtype: str = "float32"
+    pages: str | None = None  # the dtype of latents; None: `dtype`
 
     def inputs(self) -> tuple:
         """Operands of `latent_attention` behind the pages' layer: pages in any order, those of nobody finite."""
@@ -42,6 +43,7 @@ class Case:
         table = 1 + rng.permutation(b * entries).reshape(b, entries).astype(np.int32)
         normal = lambda *s: jnp.asarray(rng.standard_normal(s, np.float32), self.dtype)  # noqa: E731
         kv, q = normal(2, 1 + b * entries, 1, 1, self.page, width), normal(b, self.t, self.n, width)
+        kv = kv.astype(self.pages or self.dtype)
         start = np.array(self.lengths, np.int32) - (self.masked_slots or self.t)
         mask = None
         if self.masked_slots:
@@ -73,6 +75,8 @@ CASES = [
     Case("decode, 128 heads", n=128, lengths=(65,)),
     Case("tree", t=6, n=3, masked_slots=6, lengths=(6, 40, 90), parts=2),
     Case("prompt", t=32, n=4, lengths=(32, 100, 20)),
+    Case("FP8 pages, 20 heads, verify", n=20, t=3, pages="float8_e4m3fn", lengths=(3, 70, 150)),
+    Case("FP8 pages, bfloat16", t=2, n=4, latent=128, rest=64, dtype="bfloat16", pages="float8_e4m3fn", lengths=(90,)),
     Case("bfloat16, 4 heads", t=2, n=4, latent=128, rest=64, dtype="bfloat16", lengths=(2, 90)),
 ]
 
@@ -104,6 +108,7 @@ def test_equals_dense_softmax(case):
     dict(n=128, lengths=(4000,) * 2),
     dict(n=20, t=64, lengths=(300,)),
     dict(n=16, t=8, masked_slots=8, lengths=(300,)),
+    dict(n=128, pages="float8_e4m3fn", lengths=(300,)),
 ]))  # fmt: skip
 def test_lowers_for_each_generation(capability, sizes):
     case = Case("", latent=512, rest=64, page=64, dtype="bfloat16", **sizes)
@@ -124,8 +129,10 @@ def test_supported_says_why_not(change, reason):
     q, kv, _, _, _, latent, *_ = Case("", **change).inputs()
     answer = op.supported(q.shape, kv, q.dtype, latent)
     assert answer is None if reason is None else reason in answer
-    fp8 = jax.ShapeDtypeStruct(kv.shape, "float8_e4m3fn")
-    assert reason or "latents in float8_e4m3fn" in op.supported(q.shape, fp8, q.dtype, latent)
+    half = jax.ShapeDtypeStruct(kv.shape, "float16")
+    assert reason or "latents in float16" in op.supported(q.shape, half, q.dtype, latent)
+    large = jax.ShapeDtypeStruct((2**17, 1, 1, 1, 2**8, 80), "float8_e4m3fn")
+    assert reason or "of 2 to 4 GiB; give --max-total-tokens" in op.supported(q.shape, large, q.dtype, latent)
 
 
 @pytest.mark.parametrize("device,capability", [(hopper, "9.0"), (portable, "8.0")])

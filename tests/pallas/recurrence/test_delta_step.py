@@ -39,12 +39,14 @@ class Case:
     division: tuple | None = (2, 2)  # of which a `Division` is made
     padded_rows: int | None = None
     fixed: bool = False
+    channel_decay: bool = False
 
     def inputs(self, seed: int = 0):
         """A pool full of random states and records, the slots, and the operands of `step` that come after them."""
         rng = np.random.default_rng(seed)
         b, n, width = len(self.replay), self.key_heads * self.group, op.WIDTH
         heads = dict(key_heads=self.key_heads, value_heads=n, key_width=width, value_width=width)
+        heads["channel_decay"] = self.channel_decay
         pool = delta_pool.empty(LAYERS, b + 2, self.rows, **heads, dtype=self.dtype, key_dtype="bfloat16")
 
         random = lambda shape: rng.standard_normal(shape, np.float32)  # noqa: E731
@@ -63,7 +65,8 @@ class Case:
         )
         rows = (b, self.t)
         new = [normal((*rows, self.key_heads, width), "bfloat16", length) for length in (width**-0.5, 1)]
-        new += [normal((*rows, n, width), "bfloat16"), gate((*rows, n)), share((*rows, n))]
+        decayed = (*rows, n, width) if self.channel_decay else (*rows, n)
+        new += [normal((*rows, n, width), "bfloat16"), gate(decayed), share((*rows, n))]
         return pool, jnp.asarray(1 + rng.permutation(b), jnp.int32), (jnp.asarray(self.replay, jnp.int32), *new)
 
 

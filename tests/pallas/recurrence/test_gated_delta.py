@@ -23,15 +23,18 @@ def token_loop(state, q, k, v, decay, beta):
     k, q = (np.repeat(np.asarray(x, np.float64), v.shape[1] // x.shape[1], axis=1) for x in (k, q))
     out = []
     for t in range(len(v)):
-        state = state * np.asarray(decay[t], np.float64)[:, None, None]
+        alpha = np.asarray(decay[t], np.float64)
+        state = state * alpha.reshape(len(alpha), 1, -1)
         update = np.asarray(beta[t])[:, None] * (v[t] - np.einsum("nvk,nk->nv", state, k[t]))
         state = state + update[:, :, None] * k[t][:, None, :]
         out.append(np.einsum("nvk,nk->nv", state, q[t]))
     return np.array(out), state
 
 
-def tokens(rng, *shape, alike=False, sizes=SIZES):
-    """q, k, v, decay, beta of random tokens; `alike`, as of one token repeated, which corrects itself the most."""
+def tokens(rng, *shape, alike=False, sizes=SIZES, by_channel=False):
+    """q, k, v, decay, beta of random tokens; `alike`, as of one token repeated, which corrects itself the most.
+
+    `by_channel`: decays are of key channels, some of which forget all within two tokens."""
     m, n, h = sizes["key_heads"], sizes["value_heads"], sizes["key_width"]
 
     def normal(*tail):
@@ -40,15 +43,16 @@ def tokens(rng, *shape, alike=False, sizes=SIZES):
         return np.broadcast_to(x, (*shape, *tail)).astype(np.float32)
 
     unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)  # noqa: E731
-    decay = np.exp(-np.exp(normal(n) - 2))
+    decay = np.exp(-np.exp((2 * normal(n, h) if by_channel else normal(n)) - 2))
     beta = 1 / (1 + np.exp(-normal(n)))
     if alike:
         decay, beta = np.ones_like(decay), 0.99 * np.ones_like(beta)
     return unit(normal(m, h)) * h**-0.5, unit(normal(m, h)), normal(n, sizes["value_width"]), decay, beta
 
 
-def a_pool(rng, rows, dtype=jnp.float32):
-    pool = delta_pool.empty(LAYERS, SLOTS, rows, **SIZES, dtype=dtype, key_dtype=jnp.float32)
+def a_pool(rng, rows, dtype=jnp.float32, by_channel=False):
+    sizes = SIZES | {"channel_decay": by_channel}
+    pool = delta_pool.empty(LAYERS, SLOTS, rows, **sizes, dtype=dtype, key_dtype=jnp.float32)
     state = pool.state + rng.standard_normal(pool.state.shape)
     return pool.replace(
         state=state.astype(dtype), keys=pool.keys + STRANGER, updates=pool.updates + STRANGER, decay=pool.decay * 0.1
@@ -61,16 +65,16 @@ def close(actual, expected, tolerance=1e-5):
     assert error < tolerance, error
 
 
-@pytest.mark.parametrize("rows", [1, 3, 8, 16])
-def test_a_round_goes_on_from_what_was_accepted(rows):
+@pytest.mark.parametrize("rows,by_channel", [(1, False), (3, False), (8, False), (16, False), (3, True)])
+def test_a_round_goes_on_from_what_was_accepted(rows, by_channel):
     """Three rounds, of which the accepted rows differ by slot: as a loop over the accepted tokens."""
     rng = np.random.default_rng(rows)
-    pool, slots = a_pool(rng, rows), np.array([4, 0, 3])
+    pool, slots = a_pool(rng, rows, by_channel=by_channel), np.array([4, 0, 3])
     before = pool
     texts = [[] for _ in slots]
     replay = np.zeros(3, np.int32)
     for _ in range(3):
-        new = tokens(rng, 3, rows)
+        new = tokens(rng, 3, rows, by_channel=by_channel)
         out, pool = step(pool, jnp.int32(LAYER), slots, replay, *new)
         for r, slot in enumerate(slots):
             everything = [np.concatenate(x) for x in zip(*texts[r], [x[r] for x in new], strict=True)]
@@ -110,13 +114,13 @@ def test_fewer_rows_than_records_and_more():
         op.step(pool, jnp.int32(LAYER), slots, np.array([0]), *tokens(rng, 1, 5))
 
 
-@pytest.mark.parametrize("t", [64, 7])
-def test_blocks_in_order(t):
+@pytest.mark.parametrize("t,by_channel", [(64, False), (7, False), (64, True)])
+def test_blocks_in_order(t, by_channel):
     """Two requests, one from a stored state and one from nothing, snapshots on the way, one taken up by a third."""
     rng = np.random.default_rng(t)
-    pool = a_pool(rng, 1)
+    pool = a_pool(rng, 1, by_channel=by_channel)
     start = np.asarray(pool.state[LAYER])
-    new = tokens(rng, 6, t)
+    new = tokens(rng, 6, t, by_channel=by_channel)
     slots = np.array([0, 1, 0, 1, 3, 5])
     source = np.array([2, -1, 0, 1, 4, 5])
     keep = np.array([-1, 4, SLOTS, -1, -1, SLOTS + 3])

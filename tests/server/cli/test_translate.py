@@ -45,9 +45,11 @@ HERE = "--model Qwen/Qwen3-8B"
      f"CUDA_VISIBLE_DEVICES=0 HF_HOME='a b' {HERE} --mem-fraction-static 0.8 --port 8000"),
     (f"""{VLLM} --limit-mm-per-prompt '{{"image": 4, "video": 0}}' --allowed-local-media-path /tmp """
      "--allowed-media-domains a.example b.example",
-     f"""{HERE} --limit-images-per-prompt 4 --allowed-media-path /tmp """
+     f"""{HERE} --limit-images-per-prompt 4 --limit-videos-per-prompt 0 --allowed-media-path /tmp """
      """--allowed-media-domains '["a.example", "b.example"]' --port 8000"""),
     (f"{VLLM} --limit-mm-per-prompt.image 0", f"{HERE} --limit-images-per-prompt 0 --port 8000"),
+    (f"""{VLLM} --limit-mm-per-prompt '{{"video": {{"count": 2}}}}'""",
+     f"{HERE} --limit-videos-per-prompt 2 --port 8000"),
     (f"{VLLM} --limit-mm-per-prompt image=2", f"{HERE} --limit-images-per-prompt 2 --port 8000"),
     (f"""{SGLANG} --limit-mm-data-per-request '{{"image": 3}}'""", f"{HERE} --limit-images-per-prompt 3"),
     (f"{VLLM} --kv-offloading-size 64", f"{HERE} --host-kv-gb 64 --port 8000"),
@@ -121,6 +123,8 @@ HERE = "--model Qwen/Qwen3-8B"
     (f"""{VLLM} --speculative-config '{{"method":"eagle3","model":"a/b","quantization":"fp8"}}' """,
      f"{HERE} --draft eagle3:a/b --draft-quantization fp8 --port 8000"),
     (f"{SGLANG} --speculative-algorithm NEXTN --speculative-num-steps 3", f"{HERE} --draft mtp --num-draft-tokens 3"),
+    (f"{SGLANG} --speculative-algorithm DFLASH --speculative-draft-model-path a/b "
+     "--speculative-dflash-draft-window-size 9", f"{HERE} --draft 'dflash:a/b?window=9'"),
     (f"{SGLANG} --speculative-algorithm EAGLE --speculative-num-steps 3", f"{HERE} --draft mtp --num-draft-tokens 3"),
     (f"{SGLANG} --speculative-algorithm NGRAM --speculative-num-draft-tokens 8 --disable-radix-cache",
      f"{HERE} --disable-prefix-cache --draft ngram --num-draft-tokens 7"),
@@ -168,7 +172,7 @@ def test_translations(line, here):
     ("--weight-loader-drop-cache-after-load", "--weight-loader-drop-cache-after-load: files aren't mapped"),
     ("--no-use-tqdm-on-load", "--no-use-tqdm-on-load: loading has a bar on a terminal, and lines in a log"),
     ("--enable-multimodal", "--enable-multimodal: pictures are read wherever the model has a vision tower"),
-    ("""--limit-mm-per-prompt '{"video": 1}'""", '--limit-mm-per-prompt {"video": 1}: it names no number'),
+    ("""--limit-mm-per-prompt '{"audio": 1}'""", '--limit-mm-per-prompt {"audio": 1}: it names no number'),
     ("--mm-processor-kwargs '{}'", "--mm-processor-kwargs: the processor is as the checkpoint's"),
     ("--pipeline-parallel-size 2", "--pipeline-parallel-size 2: of several GPUs, --tp-size, --ep-size"),
     ("--enable-dp-attention", "--enable-dp-attention: attention is divided by heads (--tp-size)"),
@@ -194,7 +198,9 @@ def test_translations(line, here):
     ("--enable-hierarchical-cache", "--enable-hierarchical-cache: --host-kv-gb GIB gives the cache a size"),
     ("--hicache-ratio 2", "--hicache-ratio: --host-kv-gb takes GiB"),
     ("--hicache-write-policy write_back", "--hicache-write-policy: pages are copied once they are full"),
-    ("--hicache-storage-backend file", "--hicache-storage-backend: KV is kept on the device and in this host's memory"),
+    ("--hicache-storage-backend file", "--hicache-storage-backend: KV is kept on the device, in this host's memory"),
+    ("""--kv-transfer-config '{"kv_connector_extra_config": {"cpu_bytes_to_use": 9, "secondary_tiers": [{}]}}'""",
+     "secondary_tiers: for a disk, give --disk-kv-gb GIB and --disk-kv-path DIR"),
     ("--hicache-size much", "much: it names no size of a cache in the host's memory"),
     ("--kv-transfer-config {}", "--kv-transfer-config: prefill and decoding run in one process"),
     ("--cpu-offload-gb 4", "--cpu-offload-gb: weights stay on the device"),

@@ -1,0 +1,116 @@
+"""MiMo-V2-Flash: most layers see a window, with sinks; values are narrower than keys; experts are scored by a sigmoid.
+
+Layers that see a window have twice the KV heads of those that see all of the text, and another rope.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+from jaxspec.config.json_values import positive, positive_float, shown
+from jaxspec.config.options import ConfigError
+from jaxspec.models import reading
+from jaxspec.models.declaring import Tensors, attention_tensors, decoder_tensors, renamed
+from jaxspec.models.description import Attention, Decoder, Layer, Mlp
+from jaxspec.models.families.deepseek_v3 import ROUTING, dense_layers
+from jaxspec.models.families.glm4_moe import mixture
+
+__all__ = ["read", "tensors"]
+
+# What transformers' MiMoV2FlashConfig has where a config.json is silent.
+DEFAULTS = {
+    "head_dim": 192,
+    "v_head_dim": 128,
+    "sliding_window": 129,
+    "attention_value_scale": 0.707,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+}
+THETAS = {"full_attention": ("rope_theta", 5e6), "sliding_attention": ("swa_rope_theta", 1e4)}
+ROTATED = 0.334  # of a head, where the config is silent
+ONLY = {
+    **ROUTING,
+    "attention_bias": False,
+    "add_swa_attention_sink_bias": True,
+    "add_full_attention_sink_bias": False,
+    "n_shared_experts": 0,
+    "hidden_act": "silu",
+}
+
+
+def read(hf: reading.Config) -> Decoder:
+    """**Raises:** `ConfigError` naming the key."""
+    for key, value in ONLY.items():
+        if (found := hf.get(key)) not in (None, value):
+            raise ConfigError(f"{key} {shown(found)} is not supported for mimo_v2_flash; supported: {shown(value)}")
+    hf = {**hf, "rms_norm_eps": hf.get("layernorm_epsilon", hf.get("rms_norm_eps", 1e-5))}
+    hf |= {"n_shared_experts": 0, "routed_scaling_factor": hf.get("routed_scaling_factor") or 1.0}
+    count, norm = positive(hf, "num_hidden_layers"), reading.norm(hf)
+    # Checkpoints count the tokens before a token; transformers, with its own.
+    before = hf.get("sliding_window_size") is not None
+    window = positive(hf, "sliding_window_size") + 1 if before else positive(hf, "sliding_window")
+    pattern = _pattern(hf, "hybrid_layer_pattern", [int(i > 0 and (i + 1) % 6 > 0) for i in range(count)])
+    windows = reading.windows(hf, window, lambda i: pattern[i] == 1)
+    full, sliding = (
+        _attention(hf, "full_attention"),
+        _attention(_of_windows(hf), "sliding_attention", sinks=True, pool=1),
+    )
+    sparse = _pattern(hf, "moe_layer_freq", [int(i > 0) for i in range(count)])
+    dense = dense_layers(hf) if hf.get("mlp_layer_types") is not None else lambda i: not sparse[i]
+    experts, mlps = mixture(hf), reading.mlps({**hf, "mlp_bias": False})
+    layers = [
+        Layer(
+            dataclasses.replace(full if window is None else sliding, window=window), mlp if dense(i) else experts, norm
+        )
+        for i, (mlp, window) in enumerate(zip(mlps, windows, strict=True))
+    ]
+    return reading.decoder(hf, layers, norm)
+
+
+def _pattern(hf: reading.Config, key: str, default: list[int]) -> list[int]:
+    """A 0 or 1 of each layer."""
+    found = hf.get(key)
+    if found is None:
+        return default
+    if not isinstance(found, list | tuple) or len(found) != len(default) or any(each not in (0, 1) for each in found):
+        raise ConfigError(
+            f"config.json: {key} must have a 0 or a 1 for each of {len(default)} layers, got {shown(found)}"
+        )
+    return list(found)
+
+
+def _of_windows(hf: reading.Config) -> reading.Config:
+    """The config with the heads of layers that see a window, by default twice the KV heads."""
+    own = {"num_key_value_heads": 2 * positive(hf, "num_key_value_heads")}
+    names = "num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim"
+    return {**hf, **own, **{name: hf[f"swa_{name}"] for name in names if hf.get(f"swa_{name}") is not None}}
+
+
+def _attention(hf: reading.Config, kind: str, **more: Any) -> Attention:
+    scale = hf["attention_value_scale"]
+    more |= {
+        "value_dim": positive(hf, "v_head_dim"),
+        "value_scale": 1.0 if scale is None else positive_float(hf, "attention_value_scale"),
+    }
+    return reading.attention(reading.with_rope(hf, kind, THETAS), ROTATED, **more)
+
+
+def mtp_layer(decoder: Decoder) -> Layer:
+    """The layer of an MTP module: a window, and a dense MLP."""
+    sees = next((layer for layer in decoder.layers if layer.mixing.window is not None), decoder.layers[0])
+    mlp = next((layer.feed for layer in decoder.layers if isinstance(layer.feed, Mlp)), None)
+    if mlp is None:
+        raise ConfigError("--draft mtp: MiMo-V2's modules have a dense MLP, and no layer of this model says how wide")
+    return dataclasses.replace(sees, feed=mlp)
+
+
+def named_tensors(layer: Layer, d: int, prefix: str) -> Tensors:
+    """Attention, whose sinks have another name."""
+    tree = attention_tensors(layer, d, prefix)
+    return {name: renamed(param, {"self_attn.sinks": "self_attn.attention_sink_bias"}) for name, param in tree.items()}
+
+
+tensors = partial(decoder_tensors, mixings={Attention: named_tensors})

@@ -1,0 +1,415 @@
+"""The warpgroups of a block of the latent decode kernel: one copies pages into shared memory, and two compute.
+
+Tokens pass through in pairs of steps. Warpgroup 0 makes the scores and weights of the even steps, warpgroup 1 of the
+odd ones. Each adds up its half of the values' columns with the weights of both. A step's weights overwrite the columns
+of its keys that no value has, so they need no room of their own. The largest scores so far go from step to step, hence
+from one warpgroup to the other and back, and while one computes a softmax, the other's products are under way.
+
+A step's latents are in three pieces, each released by itself as soon as its last product is done: the next pair's copy
+begins then.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jaxlib.mlir.dialects import llvm
+
+from jaxspec.pallas.attention.decode_attention.tiles import row_a_warp
+from jaxspec.pallas.attention.latent_decode.plan import (
+    HALF,
+    MAX_MASKED_SLOTS,
+    PACK,
+    PAIR,
+    PIECES,
+    STEP,
+    Plan,
+)
+from jaxspec.pallas.hopper import WGMMA_ROWS
+
+FLOOR = -1e30  # a running maximum that nothing has raised; finite, so that differences of maxima are numbers
+TOGETHER = 16  # parts that are read before the first is added
+ROW, TILE = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA
+COMPUTING, COPYING = 232, 40  # registers of a thread
+EVEN, ODD = 0, 1
+
+
+class _Refs(NamedTuple):
+    """References to operands and results in the GPU's memory."""
+
+    q: Any
+    kv: Any
+    table: Any
+    start: Any
+    layer: Any
+    bits: Any  # None without a mask
+    results: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, plan: Plan, refs: tuple) -> _Refs:
+        given = 6 if plan.masked_slots else 5
+        return cls(*refs[:5], refs[5] if plan.masked_slots else None, refs[given:])
+
+
+class _Scratch(NamedTuple):
+    q_s: list[Any]  # a piece each, as the next
+    ring: list[Any]
+    tops_s: Any  # the largest scores after an even and after an odd step
+    totals_s: Any  # each warpgroup's sums of weights
+    sums_s: Any  # at the end: largest scores, and sums of weights of both
+    mixed_s: Any
+    q_ready: Any
+    filled: Any
+    released: list[Any]
+    weighed: Any  # a step's weights are written
+    summed: Any
+
+
+def warpgroup(plan: Plan, *refs, **scratch) -> None:
+    """Run one warpgroup of one block: attend a tile of rows to its part of a request's tokens.
+
+    If there are several parts, wait for the others, then combine a share of the rows.
+    """
+    refs, scratch = _Refs.of(plan, refs), _Scratch(**scratch)
+    w = lax.axis_index("warpgroup")
+    done = None  # counts the warpgroups that have written a part, for both: each call here would make others
+    if plan.splits > 1 and not plan.interpret:
+        done = pl.get_global(plgpu.SemaphoreType.REGULAR((plan.b, plan.tiles)))
+
+    @pl.when(w == 2)
+    def _():
+        plgpu.set_max_registers(COPYING, action="decrease")
+        # Loads from memory are issued together, or each would wait for the one before.
+        layer, ids = refs.layer[0], _pages(plan, refs.table, 0)
+        _Part.here(plan, refs, scratch).copy(layer, ids)
+
+    for me in (EVEN, ODD):
+
+        @pl.when(w == me)
+        def _(me=me):
+            plgpu.set_max_registers(COMPUTING, action="increase")
+            _Part.here(plan, refs, scratch).compute(me, done)
+
+
+def combine(plan: Plan, start_g, *refs, **scratch) -> None:
+    """Combine the parts of a tile in a launch of its own."""
+    *parts, out = refs
+    w = lax.axis_index("warpgroup")
+    nothing = (None,) * 3
+    part = _Part.here(plan, _Refs(*nothing, start_g, None, None, (*parts, out)), _Scratch(**scratch))
+    pl.when((w < 2) & (part.split < part.parts))(lambda: part.combine(w))
+
+
+def _div(x, y: int):
+    return lax.div(x, jnp.int32(y))
+
+
+def _first(plan: Plan, i, stage):
+    """The first token of a step of the i-th pair of this part."""
+    return (lax.axis_index("split") + i * plan.splits) * PAIR + stage * STEP
+
+
+def _pages(plan: Plan, table, i) -> list[list[Any]]:
+    """The pages of both steps of a pair. Past the table's end its last page stands in, and is masked."""
+    b = lax.axis_index("b")
+    entry = lambda stage, c: _div(_first(plan, i, stage) + c * plan.page, plan.page)  # noqa: E731
+    return [
+        [table[b, jnp.minimum(entry(stage, c), plan.entries - 1)] for c in range(plan.copies)] for stage in (EVEN, ODD)
+    ]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A tile's rows, and the pairs of steps that are this block's: every `splits`-th."""
+
+    plan: Plan
+    refs: _Refs
+    scratch: _Scratch
+    b: Any
+    tile: Any
+    split: Any
+    start: Any
+    row: Any  # the tile's first
+    pairs: Any  # of the request, that some row sees
+    whole: Any  # those in which each row sees each token
+
+    @classmethod
+    def here(cls, plan: Plan, refs: _Refs, scratch: _Scratch) -> _Part:
+        b, tile, split = (lax.axis_index(name) for name in ("b", "tile", "split"))
+        start = refs.start[b]
+        row = jnp.minimum(tile * WGMMA_ROWS, plan.all_rows - plan.rows)  # the last tile may repeat rows
+        last = jnp.minimum(_div(row + (plan.rows - 1), plan.n), plan.t - 1)
+        seen = plan.masked_slots or last + 1
+        pairs = _div(jnp.clip(start + seen, 0, plan.entries * plan.page) + (PAIR - 1), PAIR)
+        whole = start if plan.masked_slots else start + _div(row, plan.n) + 1
+        whole = jnp.minimum(_div(jnp.maximum(whole, 0), PAIR), pairs)
+        return cls(plan, refs, scratch, b, tile, split, start, row, pairs, whole)
+
+    @property
+    def parts(self):
+        """How many blocks have some of the request's tokens; at least one, which writes zeros."""
+        return jnp.clip(self.pairs, 1, self.plan.splits)
+
+    def share(self, pairs):
+        """How many of the request's first `pairs` are this part's."""
+        return _div(jnp.maximum(pairs - self.split, 0) + (self.plan.splits - 1), self.plan.splits)
+
+    # One warpgroup copies.
+
+    def copy(self, layer, ids) -> None:
+        """Copy queries and then steps, each piece as soon as its slot is released. `ids`: the first pair's pages."""
+        plan, refs, scratch = self.plan, self.refs, self.scratch
+        rows = pl.ds(0, plan.rows)
+        for q_s, (first, width) in zip(scratch.q_s, PIECES, strict=True):
+            source = refs.q.at[self.b, pl.ds(self.row, plan.rows), pl.ds(first, width)]
+            plgpu.copy_gmem_to_smem(source, q_s.at[0, rows], scratch.q_ready)
+
+        def pair(i, ids):
+            following = _pages(plan, refs.table, i + 1)  # early, since they come from memory
+            for stage in (EVEN, ODD):
+                for piece, released in enumerate(scratch.released):
+                    plgpu.barrier_wait(released.at[stage])
+                    self._copy(layer, ids[stage], i, stage, piece)
+            return following
+
+        lax.fori_loop(0, self.share(self.pairs), pair, ids)
+        for stage in (EVEN, ODD):
+            for released in scratch.released:
+                plgpu.barrier_wait(released.at[stage])
+
+    def _copy(self, layer, ids, i, stage, piece) -> None:
+        plan, (first, width) = self.plan, PIECES[piece]
+        rows = min(plan.page, STEP)
+        within = lax.rem(_first(plan, i, stage), jnp.int32(plan.page)) if plan.page > STEP else 0
+        for c, page in enumerate(ids):
+            source = self.refs.kv.at[layer, page, 0, 0, pl.ds(within, rows), pl.ds(first, width)]
+            target = self.scratch.ring[piece].at[stage, pl.ds(c * rows, rows)]
+            plgpu.copy_gmem_to_smem(source, target, self.scratch.filled.at[stage, piece])
+
+    # Two warpgroups compute.
+
+    def compute(self, me: int, done: Any) -> None:
+        """Add up this warpgroup's half of the values, and write it."""
+        scratch = self.scratch
+        for stage in (EVEN, ODD):
+            for released in (scratch.released[me], scratch.released[2]):
+                plgpu.barrier_arrive(released.at[stage])
+        plgpu.barrier_wait(scratch.q_ready)
+        step = (self._even, self._odd)[me]
+        carry = (
+            plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, HALF), jnp.float32), TILE),
+            plgpu.layout_cast(jnp.full((WGMMA_ROWS,), FLOOR, jnp.float32), ROW),
+            plgpu.layout_cast(jnp.zeros((WGMMA_ROWS,), jnp.float32), ROW),
+        )
+        whole, count = self.share(self.whole), self.share(self.pairs)
+        carry = lax.fori_loop(0, whole, partial(step, False), carry)
+        acc, top, total = lax.fori_loop(whole, count, partial(step, True), carry)
+        self._write(me, acc, top, total, done)
+
+    def _even(self, masked: bool, i, carry):
+        acc, top, total = carry
+        plan, scratch = self.plan, self.scratch
+        left, _, weights_s = scratch.ring
+        scores = self._scores(EVEN)
+        new_top, weights = self._weigh(masked, i, EVEN, scores, top)
+        self._publish(EVEN, new_top, weights)
+        shrink = jnp.exp2(top - new_top)
+        total = total * shrink + weights.sum(axis=1)
+        acc = _add_product(plan, _scaled(acc, shrink), weights_s.at[EVEN], left.at[EVEN])
+        self._release(EVEN, EVEN)
+        top, shrink = self._published(ODD, new_top)
+        plgpu.barrier_wait(scratch.filled.at[ODD, EVEN])
+        acc = _add_product(plan, _scaled(acc, shrink), weights_s.at[ODD], left.at[ODD])
+        self._release(EVEN, ODD)
+        return acc, top, total * shrink
+
+    def _odd(self, masked: bool, i, carry):
+        acc, top, total = carry
+        plan, scratch = self.plan, self.scratch
+        _, right, weights_s = scratch.ring
+        scores = self._scores(ODD)
+        top, shrink = self._published(EVEN, top)
+        acc, total = _scaled(acc, shrink), total * shrink
+        plgpu.barrier_wait(scratch.filled.at[EVEN, ODD])
+
+        def meanwhile():
+            new_top, weights = self._weigh(masked, i, ODD, scores, top)
+            self._publish(ODD, new_top, weights)
+            return new_top, weights.sum(axis=1)
+
+        acc, (new_top, added) = _add_product(plan, acc, weights_s.at[EVEN], right.at[EVEN], meanwhile)
+        self._release(ODD, EVEN)
+        shrink = jnp.exp2(top - new_top)
+        acc = _add_product(plan, _scaled(acc, shrink), weights_s.at[ODD], right.at[ODD])
+        self._release(ODD, ODD)
+        return acc, new_top, total * shrink + added
+
+    def _scores(self, stage: int):
+        """A step's scores, f32[64, STEP], once its keys are there."""
+
+        def run(acc):
+            zero = _opaque_zero(self.plan)
+            for piece, (q_s, keys) in enumerate(zip(self.scratch.q_s, self.scratch.ring, strict=True)):
+                plgpu.barrier_wait(self.scratch.filled.at[stage, piece])
+                plgpu.wgmma(acc, q_s.at[zero], keys.at[zero + stage].transpose((1, 0)))
+            return acc[...]
+
+        return pl.run_scoped(run, plgpu.ACC((WGMMA_ROWS, STEP), jnp.float32))
+
+    def _weigh(self, masked: bool, i, stage: int, scores, top):
+        """The largest scores up to this step, in base 2, and its weights."""
+        if masked:
+            scores = jnp.where(self._seen(_first(self.plan, i, stage)), scores, -jnp.inf)
+        factor = jnp.float32(self.plan.scale * math.log2(math.e))
+        new_top = jnp.maximum(top, scores.max(axis=1) * factor)
+        return new_top, jnp.exp2(scores * factor - lax.broadcast_in_dim(new_top, scores.shape, [0]))
+
+    def _seen(self, first):
+        """Whether each row sees each token of the step that begins at KV slot `first`."""
+        plan, shape = self.plan, (WGMMA_ROWS, STEP)
+        slots = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=TILE) + first
+        if not plan.masked_slots:
+            row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=TILE) + self.row
+            return slots <= self.start + _div(row, plan.n)
+        bits = plgpu.load(self.refs.bits.at[self.b, pl.ds(self.row, WGMMA_ROWS)], layout=ROW, optimized=False)
+        new = slots - self.start
+        bit = (
+            lax.shift_right_logical(lax.broadcast_in_dim(bits, shape, [0]), jnp.clip(new, 0, MAX_MASKED_SLOTS - 1)) & 1
+        )
+        return (new < 0) | ((new < plan.masked_slots) & (bit == 1))
+
+    def _publish(self, stage: int, top, weights) -> None:
+        """Hand a step's weights and the largest scores up to it to both warpgroups."""
+        self.scratch.ring[2].at[stage][...] = weights.astype(jnp.bfloat16)
+        self.scratch.tops_s[stage] = top
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.scratch.weighed.at[stage])
+
+    def _published(self, stage: int, top):
+        """Wait for the other warpgroup's weights: the largest scores, and what sums under `top` are multiplied by."""
+        plgpu.barrier_wait(self.scratch.weighed.at[stage])
+        new_top = plgpu.load(self.scratch.tops_s.at[stage], layout=ROW, optimized=False)
+        return new_top, jnp.exp2(top - new_top)
+
+    def _release(self, me: int, stage: int) -> None:
+        for released in (self.scratch.released[me], self.scratch.released[2]):
+            plgpu.barrier_arrive(released.at[stage])
+
+    def _write(self, me: int, acc, top, total, done) -> None:
+        """Write this warpgroup's half of the tile, or of its part of it, which is then combined with the others."""
+        plan, scratch, results = self.plan, self.scratch, self.refs.results
+        scratch.totals_s[me] = total
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(scratch.summed)
+        plgpu.barrier_wait(scratch.summed)
+        total = total + plgpu.load(scratch.totals_s.at[1 - me], layout=ROW, optimized=False)
+        rows_s = scratch.ring[me].at[me]  # nobody else reads it, and nothing is copied into it any more
+        rows_s[...] = _scaled(acc, 1 / jnp.maximum(total, 1e-30)).astype(jnp.bfloat16)
+        rows, columns = pl.ds(0, plan.rows), pl.ds(*PIECES[me])
+        if plan.splits == 1:
+            plgpu.commit_smem()
+            target = results[0].at[self.b, pl.ds(self.row, plan.rows), columns]
+            plgpu.copy_smem_to_gmem(rows_s.at[rows], target)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            return
+        if me == EVEN:
+            scratch.sums_s[0], scratch.sums_s[1] = top, total
+        plgpu.commit_smem()
+        parts_g, sums_g = (ref.at[self.b, self.tile, self.split] for ref in results[:2])
+
+        @pl.when(self.split < self.parts)
+        def _():
+            plgpu.copy_smem_to_gmem(rows_s.at[rows], parts_g.at[:, columns])
+            if me == EVEN:
+                plgpu.copy_smem_to_gmem(scratch.sums_s, sums_g)
+            plgpu.wait_smem_to_gmem(0)
+            if done is not None:
+                both = done.at[self.b, self.tile]
+                plgpu.semaphore_signal(both, memory_scope="gpu")
+                plgpu.semaphore_wait(both, 2 * self.parts, decrement=False, memory_scope="gpu")
+                self.combine(me)
+
+    def combine(self, me) -> None:
+        """Combine a share of the packs of the tile's rows, half of their columns."""
+        plan, parts, layout, shape = self.plan, self.parts, row_a_warp(HALF), (PACK, HALF)
+        parts_g, sums_g = (ref.at[self.b, self.tile] for ref in self.refs.results[:2])
+        mixed_s, columns = self.scratch.mixed_s.at[me], pl.ds(me * HALF, HALF)
+        load = partial(plgpu.load, optimized=False)
+        across = lambda x: lax.broadcast_in_dim(x, shape, [0])  # noqa: E731
+        cast = plgpu.layout_cast
+
+        def pack(j, _):
+            first = (self.split + j * parts) * PACK
+            rows = pl.ds(first, PACK)
+
+            def some(k, carry):
+                mix, top, total = carry
+                each = [k * TOGETHER + x for x in range(TOGETHER)]
+                there = [jnp.minimum(s, parts - 1) for s in each]
+                tops, totals = (
+                    [load(sums_g.at[s, kind, rows], layout=layout.reduce(1)) for s in there] for kind in (0, 1)
+                )
+                mixes = [load(parts_g.at[s, rows, columns], layout=layout) for s in there]
+                new_top = functools.reduce(jnp.maximum, tops, top)
+                shrink = jnp.exp2(top - new_top)
+                total, mix = total * shrink, mix * across(shrink)
+                for s, one_top, one_total, one_mix in zip(each, tops, totals, mixes, strict=True):
+                    weight = jnp.exp2(one_top - new_top) * one_total * (s < parts).astype(jnp.float32)
+                    total, mix = total + weight, mix + one_mix.astype(jnp.float32) * across(weight)
+                return mix, new_top, total
+
+            nothing = (
+                cast(jnp.zeros(shape, jnp.float32), layout),
+                cast(jnp.full((PACK,), FLOOR, jnp.float32), layout.reduce(1)),
+                cast(jnp.zeros((PACK,), jnp.float32), layout.reduce(1)),
+            )
+            mix, _top, total = lax.fori_loop(0, _div(parts + (TOGETHER - 1), TOGETHER), some, nothing)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            mixed_s[...] = (mix * across(1 / jnp.maximum(total, 1e-30))).astype(jnp.bfloat16)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(mixed_s, self.refs.results[-1].at[self.b, pl.ds(self.row + first, PACK), columns])
+            return _
+
+        mine = lax.div(jnp.maximum(plan.packs - self.split, 0) + (parts - 1), parts)
+        lax.fori_loop(0, mine, pack, None)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _opaque_zero(plan: Plan):
+    """A zero that the compiler takes for any number. Otherwise it would make the addresses of all products before the
+    loop, and keep more of them than registers hold."""
+    if plan.interpret:
+        return 0
+    i32 = ir.IntegerType.get_signless
+    asm = lambda: llvm.inline_asm(i32(32), [], "mov.b32 $0, 0;", "=r", has_side_effects=True)  # noqa: E731
+    result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+    return plgpu.inline_mgpu(return_type=result)(lambda _: mgpu.FragmentedArray.splat(asm(), (), is_signed=True))()
+
+
+def _scaled(x, factors):
+    return x * lax.broadcast_in_dim(factors, x.shape, [0])
+
+
+def _add_product(plan: Plan, value, a_s, b_s, meanwhile=None):
+    """Add the product of two tiles in shared memory to `value`, in the same registers. With `meanwhile`, call it while
+    the product is under way, and return its result, too."""
+
+    def run(acc):
+        if not plan.interpret:
+            acc[...] = value
+        plgpu.wgmma(acc, a_s, b_s)
+        made = meanwhile() if meanwhile else None
+        total = acc[...] + value if plan.interpret else acc[...]
+        return (total, made) if meanwhile else total
+
+    return pl.run_scoped(run, plgpu.ACC(value.shape, jnp.float32))
