@@ -12,6 +12,7 @@ are multiplied by `expert_few`, which needs no items. Otherwise `expert_stream` 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -79,6 +80,15 @@ def experts_mlp(
     first; None: all are valid.
     """
     each, whole = each or ids.shape[1], x
+    parts = [list(part) for _, part in itertools.groupby(stacks, formats)]
+    if len(parts) > 1:  # no kernel reads several formats: a checkpoint may leave its shared expert unquantised
+        named, first = dict(gating=gating, centred=centred, tokens=tokens), 0
+        for part in parts:
+            count = sum(len(stack[1].values) for stack in part)
+            own = jnp.where((ids >= first) & (ids < first + count), ids - first, NOBODY)
+            last = {"scale": scale} if part is parts[-1] else {}
+            residual, first = experts_mlp(x, part, own, weights, each, residual, **last, **named), first + count
+        return residual
     x, ids, weights = (array[:tokens] for array in (x, ids, weights))
     call = Call(x, whole, stacks, ids, weights, each, residual, gating, scale, centred)
     return choose("a mixture of experts", EXPERTS, call).run(call)

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from jaxspec.decoder.matmul import gating, project
-from jaxspec.models.weights import Int4, Nvfp4
+from jaxspec.models.weights import Int4, Nvfp4, Weight
 from jaxspec.pallas import hopper, portable
 from jaxspec.pallas.experts import experts_mlp
+from jaxspec.pallas.portable import experts as portable_experts
 from jaxspec.pallas.portable import four_bits as op
 from tests.pallas.dense.test_few_rows_four_bits import drawn, drawn_shape, rows_of
-from tests.pallas.experts.test_expert_four import GPT_OSS, MODELS, MXFP4, check_mixture, four_case, shapes
+from tests.pallas.experts.test_expert_four import GPT_OSS, MODELS, MXFP4, check_mixture, four_case, naive, shapes
 from tests.support.kernels import assert_close
 from tests.support.portable import KINDS, lowered
 from tests.support.sample import rare
@@ -25,14 +26,15 @@ def interpreted(monkeypatch):
     monkeypatch.setattr(portable, "kernels_here", lambda: None)
     for name in ("items", "product"):
         monkeypatch.setattr(op, name, partial(getattr(op, name), interpret=True))
+    monkeypatch.setattr(portable_experts, "few", partial(portable_experts.few, interpret=True))
 
 
 @pytest.mark.parametrize("t,e,k,more,activation", [
     (1, 3, 1, {"d": 192, "f": 64}, GPT_OSS),  # words that don't fill a step
     rare(9, 2, 1, {"biased": False, "d": 64, "f": 128}, None),
-    (70, 2, 1, {"skew": 5, "d": 64, "f": 64}, GPT_OSS),  # all tokens at one expert, in several items
+    rare(70, 2, 1, {"skew": 5, "d": 64, "f": 64}, GPT_OSS),  # all tokens at one expert, in several items
     (3, 2, 2, {"kind": Int4(32, zeros=True), "d": 192, "f": 64, "biased": False, "shared": 64}, None),
-    (3, 2, 1, {"kind": Nvfp4(), "d": 256, "f": 64}, None),
+    rare(3, 2, 1, {"kind": Nvfp4(), "d": 256, "f": 64}, None),
 ])  # fmt: skip
 def test_a_mixture_matches_numpy(interpreted, t, e, k, more, activation):
     check_mixture("portable_four_bits", t, e, k, more, activation)
@@ -50,6 +52,17 @@ def test_experts_without_a_gate(interpreted):
         rows, items, place = experts_mlp.plan(x, ids, 2)
         expected = experts_mlp.reference(rows, [(up, down)], items, jax.nn.relu)
         assert_close(got, experts_mlp.combine(expected, place, weights))
+
+
+def test_experts_in_several_formats(interpreted):
+    """A checkpoint in four bits may leave its shared expert unquantised: each has its kernel."""
+    (x, stacks, ids, weights), whole = four_case(3, 2, 2, kind=Int4(64), d=64, f=64, biased=False, shared=64)
+    stacks[1] = tuple(Weight(weight.dequantised(jnp.bfloat16)) for weight in stacks[1])
+    residual = jnp.ones_like(x)
+    with hopper.counting() as chosen:
+        got = jax.jit(lambda *of: experts_mlp.experts_mlp(*of, residual=residual))(x, stacks, ids, weights)
+    assert chosen == {"portable_four_bits": 1, "portable_experts_few": 1}
+    assert_close(got, 1 + naive(x, ids, weights, whole, None))
 
 
 @pytest.mark.parametrize("kind,rows", [(Int4(64, zeros=True), 3), (Nvfp4(), 40), rare(Int4(None), 128)])
@@ -72,10 +85,9 @@ def test_lowers_for_each_generation(capability, monkeypatch):
     run = partial(experts_mlp.experts_mlp, gating=gating(GPT_OSS))
     text = lowered(run, shape((8, d), jnp.bfloat16), [shapes(e, d, f)], *routing, capability=capability)
     assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 2
-    for kind in (Int4(128), Nvfp4()):
-        weight = jax.eval_shape(partial(drawn_shape, kind, 1024, 512))
-        text = lowered(op.product, shape((8, 1024), jnp.float16), weight, capability=capability)
-        assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 1
+    weight = jax.eval_shape(partial(drawn_shape, Int4(128) if capability == "9.0" else Nvfp4(), 1024, 512))
+    text = lowered(op.product, shape((8, 1024), jnp.float16), weight, capability=capability)
+    assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 1
 
 
 def test_supported_says_why_not():
