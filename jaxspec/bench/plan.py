@@ -29,7 +29,7 @@ from jaxspec.bench.floors import Ceilings, ModelCost
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table
 from jaxspec.cache.memory_plan import MemoryPlan
 from jaxspec.checkpoint import Model, ModelFolder, locate, outlined, packed
-from jaxspec.checkpoint.gguf_file import GgufFile
+from jaxspec.checkpoint.gguf.file import GgufFile
 from jaxspec.compiling.abstract_model import drafter_of
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.flags import engine_options, positive

@@ -2,7 +2,7 @@
 
 from jaxspec.checkpoint.check import CheckpointError
 from jaxspec.checkpoint.find import Source, locate, may_be_model, resolve
-from jaxspec.checkpoint.gguf_file import GgufFile
+from jaxspec.checkpoint.gguf.file import GgufFile
 from jaxspec.checkpoint.load import (
     MTP,
     Model,

@@ -15,7 +15,7 @@ from huggingface_hub import errors
 
 from jaxspec.checkpoint import demo, pooling
 from jaxspec.checkpoint.check import CheckpointError, refuse_stand_in
-from jaxspec.checkpoint.gguf_file import GgufFile
+from jaxspec.checkpoint.gguf.file import GgufFile
 from jaxspec.checkpoint.shards import ModelFolder
 from jaxspec.models.model_config import ModelConfig
 

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jaxspec.checkpoint import kv_scales, packed, vision
 from jaxspec.checkpoint.check import CheckpointError, TensorInfo, check
 from jaxspec.checkpoint.find import Source, resolve
-from jaxspec.checkpoint.gguf_file import GgufFile
+from jaxspec.checkpoint.gguf.file import GgufFile
 from jaxspec.checkpoint.params import THREADS, assemble, dummy
 from jaxspec.checkpoint.quantization import FORMATS, Quantization, as_stored, quantised_on_load, to_dequantise, unused
 from jaxspec.checkpoint.shards import ModelFolder

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.checkpoint.check import CheckpointError
-from jaxspec.checkpoint.gguf_file import GgufFile
+from jaxspec.checkpoint.gguf.file import GgufFile
 from jaxspec.checkpoint.params import THREADS
 from jaxspec.checkpoint.shards import ModelFolder
 from jaxspec.checkpoint.stored import Readers

@@ -15,11 +15,11 @@ from typing import Any
 from jaxspec.drafters import dflash_checkpoint
 from jaxspec.drafters.assistant import Assistant
 from jaxspec.drafters.base import Drafter
+from jaxspec.drafters.blocks.dflash2 import DFlash2
 from jaxspec.drafters.blocks.domino import Domino
+from jaxspec.drafters.blocks.dspark import DSpark
 from jaxspec.drafters.blocks.lilicorr import LiLiCorr
 from jaxspec.drafters.dflash import DFlash
-from jaxspec.drafters.dflash2 import DFlash2
-from jaxspec.drafters.dspark import DSpark
 from jaxspec.drafters.eagle import Eagle, Eagle3
 from jaxspec.drafters.mtp_modules import MtpModules
 from jaxspec.drafters.ngram import Ngram

@@ -22,16 +22,16 @@ from jaxspec.compiling.ladder import of_rounds, sizes_of
 from jaxspec.compiling.round_timing import group
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.request import REPORTS, Delta, LogitsError, RequestError, RequestMetrics, sources_of
-from jaxspec.engine import host_cache
 from jaxspec.engine.acceptance_watch import Watch
 from jaxspec.engine.adapters import Adapters, present, salt_of
 from jaxspec.engine.admission import Choice, Intake, Request
 from jaxspec.engine.defaults import here
-from jaxspec.engine.host_cache import HostCache
 from jaxspec.engine.pictures import bounded
 from jaxspec.engine.rollout import Rollout
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.stats import Counts, DecodeLog, figures
+from jaxspec.engine.tiers import host_cache
+from jaxspec.engine.tiers.host_cache import HostCache
 from jaxspec.rounds.packing import fit, unpack_logprobs
 from jaxspec.rounds.programs import (
     ACCEPTED,

@@ -36,13 +36,13 @@ from jaxspec.models.model_config import ModelConfig
 from jaxspec.text import prompts
 from jaxspec.text.errors import TokenizerError
 from jaxspec.train import evaluate, export, features, flags, loop, plots, synthesise
+from jaxspec.train.blocks.dflash import DFlashObjective
 from jaxspec.train.blocks.dflash2 import DFlash2Objective
 from jaxspec.train.blocks.domino import DominoObjective
+from jaxspec.train.blocks.dspark import DSparkObjective
 from jaxspec.train.blocks.lilicorr import LiLiCorrObjective, Terms
 from jaxspec.train.continued import continued, heads_alone
 from jaxspec.train.data import Text, TrainError, count, holds_texts, read_texts, split
-from jaxspec.train.dflash import DFlashObjective
-from jaxspec.train.dspark import DSparkObjective
 from jaxspec.train.eagle3 import Eagle3Objective
 from jaxspec.train.folder import agree, as_stored, fingerprint, held, make, read, write
 from jaxspec.train.interrupted import terminable

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.checkpoint import Model, ModelFolder, locate
+from jaxspec.drafters.blocks.dspark import DSpark
 from jaxspec.drafters.dflash import DERIVED, DFlash
 from jaxspec.drafters.dflash_checkpoint import canonical as dflash_name
-from jaxspec.drafters.dspark import DSpark
 from jaxspec.drafters.eagle import Eagle3
 from jaxspec.drafters.eagle_checkpoint import canonical as eagle_name
 from jaxspec.drafters.eagle_checkpoint import find_eagle3

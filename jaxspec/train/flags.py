@@ -12,7 +12,7 @@ from jaxspec.bench.matched import budget, listed
 from jaxspec.bench.results import counts
 from jaxspec.cli import called
 from jaxspec.config.flags import add_engine_flags, add_value, checked, natural, positive
-from jaxspec.drafters.dspark import HEADS
+from jaxspec.drafters.blocks.dspark import HEADS
 from jaxspec.train.losses import KINDS
 
 TOOLS = "data", "features", "token-map", "compare", "evaluate"  # subcommands that train no drafter

@@ -12,17 +12,17 @@ from jaxtyping import Int
 
 from jaxspec.config.options import ConfigError
 from jaxspec.drafters.blocks.domino import Domino
+from jaxspec.drafters.blocks.dspark import DSpark
 from jaxspec.drafters.blocks.lilicorr import LiLiCorr
 from jaxspec.drafters.dflash import DERIVED, DFlash
-from jaxspec.drafters.dspark import DSpark
 from jaxspec.drafters.eagle import Eagle3
 from jaxspec.engine.llm import LLM
 from jaxspec.engine.scoring import any_order
+from jaxspec.train.blocks.dflash import DFlashObjective
 from jaxspec.train.blocks.domino import DominoObjective
+from jaxspec.train.blocks.dspark import DSparkObjective
 from jaxspec.train.blocks.lilicorr import LiLiCorrObjective
 from jaxspec.train.continued import untrainable
-from jaxspec.train.dflash import DFlashObjective
-from jaxspec.train.dspark import DSparkObjective
 from jaxspec.train.eagle3 import Eagle3Objective, MtpObjective
 from jaxspec.train.loop import Settings, optimizer_of, step_function
 from jaxspec.train.objective import Batch, Report

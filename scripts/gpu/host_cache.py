@@ -20,7 +20,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxspec import LLM, SamplingParams
 from jaxspec.cache.host_blocks import PAGES
-from jaxspec.engine.host_cache import HostCache, Slice
+from jaxspec.engine.tiers.host_cache import HostCache, Slice
 
 
 def link() -> float:

@@ -13,10 +13,10 @@ import pytest
 
 import jaxspec
 from jaxspec import EngineConfig, SamplingParams, load_drafter
+from jaxspec.drafters.blocks.dflash2 import DFlash2
 from jaxspec.drafters.blocks.domino import Domino
+from jaxspec.drafters.blocks.dspark import DSpark
 from jaxspec.drafters.blocks.lilicorr import LiLiCorr
-from jaxspec.drafters.dflash2 import DFlash2
-from jaxspec.drafters.dspark import DSpark
 from tests.rounds import test_distribution as sampled
 from tests.support import engines
 from tests.support.blocks import Watching, cold_drafts, write_drafter

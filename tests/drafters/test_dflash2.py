@@ -13,7 +13,7 @@ from jaxspec.checkpoint import CheckpointError
 from jaxspec.drafters.blocks import candidates
 from jaxspec.drafters.blocks.candidates import largest
 from jaxspec.drafters.blocks.convolutions import convolve
-from jaxspec.drafters.dflash2 import DFlash2
+from jaxspec.drafters.blocks.dflash2 import DFlash2
 from tests.support import drawn
 from tests.support.blocks import GOLDEN, copies, golden, proposals
 from tests.support.tiny import rewrite

@@ -13,8 +13,8 @@ from safetensors.numpy import load_file
 import jaxspec
 from jaxspec import ConfigError, EngineConfig, load_drafter
 from jaxspec.checkpoint import CheckpointError
-from jaxspec.drafters import dspark
-from jaxspec.drafters.dspark import DSpark
+from jaxspec.drafters.blocks import dspark
+from jaxspec.drafters.blocks.dspark import DSpark
 from jaxspec.drafters.registry import DRAFTERS, KNOWN
 from jaxspec.pallas.dense import markov_chain
 from tests.support.blocks import GOLDEN, copies, golden, proposals

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from jaxspec import LLM, ConfigError, SamplingParams
-from jaxspec.engine import disk_files
-from jaxspec.engine import host_cache as module
-from jaxspec.engine.disk_files import HEADER, DiskFiles, identity
+from jaxspec.engine.tiers import disk_files
+from jaxspec.engine.tiers import host_cache as module
+from jaxspec.engine.tiers.disk_files import HEADER, DiskFiles, identity
 from jaxspec.parallel.hosts import Leader
 from jaxspec.scheduling.kept_blocks import Block
 from tests.drafters import test_dflash as dflash

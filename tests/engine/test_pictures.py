@@ -14,8 +14,8 @@ from jaxspec.cache.mixers import WholeTexts
 from jaxspec.checkpoint.vision import dummy
 from jaxspec.decoder.forward import forward, unembed
 from jaxspec.decoder.towers import embed_pictures, places
+from jaxspec.drafters.blocks.dspark import DSpark
 from jaxspec.drafters.dflash import DFlash
-from jaxspec.drafters.dspark import DSpark
 from jaxspec.engine.pictures import MOST_PATCHES, PictureReader, tower_workspace
 from jaxspec.images.picture import Picture, PlacedPicture, Prompt
 from jaxspec.images.placement import Placement

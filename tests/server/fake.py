@@ -22,8 +22,8 @@ from jaxspec.config.request import (
     SamplingParams,
     TokenLogprobs,
 )
-from jaxspec.engine import host_cache
 from jaxspec.engine.async_llm import EngineDead
+from jaxspec.engine.tiers import host_cache
 from jaxspec.images.image_reader import ImageReader
 from jaxspec.images.picture import PlacedPicture, Prompt
 from jaxspec.models.model_config import ModelConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 
-from jaxspec.engine.host_cache import HostCache, kinds_of
+from jaxspec.engine.tiers.host_cache import HostCache, kinds_of
 from jaxspec.scheduling.audit import audit
 
 

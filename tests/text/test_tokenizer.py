@@ -10,8 +10,9 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from jaxspec.checkpoint import CheckpointError, demo, gguf_tokenizer
-from jaxspec.checkpoint.gguf_file import GgufFile
+from jaxspec.checkpoint import CheckpointError, demo
+from jaxspec.checkpoint.gguf import tokenizer as gguf_tokenizer
+from jaxspec.checkpoint.gguf.file import GgufFile
 from jaxspec.text.errors import TokenizerError
 from jaxspec.text.tokenizer import Tokenizer
 from tests.support.tiny import BYTE_VOCAB, tiny_checkpoint

@@ -11,8 +11,8 @@ import pytest
 import jaxspec
 from examples import policy_gradient
 from jaxspec import LLM, ConfigError
+from jaxspec.drafters.blocks.dspark import DSpark
 from jaxspec.drafters.dflash import DERIVED, DFlash
-from jaxspec.drafters.dspark import DSpark
 from jaxspec.train.following import Follower
 from tests.support.blocks import write_drafter
 from tests.support.engines import SMALL, VOCAB, checkpoint, params, tokens

@@ -11,18 +11,18 @@ import pytest
 import jaxspec
 from jaxspec.checkpoint import load_model
 from jaxspec.decoder.forward import head_logits, unembed
+from jaxspec.drafters.blocks.dflash2 import DFlash2
 from jaxspec.drafters.blocks.domino import Domino
+from jaxspec.drafters.blocks.dspark import DSpark
 from jaxspec.drafters.blocks.lilicorr import LiLiCorr
-from jaxspec.drafters.dflash2 import DFlash2
-from jaxspec.drafters.dspark import DSpark
 from jaxspec.drafters.loading import load_drafter
 from jaxspec.train import eagle3, objective
+from jaxspec.train.blocks.dflash import DFlashObjective
 from jaxspec.train.blocks.dflash2 import DFlash2Objective
 from jaxspec.train.blocks.domino import DominoObjective
+from jaxspec.train.blocks.dspark import DSparkObjective
 from jaxspec.train.blocks.lilicorr import LiLiCorrObjective, Terms
 from jaxspec.train.data import Text, TrainError
-from jaxspec.train.dflash import DFlashObjective
-from jaxspec.train.dspark import DSparkObjective
 from jaxspec.train.eagle3 import Eagle3Objective
 from jaxspec.train.objective import Batch, Objective
 from jaxspec.train.packing import pack

@@ -1,1 +1,1 @@
-"""Objectives of the block drafters in `drafters.blocks`."""
+"""Objectives of the block drafters: DFlash, and those in `drafters.blocks`."""

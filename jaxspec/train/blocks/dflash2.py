@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxspec.drafters.dflash2 import DFlash2
+from jaxspec.drafters.blocks.dflash2 import DFlash2
 from jaxspec.models.weights import matmul
-from jaxspec.train.dflash import DFlashObjective
+from jaxspec.train.blocks.dflash import DFlashObjective
 from jaxspec.train.losses import Scorer, frozen_logits
 
 

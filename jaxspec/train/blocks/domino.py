@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from jaxspec.drafters.blocks.domino import Domino
 from jaxspec.models.weights import matmul
-from jaxspec.train.dflash import DFlashObjective
+from jaxspec.train.blocks.dflash import DFlashObjective
 from jaxspec.train.losses import Scorer, frozen_logits
 
 

@@ -20,7 +20,7 @@ from jaxspec.decoder.functions import normed
 from jaxspec.drafters.blocks.lattice import Lattice
 from jaxspec.drafters.blocks.lilicorr import LiLiCorr
 from jaxspec.models.weights import matmul
-from jaxspec.train.dflash import DFlashObjective
+from jaxspec.train.blocks.dflash import DFlashObjective
 from jaxspec.train.losses import Scorer, frozen_logits
 
 

@@ -18,9 +18,10 @@ from typing import Any
 import gguf
 import numpy as np
 
-from jaxspec.checkpoint import gguf_tokenizer, pooling
+from jaxspec.checkpoint import pooling
 from jaxspec.checkpoint.check import CheckpointError, TensorInfo
-from jaxspec.checkpoint.gguf_header import GgufTensor, read_header
+from jaxspec.checkpoint.gguf import tokenizer as gguf_tokenizer
+from jaxspec.checkpoint.gguf.header import GgufTensor, read_header
 from jaxspec.checkpoint.pooling import Pooling
 from jaxspec.checkpoint.stored import Computed, Stored
 from jaxspec.config.json_values import shown

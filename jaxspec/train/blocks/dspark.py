@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxspec.drafters.dspark import DSpark
+from jaxspec.drafters.blocks.dspark import DSpark
 from jaxspec.models.weights import matmul
-from jaxspec.train.dflash import DFlashObjective
+from jaxspec.train.blocks.dflash import DFlashObjective
 from jaxspec.train.losses import Scorer, frozen_logits
 
 

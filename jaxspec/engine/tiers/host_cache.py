@@ -24,8 +24,8 @@ from jaxspec.cache.host_blocks import PAGES, STATES
 from jaxspec.cache.memory_check import host_memory
 from jaxspec.cache.memory_plan import gib
 from jaxspec.config.options import ConfigError
-from jaxspec.engine.disk_files import HEADER, DiskFiles, identity
 from jaxspec.engine.runner import Runner
+from jaxspec.engine.tiers.disk_files import HEADER, DiskFiles, identity
 from jaxspec.parallel.sharding import AXIS
 from jaxspec.scheduling.host_tier import Copy, HostTier, Load
 from jaxspec.scheduling.kept_blocks import Block, DiskTier

@@ -1,0 +1,1 @@
+"""GGUF files: their header, tensors of each of their types, and the tokenizer in them."""
