@@ -97,9 +97,7 @@ def test_an_adapter_may_be_replaced_and_unloaded_while_its_requests_run(served):
     expected = llm.generate(tokens(20), params(), lora="y")[0].token_ids
     core = llm.engine
     core.add(core.prepare(tokens(20), params(), "first", lora="y"))
-    assert core.stats()["adapters"] == {"places": 2, "running": [], "waiting": ["y"]}
     deltas = [delta for _ in range(4) for delta in core.step()]
-    assert core.stats()["adapters"] == {"places": 2, "running": ["y"], "waiting": []}
     llm.load_adapter("y", folders["a2"], replace=True)
     core.add(core.prepare(tokens(20), params(), "second", lora="y"))
     llm.unload_adapter("y")
