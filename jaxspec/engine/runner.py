@@ -591,9 +591,8 @@ def _report_start(runner: Runner, started: float) -> None:
         log.info("the prefix cache is off: a hybrid needs state snapshots for it, and there is no room for any")
     if drafter.topk > 1:
         log.info(
-            "drafts are trees of %d tokens, up to %d deep. Where a request samples, a draft is accepted if the "
-            "target draws it (target-only sampling), so a seed gives the text of plain decoding; chains (--topk 1) "
-            "use the drafter's probabilities too (block verification)",
+            "drafts are trees of %d tokens, up to %d deep. A sampled request accepts a draft if the target draws it "
+            "(target-only sampling); chains (--topk 1) use the drafter's probabilities too (block verification)",
             drafter.num_draft_tokens,
             drafter.longest,
         )

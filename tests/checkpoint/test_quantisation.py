@@ -44,7 +44,7 @@ def load(folder, fp8_activations=False, **options):
 @functools.cache
 def source(family: str = "llama", **more) -> Path:
     sizes = SIZES | (EXPERTS if "moe" in family or family == "qwen3_next" else {}) | more
-    if family in ("qwen3_5", "qwen3_next", "qwen3_5_moe"):
+    if family in ("kimi_linear", "mimo_v2_flash", "qwen3_5", "qwen3_next", "qwen3_5_moe"):
         sizes["num_hidden_layers"] = 2
     return tiny_checkpoint(family, **sizes)
 

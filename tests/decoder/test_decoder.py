@@ -186,7 +186,7 @@ FIELDS = {
         "latent": (64, {EVERY}),
         "beside": (Mlp(64), {EVERY}),
     },
-    LayerInputs: {"width": (16, {EVERY}), "vocab_size": (1024, {EVERY})},
+    LayerInputs: {"width": (16, {EVERY}), "vocab_size": (1024, {EVERY}), "padding": (1, {EVERY})},
     Layer: {
         "mixing": (Attention(8, 8, 128, Rope(1e4)), {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
         "feed": (Mlp(512), {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
