@@ -27,6 +27,7 @@ OTHERS = {
 SPACES, URL_SAFE = b" \t\n\r\f\v", bytes.maketrans(b"-_", b"+/")  # of base64 in a URL
 PIECE = 2**16  # bytes
 MOST_RATE = 240  # frames a second
+MOST_FRAMES = 768  # that a request lists
 FRAMES = "data:video/jpeg;base64,"  # then each frame in base64, with commas between, as vLLM has them
 _SOURCES = {False: ("image", "image_url", "url", "path", "image_pil"), True: ("video", "video_url", "url", "path")}
 
@@ -165,7 +166,14 @@ def frames_of(url: Any, where: str) -> list[bytes] | None:
     """Frames of a data: URL that has some; None for any other source. **Raises:** as `data_of`."""
     if not isinstance(url, str) or url[: len(FRAMES)].lower() != FRAMES:
         return None
+    if (count := url.count(",", len(FRAMES)) + 1) > MOST_FRAMES:
+        raise too_many_frames(count)
     return [data_of(f"data:image/jpeg;base64,{frame}", where) for frame in url[len(FRAMES) :].split(",")]
+
+
+def too_many_frames(count: int) -> RequestError:
+    """The refusal of a list of `count` frames."""
+    return RequestError(f"the video has {count} frames, at most {MOST_FRAMES} are allowed; send fewer")
 
 
 def data_of(url: str, where: str, video: bool = False) -> bytes:

@@ -1,12 +1,14 @@
 """Videos of any source as frames of RGB pixels, decoded one after the other.
 
-Invariant: one decoded frame is held at a time, and no video is decoded for longer than `MAX_SECONDS`.
+Invariant: one decoded frame is held at a time, and no video is decoded for longer than `MAX_SECONDS` of its thread's
+processor time, however busy the host is.
 """
 
 from __future__ import annotations
 
 import io
 import itertools
+import math
 import os
 import time
 import zlib
@@ -21,7 +23,6 @@ from PIL import Image
 from jaxspec.config.request import RequestError
 from jaxspec.images.reading import (
     BROKEN,
-    BYTES_PER_PIXEL,
     MAX_MEMORY,
     WEBP,
     check_size,
@@ -31,8 +32,11 @@ from jaxspec.images.reading import (
     rgb_of,
 )
 
-MAX_SECONDS = 30.0  # that decoding may take
-ANIMATIONS = ("GIF", WEBP, "PNG")
+MAX_SECONDS = 20.0  # of processor time that decoding may take
+# Bytes for each pixel of an animation: what a decoder holds of earlier frames, too, and a frame in RGB.
+ANIMATIONS = {"GIF": 16, WEBP: 28, "PNG": 20}
+MAX_PIXELS = 2**29  # of all frames of an animation
+LEAST_PIXELS = 2**16  # that each counts for
 ALLOWED = "MP4, WebM or AVI, an animated GIF, WebP or PNG, or a list of frames"
 STILL = 10.0  # frames a second of an animation that says no time, as browsers show it
 FRAMES_HELD = 27  # bytes for each pixel: 16 frames that a decoder may refer to, and one in RGB
@@ -59,11 +63,11 @@ def open_clip(source: Any, check: Callable[[], None] = lambda: None) -> Clip:
 
     **Raises:** `RequestError` for anything that is no video, is damaged, or is larger than allowed.
     """
-    end = time.monotonic() + MAX_SECONDS
+    end = time.thread_time() + MAX_SECONDS
 
     def go_on() -> None:
         check()
-        if time.monotonic() > end:
+        if time.thread_time() > end:
             raise RequestError(f"the video takes longer to decode than {MAX_SECONDS:g} seconds; send a shorter one")
 
     if isinstance(source, np.ndarray) and source.ndim == 4:
@@ -103,10 +107,17 @@ def _listed(frames: Sequence[Any], go_on: Callable[[], None]) -> Clip:
 
 def _animation(content: bytes, go_on: Callable[[], None]) -> Clip:
     def shown() -> Iterator[Image.Image]:
-        with open_file(content, "video", ANIMATIONS, ALLOWED) as image:
-            check_size(*image.size, BYTES_PER_PIXEL[image.format], "video")
+        with open_file(content, "video", tuple(ANIMATIONS), ALLOWED) as image:
+            check_size(*(size := image.size), ANIMATIONS[image.format], "video")
+            most = MAX_PIXELS // max(math.prod(size), LEAST_PIXELS)
+            said = 0 if image.format == "GIF" else image.n_frames  # a GIF's are known once all of it is read
             for number in itertools.count():
                 go_on()
+                if max(said, number) > most:
+                    raise RequestError(
+                        f"the video has more than the {most} frames of {size[0]} x {size[1]} pixels that are allowed; "
+                        "send a shorter or smaller one"
+                    )
                 try:
                     image.seek(number)
                     image.load()

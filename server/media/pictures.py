@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.config.request import CONTEXT_EXCEEDED, RequestError, shown
-from jaxspec.images.chats import Media, data_of, frames_of, named, no_vision, path_of
+from jaxspec.images.chats import MOST_FRAMES, Media, data_of, frames_of, named, no_vision, path_of, too_many_frames
 from jaxspec.images.image_reader import ImageReader
 from jaxspec.images.picture import Picture, Video
 from jaxspec.images.reading import MAX_FILE
@@ -23,7 +23,6 @@ from server.media.fetch import fetch
 from server.workers import Workers
 
 FETCHES, DECODERS = 8, 2
-MOST_FRAMES = 768  # that a request lists
 WEB = ("http://", "https://")
 
 _fetchers = Workers(FETCHES, "jaxspec-fetch")
@@ -54,25 +53,34 @@ async def read_media(
     _check_number([each for each in media if each.video], "videos", rules.videos, "--limit-videos-per-prompt")
     room = context
 
-    async def fetched(url: str) -> str | bytes:
-        """Fetch a URL of the web; give any other as it is, for whoever decodes it."""
-        url = url.strip()
-        return await _fetchers.run(lambda _: fetch(url, rules.domains)) if url[:8].lower().startswith(WEB) else url
-
     async def one(each: Media) -> Picture | Video:
         nonlocal room
+        listed, size = isinstance(each.source, list), 0
+
+        async def fetched(url: str) -> str | bytes:
+            """Fetch a URL of the web; give any other as it is, for whoever decodes it."""
+            url = url.strip()
+            if not url[:8].lower().startswith(WEB):
+                return url
+            return await _fetchers.run(lambda _: counted(fetch(url, rules.domains)))
 
         def own(found: str | bytes) -> Any:
-            return _content(found, each, rules) if isinstance(found, str) else found
+            return counted(_content(found, each, rules)) if isinstance(found, str) else found
+
+        def counted(content: bytes | list[bytes]) -> bytes | list[bytes]:
+            nonlocal size
+            size += len(content)
+            if listed and size > MAX_FILE:
+                raise RequestError(f"the video's frames have more than {MAX_FILE} bytes together; send smaller ones")
+            return content
 
         def read(check: Callable[[], None]) -> Picture | Video:
             check()
             return reader.read_media([*map(own, found)] if listed else own(found), each, room, check)
 
         try:
-            listed = isinstance(each.source, list)
             if listed and len(each.source) > MOST_FRAMES:
-                raise RequestError(f"the video has {len(each.source)} frames, at most {MOST_FRAMES} are allowed")
+                raise too_many_frames(len(each.source))
             found = await asyncio.gather(*map(fetched, each.source)) if listed else await fetched(each.source)
             read_one = await (_videos if each.video else _decoders).run(read)
         except RequestError as error:

@@ -21,7 +21,7 @@ from server.chat.speech import write_tools
 from server.media.pictures import MediaRules, read_media
 from tests.server.fake import FakeLLM
 from tests.server.live import serving
-from tests.support.pictures import RIGHT, WRONG, data_url, encoded, hostile, noise
+from tests.support.pictures import RIGHT, WRONG, data_url, encoded, hostile, hostile_videos, noise
 from tests.support.tiny import BYTE_VOCAB
 from tests.support.vision import CLOSES, IMAGE, IMAGE_ID, OPENS, VIDEO, reader, seeing_tokenizer
 
@@ -270,6 +270,21 @@ def test_hostile_pictures_never_hold_up_the_event_loop():
     problems, gaps = asyncio.run(every())
     assert len(files) >= 60 and not [each for each in problems if each]
     assert max(gaps) < 1.0
+
+
+def test_hostile_videos_cost_little():
+    """Processor time is bounded, which a busy host doesn't change."""
+    began = time.process_time()
+    for source, says in hostile_videos():
+        asking = read_media([Media("p", source, True)], reader(), "m", MediaRules(), 256)
+        if not says:
+            (video,) = asyncio.run(asking)
+            assert len(video.pictures) == 1
+            continue
+        with pytest.raises(RequestError, match=f"^p.*{says}") as refusal:
+            asyncio.run(asking)
+        assert refusal.value.param == "p"
+    assert time.process_time() - began < 3
 
 
 def test_a_large_picture_comes_through(seeing, post):

@@ -137,6 +137,57 @@ def hostile() -> Iterator[tuple[str, str, bytes]]:
     yield "a JPEG's mark alone", WRONG, b"\xff\xd8\xff"
 
 
+def gif(width: int, height: int, frames: int, delay: int = 10) -> bytes:
+    """An animation of one pixel a frame, on a canvas that may be huge."""
+    head = b"GIF89a" + struct.pack("<HHBBB", width, height, 0x80, 0, 0) + bytes(6)
+    shown = b"\x21\xf9\x04" + struct.pack("<BHB", 4, delay, 0) + b"\0"
+    return head + (shown + b"\x2c" + struct.pack("<HHHHB", 0, 0, 1, 1, 0) + b"\x02\x02\x44\x01\0") * frames + b";"
+
+
+def apng(width: int, height: int, frames: int, seconds: int = 1) -> bytes:
+    """An animation that says it has so many frames, and has two in black."""
+    frame = struct.pack(">IIIIHHBB", width, height, 0, 0, seconds, 1, 0, 0)
+    rows = zlib.compress(blank_rows(width, height), 9)
+    second = chunk(b"fcTL", struct.pack(">I", 1) + frame) + chunk(b"fdAT", struct.pack(">I", 2) + rows)
+    more = chunk(b"acTL", struct.pack(">II", frames, 0)) + chunk(b"fcTL", bytes(4) + frame)
+    return png(width, height, rows=blank_rows(width, height), more=more)[:-12] + second + chunk(b"IEND", b"")
+
+
+def webp(width: int, height: int, frames: int, milliseconds: int = 100) -> bytes:
+    """An animation of 16 x 16 pixels a frame, on a canvas that may be huge."""
+    three = lambda number: struct.pack("<I", number)[:3]  # noqa: E731
+    part = lambda name, body: name + struct.pack("<I", len(body)) + body + bytes(len(body) % 2)  # noqa: E731
+    still = encoded(Image.new("RGB", (16, 16)), "WEBP", lossless=True)[12:]
+    frame = part(b"ANMF", bytes(6) + three(15) * 2 + three(milliseconds) + b"\0" + still)
+    head = part(b"VP8X", b"\2\0\0\0" + three(width - 1) + three(height - 1)) + part(b"ANIM", bytes(6))
+    return part(b"RIFF", b"WEBP" + head + frame * frames)
+
+
+def hostile_videos() -> Iterator[tuple[str | list[str], str]]:
+    """What is sent as a video, and what its refusal says: nothing for one that is read."""
+    jpeg = data_url(encoded(noise(28, 56), "JPEG")).partition(",")[2]
+    listed = "data:video/jpeg;base64,"
+    for make, side in ((gif, 3548), (apng, 3173), (webp, 2682)):
+        yield data_url(make(side, side, 2)), f"{side} x {side} pixels, at most"
+        for delay in (0, 65535):
+            yield data_url(make(64, 64, 2, delay)), ""
+    yield data_url(gif(64, 64, 8193)), "more than the 8192 frames of 64 x 64 pixels"
+    yield data_url(webp(64, 64, 8193)), "more than the 8192 frames"
+    yield data_url(webp(2000, 2000, 135)), "more than the 134 frames of 2000 x 2000 pixels"
+    yield data_url(apng(1000, 1000, 2**31 - 1)), "more than the 536 frames"
+    yield data_url(apng(64, 64, 2)[:-70]), "damaged"
+    yield data_url(gif(1, 20000, 2)), "at most 200 times"
+    yield data_url(gif(64, 64, 1)), "has 1 frames"
+    yield data_url(encoded(noise(9, 9), "JPEG")), "of a format that is not supported"
+    yield listed, "has 1 frames"
+    yield listed + "," * 5_000_000, "has 5000001 frames, at most 768"
+    yield listed + ",".join([listed + jpeg] * 2), "base64"
+    yield [listed + jpeg] * 2, "is a video"
+    yield [data_url(encoded(noise(*size))) for size in ((28, 56), (56, 28))], "the first is 56 x 28"
+    yield [data_url(bytes(2**20))] * 21, "more than 20971520 bytes together"
+    yield [], "has 0 frames"
+
+
 def broken(read: Callable[[bytes], object], error: type[Exception], expected: str, content: bytes) -> str | None:
     """Say how reading goes against what was expected; None: it doesn't."""
     try:
