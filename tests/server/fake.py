@@ -184,7 +184,7 @@ class FakeLLM:
     def _figures(self) -> dict:
         return {
             "weight_version": "default",
-            "adapters": None,
+            "adapters": {"places": 4, "running": [], "waiting": []} if self.adapters else None,
             "num_running": self.running,
             "num_waiting": 0,
             "total_pages": 10,

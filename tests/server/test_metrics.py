@@ -225,7 +225,7 @@ def test_each_of_several_engines_has_its_own_figures(http, fake):
 
 def test_the_document_lists_every_metric(http, fake):
     """docs/metrics.md has a row for each family, and no other."""
-    fake.engines = 2
+    fake.engines, fake.adapters = 2, {"poet": "/poet"}
     families = {family.name for family in text_string_to_metric_families(http.get("/metrics").text)}
     ours = {name for name in families if name.startswith(("vllm:", "jaxspec_", "http_"))}
     rows = re.findall(r"^\| `([\w:]+)`", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE)

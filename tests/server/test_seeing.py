@@ -173,7 +173,7 @@ def test_an_engine_that_reads_no_pictures_says_why(tmp_path):
     (folder / "config.json").write_text(json.dumps(hf))
     llm = LLM(str(folder), **OPTIONS | {"draft_policy": "auto"})
     assert llm.engine.image_reader is None
-    with pytest.raises(RequestError, match=r"messages\[0\].content\[1\] is a picture, and a picture's 64 tokens don't"):
+    with pytest.raises(RequestError, match=r"content\[1\] is a picture or video, and a picture's 64 tokens don't"):
         llm.chat([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image", "image": PIXELS}]}])
 
 

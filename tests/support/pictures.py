@@ -164,7 +164,7 @@ def webp(width: int, height: int, frames: int, milliseconds: int = 100) -> bytes
 
 
 def hostile_videos() -> Iterator[tuple[str | list[str], str]]:
-    """What is sent as a video, and what its refusal says: nothing for one that is read."""
+    """List what is sent as a video, and what its refusal says: nothing for one that is read."""
     jpeg = data_url(encoded(noise(28, 56), "JPEG")).partition(",")[2]
     listed = "data:video/jpeg;base64,"
     for make, side in ((gif, 3548), (apng, 3173), (webp, 2682)):
