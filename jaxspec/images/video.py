@@ -34,7 +34,7 @@ from jaxspec.images.reading import (
 
 MAX_SECONDS = 20.0  # of processor time that decoding may take
 # Bytes for each pixel of an animation: what a decoder holds of earlier frames, too, and a frame in RGB.
-ANIMATIONS = {"GIF": 16, WEBP: 28, "PNG": 20}
+ANIMATIONS = {"GIF": 16, WEBP: 28, "PNG": 22}
 MAX_PIXELS = 2**29  # of all frames of an animation
 LEAST_PIXELS = 2**16  # that each counts for
 ALLOWED = "MP4, WebM or AVI, an animated GIF, WebP or PNG, or a list of frames"
