@@ -6,10 +6,12 @@ Latency is the whole request's, as the client sees it; speed is tokens over late
 from __future__ import annotations
 
 import argparse
+import base64
 import json
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 from urllib.request import Request
 
@@ -20,13 +22,15 @@ from server.cli.chat import ChatError, errors_of, events, server
 URL = "http://127.0.0.1:30000"
 PROMPT = "Human: Give me a fully functional FastAPI server. Show the full, long python code without stop.\n\nAssistant:"
 IN_JSON = "Human: What is the capital of France? Give me three facts about it. Write them as JSON.\n\nAssistant:"
+OF_IMAGE = "Human: Describe this image in a very short sentence.\n\nAssistant:"
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser."""
     parser = argparse.ArgumentParser("jaxspec send-one", description=__doc__, allow_abbrev=False)
     parser.add_argument("target", nargs="?", default=URL, metavar="URL", help=f"of a server ({URL})")
-    add_value(parser, "--prompt", str, None, "TEXT", "a text to continue (one that asks for a program, or for JSON)")
+    add_value(parser, "--prompt", str, None, "TEXT", "a text to continue (one for a program, JSON or the picture)")
+    add_value(parser, "--image", str, None, "SOURCE", "a picture's path or URL; the server decides on URLs")
     add_value(parser, "--max-tokens", positive, 512, "N", "most tokens of the reply")
     add_value(parser, "--temperature", float, 0.0, "T", "0 is greedy")
     add_value(parser, "--api-key", str, None, "KEY", "of the server ($JAXSPEC_API_KEY)")
@@ -40,11 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(make_parser(), sys.argv[1:] if argv is None else argv)
     sampling = {"temperature": args.temperature, "max_new_tokens": args.max_tokens}
     sampling |= {"json_schema": "$$ANY$$"} if args.json else {}
-    prompt = args.prompt if args.prompt is not None else IN_JSON if args.json else PROMPT
+    prompt = args.prompt if args.prompt is not None else IN_JSON if args.json else OF_IMAGE if args.image else PROMPT
     body = {"text": prompt, "sampling_params": sampling, "stream": True}
     base, headers = server(args)
     began, said, meta = time.monotonic(), "", {}
     try:
+        body |= {"image_data": _image(args.image)} if args.image else {}
         with errors_of(base):
             for event in events(Request(f"{base}/generate", json.dumps(body).encode(), headers)):
                 if "error" in event:
@@ -59,6 +64,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("" if args.stream else said)
     print(figures(meta, time.monotonic() - began))
     return 0
+
+
+def _image(source: str) -> str:
+    """A picture as `/generate` takes it. **Raises:** `ChatError` for a file that can't be read."""
+    if source.startswith(("http://", "https://", "data:")):
+        return source
+    try:
+        return base64.b64encode(Path(source).expanduser().read_bytes()).decode()
+    except OSError as error:
+        raise ChatError(f"--image {source}: {error.strerror}; give a picture's path or URL") from error
 
 
 def figures(meta: dict[str, Any], seconds: float) -> str:

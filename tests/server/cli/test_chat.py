@@ -2,6 +2,7 @@
 model; `jaxspec send-one`, which shares its HTTP."""
 
 import io
+import json
 
 import pytest
 
@@ -73,6 +74,18 @@ def test_one_prompt_and_its_figures(url, fake, capsys, flags):
     (prompt,), params = prompts(fake)[-1:], fake.started[-1][1]
     assert prompt == (send_one.IN_JSON if "--json" in flags else send_one.PROMPT)
     assert params.temperature == 0 and (params.structured is not None) == ("--json" in flags)
+
+
+def test_one_picture_is_sent_as_sglangs_is(monkeypatch, tmp_path, capsys):
+    (picture := tmp_path / "a.png").write_bytes(b"pixels")
+    sent = []
+    reply = {"text": "A cat.", "meta_info": {"completion_tokens": 3}}
+    monkeypatch.setattr(send_one, "events", lambda request: sent.append(json.loads(request.data)) or [reply])
+    for source, data in ((str(picture), "cGl4ZWxz"), ("https://a.org/b.png", "https://a.org/b.png")):
+        assert send_one.main(["http://127.0.0.1:9", "--image", source]) == 0
+        assert sent[-1]["image_data"] == data and sent[-1]["text"] == send_one.OF_IMAGE
+    assert send_one.main(["http://127.0.0.1:9", "--image", str(tmp_path / "none.png")]) == 1
+    assert "none.png: No such file" in capsys.readouterr().err
 
 
 def test_a_prompt_that_fails_says_why(url, capsys):
