@@ -15,8 +15,8 @@ from jaxspec.config.options import ConfigError
 from jaxspec.models import reading
 from jaxspec.models.declaring import Tensors, decoder_tensors, mixtral_tensors
 from jaxspec.models.description import Decoder, KimiDelta, Layer
+from jaxspec.models.families import glm4_moe
 from jaxspec.models.families.deepseek_v3 import LATENTS, dense_layers, latent_attention
-from jaxspec.models.families.glm4_moe import mixture
 from jaxspec.models.families.qwen3_next import linear_layers
 from jaxspec.models.weights import WHOLE, Layout, Param, by_inputs, by_outputs, linear, norm_scale
 
@@ -26,12 +26,7 @@ __all__ = ["read", "tensors"]
 DEFAULTS = {
     **LATENTS,
     "q_lora_rank": None,
-    "rms_norm_eps": 1e-5,
-    "first_k_dense_replace": 1,
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "norm_topk_prob": True,
+    **glm4_moe.DEFAULTS,
     "routed_scaling_factor": 2.446,
     "linear_head_dim": 128,
     "linear_num_heads": 32,
@@ -63,9 +58,7 @@ ONLY = {
 
 def read(hf: reading.Config) -> Decoder:
     """**Raises:** `ConfigError` naming the key."""
-    for key, value in ONLY.items():
-        if (found := hf.get(key)) not in (None, value):
-            raise ConfigError(f"{key} {shown(found)} is not supported for kimi_linear; supported: {shown(value)}")
+    reading.only(hf, ONLY)
     linear_config = hf.get("linear_attn_config") or {}
     if not isinstance(linear_config, Mapping):
         raise ConfigError(f"config.json: linear_attn_config must be a mapping, got {shown(linear_config)}")
@@ -75,7 +68,7 @@ def read(hf: reading.Config) -> Decoder:
     rule = KimiDelta(*(positive(hf, key) for key in ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")))
     latents = latent_attention({**hf, "rope_parameters": None, "rope_scaling": None})
     latents = dataclasses.replace(latents, rope=reading.unrotated(latents.rope))
-    norm, experts, dense = reading.norm(hf), mixture(hf), dense_layers(hf)
+    norm, experts, dense = reading.norm(hf), glm4_moe.mixture(hf), dense_layers(hf)
     layers = [
         Layer(rule if linear[i] else latents, mlp if dense(i) else experts, norm)
         for i, mlp in enumerate(reading.mlps({**hf, "mlp_bias": False}))

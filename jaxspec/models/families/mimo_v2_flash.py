@@ -43,9 +43,7 @@ ONLY = {
 
 def read(hf: reading.Config) -> Decoder:
     """**Raises:** `ConfigError` naming the key."""
-    for key, value in ONLY.items():
-        if (found := hf.get(key)) not in (None, value):
-            raise ConfigError(f"{key} {shown(found)} is not supported for mimo_v2_flash; supported: {shown(value)}")
+    reading.only(hf, ONLY)
     hf = {**hf, "rms_norm_eps": hf.get("layernorm_epsilon", hf.get("rms_norm_eps", 1e-5))}
     hf |= {"n_shared_experts": 0, "routed_scaling_factor": hf.get("routed_scaling_factor") or 1.0}
     count, norm = positive(hf, "num_hidden_layers"), reading.norm(hf)

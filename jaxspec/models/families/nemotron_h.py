@@ -70,11 +70,7 @@ NAMES = {"linear_attention": "mamba", "full_attention": "attention"}
 def read(hf: reading.Config) -> Decoder:
     """**Raises:** `ConfigError` naming the key."""
     hf = {**hf, **{ours: hf[theirs] for theirs, ours in OLDER.items() if theirs in hf}}
-    for key, value in (("mlp_hidden_act", "relu2"), ("mamba_hidden_act", "silu"), ("sliding_window", None)):
-        if hf.get(key) != value:
-            raise ConfigError(
-                f"config.json: {key} {shown(hf[key])} is not supported for nemotron_h; supported: {value}"
-            )
+    reading.only(hf, {"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "sliding_window": None})
     norm = Norm(positive_float(hf, "layer_norm_epsilon"))
     make = {
         "mamba": lambda: (mamba2(hf), Absent()),
