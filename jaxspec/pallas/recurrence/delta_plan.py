@@ -42,7 +42,6 @@ class Plan:
     group: int
     dtype: Any  # of the state
     division: Division
-    pieces: int
     interpreted: bool
     eps: float | None = None  # of the norm after it, if that is part of the kernel
     fixed: bool = False  # tokens enter the state one after the other, whichever round they belong to
@@ -82,7 +81,7 @@ def division_of(key_heads: int, group: int, t: int, rows: int, dtype, whole: boo
     """
     tiles = group * HALVES
     splits = next((splits for splits in (1, group) if key_heads * splits >= ENOUGH), group if whole else tiles)
-    one = Plan(1, t, rows, 1, group, dtype, Division(splits, 1), PIECES, False)
+    one = Plan(1, t, rows, 1, group, dtype, Division(splits, 1), False)
     taken = sum(
         -(-math.prod(shape) * jnp.dtype(dtype).itemsize // 1024) * 1024 for shape, dtype in _beside(one).values()
     )

@@ -87,7 +87,6 @@ def delta_step(
     eps: float = 0.0,
     interpret: Any = False,
     division: Division | None = None,
-    pieces: int = PIECES,
     padded_rows: int | None = None,
     fixed: bool = False,
 ) -> tuple[Float[Array, "b r n v"], tuple[Array, Array, Array, Array]]:
@@ -117,14 +116,13 @@ def delta_step(
         eps=eps,
         interpret=interpret,
         division=division,
-        pieces=pieces,
         padded_rows=padded_rows or v.shape[1],
         fixed=fixed,
     )
 
 
-@lower_once("delta_step", "division", "pieces", "padded_rows", "eps", "fixed")
-def _step(pool, layer, slots, replay, q, k, v, gates, *, eps, interpret, division, pieces, padded_rows, fixed):
+@lower_once("delta_step", "division", "padded_rows", "eps", "fixed")
+def _step(pool, layer, slots, replay, q, k, v, gates, *, eps, interpret, division, padded_rows, fixed):
     b, t, n, _ = v.shape
     m = q.shape[2]
     rows, dtype = pool[1].shape[2], pool[0].dtype
@@ -132,7 +130,7 @@ def _step(pool, layer, slots, replay, q, k, v, gates, *, eps, interpret, divisio
     division = division or division_of(b * m, n // m, t, rows, dtype, around)
     if fixed:  # a row's sums are over all columns
         division = replace(division, stages=max(1, division.stages // 2), columns=WIDTH)
-    plan = Plan(b, t, rows, m, n // m, dtype, division, pieces, bool(interpret), eps if around else None, fixed)
+    plan = Plan(b, t, rows, m, n // m, dtype, division, bool(interpret), eps if around else None, fixed)
     refs = [jax.new_ref(x) for x in pool]
     out = plgpu.kernel(
         partial(_block, plan),
@@ -265,7 +263,7 @@ def _tile(plan: Plan, ring: _Ring, replay: Any, own: _Shared, i: Any, carry: Non
         ring.write(part)
         if not plan.fixed:
             operand = own.kq_s.at[:, across].transpose((1, 0))
-            products.append(product(state, [operand], pieces=plan.pieces, interpreted=plan.interpreted))
+            products.append(product(state, [operand], pieces=PIECES, interpreted=plan.interpreted))
     if plan.fixed:
         gates = [(own.gates_s[h, j], own.gates_s[h, MAX_ROWS + j]) for j in range(plan.t)]
         updates, outs = fixed_order.run_rows(state, values, own.rows_s, gates, plan.dtype)
