@@ -45,6 +45,7 @@ from jaxspec.pallas.recurrence.delta_plan import (
     Division,
     Plan,
     division_of,
+    operands_supported,
     scratch_of,
 )
 from jaxspec.pallas.recurrence.float32_products import product
@@ -54,18 +55,13 @@ _i32 = jnp.int32
 
 
 def supported(q_shape: tuple[int, ...], v_shape: tuple[int, ...], rows: int, state_dtype, *dtypes) -> str | None:
-    """Why the kernel can't serve queries [b, t, m, k] and values [b, t, n, v] over states of `state_dtype` with records
-    of `rows` rows; None if it can. `dtypes` are those of queries, keys and values."""
-    _, t, m, k = q_shape
-    n, v = v_shape[2:]
-    if wrong := [jnp.dtype(dtype).name for dtype in dtypes if jnp.dtype(dtype) != jnp.bfloat16]:
-        return f"queries, keys or values in {wrong[0]}; supported: bfloat16"
-    if jnp.dtype(state_dtype) not in (jnp.float32, jnp.bfloat16):
-        return f"states in {jnp.dtype(state_dtype).name}; supported: float32 and bfloat16"
-    if (k, v) != (WIDTH, WIDTH):
-        return f"keys of width {k} and values of width {v}; supported: {WIDTH} and {WIDTH}"
-    if n % m or n // m > MAX_GROUP:
-        return f"{n} value heads over {m} key heads; supported: whole groups of up to {MAX_GROUP}"
+    """Why the kernel can't serve such operands, as `operands_supported` takes them, with records of `rows` rows; None
+    if it can."""
+    if reason := operands_supported(q_shape, v_shape, state_dtype, *dtypes):
+        return reason
+    (_, t, m, _), n = q_shape, v_shape[2]
+    if n // m > MAX_GROUP:
+        return f"{n} value heads over {m} key heads; supported: groups of up to {MAX_GROUP}"
     if max(t, rows) > MAX_ROWS:
         return f"{max(t, rows)} rows a request; supported: up to {MAX_ROWS}"
     return None
