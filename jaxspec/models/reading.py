@@ -64,11 +64,21 @@ def kinds(hf: Config, key: str, known: tuple[str, ...], default: Callable[[int],
     return list(named)
 
 
-def experts(hf: Config, key: str) -> tuple[int, int]:
-    """How many experts there are, by this key, and how many of them a token has."""
-    count, chosen = positive(hf, key), positive(hf, "num_experts_per_tok")
+def each_layer(hf: Config, key: str, default: Callable[[int], bool]) -> list[bool]:
+    """A 0 or 1 of each layer, or `default` where the config is silent."""
+    count, named = positive(hf, "num_hidden_layers"), hf.get(key)
+    if named is None:
+        return [default(i) for i in range(count)]
+    if not isinstance(named, list | tuple) or len(named) != count or any(each not in (0, 1) for each in named):
+        raise ConfigError(f"config.json: {key} must have a 0 or a 1 for each of {count} layers, got {shown(named)}")
+    return [bool(each) for each in named]
+
+
+def experts(hf: Config, key: str, per_token: str = "num_experts_per_tok") -> tuple[int, int]:
+    """How many experts there are, and how many of them a token has, by these keys."""
+    count, chosen = positive(hf, key), positive(hf, per_token)
     if chosen > count:
-        raise ConfigError(f"config.json: num_experts_per_tok ({chosen}) must not exceed {key} ({count})")
+        raise ConfigError(f"config.json: {per_token} ({chosen}) must not exceed {key} ({count})")
     return count, chosen
 
 

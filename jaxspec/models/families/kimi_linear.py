@@ -13,12 +13,12 @@ from functools import partial
 from jaxspec.config.json_values import positive, shown
 from jaxspec.config.options import ConfigError
 from jaxspec.models import reading
-from jaxspec.models.declaring import Tensors, decoder_tensors, mixtral_tensors
+from jaxspec.models.declaring import Tensors, convolution, decoder_tensors, exact_numbers, mixtral_tensors
 from jaxspec.models.description import Decoder, KimiDelta, Layer
 from jaxspec.models.families import glm4_moe
 from jaxspec.models.families.deepseek_v3 import LATENTS, dense_layers, latent_attention
 from jaxspec.models.families.qwen3_next import linear_layers
-from jaxspec.models.weights import WHOLE, Layout, Param, by_inputs, by_outputs, linear, norm_scale
+from jaxspec.models.weights import WHOLE, by_inputs, by_outputs, linear, norm_scale
 
 __all__ = ["read", "tensors"]
 
@@ -94,7 +94,7 @@ def kimi_delta_tensors(layer: Layer, d: int, prefix: str) -> Tensors:
     m, prefix = layer.mixing, prefix + "self_attn."
     n, w, heads = m.inner, m.width, ((m.heads, m.width),)
     named = lambda *names: [f"{prefix}{name}.weight" for name in names]  # noqa: E731
-    qkv = named("q_proj", "k_proj", "v_proj")
+    qkv, conv = named("q_proj", "k_proj", "v_proj"), named("q_conv1d", "k_conv1d", "v_conv1d")
     low = dict(zip(named("f_a_proj", "g_a_proj", "b_proj"), (w, w, m.heads), strict=True))
     narrow = by_outputs(((1, w),), ((1, w),), ((m.heads, 1),))
     return {
@@ -102,26 +102,9 @@ def kimi_delta_tensors(layer: Layer, d: int, prefix: str) -> Tensors:
         "gates": linear(d, low, exact=True, split=narrow),
         "steps": linear(w, dict.fromkeys(named("f_b_proj"), n), exact=True, split=by_outputs(heads)),
         "output_gates": linear(w, dict.fromkeys(named("g_b_proj"), n), exact=True, split=by_outputs(heads)),
-        "conv": Param(
-            (m.taps, 3 * n),
-            tuple(named("q_conv1d", "k_conv1d", "v_conv1d")),
-            Layout((n,) * 3),
-            transpose=True,
-            depthwise=True,
-            split=by_outputs(*[heads] * 3),
-        ),
-        "decay_log": Param(
-            (m.heads,),
-            (prefix + "A_log",),
-            Layout((m.heads,)),
-            dtype="float32",
-            init="zeros",
-            split=by_outputs(((m.heads, 1),)),
-            unit_axes=(2, 1),
-        ),
-        "decay_bias": Param(
-            (n,), (prefix + "dt_bias",), Layout((n,)), dtype="float32", init="zeros", split=by_outputs(heads)
-        ),
+        "conv": convolution(m.taps, dict.fromkeys(conv, n), by_outputs(*[heads] * 3)),
+        "decay_log": exact_numbers(m.heads, prefix + "A_log", by_outputs(((m.heads, 1),)), unit_axes=(2, 1)),
+        "decay_bias": exact_numbers(n, prefix + "dt_bias", by_outputs(heads)),
         "read_norm": norm_scale(w, prefix + "o_norm.weight", split=WHOLE),
         "out": linear(n, {prefix + "o_proj.weight": d}, split=by_inputs(m.heads, w)),
     }
