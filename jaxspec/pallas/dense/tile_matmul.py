@@ -39,16 +39,6 @@ def supported(rows: int, dtype: Any, inputs: int, outputs: int) -> str | None:
     return None
 
 
-def fixed_supported(dtype: Any, inputs: int, outputs: int) -> str | None:
-    """Why the kernel can't multiply any number of rows by such a weight, or None if it can.
-
-    A row's products are added up in one order, whatever the tiles.
-    """
-    if dtype != jnp.bfloat16:
-        return f"weights are {jnp.dtype(dtype).name}, not bfloat16"
-    return f"a weight of {inputs} x {outputs} is not a multiple of {STEP}" if inputs % STEP or outputs % STEP else None
-
-
 def tiling_of(rows: int, outputs: int, added: bool = False, splits: int = 1) -> Tiling:
     """The tiles that should take the least time. `added`: to a residual, for which the tallest tiles lack registers, as
     the widest do for several sums."""

@@ -142,7 +142,7 @@ def splits_fixed(inputs: int, outputs: int, gated: bool) -> int:
 
 
 def fixed_supported(dtype: Any, inputs: int, outputs: int) -> str | None:
-    """Why `product_fixed` can't take such a weight, or None if it can."""
+    """Why `product_fixed`, and `tile_matmul` with any number of rows, can't take such a weight, or None if they can."""
     if dtype != jnp.bfloat16:
         return f"weights are {jnp.dtype(dtype).name}, not bfloat16"
     return f"a weight of {inputs} x {outputs} is not a multiple of {TILE}" if inputs % TILE or outputs % TILE else None
