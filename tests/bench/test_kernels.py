@@ -199,8 +199,7 @@ def test_layer_matmuls_call_the_kernel_as_it_is(quantised):
 def test_few_rows_layer(monkeypatch, width, normed):
     """Its plain form is what the kernels compute, interpreted, in place and layer by layer."""
     for name in ("heads", "gated", "add_product"):
-        options = {"splits": 1, "interpret": INTERPRET["interpret"]}
-        monkeypatch.setattr(matmuls.few_rows, name, partial(getattr(matmuls.few_rows, name), **options))
+        monkeypatch.setattr(matmuls.few_rows, name, partial(getattr(matmuls.few_rows, name), **INTERPRET))
     case = matmuls.few_rows_layer(8, 192, 2, 1, width, 128, normed, layers=2)
     row = measured(case, plain=True)
     assert row["error"] < 0.02 and row["ran"] == "few_rows"

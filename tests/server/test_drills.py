@@ -54,7 +54,7 @@ def pages_balance(request):
     yield
     if "llm" in request.fixturenames:
         llm = request.getfixturevalue("llm")
-        wait_for(lambda: not llm.engine.busy and not llm._held)
+        wait_for(lambda: not llm.engine.busy and not llm._admitted.held)
         audit(llm.engine.scheduler)
         assert llm.error is None and llm.stats()["ready"]
 
@@ -151,7 +151,7 @@ async def test_clients_that_leave_at_any_time_leave_nothing_behind(url, llm):
 
 
 def test_the_queue_is_bounded(llm, monkeypatch):
-    monkeypatch.setattr(llm, "_most_held", 5)
+    monkeypatch.setattr(llm._admitted, "queued", 5 - llm.config.max_running_requests)
     with serving(create_app(llm, served_name="tiny")) as url:
         dispatch = llm.engine.runner.round
         monkeypatch.setattr(llm.engine.runner, "round", lambda *args: (time.sleep(0.05), dispatch(*args))[1])

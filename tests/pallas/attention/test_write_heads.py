@@ -208,7 +208,7 @@ def test_a_rounds_layers_are_three_kernels(monkeypatch, family, width):
     run = jax.jit(lambda params, kv: paths.forward(config.decoder, params, tokens, rows.positions(1), rows, kv))
     plain = run(params, kv)
     monkeypatch.setattr(weight_stream.chain, "BLOCKS", 3)
-    monkeypatch.setattr(weight_stream, "stream", partial(weight_stream.stream, fused=False, **INTERPRET))
+    monkeypatch.setattr(weight_stream, "stream", partial(weight_stream.stream, **INTERPRET))
     monkeypatch.setattr(op, "write_heads", partial(op.write_heads, **INTERPRET))
     monkeypatch.setattr(attention, "HEADS", anywhere(attention.HEADS))
     monkeypatch.setattr(paths, "PATHS", (dataclasses.replace(WEIGHT_STREAM, processors=0),))

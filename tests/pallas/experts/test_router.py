@@ -62,7 +62,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_experts_are_chosen(case):
-    check(256, **CASES[case], splits=1, interpret=plgpu.InterpretGPUParams())
+    check(256, **CASES[case], interpret=plgpu.InterpretGPUParams())
 
 
 @pytest.mark.parametrize("width,case", [(2048, "qwen3"), (2048, "many"), (2880, "gpt-oss"), (2880, "few experts")])
