@@ -207,7 +207,7 @@ def test_heads(rows, inputs, normed, fp8):
     check_heads(operands(rows), inputs, normed, fp8=fp8, **INTERPRET)
 
 
-@pytest.mark.parametrize("inputs", [0, 1])
+@pytest.mark.parametrize("inputs", [rare(0), 1])
 def test_heads_with_biases(inputs):
     """Before the norms of queries and keys, as plain layers add them."""
     check_heads(operands(8, d=1088), inputs, normed=inputs == 1, biased=True, splits=1, **INTERPRET)
@@ -246,7 +246,7 @@ def test_a_routers_bias():
         op.normed(of["x"], of["scale"], [of["gate_up"]], of["bias"], eps=EPS, dtypes=("bfloat16",))
 
 
-@pytest.mark.parametrize("rows", [8, 40])  # 40: more than are asked for at once
+@pytest.mark.parametrize("rows", [rare(8), 40])  # 40: more than are asked for at once; 8 are below, for a norm
 def test_gated(rows):
     check_gated(operands(rows), **INTERPRET)
 
@@ -263,7 +263,9 @@ def test_product_added(rows, biased):
     check_add(operands(rows), biased, splits=1, **INTERPRET)
 
 
-@pytest.mark.parametrize("d", [192, 1024, 1088])  # of tiles far fewer than sums of squares, as many, and some fewer
+@pytest.mark.parametrize(
+    "d", [192, rare(1024), 1088]
+)  # of tiles far fewer than sums of squares, as many, and some fewer
 def test_product_added_for_a_norm(d):
     check_scaled(operands(8, d=d), centred=d == 192, biased=d == 1088, splits=1, **INTERPRET)
     check_gated(operands(8, d=d), scaled=True, splits=1, **INTERPRET)
