@@ -333,7 +333,7 @@ def test_drafts_are_the_texts_own_however_many_a_round_has(monkeypatch):
     assert widths.took_turns(llm)
 
 
-@pytest.mark.parametrize("sliding", [0, 1, 2])
+@pytest.mark.parametrize("sliding", [rare(0), 1, rare(2)])
 def test_full_and_sliding_layers_take_the_kernel(sliding, monkeypatch):
     """A drafter with both kinds has a kernel of each, lowered once however many layers share it."""
     folder = tiny_checkpoint(head_dim=64)
@@ -351,6 +351,7 @@ def test_full_and_sliding_layers_take_the_kernel(sliding, monkeypatch):
     assert hopper.KERNELS["decode_attention"] == lowered.count("@mosaic_gpu") == len(set(kinds))
 
 
+@pytest.mark.exhaustive  # DFlash 2, which draws from a distribution for each mask, too, is in test_block_drafters.py
 def test_sampled_output_has_the_targets_distribution(monkeypatch):
     """Drafts drawn from each mask's own distribution, and rejection: what comes out is the target's."""
     folder = drafter_folder(sampled.checkpoint(5), 3, num_hidden_layers=1, layer_types=None, use_sliding_window=False)
