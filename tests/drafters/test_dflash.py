@@ -299,7 +299,8 @@ def watched_engine():
     return llm
 
 
-@pytest.mark.parametrize("overlap,rounds", [(True, 1), rare(False, 1), rare(True, 4)])
+@pytest.mark.exhaustive  # DSpark and LiLiCorr, whose layers and cache are DFlash's, are in test_block_drafters.py
+@pytest.mark.parametrize("overlap,rounds", [(True, 1), (False, 1), (True, 4)])
 def test_greedy_output_equals_plain_and_every_draft_is_the_texts_own(overlap, rounds, monkeypatch):
     """Chunked prompts, prefix hits, preemption, stops: the text is plain decoding's, the drafter's cache is whole."""
     llm = watched_engine()
