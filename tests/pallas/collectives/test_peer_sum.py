@@ -50,7 +50,7 @@ def shapes(ranks: int, rows: int, width: int):
     return of((rows, width)), table, first, of((rows, width)), of((width,))
 
 
-@pytest.mark.parametrize("ranks,rows,width", [(2, 8, 4096), (8, 8, 5120), (4, 1, 1024)])
+@pytest.mark.parametrize("ranks,rows,width", [(2, 8, 4096), (8, 8, 5120), (4, 1, 1024), (4, 128, 4096)])
 def test_it_lowers_for_cuda(ranks, rows, width):
     part, table, first, x, scale = shapes(ranks, rows, width)
     weights = jax.ShapeDtypeStruct((4096, 3072), bf16)
@@ -84,11 +84,23 @@ def test_what_it_cannot_sum_is_named():
     for rows, width, dtype, words in (
         (8, 4096, jnp.float32, "float32; supported: bfloat16"),
         (1, 4160, bf16, "1 rows of 4160"),
-        (256, 4096, bf16, f"supported: {512 * 1024} numbers"),
+        (512, 4096, bf16, f"supported: {1024 * 1024} numbers"),
     ):
         assert words in peer_sum.supported(rows, width, dtype)
     with pytest.raises(NotImplementedError, match="other devices' memory"):
         peer_sum.peer_sum(*shapes(2, 8, 1024)[:3], interpret=True)
+
+
+def test_two_exchanges_serve_where_they_send_less():
+    """Two ranks send as many bytes either way, and so do few rows as soon."""
+    sizes = 2**10 * np.array([32, 128, 256, 512, 1024])
+    served = {ranks: [peer_sum.two_shots(ranks, int(size)) for size in sizes] for ranks in (2, 4, 8)}
+    assert served == {
+        2: [False] * 5,
+        4: [False, False, True, True, True],
+        8: [False, True, True, True, True],
+    }
+    assert not peer_sum.two_shots(8, 512 * 1024 + 1024), "shares that aren't whole"
 
 
 def test_without_gpus_sums_are_psums():
