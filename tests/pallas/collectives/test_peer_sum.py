@@ -298,8 +298,7 @@ def half(declared, params, rank: int):
     return jax.tree_util.tree_map_with_path(part, declared, params, is_leaf=is_param)
 
 
-@pytest.mark.parametrize("width,most", [(2048, 32), (8192, 32), (8320, 8)])
-@pytest.mark.parametrize("activations", [False, True])
+@pytest.mark.parametrize("width,most,activations", [(2048, 32, False), (8192, 32, True), (8320, 8, True)])
 def test_rows_of_fp8_weights_over_several_devices(width, most, activations):
     """Llama-70B's width, on each of two devices, takes as many rows as Qwen3-8B's. Other weights keep to eight."""
     call = path.Call(1, 1, "bfloat16", 132, devices=2)
