@@ -27,21 +27,21 @@ from jaxspec.pallas.dense import scaled, tiles
 from jaxspec.pallas.dense.tiles import STEP, UNIT, Hands
 from jaxspec.pallas.experts.expert_fp8 import GROUPS, Stage
 from jaxspec.pallas.experts.expert_stream import ALIGN, COUNT, EXPERT, ROW_BLOCKS, SOURCE, TARGET, Items
+from jaxspec.pallas.experts.expert_tile import PROMPT_ROWS
 from jaxspec.pallas.hopper.export import lower_once
 
 MAX_ROWS = 128  # of an item
 HEIGHTS = (64, 128)  # rows that a tile multiplies
 WARPGROUPS = 2  # that multiply
 SLOTS = 6
-FEWEST = 65  # rows of an expert on average; up to 64 `expert_fp8` has one launch, which its weights' bytes bound
 _i32, _f32 = jnp.int32, jnp.float32
 
 
 def supported(tokens: int, each: int, stacks: list[tuple[Weight, ...]]) -> str | None:
     """Why FP8 experts that `expert_fp8` takes can't, or shouldn't, be served to so many tokens; None if they should."""
     experts, width = sum(len(stack[1].values) for stack in stacks), stacks[0][1].outputs
-    if tokens * each < FEWEST * experts:
-        return f"{tokens * each} rows for {experts} experts; supported: {FEWEST} and more on average"
+    if tokens * each <= PROMPT_ROWS * experts:  # then reading weights is most of the work
+        return f"{tokens * each} rows for {experts} experts; supported: more than {PROMPT_ROWS} each"
     across = WARPGROUPS * GROUPS * UNIT
     return f"rows of {width}; supported: multiples of {across}" if width % across else None
 
