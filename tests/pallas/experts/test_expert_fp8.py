@@ -54,7 +54,7 @@ def interpret(monkeypatch, module):
     monkeypatch.setattr(hopper, "kernels_here", lambda: None)
     monkeypatch.setattr(module, "mix", partial(module.mix, interpret=INTERPRET))
     monkeypatch.setattr(expert_plan, "supported", lambda *_: "its interpreter takes seconds")
-    monkeypatch.setattr(module, "SHARED_BYTES", 0, raising=False)  # the fewest slots, so that each is used again
+    monkeypatch.setattr(module, "SHARED_BYTES", 0)  # the fewest slots, so that each is used again
 
 
 @pytest.mark.parametrize("t,e,k,more", [
