@@ -1,8 +1,8 @@
 """Layers with FP8 weights that quantise their rows, at 33 to 128 rows: products are `pallas.fp8_tiles`.
 
 A product's parts go to the kernel of the next norm as they are: it adds them to the residual stream, norms and
-quantises it (`pallas.fp8_quantise.norm`). Results are the plain path's, to the bit where XLA norms no rows. Mixing is
-the plain layer's, and so are routers and experts.
+quantises it (`pallas.fp8_quantise.norm`). Dense layers give the plain path's bits. Mixing is the plain layer's, and so
+are routers and experts.
 """
 
 from __future__ import annotations
@@ -15,17 +15,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxspec.decoder.feed import mixture
-from jaxspec.decoder.fp8_rows import multiplied
+from jaxspec.decoder.fp8_rows import IMPLEMENTS, multiplied
 from jaxspec.decoder.matmul import Quantised, exact, project, quantises_rows
 from jaxspec.decoder.mixings import mixing_of
 from jaxspec.decoder.mixings.kind import Weights
-from jaxspec.decoder.path import MIXTURE, Call, Path, implementing
+from jaxspec.decoder.path import Call, Path
 from jaxspec.decoder.stack import Ops
-from jaxspec.models.description import Decoder, Mixture, Norm, Rope
+from jaxspec.models.description import Decoder, Mixture
 from jaxspec.models.weights import HALF, Weight
 from jaxspec.pallas.dense import fp8_quantise, fp8_tiles
-
-IMPLEMENTS = implementing({Mixture: MIXTURE, Norm: {"centred"}, Rope: {"columns"}})
 
 
 def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
