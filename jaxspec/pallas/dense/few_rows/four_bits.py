@@ -5,9 +5,9 @@ eight steps. A shift and a mask make two bfloat16 of a word's bits. Rows come fr
 order of their inputs.
 
 Integers become bfloat16 of 128 more than they are, less 128 and their zero point, which is exact. Each group's products
-are summed by themselves and multiplied by its scale, in float32. Of a zero point that isn't whole the rest is added to
-the sums, times those of the inputs. E2M1 numbers are multiplied by their scale, which is
-exact as well, and go to the sum of all inputs; this is multiplied by the outputs' factors in the end.
+are summed by themselves and multiplied by its scale, in float32. A zero point that isn't whole is rounded, and what it
+lacks is added to the group's sum, times the sum of the rows' inputs. E2M1 numbers are multiplied by their scale, which
+is exact as well, and go to the sum of all inputs; this is multiplied by the outputs' factors in the end.
 
 Scales come with their chunk of weights, into the same slot of the ring.
 """
@@ -162,7 +162,7 @@ def _added(share, *refs):
     *totals, weight_s, rows_s, scales_s = refs
     warp, row, _ = lanes()
     scales = scales_in(share.four, share.chunk, share.together * TILE, scales_s, arith.addi(mul(warp, 16), row))
-    return add_products(share, totals, weight_s, [rows_s], scales)
+    return add_products(share, totals, weight_s, rows_s, scales)
 
 
 def lanes():
@@ -171,16 +171,16 @@ def lanes():
     return rem(div(mgpu.utils.thread_idx(), 32), 4), div(lane, 4), rem(lane, 4)
 
 
-def add_products(sizes, totals, weight_s, rows, scales, apart=0, last=0):
+def add_products(sizes, totals, weight_s, rows_s, scales, apart=0, last=0):
     """Add a chunk's products to the totals of its groups.
 
-    `sizes`: how many `rows` are multiplied, and the `groups` and inputs of a `chunk`. `rows`: references to the rows'
-    inputs, equally many in each. `scales`: from `scales_in`. `apart`: as in `registers.products`; `last`: the last row.
+    `sizes`: how many `rows` are multiplied, and the `groups` and inputs of a `chunk`. `scales`: from `scales_in`.
+    `apart`: as in `registers.products`; `last`: the number of the last row.
     """
     groups, units, row_groups = sizes.groups, sizes.chunk // UNIT, sizes.rows // 8
-    each = units // len(rows)  # units of a reference
-    eights, halves = TILE // 8 * units * ATOM, UNIT // 64 * each  # bytes of a group; atoms of eight rows
-    weight, (warp, row, column) = mgpu.utils.memref_ptr(weight_s), lanes()
+    eights, halves = TILE // 8 * units * ATOM, UNIT // 64 * units  # bytes of a group; atoms of eight rows
+    weight, rows = (mgpu.utils.memref_ptr(ref) for ref in (weight_s, rows_s))
+    warp, row, column = lanes()
     # Of each output's 128 bytes a lane has two neighbouring parts of 16: one for the first 128 inputs, one for others.
     own = arith.addi(mul(row, 128), mul(arith.xori(mul(column, 2), row), BYTES))
     own = arith.addi(mul(warp, 2 * units * ATOM), own)
@@ -192,16 +192,14 @@ def add_products(sizes, totals, weight_s, rows, scales, apart=0, last=0):
         row_of = arith.minui(arith.addi(mul(warp, apart), row_of), whole(last))
         row_of, first = rem(row_of, 8), mul(div(row_of, 8), halves * ATOM)
     own = arith.addi(mul(row_of, 128), mul(arith.xori(part, row_of), BYTES))
-    places = [arith.xori(own, whole(4 * BYTES * odd)) for odd in range(2)]
-    places = [arith.addi(first, place) for place in places] if apart else places
-    inputs = [[at(mgpu.utils.memref_ptr(ref), place) for place in places] for ref in rows]
+    rows = at(rows, first) if apart else rows
+    inputs = [at(rows, arith.xori(own, whole(4 * BYTES * odd))) for odd in range(2)]
 
     sums = [[_four(total, n) for n in range(row_groups)] for total in totals]
     for unit in range(units):
-        ref, top = inputs[unit // each], 4 * (unit % each)
         for i in range(2):
-            atom = [[n * halves + top + 2 * i + q // 2 for q in range(4)] for n in range(row_groups)]
-            right = [[_matrices(ref[q % 2], own[q] * ATOM) for q in range(4)] for own in atom]
+            atom = [[n * halves + 4 * unit + 2 * i + q // 2 for q in range(4)] for n in range(row_groups)]
+            right = [[_matrices(inputs[q % 2], each[q] * ATOM) for q in range(4)] for each in atom]
             for g in range(groups):
                 place = g * eights + unit * ATOM
                 words = [load(weights[i], place + half * units * ATOM) for half in range(2)]

@@ -130,7 +130,7 @@ def _launch(ids, weights, *, up, down, shape, centred, interpret):
     two = dict(sums_s=plgpu.SMEM((TILE, ROWS), _f32), sent=plgpu.Barrier(), taken=plgpu.Barrier())
     weight_s = plgpu.SMEM((plan.slots, TILE, STEP), E4M3 if plan.fp8 else dtype)
     if plan.four:
-        weight_s = plgpu.SMEM((plan.slots, TILE, plan.step // 2), jnp.int8)
+        weight_s = plgpu.SMEM((plan.slots, TILE, STEP // 2), jnp.int8)
         two |= dict(
             scales_s=plgpu.SMEM((plan.scale_slots, WARPS, *plan.scales), jnp.dtype(plan.four[0].dtype)),
             scale_full=plgpu.Barrier(num_arrivals=WARPS, num_barriers=plan.scale_slots),

@@ -15,13 +15,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir.dialects import arith
 
-from jaxspec.models.int4 import UNIT
 from jaxspec.models.weights import Weight
 from jaxspec.pallas.dense.few_rows import four_bits
 from jaxspec.pallas.dense.few_rows.registers import rows_transforms, weight_transforms
 from jaxspec.pallas.dense.few_rows.share import FourBits
 from jaxspec.pallas.experts.expert_few import fp8
-from jaxspec.pallas.experts.expert_few.plan import COLUMNS, ROWS, TILE
+from jaxspec.pallas.experts.expert_few.plan import COLUMNS, ROWS, STEP, TILE
 from jaxspec.pallas.hopper import BULK_COPY, WARPS
 
 _i32, _f32 = jnp.int32, jnp.float32
@@ -33,11 +32,10 @@ class Scales(NamedTuple):
     ref: Any
     stored: FourBits
 
-    def lines(self, step: int) -> int:
-        """Lines of scales between a step of so many inputs and the next one."""
-        if self.stored.floats:
-            return step // UNIT
-        return step // self.stored.group * (1 + self.stored.zeros) if self.stored.group <= step else 0
+    @property
+    def lines(self) -> int:
+        """Lines of scales between a step and the next one; none if all inputs share a scale."""
+        return self.stored.scales(STEP, COLUMNS)[0] if self.stored.group <= STEP else 0
 
 
 def operands(weight: Weight) -> dict[str, Any]:
@@ -71,38 +69,33 @@ def factors_of(plan, factors_g, rows, interpret) -> Any:
     return found * four_bits.LEFT
 
 
-def added(plan, scratch, scales, interpret, total, k, weight_s, rows, wait) -> Any:
+def added(scratch, scales, interpret, total, k, weight_s, rows, wait) -> Any:
     """Compute `fp8.added`. `scales` are `Scales`; NVFP4's factors are left out."""
-    refs, apart = rows
+    rows_s, apart = rows
     wait()
     if interpret:
-        return total + _interpreted(plan.step, scales, k, weight_s, refs, apart)
-    transforms = [weight_transforms(), (), *[rows_transforms()] * len(refs)]
-    types = plgpu.Layout.WGMMA, plgpu.Layout.WG_SPLAT, *map(plgpu.RefType, transforms)
+        return total + _interpreted(scales, k, weight_s[...], rows_s[...].astype(_f32), apart)
+    types = map(plgpu.RefType, (weight_transforms(), (), rows_transforms()))
+    types = plgpu.Layout.WGMMA, plgpu.Layout.WG_SPLAT, *types
     one = plgpu.ShapeDtypeStruct((TILE, ROWS), _f32, layout=plgpu.Layout.WGMMA)
-    add = partial(_added, plan.step, scales, apart, refs[0].shape[0] - 1)
-    return plgpu.inline_mgpu(arg_types=types, return_type=one)(add)(total, k, weight_s, scales.ref, *refs)
+    add = partial(_added, scales, apart, rows_s.shape[0] - 1)
+    return plgpu.inline_mgpu(arg_types=types, return_type=one)(add)(total, k, weight_s, scales.ref, rows_s)
 
 
-def _added(step, scales, apart, last, _, total, k, weight_s, scales_s, *rows):
+def _added(scales, apart, last, _, total, k, weight_s, scales_s, rows_s):
     (warp, row, _), (k,) = four_bits.lanes(), k.registers.flat
-    line = arith.addi(four_bits.mul(warp, scales.ref.shape[1]), four_bits.mul(k, scales.lines(step)))
+    line = arith.addi(four_bits.mul(warp, scales.ref.shape[1]), four_bits.mul(k, scales.lines))
     own = arith.addi(four_bits.mul(line, COLUMNS), row)
-    loader = four_bits.scales_in(scales.stored, step, COLUMNS, scales_s, own)
-    sizes = fp8.Sizes(chunk=step)
-    (made,) = four_bits.add_products(sizes, [total], weight_s, list(rows), loader, apart, last)
+    loader = four_bits.scales_in(scales.stored, STEP, COLUMNS, scales_s, own)
+    (made,) = four_bits.add_products(fp8.Sizes(), [total], weight_s, rows_s, loader, apart, last)
     return made
 
 
-def _interpreted(step, scales, k, weight_s, rows, apart):
-    """A step's products in plain jnp."""
-    values, stored, made = weight_s[...], scales.stored, []
-    count = stored.scales(step, COLUMNS)[0]
-    inputs = jnp.concatenate([ref[...].astype(_f32) for ref in rows], axis=1)
-    for warp in range(WARPS):
-        own = slice(warp * COLUMNS, (warp + 1) * COLUMNS)
-        of = lax.dynamic_slice_in_dim(scales.ref[warp], k * scales.lines(step), count)
-        weight = four_bits.dequantised(stored, values[own], of)
-        mine = jnp.minimum(warp * apart + jnp.arange(ROWS), len(inputs) - 1)
-        made.append(weight @ inputs[mine].T)
-    return jnp.concatenate(made)
+def _interpreted(scales, k, values, rows, apart):
+    """A step's products in plain jnp, of weights [TILE, STEP / 2]."""
+    count = scales.stored.scales(STEP, COLUMNS)[0]
+    of_step = lax.dynamic_slice_in_dim(scales.ref[...], k * scales.lines, count, axis=1)
+    by_output = jnp.moveaxis(of_step.reshape(WARPS, count, -1), 0, 1).reshape(count, -1)  # all warps' side by side
+    weights = four_bits.dequantised(scales.stored, values, by_output).reshape(WARPS, COLUMNS, -1)
+    own = jnp.minimum(apart * jnp.arange(WARPS)[:, None] + jnp.arange(ROWS), len(rows) - 1)
+    return jnp.einsum("wck,wrk->wcr", weights, rows[own]).reshape(TILE, ROWS)

@@ -111,7 +111,7 @@ def _shuffle(_, scales, block):
     return mgpu.FragmentedArray(_registers=made, _layout=layout, _is_signed=None)
 
 
-def added(plan, scratch, scales, interpret, total, k, weight_s, rows, wait) -> Any:
+def added(scratch, scales, interpret, total, k, weight_s, rows, wait) -> Any:
     """Add the products of the k-th step to the total. `rows`: a reference to its rows, and how far a warp's first one
     is from the next warp's; None for the tokens' pairs. `wait`: until the weights are there."""
     blocks = range(STEP // BLOCK)
@@ -123,7 +123,7 @@ def added(plan, scratch, scales, interpret, total, k, weight_s, rows, wait) -> A
         made = [each * lax.broadcast_in_dim(f, each.shape, [1]) for each, f in zip(made, factors, strict=True)]
     else:
         wait()
-        ((rows_s,), apart) = rows
+        rows_s, apart = rows
         (made,) = (_interpreted if interpret else registers.products)(Sizes(), weight_s, rows_s, apart=apart)
     for scale, each in zip(by, made, strict=True):
         total = total + each * lax.broadcast_in_dim(scale, each.shape, [0])

@@ -130,7 +130,7 @@ class _Weights:
                 plgpu.barrier_arrive(self.full.at[slot])
             self._fetch_scales("up", k, lax.div(step, _i32(steps)), pieces())
 
-        steps = plan.d // plan.step
+        steps = plan.d // STEP
         return fill(steps, fetch, self.empty, plan.slots, step, self.full, plan.flight)
 
     def _down(self, work, i, step):
@@ -151,11 +151,11 @@ class _Weights:
             tiles = work.tiles if self.block.ups else 0
             self._fetch_scales("down", k, tiles + i, [(*item, column) for item in items])
 
-        return fill(plan.f // plan.step, fetch, self.empty, plan.slots, step, self.full, plan.flight)
+        return fill(plan.f // STEP, fetch, self.empty, plan.slots, step, self.full, plan.flight)
 
     def _inputs(self, k):
         """A step's part of a weight's last axis."""
-        size = self.plan.step // (2 if self.plan.four else 1)
+        size = STEP // (2 if self.plan.four else 1)
         return pl.ds(k * size, size)
 
     def _fetch(self, stacks, valid, expert, rows, inputs, slot, place):

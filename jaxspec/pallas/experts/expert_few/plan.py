@@ -42,7 +42,6 @@ ALIGNED = 1024  # bytes: each array in shared memory begins at a multiple
 AHEAD, FP8_AHEAD = 768, 1024  # inputs of `down` whose hidden rows are prefetched, at most
 HIDDEN_BYTES = 32 * 1024  # of FP8 experts' hidden rows, if those of a group of experts need no more
 FLIGHT = 64 * 1024  # bytes of weights in flight at once
-FOUR_STEP = 2 * STEP  # inputs of four bits that one copy loads, if widths are multiples of it
 SCALES, SCALE_BYTES = (2, 8), 32 * 1024  # tiles whose scales of four bits are prefetched: least, most; and their room
 COPY_LINES = 256  # of scales, that one copy loads
 LANES = 32  # of a warp: each has the scale of a block of inputs
@@ -69,11 +68,6 @@ class Plan:
     @property
     def quantised(self) -> bool:
         return self.fp8 or self.four is not None
-
-    @property
-    def step(self) -> int:
-        """Inputs of weights that one copy loads."""
-        return math.gcd(FOUR_STEP, self.f, self.d // 2) if self.four else STEP
 
     @property
     def experts(self) -> int:
@@ -122,7 +116,7 @@ class Plan:
         """Inputs of `down` whose hidden rows the ring holds."""
         if not self.quantised:
             return AHEAD
-        inputs, turns = max(HIDDEN_BYTES // (2 * self.beside), self.f), self.multipliers * self.step
+        inputs, turns = max(HIDDEN_BYTES // (2 * self.beside), self.f), self.multipliers * STEP
         return min(FP8_AHEAD, -(-inputs // turns) * turns)
 
     @property
@@ -142,7 +136,7 @@ class Plan:
 
     @property
     def slot_bytes(self) -> int:
-        return TILE * self.step // 2 if self.four else (1 if self.fp8 else 2) * TILE * STEP
+        return TILE * STEP // 2 if self.four else (1 if self.fp8 else 2) * TILE * STEP
 
     @property
     def scales(self) -> tuple[int, ...]:

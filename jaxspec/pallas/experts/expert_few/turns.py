@@ -37,29 +37,26 @@ def multiply(plan, scratch, turn, scales, inputs, step, hidden_step=None, interp
     """Multiply a tile of weights by the tokens' rows, or by hidden ones from `hidden_step` on, over this warpgroup's
     steps: f32[TILE, ROWS]. `step` is how many steps the block has used; `scales` are the tile's, as `added` has them.
     """
-    steps, slot_of = inputs // plan.step, lambda step: lax.rem(step, _i32(plan.slots))
-    rows_each = plan.step // STEP  # references to the rows of a step
+    steps, slot_of = inputs // STEP, lambda step: lax.rem(step, _i32(plan.slots))
     hidden_slot_of = lambda k: lax.rem(hidden_step + k, _i32(plan.hidden_slots))  # noqa: E731
     first = lax.rem(step + turn, _i32(plan.multipliers))
     added = (four if plan.four else fp8).added
 
-    def rows_of(parts):
+    def rows_of(k):
         if hidden_step is None:
-            return None if plan.pairs else ([scratch["x_s"].at[k] for k in parts], 0)
-        for k in parts:
-            plgpu.barrier_wait(scratch["hidden_full"].at[hidden_slot_of(k)])
-        return [scratch["hidden_s"].at[hidden_slot_of(k)] for k in parts], plan.pitch
+            return None if plan.pairs else (scratch["x_s"].at[k], 0)
+        plgpu.barrier_wait(scratch["hidden_full"].at[hidden_slot_of(k)])
+        return scratch["hidden_s"].at[hidden_slot_of(k)], plan.pitch
 
     def one(j, total):
         k = first + j * plan.multipliers
-        slot, parts = slot_of(step + k), [k * rows_each + i for i in range(rows_each)]
+        slot = slot_of(step + k)
         weight_s, full = scratch["weight_s"].at[slot], scratch["weight_full"].at[slot]
         wait = lambda: plgpu.barrier_wait(full)  # noqa: E731
-        total = added(plan, scratch, scales, interpret, total, k, weight_s, rows_of(parts), wait)
+        total = added(scratch, scales, interpret, total, k, weight_s, rows_of(k), wait)
         plgpu.barrier_arrive(scratch["weight_empty"].at[slot])
         if hidden_step is not None:
-            for k in parts:
-                plgpu.barrier_arrive(scratch["hidden_empty"].at[hidden_slot_of(k)])
+            plgpu.barrier_arrive(scratch["hidden_empty"].at[hidden_slot_of(k)])
         return total
 
     start = plgpu.layout_cast(jnp.zeros((TILE, ROWS), _f32), plgpu.Layout.WGMMA)
