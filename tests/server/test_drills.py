@@ -274,6 +274,7 @@ def test_told_to_stop_under_load_a_server_finishes_what_it_can():
     assert quick.status_code == 200 and "[DONE]" in also_quick.text and "error" not in also_quick.text
 
 
+@pytest.mark.exhaustive  # test_shutdown.py sends a second signal, in a process without an engine
 def test_told_to_stop_twice_a_server_ends_without_a_traceback():
     with process("none") as (server, _, lines):
         server.send_signal(signal.SIGINT)
