@@ -20,6 +20,7 @@ from jaxspec.bench.floors import ModelCost
 from jaxspec.checkpoint import CheckpointError, load_model
 from jaxspec.checkpoint.kv_scales import by_group
 from jaxspec.checkpoint.quantization import Quantization
+from jaxspec.decoder import matmul as decoder_matmul
 from jaxspec.decoder.forward import choose
 from jaxspec.decoder.path import Call
 from jaxspec.models import fp8
@@ -60,13 +61,14 @@ LAYOUTS = {
 }
 
 
-OTHERS = "qwen3_5", "qwen3_next", "qwen3_vl", "qwen3_vl_moe"  # with others' layers
+# A dense model, a mixture, one with biases, one with linear attention: other families have these ones' layers.
+KINDS = "gpt_oss", "qwen3_5_moe", "qwen3_moe"
 
 
 @pytest.mark.parametrize("family,layout", [
     *(("llama", layout) for layout in LAYOUTS),
-    *(rare(family, "fp8") for family in OTHERS),
-    *((family, "fp8") for family in sorted(ARCHITECTURES.keys() - {"llama", *OTHERS})),
+    *((family, "fp8") for family in KINDS),
+    *(rare(family, "fp8") for family in sorted(ARCHITECTURES.keys() - {"llama", *KINDS})),
     ("qwen3_moe", "compressed channels"), ("qwen3_moe", "compressed tensors"),
 ])  # fmt: skip
 def test_logits_are_those_of_the_dequantised_model(tmp_path, family, layout):
@@ -183,6 +185,53 @@ def test_a_models_quantised_rows_give_what_numpy_does(tmp_path, kind):
     best = np.sort(expected, -1)
     sure = best[:, -1] - best[:, -2] > 6e-2
     assert sure.sum() > 6 and (got.argmax(-1) == expected.argmax(-1))[sure].all()
+
+
+def rounded(x: np.ndarray) -> np.ndarray:
+    """Rows whose groups of 128 are e4m3 numbers times a scale."""
+    groups = [x[..., j : j + 128] for j in range(0, x.shape[-1], 128)]
+    scales = [np.abs(group).max(-1, keepdims=True) / np.float32(448) for group in groups]
+    scales = [np.where(scale, scale, 1) for scale in scales]
+    numbers = [(g / s).astype(E4M3).astype(np.float32) * s for g, s in zip(groups, scales, strict=True)]
+    return np.concatenate(numbers, axis=-1)
+
+
+class RoundedRows(Unquantised):
+    """Weights whose rows `quantise_by_numpy` rounds."""
+
+
+# Names of weights whose rows stay as they are: of experts and routers, and of gates and decays of linear attention. No
+# row is multiplied by `keys_values`.
+WHOLE_ROWS = re.compile("(experts|shared)_.*|router|ba|gates|steps|output_gates|keys_values")
+
+
+def quantise_by_numpy(monkeypatch, params: dict) -> dict:
+    """The params of a dequantised model, marked; and products with them round their rows."""
+
+    def multiply(x, weight, valid, residual=None, gated=False):
+        if isinstance(weight.format, RoundedRows):
+            x = jax.pure_callback(rounded, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+        return decoder_matmul.reference(x, weight, residual, gated)
+
+    def marked(name, weight):
+        known = isinstance(weight, Weight) and not WHOLE_ROWS.fullmatch(name)
+        return weight.replace(format=RoundedRows()) if known else weight
+
+    monkeypatch.setattr(decoder_matmul, "multiply", multiply)
+    layers = [{name: marked(name, weight) for name, weight in layer.items()} for layer in params["layers"]]
+    return params | {"layers": layers}
+
+
+FAMILIES = "deepseek_v3", "glm4_moe", "mimo_v2_flash", "minimax_m2", "nemotron_h", "qwen3_next"
+
+
+@pytest.mark.parametrize("family", ["kimi_linear", *(rare(family) for family in FAMILIES)])
+def test_families_quantise_the_rows_that_they_should(tmp_path, monkeypatch, family):
+    """Numpy's rounding of the dequantised model's rows gives the same logits."""
+    quant, whole = (load(each, True, dtype="float32") for each in write(source(family), tmp_path))
+    assert Fp8(128, activations=True) in formats(quant.params)
+    expected = jaxspec.logits(whole, TOKENS[:1], params=quantise_by_numpy(monkeypatch, whole.params))
+    np.testing.assert_allclose(jaxspec.logits(quant, TOKENS[:1]), expected, rtol=0, atol=3e-2)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "qwen3_next"])
@@ -396,21 +445,29 @@ def test_an_fp8_cache_with_scales_serves_drafts_losslessly_and_from_the_cache(tm
     folder, _ = write(tiny_checkpoint("llama", 272, hidden_size=160, num_hidden_layers=1, tokenizer=True), tmp_path)
     with_kv_scales(folder, {"0.self_attn.k_scale": 1e-4, "0.self_attn.v_scale": 1e-4})
     prompts, params = [[5, 6, 7, 8] * 9, [9, 3] * 6], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    texts = []
-    for draft in ("none", f"standalone:{folder}"):
-        llm = LLM(str(folder), draft=draft, kv_cache_dtype="fp8", **OPTIONS)
-        texts += [[out.token_ids for out in llm.generate(prompts, params)] for _ in range(2)]
-        cache = llm.engine.runner.state.cache
-        assert jnp.allclose(cache.scales[0], 1e-4) and jnp.abs(cache.kv[0][:, 1:].astype(jnp.float32)).max() == 448
-    assert texts[0] == texts[1] == texts[2] == texts[3]
+    llm, texts = LLM(str(folder), draft=f"standalone:{folder}", kv_cache_dtype="fp8", **OPTIONS), []
+    for speculative in (False, True):
+        asked = dataclasses.replace(params, speculative=speculative)
+        for cached in (False, True):
+            outs = llm.generate(prompts, asked)
+            texts.append([out.token_ids for out in outs])
+            assert bool(outs[0].metrics.cached_tokens) is cached
+        assert llm.engine.flush_cache()
+    assert texts[0] == texts[1] == texts[2] == texts[3] and llm.engine.stats()["accepted_per_position"][0]
+    cache = llm.engine.runner.state.cache
+    assert jnp.allclose(cache.scales[0], 1e-4) and jnp.abs(cache.kv[0][:, 1:].astype(jnp.float32)).max() == 448
 
 
 def test_an_mtp_module_is_quantised_with_its_target(tmp_path):
     folder, _ = write(hybrids.checkpoint("qwen3_5"), tmp_path)
-    options = OPTIONS | {"max_running_requests": 1}
-    target = load(folder)
-    drafter = jaxspec.load_drafter("mtp", target, EngineConfig(str(folder), "mtp", fp8_activations="on"))
+    drafter = jaxspec.load_drafter("mtp", load(folder), EngineConfig(str(folder), "mtp", fp8_activations="on"))
     assert drafter.params["layer"]["qkv"].format == Fp8(128, activations=True)
+
+
+@pytest.mark.exhaustive  # test_drafter_weights.py has drafts of a quantised module
+def test_greedy_text_of_a_quantised_mtp_module_is_its_targets(tmp_path):
+    folder, _ = write(hybrids.checkpoint("qwen3_5"), tmp_path)
+    options, target = OPTIONS | {"max_running_requests": 1}, load(folder)
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     (out,) = LLM(str(folder), draft="mtp", **options).generate([[5, 6, 7] * 5], params)
     logits = np.asarray(jaxspec.logits(target, [out.prompt_token_ids + out.token_ids])[0, 14:-1], np.float32)
