@@ -65,14 +65,15 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 # Those of eight seconds of processor time and more.
 LONGEST = """
-    engine models few_rows_layers expert_few eagle few_rows quantisation few_rows_fp8 decode_attention delta_step
-    programs objectives ragged_verification lossless loop soak dflash drills prompt_attention draft_count
-    distribution drafter_weights sharding write_heads peer_sum hybrid fp8_tiles block_drafters deterministic
-    expert_fp8 paged_attention trees kernels portable_experts acceptance engines skipped_drafts tile_matmul
-    expert_stream staged_start data_parallel suffix live portable_attention moe nonsense gated_delta examples
-    expert_four block_trees mxfp4 fp8_layers hybrid_models continued deterministic_hybrid ladder eagle_trees
-    sampling mtp_modules expert_plan serve errors combined delta_chunk checkpoint functional portable_delta shipped
-    lowering llm dflash2 hosts
+    engine pictures models few_rows_layers expert_few eagle few_rows quantisation few_rows_fp8 decode_attention
+    texts weight_updates host_cache seeing delta_step scoring own_kind_and_format programs assistant following
+    objectives ragged_verification lossless loop soak dflash drills prompt_attention draft_count distribution
+    drafter_weights sharding write_heads peer_sum hybrid fp8_tiles block_drafters deterministic expert_fp8
+    paged_attention trees kernels portable_experts acceptance engines skipped_drafts tile_matmul expert_stream
+    staged_start data_parallel suffix live portable_attention moe nonsense gated_delta examples expert_four
+    block_trees mxfp4 fp8_layers hybrid_models continued deterministic_hybrid ladder eagle_trees sampling
+    mtp_modules expert_plan serve errors combined delta_chunk checkpoint functional portable_delta shipped lowering
+    llm dflash2 hosts operations latent_models rollout token_map reported adapters accuracy pooling
 """
 
 

@@ -90,13 +90,13 @@ class Run:
         return [Counts.of(*(reply.metrics for reply in replies)) for replies in self.answers]
 
 
-def add_arguments(parser: argparse.ArgumentParser, without: Sequence[str] = (), several: bool = True) -> None:
+def add_arguments(parser: argparse.ArgumentParser, several: bool = True) -> None:
     """The engine's flags, of which `--draft` may be repeated and `--tp-size` is a list."""
     said = "a drafter, as the server takes it; several are compared"
     parser.add_argument("--draft", action="append", metavar="D", help=f"{said} ({'auto' if several else 'none'})")
     sizes = "numbers of devices of a model, one after the other (%(default)s)"
     parser.add_argument("--tp-size", type=counts("1,2"), default="1", metavar="N,N,...", help=sizes)
-    engines.add_arguments(parser, without=("draft", "tp_size", *without), load_format="auto")
+    engines.add_arguments(parser, without=("draft", "tp_size"), load_format="auto")
 
 
 def drafters(args: argparse.Namespace, plain: bool) -> list[str]:

@@ -28,7 +28,7 @@ from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Tab
 from jaxspec.bench.spawn import running_server
 from jaxspec.bench.traffic import Load
 from jaxspec.config.engine_config import EngineConfig
-from jaxspec.config.flags import add_engine_flags, engine_options, positive
+from jaxspec.config.flags import add_engine_flags, checked, engine_options, positive
 from jaxspec.engine.engine import Engine
 
 COLUMNS = (
@@ -54,6 +54,12 @@ COLUMNS = (
 TABLES = (Table("serve: requests under load, ms", COLUMNS), latency.TABLE)
 WARM_UP = 4  # requests before the first load
 VIA = "http", "offline", "both"
+_rate = checked(float, "takes inf, or requests a second greater than 0", lambda rate: rate > 0)
+_limits = checked(
+    lambda text: {kind: float(most) for kind, _, most in (part.partition(":") for part in text.split(","))},
+    "takes limits in ms greater than 0 of ttft, tpot or e2e, such as ttft:500,tpot:50",
+    lambda limits: limits.keys() <= {"ttft", "tpot", "e2e"} and all(most > 0 for most in limits.values()),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,28 +75,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--via", choices=VIA, default="http", help="a server, an engine in this process, or both in turn (%(default)s)")
     datasets.add_arguments(parser)
     add_engine_flags(parser)
-
-
-def _rate(text: str) -> float:
-    try:
-        rate = float(text)
-    except ValueError:
-        rate = 0.0
-    if not rate > 0:
-        raise argparse.ArgumentTypeError(f"takes inf, or requests a second greater than 0, got {text}")
-    return rate
-
-
-def _limits(text: str) -> dict[str, float]:
-    try:
-        limits = {kind: float(most) for kind, _, most in (part.partition(":") for part in text.split(","))}
-    except ValueError:
-        limits = {}
-    if not limits or limits.keys() - {"ttft", "tpot", "e2e"} or not all(most > 0 for most in limits.values()):
-        raise argparse.ArgumentTypeError(
-            f"takes limits in ms greater than 0 of ttft, tpot or e2e, such as ttft:500,tpot:50, got {text}"
-        )
-    return limits
 
 
 def run(args: argparse.Namespace, result: Result) -> None:

@@ -19,7 +19,7 @@ from jaxspec.decoder.functions import causal_attention
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas import hopper
 from jaxspec.pallas.recurrence import accumulate, causal_conv, delta_pool, gated_delta, sequential
-from jaxspec.pallas.recurrence.causal_conv import conv_chunk, empty_windows, split_heads
+from jaxspec.pallas.recurrence.causal_conv import empty_windows
 
 BLOCK = 32  # tokens of a whole text that recurrent layers take at once
 
@@ -74,8 +74,7 @@ class WholeTexts:
         nothing = jnp.full((b,), NOTHING, jnp.int32)
         windows = empty_windows(1, b, 0, channels, taps, x.dtype)
         slots = jnp.arange(b, dtype=jnp.int32), nothing, nothing, jnp.full((b,), t, jnp.int32)
-        out, _ = conv_chunk(windows, jnp.int32(0), *slots, x[..., :channels], weight.T, bias=bias)
-        return out if mix is None else split_heads(out, mix), cache
+        return causal_conv.reference_chunk(windows, jnp.int32(0), *slots, x, weight, mix, bias=bias)[0], cache
 
     def recur(self, cache, layer, q, k, v, decay, beta, padded_rows):
         return _padded(_in_blocks(gated_delta.chunk, q, k, v, decay, beta), padded_rows), cache

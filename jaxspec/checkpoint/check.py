@@ -6,10 +6,12 @@ One message reports everything that is wrong, because fixing names one failed lo
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jaxspec.models.weights import Param
 
@@ -44,6 +46,20 @@ def refuse_stand_in(file: Path) -> None:
         start = opened.read(len(_LFS))
     if start == _LFS:
         raise CheckpointError(f"{file} is a Git LFS pointer, not the file itself; run `git lfs pull` in {file.parent}")
+
+
+def read_json(file: Path, kind: type = dict) -> Any:
+    """**Raises:** `CheckpointError` if the file can't be read or doesn't hold a JSON object, or the other `kind`."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise CheckpointError(f"can't read {file}: it is nested too deeply") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"can't read {file}: {error}") from error
+    if not isinstance(value, kind):
+        wanted = "array" if kind is list else "object"
+        raise CheckpointError(f"{file} must hold a JSON {wanted}, found {type(value).__name__}")
+    return value
 
 
 def check(params: Iterable[Param], found: Mapping[str, TensorInfo], where: str) -> None:

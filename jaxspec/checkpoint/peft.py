@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import regex
 
-from jaxspec.checkpoint.check import CheckpointError, refuse_stand_in
+from jaxspec.checkpoint.check import CheckpointError, read_json, refuse_stand_in
 from jaxspec.checkpoint.load import text_name
-from jaxspec.checkpoint.shards import open_shard, read_json
+from jaxspec.checkpoint.shards import open_shard
 from jaxspec.config.engine_config import MOST_LORA_RANK
 from jaxspec.config.json_values import shown
 from jaxspec.models.weights import WHOLE, Param, Unquantised, linear

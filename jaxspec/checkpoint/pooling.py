@@ -6,13 +6,12 @@ does, by vLLM's `classifier_from_token`, or the name: Qwen3-Reranker has no file
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxspec.checkpoint.check import CheckpointError
+from jaxspec.checkpoint.check import CheckpointError, read_json
 from jaxspec.config.json_values import shown
 
 FILES = ("modules.json", "1_Pooling/config.json")
@@ -46,7 +45,7 @@ def read(folder: Path, hf: dict[str, Any], name: str) -> Pooling | None:
     """
     modules, pooling = (folder / each for each in FILES)
     if pooling.is_file():
-        told = _json(pooling, dict)
+        told = read_json(pooling)
         modes = [mode for mode in (told.get("pooling_mode"),) if isinstance(mode, str)] or [
             key.removeprefix("pooling_mode_") for key, value in told.items() if value is True and "pooling_mode_" in key
         ]
@@ -55,7 +54,7 @@ def read(folder: Path, hf: dict[str, Any], name: str) -> Pooling | None:
                 f"{pooling} pools by {', '.join(modes) or 'nothing'}; supported are lasttoken and mean. --pooling last "
                 "or mean overrides it, and --pooling none serves the model as a generator"
             )
-        steps = _json(modules, list) if modules.is_file() else [{"type": "Normalize"}]
+        steps = read_json(modules, list) if modules.is_file() else [{"type": "Normalize"}]
         types = [str(step.get("type")) for step in steps if isinstance(step, dict)]
         return Pooling(_MODES[modes[0]], any(each.endswith("Normalize") for each in types))
     if (answers := hf.get("classifier_from_token")) is not None:
@@ -63,13 +62,3 @@ def read(folder: Path, hf: dict[str, Any], name: str) -> Pooling | None:
             raise CheckpointError(f"config.json: classifier_from_token must be two tokens, got {shown(answers)}")
         return Pooling(YES_NO, answers=tuple(answers))
     return Pooling(YES_NO) if _RERANKER.search(name) else None
-
-
-def _json(file: Path, kind: type) -> Any:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"can't read {file}: {error}") from error
-    if not isinstance(value, kind):
-        raise CheckpointError(f"{file} must hold a JSON {'array' if kind is list else 'object'}")
-    return value

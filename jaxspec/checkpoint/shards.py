@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from jaxspec.checkpoint import packed, pooling, quantization
 from jaxspec.checkpoint.bin_file import BinFile
-from jaxspec.checkpoint.check import CheckpointError, TensorInfo, refuse_stand_in
+from jaxspec.checkpoint.check import CheckpointError, TensorInfo, read_json, refuse_stand_in
 from jaxspec.checkpoint.pooling import Pooling
 from jaxspec.checkpoint.stored import DTYPES, Computed, Stored
 from jaxspec.config.json_values import shown
@@ -326,16 +326,3 @@ def _indexed(index: Path, folder: Path) -> tuple[tuple[Path, ...], Mapping[str, 
     if missing := [file.name for file in files if not _named(file)]:
         raise CheckpointError(f"{index} names files that are not there: {', '.join(missing)}. Download them")
     return tuple(files), weight_map
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """**Raises:** `CheckpointError` if the file can't be read or doesn't hold a JSON object."""
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except RecursionError as error:
-        raise CheckpointError(f"can't read {file}: it is nested too deeply") from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"can't read {file}: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file} must hold a JSON object, found {type(value).__name__}")
-    return value

@@ -78,7 +78,7 @@ def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
     each = [each[name] for each in layers for name in ("qkv", "qkvz", "out", "gate_up", "down") if name in each]
     weights = {(weight.dtype, weight.inputs, weight.outputs): weight for weight in each}
     for weight in weights.values():
-        if reason := tile_matmul.fixed_supported(weight.dtype, weight.inputs, weight.outputs):
+        if reason := weight_stream.fixed_supported(weight.dtype, weight.inputs, weight.outputs):
             return reason
     if call.devices > 1:
         return None

@@ -19,7 +19,7 @@ from jaxspec.decoder import deterministic, plain, stack
 from jaxspec.decoder.deterministic import DETERMINISTIC
 from jaxspec.decoder.few_rows import FEW_ROWS, rope_table, sizes_fit
 from jaxspec.decoder.fp8_rows import FP8_ROWS
-from jaxspec.decoder.functions import normed, rope, row_of
+from jaxspec.decoder.functions import normed, rope, row_of, whole_float32
 from jaxspec.decoder.fused_norms import FUSED_NORMS
 from jaxspec.decoder.low_rank import attached
 from jaxspec.decoder.matmul import logits
@@ -148,12 +148,13 @@ def forward(
         layers = attached(layers, params["adapters"], adapters)
     path, _ = choose(decoder, layers, Call.of(positions, mixer, cache, adapters=adapters is not None))
     ops = _ops(path, decoder, layers, positions, mixer)
-    if decoder.layer_inputs:
-        looked_up = tokens if overrides is None else jnp.where(overrides[1] < 0, tokens, decoder.layer_inputs.padding)
-        ops = dataclasses.replace(ops, inputs=plain.layer_inputs(decoder, params, looked_up, x, ops.positions))
     if cache is None and decoder.sharing:
         cache = {}  # where layers keep what others share
-    outputs, cache, experts = stack.run(ops, decoder, layers, x, cache, requested, _added(x, overrides))
+    with whole_float32(x.dtype):
+        if decoder.layer_inputs:
+            own = tokens if overrides is None else jnp.where(overrides[1] < 0, tokens, decoder.layer_inputs.padding)
+            ops = dataclasses.replace(ops, inputs=plain.layer_inputs(decoder, params, own, x, ops.positions))
+        outputs, cache, experts = stack.run(ops, decoder, layers, x, cache, requested, _added(x, overrides))
     if decoder.deterministic:
         last = deterministic.row_norm(outputs[-1], params["norm"], decoder.norm)
     else:
@@ -207,7 +208,8 @@ def run_layer(
     widths = () if any(scale is None for _, scale in inputs) else tuple(rows.shape[2] for rows, _ in inputs)
     path, _ = choose(decoder, [weights], Call.of(positions, mixer, cache, widths))
     ops = _ops(path, decoder, [weights], positions, mixer)
-    return stack.run_one(ops, decoder, weights, inputs, x, cache, requested)
+    with whole_float32(x.dtype):
+        return stack.run_one(ops, decoder, weights, inputs, x, cache, requested)
 
 
 def write_keys_values(
@@ -281,9 +283,10 @@ def head_logits(params: dict[str, Any], hidden: Float[Array, "*b d"]) -> Float[A
     """
     if devices() > 1 and math.prod(hidden.shape[:-1]) == 1:
         return head_logits(params, jnp.concatenate([hidden, hidden], axis=-2))[..., :1, :]
-    if (head := _head(params, hidden)) is not None:
-        return logits(hidden, head)
-    return jnp.einsum("...d,vd->...v", hidden, params["embed"], preferred_element_type=jnp.float32)
+    with whole_float32(hidden.dtype):
+        if (head := _head(params, hidden)) is not None:
+            return logits(hidden, head)
+        return jnp.einsum("...d,vd->...v", hidden, params["embed"], preferred_element_type=jnp.float32)
 
 
 COPY_ROWS = 32  # for more `fp8_rows` reads at half of an unquantised head's speed: half of the bytes gain nothing

@@ -5,6 +5,7 @@ Axis letters: b batch, t tokens, d model width, n query heads, m KV heads, h hea
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -23,6 +24,17 @@ from jaxspec.models.description import (
     RopeScaling,
     Yarn,
 )
+
+
+def whole_float32(dtype: Any) -> contextlib.AbstractContextManager:
+    """Context to trace layers of this dtype in, whose products of float32 are float32's.
+
+    XLA on a GPU rounds their factors to ten bits (TF32) otherwise, so that drafts change a text of `--dtype float32`.
+    What a user asks jax for (`JAX_DEFAULT_MATMUL_PRECISION`) stays.
+    """
+    if dtype != jnp.float32 or jax.config.jax_default_matmul_precision is not None:
+        return contextlib.nullcontext()
+    return jax.default_matmul_precision("highest")
 
 
 @jax.named_scope("norm")

@@ -6,7 +6,7 @@ With several requests, padding rows sit between theirs.
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from jaxspec.pallas.dense import few_rows
 
@@ -41,11 +41,6 @@ def pad(x: Array, value: int = 0) -> Array:
 def flat(x: Array, value: int = 0) -> Array:
     """Rows [b, t, d] one under the other, each request's padded."""
     return pad(x, value).reshape(-1, x.shape[2])
-
-
-def unflat(x: Float[Array, "r d"], b: int, t: int) -> Float[Array, "b t d"]:
-    """Undo `flat`."""
-    return x.reshape(b, -1, x.shape[1])[:, :t]
 
 
 def valid_rows(positions: Int[Array, "b t"]) -> tuple[Int[Array, "1 r"], int]:

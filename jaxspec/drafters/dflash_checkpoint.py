@@ -222,10 +222,9 @@ def integer(key: str, value: Any, low: int, end: int | None = None) -> int:
     return value
 
 
-def number(own: Mapping[str, Any], key: str, default: float = 1.0) -> float:
-    """A positive number of a drafter's config. **Raises:** `ConfigError` for anything else."""
-    value = own.get(key)
-    value = default if value is None else value
+def number(own: Mapping[str, Any], key: str) -> float:
+    """A positive number of a drafter's config, 1 where it is silent. **Raises:** `ConfigError` for anything else."""
+    value = 1.0 if own.get(key) is None else own[key]
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
         raise ConfigError(f"{key} must be a positive number, got {value!r}")
     return float(value)

@@ -14,7 +14,7 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -69,18 +69,68 @@ class Stream:
     member: Any = None
     name: str = ""
 
+    def expire(self, seconds: float | None) -> asyncio.TimerHandle | None:
+        """End the request with `RequestTimeout` after so many seconds, unless the timer is cancelled; None: never."""
+        if seconds is None:
+            return None
+        late = RequestTimeout(
+            f"the request took longer than the {seconds:g} seconds that the server allows (--request-timeout)"
+        )
+        return self.loop.call_later(seconds, self.arrived.put_nowait, late)
 
-def wake(loop: asyncio.AbstractEventLoop, batch: list[tuple[asyncio.Queue, Any]]) -> None:
-    """Put an item into each of these queues of a loop, from any thread, with one wake-up. A closed loop gets none."""
+    def counted(self, item: Any) -> Any:
+        """Count an item as sent. A delta too many that is unread becomes the request's failure, and ends the stream."""
+        self.sent += 1
+        if self.sent - self.taken <= MAX_UNREAD or not isinstance(item, Delta) or item.finish_reason is not None:
+            return item
+        self.begun = False
+        return RequestFailed(f"{MAX_UNREAD} deltas are unread, so the request was aborted")
 
-    def put():
-        for deltas, item in batch:
-            deltas.put_nowait(item)
 
-    try:
-        loop.call_soon_threadsafe(put)
-    except RuntimeError:  # the loop was closed with its callers; nobody is listening
-        log.debug("dropped %d deltas of a closed event loop", len(batch))
+def hand_over(items: Iterable[tuple[Stream, Any]]) -> None:
+    """Hand items to their callers, from any thread, with one wake-up per event loop. A closed loop gets none."""
+    batches: dict[asyncio.AbstractEventLoop, list[tuple[Stream, Any]]] = {}
+    for stream, item in items:
+        batches.setdefault(stream.loop, []).append((stream, item))
+    for loop, batch in batches.items():
+
+        def put(batch=batch):
+            for stream, item in batch:
+                stream.arrived.put_nowait(item)
+
+        try:
+            loop.call_soon_threadsafe(put)
+        except RuntimeError:  # the loop was closed with its callers; nobody is listening
+            log.debug("dropped %d deltas of a closed event loop", len(batch))
+
+
+class Admitted:
+    """Count of completions that were taken in and haven't ended, `held`, for several event loops.
+
+    **Raises:** `ConfigError` for a number of those that may wait that is negative.
+    """
+
+    def __init__(self, most_queued: int | None):
+        if most_queued is not None and most_queued < 0:
+            raise ConfigError(f"--max-queued-requests must be at least 0, got {most_queued}")
+        self.queued = math.inf if most_queued is None else most_queued
+        self.held = self.refused = 0
+        self.counting = threading.Lock()
+
+    def reserve(self, n: int, slots: int, flags: str = "--max-running-requests") -> None:
+        """Take `n` more in. **Raises:** `Overloaded`, unless they would be the only ones."""
+        with self.counting:
+            if self.held and self.held + n > (most := slots + self.queued):
+                self.refused += 1
+                raise Overloaded(
+                    f"{self.held} completions run or wait, and the server takes in {most} at once "
+                    f"({flags} and --max-queued-requests); send the request again later"
+                )
+            self.held += n
+
+    def release(self, n: int) -> None:
+        with self.counting:
+            self.held -= n
 
 
 def check_params(params: Any) -> None:
@@ -122,8 +172,7 @@ class AsyncLLM:
         hosts: Leader | None = None,
         **engine_options: Any,
     ):
-        if max_queued_requests is not None and max_queued_requests < 0:
-            raise ConfigError(f"--max-queued-requests must be at least 0, got {max_queued_requests}")
+        self._admitted = Admitted(max_queued_requests)
         options = EngineConfig.from_options(model=model, draft=draft, **engine_options)
         self.engine = Engine(options, staged_start=staged_start and hosts is None, hosts=hosts)
         self.config = self.engine.config
@@ -132,10 +181,7 @@ class AsyncLLM:
         self.image_reader, self.no_pictures = self.engine.image_reader, self.engine.no_pictures
         self.error: BaseException | None = None
         self.request_timeout, self.watchdog_timeout = request_timeout, watchdog_timeout
-        queued = math.inf if max_queued_requests is None else max_queued_requests
-        self._most_held = self.config.max_running_requests + queued  # completions taken in, or waiting to be
-        self._held = self._refused = self._failures = 0
-        self._counting = threading.Lock()  # of the line above, which several event loops change
+        self._failures = 0
         self._shaken = False  # a step has failed, and no request has finished since
         self._step_began: float | None = None
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -167,7 +213,7 @@ class AsyncLLM:
         `RequestFailed` or its `RequestTimeout` at a later one; `EngineDead`.
         """
         check_params(params)
-        self._reserve(params.n)
+        self._admitted.reserve(params.n, self.config.max_running_requests)
         unfinished, stream, timer = params.n, None, None
         try:
             if params.structured is not None:
@@ -177,17 +223,12 @@ class AsyncLLM:
                 request = await asyncio.to_thread(self.engine.prepare, *given)
             else:
                 request = self.engine.prepare(*given)
-            loop = asyncio.get_running_loop()
-            mine = Stream(loop, asyncio.Queue())
+            mine = Stream(asyncio.get_running_loop(), asyncio.Queue())
             if self._streams.setdefault(request.id, mine) is not mine:
                 raise RequestError(f"request id {request.id!r} is in use", "request_id")
             stream = mine
             self._call(lambda: self._begin(request, stream))
-            if (limit := self.request_timeout) is not None:
-                late = RequestTimeout(
-                    f"the request took longer than the {limit:g} seconds that the server allows (--request-timeout)"
-                )
-                timer = loop.call_later(limit, stream.arrived.put_nowait, late)
+            timer = stream.expire(self.request_timeout)
             while unfinished:
                 delta = await stream.arrived.get()
                 stream.taken += 1
@@ -210,7 +251,7 @@ class AsyncLLM:
                 if unfinished and self.error is None and not self._closed:
                     self._calls.put(lambda: self._abort(request.id))
                 del self._streams[request.id]  # the id is free only behind the abort, which would end its next owner
-            self._release(params.n)
+            self._admitted.release(params.n)
 
     async def check(self, requests: Sequence[tuple[str | list[int] | Prompt, SamplingParams]]) -> None:
         """Check prompts, each with its params.
@@ -289,8 +330,8 @@ class AsyncLLM:
 
         **Raises:** what it raises; `EngineDead`.
         """
-        loop, answer, key = asyncio.get_running_loop(), asyncio.Queue(), f"ask {secrets.token_hex(8)}"
-        self._streams[key] = Stream(loop, answer)  # as a request's, so that a failure of the engine reaches it
+        stream, key = Stream(asyncio.get_running_loop(), asyncio.Queue()), f"ask {secrets.token_hex(8)}"
+        self._streams[key] = stream  # as a request's, so that a failure of the engine reaches it
         asked: Future = Future()
 
         def call() -> None:
@@ -300,14 +341,14 @@ class AsyncLLM:
                 asked.set_exception(error)
             else:
                 if isinstance(done, Future):
-                    done.add_done_callback(lambda done: wake(loop, [(answer, done)]))
+                    done.add_done_callback(lambda done: hand_over([(stream, done)]))
                     return
                 asked.set_result(done)
-            wake(loop, [(answer, asked)])
+            hand_over([(stream, asked)])
 
         try:
             self._call(call)
-            done = await answer.get()
+            done = await stream.arrived.get()
         finally:
             del self._streams[key]
         if isinstance(done, BaseException):
@@ -319,7 +360,7 @@ class AsyncLLM:
         return self.engine.stats() | {
             "ready": self.error is None and not self._closed and not self.stuck,
             "step_seconds": self.step_seconds,
-            "refused_total": self._refused,
+            "refused_total": self._admitted.refused,
             "engine_failures_total": self._failures,
         }
 
@@ -362,21 +403,6 @@ class AsyncLLM:
         self._fail(EngineDead("the engine was closed"))
         return ended
 
-    def _reserve(self, n: int) -> None:
-        """Count `n` completions as admitted. **Raises:** `Overloaded`, unless they would be the only ones."""
-        with self._counting:
-            if self._held and self._held + n > self._most_held:
-                self._refused += 1
-                raise Overloaded(
-                    f"{self._held} completions run or wait, and the server takes in {self._most_held} at once "
-                    "(--max-running-requests and --max-queued-requests); send the request again later"
-                )
-            self._held += n
-
-    def _release(self, n: int) -> None:
-        with self._counting:
-            self._held -= n
-
     def _call(self, function: Callable[[], None]) -> None:
         """Have the engine thread run `function` before its next step."""
         if self.error is not None or self._closed:
@@ -402,7 +428,7 @@ class AsyncLLM:
         except Exception as error:
             log.error("request %s can't be admitted; other requests continue", request.id, exc_info=error)
             failed = RequestFailed(f"the engine couldn't admit request {request.id}: {error}")
-            wake(stream.loop, [(stream.arrived, failed)])
+            hand_over([(stream, failed)])
         else:
             stream.begun = True
 
@@ -448,7 +474,7 @@ class AsyncLLM:
                 stream.begun = False
                 lost = RequestFailed(f"the engine failed on {type(error).__name__} during this request; send it again")
                 lost.__cause__ = error
-                wake(stream.loop, [(stream.arrived, lost)])
+                hand_over([(stream, lost)])
 
     def _take_calls(self) -> bool:
         """Run what callers asked for, waiting for something to do. False: close."""
@@ -470,23 +496,18 @@ class AsyncLLM:
             call()
 
     def _deliver(self, deltas: list[Delta]) -> None:
-        """Hand a step's deltas over with one wake-up per event loop."""
-        batches: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue, Any]]] = {}
+        """Hand a step's deltas over."""
+        items = []
         for delta in deltas:
             self._shaken &= delta.finish_reason in (None, "error", "abort")
             if (stream := self._streams.get(delta.request_id)) and stream.begun:
-                stream.sent += 1
-                if stream.sent - stream.taken > MAX_UNREAD and delta.finish_reason is None:
+                items.append((stream, stream.counted(delta)))
+                if not stream.begun:
                     self.engine.abort(delta.request_id)
-                    stream.begun = False
-                    delta = RequestFailed(f"{MAX_UNREAD} deltas are unread, so the request was aborted")
-                batches.setdefault(stream.loop, []).append((stream.arrived, delta))
-        for loop, batch in batches.items():
-            wake(loop, batch)
+        hand_over(items)
 
     def _fail(self, error: BaseException) -> None:
-        for stream in list(self._streams.values()):
-            wake(stream.loop, [(stream.arrived, error)])
+        hand_over([(stream, error) for stream in list(self._streams.values())])
 
 
 def described_devices() -> list[str]:

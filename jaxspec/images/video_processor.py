@@ -44,7 +44,7 @@ class VideoProcessor:
     each: int | None
     limit: int | None = None
 
-    def chosen(self, clip: Clip) -> tuple[list[int], float]:
+    def sampled(self, clip: Clip) -> tuple[list[int], float]:
         """Numbers of a clip's frames, and how many of it are shown in a second. **Raises:** `RequestError`."""
         if clip.rate is None and clip.count > self.many:
             raise RequestError(f"the video has {clip.count} frames, at most {self.many} are allowed; send fewer")
@@ -72,7 +72,7 @@ class VideoProcessor:
 
         **Raises:** `RequestError`.
         """
-        chosen, rate = self.chosen(clip)
+        chosen, rate = self.sampled(clip)
         pairs, resized, size = [], [], None
         for frame in clip.decode(chosen):
             size = size or self._within(room, len(chosen), *frame.shape[:2])

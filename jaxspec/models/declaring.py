@@ -23,6 +23,7 @@ from jaxspec.models.weights import (
     Layout,
     Param,
     Parts,
+    Split,
     bias,
     by_inputs,
     by_outputs,
@@ -173,24 +174,26 @@ def delta_rule_tensors(layer: Layer, d: int, prefix: str, projections: Projectio
     """Linear attention. What goes into an exponent stays in float32."""
     rule, prefix = layer.mixing, prefix + "linear_attn."
     heads, split = rule.value_heads, by_outputs(((rule.value_heads, 1),))
-    by_head = lambda name: Param(  # noqa: E731
-        (heads,), (prefix + name,), Layout((heads,)), dtype="float32", init="zeros", split=split
-    )
     return {
         **projections(rule, d, prefix),
-        "conv": Param(
-            (rule.taps, rule.channels),
-            (prefix + "conv1d.weight",),
-            Layout((rule.channels,)),
-            transpose=True,
-            depthwise=True,
-            split=by_outputs(channel_parts(rule)),
-        ),
-        "decay_log": by_head("A_log"),
-        "decay_bias": by_head("dt_bias"),
+        "conv": convolution(rule.taps, {prefix + "conv1d.weight": rule.channels}, by_outputs(channel_parts(rule))),
+        "decay_log": exact_numbers(heads, prefix + "A_log", split),
+        "decay_bias": exact_numbers(heads, prefix + "dt_bias", split),
         "read_norm": norm_scale(rule.value_dim, prefix + "norm.weight"),
         "out": linear(heads * rule.value_dim, {prefix + "out_proj.weight": d}, split=by_inputs(heads, rule.value_dim)),
     }
+
+
+def convolution(taps: int, sources: dict[str, int], split: Split) -> Param:
+    """Declare a short convolution's weight, of so many channels in each of its tensors."""
+    widths = tuple(sources.values())
+    named = dict(transpose=True, depthwise=True, split=split)
+    return Param((taps, sum(widths)), tuple(sources), Layout(widths), **named)
+
+
+def exact_numbers(count: int, source: str, split: Split, init: str = "zeros", **named: Any) -> Param:
+    """Declare numbers that go into an exponent, or are multiplied by a state: they stay in float32."""
+    return Param((count,), (source,), Layout((count,)), dtype="float32", init=init, split=split, **named)
 
 
 def channel_parts(rule: DeltaRule) -> Parts:

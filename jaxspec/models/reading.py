@@ -45,6 +45,43 @@ def attention(hf: Config, rotated: float = 1.0, interleaved: bool = False, **mor
     return Attention(heads, kv_heads, head_dim, rotary, **more)
 
 
+def only(hf: Config, values: Mapping[str, Any]) -> None:
+    """Refuse a config in which one of these keys has another value than this one."""
+    for key, value in values.items():
+        if (found := hf.get(key)) not in (None, value):
+            raise ConfigError(
+                f"{key} {shown(found)} is not supported for model_type {hf['model_type']!r}; supported: {shown(value)}"
+            )
+
+
+def kinds(hf: Config, key: str, known: tuple[str, ...], default: Callable[[int], str]) -> list[str]:
+    """The kind of each layer, as the config names them, or by `default` where it is silent."""
+    count, named = positive(hf, "num_hidden_layers"), hf.get(key)
+    if named is None:
+        return [default(i) for i in range(count)]
+    if not isinstance(named, list | tuple) or len(named) != count or any(kind not in known for kind in named):
+        raise ConfigError(f"config.json: {key} must name {count} layers, each {' or '.join(known)}; got {shown(named)}")
+    return list(named)
+
+
+def each_layer(hf: Config, key: str, default: Callable[[int], bool]) -> list[bool]:
+    """A 0 or 1 of each layer, or `default` where the config is silent."""
+    count, named = positive(hf, "num_hidden_layers"), hf.get(key)
+    if named is None:
+        return [default(i) for i in range(count)]
+    if not isinstance(named, list | tuple) or len(named) != count or any(each not in (0, 1) for each in named):
+        raise ConfigError(f"config.json: {key} must have a 0 or a 1 for each of {count} layers, got {shown(named)}")
+    return [bool(each) for each in named]
+
+
+def experts(hf: Config, key: str, per_token: str = "num_experts_per_tok") -> tuple[int, int]:
+    """How many experts there are, and how many of them a token has, by these keys."""
+    count, chosen = positive(hf, key), positive(hf, per_token)
+    if chosen > count:
+        raise ConfigError(f"config.json: {per_token} ({chosen}) must not exceed {key} ({count})")
+    return count, chosen
+
+
 def full_attention_only(hf: Config) -> None:
     """Refuse a config in which some layer doesn't attend to all tokens."""
     no_windows(hf)
@@ -73,20 +110,14 @@ def windows(hf: Config, window: int | None, sliding: Callable[[int], bool]) -> l
     `window`: of layers that slide, None if there is none. `sliding`: whether a layer does, where `layer_types` is
     silent.
     """
-    count, kinds = positive(hf, "num_hidden_layers"), hf.get("layer_types")
     known = ("full_attention", "sliding_attention")
-    if kinds is None:
-        kinds = [known[window is not None and sliding(i)] for i in range(count)]
-    if not isinstance(kinds, list | tuple) or len(kinds) != count or any(kind not in known for kind in kinds):
-        raise ConfigError(
-            f"config.json: layer_types must name {count} layers, each {' or '.join(known)}; got {shown(kinds)}"
-        )
-    if window is None and "sliding_attention" in kinds:
+    named = kinds(hf, "layer_types", known, lambda i: known[window is not None and sliding(i)])
+    if window is None and "sliding_attention" in named:
         raise ConfigError(
             "config.json: layer_types names sliding_attention, and sliding_window or use_sliding_window says that no "
             "layer slides; change either"
         )
-    return [window if kind == "sliding_attention" else None for kind in kinds]
+    return [window if kind == "sliding_attention" else None for kind in named]
 
 
 def with_rope(hf: Config, kind: str, thetas: Mapping[str, tuple[str, float]]) -> dict[str, Any]:
@@ -152,9 +183,7 @@ def mixtures(hf: Config, renormalised: bool) -> list[Mlp | Mixture]:
     if activation(hf) != "silu":
         raise ConfigError(f"hidden_act {shown(hf['hidden_act'])} is not supported for experts; supported: silu")
     key = "num_experts" if "num_experts" in hf else "num_local_experts"
-    experts, chosen = positive(hf, key), positive(hf, "num_experts_per_tok")
-    if chosen > experts:
-        raise ConfigError(f"config.json: num_experts_per_tok ({chosen}) must not exceed {key} ({experts})")
+    count, chosen = experts(hf, key)
     layers, sparse_step = positive(hf, "num_hidden_layers"), positive(hf, "decoder_sparse_step", 1)
     named = hf.get("mlp_only_layers") or ()
     if not isinstance(named, list | tuple) or any(i not in range(layers) for i in named):
@@ -163,7 +192,7 @@ def mixtures(hf: Config, renormalised: bool) -> list[Mlp | Mixture]:
         )
     shared = hf.get("shared_expert_intermediate_size") or 0
     mixture = Mixture(
-        experts=experts,
+        experts=count,
         per_token=chosen,
         width=positive(hf, "moe_intermediate_size"),
         renormalised=bool(hf.get("norm_topk_prob", renormalised)),

@@ -14,7 +14,6 @@ import atexit
 import dataclasses
 import itertools
 import logging
-import math
 import secrets
 import threading
 import time
@@ -23,20 +22,18 @@ from typing import Any
 
 from jaxspec.checkpoint.find import resolve
 from jaxspec.config.engine_config import EngineConfig
-from jaxspec.config.options import ConfigError
 from jaxspec.config.request import Delta, RequestError, SamplingParams
 from jaxspec.engine.async_llm import (
     CLOSE_SECONDS,
     EXIT_SECONDS,
     LONG_PROMPT,
-    MAX_UNREAD,
+    Admitted,
     EngineDead,
-    Overloaded,
     RequestFailed,
     RequestTimeout,
     Stream,
     check_params,
-    wake,
+    hand_over,
 )
 from jaxspec.engine.stats import together
 from jaxspec.images.picture import Prompt
@@ -73,15 +70,13 @@ class DataParallelLLM:
         staged_start: bool = False,
         **engine_options: Any,
     ):
-        if max_queued_requests is not None and max_queued_requests < 0:
-            raise ConfigError(f"--max-queued-requests must be at least 0, got {max_queued_requests}")
+        self._admitted = Admitted(max_queued_requests)
         options = EngineConfig.from_options(model=model, draft=draft, dp_size=dp_size, **engine_options)
         self.error: BaseException | None = None
         self.request_timeout, self.watchdog_timeout = request_timeout, watchdog_timeout
         self._streams: dict[int, Stream] = {}
         self._ids: dict[str, EngineProcess] = {}
         self._keys = itertools.count()
-        self._held = self._refused = 0
         self._counting = threading.Lock()  # of the lines above, and of what members hold
         self._closed = True  # until all have started
         self._members: list[EngineProcess] = []
@@ -95,8 +90,7 @@ class DataParallelLLM:
                 member.end("the others didn't start")
                 member.wait(CLOSE_SECONDS)
             raise
-        queued = math.inf if max_queued_requests is None else max_queued_requests
-        self._queued, self._slots = queued, self.config.max_running_requests
+        self._slots = self.config.max_running_requests
         # How many more completions the engine with the prefix may hold than the least busy one
         self._lead = max(2, self._slots // 4)
         self._closed = False
@@ -134,22 +128,19 @@ class DataParallelLLM:
     ) -> AsyncIterator[Delta]:
         """Generate as `AsyncLLM.generate` does. Requests of an engine that is lost end with `RequestFailed`."""
         check_params(params)
-        self._reserve(params.n)
+        flags = "--max-running-requests of each engine"
+        self._admitted.reserve(params.n, self._slots * len(self._living()), flags)
         unfinished, key, timer, name, member = params.n, None, None, request_id or secrets.token_hex(8), None
         try:
             tokens = await self._tokens(prompt)
             known = told_apart(tokens)
             chain = pages(known, self.config.page_size)
             member = self._choose(name, chain, params.n)
-            loop, key = asyncio.get_running_loop(), next(self._keys)
-            stream = self._streams[key] = Stream(loop, asyncio.Queue(), begun=True, member=member, name=name)
+            key, of = next(self._keys), (asyncio.get_running_loop(), asyncio.Queue())
+            stream = self._streams[key] = Stream(*of, begun=True, member=member, name=name)
             if not member.send("generate", (key, tokens, params, name, client, priority, lora)):
                 stream.arrived.put_nowait(self._gone(member))
-            if (limit := self.request_timeout) is not None:
-                late = RequestTimeout(
-                    f"the request took longer than the {limit:g} seconds that the server allows (--request-timeout)"
-                )
-                timer = loop.call_later(limit, stream.arrived.put_nowait, late)
+            timer = stream.expire(self.request_timeout)
             generated: list[int] = []
             while unfinished:
                 delta = await stream.arrived.get()
@@ -232,7 +223,7 @@ class DataParallelLLM:
         total = together(engines, lost)
         return total | {
             "ready": self.error is None and not self._closed and any(each["ready"] for each in engines),
-            "refused_total": self._refused,
+            "refused_total": self._admitted.refused,
             "engine_failures_total": total["engine_failures_total"] + sum(lost),
             "engines": [{k: v for k, v in each.items() if k not in ALIKE} for each in engines],
         }
@@ -299,41 +290,22 @@ class DataParallelLLM:
             raise EngineDead("the engines have stopped") from self.error
         return living
 
-    def _reserve(self, n: int) -> None:
-        """Count completions as admitted, like `AsyncLLM`. **Raises:** `Overloaded`, `EngineDead`."""
-        most = self._slots * len(self._living()) + self._queued
-        with self._counting:
-            if self._held and self._held + n > most:
-                self._refused += 1
-                raise Overloaded(
-                    f"{self._held} completions run or wait, and the server takes in {most} at once "
-                    "(--max-running-requests of each engine and --max-queued-requests); send the request again later"
-                )
-            self._held += n
-
     def _release(self, n: int, name: str, member: EngineProcess | None) -> None:
-        with self._counting:
-            self._held -= n
-            if member is not None:
+        self._admitted.release(n)
+        if member is not None:
+            with self._counting:
                 member.held -= n
                 del self._ids[name]
 
     def _deliver(self, items: list[tuple[int, Any]]) -> None:
-        """Hand over what an engine's step made, with one wake-up per event loop. Run by the engine's reading thread."""
-        batches: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue, Any]]] = {}
+        """Hand over what an engine's step made. Run by the engine's reading thread. The caller of a stream that is not
+        `begun` any more ends it at its engine."""
+        found = []
         for key, item in items:
             stream = self._streams.get(key)
-            if stream is None or not stream.begun:
-                continue
-            stream.sent += 1
-            if type(item) is tuple:
-                item = Delta(stream.name, *item)
-            if stream.sent - stream.taken > MAX_UNREAD and isinstance(item, Delta) and item.finish_reason is None:
-                stream.begun = False  # the caller then ends it at its engine
-                item = RequestFailed(f"{MAX_UNREAD} deltas are unread, so the request was aborted")
-            batches.setdefault(stream.loop, []).append((stream.arrived, item))
-        for loop, batch in batches.items():
-            wake(loop, batch)
+            if stream is not None and stream.begun:
+                found.append((stream, stream.counted(Delta(stream.name, *item) if type(item) is tuple else item)))
+        hand_over(found)
 
     def _lose(self, member: EngineProcess) -> None:
         """An engine's process has ended. Run by its reading thread, once its channel is closed."""
@@ -346,9 +318,7 @@ class DataParallelLLM:
         self._end_streams(member, self._gone(member))
 
     def _end_streams(self, member: EngineProcess, error: Exception) -> None:
-        for stream in self._streams.copy().values():
-            if stream.member is member:
-                wake(stream.loop, [(stream.arrived, error)])
+        hand_over([(stream, error) for stream in self._streams.copy().values() if stream.member is member])
 
     def _gone(self, member: EngineProcess) -> Exception:
         return RequestFailed(f"engine {member.index} stopped during this request; send it again")
@@ -372,5 +342,4 @@ class DataParallelLLM:
             time.sleep(LOOK_SECONDS)
 
     def _fail(self, error: BaseException) -> None:
-        for stream in self._streams.copy().values():
-            wake(stream.loop, [(stream.arrived, error)])
+        hand_over([(stream, error) for stream in self._streams.copy().values()])

@@ -6,6 +6,26 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 
+class Beginnings:
+    """Proper beginnings of some strings, one of which may stand at the end of a text."""
+
+    def __init__(self, strings: Sequence[str]):
+        self._prefixes = frozenset(s[:n] for s in strings for n in range(1, len(s)))
+        self._longest = max(map(len, self._prefixes), default=0)
+        self._ends = frozenset(prefix[-1] for prefix in self._prefixes)
+
+    def waiting(self, text: str, start: int = 0) -> int:
+        """Length of the longest end of the text, from `start` on, that a string begins with."""
+        if start == len(text) or text[-1] not in self._ends:
+            return 0
+        longest = min(self._longest, len(text) - start)
+        return next((n for n in range(longest, 0, -1) if text[-n:] in self._prefixes), 0)
+
+
+# A request's completions, of which there may be thousands, all have the same stop strings.
+_beginnings = lru_cache(maxsize=16)(Beginnings)
+
+
 class StopStrings:
     """Looks for the first of several strings, and holds text back only while it could be the beginning of one.
 
@@ -16,7 +36,7 @@ class StopStrings:
     def __init__(self, strings: Sequence[str], keep: bool = False):
         self.hit: str | None = None
         self._strings, self._keep = tuple(strings), keep
-        self._prefixes, self._longest, self._ends = _beginnings(self._strings)
+        self._beginnings = _beginnings(self._strings)
         self._held = ""  # text that may begin a stop string
 
     def push(self, text: str, counts: bool) -> str:
@@ -27,7 +47,7 @@ class StopStrings:
         self._held += text
         end = self._match(len(text)) if counts else None
         if end is None:
-            end = len(self._held) - self._waiting()
+            end = len(self._held) - self._beginnings.waiting(self._held)
         shown, self._held = self._held[:end], self._held[end:] if self.hit is None else ""
         return shown
 
@@ -48,17 +68,3 @@ class StopStrings:
             return None
         end, start, self.hit = min(found)
         return end if self._keep else start
-
-    def _waiting(self) -> int:
-        """Length of the longest end of the held text that a stop string begins with."""
-        if self._held[-1] not in self._ends:
-            return 0
-        longest = min(self._longest, len(self._held))
-        return next((n for n in range(longest, 0, -1) if self._held[-n:] in self._prefixes), 0)
-
-
-@lru_cache(maxsize=16)  # a request's completions, of which there may be thousands, all have the same stop strings
-def _beginnings(stops: tuple[str, ...]) -> tuple[frozenset[str], int, frozenset[str]]:
-    """The proper beginnings of stop strings, the longest one's length, and the characters that any of them end with."""
-    prefixes = frozenset(s[:n] for s in stops for n in range(1, len(s)))
-    return prefixes, max(map(len, prefixes), default=0), frozenset(prefix[-1] for prefix in prefixes)

@@ -101,6 +101,17 @@ def alone(llm: LLM) -> None:
     print(f"16 writes of {cache.bucket} pages: dispatched {1e3 * dispatched:.2f} ms, done {1e3 * took:.2f} ms")
 
 
+def written(llm: LLM) -> None:
+    """Wait until the disk has what left the host's memory: half a second without another block."""
+    blocks = -1
+    while blocks != (now := llm.engine.stats()["disk_cache_blocks"]):
+        blocks = now
+        for _ in range(50):
+            llm.engine.step()
+            time.sleep(0.01)
+    print(f"on the disk: {blocks} blocks")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
@@ -129,6 +140,8 @@ def main() -> None:
         again = ask(prompt)
         texts.append(again.token_ids)  # of a cached prefix, whose last rows a program of another size computes
         device.append(again.metrics.ttft)
+    if given.disk_kv_gb:
+        written(llm)
     before = llm.engine.stats()
     trace = Slices(llm.engine.host_cache)
     for turn in range(3):

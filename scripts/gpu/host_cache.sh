@@ -5,9 +5,9 @@
 #     scripts/gpu/host_cache.sh OUT [PART...]
 #
 # PART is of: reload disk conversations hybrid; the first three by default. `reload` brings 8,192 tokens of Qwen3-8B
-# back; `disk` does so from files, with 16 layers of Qwen3.8-27B and MTP.
-# `conversations` has 64 of 8 turns with EAGLE-3, with the cache and without: both engines start side by side and are
-# timed one after the other. `hybrid` is the same with MTP on 16 layers of Qwen3.8-27B. OUT receives tables and logs.
+# back; `disk` 4,096 from files. `conversations` has 64 of 8 turns with EAGLE-3, with the cache and without: both engines
+# start side by side and are timed one after the other. `hybrid` is the same with MTP on 16 layers of Qwen3.8-27B. OUT
+# receives tables and logs.
 . "$(dirname "$0")/common.sh"
 python3 scripts/configs.py "$out/models" || exit
 
@@ -30,8 +30,7 @@ for part in ${@:-reload disk conversations}; do
     case $part in
     reload | disk)
         of=("$out/models/qwen3-8b")
-        [ "$part" = disk ] && of=("$out/models/qwen3.8-27b-16" --draft mtp --host-kv-gb 0.6 --disk-kv-gb 8 \
-            --disk-kv-path "$out/kv")
+        [ "$part" = disk ] && of+=(--tokens 4096 --pool 10240 --host-kv-gb 1.2 --disk-kv-gb 8 --disk-kv-path "$out/kv")
         timeout "${LIMIT:-240}" python3 -m scripts.gpu.host_cache "${of[@]}" >"$out/$part.txt" \
             2>"$out/$part.log" && cat "$out/$part.txt" || { tail -n 5 "$out/$part.log"; status=1; }
         rm -rf "$out/kv"

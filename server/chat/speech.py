@@ -68,6 +68,14 @@ class Speech:
         """Names of the tools that the client declared as custom."""
         return frozenset(tool["function"]["name"] for tool in self.tools or () if tool.get("type") == "custom")
 
+    def read(self, parser: Parser, delta: Delta) -> list[Piece]:
+        """Return the pieces of a choice's delta, which `parser` has read so far."""
+        pieces = parser.push(delta.text)
+        if delta.finish_reason is not None:
+            parser.cut = was_cut(delta)
+            pieces += parser.finish()
+        return self.kept(pieces)
+
     def kept(self, pieces: list[Piece]) -> list[Piece]:
         """These pieces without calls that the request doesn't take."""
         return pieces if self.parallel else [p for p in pieces if p.index == 0]

@@ -15,8 +15,8 @@ from huggingface_hub import try_to_load_from_cache
 
 import jaxspec
 from jaxspec import CheckpointError, ConfigError, EngineConfig
+from jaxspec.checkpoint.check import read_json
 from jaxspec.checkpoint.pooling import KINDS
-from jaxspec.checkpoint.shards import read_json
 from jaxspec.cli import called
 from jaxspec.config.flags import add_engine_flags, checked, engine_options, natural, positive
 from jaxspec.config.foreign_flags import ELSEWHERE, SEVERAL_GPUS, SWITCHES, meant, unabbreviated

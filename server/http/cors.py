@@ -10,6 +10,7 @@ import argparse
 import json
 from typing import Any
 
+from jaxspec.config.flags import checked
 from server.http.origin import is_loopback
 
 EXPOSED = ("X-Request-Id", "Retry-After", "WWW-Authenticate")
@@ -44,14 +45,8 @@ def host_names(args: argparse.Namespace, address: str, has_key: bool) -> list[st
     return [name.lower().rstrip(".") for name in given or ()]
 
 
-def names(text: str) -> list[str]:
-    """A JSON list of strings, or one name as it stands."""
-    if not text.startswith("["):
-        return [text]
-    try:
-        names = json.loads(text)
-    except ValueError:
-        names = None
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise argparse.ArgumentTypeError(f"must be a JSON list of strings or one name, got {text}")
-    return names
+names = checked(
+    lambda text: json.loads(text) if text.startswith("[") else [text],
+    "must be a JSON list of strings or one name",
+    lambda names: all(isinstance(name, str) for name in names),
+)

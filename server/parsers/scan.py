@@ -14,6 +14,8 @@ from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
+from jaxspec.text.stop_strings import Beginnings
+
 REASONING, CONTENT, CALL, ARGUMENTS = "reasoning", "content", "call", "arguments"
 
 Steps = Generator[None, None, None]  # what a format's `run` is
@@ -33,7 +35,7 @@ class Piece(NamedTuple):
     id: str = ""
 
 
-class Stops:
+class Stops(Beginnings):
     """Strings at which running text ends, found as soon as they are complete.
 
     None may contain another, except as its end: so the first one complete is the first one there.
@@ -44,16 +46,7 @@ class Stops:
             if any(other != one and other in one[:-1] and not one.endswith(other) for other in stops):
                 raise ValueError(f"{one!r} contains another stop")
         self.search = re.compile("|".join(map(re.escape, stops))).search
-        self._prefixes = frozenset(stop[:n] for stop in stops for n in range(1, len(stop)))
-        self._ends = frozenset(prefix[-1] for prefix in self._prefixes)
-        self._longest = max(map(len, self._prefixes), default=0)
-
-    def waiting(self, text: str, start: int) -> int:
-        """How many characters at the end of `text`, from `start` on, may begin a stop."""
-        if start == len(text) or text[-1] not in self._ends:
-            return 0
-        longest = min(self._longest, len(text) - start)
-        return next((n for n in range(longest, 0, -1) if text[-n:] in self._prefixes), 0)
+        super().__init__(stops)
 
 
 stops = lru_cache(maxsize=None)(Stops)  # the formats' own, a few

@@ -46,9 +46,7 @@ class ChatReply(Reply):
             index = prompt * self.params.n + delta.index
             if index not in self._reasoning:
                 self._reasoning[index] = ReasoningTokens(self.speech, self.params, self.names.tokenizer)
-            self._reasoning[index].push(delta.token_ids)
-            if delta.finish_reason is not None:
-                self._reasoning[index].finish()
+            self._reasoning[index].take(delta)
         return delta
 
     def _opening(self, prompt: int, index: int) -> str:
@@ -65,11 +63,7 @@ class ChatReply(Reply):
 
     def _part(self, index: int, delta: Delta) -> dict[str, Any]:
         parser = self._parsers.get(index) or self._parsers.setdefault(index, self.speech.parser(self.params))
-        pieces = parser.push(delta.text)
-        if delta.finish_reason is not None:
-            parser.cut = was_cut(delta)
-            pieces += parser.finish()
-        pieces = self.speech.kept(pieces)
+        pieces = self.speech.read(parser, delta)
         calls = self._calls.setdefault(index, Calls()).add(pieces)
         if self._custom_names:
             custom = self._custom.setdefault(index, CustomCalls(self._custom_names))

@@ -11,7 +11,7 @@ import secrets
 from typing import Any
 
 from jaxspec.config.request import Delta, SamplingParams
-from server.chat.speech import Calls, Speech, was_cut
+from server.chat.speech import Calls, Speech
 from server.http.errors import ApiError, as_anthropic
 from server.http.json_reader import parse
 from server.parsers import ARGUMENTS, CALL, CONTENT, REASONING, Piece
@@ -78,11 +78,7 @@ class MessagesReply:
 
     def _advance(self, delta: Delta) -> str:
         self._tokens += len(delta.token_ids)
-        pieces = self._parser.push(delta.text)
-        if delta.finish_reason is not None:
-            self._parser.cut = was_cut(delta)
-            pieces += self._parser.finish()
-        pieces = self._speech.kept(pieces)
+        pieces = self._speech.read(self._parser, delta)
         self._calls.add(pieces)
         events = "".join([self._take(piece) for piece in pieces])
         return events if delta.finish_reason is None else events + self._end(delta)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxspec.config.request import SamplingParams
+from jaxspec.config.request import Delta, SamplingParams
 from jaxspec.text.detokenizer import Detokenizer
 from jaxspec.text.tokenizer import Tokenizer
 from server.chat.speech import Speech
@@ -30,7 +30,13 @@ class ReasoningTokens:
         )
         self._undecided = 0  # tokens that no piece has followed yet
 
-    def push(self, token_ids: Sequence[int]) -> None:
+    def take(self, delta: Delta) -> None:
+        """Count a delta's tokens."""
+        self._push(delta.token_ids)
+        if delta.finish_reason is not None:
+            self._decide(self._parser.push(self._text.finish()) + self._parser.finish())
+
+    def _push(self, token_ids: Sequence[int]) -> None:
         for token in token_ids:
             if self._parser.past_reasoning:
                 return
@@ -42,10 +48,6 @@ class ReasoningTokens:
                     continue
             self._undecided += 1
             self._decide(pieces)
-
-    def finish(self) -> None:
-        """No more tokens come."""
-        self._decide(self._parser.push(self._text.finish()) + self._parser.finish())
 
     def _decide(self, pieces: list[Piece]) -> None:
         if not pieces:

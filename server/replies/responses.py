@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxspec.config.request import Delta, SamplingParams, TokenLogprobs
-from server.chat.speech import Calls, Speech, was_cut
+from server.chat.speech import Calls, Speech
 from server.parsers import ARGUMENTS, CALL, CONTENT, REASONING, Piece
 from server.protocol.custom_tools import INPUT
 from server.protocol.response_tools import Origin
@@ -94,15 +94,9 @@ class ResponsesReply:
     def _advance(self, delta: Delta) -> str:
         self._tokens += len(delta.token_ids)
         if self._reasoning:
-            self._reasoning.push(delta.token_ids)
-            if delta.finish_reason is not None:
-                self._reasoning.finish()
+            self._reasoning.take(delta)
         self._untold += delta.logprobs or ()
-        pieces = self._parser.push(delta.text)
-        if delta.finish_reason is not None:
-            self._parser.cut = was_cut(delta)
-            pieces += self._parser.finish()
-        pieces = self._speech.kept(pieces)
+        pieces = self._speech.read(self._parser, delta)
         self._calls.add(pieces)
         events = "".join([self._take(piece) for piece in pieces])
         return events if delta.finish_reason is None else events + self._end(delta)

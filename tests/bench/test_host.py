@@ -7,6 +7,7 @@ import pytest
 from jaxspec.bench import __main__ as bench
 from jaxspec.bench import host
 from jaxspec.scheduling.audit import audit
+from tests.support.sample import rare
 
 TINY = ["--prompt-tokens", "20", "--new-tokens", "12", "--context-length", "128", "--rounds", "40"]
 
@@ -32,7 +33,7 @@ def test_the_command_prints_a_row_per_number_of_requests_and_writes_the_figures(
         assert row["total"]["p99_ms"] >= row["total"]["median_ms"]
 
 
-@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("sampled", [False, rare(True)])
 def test_requests_run_their_course_through_the_real_loop(sampled):
     engine = host.make_engine(arguments("--requests", "3", *(["--sampled"] if sampled else [])))
     load = host.Load(engine, 20, 12, sampled)

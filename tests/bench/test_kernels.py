@@ -187,7 +187,7 @@ def test_layer_matmuls(monkeypatch):
     assert len(own) == 2 and not (own[0][2][0] == own[1][2][0]).all()  # no layer finds another's weights in a cache
 
 
-@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("quantised", [rare(False), True])
 def test_layer_matmuls_call_the_kernel_as_it_is(quantised):
     """Its own signature and shapes, up to CUDA's code: only a Hopper GPU could run it."""
     case = matmuls.layer_matmuls(16, 256, 512, 384, 2, quantised)
@@ -199,8 +199,7 @@ def test_layer_matmuls_call_the_kernel_as_it_is(quantised):
 def test_few_rows_layer(monkeypatch, width, normed):
     """Its plain form is what the kernels compute, interpreted, in place and layer by layer."""
     for name in ("heads", "gated", "add_product"):
-        options = {"splits": 1, "interpret": INTERPRET["interpret"]}
-        monkeypatch.setattr(matmuls.few_rows, name, partial(getattr(matmuls.few_rows, name), **options))
+        monkeypatch.setattr(matmuls.few_rows, name, partial(getattr(matmuls.few_rows, name), **INTERPRET))
     case = matmuls.few_rows_layer(8, 192, 2, 1, width, 128, normed, layers=2)
     row = measured(case, plain=True)
     assert row["error"] < 0.02 and row["ran"] == "few_rows"
@@ -208,7 +207,7 @@ def test_few_rows_layer(monkeypatch, width, normed):
     assert row["flops"] == 2 * 8 * weights and row["bytes"] == 2 * (weights + 8 * (2 * 192 + 4 * width))
 
 
-@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("quantised", [rare(False), True])
 def test_few_rows_layer_calls_the_kernels_as_they_are(quantised):
     case = matmuls.few_rows_layer(8, 2048, 8, 2, 128, 512, True, layers=1, quantised=quantised)
     shared, own = jax.eval_shape(case.build, jax.random.key(0))

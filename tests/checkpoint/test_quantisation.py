@@ -60,13 +60,14 @@ LAYOUTS = {
 }
 
 
-OTHERS = "qwen3_5", "qwen3_next", "qwen3_vl", "qwen3_vl_moe"  # with others' layers
+# A dense model, a mixture, one with biases, one with linear attention: other families have these ones' layers.
+KINDS = "gpt_oss", "qwen3_5_moe", "qwen3_moe"
 
 
 @pytest.mark.parametrize("family,layout", [
     *(("llama", layout) for layout in LAYOUTS),
-    *(rare(family, "fp8") for family in OTHERS),
-    *((family, "fp8") for family in sorted(ARCHITECTURES.keys() - {"llama", *OTHERS})),
+    *((family, "fp8") for family in KINDS),
+    *(rare(family, "fp8") for family in sorted(ARCHITECTURES.keys() - {"llama", *KINDS})),
     ("qwen3_moe", "compressed channels"), ("qwen3_moe", "compressed tensors"),
 ])  # fmt: skip
 def test_logits_are_those_of_the_dequantised_model(tmp_path, family, layout):
@@ -396,21 +397,29 @@ def test_an_fp8_cache_with_scales_serves_drafts_losslessly_and_from_the_cache(tm
     folder, _ = write(tiny_checkpoint("llama", 272, hidden_size=160, num_hidden_layers=1, tokenizer=True), tmp_path)
     with_kv_scales(folder, {"0.self_attn.k_scale": 1e-4, "0.self_attn.v_scale": 1e-4})
     prompts, params = [[5, 6, 7, 8] * 9, [9, 3] * 6], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    texts = []
-    for draft in ("none", f"standalone:{folder}"):
-        llm = LLM(str(folder), draft=draft, kv_cache_dtype="fp8", **OPTIONS)
-        texts += [[out.token_ids for out in llm.generate(prompts, params)] for _ in range(2)]
-        cache = llm.engine.runner.state.cache
-        assert jnp.allclose(cache.scales[0], 1e-4) and jnp.abs(cache.kv[0][:, 1:].astype(jnp.float32)).max() == 448
-    assert texts[0] == texts[1] == texts[2] == texts[3]
+    llm, texts = LLM(str(folder), draft=f"standalone:{folder}", kv_cache_dtype="fp8", **OPTIONS), []
+    for speculative in (False, True):
+        asked = dataclasses.replace(params, speculative=speculative)
+        for cached in (False, True):
+            outs = llm.generate(prompts, asked)
+            texts.append([out.token_ids for out in outs])
+            assert bool(outs[0].metrics.cached_tokens) is cached
+        assert llm.engine.flush_cache()
+    assert texts[0] == texts[1] == texts[2] == texts[3] and llm.engine.stats()["accepted_per_position"][0]
+    cache = llm.engine.runner.state.cache
+    assert jnp.allclose(cache.scales[0], 1e-4) and jnp.abs(cache.kv[0][:, 1:].astype(jnp.float32)).max() == 448
 
 
 def test_an_mtp_module_is_quantised_with_its_target(tmp_path):
     folder, _ = write(hybrids.checkpoint("qwen3_5"), tmp_path)
-    options = OPTIONS | {"max_running_requests": 1}
-    target = load(folder)
-    drafter = jaxspec.load_drafter("mtp", target, EngineConfig(str(folder), "mtp", fp8_activations="on"))
+    drafter = jaxspec.load_drafter("mtp", load(folder), EngineConfig(str(folder), "mtp", fp8_activations="on"))
     assert drafter.params["layer"]["qkv"].format == Fp8(128, activations=True)
+
+
+@pytest.mark.exhaustive  # test_drafter_weights.py has drafts of a quantised module
+def test_greedy_text_of_a_quantised_mtp_module_is_its_targets(tmp_path):
+    folder, _ = write(hybrids.checkpoint("qwen3_5"), tmp_path)
+    options, target = OPTIONS | {"max_running_requests": 1}, load(folder)
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     (out,) = LLM(str(folder), draft="mtp", **options).generate([[5, 6, 7] * 5], params)
     logits = np.asarray(jaxspec.logits(target, [out.prompt_token_ids + out.token_ids])[0, 14:-1], np.float32)

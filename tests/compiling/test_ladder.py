@@ -14,7 +14,7 @@ from jaxspec.engine import defaults, runner
 from jaxspec.engine.defaults import CPU, GPU, seldom_sizes, shapes_of
 from jaxspec.rounds.packing import ladder
 from jaxspec.rounds.programs import GREEDY, LOGPROBS, SAMPLED
-from tests.support.engines import COUNT_UP, OPTIONS, CountUp, checkpoint, params, set_rounds, tokens
+from tests.support.engines import COUNT_UP, CROWDED, OPTIONS, CountUp, checkpoint, params, set_rounds, tokens
 
 
 @pytest.mark.parametrize(("batches", "least", "sizes"), [
@@ -67,7 +67,7 @@ def test_listed_sizes_take_the_ladders_place():
 
 def test_padding_to_the_next_size_changes_no_text():
     """Two requests, in rounds of two rows and of four: with log-probabilities and under a grammar."""
-    llm = LLM(checkpoint(), COUNT_UP, **OPTIONS | {"few_programs": False, "max_running_requests": 4})
+    llm = LLM(checkpoint(), COUNT_UP, **CROWDED | {"few_programs": False, "max_running_requests": 4})
     made, texts = llm.engine.runner, {}
     assert made.shapes.batches == (1, 2, 4) and made.shapes.seldom == (1, 4)
     shared = {"max_tokens": 24, "temperature": 0.8}

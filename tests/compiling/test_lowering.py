@@ -65,7 +65,9 @@ def processes(here, wide):
         each.stop()
 
 
-@pytest.mark.parametrize("kind", ["round_greedy", rare("round_sampled"), rare("prefill"), "admit", "conclude_sampled"])
+@pytest.mark.parametrize(
+    "kind", ["round_greedy", rare("round_sampled"), rare("prefill"), "admit", rare("conclude_sampled")]
+)
 def test_a_program_of_another_process_computes_the_same_bits(here, processes, kind):
     programs = here.programs
     size = next(n for k, n in ladder_of(here.shapes) if k == kind)

@@ -32,7 +32,7 @@ from tests.support.sample import one_in
 
 UNITS = 128, 32, 64, 128  # outputs that share a scale, of each matmul
 WIDER = dict(intermediate_size=256, num_attention_heads=4, num_key_value_heads=2)
-INTERPRET = {"fused": False, "interpret": plgpu.InterpretGPUParams()}
+INTERPRET = {"interpret": plgpu.InterpretGPUParams()}
 
 
 def inputs(rows: int, d: int, f: int, n: int, seed: int = 0):

@@ -61,6 +61,7 @@ def test_a_tree_holds_the_likeliest_branches(steps, topk, drafts):
     assert np.asarray(proposal.count).tolist() == [drafts, drafts]
 
 
+@pytest.mark.exhaustive  # that the drafts are good is seen below
 def test_a_draft_is_one_of_its_places_likeliest():
     loaded = load(topk=4, num_draft_tokens=12)
     prop = jaxspec.propose(target(), loaded, PROMPTS[2], 12)

@@ -24,7 +24,7 @@ from tests.support.tiny import rewrite
 VARIANTS = ("deepspec", "specforge", "speculators", "masks")
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS[:2], *map(rare, VARIANTS[2:])])
+@pytest.mark.parametrize("variant", [VARIANTS[0], *map(rare, VARIANTS[1:])])
 def test_drafts_equal_the_packages(variant, monkeypatch):
     for proposed, expected in proposals("dspark", variant, monkeypatch):
         np.testing.assert_allclose(proposed.logits, expected["logits"], atol=5e-4)

@@ -118,7 +118,7 @@ SPLITS = {
 
 
 @pytest.mark.parametrize("split", [
-    "three, in another order", "behind pages that are shared",
+    rare("three, in another order"), "behind pages that are shared",
     *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("two blocks of a call", "call by call")),
 ])  # fmt: skip
 def test_rows_are_the_same_however_the_text_comes(split):

@@ -25,7 +25,7 @@ from jaxspec.pallas.sliced_rows import sliced
 from jaxspec.scheduling.audit import audit
 from jaxspec.scheduling.sequence import Status
 from tests.support import drawn
-from tests.support.engines import OPTIONS, checkpoint, idle, set_overlap, tokens
+from tests.support.engines import CROWDED, OPTIONS, checkpoint, idle, set_overlap, tokens
 from tests.support.miniature import make, sequence
 from tests.support.sample import one_in, rare
 from tests.support.tiny import tiny_checkpoint, tiny_config
@@ -104,7 +104,7 @@ def test_slices_are_padded_and_put_together():
 
 @functools.cache
 def engine(**changes):
-    options = dict(OPTIONS, dtype="bfloat16", deterministic=True, num_draft_tokens=3) | changes
+    options = dict(CROWDED, dtype="bfloat16", deterministic=True, num_draft_tokens=3) | changes
     return LLM(checkpoint(), "ngram", **options)
 
 
@@ -148,6 +148,7 @@ def test_texts_are_the_same_whatever_happens_to_them():
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("changes", [
     {"num_draft_tokens": 1},
+    {"num_continuous_decode_steps": 4},
     {"chunked_prefill_size": 32},
     {"disable_prefix_cache": True, "max_total_tokens": 1600},
     {"few_programs": False, "max_running_requests": 5},

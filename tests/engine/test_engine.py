@@ -405,7 +405,7 @@ def test_special_tokens_kept_by_name_are_in_the_text():
     assert found == ["<|im_start|>" * 3, ""]
 
 
-@pytest.mark.parametrize("draft", [rare("ngram"), SELF, COUNT_UP])  # of drafts that all stand, and that seldom do
+@pytest.mark.parametrize("draft", [rare("ngram"), rare(SELF), COUNT_UP])  # whose drafts stand where it counts
 def test_penalties_bias_stops_and_logprobs_mean_the_same_with_drafts(draft):
     llm, (settings, expected) = engine(draft), expected_meanings()
     outs = llm.generate([tokens(35, 8)] * len(settings), settings)

@@ -22,6 +22,7 @@ from tests.engine import test_hybrid as hybrid
 from tests.engine import test_lossless as lossless
 from tests.support import engines, heads
 from tests.support.hosting import check, host_cache
+from tests.support.sample import rare
 from tests.support.tiny import tiny_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -62,7 +63,7 @@ def from_disk(outs):
     return sum(out.metrics.cached_on_disk for out in outs)
 
 
-@pytest.mark.parametrize("draft", ["ngram", "eagle3", "hybrid", pytest.param("dflash", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("draft", ["ngram", rare("eagle3"), "hybrid", rare("dflash")])
 def test_what_comes_back_is_what_a_cold_start_computes(draft):
     """Rounds are compared too: a drafter whose cache didn't come back would draft worse. Then many at once."""
     llm, vocab = engine(draft)

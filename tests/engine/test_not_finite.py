@@ -35,7 +35,7 @@ SHOWN = params(max_tokens=24, logprobs=2)
 
 
 @pytest.mark.parametrize("draft, settings", [
-    ("ngram", [GREEDY, SHOWN]), (SELF, [SEEDED]), rare("ngram", [SEEDED]), rare(SELF, [GREEDY]),
+    ("ngram", [GREEDY, SHOWN]), rare(SELF, [SEEDED]), rare("ngram", [SEEDED]), rare(SELF, [GREEDY]),
     rare("none", [GREEDY, SEEDED, SHOWN]),
 ])  # fmt: skip
 def test_a_request_without_logits_ends_with_an_error_and_others_go_on(draft, settings):

@@ -25,7 +25,6 @@ from tests.support.blocks import write_drafter
 from tests.support.exact import ALPHA, distribution, fit_p_value
 from tests.support.heads import random_eagle3
 from tests.support.picture_prompts import DEEP, GOLDEN, IMAGES, PROMPTS, expected, prompt
-from tests.support.sample import rare
 from tests.support.tiny import tiny_checkpoint
 
 
@@ -182,7 +181,8 @@ def test_sampled_texts_and_logprobs_are_those_of_a_cold_engine(llm):
     np.testing.assert_allclose(told, logprobs[np.arange(len(ids) - 1), ids[1:]], atol=5e-4)
 
 
-@pytest.mark.parametrize("draft", ["ngram", *map(rare, ("suffix", *DRAFTERS))])
+@exhaustive  # n-grams are in test_gemmas_pictures_are_whole_in_a_chunk, too
+@pytest.mark.parametrize("draft", ["ngram", "suffix", *DRAFTERS])
 def test_other_drafters_are_lossless(draft, tmp_path):
     draft = DRAFTERS[draft](tmp_path) if draft in DRAFTERS else draft
     llm = LLM(str(GOLDEN / "qwen3_5"), draft, num_draft_tokens=3, disable_overlap=True, **OPTIONS)
@@ -248,10 +248,14 @@ def test_sampled_tokens_after_a_picture_fit_the_models_distribution():
     assert fit_p_value(pairs, without / without.sum()) < ALPHA
 
 
-def test_preempted_requests_go_on_where_they_were():
-    llm = LLM(str(GOLDEN / "qwen3_5"), "mtp", num_draft_tokens=2, max_total_tokens=208, **OPTIONS)
-    names = ["long", "two"]
-    outs = llm.generate([prompt(name) for name in names], GREEDY)
+def test_preempted_requests_go_on_where_they_were(llm):
+    llm.engine.flush_cache()
+    names, pool = ["long", "two"], llm.engine.scheduler.pool
+    held = pool.alloc(pool.free - 26)  # pages for 208 tokens are left
+    try:
+        outs = llm.generate([prompt(name) for name in names], GREEDY)
+    finally:
+        pool.release(held)
     assert [out.token_ids for out in outs] == greedy(names)
     assert any(out.metrics.preemptions for out in outs)
 

@@ -13,7 +13,7 @@ import pytest
 
 import jaxspec
 from jaxspec import LLM, ConfigError, RequestError, SamplingParams
-from tests.support.engines import OPTIONS, SELF, VOCAB, checkpoint, tokens
+from tests.support.engines import CROWDED, SELF, VOCAB, checkpoint, tokens
 from tests.support.heads import random_eagle3
 from tests.support.sample import rare
 from tests.support.tiny import tiny_checkpoint
@@ -53,7 +53,7 @@ def all_mismatches(draft, dtype) -> list[int]:
     """Count those of four texts at once, which preempts; of one alone, its prompt cached; and without drafts."""
     folder = checkpoint()
     draft = heads_of(folder) if draft == "eagle3" else draft
-    llm = LLM(folder, draft, **OPTIONS | {"dtype": dtype, "deterministic": True, "num_draft_tokens": 3})
+    llm = LLM(folder, draft, **CROWDED | {"dtype": dtype, "deterministic": True, "num_draft_tokens": 3})
     found = [mismatches(llm, PROMPTS, SETTINGS)]
     assert llm.engine.scheduler.preemptions > 0
     found += [mismatches(llm, PROMPTS[i : i + 1], SETTINGS[i : i + 1]) for i in (1,)]

@@ -68,8 +68,8 @@ def test_a_tree_is_its_paths(model):
     other = np.concatenate([TEXTS[0, :10], [3, 5]])[None]
     np.testing.assert_allclose(out.logits[0, [1, 3]], jaxspec.logits(model, other)[0, 10:], atol=1e-5)
     chosen = jnp.array([[TEXTS[0, 10], 0, TEXTS[0, 11], 0, TEXTS[0, 12]]])
-    tree = jaxspec.verify.Tree.of(jnp.asarray(parents), 2)
-    path, count = jaxspec.verify.walk(chosen, jnp.asarray(tokens[:, 1:]), jnp.array([4]), tree)
+    walk = lambda *of: jaxspec.verify.walk(*of, jaxspec.verify.Tree.of(jnp.asarray(parents), 2))  # noqa: E731
+    path, count = jax.jit(walk)(chosen, jnp.asarray(tokens[:, 1:]), jnp.array([4]))
     assert path[0].tolist() == [0, 2, 4] and count.tolist() == [3]
     cache = jaxspec.keep(out.cache, count, path)
     out = jaxspec.step(model, cache, TEXTS[:1, 12:15])
@@ -165,12 +165,12 @@ def test_the_expected_length_is_the_mean_of_block_verification():
     rng = np.random.default_rng(1)
     p, q = (jax.nn.softmax(2 * rng.standard_normal((1, n, 8))) for n in (4, 3))
     drafts, count, many = jnp.array([[1, 5, 2]]), jnp.array([3]), 4000
-    expected = jaxspec.verify.expected_length(p, drafts, count, q)
+    length = jax.jit(lambda q: jaxspec.verify.expected_length(p, drafts, count, q)[0])
     seeds = jnp.stack([jnp.zeros(many, jnp.uint32), jnp.arange(many, dtype=jnp.uint32)], axis=1)
     each = lambda x: jnp.broadcast_to(x, (many, *x.shape[1:]))  # noqa: E731
-    _, lengths = jaxspec.verify.block(*map(each, (p, drafts, count, q)), seeds, each(jnp.array([5])))
-    np.testing.assert_allclose(lengths.mean(), expected[0], atol=0.06)
-    assert np.isfinite(jax.grad(lambda q: jaxspec.verify.expected_length(p, drafts, count, q)[0])(q)).all()
+    _, lengths = jax.jit(jaxspec.verify.block)(*map(each, (p, drafts, count, q)), seeds, each(jnp.array([5])))
+    np.testing.assert_allclose(lengths.mean(), length(q), atol=0.06)
+    assert np.isfinite(jax.jit(jax.grad(length))(q)).all()
 
 
 # -- what is loaded goes into an engine --------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ def test_videos_become_as_the_published_processor_has_them(name):
     settings, frames, rate, height, width = CASES[name]
     process, own = processor(settings), clip(frames, rate, height, width)
     made = process(own, ROOM)
-    assert process.chosen(own)[0] == golden()[f"{name}.chosen"].tolist()
+    assert process.sampled(own)[0] == golden()[f"{name}.chosen"].tolist()
     (t, rows, columns), each = golden()[f"{name}.grid"].tolist(), made.pictures
     assert [picture.grid for picture in each] == [(1, rows, columns)] * t
     assert made.tokens == t * rows * columns // 4 and all(picture.video for picture in each)
@@ -76,7 +76,7 @@ def test_animations_are_videos(kind, tmp_path):
         frames = list(own.decode([1, 2, 5]))
         assert [frame.shape for frame in frames] == [(40, 48, 3)] * 3
         assert [frame[9, 9, 0] for frame in frames] == pytest.approx([40, 80, 200], abs=2)
-    assert [*processor({}).chosen(open_clip(content))[0]] == [0, 2, 3, 5]  # at least four frames
+    assert [*processor({}).sampled(open_clip(content))[0]] == [0, 2, 3, 5]  # at least four frames
     assert open_clip(animation(kind, milliseconds=0)).rate in (10.0, 1000.0)
 
 

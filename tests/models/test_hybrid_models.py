@@ -74,7 +74,7 @@ def test_a_wanted_row_is_what_it_is_among_all(variant):
 
 
 @pytest.mark.parametrize("variant,length", each_variant_with(
-    LENGTHS, often=[("qwen3_next", 7), ("qwen3_5", 33)]
+    LENGTHS, often=[("qwen3_next", 7)]
 ))  # fmt: skip
 def test_logits_match_transformers_at_any_length(variant, length):
     model, expected = golden(variant)

@@ -77,7 +77,7 @@ def _forward(config, capture, params, tokens, positions, wanted):
     return decoder_forward(config.decoder, params, tokens, positions, WholeTexts(), None, capture, wanted)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", EACH)
 def test_logits_match_transformers(variant):
     """Compare texts of all lengths in one batch, each with other tokens behind it, which it must not see."""
     model, expected = golden(variant)

@@ -117,6 +117,7 @@ def test_other_paths_refuse_it():
     assert lacks.pop("plain") is None and set(lacks.values()) == {"RunningMean"}
 
 
+@pytest.mark.exhaustive  # tests/support/several_devices.py divides every family of ours
 def test_two_devices_say_the_same():
     env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", __name__, str(checkpoint())]

@@ -226,7 +226,7 @@ async def test_a_caller_that_leaves_or_aborts_frees_its_engine(llm):
     again = llm.generate([4], SamplingParams(max_tokens=1, ignore_eos=True), "mine")
     assert [d.finish_reason async for d in again][-1] == "length"
     await asyncio.to_thread(wait_for, lambda: not any(counts(llm, "num_running")))
-    assert llm._held == 0 and not llm._ids and not llm._streams and counts(llm, "held") == [0, 0]
+    assert llm._admitted.held == 0 and not llm._ids and not llm._streams and counts(llm, "held") == [0, 0]
 
 
 def test_a_lost_engine_takes_its_requests_and_no_others(llm, url):

@@ -54,7 +54,7 @@ def pages_balance(request):
     yield
     if "llm" in request.fixturenames:
         llm = request.getfixturevalue("llm")
-        wait_for(lambda: not llm.engine.busy and not llm._held)
+        wait_for(lambda: not llm.engine.busy and not llm._admitted.held)
         audit(llm.engine.scheduler)
         assert llm.error is None and llm.stats()["ready"]
 
@@ -151,7 +151,7 @@ async def test_clients_that_leave_at_any_time_leave_nothing_behind(url, llm):
 
 
 def test_the_queue_is_bounded(llm, monkeypatch):
-    monkeypatch.setattr(llm, "_most_held", 5)
+    monkeypatch.setattr(llm._admitted, "queued", 5 - llm.config.max_running_requests)
     with serving(create_app(llm, served_name="tiny")) as url:
         dispatch = llm.engine.runner.round
         monkeypatch.setattr(llm.engine.runner, "round", lambda *args: (time.sleep(0.05), dispatch(*args))[1])
@@ -274,6 +274,7 @@ def test_told_to_stop_under_load_a_server_finishes_what_it_can():
     assert quick.status_code == 200 and "[DONE]" in also_quick.text and "error" not in also_quick.text
 
 
+@pytest.mark.exhaustive  # test_shutdown.py sends a second signal, in a process without an engine
 def test_told_to_stop_twice_a_server_ends_without_a_traceback():
     with process("none") as (server, _, lines):
         server.send_signal(signal.SIGINT)

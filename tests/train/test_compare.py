@@ -120,6 +120,7 @@ def test_one_command_trains_measures_and_writes(tmp_path, monkeypatch, contender
     assert train.main(command) == 0
     assert [each.data for each in trained] == [str(tmp_path / "texts.jsonl")] * 2
     assert benched[benched.index("--num-draft-tokens") + 1] == "7" and benched.count("--draft") == 2
+    assert benched[benched.index("--batch-sizes") + 1] == "1,8,32" and "--few-programs" not in benched
     assert "**1.50x**" in (tmp_path / "compare.md").read_text() and "**1.50x**" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         train.main([*command, "--benchmark", "nowhere.jsonl"])

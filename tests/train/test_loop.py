@@ -28,6 +28,7 @@ from jaxspec.train.data import Text, TrainError
 from jaxspec.train.folder import held
 from jaxspec.train.interrupted import Stop
 from jaxspec.train.loop import Settings, learning_rate
+from tests.support.sample import rare
 from tests.support.tiny import tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -94,7 +95,7 @@ def test_a_killed_run_resumes_to_the_same_losses(whole, model, texts, tmp_path):
     ).read_bytes()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [rare(signal.SIGINT), signal.SIGTERM])
 def test_an_interrupted_run_keeps_its_steps(number, whole, model, texts, tmp_path, monkeypatch, capsys):
     show = loop.Meter.show
 

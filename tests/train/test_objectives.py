@@ -76,6 +76,7 @@ def test_the_unrolled_module_is_the_drafting_one():
         np.testing.assert_allclose(loaded.drafter._logits(loaded.params, out[0, 32]), logits, atol=1e-4)
 
 
+@pytest.mark.exhaustive  # DSpark's block, below, has the same layers
 def test_a_trained_block_is_the_drafted_one(target):
     loaded, prop, batch = drafted(target, "dflash", 5)
     ours = DFlashObjective(loaded.drafter, target.config, "float32", "soft", anchors=2)

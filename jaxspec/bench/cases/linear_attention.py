@@ -20,9 +20,8 @@ def convolution(b: int, t: int, m: int, n: int, h: int, layers: int, dtype: str)
     slots, replay = jnp.arange(b, dtype=jnp.int32), jnp.full((b,), t // 2, jnp.int32)
 
     def plain(layer, shared, windows):
-        x, weight = shared
-        out, windows = causal_conv.conv_step(windows, jnp.int32(layer), slots, replay, x, weight.T)
-        return causal_conv.split_heads(out, mix)[0], windows
+        (q, _, _), windows = causal_conv.reference_step(windows, jnp.int32(layer), slots, replay, *shared, mix)
+        return q, windows
 
     def op(layer, shared, windows):
         (q, _, _), windows = causal_conv.step(windows, jnp.int32(layer), slots, replay, *shared, mix)
@@ -49,10 +48,8 @@ def prompt_convolution(count: int, length: int, m: int, n: int, h: int, layers: 
     which = *_prompts(slots), jnp.full(len(slots), BLOCK, jnp.int32)
 
     def plain(layer, shared, windows):
-        x, weight = shared
-        inputs = x[..., : mix.channels]
-        out, windows = causal_conv.conv_chunk(windows, jnp.int32(layer), *which, inputs, weight.T)
-        return jax.lax.optimization_barrier(causal_conv.split_heads(out, mix))[2], windows
+        heads, windows = causal_conv.reference_chunk(windows, jnp.int32(layer), *which, *shared, mix)
+        return jax.lax.optimization_barrier(heads)[2], windows
 
     def op(layer, shared, windows):
         heads, windows = causal_conv.chunk(windows, jnp.int32(layer), *which, *shared, mix)

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from jaxtyping import Array, Float
 
+from jaxspec.decoder.functions import whole_float32
 from jaxspec.decoder.towers import gemma4, qwen, siglip
 from jaxspec.models.vision import Gemma4Tower, QwenTower, SiglipTower, Tower
 
@@ -28,4 +30,5 @@ def embed_pictures(
     tower: Tower, params: dict[str, Any], pixels: Float[Array, "p v"], patches: Patches | None
 ) -> Float[Array, "t d"]:
     """The tower's rows: one for each `per_token` patches, those of padding for nobody. `patches`: as of `places`."""
-    return MODULES[type(tower)].embed(tower, params, pixels, patches)
+    with whole_float32(jax.tree.leaves(params)[0].dtype):
+        return MODULES[type(tower)].embed(tower, params, pixels, patches)

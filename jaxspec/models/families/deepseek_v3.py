@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from jaxspec.config.json_values import positive, shown
+from jaxspec.config.json_values import positive
 from jaxspec.config.options import ConfigError
 from jaxspec.models import reading
 from jaxspec.models.declaring import decoder_tensors as tensors
@@ -49,11 +49,7 @@ def read(hf: reading.Config) -> Decoder:
 def described(hf: reading.Config, experts: Mixture, only: dict[str, Any]) -> Decoder:
     """The decoder with these experts, none of them in its first layers. `only`: keys, and the one value that each may
     have."""
-    for key, value in {"attention_bias": False, "moe_layer_freq": 1, **only}.items():
-        if (found := hf.get(key)) not in (None, value):
-            raise ConfigError(
-                f"{key} {shown(found)} is not supported for model_type {hf['model_type']!r}; supported: {shown(value)}"
-            )
+    reading.only(hf, {"attention_bias": False, "moe_layer_freq": 1, **only})
     reading.full_attention_only(hf)
     norm, attention = reading.norm(hf), latent_attention(hf)
     dense = dense_layers(hf)
@@ -64,15 +60,9 @@ def described(hf: reading.Config, experts: Mixture, only: dict[str, Any]) -> Dec
 
 def dense_layers(hf: reading.Config) -> Callable[[int], bool]:
     """Whether a layer has a dense MLP: by `mlp_layer_types`, or as one of the first."""
-    kinds, count = hf.get("mlp_layer_types"), positive(hf, "num_hidden_layers")
-    if kinds is None:
-        first = reading.layer_number(hf, "first_k_dense_replace")
-        return lambda i: i < first
     known = ("dense", "sparse")
-    if not isinstance(kinds, list | tuple) or len(kinds) != count or any(kind not in known for kind in kinds):
-        raise ConfigError(
-            f"config.json: mlp_layer_types must name {count} layers, each {' or '.join(known)}; got {shown(kinds)}"
-        )
+    default = lambda i: known[i >= reading.layer_number(hf, "first_k_dense_replace")]  # noqa: E731
+    kinds = reading.kinds(hf, "mlp_layer_types", known, default)
     return lambda i: kinds[i] == "dense"
 
 

@@ -102,10 +102,8 @@ def with_experts(hf: reading.Config, mlp: Mlp) -> Mlp | Mixture:
     """The MLP, or experts with it beside them."""
     if not hf.get("enable_moe_block"):
         return mlp
-    experts, chosen = positive(hf, "num_experts"), positive(hf, "top_k_experts")
-    if chosen > experts:
-        raise ConfigError(f"config.json: top_k_experts ({chosen}) must not exceed num_experts ({experts})")
-    return Mixture(experts, chosen, positive(hf, "moe_intermediate_size"), activation=mlp.activation, beside=mlp)
+    experts = reading.experts(hf, "num_experts", "top_k_experts")
+    return Mixture(*experts, positive(hf, "moe_intermediate_size"), activation=mlp.activation, beside=mlp)
 
 
 def mixture_tensors(m: Mixture, d: int, prefix: str) -> Tensors:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from jaxspec.models import reading
 from jaxspec.models.declaring import decoder_tensors as tensors
 from jaxspec.models.description import Decoder
+from jaxspec.models.families import glm4_moe
 from jaxspec.models.families.deepseek_v3 import LATENTS, ROUTING, described
-from jaxspec.models.families.glm4_moe import mixture
 
 __all__ = ["read", "tensors"]
 
@@ -16,16 +16,11 @@ DEFAULTS = {
     "q_lora_rank": 768,
     "qk_nope_head_dim": 192,
     "v_head_dim": 256,
-    "rms_norm_eps": 1e-5,
-    "first_k_dense_replace": 1,
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "norm_topk_prob": True,
+    **glm4_moe.DEFAULTS,
     "routed_scaling_factor": 1.8,
 }
 
 
 def read(hf: reading.Config) -> Decoder:
     """**Raises:** `ConfigError` naming the key."""
-    return described(hf, mixture(hf), ROUTING)
+    return described(hf, glm4_moe.mixture(hf), ROUTING)

@@ -63,9 +63,7 @@ def mixture(hf: reading.Config) -> Mixture:
     """A softmax over the logits of the experts chosen is one over all logits, renormalised among the chosen."""
     if reading.activation(hf) != "silu":
         raise ConfigError(f"hidden_act {hf['hidden_act']!r} is not supported for experts; supported: silu")
-    experts, chosen = positive(hf, "num_local_experts"), positive(hf, "num_experts_per_tok")
-    if chosen > experts:
-        raise ConfigError(f"config.json: num_experts_per_tok ({chosen}) must not exceed num_local_experts ({experts})")
+    experts, chosen = reading.experts(hf, "num_local_experts")
     return Mixture(
         experts=experts,
         per_token=chosen,

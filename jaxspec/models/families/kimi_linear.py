@@ -13,12 +13,12 @@ from functools import partial
 from jaxspec.config.json_values import positive, shown
 from jaxspec.config.options import ConfigError
 from jaxspec.models import reading
-from jaxspec.models.declaring import Tensors, decoder_tensors, mixtral_tensors
+from jaxspec.models.declaring import Tensors, convolution, decoder_tensors, exact_numbers, mixtral_tensors
 from jaxspec.models.description import Decoder, KimiDelta, Layer
+from jaxspec.models.families import glm4_moe
 from jaxspec.models.families.deepseek_v3 import LATENTS, dense_layers, latent_attention
-from jaxspec.models.families.glm4_moe import mixture
 from jaxspec.models.families.qwen3_next import linear_layers
-from jaxspec.models.weights import WHOLE, Layout, Param, by_inputs, by_outputs, linear, norm_scale
+from jaxspec.models.weights import WHOLE, by_inputs, by_outputs, linear, norm_scale
 
 __all__ = ["read", "tensors"]
 
@@ -26,12 +26,7 @@ __all__ = ["read", "tensors"]
 DEFAULTS = {
     **LATENTS,
     "q_lora_rank": None,
-    "rms_norm_eps": 1e-5,
-    "first_k_dense_replace": 1,
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "norm_topk_prob": True,
+    **glm4_moe.DEFAULTS,
     "routed_scaling_factor": 2.446,
     "linear_head_dim": 128,
     "linear_num_heads": 32,
@@ -63,9 +58,7 @@ ONLY = {
 
 def read(hf: reading.Config) -> Decoder:
     """**Raises:** `ConfigError` naming the key."""
-    for key, value in ONLY.items():
-        if (found := hf.get(key)) not in (None, value):
-            raise ConfigError(f"{key} {shown(found)} is not supported for kimi_linear; supported: {shown(value)}")
+    reading.only(hf, ONLY)
     linear_config = hf.get("linear_attn_config") or {}
     if not isinstance(linear_config, Mapping):
         raise ConfigError(f"config.json: linear_attn_config must be a mapping, got {shown(linear_config)}")
@@ -75,7 +68,7 @@ def read(hf: reading.Config) -> Decoder:
     rule = KimiDelta(*(positive(hf, key) for key in ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")))
     latents = latent_attention({**hf, "rope_parameters": None, "rope_scaling": None})
     latents = dataclasses.replace(latents, rope=reading.unrotated(latents.rope))
-    norm, experts, dense = reading.norm(hf), mixture(hf), dense_layers(hf)
+    norm, experts, dense = reading.norm(hf), glm4_moe.mixture(hf), dense_layers(hf)
     layers = [
         Layer(rule if linear[i] else latents, mlp if dense(i) else experts, norm)
         for i, mlp in enumerate(reading.mlps({**hf, "mlp_bias": False}))
@@ -101,7 +94,7 @@ def kimi_delta_tensors(layer: Layer, d: int, prefix: str) -> Tensors:
     m, prefix = layer.mixing, prefix + "self_attn."
     n, w, heads = m.inner, m.width, ((m.heads, m.width),)
     named = lambda *names: [f"{prefix}{name}.weight" for name in names]  # noqa: E731
-    qkv = named("q_proj", "k_proj", "v_proj")
+    qkv, conv = named("q_proj", "k_proj", "v_proj"), named("q_conv1d", "k_conv1d", "v_conv1d")
     low = dict(zip(named("f_a_proj", "g_a_proj", "b_proj"), (w, w, m.heads), strict=True))
     narrow = by_outputs(((1, w),), ((1, w),), ((m.heads, 1),))
     return {
@@ -109,26 +102,9 @@ def kimi_delta_tensors(layer: Layer, d: int, prefix: str) -> Tensors:
         "gates": linear(d, low, exact=True, split=narrow),
         "steps": linear(w, dict.fromkeys(named("f_b_proj"), n), exact=True, split=by_outputs(heads)),
         "output_gates": linear(w, dict.fromkeys(named("g_b_proj"), n), exact=True, split=by_outputs(heads)),
-        "conv": Param(
-            (m.taps, 3 * n),
-            tuple(named("q_conv1d", "k_conv1d", "v_conv1d")),
-            Layout((n,) * 3),
-            transpose=True,
-            depthwise=True,
-            split=by_outputs(*[heads] * 3),
-        ),
-        "decay_log": Param(
-            (m.heads,),
-            (prefix + "A_log",),
-            Layout((m.heads,)),
-            dtype="float32",
-            init="zeros",
-            split=by_outputs(((m.heads, 1),)),
-            unit_axes=(2, 1),
-        ),
-        "decay_bias": Param(
-            (n,), (prefix + "dt_bias",), Layout((n,)), dtype="float32", init="zeros", split=by_outputs(heads)
-        ),
+        "conv": convolution(m.taps, dict.fromkeys(conv, n), by_outputs(*[heads] * 3)),
+        "decay_log": exact_numbers(m.heads, prefix + "A_log", by_outputs(((m.heads, 1),)), unit_axes=(2, 1)),
+        "decay_bias": exact_numbers(n, prefix + "dt_bias", by_outputs(heads)),
         "read_norm": norm_scale(w, prefix + "o_norm.weight", split=WHOLE),
         "out": linear(n, {prefix + "o_proj.weight": d}, split=by_inputs(m.heads, w)),
     }

@@ -9,7 +9,7 @@ import dataclasses
 from functools import partial
 from typing import Any
 
-from jaxspec.config.json_values import positive, positive_float, shown
+from jaxspec.config.json_values import positive, positive_float
 from jaxspec.config.options import ConfigError
 from jaxspec.models import reading
 from jaxspec.models.declaring import Tensors, attention_tensors, decoder_tensors, renamed
@@ -43,22 +43,20 @@ ONLY = {
 
 def read(hf: reading.Config) -> Decoder:
     """**Raises:** `ConfigError` naming the key."""
-    for key, value in ONLY.items():
-        if (found := hf.get(key)) not in (None, value):
-            raise ConfigError(f"{key} {shown(found)} is not supported for mimo_v2_flash; supported: {shown(value)}")
+    reading.only(hf, ONLY)
     hf = {**hf, "rms_norm_eps": hf.get("layernorm_epsilon", hf.get("rms_norm_eps", 1e-5))}
     hf |= {"n_shared_experts": 0, "routed_scaling_factor": hf.get("routed_scaling_factor") or 1.0}
-    count, norm = positive(hf, "num_hidden_layers"), reading.norm(hf)
+    norm = reading.norm(hf)
     # Checkpoints count the tokens before a token; transformers, with its own.
     before = hf.get("sliding_window_size") is not None
     window = positive(hf, "sliding_window_size") + 1 if before else positive(hf, "sliding_window")
-    pattern = _pattern(hf, "hybrid_layer_pattern", [int(i > 0 and (i + 1) % 6 > 0) for i in range(count)])
-    windows = reading.windows(hf, window, lambda i: pattern[i] == 1)
+    pattern = reading.each_layer(hf, "hybrid_layer_pattern", lambda i: i > 0 and (i + 1) % 6 > 0)
+    windows = reading.windows(hf, window, lambda i: pattern[i])
     full, sliding = (
         _attention(hf, "full_attention"),
         _attention(_of_windows(hf), "sliding_attention", sinks=True, pool=1),
     )
-    sparse = _pattern(hf, "moe_layer_freq", [int(i > 0) for i in range(count)])
+    sparse = reading.each_layer(hf, "moe_layer_freq", lambda i: i > 0)
     dense = dense_layers(hf) if hf.get("mlp_layer_types") is not None else lambda i: not sparse[i]
     experts, mlps = mixture(hf), reading.mlps({**hf, "mlp_bias": False})
     layers = [
@@ -68,18 +66,6 @@ def read(hf: reading.Config) -> Decoder:
         for i, (mlp, window) in enumerate(zip(mlps, windows, strict=True))
     ]
     return reading.decoder(hf, layers, norm)
-
-
-def _pattern(hf: reading.Config, key: str, default: list[int]) -> list[int]:
-    """A 0 or 1 of each layer."""
-    found = hf.get(key)
-    if found is None:
-        return default
-    if not isinstance(found, list | tuple) or len(found) != len(default) or any(each not in (0, 1) for each in found):
-        raise ConfigError(
-            f"config.json: {key} must have a 0 or a 1 for each of {len(default)} layers, got {shown(found)}"
-        )
-    return list(found)
 
 
 def _of_windows(hf: reading.Config) -> reading.Config:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 from jaxspec.config.json_values import positive
-from jaxspec.config.options import ConfigError
 from jaxspec.models import reading
 from jaxspec.models.declaring import decoder_tensors, mixtral_tensors
 from jaxspec.models.description import Decoder, Layer, Mixture, SigmoidScores
@@ -19,9 +18,7 @@ DEFAULTS = {"head_dim": 128}
 def read(hf: reading.Config) -> Decoder:
     """**Raises:** `ConfigError` naming the key."""
     reading.full_attention_only(hf)
-    norm, experts, chosen = reading.norm(hf), positive(hf, "num_local_experts"), positive(hf, "num_experts_per_tok")
-    if chosen > experts:
-        raise ConfigError(f"config.json: num_experts_per_tok ({chosen}) must not exceed num_local_experts ({experts})")
+    norm, (experts, chosen) = reading.norm(hf), reading.experts(hf, "num_local_experts")
     rotated = positive(hf, "rotary_dim", positive(hf, "head_dim")) / positive(hf, "head_dim")
     attention = reading.attention(hf, rotated, qk_norm=norm, qk_norm_all=True)
     mixture = Mixture(experts, chosen, positive(hf, "intermediate_size"), scores=SigmoidScores())

@@ -6,10 +6,20 @@ a projection of the rows. Names are those of NVIDIA's checkpoints.
 
 from __future__ import annotations
 
+import dataclasses
+
 from jaxspec.config.json_values import positive, positive_float, shown
 from jaxspec.config.options import ConfigError
 from jaxspec.models import reading
-from jaxspec.models.declaring import Tensors, attention_tensors, mixture_tensors, mlp_tensors, renamed
+from jaxspec.models.declaring import (
+    Tensors,
+    attention_tensors,
+    convolution,
+    exact_numbers,
+    mixture_tensors,
+    mlp_tensors,
+    renamed,
+)
 from jaxspec.models.description import (
     Absent,
     Attention,
@@ -21,12 +31,10 @@ from jaxspec.models.description import (
     Norm,
     NoRotation,
     Rope,
-    SigmoidScores,
 )
+from jaxspec.models.families import glm4_moe
 from jaxspec.models.weights import (
     ONCE,
-    Layout,
-    Param,
     bias,
     by_inputs,
     by_outputs,
@@ -70,11 +78,7 @@ NAMES = {"linear_attention": "mamba", "full_attention": "attention"}
 def read(hf: reading.Config) -> Decoder:
     """**Raises:** `ConfigError` naming the key."""
     hf = {**hf, **{ours: hf[theirs] for theirs, ours in OLDER.items() if theirs in hf}}
-    for key, value in (("mlp_hidden_act", "relu2"), ("mamba_hidden_act", "silu"), ("sliding_window", None)):
-        if hf.get(key) != value:
-            raise ConfigError(
-                f"config.json: {key} {shown(hf[key])} is not supported for nemotron_h; supported: {value}"
-            )
+    reading.only(hf, {"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "sliding_window": None})
     norm = Norm(positive_float(hf, "layer_norm_epsilon"))
     make = {
         "mamba": lambda: (mamba2(hf), Absent()),
@@ -144,23 +148,11 @@ def mamba2(hf: reading.Config) -> Mamba2:
 
 def mixture(hf: reading.Config) -> Mixture:
     """Keys as DeepSeek-V3 named them, but for the shared expert's width."""
-    experts, chosen = positive(hf, "n_routed_experts"), positive(hf, "num_experts_per_tok")
-    groups, best = positive(hf, "n_group"), positive(hf, "topk_group")
-    if experts % groups or best > groups or chosen > experts // groups * best:
-        raise ConfigError(
-            f"config.json: n_group ({groups}) must divide n_routed_experts ({experts}), and topk_group ({best}) of "
-            f"them hold num_experts_per_tok ({chosen}) experts"
-        )
     if hf.get("mlp_bias"):
         raise ConfigError("config.json: mlp_bias true is not supported for experts")
-    return Mixture(
-        experts=experts,
-        per_token=chosen,
-        width=positive(hf, "moe_intermediate_size"),
-        renormalised=bool(hf["norm_topk_prob"]),
+    return dataclasses.replace(
+        glm4_moe.mixture({**hf, "n_shared_experts": 0}),
         shared=positive(hf, "moe_shared_expert_intermediate_size"),
-        shared_gated=False,
-        scores=SigmoidScores(groups, best, positive_float(hf, "routed_scaling_factor", 1.0)),
         activation="relu2",
         gated=False,
         latent=positive(hf, "moe_latent_size") if hf.get("moe_latent_size") else 0,
@@ -204,19 +196,10 @@ def mamba2_tensors(m: Mamba2, d: int, prefix: str) -> Tensors:
     heads, states = (m.heads, m.width), (m.groups, m.state)
     channels = heads, states, states
     made = by_outputs((heads, *channels, (m.heads, 1)))
-    each = lambda name, init: Param(  # noqa: E731
-        (m.heads,), (prefix + name,), Layout((m.heads,)), dtype="float32", init=init, split=by_outputs(((m.heads, 1),))
-    )
+    each = lambda name, init: exact_numbers(m.heads, prefix + name, by_outputs(((m.heads, 1),)), init)  # noqa: E731
     tree = {
         "in": linear(d, {prefix + "in_proj.weight": m.inner + m.channels + m.heads}, split=made),
-        "conv": Param(
-            (m.taps, m.channels),
-            (prefix + "conv1d.weight",),
-            Layout((m.channels,)),
-            transpose=True,
-            depthwise=True,
-            split=by_outputs(channels),
-        ),
+        "conv": convolution(m.taps, {prefix + "conv1d.weight": m.channels}, by_outputs(channels)),
         "decay_log": each("A_log", "zeros"),
         "step_bias": each("dt_bias", "zeros"),
         "skip": each("D", "ones"),

@@ -23,8 +23,7 @@ __all__ = ["read", "tensors"]
 def read(hf: reading.Config, feeds: list[Mlp | Mixture] | None = None) -> Decoder:
     """`feeds`: what layers have for an MLP; by default experts. **Raises:** `ConfigError` naming the key."""
     reading.no_windows(hf)
-    if hf.get("attention_bias"):
-        raise ConfigError(f"attention_bias true is not supported for model_type {hf['model_type']!r}")
+    reading.only(hf, {"attention_bias": False})
     if hf.get("attn_output_gate", True) is not True:
         raise ConfigError("config.json: attn_output_gate false is not supported; attention is gated in these models")
     if (gate := hf.get("output_gate_type", "silu")) not in ("silu", "swish"):
@@ -42,15 +41,9 @@ def read(hf: reading.Config, feeds: list[Mlp | Mixture] | None = None) -> Decode
 
 def linear_layers(hf: reading.Config) -> list[bool]:
     """Which layers are of linear attention: by `layer_types`, or all but each n-th."""
-    count, kinds = positive(hf, "num_hidden_layers"), hf.get("layer_types")
-    if kinds is None:
-        interval = positive(hf, "full_attention_interval", 4)
-        kinds = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(count)]
     known = ("full_attention", "linear_attention")
-    if not isinstance(kinds, list | tuple) or len(kinds) != count or any(kind not in known for kind in kinds):
-        raise ConfigError(
-            f"config.json: layer_types must name {count} layers, each {' or '.join(known)}; got {shown(kinds)}"
-        )
+    default = lambda i: known[(i + 1) % positive(hf, "full_attention_interval", 4) > 0]  # noqa: E731
+    kinds = reading.kinds(hf, "layer_types", known, default)
     if set(kinds) != set(known):
         raise ConfigError(f"config.json: layer_types has no {set(known).difference(kinds).pop()} layer, and needs both")
     return [kind == "linear_attention" for kind in kinds]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxspec.config.json_values import positive, shown
-from jaxspec.config.options import ConfigError
+from jaxspec.config.json_values import positive
 from jaxspec.models import reading
 from jaxspec.models.declaring import decoder_tensors as tensors
 from jaxspec.models.description import Decoder, Layer
@@ -27,19 +26,9 @@ def read(hf: reading.Config) -> Decoder:
     norm, bias = reading.norm(hf), bool(hf.get("attention_bias", False))
     attention = reading.attention(hf, bias=bias, out_bias=bias)
     still = dataclasses.replace(attention, rope=reading.unrotated(attention.rope))
+    # The list has a 1 for layers that do rotate.
+    rotates = reading.each_layer(hf, "no_rope_layers", lambda i: (i + 1) % positive(hf, "no_rope_layer_interval") > 0)
     layers = [
-        Layer(attention if rotates else still, mlp, norm)
-        for rotates, mlp in zip(_rotating(hf), reading.mlps(hf), strict=True)
+        Layer(attention if each else still, mlp, norm) for each, mlp in zip(rotates, reading.mlps(hf), strict=True)
     ]
     return reading.decoder(hf, layers, norm)
-
-
-def _rotating(hf: reading.Config) -> list[bool]:
-    """Whether each layer rotates; `no_rope_layers` has a 1 for those that do."""
-    count, named = positive(hf, "num_hidden_layers"), hf.get("no_rope_layers")
-    if named is None:
-        every = positive(hf, "no_rope_layer_interval")
-        return [bool((i + 1) % every) for i in range(count)]
-    if not isinstance(named, list | tuple) or len(named) != count or any(each not in (0, 1) for each in named):
-        raise ConfigError(f"config.json: no_rope_layers must have {count} numbers, each 0 or 1; got {shown(named)}")
-    return [bool(each) for each in named]

@@ -55,26 +55,25 @@ def reference(
     return jnp.stack(tokens, axis=1)
 
 
-@lower_once("markov_chain", "fused")
+@lower_once("markov_chain")
 def chain(
     base: Float[Array, "r n v"],
     rows: BFloat16[Array, "r k"],
     before: BFloat16[Array, "w k"],
     after: BFloat16[Array, "k v"],
     *,
-    fused: bool = True,
     interpret: Any = False,
 ) -> Int[Array, "r n"]:
     """Tokens of n steps: the highest of `base[:, i]` and the product of the last token's row of `before` with `after`,
     in float32, the lowest of equals. `rows`: of the tokens before the first step. They are padded to a multiple of
     eight.
 
-    `fused=False` makes each step two kernels, for interpret mode, which has no counters between blocks.
+    In interpret mode, which has no counters between blocks, each step is two kernels.
     """
     b, n, _ = base.shape
     padding = -b % GROUP
     base, rows = jnp.pad(base, ((0, padding), (0, 0), (0, 0))), jnp.pad(rows, ((0, padding), (0, 0)))
-    if fused:
+    if not interpret:
         return _launch(_fused, n, base, rows, before, after, interpret)[-1].T[:b]
     tokens = []
     for step in range(n):

@@ -6,6 +6,7 @@ traffic of shared memory is near its limit; larger tiles, and squarer ones, need
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -36,16 +37,6 @@ def supported(rows: int, dtype: Any, inputs: int, outputs: int) -> str | None:
     if inputs % STEP or outputs % 128:
         return f"a weight of {inputs} x {outputs} is not a multiple of {STEP} x 128"
     return None
-
-
-def fixed_supported(dtype: Any, inputs: int, outputs: int) -> str | None:
-    """Why the kernel can't multiply any number of rows by such a weight, or None if it can.
-
-    A row's products are added up in one order, whatever the tiles.
-    """
-    if dtype != jnp.bfloat16:
-        return f"weights are {jnp.dtype(dtype).name}, not bfloat16"
-    return f"a weight of {inputs} x {outputs} is not a multiple of {STEP}" if inputs % STEP or outputs % STEP else None
 
 
 def tiling_of(rows: int, outputs: int, added: bool = False, splits: int = 1) -> Tiling:
@@ -125,27 +116,35 @@ def _copy(block: Block, ring: _Ring, x: Any, weight: Any, slot: Any, k: Any, top
     plgpu.copy_gmem_to_smem(weight.at[inputs, outputs], ring.weight_s.at[slot], full)
 
 
+def _add(ring: _Ring, units: list[Any], totals: Sequence[Any], step: Any, count: Any) -> Any:
+    """Add so many steps' products to the units' totals, as they arrive; the last step's may still go on. Returns the
+    step that follows."""
+    hands = ring.hands
+
+    def multiply(k, step):
+        slot = hands.slot(step)
+        plgpu.barrier_wait(hands.full.at[slot])
+        for row, total in zip(units, totals, strict=True):
+            plgpu.wgmma(total, ring.rows_s.at[slot, pl.ds(row, UNIT)], ring.weight_s.at[slot])
+        plgpu.wgmma_wait(len(units))  # this step's may go on: those of the step before are done
+        pl.when(k > 0)(lambda: plgpu.barrier_arrive(hands.empty.at[hands.slot(step - 1)]))
+        return step + 1
+
+    return lax.fori_loop(_i32(0), count, multiply, step)
+
+
 def _multiply(block: Block, ring: _Ring, tile: Tile, write: Any) -> None:
     """Multiply a tile's steps as they arrive."""
     units, hands = tile.units, ring.hands
 
     def accumulate(*totals):
-        def multiply(k, step):
-            slot = hands.slot(step)
-            plgpu.barrier_wait(hands.full.at[slot])
-            for row, total in zip(units, totals, strict=True):
-                plgpu.wgmma(total, ring.rows_s.at[slot, pl.ds(row, UNIT)], ring.weight_s.at[slot])
-            plgpu.wgmma_wait(len(units))  # this step's may go on: those of the step before are done
-            pl.when(k > 0)(lambda: plgpu.barrier_arrive(hands.empty.at[hands.slot(step - 1)]))
-            return step + 1
-
         def columns(unit, first, count):
             if unit not in made:  # the next unit's last products go on while this one is written
                 made[unit] = plgpu.wgmma_accumulator_load(totals[unit], wait_n=len(units) - 1 - unit)
             return made[unit][:, first : first + count]
 
         made = {}
-        last = lax.fori_loop(_i32(0), tile.needed, multiply, tile.step)
+        last = _add(ring, units, totals, tile.step, tile.needed)
         write(columns)
         pl.when(tile.needed > 0)(lambda: plgpu.barrier_arrive(hands.empty.at[hands.slot(last - 1)]))
 
@@ -160,16 +159,7 @@ def _multiply_parts(block: Block, ring: _Ring, splits: int, tile: Tile, write: A
         count = jnp.where(tile.needed > 0, _i32(high - low), 0)
 
         def accumulate(*totals, count=count, step=step):
-            def multiply(k, step):
-                slot = hands.slot(step)
-                plgpu.barrier_wait(hands.full.at[slot])
-                for row, total in zip(units, totals, strict=True):
-                    plgpu.wgmma(total, ring.rows_s.at[slot, pl.ds(row, UNIT)], ring.weight_s.at[slot])
-                plgpu.wgmma_wait(len(units))
-                pl.when(k > 0)(lambda: plgpu.barrier_arrive(hands.empty.at[hands.slot(step - 1)]))
-                return step + 1
-
-            last = lax.fori_loop(_i32(0), count, multiply, step)
+            last = _add(ring, units, totals, step, count)
             plgpu.wgmma_wait(0)
             pl.when(count > 0)(lambda: plgpu.barrier_arrive(hands.empty.at[hands.slot(last - 1)]))
             return tuple(total[...] for total in totals)

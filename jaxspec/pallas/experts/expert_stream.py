@@ -119,13 +119,12 @@ def stream(
     items: Items,
     *,
     sizes: Tiling | None = None,
-    fused: bool = True,
     interpret: Any = False,
 ) -> Float[Array, "c d"]:
     """Each item's rows through its expert, `down @ (silu(gate) * up)`, as `experts_mlp.reference`; all in bfloat16.
 
-    Rows that no item has are arbitrary, NaN included. `sizes` overrides `tiling`. `fused=False` makes each of the two
-    matmuls a kernel of its own, for interpret mode, which has no counters between blocks.
+    Rows that no item has are arbitrary, NaN included. `sizes` overrides `tiling`. In interpret mode, which has no
+    counters between blocks, each of the two matmuls is a kernel of its own.
 
     **Raises:** `ValueError` if `supported` has a reason against it.
     """
@@ -134,7 +133,7 @@ def stream(
     sizes = sizes or tiling(items.rows, *stacks[0][1].shape[1:])
     gate_ups, downs = zip(*stacks, strict=True)
     launch = partial(_launch, sizes=sizes, interpret=interpret)
-    if fused:
+    if not interpret:
         return launch(rows, [gate_ups, downs], items, names=("up", "down"))[1]
     (hidden,) = launch(rows, [gate_ups], items, names=("up",))
     return launch(hidden, [downs], items, names=("down",))[0]

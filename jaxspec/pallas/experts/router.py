@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas.dense.few_rows.block import begin, grid_of, multiply, params, prepare, scratch_of
 from jaxspec.pallas.dense.few_rows.layer import Scaled
-from jaxspec.pallas.dense.few_rows.share import GROUP, TILE, Share, with_splits
+from jaxspec.pallas.dense.few_rows.share import GROUP, TILE, Share
 from jaxspec.pallas.experts.top_experts import LANES, LAYOUT, NOBODY, across, choose, most_chosen
 from jaxspec.pallas.hopper.export import lower_once
 
@@ -41,12 +41,12 @@ def supported(rows: int, width: int, experts: int, k: int, dtype: Any) -> str | 
     return None if share.slots >= share.chunks else f"a router of {width} by {experts} for shared memory"
 
 
-def _share(rows: int, width: int, columns: int) -> Share:
-    splits = next(n for n in range(CLUSTER, 0, -1) if width // TILE % n == 0)
+def _share(rows: int, width: int, columns: int, cluster: int = CLUSTER) -> Share:
+    splits = next(n for n in range(cluster, 0, -1) if width // TILE % n == 0)
     return Share(rows, (width,), columns, columns // TILE, splits, normed=False)
 
 
-@lower_once("router", "k", "renormalised", "eps", "num_experts", "splits")
+@lower_once("router", "k", "renormalised", "eps", "num_experts")
 def router(
     x: Scaled,
     weight: Float[Array, "d e"],
@@ -57,7 +57,6 @@ def router(
     renormalised: bool,
     eps: float,
     num_experts: int | None = None,
-    splits: int | None = None,
     interpret: Any = False,
 ) -> tuple[Int[Array, "r w"], Float[Array, "r w"], Float[Array, "r d"]]:
     """Choose experts by the normed rows' logits as `top_experts` does, in w = `LANES` columns; also returns the normed
@@ -65,10 +64,10 @@ def router(
 
     The norm, of this `eps`, is rounded in the result alone: logits are sums of the scaled rows, multiplied by the
     norm's factor in float32. `bias` is added to logits. `num_experts`: columns from there on are padding; None: all are
-    experts. `splits`: among how many blocks to divide the inputs; interpret mode takes 1 alone.
+    experts. In interpret mode, where blocks send each other nothing, one has all inputs.
     """
     (rows, width), columns = x.rows.shape, weight.shape[1]
-    share = with_splits(_share(rows, width, columns), splits, interpret)
+    share = _share(rows, width, columns, 1 if interpret else CLUSTER)
     biases = [] if bias is None else [bias]
     choices = partial(jax.ShapeDtypeStruct, (rows, LANES))
     scratch = {"logits_s": plgpu.SMEM((rows, -(-columns // LANES) * LANES), _f32)}

@@ -97,6 +97,12 @@ def kernel_choice() -> str:
     return f"none, so attention and matmuls run in plain jax.numpy ({lacks})"
 
 
+def parts_of(steps: int, tiles: int) -> int:
+    """In how many parts to divide a product's steps, so that two programs run on each multiprocessor."""
+    most = max(2 * multiprocessors() // tiles, 1)
+    return max(each for each in range(1, steps + 1) if steps % each == 0 and each <= most)
+
+
 def multiprocessors() -> int:
     """Count them on this process's default device, or the one that it lowers for; of a CPU, an H200's."""
     return hopper.processors()

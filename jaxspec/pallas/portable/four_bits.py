@@ -159,8 +159,7 @@ def product(x: Float[Array, "r k"], weight: Weight, *, interpret: bool = False) 
     """x @ weight in float32. An order of inputs is the caller's."""
     hopper.count("portable_four_bits")
     chunks = -(-weight.inputs // (EACH * WORDS))
-    most = 2 * portable.multiprocessors() // (weight.outputs // NARROW)
-    parts = max(each for each in range(1, chunks + 1) if chunks % each == 0 and each <= max(most, 1))
+    parts = portable.parts_of(chunks, weight.outputs // NARROW)
     held = {name: each[None] for name, each in _operands(weight).items() if name != "factors"}
     out = _product(x, held, packing=Packing.of(weight), parts=parts, interpret=interpret)
     return out if weight.factors is None else out * weight.factors

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 from jaxspec.models.fp8 import BLOCK, E4M3
 from jaxspec.pallas import hopper, portable
+from jaxspec.pallas.portable.experts import put, rows_of, times
 
 MAX_ROWS, LEAST_ROWS = 128, 16
 OUTPUTS = 64  # of a program
@@ -58,46 +59,37 @@ def product(
 ) -> Float[Array, "r n"]:
     """x @ (values * scales)', in float32: `fp8.dequantise` in blocks of 128 inputs."""
     hopper.count("portable_fp8")
-    n, blocks = len(values), x.shape[1] // BLOCK
-    most = 2 * portable.multiprocessors() // (n // OUTPUTS)
-    parts = max(each for each in range(1, blocks + 1) if blocks % each == 0 and each <= max(most, 1))
-    return _product(x, bits(values), scales, parts=parts, interpret=interpret).sum(0)
+    parts = portable.parts_of(x.shape[1] // BLOCK, len(values) // OUTPUTS)
+    return _product(x, bits(values), scales, parts=parts, interpret=interpret)
 
 
 @partial(jax.jit, static_argnames=("parts", "interpret"))
 def _product(x, values, scales, *, parts, interpret):
     (r, k), n = x.shape, len(values)
     tile = max(LEAST_ROWS, 1 << (r - 1).bit_length())
-    return pl.pallas_call(
+    out = pl.pallas_call(
         partial(_part, tile, k // BLOCK // parts, n // len(scales)),
-        out_shape=jax.ShapeDtypeStruct((parts, r, n), jnp.float32),
+        out_shape=jax.ShapeDtypeStruct((parts * r, n), jnp.float32),
         grid=(n // OUTPUTS, parts),
         compiler_params=portable.triton().CompilerParams(num_warps=4, num_stages=3),
         interpret=interpret,
         name="portable_fp8",
     )(x, values, scales)
+    return out.reshape(parts, r, n).sum(0)
 
 
 def _part(tile, blocks, unit, x_ref, values_ref, scales_ref, out_ref):
     """Compute some outputs from a part of the inputs."""
     first, part = pl.program_id(0) * OUTPUTS, pl.program_id(1)
     row, output = jnp.arange(tile, dtype=jnp.int32), first + jnp.arange(OUTPUTS, dtype=jnp.int32)
-    valid = jnp.broadcast_to((row < x_ref.shape[0])[:, None], (tile, BLOCK))
+    valid = row < x_ref.shape[0]
 
     def body(i, total):
         block = part * blocks + i
-        at = jnp.broadcast_to(block * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)[None], valid.shape)
-        rows = portable.triton().load(x_ref.at[jnp.broadcast_to(row[:, None], valid.shape), at], mask=valid, other=0.0)
+        rows = rows_of(x_ref, row, valid, block * BLOCK, BLOCK)
         weight = numbers(values_ref[pl.ds(first, OUTPUTS), pl.ds(block * BLOCK, BLOCK)], rows.dtype)
         scale = scales_ref[lax.div(output, jnp.int32(unit)), jnp.full_like(output, 1) * block]
-        dots = lax.dot_general(rows, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-        return total + dots * scale[None]
+        return total + times(rows, weight) * scale[None]
 
     total = lax.fori_loop(0, blocks, body, jnp.zeros((tile, OUTPUTS), jnp.float32))
-    shape = total.shape
-    at = out_ref.at[
-        jnp.full(shape, 1, jnp.int32) * part,
-        jnp.broadcast_to(row[:, None], shape),
-        jnp.broadcast_to(output[None], shape),
-    ]
-    portable.triton().store(at, total, mask=jnp.broadcast_to((row < x_ref.shape[0])[:, None], shape))
+    put(out_ref, part * x_ref.shape[0] + row, valid, first, total)

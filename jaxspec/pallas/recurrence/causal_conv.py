@@ -56,12 +56,17 @@ def step(
     fixed: bool = False,
     bias: Float[Array, " c"] | None = None,
 ) -> tuple[Heads | Float[Array, "b t c"], Windows]:
-    """`conv_step` of the first c columns of x, and `split_heads` of what comes of it if they are those of `mix`.
+    """Convolve the first c columns of t new rows of each slot; the first `replay[r]` rows of its last round were
+    accepted.
 
-    `fixed`: a row's bits don't depend on how many rows there are. `bias`: of channels without `mix`. **Raises:** as
-    `conv_step`.
+    They are split as `split_heads` does if they are those of `mix`; else `bias` is added before SiLU. `fixed`: a row's
+    bits don't depend on how many rows there are. Returns the rows in the windows' dtype, and the windows after them.
+
+    **Raises:** `ValueError` for more rows than a window has room for.
     """
-    _check_room(windows, x.shape[1], len(weight) - 1)
+    t, room = x.shape[1], windows.shape[2] - len(weight) + 1
+    if t > room:
+        raise ValueError(f"a step of {t} rows with windows for rounds of {room}; make them for {t} or more")
     call = windows, layer, slots, replay, x, weight, mix, fixed, bias
     return choose("a round's convolution", CONVOLUTION_STEP, *call).run(*call)
 
@@ -77,13 +82,18 @@ def _step(windows, layer, slots, replay, x, weight, mix, fixed, bias) -> tuple[H
     return step_kernel.conv_step(windows, layer, slots, replay, x, weight, key_heads=mix.key_heads, eps=L2_EPS)
 
 
-def reference_step(windows, layer, slots, replay, x, weight, mix, fixed, bias) -> tuple[Heads | Array, Windows]:
+def reference_step(windows, layer, slots, replay, x, weight, mix, fixed=False, bias=None):
     """`step` in plain jnp."""
-    out, windows = conv_step(windows, layer, slots, replay, x[..., : weight.shape[1]], weight.T, fixed, bias)
-    return _heads(out, mix, fixed), windows
+    (taps, channels), t = weight.shape, x.shape[1]
+    before = windows[layer, slots[:, None], replay[:, None] + jnp.arange(taps - 1)]
+    x = x[..., :channels].astype(windows.dtype)
+    windows_after = windows.at[layer, slots, : taps - 1 + t].set(jnp.concatenate([before, x], axis=1))
+    return _heads(before, x, weight, mix, fixed, bias), windows_after
 
 
-def _heads(out: Float[Array, "b t c"], mix: Recurrence | None, fixed: bool) -> Heads | Float[Array, "b t c"]:
+def _heads(before, x, weight, mix, fixed, bias):
+    """Convolve rows, in heads if they are those of `mix`."""
+    out = (_convolve_in_slices if fixed else _convolve)(before, x, weight.T, bias).astype(x.dtype)
     return out if mix is None else (_split_in_slices if fixed else split_heads)(out, mix)
 
 
@@ -91,37 +101,6 @@ CONVOLUTION_STEP = (
     Implementation("conv_step", HOPPER, _step_refuses, _step),
     Implementation("reference", ANY, nothing, reference_step, slow=True),
 )
-
-
-def conv_step(
-    windows: Windows,
-    layer: Int[Array, ""],
-    slots: Int[Array, " b"],
-    replay: Int[Array, " b"],
-    x: Float[Array, "b t c"],
-    weight: Float[Array, "c w"],
-    fixed: bool = False,
-    bias: Float[Array, " c"] | None = None,
-) -> tuple[Float[Array, "b t c"], Windows]:
-    """Convolve t new rows of each slot; the first `replay[r]` rows of its last round were accepted.
-
-    `bias` is added before SiLU. Returns the rows in x's dtype, and the windows after them. **Raises:** `ValueError` for
-    more rows than a window has room for.
-    """
-    t, back = x.shape[1], weight.shape[1] - 1
-    _check_room(windows, t, back)
-    at = replay[:, None] + jnp.arange(back)
-    before = windows[layer, slots[:, None], at]
-    x = x.astype(windows.dtype)
-    inputs = jnp.concatenate([before, x], axis=1)
-    out = (_convolve_in_slices if fixed else _convolve)(before, x, weight, bias)
-    return out.astype(x.dtype), windows.at[layer, slots, : back + t].set(inputs)
-
-
-def _check_room(windows: Windows, rows: int, back: int) -> None:
-    room = windows.shape[2] - back
-    if rows > room:
-        raise ValueError(f"a step of {rows} rows with windows for rounds of {room}; make them for {rows} or more")
 
 
 def chunk(
@@ -137,8 +116,11 @@ def chunk(
     fixed: bool = False,
     bias: Float[Array, " c"] | None = None,
 ) -> tuple[Heads | Float[Array, "b t c"], Windows]:
-    """`conv_chunk` of the first c columns of x, and `split_heads` of what comes of it. `mix`, `fixed` and `bias` as in
-    `step`."""
+    """Convolve blocks of t prompt tokens, in order; they read and write slots as `gated_delta.chunk` does.
+
+    `mix`, `fixed` and `bias` as in `step`. A block that another of this call starts from must have a valid token.
+    Nothing is left to replay.
+    """
     call = windows, layer, slots, source, keep, count, x, weight, mix, fixed, bias
     return choose("a prompt's convolution", CONVOLUTION_CHUNK, *call).run(*call)
 
@@ -160,42 +142,21 @@ def _chunk(windows, layer, slots, source, keep, count, x, weight, mix, fixed, bi
     return chunk_kernel.conv_chunk(*given, key_heads=mix.key_heads, eps=L2_EPS)
 
 
-def reference_chunk(windows, layer, slots, source, keep, count, x, weight, mix, fixed, bias) -> tuple:
+def reference_chunk(windows, layer, slots, source, keep, count, x, weight, mix, fixed=False, bias=None):
     """`chunk` in plain jnp."""
-    inputs = x[..., : weight.shape[1]]
-    out, windows = conv_chunk(windows, layer, slots, source, keep, count, inputs, weight.T, fixed, bias)
-    return _heads(out, mix, fixed), windows
+    (taps, channels), num_slots = weight.shape, windows.shape[1]
+    x = x[..., :channels].astype(windows.dtype)
+    before = _before(windows, layer, slots, source, keep, count, x, taps - 1)
+    tail, targets = _tail(before, x, count), _targets(slots, keep, num_slots)
+    targets = jnp.where(targets < 0, num_slots, targets)
+    windows = windows.at[layer, targets, : taps - 1].set(jnp.concatenate([tail, tail]), mode="drop")
+    return _heads(before, x, weight, mix, fixed, bias), windows
 
 
 CONVOLUTION_CHUNK = (
     Implementation("conv_chunk", HOPPER, _chunk_refuses, _chunk),
     Implementation("reference", ANY, nothing, reference_chunk),
 )
-
-
-def conv_chunk(
-    windows: Windows,
-    layer: Int[Array, ""],
-    slots: Int[Array, " b"],
-    source: Int[Array, " b"],
-    keep: Int[Array, " b"],
-    count: Int[Array, " b"],
-    x: Float[Array, "b t c"],
-    weight: Float[Array, "c w"],
-    fixed: bool = False,
-    bias: Float[Array, " c"] | None = None,
-) -> tuple[Float[Array, "b t c"], Windows]:
-    """Convolve blocks of t prompt tokens, in order; they read and write slots as `gated_delta.chunk` does.
-
-    A block that another of this call starts from must have a valid token. Nothing is left to replay.
-    """
-    back = weight.shape[1] - 1
-    x = x.astype(windows.dtype)
-    before = _before(windows, layer, slots, source, keep, count, x, back)
-    tail, targets = _tail(before, x, count), _targets(slots, keep, windows.shape[1])
-    targets = jnp.where(targets < 0, windows.shape[1], targets)
-    windows = windows.at[layer, targets, :back].set(jnp.concatenate([tail, tail]), mode="drop")
-    return (_convolve_in_slices if fixed else _convolve)(before, x, weight, bias).astype(x.dtype), windows
 
 
 def _before(windows, layer, slots, source, keep, count, x, back: int) -> Float[Array, "b k c"]:

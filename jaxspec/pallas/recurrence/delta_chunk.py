@@ -28,6 +28,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas.hopper import WGMMA_ROWS
 from jaxspec.pallas.hopper.export import lower_once
+from jaxspec.pallas.recurrence.delta_plan import operands_supported
 from jaxspec.pallas.recurrence.float32_products import product
 from jaxspec.pallas.recurrence.intra_chunk import BLOCK, PIECES, WIDTH, delta_within
 
@@ -50,21 +51,10 @@ class _Plan:
 
 
 def supported(q_shape: tuple[int, ...], v_shape: tuple[int, ...], state_dtype, *dtypes) -> str | None:
-    """Why the kernel can't serve queries [b, t, m, k] and values [b, t, n, v] over states of `state_dtype`; None if it
-    can. `dtypes` are those of queries, keys and values."""
-    _, t, m, k = q_shape
-    n, v = v_shape[2:]
-    if wrong := [jnp.dtype(dtype).name for dtype in dtypes if jnp.dtype(dtype) != jnp.bfloat16]:
-        return f"queries, keys or values in {wrong[0]}; supported: bfloat16"
-    if jnp.dtype(state_dtype) not in (jnp.float32, jnp.bfloat16):
-        return f"states in {jnp.dtype(state_dtype).name}; supported: float32 and bfloat16"
-    if (k, v) != (WIDTH, WIDTH):
-        return f"keys of width {k} and values of width {v}; supported: {WIDTH} and {WIDTH}"
-    if n % m:
-        return f"{n} value heads over {m} key heads; supported: whole groups"
-    if t != BLOCK:
-        return f"blocks of {t} tokens; supported: {BLOCK}"
-    return None
+    """Why the kernel can't serve blocks of such operands, as `operands_supported` takes them; None if it can."""
+    if reason := operands_supported(q_shape, v_shape, state_dtype, *dtypes):
+        return reason
+    return None if q_shape[1] == BLOCK else f"blocks of {q_shape[1]} tokens; supported: {BLOCK}"
 
 
 @lower_once("delta_chunk")

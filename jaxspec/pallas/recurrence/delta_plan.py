@@ -42,7 +42,6 @@ class Plan:
     group: int
     dtype: Any  # of the state
     division: Division
-    pieces: int
     interpreted: bool
     eps: float | None = None  # of the norm after it, if that is part of the kernel
     fixed: bool = False  # tokens enter the state one after the other, whichever round they belong to
@@ -73,6 +72,19 @@ class Plan:
         return -(-2 * self.t // 8) * 8
 
 
+def operands_supported(q_shape: tuple[int, ...], v_shape: tuple[int, ...], state_dtype, *dtypes) -> str | None:
+    """Why no kernel takes queries [b, t, m, k] and values [b, t, n, v] over states of `state_dtype`; None if one may.
+    `dtypes` are those of queries, keys and values."""
+    (m, k), (n, v) = q_shape[2:], v_shape[2:]
+    if wrong := [jnp.dtype(dtype).name for dtype in dtypes if jnp.dtype(dtype) != jnp.bfloat16]:
+        return f"queries, keys or values in {wrong[0]}; supported: bfloat16"
+    if jnp.dtype(state_dtype) not in (jnp.float32, jnp.bfloat16):
+        return f"states in {jnp.dtype(state_dtype).name}; supported: float32 and bfloat16"
+    if (k, v) != (WIDTH, WIDTH):
+        return f"keys of width {k} and values of width {v}; supported: {WIDTH} and {WIDTH}"
+    return f"{n} value heads over {m} key heads; supported: whole groups" if n % m else None
+
+
 def division_of(key_heads: int, group: int, t: int, rows: int, dtype, whole: bool = False) -> Division:
     """Choose the division for so many key heads of all requests: few blocks with many tiles each, if those are enough,
     and as many parts in flight as let two or three blocks share a multiprocessor.
@@ -82,7 +94,7 @@ def division_of(key_heads: int, group: int, t: int, rows: int, dtype, whole: boo
     """
     tiles = group * HALVES
     splits = next((splits for splits in (1, group) if key_heads * splits >= ENOUGH), group if whole else tiles)
-    one = Plan(1, t, rows, 1, group, dtype, Division(splits, 1), PIECES, False)
+    one = Plan(1, t, rows, 1, group, dtype, Division(splits, 1), False)
     taken = sum(
         -(-math.prod(shape) * jnp.dtype(dtype).itemsize // 1024) * 1024 for shape, dtype in _beside(one).values()
     )

@@ -64,7 +64,7 @@ class DeltaPool:
         state, keys = self.state[layer, slots].astype(jnp.float32), self.keys[layer, slots].astype(jnp.float32)
         rows, group = keys.shape[1], state.shape[1] // keys.shape[2]
         accepted = jnp.arange(rows) < replay[:, None]
-        logs = by_channel(log_decay(self.decay[layer, slots, :, :rows]), 4)
+        logs = by_channel(log_decay(self.decay[layer, slots, :, :rows]))
         logs = jnp.where(accepted[:, None, :, None], logs, 0)
         later = jnp.exp(logs.sum(2, keepdims=True) - jnp.cumsum(logs, 2))
         updates = jnp.where(accepted[..., None, None], self.updates[layer, slots], 0)
@@ -120,9 +120,9 @@ def log_decay(decay: Array) -> Array:
     return jnp.log(jnp.maximum(decay, 1e-37))
 
 
-def by_channel(x: Array, ndim: int) -> Array:
-    """Numbers of heads with one more axis, the key channels that share them; those by channel as they are."""
-    return x if x.ndim == ndim else x[..., None]
+def by_channel(x: Array) -> Array:
+    """Numbers [b, n, t] of heads with one more axis, the key channels that share them; those by channel as they are."""
+    return x if x.ndim == 4 else x[..., None]
 
 
 def decay_between(logs: Float[Array, "b n t"]) -> Float[Array, "b n t t"]:

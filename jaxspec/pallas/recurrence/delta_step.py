@@ -45,6 +45,7 @@ from jaxspec.pallas.recurrence.delta_plan import (
     Division,
     Plan,
     division_of,
+    operands_supported,
     scratch_of,
 )
 from jaxspec.pallas.recurrence.float32_products import product
@@ -54,18 +55,13 @@ _i32 = jnp.int32
 
 
 def supported(q_shape: tuple[int, ...], v_shape: tuple[int, ...], rows: int, state_dtype, *dtypes) -> str | None:
-    """Why the kernel can't serve queries [b, t, m, k] and values [b, t, n, v] over states of `state_dtype` with records
-    of `rows` rows; None if it can. `dtypes` are those of queries, keys and values."""
-    _, t, m, k = q_shape
-    n, v = v_shape[2:]
-    if wrong := [jnp.dtype(dtype).name for dtype in dtypes if jnp.dtype(dtype) != jnp.bfloat16]:
-        return f"queries, keys or values in {wrong[0]}; supported: bfloat16"
-    if jnp.dtype(state_dtype) not in (jnp.float32, jnp.bfloat16):
-        return f"states in {jnp.dtype(state_dtype).name}; supported: float32 and bfloat16"
-    if (k, v) != (WIDTH, WIDTH):
-        return f"keys of width {k} and values of width {v}; supported: {WIDTH} and {WIDTH}"
-    if n % m or n // m > MAX_GROUP:
-        return f"{n} value heads over {m} key heads; supported: whole groups of up to {MAX_GROUP}"
+    """Why the kernel can't serve such operands, as `operands_supported` takes them, with records of `rows` rows; None
+    if it can."""
+    if reason := operands_supported(q_shape, v_shape, state_dtype, *dtypes):
+        return reason
+    (_, t, m, _), n = q_shape, v_shape[2]
+    if n // m > MAX_GROUP:
+        return f"{n} value heads over {m} key heads; supported: groups of up to {MAX_GROUP}"
     if max(t, rows) > MAX_ROWS:
         return f"{max(t, rows)} rows a request; supported: up to {MAX_ROWS}"
     return None
@@ -87,7 +83,6 @@ def delta_step(
     eps: float = 0.0,
     interpret: Any = False,
     division: Division | None = None,
-    pieces: int = PIECES,
     padded_rows: int | None = None,
     fixed: bool = False,
 ) -> tuple[Float[Array, "b r n v"], tuple[Array, Array, Array, Array]]:
@@ -117,14 +112,13 @@ def delta_step(
         eps=eps,
         interpret=interpret,
         division=division,
-        pieces=pieces,
         padded_rows=padded_rows or v.shape[1],
         fixed=fixed,
     )
 
 
-@lower_once("delta_step", "division", "pieces", "padded_rows", "eps", "fixed")
-def _step(pool, layer, slots, replay, q, k, v, gates, *, eps, interpret, division, pieces, padded_rows, fixed):
+@lower_once("delta_step", "division", "padded_rows", "eps", "fixed")
+def _step(pool, layer, slots, replay, q, k, v, gates, *, eps, interpret, division, padded_rows, fixed):
     b, t, n, _ = v.shape
     m = q.shape[2]
     rows, dtype = pool[1].shape[2], pool[0].dtype
@@ -132,7 +126,7 @@ def _step(pool, layer, slots, replay, q, k, v, gates, *, eps, interpret, divisio
     division = division or division_of(b * m, n // m, t, rows, dtype, around)
     if fixed:  # a row's sums are over all columns
         division = replace(division, stages=max(1, division.stages // 2), columns=WIDTH)
-    plan = Plan(b, t, rows, m, n // m, dtype, division, pieces, bool(interpret), eps if around else None, fixed)
+    plan = Plan(b, t, rows, m, n // m, dtype, division, bool(interpret), eps if around else None, fixed)
     refs = [jax.new_ref(x) for x in pool]
     out = plgpu.kernel(
         partial(_block, plan),
@@ -265,7 +259,7 @@ def _tile(plan: Plan, ring: _Ring, replay: Any, own: _Shared, i: Any, carry: Non
         ring.write(part)
         if not plan.fixed:
             operand = own.kq_s.at[:, across].transpose((1, 0))
-            products.append(product(state, [operand], pieces=plan.pieces, interpreted=plan.interpreted))
+            products.append(product(state, [operand], pieces=PIECES, interpreted=plan.interpreted))
     if plan.fixed:
         gates = [(own.gates_s[h, j], own.gates_s[h, MAX_ROWS + j]) for j in range(plan.t)]
         updates, outs = fixed_order.run_rows(state, values, own.rows_s, gates, plan.dtype)

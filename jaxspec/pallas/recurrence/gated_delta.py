@@ -13,7 +13,6 @@ alpha is a number of each head, or one of each of its key channels: S <- S diag(
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -187,21 +186,8 @@ def chunk(
     return out.astype(v.dtype), pool.replace(state=state)
 
 
-def reference_chunk(
-    states: Float[Array, "l r n v k"],
-    layer: Array,
-    slots: Array,
-    source: Array,
-    keep: Array,
-    q: Float[Array, "b t m k"],
-    k: Float[Array, "b t m k"],
-    v: Float[Array, "b t n v"],
-    logs: Float[Array, "b n t *k"],
-    beta: Float[Array, "b n t"],
-    scan: Callable[..., tuple[Array, Array]] | None = None,
-) -> tuple[Float[Array, "b t n v"], Float[Array, "l r n v k"]]:
-    """`delta_chunk` in plain jnp, for any shapes and dtypes. `logs` are running sums of the decays' logarithms. `scan`:
-    in place of `scan_blocks`."""
+def reference_chunk(states, layer, slots, source, keep, q, k, v, logs, beta, scan=scan_blocks) -> tuple[Array, Array]:
+    """`delta_chunk` in plain jnp, for any shapes and dtypes, and decays by channel."""
     # Within a block, u is what the tokens write less what the state before the block makes of their keys, and both are
     # known for all blocks at once (the WY form of https://arxiv.org/abs/2412.06464, section 3.3).
     corrected, mixed, total, left = _within(q, k, logs, beta)
@@ -214,7 +200,7 @@ def reference_chunk(
     carry = total[..., -1:, :] * jnp.eye(k.shape[3]) - einsum("bntj,bntk->bnjk", taken, kept)
     write = einsum("bntv,bntk->bnvk", written, kept)
 
-    states, before = (scan or scan_blocks)(states, layer, slots, source, keep, carry, write)
+    states, before = scan(states, layer, slots, source, keep, carry, write)
     updates = written - einsum("bnvk,bntk->bntv", before, taken)
     out = einsum("bnvk,bntk->bntv", before, total * q) + einsum("bnti,bniv->bntv", mixed, updates)
     return out.swapaxes(1, 2), states
@@ -259,7 +245,7 @@ def _within(
         rows = jnp.repeat(jnp.moveaxis(rows, 2, 3), group, axis=2)
         products = _products_by_channel(rows, rows[0], logs)
     corrected = _unit_lower_inverse(jnp.tril(beta[..., None] * products[0], -1)) * beta[..., None, :]
-    logs = by_channel(logs, 4)
+    logs = by_channel(logs)
     return corrected, products[1], jnp.exp(logs), jnp.exp(logs[..., -1:, :] - logs)
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from jaxspec.pallas.recurrence.delta_pool import DeltaPool
 from jaxspec.pallas.sliced_rows import sliced
@@ -29,17 +29,7 @@ class Tokens(NamedTuple):
     beta: Float[Array, "t n"]
 
 
-def step(
-    pool: DeltaPool,
-    layer: Int[Array, ""],
-    slots: Int[Array, " b"],
-    replay: Int[Array, " b"],
-    q: Float[Array, "b t m k"],
-    k: Float[Array, "b t m k"],
-    v: Float[Array, "b t n v"],
-    decay: Float[Array, "b t n"],
-    beta: Float[Array, "b t n"],
-) -> tuple[Float[Array, "b t n v"], DeltaPool]:
+def step(pool: DeltaPool, layer, slots, replay, q, k, v, decay, beta) -> tuple[Float[Array, "b t n v"], DeltaPool]:
     """Run t new rows of each slot, after its accepted records, as `gated_delta.step` does."""
     t, rows = q.shape[1], pool.keys.shape[2]
     q, k = q.astype(pool.keys.dtype), k.astype(pool.keys.dtype)
@@ -68,17 +58,7 @@ def step(
 
 
 def chunk(
-    pool: DeltaPool,
-    layer: Int[Array, ""],
-    slots: Int[Array, " b"],
-    source: Int[Array, " b"],
-    keep: Int[Array, " b"],
-    count: Int[Array, " b"],
-    q: Float[Array, "b t m k"],
-    k: Float[Array, "b t m k"],
-    v: Float[Array, "b t n v"],
-    decay: Float[Array, "b t n"],
-    beta: Float[Array, "b t n"],
+    pool: DeltaPool, layer, slots, source, keep, count, q, k, v, decay, beta
 ) -> tuple[Float[Array, "b t n v"], DeltaPool]:
     """Run blocks of t prompt tokens, one after the other, as `gated_delta.chunk` does."""
     q, k = q.astype(pool.keys.dtype), k.astype(pool.keys.dtype)

@@ -122,7 +122,11 @@ class DFlashObjective(Objective):
         return 1.0
 
     def _scorer(self) -> Scorer:
-        return Scorer(self.kind, self.target, _logits)
+        return Scorer(self.kind, self.target, self._logits)
+
+    def _logits(self, head: Any, frozen: Any, student: Float[Array, "*b w"]) -> Float[Array, "*b v"]:
+        """Logits of the scorer's input. `head`: the trained params of that name."""
+        return frozen_logits(frozen, student)
 
     def _draw(self, batch: Batch, keys: Key[Array, " b"]) -> tuple[Int[Array, "b a"], Bool[Array, "b a"]]:
         """Anchors, and which of them are real: a row may have fewer tokens that a block could begin with."""
@@ -157,5 +161,26 @@ class DFlashObjective(Objective):
         return hidden.last.reshape(b, a, size, -1)
 
 
-def _logits(head: Any, frozen: Any, hidden: Array) -> Array:
-    return frozen_logits(frozen, hidden)
+class CorrectedObjective(DFlashObjective):
+    """Objective of rows whose logits get a correction, of a latent that stands beside each. They are scored with it,
+    and without."""
+
+    def _plain_share(self, done: Float[Array, ""] | float) -> float | Float[Array, ""]:
+        """The share of the loss without corrections."""
+        raise NotImplementedError
+
+    def _correction(self, head: Any, latent: Float[Array, "*b r"]) -> Float[Array, "*b v"]:
+        """Addition of a latent to logits."""
+        raise NotImplementedError
+
+    def _guesses(self, student, weights, done):
+        share, plain = self._plain_share(done), student.at[..., self.drafter.config.hidden_size :].set(0)
+        return jnp.stack([student, plain]), jnp.stack([(1 - share) * weights, share * weights])
+
+    def _head_flops(self, trained, head):
+        return super()._head_flops(trained, head) + 4 * head
+
+    def _logits(self, head, frozen, student):
+        """Logits, whose addition is rounded as `dspark.DSparkObjective` rounds its own."""
+        out, latent = jnp.split(student, [self.drafter.config.hidden_size], axis=-1)
+        return frozen_logits(frozen, out) + self._correction(head, latent).astype(jnp.float32)

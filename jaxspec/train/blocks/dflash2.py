@@ -8,19 +8,17 @@ public.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from jaxspec.drafters.blocks.dflash2 import DFlash2
 from jaxspec.models.weights import matmul
-from jaxspec.train.blocks.dflash import DFlashObjective
-from jaxspec.train.losses import Scorer, frozen_logits
+from jaxspec.train.blocks.dflash import CorrectedObjective
 
 
 @dataclass(frozen=True)
-class DFlash2Objective(DFlashObjective):
+class DFlash2Objective(CorrectedObjective):
     """Objective of block, convolutions and selector together."""
 
     drafter: DFlash2
@@ -31,18 +29,8 @@ class DFlash2Objective(DFlashObjective):
         """Rows and the selector's latents, side by side."""
         return jnp.concatenate([out, params["before"][before] * matmul(out, params["selector"])], axis=-1)
 
-    def _guesses(self, student, weights, done):
-        plain = student.at[..., self.drafter.config.hidden_size :].set(0)
-        return jnp.stack([student, plain]), jnp.stack([weights / 2] * 2)
+    def _plain_share(self, done):
+        return 0.5
 
-    def _scorer(self):
-        return Scorer(self.kind, self.target, self._logits)
-
-    def _head_flops(self, trained, head):
-        return super()._head_flops(trained, head) + 4 * head
-
-    def _logits(self, head: Any, frozen: Any, student: Float[Array, "*b w"]) -> Float[Array, "*b v"]:
-        """Logits, whose addition is rounded as `dspark.DSparkObjective` rounds its own."""
-        out, latent = jnp.split(student, [self.drafter.config.hidden_size], axis=-1)
-        added = latent @ self.cast(head["after"]).T
-        return frozen_logits(frozen, out) + added.astype(jnp.float32)
+    def _correction(self, head, latent):
+        return latent @ self.cast(head["after"]).T

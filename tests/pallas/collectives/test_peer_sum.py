@@ -242,7 +242,6 @@ def test_hybrids_over_two_devices_are_the_models(monkeypatch, family):
     declared, own = MODELS[family].tensors(config.decoder), config.on_one_of(2)
     halves = [half(declared, params, rank) for rank in range(2)]
     layers.take_few_rows(monkeypatch)
-    monkeypatch.setattr(few_rows, "normed", partial(few_rows.normed, splits=1))
     ranks = take_ranks(monkeypatch, 2)
     made = ranks.run(lambda rank: layers.hybrid_round(own, halves[rank], 3, 2, jit=False))
     pages = np.concatenate([each[2] for each in made], axis=3)
@@ -265,7 +264,7 @@ def test_streamed_layers_over_two_devices_are_the_models(monkeypatch, fp8):
         monkeypatch.setattr(weight_stream.chain, "BLOCKS", 3)
         monkeypatch.setattr(module, "MIN_ROWS", 1)
         name = "stream_part_fp8" if fp8 else "stream_part"
-        stream = partial(getattr(weight_stream, name), fused=False, interpret=plgpu.InterpretGPUParams())
+        stream = partial(getattr(weight_stream, name), interpret=plgpu.InterpretGPUParams())
         monkeypatch.setattr(weight_stream, name, stream)
 
     given = dict(hidden_size=256, intermediate_size=512, num_attention_heads=8, num_key_value_heads=4)

@@ -36,8 +36,12 @@ def drawn(
     group = kind.group or inputs if isinstance(kind, Int4) else nvfp4.GROUP
     spread = lambda each: np.repeat(each.astype(np.float64), group, axis=1)  # noqa: E731
     if isinstance(kind, Nvfp4):
-        scales = jnp.asarray(rng.uniform(2**-9, 448, (outputs, inputs // group)), jnp.float8_e4m3fn)
-        scales, factors = scales.at[:, 0].set(0), (size * rng.uniform(1e-4, 1e-3, outputs)).astype(np.float32)
+        scales = rng.uniform(2**-9, 448, (outputs, inputs // group))
+        scales[:, 0] = 0
+        scales, factors = (
+            jnp.asarray(scales, jnp.float8_e4m3fn),
+            (size * rng.uniform(1e-4, 1e-3, outputs)).astype(np.float32),
+        )
         whole = E2M1[numbers] * spread(np.asarray(scales, np.float32)) * factors[:, None]
         stored = np.stack(np.broadcast_arrays(np.asarray(scales, np.float32), factors[:, None]), axis=-1)
     else:
@@ -45,8 +49,11 @@ def drawn(
         points = rng.integers(0, 17, scales.shape) if kind.zeros else np.full(scales.shape, int4.MIDDLE)
         whole = (numbers - spread(points)) * spread(scales)
         stored = np.stack([scales, points.astype(dtype)][: 1 + kind.zeros], axis=-1)
-    values, scales, *factors = kind.placed(packed, jnp.asarray(stored))
+    values, scales, *factors = _placed(kind, packed, jnp.asarray(stored))
     return Weight(values, kind, scales=scales, factors=factors[0] if factors else None), whole.T
+
+
+_placed = jax.jit(lambda kind, *stored: kind.placed(*stored), static_argnums=0)
 
 
 def rows_of(count: int, inputs: int) -> jax.Array:
@@ -70,7 +77,7 @@ def test_layers(kernel, kind):
     """Norms, gates, rotations and sums are those of FP8's kernels."""
     given = unquantised(8, d=1280, heads=2, kv_heads=1, f=256, width=128)
     name = {"gated": "gate_up", "add": "down"}.get(kernel, "qkv")
-    values, scales, *factors = kind.quantise(given[name].T.astype(jnp.float32))
+    values, scales, *factors = jax.jit(kind.quantise)(given[name].T.astype(jnp.float32))
     weight = Weight(values, kind, scales=scales, factors=factors[0] if factors else None)
     given[name] = weight, weight.dequantised(jnp.float32)
     fp8_kernels.CHECKS[kernel](given, **INTERPRET)

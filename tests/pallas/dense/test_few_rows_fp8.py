@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -163,7 +163,7 @@ def test_product_added(by_output, biased, scaled):
 
 @pytest.mark.parametrize("by_output", [False, rare(True)])
 def test_product_added_with_more_weights_than_shared_memory_holds(by_output):
-    share = dataclasses.replace(share_out(8, [3072], 256, 1, normed=False, fp8=True), splits=1)
+    share = share_out(8, [3072], 256, 1, normed=False, fp8=True, divided=False)
     assert share.slots < share.chunks
     check_add(operands(f=3072, by_output=by_output), **INTERPRET)
 
@@ -174,12 +174,9 @@ def test_normed(centred, scaled, sizes):
 
 
 def test_interpreted_products_are_not_divided_among_blocks():
-    """Take 1,152 inputs, of which three blocks would each have a part, and send its sums to one."""
-    given = operands(**WIDE)
-    share = share_out(8, [WIDE["d"]], 256, normed=False, fp8=True)
-    assert share.splits == 3 and share_module.with_splits(share, None, interpret=True).splits == 1
-    with pytest.raises(ValueError, match="splits=3 in interpret mode"):
-        check_gated(given, splits=3, **INTERPRET)
+    """One block takes 1,152 inputs, of which three would each have a part."""
+    share = partial(share_out, 8, [WIDE["d"]], 256, normed=False, fp8=True)
+    assert share().splits == 3 and share(divided=False).splits == 1
 
 
 def test_an_fp8_weight_is_normed_for_alone():

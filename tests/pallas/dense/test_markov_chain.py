@@ -43,7 +43,7 @@ def test_tokens_equal_those_of_plain_steps(rows, tokens, monkeypatch):
     """Blocks that take several tiles, and not all as many."""
     monkeypatch.setattr(markov_chain, "BLOCKS", 16 if rows > 8 else 8)
     monkeypatch.setattr(markov_chain, "THREADS", 8)
-    check(rows, 3, tokens, 128, fused=False, interpret=plgpu.InterpretGPUParams())
+    check(rows, 3, tokens, 128, interpret=plgpu.InterpretGPUParams())
 
 
 @pytest.mark.parametrize("rows", [8, rare(1), rare(32), 128])

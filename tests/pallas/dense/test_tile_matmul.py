@@ -19,7 +19,7 @@ from jaxspec.pallas.dense.tiles import BLOCKS, Tiling
 from jaxspec.pallas.hopper import counting
 from tests.support import drawn
 from tests.support.kernels import kernels
-from tests.support.sample import one_in
+from tests.support.sample import one_in, rare, some
 
 
 def inputs(rows: int, width: int, outputs: int, seed: int = 0):
@@ -48,14 +48,16 @@ def check(rows: int, real: int, width: int, outputs: int, gated: bool, added: bo
     assert (difference <= 8e-3 * np.linalg.norm(expected, axis=1)).all()
 
 
-@pytest.mark.parametrize(
-    "rows,real,gated,columns",
-    one_in(3, [(256, 256), (300, 140), (296, 290), (297, 297), (256, 0)], [False, True], [64, 128, 192]),
-)
-def test_matches_plain_jnp(monkeypatch, rows, real, columns, gated):
+SIZES = [(256, 256), (300, 140), (296, 290), (297, 297), (256, 0)]  # rows, and how many of them are real
+OFTEN = {(SIZES[0], False, 64), (SIZES[1], True, 128), (SIZES[2], False, 192), (SIZES[3], True, 64)}
+OFTEN |= {(SIZES[4], False, 128)}
+
+
+@pytest.mark.parametrize("size,gated,columns", some(OFTEN, SIZES, [False, True], [64, 128, 192]))
+def test_matches_plain_jnp(monkeypatch, size, columns, gated):
     """With fewer blocks than tiles, so that each takes several; interpreting a block takes a while, idle or not."""
     monkeypatch.setattr(tiles, "BLOCKS", 2)
-    check(rows, real, 128, 384, gated, tiling=Tiling(128, columns), interpret=plgpu.InterpretGPUParams())
+    check(*size, 128, 384, gated, tiling=Tiling(128, columns), interpret=plgpu.InterpretGPUParams())
 
 
 @pytest.mark.parametrize(
@@ -90,7 +92,7 @@ def test_adds_to_a_residual_stream(monkeypatch, columns, real):
 
 
 @pytest.mark.parametrize(
-    "rows,outputs,kind", one_in(6, [132, 136, 165, 512, 2048], [4096, 6144, 24576, 128], ["plain", "gated", "added"])
+    "rows,outputs,kind", one_in(12, [132, 136, 165, 512, 2048], [4096, 6144, 24576, 128], ["plain", "gated", "added"])
 )
 def test_lowers_for_cuda(rows, outputs, kind):
     shapes = jax.eval_shape(lambda: inputs(rows, 512, outputs))
@@ -144,7 +146,7 @@ def test_projections_choose_it_and_have_gradients(monkeypatch, kind):
         np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(theirs, np.float32))
 
 
-@pytest.mark.parametrize("count,rows", [(300, 512), (600, 1024), (1800, 2048), (1300, 2048)])
+@pytest.mark.parametrize("count,rows", [(300, 512), rare(600, 1024), rare(1800, 2048), (1300, 2048)])
 def test_each_tile_is_one_blocks_and_the_last_rows_are_everyones(count, rows):
     tiling, outputs = Tiling(256, 192), 24576
     of = lambda index: tiles.Block.of(tiling, rows, outputs, 64, jnp.int32(count), index)  # noqa: E731

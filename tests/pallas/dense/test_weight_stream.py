@@ -48,7 +48,7 @@ def reference(x, mixed, weights, scales):
 @pytest.mark.parametrize("rows", [rare(24), 72])  # one warpgroup, two
 def test_each_stage_matches_plain_layers(few_blocks, rows):
     x, mixed, weights, scales = inputs(rows, 256, 384, 256)
-    got, partials = stream(x, mixed, weights, scales, eps=EPS, fused=False, interpret=plgpu.InterpretGPUParams())
+    got, partials = stream(x, mixed, weights, scales, eps=EPS, interpret=plgpu.InterpretGPUParams())
     expected, logits = reference(x, mixed, weights, scales)
     assert_close(got, expected)
     assert_close(partials.sum(0), logits)
@@ -81,7 +81,7 @@ def parts_reference(x, mixed, weights, scales):
 @pytest.mark.exhaustive  # test_peer_sum.py has layers of them
 def test_stages_between_two_sums_match_plain_layers(few_blocks):
     given = inputs(24, 256, 384, 256)
-    made = parts_of(*given, fused=False, interpret=plgpu.InterpretGPUParams())
+    made = parts_of(*given, interpret=plgpu.InterpretGPUParams())
     for partials, expected in zip(made, parts_reference(*given), strict=True):
         assert_close(partials.sum(0), expected)
 

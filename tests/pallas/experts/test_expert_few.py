@@ -113,7 +113,8 @@ def assert_scaled(scaled, rows, scale, centred=False):
     np.testing.assert_allclose(scaled.squares.sum(0), expected.squares.sum(0), rtol=1e-3)
 
 
-@pytest.mark.parametrize("centred", [rare(False), True])
+@pytest.mark.exhaustive  # tokens without experts, below, have scaled sums, too
+@pytest.mark.parametrize("centred", [False, True])
 def test_sums_come_scaled_for_the_norm_after_them(few_blocks, centred):
     case, (residual, scale) = bfloat16(random_case(3, 5, 2, d=256, f=256, seed=1)), residual_and_scale(256)
     got, scaled = interpreted(*case, residual, scale, centred=centred)
@@ -123,11 +124,14 @@ def test_sums_come_scaled_for_the_norm_after_them(few_blocks, centred):
 
 @pytest.mark.parametrize("t,nobody,rows", [rare(1, 0, 1), rare(3, 0, 3), (3, 2, 8)])
 def test_tokens_without_experts_get_nothing(few_blocks, t, nobody, rows):
-    """Leave the residual stream of their rows, and of padding rows, as it is."""
+    """Leave the residual stream of their rows, and of padding rows, as it is; the sums come scaled for a norm, too."""
     x, stacks, ids, weights = bfloat16(random_case(t, 4, 2, d=256, f=256, seed=t))
     ids = ids.at[nobody].set(NOBODY)
-    residual = drawn.normal(jax.random.key(t), (rows, 256), jnp.bfloat16)
+    residual, (_, scale) = drawn.normal(jax.random.key(t), (rows, 256), jnp.bfloat16), residual_and_scale(256)
     got = interpreted(x, stacks, ids, weights, residual)
+    same, scaled = interpreted(x, stacks, ids, weights, residual, scale, centred=True)
+    np.testing.assert_array_equal(same, got)
+    assert_scaled(scaled, got, scale, True)
     alone = [nobody, *range(t, rows)]
     np.testing.assert_array_equal(got[jnp.array(alone)], residual[jnp.array(alone)])
     assert_close(got[:t], np.asarray(residual[:t], np.float64) + naive(x, stacks, ids, weights))

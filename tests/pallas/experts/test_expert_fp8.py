@@ -96,7 +96,7 @@ def test_items_write_their_own_rows_alone(interpreted):
     assert_close(got[place], jax.jit(experts_mlp.reference)(rows, stacks, items)[place])
 
 
-@pytest.mark.parametrize("model,tokens", [("qwen3.5-35b-a3b", 32), ("qwen3-30b-a3b", 600)])
+@pytest.mark.parametrize("model,tokens", [rare("qwen3.5-35b-a3b", 32), ("qwen3-30b-a3b", 600)])
 def test_lowers_for_cuda_with_what_plans_for_it_and_what_moves_many_rows(model, tokens, monkeypatch):
     monkeypatch.setattr(hopper, "kernels_here", lambda: None)
     expected = 1 + (tokens <= expert_plan.MOST) + 2 * (tokens >= FEWEST)

@@ -56,7 +56,7 @@ def check(
     )
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [rare(case) if case[0] in (1, 12) else case for case in CASES])
 def test_matches_the_plain_plan(case):
     check(*case, interpret=plgpu.InterpretGPUParams())
 
@@ -71,7 +71,7 @@ def test_padding_has_no_place(nobody):
 
 
 @pytest.mark.parametrize("model,tokens", [
-    rare("qwen3-30b-a3b", 9), ("qwen3-30b-a3b", 32), rare("qwen3.5-35b-a3b", 45), ("qwen3-next-80b-a3b", 128),
+    rare("qwen3-30b-a3b", 9), rare("qwen3-30b-a3b", 32), rare("qwen3.5-35b-a3b", 45), ("qwen3-next-80b-a3b", 128),
 ])  # fmt: skip
 def test_the_mixture_takes_it_where_there_is_one(model, tokens, monkeypatch):
     """From what the router's kernel gives, with nothing else before the experts' kernel."""

@@ -72,7 +72,7 @@ def test_each_matmul_matches_the_reference(monkeypatch, t, e, k, skew, columns):
     sizes = Tiling(items.rows, columns, 64)
     monkeypatch.setattr(expert_stream, "BLOCKS", 1)
     items = backwards(items)
-    got = stream(rows, arrays(stacks), items, sizes=sizes, fused=False, interpret=plgpu.InterpretGPUParams())
+    got = stream(rows, arrays(stacks), items, sizes=sizes, interpret=plgpu.InterpretGPUParams())
     expected = jax.jit(experts_mlp.reference)(rows, stacks, items)
     assert_close(got[place], expected[place])
 
@@ -82,7 +82,7 @@ def test_the_mixture_takes_the_kernel_where_there_is_one(few_blocks, monkeypatch
     case = bfloat16(random_case(17, 4, 2, d=128, f=64, shared=64))
     interpret = plgpu.InterpretGPUParams()
     monkeypatch.setattr(hopper, "kernels_here", lambda: None)
-    monkeypatch.setattr(expert_stream, "stream", partial(stream, fused=False, interpret=interpret))
+    monkeypatch.setattr(expert_stream, "stream", partial(stream, interpret=interpret))
     monkeypatch.setattr(expert_plan, "plan", partial(expert_plan.plan, interpret=interpret))
     before = KERNELS["expert_stream"]
     assert_close(jax.jit(experts_mlp.experts_mlp)(*case), naive(*case))
@@ -94,7 +94,8 @@ def test_the_mixture_takes_the_kernel_where_there_is_one(few_blocks, monkeypatch
 
 @pytest.mark.parametrize("model,tokens", [
     *(("qwen3.5-35b-a3b", tokens) for tokens in (8, 4096)),
-    *(("qwen3-30b-a3b", tokens) for tokens in (1, 32, 512)),
+    ("qwen3-30b-a3b", 32),
+    *(rare("qwen3-30b-a3b", tokens) for tokens in (1, 512)),
     rare("qwen3-next-80b-a3b", 128),
     *(rare("qwen3.5-35b-a3b", tokens) for tokens in (1, 16, 32)),
     rare("qwen3.5-35b-a3b", 128),

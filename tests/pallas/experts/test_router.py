@@ -15,6 +15,7 @@ from jaxspec.pallas.experts import top_experts
 from jaxspec.pallas.experts.router import router, supported
 from tests.support import drawn
 from tests.support.kernels import kernels
+from tests.support.sample import rare
 
 EPS = 1e-6
 
@@ -62,10 +63,12 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_experts_are_chosen(case):
-    check(256, **CASES[case], splits=1, interpret=plgpu.InterpretGPUParams())
+    check(256, **CASES[case], interpret=plgpu.InterpretGPUParams())
 
 
-@pytest.mark.parametrize("width,case", [(2048, "qwen3"), (2048, "many"), (2880, "gpt-oss"), (2880, "few experts")])
+@pytest.mark.parametrize(
+    "width,case", [rare(2048, "qwen3"), (2048, "many"), (2880, "gpt-oss"), rare(2880, "few experts")]
+)
 def test_lowers_for_cuda(width, case):
     sizes = dict(CASES[case])
     experts, k = sizes["experts"], sizes["k"]

@@ -8,7 +8,7 @@ import pytest
 from jaxspec.pallas.recurrence import causal_conv as op
 
 LAYERS, LAYER, SLOTS, C, W = 2, 1, 6, 12, 4
-step, chunk = jax.jit(op.conv_step), jax.jit(op.conv_chunk)
+step, chunk = (jax.jit(lambda *given, run=run: run(*given, None)) for run in (op.step, op.chunk))
 
 
 def convolve(text, weight):
@@ -33,12 +33,12 @@ def test_a_prompt_and_its_rounds_are_one_text(rows):
     rng, windows, weight = setup(rows, rows)
     slots, count = np.array([4, 2]), np.array([5, 2])
     x = rows_of(rng, 2, 5)
-    out, windows = chunk(windows, LAYER, slots, np.array([-1, -1]), np.array([-1, -1]), count, x, weight)
+    out, windows = chunk(windows, LAYER, slots, np.array([-1, -1]), np.array([-1, -1]), count, x, weight.T)
     texts, outs = [[x[r, :c]] for r, c in enumerate(count)], [[out[r, :c]] for r, c in enumerate(count)]
     replay = np.zeros(2, np.int32)
     for _ in range(6):
         x = rows_of(rng, 2, rows)
-        out, windows = step(windows, LAYER, slots, replay, x, weight)
+        out, windows = step(windows, LAYER, slots, replay, x, weight.T)
         replay = rng.integers(0, rows + 1, 2)
         for r in range(2):
             texts[r].append(x[r, : replay[r]])
@@ -65,7 +65,7 @@ def test_blocks_in_order(seed):
         if 0 <= keep[r] < SLOTS:
             texts[keep[r]] = text
         written = list(texts)
-    out, windows = chunk(windows, LAYER, slots, source, keep, count, x, weight)
+    out, windows = chunk(windows, LAYER, slots, source, keep, count, x, weight.T)
     for r in range(b):
         np.testing.assert_allclose(out[r, : count[r]], expected[r], rtol=1e-5, atol=1e-5)
     for slot in range(SLOTS):
@@ -76,4 +76,4 @@ def test_blocks_in_order(seed):
 def test_too_many_rows():
     rng, windows, weight = setup(0, 2)
     with pytest.raises(ValueError, match="a step of 3 rows with windows for rounds of 2"):
-        op.conv_step(windows, jnp.int32(0), np.array([0]), np.array([0]), rows_of(rng, 1, 3), weight)
+        op.step(windows, jnp.int32(0), np.array([0]), np.array([0]), rows_of(rng, 1, 3), weight.T, None)

@@ -34,11 +34,11 @@ def operands(rows: int, replay: tuple[int, ...], mix: DeltaRule = MIX):
 
 
 def check(rows: int, replay: tuple[int, ...], mix: DeltaRule = MIX, **options):
-    windows, layer, slots, at, x, weight = given = operands(rows, replay, mix)
+    given = operands(rows, replay, mix)
     got, window = conv_step(*given, key_heads=mix.key_heads, eps=causal_conv.L2_EPS, **options)
-    out, expected_window = causal_conv.conv_step(windows, layer, slots, at, x[..., : mix.channels], weight.T)
+    heads, expected_window = causal_conv.reference_step(*given, mix)
     np.testing.assert_array_equal(window, expected_window)
-    for part, expected in zip(got, causal_conv.split_heads(out, mix), strict=True):
+    for part, expected in zip(got, heads, strict=True):
         np.testing.assert_allclose(
             np.asarray(part, np.float64), np.asarray(expected, np.float64), rtol=2**-7, atol=1e-4
         )

@@ -77,7 +77,7 @@ def test_equals_the_plain_scan(case):
     check(case, interpret=plgpu.InterpretGPUParams())
 
 
-@pytest.mark.parametrize("group,dtype", [(2, "float32"), rare(3, "float32"), (1, "bfloat16")])
+@pytest.mark.parametrize("group,dtype", [(2, "float32"), rare(3, "float32"), rare(1, "bfloat16")])
 def test_lowers_for_cuda(group, dtype):
     """Qwen3-Next and Qwen3.5 35B-A3B; 27B; 2B."""
     operands = jax.eval_shape(Case("", (0, 0), (-1, 0), (-1, 3), 16, group, dtype).inputs)

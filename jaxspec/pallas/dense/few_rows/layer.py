@@ -66,7 +66,6 @@ from jaxspec.pallas.dense.few_rows.share import (
     share_out,
     tiles_of,
     tiles_of_squares,
-    with_splits,
 )
 from jaxspec.pallas.hopper.export import lower_once
 
@@ -99,7 +98,7 @@ def scale_rows(x: Float[Array, "r d"], scale: Float[Array, " d"], centred: bool 
     return Scaled((wide * scale).astype(x.dtype), jnp.pad(squares, ((0, more), (0, 0))))
 
 
-@lower_once("few_rows_gated", "eps", "splits")
+@lower_once("few_rows_gated", "eps")
 def gated(
     x: Float[Array, "r d"],
     scale: Float[Array, " d"] | Float[Array, "t r"],
@@ -108,20 +107,17 @@ def gated(
     adapters: Adapters | tuple[()] = (),
     *,
     eps: float,
-    splits: int | None = None,
     interpret: Any = False,
 ) -> Float[Array, "r f"]:
     """silu(gate) * up of the normed rows, f = n / 2; all in bfloat16, rounded where plain layers round.
 
     `x` and `scale` are rows and the scale of their norm, or `Scaled` rows and their squares: then the norm is rounded
-    once less. With an `Fp8WeightAndRows` they are `Scaled`. `prefetch`: weights that later kernels will read. `splits`:
-    among how many blocks of a cluster to divide the inputs; interpret mode, which can't send data between them, takes 1
-    alone. `adapters`: of `Scaled` rows.
+    once less. With an `Fp8WeightAndRows` they are `Scaled`. `prefetch`: weights that later kernels will read.
+    `adapters`: of `Scaled` rows.
     """
     rows, columns = len(x), outputs(weight)
-    options = format_of(weight) | {"adapters": bool(adapters)}
+    options = format_of(weight) | {"adapters": bool(adapters), "divided": not interpret}
     share = share_out(rows, [x.shape[1]], columns, normed=scale.ndim == 1, **options)
-    share = with_splits(share, splits, interpret)
     return plgpu.kernel(
         partial(_gated_tile, share, eps, len(adapters)),
         kernel_name="few_rows_gated",
@@ -151,7 +147,7 @@ def _gated_tile(share, eps, added, x_g, scale_g, *refs, out_s, **scratch):
     multiply(share, begun, prefetch_g, finish, factor, adapters_g, **scratch)
 
 
-@lower_once("few_rows_heads", "eps", "splits")
+@lower_once("few_rows_heads", "eps")
 def heads(
     rows: Sequence[Float[Array, "r _"]],
     scales: Sequence[Float[Array, " _"] | Float[Array, "t r"]],
@@ -168,7 +164,6 @@ def heads(
     adapters: Adapters | tuple[()] = (),
     *,
     eps: float,
-    splits: int | None = None,
     interpret: Any = False,
 ) -> tuple[Float[Array, "r q"], Float[Array, "l p 2 m s h"]]:
     """Rotated queries of the normed rows, and the pages with their rotated keys and values in `layer`.
@@ -178,12 +173,11 @@ def heads(
     `norms`: the scales of the norms of each head's queries and keys, if there are any. `cos` and `sin`: the rope table
     of the rows, float32. `kv_slots` are counted over all pages: row i's keys and values go to slot `kv_slots[i] % s` of
     page `kv_slots[i] // s`, converted by `kv_write.stored` with `inverse_scales`; those of padding rows, whose KV slots
-    are negative, go nowhere. `bias` is added to the rounded products. `prefetch`, `adapters` and `splits` as in
-    `gated`.
+    are negative, go nowhere. `bias` is added to the rounded products. `prefetch` and `adapters` as in `gated`.
     """
     queries = outputs(weight) // kv.shape[5] - 2 * kv.shape[3]
     norms, of = [norm[None] for norm in norms], (rows, scales, weight, cos, sin, kv, layer, kv_slots)
-    return _heads(queries, *of, norms, prefetch, bias, inverse_scales, eps, splits, interpret, adapters)
+    return _heads(queries, *of, norms, prefetch, bias, inverse_scales, eps, interpret, adapters)
 
 
 @lower_once("few_rows_keys_values", "eps")
@@ -207,19 +201,18 @@ def keys_values(
     the norms of each layer's keys. `bias`: of the products, as in `heads`.
     """
     of = [rows], [scale], weight, cos, sin, kv, jnp.zeros((), jnp.int32), kv_slots
-    return _heads(0, *of, [norm], (), bias, None, eps, None, interpret)[0]
+    return _heads(0, *of, [norm], (), bias, None, eps, interpret)[0]
 
 
 def _heads(
-    queries, rows, scales, weight, cos, sin, kv, layer, kv_slots, norms, prefetch, bias, inverse_scales, eps, splits,
-    interpret, adapters=(),
+    queries, rows, scales, weight, cos, sin, kv, layer, kv_slots, norms, prefetch, bias, inverse_scales, eps, interpret,
+    adapters=(),
 ):  # fmt: skip
     """The queries, if there are any, and the pages."""
     count, width, ref = len(kv_slots), kv.shape[5], jax.new_ref(kv)
     widths, unscaled = [x.shape[1] for x in rows], scales[0].ndim == 1
-    options = format_of(weight) | {"adapters": bool(adapters)}
+    options = format_of(weight) | {"adapters": bool(adapters), "divided": not interpret}
     share = share_out(count, widths, outputs(weight), width // TILE, normed=unscaled, **options)
-    share = with_splits(share, splits, interpret)
     bias = [] if bias is None else [bias.reshape(-1, width)]  # a head each
     inverse = [] if inverse_scales is None else [inverse_scales]
     q = plgpu.kernel(
@@ -309,7 +302,7 @@ def _biased(product, bias, axis):
     return (product + lax.broadcast_in_dim(bias, product.shape, [axis])).astype(jnp.bfloat16).astype(_f32)
 
 
-@lower_once("few_rows_add", "centred", "splits")
+@lower_once("few_rows_add", "centred")
 def add_product(
     x: Float[Array, "r d"],
     rows: Float[Array, "r k"],
@@ -319,52 +312,48 @@ def add_product(
     adapters: Adapters | tuple[()] = (),
     *,
     centred: bool = False,
-    splits: int | None = None,
     interpret: Any = False,
 ) -> Float[Array, "r d"] | tuple[Float[Array, "r d"], Scaled]:
-    """x + (rows @ weight + bias), in bfloat16, rounded where plain layers round. `adapters`, `splits` as in `gated`.
+    """x + (rows @ weight + bias), in bfloat16, rounded where plain layers round. `adapters` as in `gated`.
 
     With the `scale` of the norm that comes next, the sums come as `Scaled` rows as well; `centred`: that norm is
     `decoder.functions.centred_rms_norm`.
     """
     scales, biases = ([] if each is None else [each] for each in (scale, bias))
-    out, *scaled = _products([x], [rows], weight, scales, splits, interpret, centred, biases, adapters)
+    out, *scaled = _products([x], [rows], weight, scales, interpret, centred, biases, adapters)
     return (out, Scaled(*scaled)) if scaled else out
 
 
-@lower_once("few_rows_product", "splits", "dtype")
+@lower_once("few_rows_product", "dtype")
 def product(
     rows: Sequence[Float[Array, "r _"]],
     weight: Float[Array, "n d"] | Fp8Weight | Weight,
     *,
-    splits: int | None = None,
     dtype: Any = None,
     interpret: Any = False,
 ) -> Float[Array, "r d"]:
     """The product of several rows of the same width, side by side; otherwise as `add_product`. `dtype`: float32 for
     sums as they are; None: that of the rows."""
-    return _products([], rows, weight, [], splits, interpret, dtype=dtype)[0]
+    return _products([], rows, weight, [], interpret, dtype=dtype)[0]
 
 
-@lower_once("few_rows_shrink", "splits")
+@lower_once("few_rows_shrink")
 def shrink(
     rows: Float[Array, "r k"],
     a: Float[Array, "k q"],
     own: Float[Array, "r q"],
     *,
-    splits: int | None = None,
     interpret: Any = False,
 ) -> Float[Array, "r q"]:
     """rows @ a, of all adapters side by side, times `own`: 1 in the columns of a row's own adapter, 0 elsewhere."""
-    return _products([], [rows], a, [], splits, interpret, own=[own])[0]
+    return _products([], [rows], a, [], interpret, own=[own])[0]
 
 
-def _products(x, rows, weight, scale, splits, interpret, centred=False, bias=(), adapters=(), own=(), dtype=None):
+def _products(x, rows, weight, scale, interpret, centred=False, bias=(), adapters=(), own=(), dtype=None):
     """The products, or their sums with `x`; with a scale also the arrays of `Scaled`."""
     count, columns = len(rows[0]), outputs(weight)
-    options = format_of(weight) | {"adapters": bool(adapters)}
+    options = format_of(weight) | {"adapters": bool(adapters), "divided": not interpret}
     share = share_out(count, [each.shape[1] for each in rows], columns, 1, normed=False, **options)
-    share = with_splits(share, splits, interpret)
     out = jax.ShapeDtypeStruct((count, columns), dtype or rows[0].dtype)
     squares = jax.ShapeDtypeStruct((tiles_of_squares(columns), count), _f32)
     return plgpu.kernel(
@@ -421,7 +410,7 @@ def _write_scaled(share, here, x, scale, rows_g, squares_g):
             squares_g[tile + at, rows] = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA_TRANSPOSED.reduce(0))
 
 
-@lower_once("few_rows_normed", "eps", "dtypes", "centred", "keep", "splits")
+@lower_once("few_rows_normed", "eps", "dtypes", "centred", "keep")
 def normed(
     x: Float[Array, "r d"],
     scale: Float[Array, " d"] | Float[Array, "t r"],
@@ -432,12 +421,11 @@ def normed(
     dtypes: tuple[str, ...],
     centred: bool = False,
     keep: bool = False,
-    splits: int | None = None,
     interpret: Any = False,
 ) -> list[Float[Array, "r _"]]:
     """The products of the normed rows with each of `weights`, in bfloat16 or float32 as `dtypes` say.
 
-    `x`, `scale` and `splits` as in `gated`. `centred`: the norm is `functions.centred_rms_norm`; `Scaled` rows have
+    `x` and `scale` as in `gated`. `centred`: the norm is `functions.centred_rms_norm`; `Scaled` rows have
     that in them already. `bias`: of the first weight's columns, in float32, if that is the dtype of its product. With
     `keep` the normed rows come after the products. A quantised weight comes alone. Sizes: `normed_supported`.
     """
@@ -452,8 +440,7 @@ def normed(
     else:
         groups = next(n for n in range(1, MAX_GROUPS + 1) if sum(tiles_of(w, n) for w in weights) <= BLOCKS)
         columns = sum(tiles_of(w, groups) for w in weights) * groups * TILE
-    share = share_out(len(x), [x.shape[1]], columns, groups, normed=scale.ndim == 1, **of)
-    share = with_splits(share, splits, interpret)
+    share = share_out(len(x), [x.shape[1]], columns, groups, normed=scale.ndim == 1, divided=not interpret, **of)
     outs = [jax.ShapeDtypeStruct((len(x), outputs(w)), dtype) for w, dtype in zip(weights, dtypes, strict=True)]
     scratch = scratch_of(share, interpret)
     return plgpu.kernel(

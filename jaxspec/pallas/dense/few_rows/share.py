@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -205,6 +205,7 @@ def share_out(
     groups: int | None = None,
     *,
     normed: bool = True,
+    divided: bool = True,
     fp8: bool = False,
     rounds: bool = False,
     four: FourBits | None = None,
@@ -212,7 +213,8 @@ def share_out(
 ) -> Share:
     """Divide a product so that all blocks run at once and most multiprocessors have one.
 
-    `groups`: of a block's columns; None: any number. **Raises:** `ValueError` for rows that a block norms and
+    `groups`: of a block's columns; None: any number. `divided`: several blocks of a cluster may divide the inputs; not
+    in interpret mode, where blocks send each other nothing. **Raises:** `ValueError` for rows that a block norms and
     quantises: they are quantised before the norm's factor.
     """
     if normed and rounds:
@@ -223,7 +225,7 @@ def share_out(
         fits = (n for n in range(1, MAX_GROUPS + 1) if -(-whole // n) <= BLOCKS and (fp8 or four or whole % n == 0))
         groups = next(fits, 1)
     tiles = -(-columns // TILE // groups)
-    most = 1 if normed and max(widths) <= NARROW else MAX_CLUSTER
+    most = 1 if not divided or (normed and max(widths) <= NARROW) else MAX_CLUSTER
     step = step_of(fp8, four)
     room = lambda n: tiles * n <= (BLOCKS if n == 2 else SPREAD)  # noqa: E731
     splits = next((n for n in range(most, 1, -1) if sum(widths) // step % n == 0 and room(n)), 1)
@@ -250,17 +252,6 @@ def first_row(share: Share) -> Any:
 def turn_of(share: Share) -> Any:
     """The number of this warpgroup in its block."""
     return lax.axis_index("warpgroup") if share.warpgroups > 1 else jnp.int32(0)
-
-
-def with_splits(share: Share, splits: int | None, interpret: Any = False) -> Share:
-    """The share with its inputs in `splits` parts; None: in its own number, but in one if a kernel is interpreted.
-
-    **Raises:** `ValueError` for an interpreted kernel with more: jax's interpreter sends nothing from block to block.
-    """
-    if interpret and (splits or 1) > 1:
-        raise ValueError(f"splits={splits} in interpret mode, where blocks send each other nothing; supported: 1")
-    splits = 1 if interpret else splits
-    return share if splits is None else replace(share, splits=splits)
 
 
 def largest(whole: int, most: int = MAX_CHUNK, step: int = TILE) -> int:
@@ -327,7 +318,7 @@ def supported(
     rows, share = -(-rows // GROUP) * GROUP, partial(share_out, fp8=fp8, four=four)
     side_by_side = [each for each in (width, beside) if each]
     scaled = (quantised or wide_rows > WIDE_ROWS) and width > NARROW and bool(mlp)  # a mixture's rows aren't
-    shares = [with_splits(share(rows, side_by_side, queries, head // TILE, normed=not scaled), 1)]
+    shares = [share(rows, side_by_side, queries, head // TILE, normed=not scaled, divided=False)]
     shares += [share(rows, [each], width, 1, normed=False) for each in (queries, *mlp)]
     # For unquantised weights as if rows were normed here, though `Scaled` ones need less.
     shares += [share(rows, [width], 2 * each, normed=not scaled) for each in mlp]

@@ -171,19 +171,18 @@ def run(
     weights: list[tuple],
     scales: list[jax.Array],
     eps: float,
-    fused: bool,
     interpret: Any,
     chain: tuple[str, ...] = STAGES,
     centred: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Run the stages of `chain` on attention's output `rows` and the residual stream `x`.
 
-    Returns that stream, and the partials. `fused=False` makes each stage a kernel of its own, for interpret mode, which
-    has no counters between blocks.
+    Returns that stream, and the partials. In interpret mode, which has no counters between blocks, each stage is a
+    kernel of its own.
     """
     b, padded = len(x), -(-len(x) // 8) * 8
     pad = lambda a: jnp.pad(a, ((0, padded - b), (0, 0)))  # noqa: E731
-    out, partials = run_stages(kind, chain, b, pad(x), pad(rows), weights, scales, eps, fused, interpret, centred)
+    out, partials = run_stages(kind, chain, b, pad(x), pad(rows), weights, scales, eps, interpret, centred)
     return out[:b], partials[:, :b]
 
 
@@ -196,7 +195,6 @@ def run_stages(
     weights: list[tuple],
     scales: list[jax.Array],
     eps: float,
-    fused: bool,
     interpret: Any,
     centred: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -209,7 +207,7 @@ def run_stages(
     padded, d = x.shape
     held = {"x": x.reshape(padded, d // kind.step, kind.step)} | ({} if rows is None else {"rows": rows})
     weights, scales = list(weights), [(s.reshape(-1, kind.step),) for s in scales]
-    for together in [stages] if fused else [(stage,) for stage in stages]:
+    for together in [(stage,) for stage in stages] if interpret else [stages]:
         taken = [(scales if stage == "norm" else weights).pop(0) for stage in together]
         held = _launch(kind, together, valid, held, taken, (eps, centred), interpret)
     return held["x"].reshape(padded, d), held["partial"].reshape(len(held["partial"]), padded, -1)

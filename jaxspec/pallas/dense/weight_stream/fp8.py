@@ -36,7 +36,7 @@ def supported(rows: int, dtype: Any, weights: list[tuple[int | None, int, int, i
     return None
 
 
-@lower_once("fp8_stream", "eps", "fused")
+@lower_once("fp8_stream", "eps")
 def stream_fp8(
     x: Float[Array, "b d"],
     rows: Float[Array, "b k"],
@@ -44,17 +44,16 @@ def stream_fp8(
     scales: list[Float[Array, " d"]],
     *,
     eps: float,
-    fused: bool = True,
     interpret: Any = False,
 ) -> tuple[Float[Array, "b d"], Float[Array, "s b n"]]:
     """Run `stream` with FP8 weights: each has values [outputs, inputs], and scales for blocks of 128 inputs.
 
     Products are those of the weight times its scales, rounded to bfloat16 once, as `Weight.dequantised` does.
     """
-    return run(Fp8, x, rows, _operands(weights), scales, eps, fused, interpret)
+    return run(Fp8, x, rows, _operands(weights), scales, eps, interpret)
 
 
-@lower_once("fp8_stream", "stages", "eps", "fused")
+@lower_once("fp8_stream", "stages", "eps")
 def stream_part_fp8(
     x: Float[Array, "p d"],
     rows: Float[Array, "p k"] | None,
@@ -63,11 +62,10 @@ def stream_part_fp8(
     *,
     stages: tuple[str, ...],
     eps: float,
-    fused: bool = True,
     interpret: Any = False,
 ) -> Float[Array, "s p n"]:
     """Run `stream_part` with FP8 weights, each as in `stream_fp8`."""
-    return run_stages(Fp8, stages, len(x), x, rows, _operands(weights), scales, eps, fused, interpret)[1]
+    return run_stages(Fp8, stages, len(x), x, rows, _operands(weights), scales, eps, interpret)[1]
 
 
 def _operands(weights: list[tuple]) -> list[tuple]:

@@ -46,7 +46,7 @@ def supported(rows: int, dtype: Any, *widths: int) -> str | None:
     return None
 
 
-@lower_once("weight_stream", "eps", "fused")
+@lower_once("weight_stream", "eps")
 def stream(
     x: Float[Array, "b d"],
     rows: Float[Array, "b k"],
@@ -54,20 +54,18 @@ def stream(
     scales: list[Float[Array, " d"]],
     *,
     eps: float,
-    fused: bool = True,
     interpret: Any = False,
 ) -> tuple[Float[Array, "b d"], Float[Array, "s b n"]]:
     """Run `STAGES`: from attention's output `rows` and the residual stream `x` to the next layer's projections.
 
     `weights` are those of the output projection, gate and up, down, and the next layer's q, k, v; `scales` those of the
     two norms; all bfloat16. Returns the residual stream, and the projections as partials, float32, to be summed over
-    axis 0. `fused=False` makes each stage a kernel of its own, for interpret mode, which has no counters between
-    blocks.
+    axis 0.
     """
-    return run(Unquantised, x, rows, [(weight,) for weight in weights], scales, eps, fused, interpret)
+    return run(Unquantised, x, rows, [(weight,) for weight in weights], scales, eps, interpret)
 
 
-@lower_once("weight_stream", "stages", "eps", "fused")
+@lower_once("weight_stream", "stages", "eps")
 def stream_part(
     x: Float[Array, "p d"],
     rows: Float[Array, "p k"] | None,
@@ -76,7 +74,6 @@ def stream_part(
     *,
     stages: tuple[str, ...],
     eps: float,
-    fused: bool = True,
     interpret: Any = False,
 ) -> Float[Array, "s p n"]:
     """Run some stages that end in a matmul, over a multiple of eight rows, padding included; returns the partials.
@@ -85,10 +82,10 @@ def stream_part(
     nothing is added to, or with a matmul of `rows`.
     """
     of = [(weight,) for weight in weights]
-    return run_stages(Unquantised, stages, len(x), x, rows, of, scales, eps, fused, interpret)[1]
+    return run_stages(Unquantised, stages, len(x), x, rows, of, scales, eps, interpret)[1]
 
 
-@lower_once("weight_stream_fixed", "eps", "centred", "fused")
+@lower_once("weight_stream_fixed", "eps", "centred")
 def stream_fixed(
     x: Float[Array, "b d"],
     rows: Float[Array, "b k"],
@@ -97,7 +94,6 @@ def stream_fixed(
     *,
     eps: float,
     centred: bool = False,
-    fused: bool = True,
     interpret: Any = False,
 ) -> tuple[Float[Array, "b d"], Float[Array, "s b n"]]:
     """Run `stream` for 1 to `MAX_ROWS` rows, with the same bits of a row whatever rows are beside it.
@@ -105,7 +101,7 @@ def stream_fixed(
     Without weights of the next layer's q, k, v, and the scale before them, the partials are those of `down`.
     """
     chain = STAGES if len(weights) == 4 else STAGES[:4]
-    return run(Fixed, x, rows, [(weight,) for weight in weights], scales, eps, fused, interpret, chain, centred)
+    return run(Fixed, x, rows, [(weight,) for weight in weights], scales, eps, interpret, chain, centred)
 
 
 @lower_once("product_fixed")
@@ -113,7 +109,7 @@ def product_fixed(
     rows: Float[Array, "b k"], weight: Float[Array, "k n"], *, interpret: Any = False
 ) -> Float[Array, "s b n"]:
     """The product of 1 to `MAX_ROWS` rows as partials, float32, with the same bits of a row whatever rows there are."""
-    return run(Fixed, rows, rows, [(weight,)], [], 0.0, True, interpret, ("matmul",))[1]
+    return run(Fixed, rows, rows, [(weight,)], [], 0.0, interpret, ("matmul",))[1]
 
 
 @lower_once("norm_fixed", "eps", "centred")
@@ -146,7 +142,7 @@ def splits_fixed(inputs: int, outputs: int, gated: bool) -> int:
 
 
 def fixed_supported(dtype: Any, inputs: int, outputs: int) -> str | None:
-    """Why `product_fixed` can't take such a weight, or None if it can."""
+    """Why `product_fixed`, and `tile_matmul` with any number of rows, can't take such a weight, or None if they can."""
     if dtype != jnp.bfloat16:
         return f"weights are {jnp.dtype(dtype).name}, not bfloat16"
     return f"a weight of {inputs} x {outputs} is not a multiple of {TILE}" if inputs % TILE or outputs % TILE else None
