@@ -147,11 +147,9 @@ def test_nothing_compiles_after_warm_up():
     options = {"skip_warmup": False, "few_programs": False, "max_running_requests": 8, "max_total_tokens": 512}
     folder = checkpoint("deepseek_v3")
     llm = several_devices.engine(folder, "ngram", 2, dp_attention=True, **options)
-    compiled, texts = llm.engine.runner.compiles["compiles"], {}
-    one = several_devices.engine(folder, "ngram", 1, max_running_requests=8, max_total_tokens=512)
-    for count in (1, 2, 3, 5):
-        batch = BATCHES["greedy"][:count]
-        texts[count] = [llm.generate(PROMPTS[:count], batch) for llm in (llm, one)]
+    compiled, counts = llm.engine.runner.compiles["compiles"], (1, 2, 3, 5)
+    run = lambda llm, count: said(llm, BATCHES["greedy"][:count], PROMPTS[:count])[0]  # noqa: E731
+    texts = [run(llm, count) for count in counts]
     assert llm.engine.runner.compiles["compiles"] == compiled
-    for mine, theirs in texts.values():
-        assert [out.completions[0].token_ids for out in mine] == [out.completions[0].token_ids for out in theirs]
+    one = several_devices.engine(folder, "ngram", 1, max_running_requests=8, max_total_tokens=512)
+    assert [run(one, count) for count in counts] == texts
