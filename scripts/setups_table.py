@@ -10,7 +10,18 @@ from pathlib import Path
 LLAMA2 = "Llama-2-70B, 500 requests, requests/s"
 NEXT = "Qwen3-Next-80B, MTP, output tokens/s at"
 NEXT_ON = {1: 333, 2: 544, 4: 991, 8: 1534, 16: 2303, 32: 3314, 64: 3890, 128: 3761}
+# vLLM's rounds, over two (35B) and four, and its output tokens a second under a load of 256
 VLLM_MTP = {1: 6.92, 8: 10.4, 32: 14.1, 128: 25.8}
+VLLM_ROUNDS = {
+    "large-rounds": ("Llama-3.3-70B FP8", {1: 9.10, 8: 9.54, 32: 12.7, 128: 16.3}),
+    "next-rounds": ("Qwen3-Next-80B, MTP", {1: 9.91, 8: 12.4, 32: 16.0, 128: 26.7}),
+}
+VLLM_LOADS = {
+    "dense-load": ("Qwen3-8B", 8873),
+    "hybrid-load": ("35B-A3B FP8, MTP", 6098),
+    "large-load": ("Llama-3.3-70B FP8", 3248),
+    "next-load": ("Qwen3-Next-80B, MTP", 5021),
+}
 # Of each row: the part, its set-up, what picks the benchmark's rows, the figure's key, published, vLLM's
 ROWS = [
     *[
@@ -55,6 +66,15 @@ ROWS = [
         )
     ],
     ("largest", "Qwen3.5-397B FP8, MTP, one stream: tokens/s", {"concurrency": 1}, "tokens_per_s", 324, None),
+    *[
+        (part, f"{model}, {n} requests: ms a round", {"concurrency": n}, "ms_per_round", None, ms)
+        for part, (model, rounds) in VLLM_ROUNDS.items()
+        for n, ms in rounds.items()
+    ],
+    *[
+        (part, f"{model}, load of 256: output tokens/s", {}, "output_tokens_per_s", None, rate)
+        for part, (model, rate) in VLLM_LOADS.items()
+    ],
 ]  # fmt: skip
 
 

@@ -84,19 +84,19 @@ class ModelCost:
         layers, looked_up = model.params["layers"], ["layer_embed"] if tied else ["embed", "layer_embed"]
         stacks = [layer[name] for layer in layers for name in ("experts_gate_up", "experts_down") if name in layer]
         chosen, routed = mixture.per_token if mixture else 1, sum(x.numbers for x in stacks)
-        matrices = sum(x.numbers for x in _weights(layers)) - routed
+        matrices = sum(x.numbers for x in weights_of(layers)) - routed
         matrices += routed * chosen // experts
         for layer, weights in zip(config.decoder.layers, layers, strict=True):  # of which a row is on one device alone
             if (devices := getattr(layer.mixing, "by_request", 1)) > 1:
                 own = [each for name, each in weights.items() if name in LATENT_WEIGHTS]
-                matrices -= sum(x.numbers for x in _weights(own)) * (devices - 1) // devices
+                matrices -= sum(x.numbers for x in weights_of(own)) * (devices - 1) // devices
         mixings = [each.mixing for each in config.decoder.layers if isinstance(each.mixing.memory, PagedRows)]
         size = jnp.dtype(kv_dtype).itemsize
         states = state_bytes(config, 1, kv_dtype, state_dtype)[1]
         numbers = states // jnp.dtype(state_dtype).itemsize
         head = model.params["embed"].size if tied else model.params["head"].numbers
         return cls(
-            weight_bytes=_bytes(model.params) - _bytes([model.params.get(name, ()) for name in looked_up]),
+            weight_bytes=bytes_of(model.params) - bytes_of([model.params.get(name, ()) for name in looked_up]),
             layer_flops=2 * matrices + 3 * 2 * numbers,  # a state is read twice and added to, for each token
             head_flops=2 * head,
             attends=tuple(
@@ -107,12 +107,12 @@ class ModelCost:
             ),
             kv_bytes=kv_bytes_per_token(config, kv_dtype),
             state_bytes=states,
-            expert_bytes=_bytes(stacks),
+            expert_bytes=bytes_of(stacks),
             num_experts=experts,
             experts_per_token=chosen,
         )
 
-    def _weights_read(self, tokens: float) -> float:
+    def weights_read(self, tokens: float) -> float:
         """Bytes of weights that a forward over so many tokens must read."""
         chosen = expected_experts(tokens, self.experts_per_token, self.num_experts) / self.num_experts
         return self.weight_bytes - (1 - chosen) * self.expert_bytes
@@ -124,7 +124,7 @@ class ModelCost:
         attention = sum(each.pair_flops * tokens for each, tokens in zip(self.attends, seen, strict=True))
         cached = sum(each.token_bytes * tokens for each, tokens in zip(self.attends, seen, strict=True))
         flops = rows * (self.layer_flops + self.head_flops) + width * attention
-        return self._weights_read(rows) + cached + 2 * requests * self.state_bytes, flops
+        return self.weights_read(rows) + cached + 2 * requests * self.state_bytes, flops
 
     def prefill(self, tokens: int) -> tuple[float, float]:
         """Bytes and operations of a prompt up to its first token: only the last row is unembedded."""
@@ -132,13 +132,13 @@ class ModelCost:
         pairs = [each * (tokens - (each - 1) / 2) for each in near]
         attention = sum(each.pair_flops * count for each, count in zip(self.attends, pairs, strict=True))
         flops = tokens * self.layer_flops + self.head_flops + attention
-        return self._weights_read(tokens) + tokens * self.kv_bytes + self.state_bytes, flops
+        return self.weights_read(tokens) + tokens * self.kv_bytes + self.state_bytes, flops
 
 
-def _weights(tree: Any) -> list[Weight]:
+def weights_of(tree: Any) -> list[Weight]:
     leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, Weight))
     return [leaf for leaf in leaves if isinstance(leaf, Weight)]
 
 
-def _bytes(tree: Any) -> int:
+def bytes_of(tree: Any) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))

@@ -110,12 +110,7 @@ def measure(args: argparse.Namespace, found: Sequence[Contender]) -> Path:
     argv = [text for name, value in flags.items() if value is not None for text in (f"--{name}", str(value))]
     argv += [text for each in found for text in ("--draft", each.draft)]
     argv += [text for each in args.benchmark for text in ("--data", each)]
-    argv += [
-        "--batch-sizes",
-        ",".join(map(str, args.requests)),
-        "--draft-policy",
-        "fixed",
-    ]  # a load has its own programs
+    argv += ["--batch-sizes", ",".join(map(str, args.requests)), "--draft-policy", "fixed"]  # a load, its programs
     bench(["accept", *argv, *(["--skip-warmup"] if jax.default_backend() == "cpu" else [])])
     return file
 

@@ -3,10 +3,10 @@
 A row is a tensor-parallel size: `replicas` of that many GPUs each. Sizes are those of one GPU. They come from the
 engine's own memory plan, made for one GPU's share of the model, so options mean what they mean to the server.
 
-`c=N` is the least time of a round, in ms, with N requests in a replica: bytes over bandwidth or operations over
-arithmetic, plus launches, plus the sums over the GPUs of a replica. It is an estimate. One GPU reaches 1.05 to 1.15
-times such times. With a drafter the round verifies its drafts, and the drafter's own work isn't counted. A dash says
-that the KV cache doesn't hold N requests of `--context` tokens.
+`c=N` is the time of a round, in ms, with N requests in a replica: bytes over bandwidth or operations over arithmetic,
+plus what kernels take besides, plus the sums over the GPUs of a replica, and the passes of a drafter with weights. It
+is an estimate: `MEASURED` in tests/bench/test_plan.py has rounds that it is compared with. A dash says that the KV
+cache doesn't hold N requests of `--context` tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.bench import engines, plots
+from jaxspec.bench import engines, floors, plots
 from jaxspec.bench.floors import Ceilings, ModelCost
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table
 from jaxspec.cache.memory_plan import MemoryPlan
@@ -34,18 +34,22 @@ from jaxspec.compiling.abstract_model import drafter_of
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.flags import engine_options, positive
 from jaxspec.config.options import ConfigError
+from jaxspec.decoder.forward import COPY_ROWS
+from jaxspec.decoder.matmul import quantises_rows
 from jaxspec.drafters import combined
+from jaxspec.drafters.chain import Chain
 from jaxspec.drafters.loading import LoadedDrafter, parse_draft
 from jaxspec.drafters.registry import DRAFTERS
 from jaxspec.drafters.vocabulary import read_token_map
 from jaxspec.engine.adapters import Outline
 from jaxspec.engine.defaults import GPU, Defaults, resolve, shapes_of, small_model
 from jaxspec.engine.runner import Runner
-from jaxspec.models.description import Mixture, Recurrence
+from jaxspec.models.description import Decoder, Mixture, Recurrence
 from jaxspec.models.families import MODELS
 from jaxspec.models.fp8 import BLOCK
 from jaxspec.models.local import by_request
 from jaxspec.models.mxfp4 import BLOCK as MXFP4_BLOCK
+from jaxspec.pallas.experts.experts_mlp import expected_experts
 
 MIB = 2**20
 POOL = 0.95  # XLA's share of a GPU's memory, as `claim_device` sets it
@@ -68,15 +72,22 @@ GPUS = {
     "h20": Gpu(97871 * MIB, 4.0e12 * 4.05 / 4.8, 148e12 * 600 / 989),
 }
 
-LAUNCH = 1.2e-6  # s, of a kernel that waits for the one before
-KERNELS, KERNELS_MIXED = 6, 8  # a layer: of attention and an MLP; of a mixture or of linear attention
+# Seconds that a round's parts take beside their bytes: medians of an H200's kernels by the profiler, of models on one
+# GPU and on two (docs/lab/measurements-several-gpus.md).
+ATTENTION, LINEAR = 7e-6, 11e-6  # a layer's full attention; linear attention with its convolution and norms
+PRODUCT, FP8_PRODUCT = 2.5e-6, 4e-6  # a layer's product with its norm or gate, of one row
+ROW, FP8_ROW, ROWS = 0.04e-6, 0.07e-6, 128  # of a product for each row, up to so many: later ones are operations
+MIXTURE, FP8_EXPERT, SHARED = 12e-6, 0.15e-6, 2e-6  # router, plan and sum; each expert read in FP8; shared experts
+PLANNED = 0.22e-6  # of a mixture for each row beyond `ROWS`, which XLA plans, gathers and adds up
+HEAD, PASS = 20e-6, 40e-6  # embedding, head and choice of tokens; small operations of a drafter's pass
+ROUTED = "experts_gate_up", "experts_down"  # weights of which a round reads some
 LINK = 330e9  # bytes a second that NVLink carries in a sum of more than a megabyte
-# A sum over so many GPUs. NCCL's, in seconds: at 2 measured, the others assumed. One-shot: by KB in microseconds, as
-# published for the H100 (sglang #2904).
+# A sum over so many GPUs. NCCL's, in seconds: at 2 measured, the others assumed. Our kernel's by KB in microseconds: in
+# rounds over two and four H200s, and as published for eight H100s (sglang #2904).
 NCCL = {2: 15e-6, 4: 21e-6, 8: 25.5e-6}
 ONE_SHOT = {
-    2: [(0.5, 3.7), (32, 4.5), (256, 7.9), (512, 12.5), (1024, 19.9)],
-    4: [(0.5, 4.0), (32, 4.8), (256, 13.9), (512, 20.2), (1024, 31.1)],
+    2: [(8, 5.0), (64, 5.1), (256, 7.5), (1024, 11.0)],
+    4: [(8, 7.5), (64, 8.6), (256, 11.0), (512, 15.0), (1024, 26.9)],
     8: [(0.5, 5.8), (32, 7.8), (256, 16.7), (512, 22.1), (1024, 33.8)],
 }
 
@@ -97,15 +108,15 @@ def _rounds(row: Row) -> list[Row]:
     return [row | {f"c{n}": ms for n, ms in zip(row["concurrency"], row["ms"], strict=True)}] if "ms" in row else []
 
 
-TABLES = (Table("a GPU's memory", COLUMNS), Table("least time of a round, ms", ROUND_COLUMNS, _rounds))
+TABLES = (Table("a GPU's memory", COLUMNS), Table("time of a round, ms", ROUND_COLUMNS, _rounds))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the machine")
     group.add_argument("--gpus", type=positive, default=8, help="of one host (%(default)s)")
     group.add_argument("--gpu", choices=GPUS, default="h200", help="their kind (%(default)s)")
-    help_text = "how GPUs sum: psum (NCCL), or one-shot (our kernel, where GPUs address each other) (%(default)s)"
-    group.add_argument("--sums", choices=("psum", "one-shot"), default="psum", help=help_text)
+    help_text = "how GPUs sum: one-shot (our kernel, where GPUs address each other), or psum (NCCL) (%(default)s)"
+    group.add_argument("--sums", choices=("one-shot", "psum"), default="one-shot", help=help_text)
     group = parser.add_argument_group("the load")
     group.add_argument("--context", type=positive, default=1024, help="mean tokens of a request (%(default)s)")
     engines.add_arguments(parser, without=("load_format", "tp_size", "ep_size", "dp_size"))
@@ -203,14 +214,52 @@ class Planner(Runner):
         self.plan, self._layout = self._plan()
 
     def round_seconds(self, requests: int, context: int, gpu: Gpu, tp: int, sums: str) -> float:
-        """The least time of a round of so many requests on one of `tp` GPUs that have a share of the model each."""
-        config, rows = self.model.config, requests * self.width
-        cost = ModelCost.of(self.model, self._layout.dtype, self.config.state_dtype)
-        seconds = Ceilings(gpu.bandwidth, gpu.flops).seconds(*cost.round(requests, self.width, context))
-        mixed = lambda layer: isinstance(layer.mixing.memory, Recurrence) or isinstance(layer.feed, Mixture)  # noqa: E731
-        kernels = sum(KERNELS_MIXED if mixed(layer) else KERNELS for layer in config.decoder.layers)
-        size = rows * config.hidden_size * 2
-        return seconds + kernels * LAUNCH + (2 * config.num_layers + 1) * sum_seconds(size, tp, sums)
+        """The time of a round of so many requests on one of `tp` GPUs that have a share of the model each."""
+        model, decoder, rows = self.model, self.model.config.decoder, requests * self.width
+        cost = ModelCost.of(model, self._layout.dtype, self.config.state_dtype)
+        size, flops = cost.round(requests, self.width, context)
+        weights, rate = cost.weights_read(rows), gpu.flops
+        if any(map(quantises_rows, floors.weights_of(model.params["layers"]))):
+            rate *= 2  # of FP8 tensor cores
+        seconds = Ceilings(gpu.bandwidth, rate).seconds(weights, flops) + (size - weights) / gpu.bandwidth
+        seconds += beside(decoder, model.params["layers"], rows) + HEAD
+        seconds += (2 * len(decoder.layers) + 1) * sum_seconds(rows * decoder.width * 2, tp, sums)
+        return seconds + self._draft_seconds(requests, gpu, tp, sums)
+
+    def _draft_seconds(self, requests: int, gpu: Gpu, tp: int, sums: str) -> float:
+        """The time of a drafter's passes: a chain's, one for each draft, and one of all others that have weights."""
+        drafter, params = self.draft.drafter, self.draft.params
+        config = getattr(drafter, "config", None)
+        if config is None or not isinstance(params, Mapping):
+            return 0.0
+        head = params.get("head", {"embed": params.get("embed")})
+        head = head if isinstance(head, Mapping) else {"head": head}
+        copied = "head_copy" if requests <= COPY_ROWS and "head_copy" in head else "head" if "head" in head else "embed"
+        own = {name: each for name, each in params.items() if name not in ("embed", "head")}
+        layers, decoder = own.get("layers", [own.get("layer", {})]), config.decoder
+        size = floors.bytes_of(own) + floors.bytes_of(head[copied])
+        if mixture := decoder.mixture:
+            read = expected_experts(requests, mixture.per_token, mixture.experts) / mixture.experts
+            size -= (1 - read) * floors.bytes_of([layer.get(name, ()) for layer in layers for name in ROUTED])
+        seconds = size / gpu.bandwidth + beside(decoder, layers, requests) + HEAD + PASS
+        seconds += 2 * len(decoder.layers) * sum_seconds(requests * decoder.width * 2, tp, sums)
+        return seconds * (drafter.longest if isinstance(drafter, Chain) else 1)
+
+
+def beside(decoder: Decoder, layers: Any, rows: int) -> float:
+    """Seconds that the kernels of these layers take beside their bytes, for so many rows."""
+    fp8 = any(weight.quantised for weight in floors.weights_of(layers))
+    product = FP8_PRODUCT + FP8_ROW * min(rows, ROWS) if fp8 else PRODUCT + ROW * min(rows, ROWS)
+    seconds = 0.0
+    for layer in decoder.layers:
+        mixture = layer.feed if isinstance(layer.feed, Mixture) else None
+        seconds += LINEAR if isinstance(layer.mixing.memory, Recurrence) else ATTENTION
+        seconds += product * (2 if mixture else 4)
+        if mixture:
+            experts = expected_experts(rows, mixture.per_token, mixture.experts)
+            seconds += MIXTURE + FP8_EXPERT * experts * fp8 + SHARED * bool(mixture.shared)
+            seconds += PLANNED * max(0, rows - ROWS)
+    return seconds
 
 
 def sum_seconds(size: int, tp: int, sums: str) -> float:

@@ -41,7 +41,11 @@ def mlp(
 
 
 def add_product(
-    x: Float[Array, "b t d"] | None, rows: Float[Array, "b t k"], weights: Weights, name: str, valid: Int[Array, "1"]
+    x: Float[Array, "b t d"] | None,
+    rows: Float[Array, "b t k"] | Quantised | Weighted,
+    weights: Weights,
+    name: str,
+    valid: Int[Array, "1"],
 ) -> Float[Array, "b t d"]:
     """x + a projection of the rows, with its bias if it has one."""
     if f"{name}_bias" in weights:

@@ -28,7 +28,7 @@ from jaxspec.models.weights import HALF, Weight
 from jaxspec.pallas.attention.prompt_attention import UNIT
 from jaxspec.pallas.dense import few_rows
 
-TIMED_WIDTH = 4096  # over several devices, of dense models in FP8 at 9 to 32 rows
+TIMED_WIDTH = 8192  # over several devices, of dense models in FP8 at 9 to 32 rows
 ALONE_DEVICES = 1  # that a layer by itself is divided among: no GPU has timed it on several
 
 Table = tuple[Float[Array, "r half"], Float[Array, "r half"]]

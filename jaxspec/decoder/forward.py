@@ -19,6 +19,7 @@ from jaxspec.decoder import deterministic, plain, stack
 from jaxspec.decoder.deterministic import DETERMINISTIC
 from jaxspec.decoder.few_rows import FEW_ROWS, rope_table, sizes_fit
 from jaxspec.decoder.fp8_rows import FP8_ROWS
+from jaxspec.decoder.fp8_tiles import FP8_TILES
 from jaxspec.decoder.functions import normed, rope, row_of, whole_float32
 from jaxspec.decoder.fused_norms import FUSED_NORMS
 from jaxspec.decoder.low_rank import attached
@@ -38,7 +39,7 @@ from jaxspec.parallel.sharding import devices, embed
 
 Overrides = tuple[Float[Array, "n c"], Int[Array, "b t"]]  # as of `forward`
 
-PATHS = FEW_ROWS, FUSED_NORMS, WEIGHT_STREAM, FP8_STREAM, FP8_ROWS, PLAIN  # the fastest first
+PATHS = FEW_ROWS, FUSED_NORMS, WEIGHT_STREAM, FP8_STREAM, FP8_ROWS, FP8_TILES, PLAIN  # the fastest first
 
 
 @flax.struct.dataclass

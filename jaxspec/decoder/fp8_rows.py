@@ -32,7 +32,7 @@ def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
         return "layers whose norms differ"  # a layer ends in the norm of the next one
     rows, dtype = call.requests * call.rows, layers[0]["attn_norm"].dtype
     for layer, weights in zip(decoder.layers, layers, strict=True):
-        for name in _multiplied(layer):
+        for name in multiplied(layer):
             weight = weights[name]
             if not weight.quantised:
                 return "weights that aren't FP8"
@@ -42,8 +42,8 @@ def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
     return norm_supported(decoder.width, dtype)
 
 
-def _multiplied(layer: Layer) -> tuple[str, ...]:
-    """Names of the weights that `fp8_rows` multiplies by."""
+def multiplied(layer: Layer) -> tuple[str, ...]:
+    """Names of the weights that a layer's own kernels multiply by: all but routers, experts and what is exact."""
     mixing = mixing_of(layer)
     first = tuple(name for name in mixing.projections if name not in mixing.exact)
     return (*first, "out") if isinstance(layer.feed, Mixture) else (*first, "out", "gate_up", "down")

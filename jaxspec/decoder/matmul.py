@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -28,11 +30,16 @@ MOST_HEAD_ROWS = 128  # that a head in four bits multiplies in parts; more are w
 MOST_ROUNDED = 32  # rows that `fp8_rows` multiplies where they are quantised; `fp8_tiles` takes more
 
 
-class Quantised(NamedTuple):
-    """Rows of a norm as e4m3, and their scales for each 128 inputs, the norm's factor among them."""
+@flax.struct.dataclass
+class Quantised:
+    """Rows of a norm as e4m3, and their scales for each 128 inputs, the norm's factor among them. Padding may follow.
 
-    values: Float[Array, "*b k"]
-    scales: Float[Array, "r g"]
+    `shape`: of the rows, unpadded.
+    """
+
+    values: Float[Array, "p k"]
+    scales: Float[Array, "p g"]
+    shape: tuple[int, ...] = flax.struct.field(pytree_node=False)
 
 
 class Weighted(NamedTuple):
@@ -91,8 +98,7 @@ def multiply(
     it so.
     """
     if isinstance(x, Quantised):
-        call = Product(x.values, weight, valid, residual, gated)
-        return _tiled_fp8(call, call.rows, x.scales)
+        return _tiled_fp8(Product(x, weight, valid, residual, gated), x.values, x.scales)
     call = Product.of(x, weight, valid, residual, gated)
     return choose("a product", PRODUCTS, call).run(call)
 
@@ -175,7 +181,7 @@ class Product(NamedTuple):
     - `factor`: of each row, as in `Weighted`.
     """
 
-    x: Float[Array, "*b k"]
+    x: Float[Array, "*b k"] | Quantised
     weight: Weight
     valid: Int[Array, "1"] | None = None
     residual: Float[Array, "*b n"] | None = None
@@ -201,7 +207,8 @@ class Product(NamedTuple):
     @property
     def tiles(self) -> tuple[Array, Array | None]:
         """Last operands of kernels of many rows: how many are valid, and the residual stream's."""
-        valid = jnp.array([len(self.rows)], jnp.int32) if self.valid is None else self.valid
+        rows = math.prod(self.x.shape[:-1])
+        valid = jnp.array([rows], jnp.int32) if self.valid is None else self.valid
         return valid, None if self.residual is None else self.residual.reshape(-1, self.residual.shape[-1])
 
     @property
@@ -304,14 +311,16 @@ def _fp8_tiles_refused(call: Product) -> str | None:
 
 def _fp8_tiles(call: Product) -> Float[Array, "*b o"]:
     values, scales = choose("quantising rows", QUANTISED_ROWS, call.rows).run(call.rows)
-    return _tiled_fp8(call, values, scales if call.factor is None else scales * call.factor.reshape(-1, 1))
+    if call.factor is not None:
+        scales = scales * jnp.pad(call.factor.reshape(-1, 1), ((0, len(scales) - len(call.rows)), (0, 0)))
+    return _tiled_fp8(call, values, scales)
 
 
-def _tiled_fp8(call: Product, rows: Float[Array, "r k"], scales: Float[Array, "r g"]) -> Float[Array, "*b o"]:
-    """Multiply rows that are quantised."""
-    weight = call.weight
-    of = rows, scales, weight.values, weight.scales, *call.tiles
-    return call.like_x(fp8_tiles.matmul(*of, block=weight.format.block, gated=call.gated))
+def _tiled_fp8(call: Product, values: Float[Array, "p k"], scales: Float[Array, "p g"]) -> Float[Array, "*b o"]:
+    """Multiply rows that are quantised, which padding may follow."""
+    weight, rows = call.weight, math.prod(call.x.shape[:-1])
+    of = values, scales, weight.values, weight.scales, *call.tiles
+    return call.like_x(fp8_tiles.matmul(*of, block=weight.format.block, gated=call.gated, rows=rows))
 
 
 def _fp8_wide_refused(call: Product) -> str | None:
@@ -415,8 +424,8 @@ def _norm_refused(weights: Sequence[Weight], x: Array, scale: Array, norm: Norm)
 
 def _norm_and_quantise(weights: Sequence[Weight], x: Array, scale: Array, norm: Norm) -> Quantised:
     rows = x.reshape(-1, x.shape[-1])
-    values, scales = fp8_quantise.norm_and_quantise(rows, scale, eps=norm.eps, centred=norm.centred)
-    return Quantised(values.reshape(x.shape), scales)
+    made = fp8_quantise.norm(rows, scale, eps=norm.eps, centred=norm.centred)
+    return Quantised(*made.quantised, x.shape)
 
 
 NORMS = (

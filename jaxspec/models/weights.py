@@ -81,7 +81,7 @@ class Fp8(Format):
 
     bytes_each: ClassVar[float | None] = 1
     implements: ClassVar = {
-        **dict.fromkeys(("plain", "few_rows", "fused_norms"), frozenset({"block", "activations"})),
+        **dict.fromkeys(("plain", "few_rows", "fused_norms", "fp8_tiles"), frozenset({"block", "activations"})),
         **dict.fromkeys(("fp8_rows", "fp8_stream"), frozenset({"block"})),
     }
 

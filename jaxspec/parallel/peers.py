@@ -90,7 +90,7 @@ def open_peers(mesh: Mesh) -> tuple[Workspaces | None, str | None]:
     words = peer_sum.workspace_bytes(mesh.size) // 4
 
     def make(rank):
-        return jnp.zeros((words,), jnp.int32).at[-1].set(MARK + rank[0])
+        return jnp.full((words,), peer_sum.EMPTY, jnp.int32).at[-1].set(MARK + rank[0])
 
     try:
         rank = jax.device_put(np.arange(mesh.size, dtype=np.int32), spread)

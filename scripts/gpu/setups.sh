@@ -13,20 +13,23 @@
 #   none one tree-4 tree-2  naive EAGLE's: Llama-2-70B, 500 requests of 717 to 1,024 tokens each way; trees are (steps,
 #                     top-k, tokens): (2,4,4) and (1,2,2)
 #   one-overlap tree-4-overlap tree-2-overlap  their rounds with overlap on and off
+#   dense-load hybrid-load  Qwen3-8B and 35B-A3B in FP8 with MTP under a load of 256 requests, as vLLM was timed
 #   next-few next-many, and the same with -off  #15591: Qwen3-Next-80B with MTP at 1 to 16 and 32 to 128 requests,
 #                     -off without overlap (four GPUs)
 #   next-prefix       its shared prefixes, 10 requests a second (four GPUs)
 #   largest           #18906: Qwen3.5-397B-A17B in FP8 with MTP, one stream, overlap on and off (four GPUs)
+#   large-rounds large-load next-rounds next-load  Llama-3.3-70B in FP8, and Qwen3-Next-80B with MTP: rounds at 1, 8, 32
+#                     and 128 requests with overlap on and off, and a load of 256, as vLLM was timed (four GPUs)
 #   table             the table again, of what OUT has
-# OUT receives a log and a JSON file for each, and setups.md. QWEN, DFLASH, HYBRID, LLAMA2, EAGLE, NEXT and LARGEST are
-# folders with the config.json of Qwen3-8B, its DFlash drafter, Qwen3.5-35B-A3B, Llama-2-70B, its EAGLE drafter,
-# Qwen3-Next-80B and Qwen3.5-397B-A17B (`scripts/configs.py` writes all of them); weights are made up, and acceptance is
-# imposed at the published length. A part whose model isn't named is left out. FLAGS are more of the benchmarks', LOAD of
-# `bench load` alone, LIMIT is the seconds of a part (240). On virtual CPU devices it rehearses every part with tiny
-# models:
+# OUT receives a log and a JSON file for each, and setups.md. QWEN, DFLASH, HYBRID, LLAMA2, EAGLE, LARGE, NEXT and
+# LARGEST are folders with the config.json of Qwen3-8B, its DFlash drafter, Qwen3.5-35B-A3B, Llama-2-70B, its EAGLE
+# drafter, Llama-3.3-70B, Qwen3-Next-80B and Qwen3.5-397B-A17B (`scripts/configs.py` writes all of them). Weights are
+# made up. Acceptance is imposed: the published length, or what vLLM had, 0.75, 0.5 and 0.25. A part whose model isn't
+# named is left out. FLAGS are more of the benchmarks', LOAD of `bench load` alone, LIMIT is the seconds of a part (240).
+# On virtual CPU devices it rehearses every part with tiny models:
 #
-#     JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=4 QWEN=... FLAGS="--prompt-len 16 --output-len 16 --concurrency 2" \
-#         LOAD="--num-prompts 4" scripts/gpu/setups.sh OUT 4
+#     JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=4 QWEN=... LOAD="--num-prompts 4" FLAGS="--context-length 4096 \
+#         --max-total-tokens 16384 --prompt-len 16 --output-len 96 --concurrency 2" scripts/gpu/setups.sh OUT 4
 . "$(dirname "$0")/common.sh"
 [ $# -ge 1 ] || usage
 n=$1
@@ -56,10 +59,14 @@ tree2=("${eagle[@]}" --num-steps 1 --topk 2 --num-draft-tokens 2 --accept-rates 
 both=(--overlap both --back-to-back --concurrency 1,8,32,128)
 next=("${mtp[@]}" --accept-rates "$(times 3 0.665)")
 sweep=("${next[@]}" --prompt-len 1024 --output-len 1024)
+as_vllm=("${mtp[@]}" --accept-rates 0.75,0.5,0.25)
+load=(--concurrency 256 --num-prompts 512 --prompt-len 1024 --output-len 256)
 [ -n "${EAGLE-}" ] || unset LLAMA2
 
 parts=(start mtp mtp-overlap dflash none one tree-4 tree-2 one-overlap tree-4-overlap tree-2-overlap)
+parts+=(dense-load hybrid-load)
 [ "$n" -lt 4 ] || parts+=(next-few next-many next-few-off next-many-off next-prefix largest)
+[ "$n" -lt 4 ] || parts+=(large-rounds large-load next-rounds next-load)
 [ $# -gt 0 ] || set -- "${parts[@]}"
 nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv 2>/dev/null
 for part; do
@@ -95,6 +102,12 @@ for part; do
         largest)
             run largest decode "${LARGEST-}" --quantization fp8 "${mtp[@]}" --accept-rates "$(times 3 0.887)" \
                 "${both[@]}" --concurrency 1 ;;
+        dense-load) run dense-load load "${QWEN-}" "${load[@]}" ;;
+        hybrid-load) run hybrid-load load "${HYBRID-}" --quantization fp8 "${as_vllm[@]}" "${load[@]}" ;;
+        large-rounds) run large-rounds decode "${LARGE-}" --quantization fp8 "${both[@]}" ;;
+        large-load) run large-load load "${LARGE-}" --quantization fp8 "${load[@]}" ;;
+        next-rounds) run next-rounds decode "${NEXT-}" "${as_vllm[@]}" "${both[@]}" ;;
+        next-load) run next-load load "${NEXT-}" "${as_vllm[@]}" "${load[@]}" ;;
         table) ;;
         *) echo "no part $part" >&2; exit 2 ;;
     esac

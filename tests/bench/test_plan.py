@@ -13,20 +13,55 @@ from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
 from jaxspec.engine.defaults import CPU, GPU
 from jaxspec.engine.runner import Runner
-from scripts.configs import DOMINO_8B, GEMMA4_26B, LILICORR_8B, QWEN3_8B, QWEN38_27B
+from scripts.configs import (
+    DOMINO_8B,
+    EAGLE3_8B,
+    GEMMA4_26B,
+    LILICORR_8B,
+    LLAMA_70B,
+    QWEN3_8B,
+    QWEN3_30B,
+    QWEN3_235B,
+    QWEN3_NEXT,
+    QWEN35_35B,
+    QWEN35_397B,
+    QWEN38_27B,
+)
 from tests.support.picture_prompts import GOLDEN
+from tests.support.sample import some
 from tests.support.tiny import tiny_checkpoint, tiny_config
 
 H200 = plan.GPUS["h200"].memory, int(plan.POOL * plan.GPUS["h200"].memory)
-LLAMA_70B = dict(
-    model_type="llama", vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80,
-    num_attention_heads=64, num_key_value_heads=8, head_dim=128, max_position_embeddings=131072,
-)  # fmt: skip
-QWEN3_235B = dict(
-    model_type="qwen3_moe", vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=94,
-    num_attention_heads=64, num_key_value_heads=4, head_dim=128, max_position_embeddings=40960, num_experts=128,
-    num_experts_per_tok=8, moe_intermediate_size=1536, norm_topk_prob=True,
-)  # fmt: skip
+# ms a round at 1, 8, 32 and 128 requests of 1,152 tokens, as measured: docs/measurements, several-gpus.md among them. A
+# draft is the config of an EAGLE-3 drafter, or "mtp". Rows before quantised rows were the default are left out.
+MEASURED = {
+    "8B bf16": (QWEN3_8B, 1, None, None, (4.16, 4.41, 5.73, 10.3)),
+    "8B bf16, EAGLE-3": (QWEN3_8B, 1, None, EAGLE3_8B, (4.85, 5.76, 7.86, 21.1)),
+    "8B FP8": (QWEN3_8B, 1, "fp8", None, (2.86, 3.01, 4.71, 8.91)),
+    "8B FP8, EAGLE-3": (QWEN3_8B, 1, "fp8", EAGLE3_8B, (3.31, 4.49, 6.02, 15.5)),
+    "30B FP8": (QWEN3_30B, 1, "fp8", None, (2.27, 5.25, 9.72, 14.1)),
+    "35B FP8": (QWEN35_35B, 1, "fp8", None, (2.28, 4.58, 9.64, 16.9)),
+    "35B FP8, MTP": (QWEN35_35B, 1, "fp8", "mtp", (3.84, 9.23, 14.2, 25.3)),
+    "35B bf16, MTP": (QWEN35_35B, 1, None, "mtp", (4.94, 14.7, 23.3, 35.7)),
+    "27B FP8": (QWEN38_27B, 1, "fp8", None, (8.43, 9.55)),
+    "8B bf16 over two": (QWEN3_8B, 2, None, None, (2.91, 2.93, 3.91, 6.71)),
+    "8B bf16, EAGLE-3, over two": (QWEN3_8B, 2, None, EAGLE3_8B, (3.45, 3.96, 5.27)),
+    "8B FP8 over two": (QWEN3_8B, 2, "fp8", None, (2.40, 2.33, 3.28)),
+    "35B bf16 over two": (QWEN35_35B, 2, None, None, (2.25, 3.81, 8.62, 13.9)),
+    "35B FP8 over two": (QWEN35_35B, 2, "fp8", None, (2.01, 3.49, 6.54)),
+    "35B FP8, MTP, over two": (QWEN35_35B, 2, "fp8", "mtp", (3.22, 6.58, 9.46, 18.1)),
+    "80B FP8 over two": (QWEN3_NEXT, 2, "fp8", None, (2.67, 4.51, 9.87)),
+    "80B bf16 over two": (QWEN3_NEXT, 2, None, None, (2.72, 5.32, 13.2, 23.9)),
+    "70B bf16 over two": (LLAMA_70B, 2, None, None, (17.9, 19.0)),
+    "70B FP8 over two": (LLAMA_70B, 2, "fp8", None, (11.3, 11.4, 15.7)),
+    "8B bf16 over four": (QWEN3_8B, 4, None, None, (2.15, 2.10, 3.40, 5.91)),
+    "70B bf16 over four": (LLAMA_70B, 4, None, None, (10.7, 11.5, 14.0, 21.8)),
+    "70B FP8 over four": (LLAMA_70B, 4, "fp8", None, (7.87, 7.79, 11.5)),
+    "80B bf16 over four": (QWEN3_NEXT, 4, None, None, (2.96, 4.40, 8.93, 15.9)),
+    "80B FP8 over four": (QWEN3_NEXT, 4, "fp8", None, (2.96, 3.75, 7.28, 13.8)),
+    "397B FP8 over four": (QWEN35_397B, 4, "fp8", None, (5.00, 8.70, 20.5, 39.9)),
+    "397B FP8, MTP, over four": (QWEN35_397B, 4, "fp8", "mtp", (7.47, 20.8, 39.3, 55.0)),
+}
 
 
 def folder(tmp_path, hf, name="model"):
@@ -197,6 +232,21 @@ def test_sums_cost_more_with_size_and_devices(sums):
     assert plan.sum_seconds(2**14, 1, sums) == 0
     times = [plan.sum_seconds(size, 8, sums) for size in (2**12, 2**20, 2**23)]
     assert times == sorted(times) and times[0] > plan.sum_seconds(2**12, 2, sums)
+
+
+@pytest.mark.parametrize("name", some([("8B FP8 over two",)], MEASURED))
+def test_measured_rounds_take_what_is_predicted(tmp_path, name):
+    """Within a quarter, on H200s."""
+    hf, tp, quantization, draft, measured = MEASURED[name]
+    options = {"context_length": 2048, "quantization": quantization}
+    if draft is not None:
+        eagle3 = draft if draft == "mtp" else f"eagle3:{folder(tmp_path, draft, 'draft')}"
+        options |= {"draft": eagle3, "num_draft_tokens": 3, "draft_quantization": quantization if tp == 1 else None}
+    config = EngineConfig(model=folder(tmp_path, hf), load_format="dummy", **options)
+    made = plan.planned(config, tp, GPU, (2 * H200[0], 2 * H200[1]))
+    predicted = [1e3 * made.round_seconds(n, 1152, plan.GPUS["h200"], tp, "one-shot") for n in plan.CONCURRENCY]
+    for ms, estimate in zip(measured, predicted, strict=False):
+        assert 0.75 < estimate / ms < 1.25, (predicted, measured)
 
 
 def test_the_table_names_the_best_size(tmp_path, capsys):

@@ -20,6 +20,7 @@ from jaxspec.bench.floors import ModelCost
 from jaxspec.checkpoint import CheckpointError, load_model
 from jaxspec.checkpoint.kv_scales import by_group
 from jaxspec.checkpoint.quantization import Quantization
+from jaxspec.decoder import matmul as decoder_matmul
 from jaxspec.decoder.forward import choose
 from jaxspec.decoder.path import Call
 from jaxspec.models import fp8
@@ -184,6 +185,53 @@ def test_a_models_quantised_rows_give_what_numpy_does(tmp_path, kind):
     best = np.sort(expected, -1)
     sure = best[:, -1] - best[:, -2] > 6e-2
     assert sure.sum() > 6 and (got.argmax(-1) == expected.argmax(-1))[sure].all()
+
+
+def rounded(x: np.ndarray) -> np.ndarray:
+    """Rows whose groups of 128 are e4m3 numbers times a scale."""
+    groups = [x[..., j : j + 128] for j in range(0, x.shape[-1], 128)]
+    scales = [np.abs(group).max(-1, keepdims=True) / np.float32(448) for group in groups]
+    scales = [np.where(scale, scale, 1) for scale in scales]
+    numbers = [(g / s).astype(E4M3).astype(np.float32) * s for g, s in zip(groups, scales, strict=True)]
+    return np.concatenate(numbers, axis=-1)
+
+
+class RoundedRows(Unquantised):
+    """Weights whose rows `quantise_by_numpy` rounds."""
+
+
+# Names of weights whose rows stay as they are: of experts and routers, and of gates and decays of linear attention. No
+# row is multiplied by `keys_values`.
+WHOLE_ROWS = re.compile("(experts|shared)_.*|router|ba|gates|steps|output_gates|keys_values")
+
+
+def quantise_by_numpy(monkeypatch, params: dict) -> dict:
+    """The params of a dequantised model, marked; and products with them round their rows."""
+
+    def multiply(x, weight, valid, residual=None, gated=False):
+        if isinstance(weight.format, RoundedRows):
+            x = jax.pure_callback(rounded, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+        return decoder_matmul.reference(x, weight, residual, gated)
+
+    def marked(name, weight):
+        known = isinstance(weight, Weight) and not WHOLE_ROWS.fullmatch(name)
+        return weight.replace(format=RoundedRows()) if known else weight
+
+    monkeypatch.setattr(decoder_matmul, "multiply", multiply)
+    layers = [{name: marked(name, weight) for name, weight in layer.items()} for layer in params["layers"]]
+    return params | {"layers": layers}
+
+
+FAMILIES = "deepseek_v3", "glm4_moe", "mimo_v2_flash", "minimax_m2", "nemotron_h", "qwen3_next"
+
+
+@pytest.mark.parametrize("family", ["kimi_linear", *(rare(family) for family in FAMILIES)])
+def test_families_quantise_the_rows_that_they_should(tmp_path, monkeypatch, family):
+    """Numpy's rounding of the dequantised model's rows gives the same logits."""
+    quant, whole = (load(each, True, dtype="float32") for each in write(source(family), tmp_path))
+    assert Fp8(128, activations=True) in formats(quant.params)
+    expected = jaxspec.logits(whole, TOKENS[:1], params=quantise_by_numpy(monkeypatch, whole.params))
+    np.testing.assert_allclose(jaxspec.logits(quant, TOKENS[:1]), expected, rtol=0, atol=3e-2)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "qwen3_next"])

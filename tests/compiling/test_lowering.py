@@ -253,15 +253,15 @@ def test_a_process_that_is_stopped_ends_what_waits_for_it(here):
         made.take()
 
 
-@pytest.mark.parametrize("family,pages,kernel", [
-    ("deepseek_v3", "fp8", "portable_latent"), rare("nemotron_h", "auto", "portable_delta_step"),
+@pytest.mark.parametrize("family,sizes,kernel", [
+    ("deepseek_v3", {"kv_lora_rank": 256}, "portable_latent"), rare("nemotron_h", {}, "portable_delta_step"),
 ])  # fmt: skip
-def test_tritons_kernels_are_lowered_without_a_gpu(monkeypatch, tmp_path, family, pages, kernel):
+def test_tritons_kernels_are_lowered_without_a_gpu(monkeypatch, tmp_path, family, sizes, kernel):
     """Hopper has no kernel of its own for these."""
     monkeypatch.setattr(defaults, "here", lambda: defaults.GPU)
-    (tmp_path / "config.json").write_text(json.dumps(tiny_config(family, **WIDE)))
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config(family, **WIDE | sizes)))
     options = dict(load_format="dummy", dtype="bfloat16", skip_warmup=True, max_total_tokens=2048)
-    made = runner.Runner(EngineConfig(model=str(tmp_path), max_running_requests=8, kv_cache_dtype=pages, **options))
+    made = runner.Runner(EngineConfig(model=str(tmp_path), max_running_requests=8, **options))
     try:
         lower = lowering_of(Given.of(made.programs.made_of(), made.state, "auto", FEW))
         module = lower(("round_greedy", 8))

@@ -72,8 +72,8 @@ PLAINEST = {
     Decoder: Decoder(512, 512, (Layer(Attention(8, 4, 128, Rope(1e4)), Mlp(1024), NORM),), NORM),
 }
 EVERY, FEW, FUSED, STREAM, FP8, HEADS = ["plain", "few_rows", "fused_norms", "weight_stream", "fp8_rows", "heads"]
-FP8S = "fp8_stream"
-ALL = {EVERY, FEW, FUSED, STREAM, FP8, FP8S, HEADS}
+FP8S, TILES = "fp8_stream", "fp8_tiles"
+ALL = {EVERY, FEW, FUSED, STREAM, FP8, TILES, FP8S, HEADS}
 FORMATS = Fp8, Mxfp4, Int4, Nvfp4
 TABLES = {
     path.name: path.implements | {each: each.implements[path.name] for each in FORMATS if path.name in each.implements}
@@ -82,7 +82,7 @@ TABLES = {
 
 # Of each field, another value than the plainest decoder's, and who computes that. Whoever adds a field decides here.
 FIELDS = {
-    Norm: {"eps": (1e-5, ALL), "centred": (True, {EVERY, FUSED, FP8})},
+    Norm: {"eps": (1e-5, ALL), "centred": (True, {EVERY, FUSED, FP8, TILES})},
     RopeScaling: {
         "factor": (2.0, ALL),
         "low_freq_factor": (2.0, ALL),
@@ -92,7 +92,7 @@ FIELDS = {
     Rope: {
         "theta": (1e6, ALL),
         "scaling": (SCALING, ALL),
-        "columns": (32, {EVERY, FUSED, STREAM, FP8, FP8S}),
+        "columns": (32, {EVERY, FUSED, STREAM, FP8, TILES, FP8S}),
         "interleaved": (True, {EVERY}),
         "sections": ((24, 20, 20), ALL),  # positions on three axes turn by them, those of one axis as ever
     },
@@ -104,11 +104,11 @@ FIELDS = {
         "qk_norm": (NORM, ALL),
         "qk_norm_all": (True, {EVERY}),
         "qk_norm_rotated": (True, {EVERY}),
-        "gated": (True, {EVERY, FUSED, FP8}),
+        "gated": (True, {EVERY, FUSED, FP8, TILES}),
         "bias": (True, {EVERY, FEW, STREAM, FP8S, HEADS}),
         "out_bias": (True, {EVERY, FEW, HEADS}),
         "window": (128, ALL),
-        "scale": (0.1, {EVERY, FUSED, STREAM, FP8, FP8S}),
+        "scale": (0.1, {EVERY, FUSED, STREAM, FP8, TILES, FP8S}),
         "sinks": (True, {EVERY, FEW, HEADS}),
         "v_norm": (NORM, {EVERY}),
         "k_is_v": (True, {EVERY}),
@@ -139,11 +139,11 @@ FIELDS = {
         "truncate": (False, ALL),
     },
     DeltaRule: {
-        "key_heads": (4, {EVERY, FUSED, FP8}),
-        "value_heads": (8, {EVERY, FUSED, FP8}),
-        "key_dim": (64, {EVERY, FUSED, FP8}),
-        "value_dim": (64, {EVERY, FUSED, FP8}),
-        "taps": (3, {EVERY, FUSED, FP8}),
+        "key_heads": (4, {EVERY, FUSED, FP8, TILES}),
+        "value_heads": (8, {EVERY, FUSED, FP8, TILES}),
+        "key_dim": (64, {EVERY, FUSED, FP8, TILES}),
+        "value_dim": (64, {EVERY, FUSED, FP8, TILES}),
+        "taps": (3, {EVERY, FUSED, FP8, TILES}),
     },
     KimiDelta: {"heads": (4, {EVERY}), "width": (64, {EVERY}), "taps": (3, {EVERY})},
     Mamba2: {
@@ -159,23 +159,23 @@ FIELDS = {
     },
     Absent: {},
     Mlp: {
-        "width": (2048, {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
+        "width": (2048, {EVERY, FEW, FUSED, STREAM, FP8, TILES, FP8S}),
         "bias": (True, {EVERY, FUSED}),
         "activation": ("gelu_tanh", {EVERY, FUSED}),
         "gated": (False, {EVERY}),
     },
-    Fp8: {"block": (None, {EVERY, FEW, FUSED, FP8, FP8S}), "activations": (True, {EVERY, FEW, FUSED})},
+    Fp8: {"block": (None, {EVERY, FEW, FUSED, FP8, TILES, FP8S}), "activations": (True, {EVERY, FEW, FUSED, TILES})},
     Mxfp4: {},
     Int4: {"group": (None, {EVERY, FEW, FUSED}), "zeros": (True, {EVERY, FEW, FUSED}), "ordered": (True, {EVERY})},
     Nvfp4: {},
     ClampedSwiglu: {"alpha": (1.0, {EVERY, FEW}), "limit": (3.0, {EVERY, FEW})},
     SigmoidScores: {"groups": (2, {EVERY}), "top_groups": (2, {EVERY}), "scale": (2.5, {EVERY})},
     Mixture: {
-        "experts": (16, {EVERY, FEW, FUSED, FP8}),
-        "per_token": (4, {EVERY, FEW, FUSED, FP8}),
-        "width": (256, {EVERY, FEW, FUSED, FP8}),
-        "renormalised": (False, {EVERY, FEW, FUSED, FP8}),
-        "shared": (128, {EVERY, FEW, FUSED, FP8}),
+        "experts": (16, {EVERY, FEW, FUSED, FP8, TILES}),
+        "per_token": (4, {EVERY, FEW, FUSED, FP8, TILES}),
+        "width": (256, {EVERY, FEW, FUSED, FP8, TILES}),
+        "renormalised": (False, {EVERY, FEW, FUSED, FP8, TILES}),
+        "shared": (128, {EVERY, FEW, FUSED, FP8, TILES}),
         "shared_gated": (False, {EVERY}),
         "scores": (SigmoidScores(), {EVERY}),
         "bias": (True, {EVERY, FEW}),
@@ -188,9 +188,9 @@ FIELDS = {
     },
     LayerInputs: {"width": (16, {EVERY}), "vocab_size": (1024, {EVERY}), "padding": (1, {EVERY})},
     Layer: {
-        "mixing": (Attention(8, 8, 128, Rope(1e4)), {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
-        "feed": (Mlp(512), {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
-        "norm": (Norm(1e-5), {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
+        "mixing": (Attention(8, 8, 128, Rope(1e4)), {EVERY, FEW, FUSED, STREAM, FP8, TILES, FP8S}),
+        "feed": (Mlp(512), {EVERY, FEW, FUSED, STREAM, FP8, TILES, FP8S}),
+        "norm": (Norm(1e-5), {EVERY, FEW, FUSED, STREAM, FP8, TILES, FP8S}),
         "pre_norm": (False, {EVERY}),
         "post_norm": (True, {EVERY}),
         "residual_scale": (0.5, {EVERY}),
@@ -198,15 +198,15 @@ FIELDS = {
         "output_scaled": (True, {EVERY}),
     },
     Decoder: {
-        "vocab_size": (1024, {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
-        "width": (256, {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
-        "layers": ((), {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
-        "norm": (Norm(1e-5), {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
-        "tied": (True, {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
-        "embed_scale": (8.0, {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
-        "logit_scale": (0.5, {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
+        "vocab_size": (1024, {EVERY, FEW, FUSED, STREAM, FP8, TILES, FP8S}),
+        "width": (256, {EVERY, FEW, FUSED, STREAM, FP8, TILES, FP8S}),
+        "layers": ((), {EVERY, FEW, FUSED, STREAM, FP8, TILES, FP8S}),
+        "norm": (Norm(1e-5), {EVERY, FEW, FUSED, STREAM, FP8, TILES, FP8S}),
+        "tied": (True, {EVERY, FEW, FUSED, STREAM, FP8, TILES, FP8S}),
+        "embed_scale": (8.0, {EVERY, FEW, FUSED, STREAM, FP8, TILES, FP8S}),
+        "logit_scale": (0.5, {EVERY, FEW, FUSED, STREAM, FP8, TILES, FP8S}),
         "layer_inputs": (LayerInputs(8, 512), {EVERY}),
-        "logit_cap": (30.0, {EVERY, FEW, FUSED, STREAM, FP8, FP8S}),
+        "logit_cap": (30.0, {EVERY, FEW, FUSED, STREAM, FP8, TILES, FP8S}),
         "deterministic": (256, set()),  # a path of its own
         "reports_experts": (True, {EVERY}),
     },

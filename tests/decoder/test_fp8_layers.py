@@ -1,4 +1,4 @@
-"""Layers with FP8 weights at few rows: what the plain path gives, by interpreted kernels; and the norm's kernel."""
+"""Layers with FP8 weights at up to 128 rows: what the plain path gives; and the norm's kernel."""
 
 from __future__ import annotations
 
@@ -17,13 +17,17 @@ from jaxspec.checkpoint import dummy, in_format
 from jaxspec.decoder import forward as forward_module
 from jaxspec.decoder import fp8_rows
 from jaxspec.decoder.fp8_rows import FP8_ROWS
-from jaxspec.decoder.functions import normed
+from jaxspec.decoder.fp8_tiles import FP8_TILES
+from jaxspec.decoder.functions import normed, weighted
+from jaxspec.decoder.matmul import gate
 from jaxspec.decoder.path import Call, Path
+from jaxspec.models import fp8
 from jaxspec.models.description import Norm
 from jaxspec.models.families import MODELS
 from jaxspec.models.model_config import ModelConfig
-from jaxspec.models.weights import is_param
+from jaxspec.models.weights import HALF, is_param
 from jaxspec.pallas.dense import add_norm as norm_module
+from jaxspec.pallas.dense import fp8_quantise, fp8_tiles
 from jaxspec.pallas.dense.add_norm import add_norm, supported
 from tests.support import drawn
 from tests.support.kernels import kernels
@@ -36,14 +40,17 @@ EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128, 
 LINEAR = dict(linear_num_key_heads=2, linear_key_head_dim=64, linear_num_value_heads=4, linear_value_head_dim=64)
 
 
-def declared(family: str, **more):
-    """The config, and its weights as declarations in FP8."""
+def declared(family: str, activations: bool = False, **more):
+    """The config, and its weights as declarations in FP8. `activations`: rows are quantised, too."""
     config = ModelConfig.from_hf(tiny_config(family, **SIZES | EXPERTS | LINEAR | more))
-    return config, in_format(MODELS[family].tensors(config.decoder), None, "fp8", "dummy", False)
+    return config, in_format(MODELS[family].tensors(config.decoder), None, "fp8", "dummy", activations)
 
 
-def check_layers(monkeypatch, family: str, path: Path, requests: int = 2, rows: int = 3, **sizes) -> None:
-    """Check that a path matches the plain one on some tokens a request; its kernels are interpreted already."""
+def check_layers(
+    monkeypatch, family: str, path: Path, requests: int = 2, rows: int = 3, ties: float = 0, **sizes
+) -> None:
+    """Check that a path matches the plain one on some tokens a request; its kernels are interpreted already. `ties`:
+    the share of tokens for which a router may choose another expert, whose scores are as good as equal."""
     config, tensors = declared(family, **sizes)
     params = dummy(tensors, "bfloat16", 0)
     tokens = jnp.arange(rows * requests).reshape(requests, rows) % config.vocab_size
@@ -60,16 +67,67 @@ def check_layers(monkeypatch, family: str, path: Path, requests: int = 2, rows: 
     found = run()
     for ours, theirs in zip((*found.features, found.last), (*expected.features, expected.last), strict=True):
         ours, theirs = (np.asarray(x, np.float32) for x in (ours, theirs))
-        np.testing.assert_allclose(ours, theirs, atol=3e-2 * np.abs(theirs).max())
+        off = (np.abs(ours - theirs) > 3e-2 * np.abs(theirs).max()).any(axis=-1)
+        assert off.mean() <= ties
 
 
 @pytest.mark.parametrize("family", [
     "qwen3_5_moe", *map(rare, ("llama", "qwen3", "qwen3_moe")),
 ])  # fmt: skip
 def test_layers_are_those_of_the_plain_path(monkeypatch, family):
-    monkeypatch.setattr(fp8_rows, "add_norm", partial(add_norm, **INTERPRET))
-    monkeypatch.setattr(fp8_rows.fp8_rows, "parts", partial(fp8_rows.fp8_rows.parts, **INTERPRET))
+    """With plain jnp in place of kernels, which have tests of their own."""
+
+    def added(x, parts, scale, *, eps, centred):
+        x = x if parts is None else x + parts.sum(0)[: len(x)].astype(x.dtype)
+        return x, jnp.pad(normed(x, scale, Norm(eps, centred)), ((0, -len(x) % 8), (0, 0)))
+
+    def parts(rows, values, scales):
+        rows = jnp.pad(rows, ((0, -len(rows) % 8), (0, 0))).astype(jnp.float32)
+        out = rows @ fp8.dequantise(values, scales, fp8.BLOCK).T
+        return jnp.stack([out / 4, out * 3 / 4])
+
+    monkeypatch.setattr(fp8_rows, "add_norm", added)
+    monkeypatch.setattr(fp8_rows.fp8_rows, "parts", parts)
     check_layers(monkeypatch, family, FP8_ROWS)
+
+
+def references(monkeypatch) -> list[str]:
+    """Put plain jnp in place of the kernels of `fp8_tiles`, which have tests of their own. Returns what was called."""
+    called = []
+
+    def norm(x, scale, parts=None, *, eps, centred, keep=False, quantise=True):
+        called.append(f"norm{' of parts' * (parts is not None)}{' kept' * keep}")
+        x = x if parts is None else x + parts[: len(x)].sum(1).astype(x.dtype)
+        rows, factor = weighted(x, scale, Norm(eps, centred))
+        values, scales = fp8.quantise_rows(rows)
+        kept = normed(x, scale, Norm(eps, centred)) if keep else None
+        return fp8_quantise.Normed(x, kept, (values, scales * factor[:, None]) if quantise else None)
+
+    def matmul(values, by, weight, scales, valid, residual=None, *, block, rows, gated=False):
+        rows = fp8.dequantise(values, by, fp8.BLOCK)
+        out = (rows @ fp8.dequantise(weight, scales, block).T).astype(jnp.bfloat16)
+        return gate(out, HALF) if gated else out
+
+    def parts(*of, **options):
+        called.append("parts")
+        out = matmul(*of, **options).astype(jnp.float32)
+        return jnp.stack([out / 4, out * 3 / 4], axis=1)
+
+    for name, kernel in (("norm", norm), ("quantise_rows", fp8.quantise_rows)):
+        monkeypatch.setattr(fp8_quantise, name, kernel)
+    for kernel in (matmul, parts):
+        monkeypatch.setattr(fp8_tiles, kernel.__name__, kernel)
+    return called
+
+
+@pytest.mark.parametrize("family,ties,norms", [
+    ("qwen3", 0, {"norm", "norm of parts"}), ("qwen3_5_moe", 0.06, {"norm kept", "norm of parts kept"}),
+])  # fmt: skip
+def test_quantised_layers_are_those_of_the_plain_path(monkeypatch, family, ties, norms):
+    """Mixtures and linear attention read normed rows that aren't quantised, too."""
+    called = references(monkeypatch)
+    check_layers(monkeypatch, family, FP8_TILES, 12, 3, ties, activations=True, hidden_size=1024)
+    assert set(called) == {"parts", *norms}
 
 
 @pytest.mark.parametrize("rows,width,splits", [(1, 512, 3), (9, 1024, 1), (2, 512, None)])
@@ -107,3 +165,19 @@ def test_what_is_not_for_it_is_named():
     plain = MODELS["qwen3"].tensors(config.decoder)["layers"]
     plain = jax.tree.map(shape, plain, is_leaf=is_param)
     assert FP8_ROWS.refuses(config.decoder, plain, call) == "weights that aren't FP8"
+
+
+def test_which_quantised_layers_have_a_path_is_named():
+    config, tensors = declared("qwen3", True, hidden_size=1024)
+    shape = lambda param: jax.eval_shape(lambda: dummy(param, "bfloat16", 0))  # noqa: E731
+    layers = jax.tree.map(shape, tensors["layers"], is_leaf=is_param)
+    call = Call(32, 4, "bfloat16", processors=132)
+
+    def refuses(layers=layers, **other):
+        return FP8_TILES.refuses(config.decoder, layers, dataclasses.replace(call, **other))
+
+    assert refuses() is refuses(requests=11, rows=3) is None
+    assert "132 rows" in refuses(requests=33) and "32 rows" in refuses(requests=8)
+    assert "divided among 2" in refuses(devices=2) and "adapters" in refuses(adapters=True)
+    _, tensors = declared("qwen3", hidden_size=1024)
+    assert "don't quantise rows" in refuses(jax.tree.map(shape, tensors["layers"], is_leaf=is_param))

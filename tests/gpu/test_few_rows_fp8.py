@@ -19,7 +19,8 @@ from tests.support.kernels import switch_off
 
 pytestmark = pytest.mark.gpu
 
-SIZES = {"qwen3-8b": cpu.QWEN3, "qwen3-30b-a3b": cpu.MIXTURE, "qwen3.8-27b": cpu.HYBRID}
+HALF_70B = dict(d=8192, heads=32, kv_heads=4, f=14336, width=128)  # Llama-70B's on one of two devices
+SIZES = {"qwen3-8b": cpu.QWEN3, "qwen3-30b-a3b": cpu.MIXTURE, "qwen3.8-27b": cpu.HYBRID, "half of 70b": HALF_70B}
 CHECKS = {
     "gated": cpu.check_gated,
     "add": cpu.check_add,
@@ -59,6 +60,7 @@ def test_quantised_rows_are_those_of_plain_jnp():
 @pytest.mark.parametrize("sizes,by_output,rows", [
     ("qwen3-8b", False, 8), ("qwen3-8b", True, 8), ("qwen3-30b-a3b", False, 8),
     ("qwen3-8b", False, 16), ("qwen3-8b", False, 24), ("qwen3-8b", False, 32), ("qwen3.8-27b", False, 32),
+    ("half of 70b", False, 32),
 ])  # fmt: skip
 def test_wide_layers(sizes, by_output, rows, kernel):
     """Several times, since blocks of a cluster may finish in any order, some rows each, and rings go round."""

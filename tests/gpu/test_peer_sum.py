@@ -20,7 +20,7 @@ from jaxspec.parallel import peers, sharding
 pytestmark = pytest.mark.gpu
 
 several = pytest.mark.skipif(jax.local_device_count() < 2, reason="one GPU")
-SHAPES = [(1, 1024), (8, 2048), (8, 4096), (8, 5120), (8, 8192), (32, 2048), (128, 4096)]
+SHAPES = [(1, 1024), (8, 2048), (8, 4096), (8, 5120), (8, 8192), (32, 2048), (64, 8192), (128, 8192)]
 
 
 def given(ranks: int, rows: int, width: int):
@@ -35,7 +35,7 @@ def given(ranks: int, rows: int, width: int):
 def on_one_gpu(ranks: int):
     """Workspaces of so many ranks on the first device, and the operands that name them."""
     words = peer_sum.workspace_bytes(ranks) // 4
-    memory = [jnp.zeros((words,), jnp.int32) for _ in range(ranks)]
+    memory = [jnp.full((words,), peer_sum.EMPTY, jnp.int32) for _ in range(ranks)]
     pointers = np.array([jax.block_until_ready(each).unsafe_buffer_pointer() for each in memory], np.uint64)
     return memory, jnp.asarray(pointers.view(np.int32).reshape(-1, 2)), jnp.zeros((1,), jnp.int32)
 
@@ -89,10 +89,20 @@ def test_partials_of_a_product(splits, rows, width):
             np.testing.assert_array_equal(made[rank], peer_sum.reference(x, rounded))
 
 
-def test_many_calls_of_different_sizes():
+def test_negative_zeros_arrive():
+    """A word of two of them says that nothing has arrived yet, so they are sent as positive ones."""
+    _, table, first = on_one_gpu(4)
+    for rows in (8, 128):  # in one exchange and in two
+        parts = jnp.full((4, rows, 4096), -0.0, jnp.bfloat16).at[:, :, ::3].set(-1.0)
+        made = np.asarray(peer_sum.peer_sum(parts, table, first))
+        np.testing.assert_array_equal(made, jnp.broadcast_to(peer_sum.reference(None, parts), made.shape))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_many_calls_of_different_sizes(ranks):
     """Blocks of a small call have fewer calls behind them than others; in one program, as layers are."""
-    _, table, first = on_one_gpu(2)
-    of = [given(2, rows, width) for rows, width in ((8, 4096), (1, 1024), (32, 2048))]
+    _, table, first = on_one_gpu(ranks)
+    of = [given(ranks, rows, width) for rows, width in ((8, 4096), (1, 1024), (128, 4096), (32, 2048))]
     wanted = [peer_sum.reference(x, parts) for parts, x, _ in of]
 
     @jax.jit
@@ -112,7 +122,7 @@ def test_many_calls_of_different_sizes():
 HANGS = """
 import jax, jax.numpy as jnp
 from tests.gpu import test_peer_sum as t
-from jaxspec.pallas import peer_sum
+from jaxspec.pallas.collectives import peer_sum
 _, table, first = t.on_one_gpu(2)
 parts, x, _ = t.given(2, 8, 4096)
 try:

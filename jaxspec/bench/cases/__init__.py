@@ -73,6 +73,8 @@ def make_cases(small: bool) -> list[Case]:
     sizes = SMALL if small else full
     cases = [attention.decode_attention(b, context, t, layers, dtype) for b, context, t in sizes["decode"]]
     cases += [latent.decode(*each, layers // 2, dtype) for each in sizes["latents"]]
+    few = [each for each in sizes["latents"] if small or each[2] == 1]
+    cases += [latent.decode(*each, layers // 2, dtype, "float8_e4m3fn") for each in few]
     cases += [pictures.attention(*each, layers, dtype) for each in sizes["pictures"]]
     cases += [attention.prompt_attention(count, length, layers, dtype) for count, length in sizes["prompts"]]
     for context, window in [(context, window) for context, each in sizes["windows"].items() for window in each]:

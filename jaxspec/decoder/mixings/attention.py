@@ -225,7 +225,7 @@ ATTENTION = Mixing(
         "fused_norms": _HEADS | {"gated", "window", "scale"},
         "weight_stream": _HEADS | {"bias", "window", "scale"},
         "fp8_stream": _HEADS | {"bias", "window", "scale"},
-        "fp8_rows": _HEADS | {"gated", "window", "scale"},
+        **dict.fromkeys(("fp8_rows", "fp8_tiles"), _HEADS | {"gated", "window", "scale"}),
         "deterministic": _HEADS | {"gated", "bias"},
     },
     by_axis=cos_sin_by_axis,

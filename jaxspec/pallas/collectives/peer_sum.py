@@ -7,12 +7,15 @@ for the time that a store needs to reach a peer.
 Peers' memory is addressed by pointers that are data: operand int32[n, 2], gathered once (`parallel.peers`). jax's own
 `remote_ref` would have each call meet all other devices' on the host.
 
-Each thread has eight columns of a row. It stores its device's part into the workspace of every peer, in packets of 16
-bytes: data, a flag, data, a flag. It polls its own workspace until the flags of each rank's packets are those
-of this call, and sums in float32, in the order of ranks: so all devices have the same bits. A flag arrives with its
-data, so nothing is fenced, and no thread waits for another of its device. The flag is a thread's number of calls: it
-only grows, and one that is too old differs from the expected one, when it has wrapped, too. Two buffers alternate: a
-peer that writes call i + 2 has read this device's call i + 1, which began after call i had been read.
+Each thread stores eight columns of its device's part, 16 bytes, into the workspace of every rank, its own too, and
+polls its own until those of each rank are there. It sums them in float32, in the order of ranks: so all devices have
+the same bits. Data are their own flag: a slot that waits has `EMPTY` in each word, two negative zeros, which a sender
+replaces by positive ones. So nothing is fenced, nothing but data crosses the link, and no thread waits for another of
+its device. A thread empties each slot once it has read it. Two slots alternate, by a thread's number of calls: a peer
+that stores call i + 2 has read this device's call i + 1, whose kernel began after that of call i had emptied the slot.
+
+With four ranks and more, many rows take less time in two exchanges (`two_shots`): each rank sums its share of the
+numbers, rounds them, and sends the result to all. A thread has eight columns of each rank's share then.
 
 Meanwhile memory is idle. Further blocks prefetch some of the next kernel's weights into the L2 cache (`prefetch`).
 """
@@ -36,10 +39,13 @@ from jaxspec.pallas.hopper import THREADS
 from jaxspec.pallas.hopper.export import lower_once
 
 VECTOR = 8  # numbers of a thread: 16 bytes
-CHUNK = THREADS * VECTOR  # numbers of a block
-BLOCKS = 512  # the most of a call, for which a workspace has room
-PACKET = 16  # bytes, half of them data
+CHUNK = THREADS * VECTOR  # numbers of a block in an exchange
+BLOCKS = 1024  # the most of a call, for which a workspace has room
+PACKET = 16  # bytes that a thread sends a rank
+SLOT = THREADS * PACKET  # bytes that one rank sends a block in an exchange
 COUNTS = 4 * THREADS  # bytes of a block's counters of calls, one a thread
+EMPTY = 0x80008000 - 2**32  # a word of a slot that waits, as int32: two negative zeros
+SECOND = 700_000  # bytes that NVLink carries while a second exchange begins: 2 us
 PREFETCH_BLOCKS, PIECE = 96, 1024  # blocks that prefetch, and bytes of each of their threads: 12 MiB, 3 us of memory
 REGIONS = 4  # of the weights: each is prefetched from its beginning, as a product's inputs may be divided among blocks
 POLLS = 1024  # of a packet, before the clock is looked at
@@ -48,13 +54,15 @@ _i32, _f32 = jnp.int32, jnp.float32
 
 
 def workspace_bytes(ranks: int) -> int:
-    """Bytes of a device's workspace. They must be zero before the first call; the last 16 are for the start's check."""
-    return BLOCKS * (COUNTS + 2 * ranks * _slot()) + PACKET
+    """Bytes of a device's workspace. Each word is `EMPTY` before the first call; the last 16 are for the start's
+    check."""
+    return BLOCKS * (COUNTS + 2 * ranks * SLOT) + PACKET
 
 
-def _slot() -> int:
-    """Bytes that one rank sends a block in a call."""
-    return THREADS * (VECTOR * 2 // 8) * PACKET
+def two_shots(ranks: int, numbers: int) -> bool:
+    """Whether so many numbers are summed in two exchanges: that saves more bytes than a second one costs time."""
+    saved = 2 * numbers * (ranks - 1) * (ranks - 2) // ranks
+    return saved > SECOND and numbers % (ranks * CHUNK) == 0
 
 
 def supported(rows: int, width: int, dtype: Any) -> str | None:
@@ -126,12 +134,16 @@ def peer_sum(
         partial(_sum, len(table), (*splits, rows, width), x is not None, scale is not None, centred, limit, fetched),
         kernel_name="peer_sum",
         out_type=[out] if scale is None else [out, out, squares],
-        grid=(rows * width // CHUNK + (PREFETCH_BLOCKS if fetched else 0), here),
+        grid=(_blocks(len(table), rows * width) + (PREFETCH_BLOCKS if fetched else 0), here),
         grid_names=("block", "rank"),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )(part, table, first, *given)
     made = made if several else [each[0] for each in made]
     return made[0] if scale is None else (made[0], Scaled(*made[1:]))
+
+
+def _blocks(ranks, numbers):
+    return numbers // CHUNK // (ranks if two_shots(ranks, numbers) else 1)
 
 
 def _sum(ranks, shape, added, scaled, centred, limit, fetched, *refs):
@@ -146,7 +158,7 @@ def _sum(ranks, shape, added, scaled, centred, limit, fetched, *refs):
         if not fetched:
             summing()
             return
-        blocks = _c(shape[-2] * shape[-1] // CHUNK)
+        blocks = _c(_blocks(ranks, shape[-2] * shape[-1]))
         either = scf.IfOp(arith.cmpi(arith.CmpIPredicate.ult, block, blocks), has_else=True)
         with ir.InsertionPoint(either.then_block):
             summing()
@@ -171,53 +183,61 @@ def _emit(ranks, shape, added, scaled, centred, limit, here, block, thread, *add
     """Emit one thread's sum, as MLIR."""
     (part, table, first, *given), outs = addresses[: 3 + added + scaled], addresses[3 + added + scaled :]
     *splits, rows, width = shape
-    me = arith.addi(here, _load(first))
+    me, before, two = arith.addi(here, _load(first)), _mul(here, rows * width), two_shots(ranks, rows * width)
     workspaces = [_wide(_load(table, 8 * rank), _load(table, 8 * rank + 4)) for rank in range(ranks)]
-    own = workspaces[-1]
-    for rank, workspace in enumerate(workspaces[:-1]):
-        own = arith.select(_equal(me, _c(rank)), workspace, own)
-
-    number = _add(_mul(block, CHUNK), _mul(thread, VECTOR))  # of this thread's first, in its rank's rows
-    at = _add(_mul(here, rows * width), number)
+    exchange = partial(_exchange, workspaces, me, thread, limit)
     in_bytes = lambda address, i: _offset(address, _mul(i, 2))  # noqa: E731
-    words = _added_up(part, *splits, here, rows * width, number) if splits else _load_four(in_bytes(part, at))
+    # This thread's first number in its rank's rows; with two exchanges, that of a rank's share.
+    number = lambda share: _add(_mul(_add(_mul(block, ranks), share) if two else block, CHUNK), _mul(thread, VECTOR))  # noqa: E731
+
+    def load_part(number):
+        if splits:
+            return _sendable(_added_up(part, *splits, here, rows * width, number))
+        return _sendable(_load_four(in_bytes(part, _add(before, number))))
+
     # These loads are issued before any wait.
-    residual = _load_four(in_bytes(given[0], at)) if added else None
-    scale = _load_four(in_bytes(given[-1], arith.remui(number, _c(width)))) if scaled else None
-    counter = _offset(own, _add(_mul(block, COUNTS), _mul(thread, 4)))
-    flag = _add(_load(counter), _c(1))
-    turn = _add(_mul(block, 2), arith.andi(flag, _c(1)))
-    packets = lambda rank, half: _add(  # noqa: E731
-        _c(BLOCKS * COUNTS + half * THREADS * PACKET),
-        _add(_mul(_add(_mul(turn, ranks), rank), _slot()), _mul(thread, PACKET)),
-    )
-    halves = words[:2], words[2:]
-    for rank, workspace in enumerate(workspaces):
-        peer = arith.cmpi(arith.CmpIPredicate.ne, me, _c(rank))
-        for half, pair in enumerate(halves):
-            _send(_offset(workspace, packets(me, half)), *pair, flag, peer)
+    numbers = [number(_c(rank)) for rank in range(ranks)] if two else [number(None)]
+    parts, mine = [load_part(each) for each in numbers], number(me)
+    residual = _load_four(in_bytes(given[0], _add(before, mine))) if added else None
+    scales = [_load_four(in_bytes(given[-1], arith.remui(each, _c(width)))) for each in numbers] if scaled else ()
     total = None
-    for rank in range(ranks):
-        mine = arith.extui(ir.IntegerType.get_signless(32), _equal(me, _c(rank)))
-        receive = partial(_receive, flag=flag, mine=mine, limit=limit)
-        got = [receive(_offset(own, packets(_c(rank), half)), pair) for half, pair in enumerate(halves)]
-        got = [each for word in (word for half in got for word in half) for each in _floats(word)]
+    for got in exchange(_mul(block, 2) if two else block, parts if two else parts * ranks):
+        got = _all_floats(got)
         total = got if total is None else [arith.addf(a, b) for a, b in zip(total, got, strict=True)]
-    _store(counter, flag)
     if added:
-        residual = [each for word in residual for each in _floats(word)]
-        total = [arith.addf(a, b) for a, b in zip(total, residual, strict=True)]
-    total = [_rounded(a, b) for a, b in zip(total[::2], total[1::2], strict=True)]
-    _store_four(in_bytes(outs[0], at), total)
-    if scaled:
-        scale = [each for word in scale for each in _floats(word)]
+        total = [arith.addf(a, b) for a, b in zip(total, _all_floats(residual), strict=True)]
+    sums = [[_rounded(a, b) for a, b in zip(total[::2], total[1::2], strict=True)]]
+    if two:
+        sums = exchange(_add(_mul(block, 2), _c(1)), [_sendable(sums[0])] * ranks)
+    for i, (each, words) in enumerate(zip(numbers, sums, strict=True)):
+        at = _add(before, each)
+        _store_four(in_bytes(outs[0], at), words)
+        if not scaled:
+            continue
+        scale = _all_floats(scales[i])
         if centred:
             one = arith.constant(ir.F32Type.get(), 1.0)
             scale = [arith.addf(one, each) for each in scale]
-        total = [each for word in total for each in _floats(word)]
+        total = _all_floats(words)
         times = [arith.mulf(a, b) for a, b in zip(total, scale, strict=True)]
         _store_four(in_bytes(outs[1], at), [_rounded(a, b) for a, b in zip(times[::2], times[1::2], strict=True)])
-        _squares(total, number, here, block, thread, rows, width, outs[2])
+        _squares(total, each, here, block, thread, rows, width, outs[2])
+
+
+def _exchange(workspaces, me, thread, limit, block, parts):
+    """Send each rank its words of `parts` through a block's slots, this one too; return the words from each."""
+    ranks, workspace = len(workspaces), workspaces[-1]
+    for rank, each in enumerate(workspaces[:-1]):
+        workspace = arith.select(_equal(me, _c(rank)), each, workspace)
+    counter = _offset(workspace, _add(_mul(block, COUNTS), _mul(thread, 4)))
+    count = _load(counter)
+    turn = _mul(_add(_mul(block, 2), arith.andi(count, _c(1))), ranks)
+    slot = lambda rank: _add(_c(BLOCKS * COUNTS), _add(_mul(_add(turn, rank), SLOT), _mul(thread, PACKET)))  # noqa: E731
+    for each, words in zip(workspaces, parts, strict=True):
+        _send(_offset(each, slot(me)), words)
+    got = _receive([_offset(workspace, slot(_c(rank))) for rank in range(ranks)], limit)
+    _store(counter, _add(count, _c(1)))
+    return got
 
 
 def _added_up(parts, splits, here, size, number):
@@ -328,34 +348,43 @@ def _store_four(address, words):
     utils.inline_ptx("st.global.v4.b32 [$0], {$1, $2, $3, $4};", address, *words, has_side_effects=True)
 
 
-def _send(address, first, second, flag, peer):
-    """Store a packet, if it is for a `peer`. Eight bytes arrive together, so data always come with their flag."""
-    packet = address, first, flag, second
-    store = "st.volatile.global.v4.b32 [$0], {$1, $2, $3, $2};"
-    utils.inline_ptx(store, *packet, predicate=peer, has_side_effects=True)
+def _sendable(words):
+    """The words without `EMPTY` ones: of these the zeros become positive."""
+    return [arith.select(_equal(word, _c(EMPTY)), _c(0), word) for word in words]
 
 
-def _receive(address, own, flag, mine, limit):
-    """Wait for a packet with these flags, and return its data: the address is polled; past the limit, it traps.
+def _send(address, words):
+    """Store words. Each is there by itself, so no order among them matters."""
+    store = "st.volatile.global.v4.b32 [$0], {$1, $2, $3, $4};"
+    utils.inline_ptx(store, address, *words, has_side_effects=True)
 
-    If the packet is `mine`, the data are this rank's `own`, which wasn't sent. The clock is read only after some polls,
-    as that takes as long as a packet does.
+
+def _receive(slots, limit):
+    """Wait for the words of all slots, empty them and return their words: they are polled; past the limit, it traps.
+
+    All are loaded before any is looked at, as each load takes as long as words do on their way; so does the clock,
+    which is read only after some polls.
     """
-    two = [ir.IntegerType.get_signless(32)] * 2
+    count = 4 * len(slots)
+    words = [f"w{i}" for i in range(count)]
+    four = [", ".join(words[i : i + 4]) for i in range(0, count, 4)]
+    loads = "\n".join(f"ld.volatile.global.v4.b32 {{{each}}}, [${count + i}];" for i, each in enumerate(four))
+    there = "\n".join(f"setp.ne.and.b32 here, {word}, empty, here;" for word in words[1:])
+    clear = "\n".join(
+        f"st.volatile.global.v4.b32 [${count + i}], {{empty, empty, empty, empty}};" for i in range(len(slots))
+    )
+    results = "\n".join(f"mov.b32 ${i}, {word};" for i, word in enumerate(words))
     poll = f"""{{
         .reg .pred here, wait, late;
-        .reg .b32 a, b, first, second, polls;
+        .reg .b32 {", ".join(words)}, empty, polls;
         .reg .u64 begin, now;
-        mov.b32 a, $4;
-        mov.b32 b, $5;
-        setp.ne.b32 here, $6, 0;
-        @here bra done;
+        mov.b32 empty, {EMPTY};
         mov.b32 polls, 0;
         mov.u64 begin, 0;
     again:
-        ld.volatile.global.v4.b32 {{a, first, b, second}}, [$2];
-        setp.eq.b32 here, first, $3;
-        setp.eq.and.b32 here, second, $3, here;
+        {loads}
+        setp.ne.b32 here, w0, empty;
+        {there}
         @here bra done;
         add.u32 polls, polls, 1;
         setp.lt.u32 wait, polls, {POLLS};
@@ -369,10 +398,17 @@ def _receive(address, own, flag, mine, limit):
         @late trap;
         bra again;
     done:
-        mov.b32 $0, a;
-        mov.b32 $1, b;
+        {clear}
+        {results}
     }}"""
-    return utils.inline_ptx(poll, address, flag, *own, mine, result_types=two, has_side_effects=True)
+    types = [ir.IntegerType.get_signless(32)] * count
+    made = utils.inline_ptx(poll, *slots, result_types=types, has_side_effects=True)
+    return [made[i : i + 4] for i in range(0, count, 4)]
+
+
+def _all_floats(words):
+    """The numbers of words."""
+    return [each for word in words for each in _floats(word)]
 
 
 def _floats(word):

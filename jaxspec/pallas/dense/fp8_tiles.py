@@ -8,8 +8,8 @@ products. An output's scale for all inputs multiplies the total.
 A warpgroup has 64 rows of a tile: the sums of 128 need more registers than there are, and ran at two fifths of the
 speed. Tiles of 192 rows have three warpgroups.
 
-Few rows have few tiles. Then the inputs are split, so that most multiprocessors have a part of a tile, and XLA adds the
-parts' sums, in float32.
+Few rows have few tiles. Then the inputs are split, so that most multiprocessors have a part of a tile. The parts' sums
+are added in float32, by XLA or by the kernel that norms the result.
 """
 
 from __future__ import annotations
@@ -85,10 +85,15 @@ def division_of(rows: int, outputs: int, inputs: int, gated: bool = False) -> tu
     return min(((tiling, n) for tiling in sizes for n in parts), key=cost)
 
 
-@lower_once("fp8_tiles", "block", "gated", "tiling", "splits")
+def padded_rows(rows: int) -> int:
+    """How many rows there are in memory where nothing is padded for the kernel."""
+    return max(-(-rows // tiles.COPIED) * tiles.COPIED, LEAST_ROWS)
+
+
+@lower_once("fp8_tiles", "block", "gated", "tiling", "splits", "rows")
 def matmul(
-    x: Float[Array, "r k"],
-    x_scales: Float[Array, "r b"],
+    x: Float[Array, "p k"],
+    x_scales: Float[Array, "p b"],
     values: Float[Array, "n k"],
     scales: Float[Array, "a b"],
     valid: Int[Array, "1"],
@@ -98,18 +103,47 @@ def matmul(
     gated: bool = False,
     tiling: Tiling | None = None,
     splits: int = 1,
+    rows: int | None = None,
     interpret: Any = False,
 ) -> Float[Array, "r o"]:
     """`fp8.product` of the first `valid` rows, given by values and scales, as bfloat16; padding holds that or zeros.
 
     `residual`, which a gated one can't have: the product is rounded, as in the plain layers, and added to it. `gated`:
     silu(gate) * up of the product, half as wide, rounded where few rows' kernels round. `tiling` and `splits` override
-    `division_of`.
+    `division_of`. `rows`: of the product, if x comes with padding.
     """
-    (r, k), n = x.shape, len(values)
+    r, (n, k) = rows or len(x), values.shape
     if tiling is None:
         tiling, splits = division_of(r, n, k, gated)
     added = residual if splits == 1 else None
+    out = _tiled(x, x_scales, values, scales, valid, added, block, gated, tiling, splits, interpret)[:r]
+    if splits == 1:
+        return out
+    total = out.reshape(r, splits, n).sum(1).astype(jnp.bfloat16)
+    return total if residual is None else residual + total
+
+
+@lower_once("fp8_tiles", "block", "rows")
+def parts(
+    x: Float[Array, "p k"],
+    x_scales: Float[Array, "p b"],
+    values: Float[Array, "n k"],
+    scales: Float[Array, "a b"],
+    valid: Int[Array, "1"],
+    *,
+    block: int | None,
+    rows: int,
+    interpret: Any = False,
+) -> Float[Array, "p s n"]:
+    """The product as `matmul` has it, in the parts of its sum that `division_of` makes of it."""
+    n, k = values.shape
+    tiling, splits = division_of(rows, n, k)
+    out = _tiled(x, x_scales, values, scales, valid, None, block, False, tiling, splits, interpret)
+    return out.reshape(len(out), splits, n)
+
+
+def _tiled(x, x_scales, values, scales, valid, added, block, gated, tiling, splits, interpret) -> Float[Array, "p o"]:
+    n = len(values)
     padded = [tiles.padded(a, tiling.rows) for a in (x, x_scales, added) if a is not None]
     rows, unit = len(padded[0]), n // len(scales)
     scale = scales if block else jnp.repeat(scales[:, 0], unit)
@@ -128,11 +162,7 @@ def matmul(
     kernel = partial(_kernel, tiling, splits, gated, block, piece)
     operands = padded[0], padded[1].T, values, scale, valid, *padded[2:]
     shape = jax.ShapeDtypeStruct((rows, n // 2 if gated else n * splits), dtype)
-    out = tiles.launch(kernel, "fp8_tiles", operands, shape, tiling.warpgroups, scratch, interpret)
-    if splits == 1:
-        return out[:r]
-    total = out[:r].reshape(r, splits, n).sum(1).astype(jnp.bfloat16)
-    return total if residual is None else residual + total
+    return tiles.launch(kernel, "fp8_tiles", operands, shape, tiling.warpgroups, scratch, interpret)
 
 
 class _Operands(NamedTuple):

@@ -23,6 +23,7 @@ from tests.support.kernels import lowered
 from tests.support.sample import one_in
 
 served = partial(Case, latent=512, rest=64, dtype="bfloat16")
+fp8 = partial(served, pages="float8_e4m3fn")
 CASES = [  # `parts` of a case: blocks that divide a request's tokens
     served("decode, 4 heads", n=4, lengths=(1, 70, -3), page=64),
     served("two tiles of 80 rows, two parts", n=20, t=4, lengths=(300,), page=128, parts=2),
@@ -32,8 +33,12 @@ CASES = [  # `parts` of a case: blocks that divide a request's tokens
     served("tree", n=3, t=6, masked_slots=6, lengths=(40,)),
     served("a step of a tree, all bits, parts", n=3, t=2, masked_slots=32, lengths=(20, 190), parts=2),
     served("a block of a prompt", n=20, t=8, lengths=(8, 100), page=64),
+    served("35 rows", n=35, lengths=(1, 200)),
+    fp8("FP8, two tiles of 40 rows, two parts", n=20, t=2, lengths=(300, -3), parts=2),
+    fp8("FP8, tree, two parts", n=3, t=6, masked_slots=6, lengths=(140,), page=64, parts=2),
+    fp8("FP8, a block of a prompt, pages of 16", n=20, t=8, lengths=(8, 100), page=16),
 ]
-OFTEN = {"two tiles of 80 rows, two parts", "tree"}  # the others have less that differs
+OFTEN = {"two tiles of 80 rows, two parts", "FP8, tree, two parts"}  # the others have less that differs
 
 
 def check(case: Case, interpret=False) -> None:
@@ -58,27 +63,29 @@ def test_equals_dense_softmax(case):
     check(case, plgpu.InterpretGPUParams())
 
 
-def shapes(b: int, t: int, n: int, context: int = 4096, page: int = 64, masked_slots: int = 0) -> tuple:
-    of = jax.ShapeDtypeStruct
-    kv = of((2, 1 + b * context // page, 1, 1, page, 576), jnp.bfloat16)
+def shapes(b: int, t: int, n: int, page: int = 64, masked_slots: int = 0, pages: str = "bfloat16") -> tuple:
+    of, context = jax.ShapeDtypeStruct, 4096
+    kv = of((2, 1 + b * context // page, 1, 1, page, 576), jnp.dtype(pages))
     rest = of((), jnp.int32), of((b, context // page), jnp.int32), of((b,), jnp.int32)
     mask = (of((b, t, masked_slots), bool),) if masked_slots else ()
     return of((b, t, n, 576), jnp.bfloat16), kv, *rest, *mask
 
 
-@pytest.mark.parametrize("given", one_in(6, [
+@pytest.mark.parametrize("given", one_in(8, [
+    dict(b=4, t=6, n=3, masked_slots=6, page=32, pages="float8_e4m3fn"),
     dict(b=4, t=8, n=16, masked_slots=8, page=32),
     dict(b=8, t=1, n=16),
     dict(b=1, t=4, n=20, page=16),
     dict(b=128, t=1, n=128),
     dict(b=2, t=1, n=64, page=128),
     dict(b=2, t=64, n=40),
+    dict(b=32, t=4, n=16, pages="float8_e4m3fn"),
 ]))  # fmt: skip
 def test_lowers_for_cuda(given):
     """With one counter for each tile whose parts wait for one another, as its last operand."""
     text = lowered(partial(op.latent_decode, scale=0.1), *shapes(**given))
     assert text.count("custom_call @mosaic_gpu") == 1
-    tiles = given["b"] * -(-given["t"] * given["n"] // 64)
+    tiles = given["b"] * -(-given["t"] * given["n"] // (32 if "pages" in given else 64))
     (counters,) = re.findall(r"tensor<(\d+)xi32>\) ->", "".join(re.findall(r"@mosaic_gpu.*", text)))
     assert int(counters) == (tiles if op.division(tiles, 4096, 1) > 1 else 1)
 
@@ -89,6 +96,8 @@ def test_lowers_for_cuda(given):
     ({"rest": 32}, "latents of 512 + 32 columns"),
     ({"page": 8}, "pages of 8 tokens; 16, 32, 64, 128"),
     ({"dtype": "float32"}, "queries in float32"),
+    ({"pages": "float8_e4m3fn"}, None),
+    ({"pages": "float16"}, "latents in float16; bfloat16 and float8_e4m3fn"),
     ({"t": 33, "masked_slots": 33, "lengths": (33,)}, "a mask over 33 KV slots; up to 32"),
 ])  # fmt: skip
 def test_it_serves_what_it_supports(change, reason, monkeypatch):

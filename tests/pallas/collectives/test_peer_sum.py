@@ -50,7 +50,7 @@ def shapes(ranks: int, rows: int, width: int):
     return of((rows, width)), table, first, of((rows, width)), of((width,))
 
 
-@pytest.mark.parametrize("ranks,rows,width", [(2, 8, 4096), (8, 8, 5120), (4, 1, 1024)])
+@pytest.mark.parametrize("ranks,rows,width", [(2, 8, 4096), (8, 8, 5120), (4, 1, 1024), (4, 128, 4096)])
 def test_it_lowers_for_cuda(ranks, rows, width):
     part, table, first, x, scale = shapes(ranks, rows, width)
     weights = jax.ShapeDtypeStruct((4096, 3072), bf16)
@@ -84,11 +84,23 @@ def test_what_it_cannot_sum_is_named():
     for rows, width, dtype, words in (
         (8, 4096, jnp.float32, "float32; supported: bfloat16"),
         (1, 4160, bf16, "1 rows of 4160"),
-        (256, 4096, bf16, f"supported: {512 * 1024} numbers"),
+        (512, 4096, bf16, f"supported: {1024 * 1024} numbers"),
     ):
         assert words in peer_sum.supported(rows, width, dtype)
     with pytest.raises(NotImplementedError, match="other devices' memory"):
         peer_sum.peer_sum(*shapes(2, 8, 1024)[:3], interpret=True)
+
+
+def test_two_exchanges_serve_where_they_send_less():
+    """Two ranks send as many bytes either way, and so do few rows as soon."""
+    sizes = 2**10 * np.array([32, 128, 256, 512, 1024])
+    served = {ranks: [peer_sum.two_shots(ranks, int(size)) for size in sizes] for ranks in (2, 4, 8)}
+    assert served == {
+        2: [False] * 5,
+        4: [False, False, True, True, True],
+        8: [False, True, True, True, True],
+    }
+    assert not peer_sum.two_shots(8, 512 * 1024 + 1024), "shares that aren't whole"
 
 
 def test_without_gpus_sums_are_psums():
@@ -285,6 +297,25 @@ def half(declared, params, rank: int):
     return jax.tree_util.tree_map_with_path(part, declared, params, is_leaf=is_param)
 
 
+@pytest.mark.parametrize("width,most,activations", [(2048, 32, False), (8192, 32, True), (8320, 8, True)])
+def test_rows_of_fp8_weights_over_several_devices(width, most, activations):
+    """Llama-70B's width, on each of two devices, takes as many rows as Qwen3-8B's. Other weights keep to eight."""
+    call = path.Call(1, 1, "bfloat16", 132, devices=2)
+    sizes = dict(intermediate_size=14336, num_attention_heads=32, num_key_value_heads=4, head_dim=128)
+    config = ModelConfig.from_hf(tiny_config("llama", hidden_size=width, num_hidden_layers=1, **sizes))
+    declared = MODELS["llama"].tensors(config.decoder)
+    in_fp8 = jax.tree.map(lambda param: quantised_on_load(param, activations), declared, is_leaf=is_param)
+    for of, up_to in ((in_fp8, most), (declared, 8)):
+        made = jax.eval_shape(lambda of=of: loading.dummy(of, "bfloat16", seed=0))["layers"]
+        for rows in (8, 16, 32, 40):
+            requested = dataclasses.replace(call, requests=rows)
+            reason = few_rows_path.FEW_ROWS.refuses(config.decoder, made, requested)
+            if rows > up_to:
+                assert "supported: up to" in reason
+            elif of is in_fp8:
+                assert reason is None, reason
+
+
 def test_what_does_not_run_over_several_devices_is_refused(monkeypatch):
     call = path.Call(1, 1, "bfloat16", 132, devices=2)
     for family, more, words in (
@@ -298,15 +329,6 @@ def test_what_does_not_run_over_several_devices_is_refused(monkeypatch):
         made = jax.eval_shape(lambda declared=declared: loading.dummy(declared, "bfloat16", seed=0))
         reason = few_rows_path.FEW_ROWS.refuses(config.decoder, made["layers"], call)
         assert reason is None if words is None else words in reason
-        if family == "qwen3" and words is None:
-            in_fp8 = jax.tree.map(lambda param: quantised_on_load(param, False), declared, is_leaf=is_param)
-            fp8 = jax.eval_shape(lambda declared=in_fp8: loading.dummy(declared, "bfloat16", seed=0))["layers"]
-            for requests, refused in ((8, None), (16, None), (32, None), (40, "supported: up to 32")):
-                more = dataclasses.replace(call, requests=requests)
-                reason = few_rows_path.FEW_ROWS.refuses(config.decoder, fp8, more)
-                assert reason is None if refused is None else refused in reason, reason
-                reason = few_rows_path.FEW_ROWS.refuses(config.decoder, made["layers"], more)
-                assert reason is None if requests == 8 else "supported: up to" in reason
     more = dataclasses.replace(call, requests=16)
     assert "16 rows over 2 devices" in few_rows_path.FEW_ROWS.refuses(config.decoder, made["layers"], more), "a mixture"
     alone = dataclasses.replace(call, inputs=(2048,))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.decoder.functions import weighted
+from jaxspec.decoder.functions import normed, weighted
 from jaxspec.decoder.matmul import Quantised, gate, normed_for, product, project, reference
 from jaxspec.models import fp8
 from jaxspec.models.description import Norm
@@ -119,33 +119,50 @@ def test_rows_are_quantised_as_in_plain_jnp():
     x = drawn.normal(jax.random.key(0), (72, 384), jnp.bfloat16).at[3].set(0).at[:, 200:210].multiply(300)
     got, expected = fp8_quantise.quantise_rows(x, interpret=INTERPRET), fp8.quantise_rows(x)
     assert got[0].dtype == fp8.E4M3
+    assert len(got[0]) == len(got[1]) == fp8_tiles.padded_rows(72) == 128  # as `fp8_tiles` copies
     for ours, theirs in zip(got, expected, strict=True):
-        np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(theirs, np.float32))
+        np.testing.assert_array_equal(np.asarray(ours[:72], np.float32), np.asarray(theirs, np.float32))
 
 
-def check_normed(rows: int, inputs: int, norm: Norm, **options) -> None:
-    """The rows times the weight, quantised, and the norm's factor among the scales."""
+def check_normed(rows: int, inputs: int, norm: Norm, splits: int | None = None, quantise=True, **options) -> None:
+    """The rows times the weight, quantised, and the norm's factor among the scales; of a sum, if there are parts."""
     keys = jax.random.split(jax.random.key(0))
     x = operands(rows, inputs, 128, 128, 128)[0].at[rows // 2].set(0)
-    weight = 1 + drawn.normal(keys[1], (inputs,), jnp.bfloat16) / 4
-    got = fp8_quantise.norm_and_quantise(x, weight, eps=norm.eps, centred=norm.centred, **options)
-    rows, factor = weighted(x, weight, norm)
-    assert got[0].dtype == fp8.E4M3
-    values, scales = fp8.quantise_rows(rows)
-    np.testing.assert_array_equal(np.asarray(got[0], np.float32), np.asarray(values, np.float32))
-    np.testing.assert_allclose(got[1], scales * factor[:, None], rtol=1e-6)
+    weight, parts = 1 + drawn.normal(keys[1], (inputs,), jnp.bfloat16) / 4, None
+    if splits:
+        parts = drawn.normal(keys[0], (fp8_tiles.padded_rows(rows), splits, inputs)).at[rows // 2].set(0)
+    named = {"eps": norm.eps, "centred": norm.centred, "keep": bool(splits), "quantise": quantise}
+    got = jax.jit(partial(fp8_quantise.norm, **named, **options))(x, weight, parts)
+    expected = x
+    if splits:
+        total = parts[:rows, 0]
+        for i in range(1, splits):
+            total = total + parts[:rows, i]
+        expected = x + total.astype(x.dtype)
+        exactly = np.asarray(normed(expected, weight, norm), np.float32)
+        np.testing.assert_allclose(np.asarray(got.rows, np.float32), exactly, rtol=2**-6, atol=1e-6)  # rounded twice
+    assert (got.rows is None) == (not splits) and (got.quantised is None) == (not quantise)
+    np.testing.assert_array_equal(np.asarray(got.x, np.float32), np.asarray(expected, np.float32))
+    if quantise:
+        of, factor = weighted(expected, weight, norm)
+        (ours, by), (values, scales) = (x[:rows] for x in got.quantised), fp8.quantise_rows(of)
+        assert ours.dtype == fp8.E4M3 and len(got.quantised[0]) == fp8_tiles.padded_rows(rows)
+        np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(values, np.float32))
+        np.testing.assert_allclose(by, scales * factor[:, None], rtol=1e-6)
 
 
-@pytest.mark.parametrize("norm", [Norm(1e-6), Norm(1e-5, centred=True)])
-def test_rows_are_normed_and_quantised_as_in_plain_jnp(norm):
-    check_normed(5, 1024, norm, interpret=INTERPRET)
+@pytest.mark.parametrize("norm,splits,quantise", [
+    (Norm(1e-6), None, True), (Norm(1e-5, centred=True), 1, True), (Norm(1e-6), 3, False),
+])  # fmt: skip
+def test_rows_are_normed_and_quantised_as_in_plain_jnp(norm, splits, quantise):
+    check_normed(5, 1024, norm, splits, quantise, interpret=INTERPRET)
 
 
-@pytest.mark.parametrize("normed", [False, True])
-def test_quantising_lowers_for_cuda(normed):
-    given = jax.ShapeDtypeStruct((2048, 1024), jnp.bfloat16), jax.ShapeDtypeStruct((1024,), jnp.bfloat16)
-    of = partial(fp8_quantise.norm_and_quantise, eps=1e-6) if normed else fp8_quantise.quantise_rows
-    assert kernels(of, *given[: 1 + normed]) == 1
+@pytest.mark.parametrize("rows,operands", [(2048, 1), (40, 1), (2048, 2), (40, 3)])
+def test_quantising_lowers_for_cuda(rows, operands):
+    shapes = ((rows, 1024), jnp.bfloat16), ((1024,), jnp.bfloat16), ((128, 4, 1024), jnp.float32)
+    of = fp8_quantise.quantise_rows if operands == 1 else partial(fp8_quantise.norm, eps=1e-6, keep=operands == 3)
+    assert kernels(of, *(jax.ShapeDtypeStruct(*each) for each in shapes[:operands])) == 1
 
 
 def test_few_quantised_rows_are_padded(monkeypatch):
@@ -184,7 +201,7 @@ def kernels_in_interpret_mode(monkeypatch) -> None:
     for module in (fp8_tiles, fp8_wide, tile_matmul):
         monkeypatch.setattr(module, "matmul", partial(module.matmul, interpret=INTERPRET))
     monkeypatch.setattr(fp8_rows, "product", partial(fp8_rows.product, interpret=INTERPRET))
-    for name in ("quantise_rows", "norm_and_quantise"):
+    for name in ("quantise_rows", "norm"):
         monkeypatch.setattr(fp8_quantise, name, partial(getattr(fp8_quantise, name), interpret=INTERPRET))
 
 
@@ -238,9 +255,9 @@ def test_rows_are_quantised_before_their_norms_factor(monkeypatch, block, activa
 def test_what_is_not_for_them_is_named():
     assert fp8_quantise.norm_supported(64, 4096, jnp.bfloat16) is None
     assert "rows of 4224" in fp8_quantise.norm_supported(64, 4224, jnp.bfloat16)
-    assert "63 rows" in fp8_quantise.norm_supported(63, 4096, jnp.bfloat16)
-    assert fp8_quantise.supported(64, jnp.bfloat16) is None
-    assert "63 rows" in fp8_quantise.supported(63, jnp.bfloat16)
+    assert "32 rows" in fp8_quantise.norm_supported(32, 4096, jnp.bfloat16)
+    assert fp8_quantise.supported(33, jnp.bfloat16) is None
+    assert "32 rows" in fp8_quantise.supported(32, jnp.bfloat16)
     assert "float32" in fp8_quantise.supported(64, jnp.float32)
     sizes = jnp.bfloat16, 128, 4096, 4096, 128
     assert fp8_tiles.supported(*sizes) is None

@@ -49,11 +49,14 @@ def keys(ref: Any) -> Any:
     return plgpu.inline_mgpu(arg_types=(layout,), return_type=result)(_neighbours)(plgpu.load(ref, layout=layout))
 
 
-def values(ref: Any) -> Any:
-    """A tile of values [tokens, h], transposed, as a left operand [h, tokens], its rows permuted."""
+def values(ref: Any, swizzle: int = SWIZZLE) -> Any:
+    """A tile of values [tokens, h], transposed, as a left operand [h, tokens], its rows permuted. `swizzle`: bytes of
+    shared memory's, at most."""
     tokens, h = ref.shape
     result = plgpu.ShapeDtypeStruct((h, tokens), jnp.float16, layout=plgpu.Layout.WGMMA)
-    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms(h)),), return_type=result)(_transposed)(ref)
+    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms(min(h, swizzle))),), return_type=result)(_transposed)(
+        ref
+    )
 
 
 def permuted(rows: Any, layout: Any) -> Any:

@@ -49,7 +49,7 @@ def over_tokens(plan: Plan, kind, x, exchange_s=None):
     if not plan.narrow or plan.interpret:
         axis = 0 if plan.narrow else 1
         return x.max(axis=axis) if kind == "max" else x.sum(axis=axis)
-    result = plgpu.ShapeDtypeStruct((plan.rows,), jnp.float32, layout=by_row(plan))
+    result = plgpu.ShapeDtypeStruct(x.shape[1:], jnp.float32, layout=by_row(plan))
     # Pallas itself would have all warpgroups exchange through the same shared memory.
     return plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()), return_type=result)(
         lambda _, x, exchange_s: x.reduce(kind, 0, exchange_s, acc_ilp=1 if kind == "add" else None)

@@ -1,9 +1,9 @@
 """Attention of new rows over latents in pages, on Hopper's tensor cores: decode, verify, trees and prompts.
 
-A Mosaic GPU kernel. A block has a tile of up to 64 of a request's rows, new tokens by query heads, and a part of the
-request's tokens, each of 512 + 64 columns: all of them are its key, and the first 512 its value. So each token is
-copied once into shared memory. A tile's sums, [64, 512] in float32, fill the registers of two warpgroups, each of which
-has 256 columns (`kernel`). A third copies pages.
+A Mosaic GPU kernel. A block has a tile of up to 64 of a request's rows (32 over FP8 latents), new tokens by query
+heads, and a part of the request's tokens, each of 512 + 64 columns: all of them are its key, and the first 512 its
+value. So each token is copied once into shared memory. A tile's sums, [64, 512] in float32, fill the registers of two
+warpgroups, each of which has 256 columns (`kernel`). A third copies pages.
 
 With few requests, several blocks divide a request's tokens, count in memory how many are done, and combine their
 results, in bfloat16, which they have divided by their sums of weights. A request's parts take its pairs of steps in
@@ -14,6 +14,7 @@ The cache must hold finite numbers everywhere, since masked values enter a sum w
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -22,18 +23,19 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.pallas.attention.decode_attention import e4m3
 from jaxspec.pallas.attention.latent_decode.kernel import combine, warpgroup
 from jaxspec.pallas.attention.latent_decode.plan import (
+    FP8,
     HALF,
     LATENT,
-    PACK,
+    NARROW_ROWS,
     PIECES,
     STEP,
     Plan,
     division,
     supported,
 )
-from jaxspec.pallas.hopper import WGMMA_ROWS
 from jaxspec.pallas.hopper.export import lower_once
 
 __all__ = ["division", "latent_decode", "supported"]
@@ -52,8 +54,8 @@ def latent_decode(
     splits: int | None = None,
     interpret=False,
 ) -> Float[Array, "b t n l"]:
-    """Run `latent_attention.latent_attention` with queries and latents in bfloat16. `splits`: blocks that divide a
-    request's tokens; None: by `division`.
+    """Run `latent_attention.latent_attention` with queries in bfloat16, over latents in bfloat16 or
+    float8_e4m3fn. `splits`: blocks that divide a request's tokens; None: by `division`.
 
     **Raises:** `ValueError` if `supported` has a reason against it.
     """
@@ -61,20 +63,23 @@ def latent_decode(
     if reason := supported(q.shape, kv, q.dtype, LATENT, masked_slots):
         raise ValueError(f"latent_decode doesn't support {reason}")
     (b, t, n, width), page, entries = q.shape, kv.shape[4], table.shape[1]
-    plan = Plan(b, t, n, page, entries, scale, masked_slots, 1, bool(interpret))
+    plan = Plan(b, t, n, page, entries, scale, masked_slots, 1, kv.dtype == FP8, bool(interpret))
     splits = splits or division(b * plan.tiles, entries, page)
-    plan = Plan(b, t, n, page, entries, scale, masked_slots, splits, bool(interpret))
+    plan = replace(plan, splits=splits)
     q = q.reshape(b, t * n, width)
+    if plan.fp8:
+        # The interpreter multiplies what is in memory alone, so it has float16 there.
+        q, kv = _float16(plan, q), kv if plan.in_registers else kv.astype(plan.dtype)
     if more := plan.all_rows - t * n:
         q = jnp.pad(q, ((0, 0), (0, more), (0, 0)))
     operands = [q, kv, table, start, layer.reshape(1)]
     if mask is not None:
         operands.append(_row_bits(plan, mask))
-    out = jax.ShapeDtypeStruct((b, plan.all_rows, LATENT), q.dtype)
+    out = jax.ShapeDtypeStruct((b, plan.all_rows, LATENT), jnp.bfloat16)
     each = b, plan.tiles, splits
     parts = [
-        jax.ShapeDtypeStruct((*each, plan.rows, LATENT), q.dtype),
-        jax.ShapeDtypeStruct((*each, 2, WGMMA_ROWS), jnp.float32),
+        jax.ShapeDtypeStruct((*each, plan.rows, LATENT), jnp.bfloat16),
+        jax.ShapeDtypeStruct((*each, 2, plan.height), jnp.float32),
     ]
     launch = partial(
         plgpu.kernel,
@@ -102,19 +107,33 @@ def _row_bits(plan: Plan, mask):
     """The mask of each row, a bit for each KV slot: i32[b, rows], which rows of a tile's padding have, too."""
     bits = (mask.astype(jnp.uint32) << jnp.arange(plan.masked_slots, dtype=jnp.uint32)).sum(2, dtype=jnp.uint32)
     bits = jnp.repeat(lax.bitcast_convert_type(bits, jnp.int32), plan.n, axis=1)
-    return jnp.pad(bits, ((0, 0), (0, max(plan.all_rows, WGMMA_ROWS) - bits.shape[1])))
+    return jnp.pad(bits, ((0, 0), (0, max(plan.all_rows, plan.height) - bits.shape[1])))
+
+
+def _float16(plan: Plan, q):
+    """Queries for FP8 latents, in the order of columns that `e4m3.keys` gives keys in."""
+    q = jnp.clip(q.astype(jnp.float32), -e4m3.LARGEST, e4m3.LARGEST).astype(plan.dtype)
+    if not plan.in_registers:
+        return q
+    # Of each 16 columns, the pairs with an even number come first.
+    return q.reshape(*q.shape[:2], -1, 4, 2, 2).swapaxes(-3, -2).reshape(q.shape)
 
 
 def _scratch(plan: Plan) -> dict:
     """Shared memory and barriers. Queries and the two steps under way are in pieces."""
-    tile = lambda *s: plgpu.SMEM(s, jnp.bfloat16)  # noqa: E731
-    return dict(
-        q_s=[tile(1, WGMMA_ROWS, width) for _, width in PIECES],
-        ring=[tile(2, STEP, width) for _, width in PIECES],
-        tops_s=plgpu.SMEM((2, WGMMA_ROWS), jnp.float32),
-        totals_s=plgpu.SMEM((2, WGMMA_ROWS), jnp.float32),
-        sums_s=plgpu.SMEM((2, WGMMA_ROWS), jnp.float32),
-        mixed_s=tile(2, PACK, HALF),
+    numbers = plgpu.SMEM((2, plan.height), jnp.float32)
+    narrow = dict(exchange_s=plgpu.SMEM((2, plan.exchanged), jnp.float32)) if plan.narrow else {}
+    if plan.fp8:  # what would overwrite latents is wider than they are
+        narrow |= dict(
+            weights_s=plgpu.SMEM((2, plan.height, STEP), plan.dtype),
+            rows_s=plgpu.SMEM((2, NARROW_ROWS, HALF), jnp.bfloat16),
+        )
+    return narrow | dict(
+        q_s=[plgpu.SMEM((1, plan.height, width), plan.dtype) for _, width in PIECES],
+        ring=[plgpu.SMEM((2, STEP, width), FP8 if plan.in_registers else plan.dtype) for _, width in PIECES],
+        tops_s=numbers,
+        totals_s=numbers,
+        sums_s=numbers,
         q_ready=plgpu.Barrier(num_arrivals=len(PIECES)),
         filled=plgpu.Barrier(num_arrivals=plan.copies, num_barriers=(2, len(PIECES))),
         # Each warpgroup has a piece of values, and both have the weights, which overwrite the third.

@@ -7,6 +7,9 @@ from one warpgroup to the other and back, and while one computes a softmax, the 
 
 A step's latents are in three pieces, each released by itself as soon as its last product is done: the next pair's copy
 begins then.
+
+Up to 32 rows are the narrow side of the products (`Plan.narrow`), which would be padded to 64 on the other. So are all
+tiles over FP8 latents, which become float16 in registers (`decode_attention.e4m3`).
 """
 
 from __future__ import annotations
@@ -25,21 +28,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-from jaxspec.pallas.attention.decode_attention.tiles import row_a_warp
+from jaxspec.pallas.attention.decode_attention import e4m3
+from jaxspec.pallas.attention.decode_attention.tiles import by_row, over_tokens, put, row_a_warp, spread, transposed
 from jaxspec.pallas.attention.latent_decode.plan import (
     HALF,
     MAX_MASKED_SLOTS,
-    PACK,
     PAIR,
     PIECES,
+    REST,
     STEP,
     Plan,
 )
-from jaxspec.pallas.hopper import WGMMA_ROWS
 
 FLOOR = -1e30  # a running maximum that nothing has raised; finite, so that differences of maxima are numbers
-TOGETHER = 16  # parts that are read before the first is added
-ROW, TILE = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA
+TILE = plgpu.Layout.WGMMA
 COMPUTING, COPYING = 232, 40  # registers of a thread
 EVEN, ODD = 0, 1
 
@@ -67,12 +69,14 @@ class _Scratch(NamedTuple):
     tops_s: Any  # the largest scores after an even and after an odd step
     totals_s: Any  # each warpgroup's sums of weights
     sums_s: Any  # at the end: largest scores, and sums of weights of both
-    mixed_s: Any
     q_ready: Any
     filled: Any
     released: list[Any]
     weighed: Any  # a step's weights are written
     summed: Any
+    weights_s: Any = None  # None: they overwrite the last piece
+    rows_s: Any = None  # None: they overwrite the warpgroup's own piece
+    exchange_s: Any = None  # of narrow products
 
 
 def warpgroup(plan: Plan, *refs, **scratch) -> None:
@@ -107,7 +111,8 @@ def combine(plan: Plan, start_g, *refs, **scratch) -> None:
     w = lax.axis_index("warpgroup")
     nothing = (None,) * 3
     part = _Part.here(plan, _Refs(*nothing, start_g, None, None, (*parts, out)), _Scratch(**scratch))
-    pl.when((w < 2) & (part.split < part.parts))(lambda: part.combine(w))
+    for me in (EVEN, ODD):
+        pl.when((w == me) & (part.split < part.parts))(partial(part.combine, me))
 
 
 def _div(x, y: int):
@@ -147,7 +152,7 @@ class _Part:
     def here(cls, plan: Plan, refs: _Refs, scratch: _Scratch) -> _Part:
         b, tile, split = (lax.axis_index(name) for name in ("b", "tile", "split"))
         start = refs.start[b]
-        row = jnp.minimum(tile * WGMMA_ROWS, plan.all_rows - plan.rows)  # the last tile may repeat rows
+        row = jnp.minimum(tile * plan.tallest, plan.all_rows - plan.rows)  # the last tile may repeat rows
         last = jnp.minimum(_div(row + (plan.rows - 1), plan.n), plan.t - 1)
         seen = plan.masked_slots or last + 1
         pairs = _div(jnp.clip(start + seen, 0, plan.entries * plan.page) + (PAIR - 1), PAIR)
@@ -205,92 +210,129 @@ class _Part:
             for released in (scratch.released[me], scratch.released[2]):
                 plgpu.barrier_arrive(released.at[stage])
         plgpu.barrier_wait(scratch.q_ready)
-        step = (self._even, self._odd)[me]
+        step, row, narrow, rows = (self._even, self._odd)[me], by_row(self.plan), self.plan.narrow, (self.plan.height,)
         carry = (
-            plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, HALF), jnp.float32), TILE),
-            plgpu.layout_cast(jnp.full((WGMMA_ROWS,), FLOOR, jnp.float32), ROW),
-            plgpu.layout_cast(jnp.zeros((WGMMA_ROWS,), jnp.float32), ROW),
+            plgpu.layout_cast(jnp.zeros(self._across(HALF), jnp.float32), TILE),
+            plgpu.layout_cast(jnp.full(rows, FLOOR, jnp.float32), row),
+            plgpu.layout_cast(jnp.zeros(self._across(STEP) if narrow else rows, jnp.float32), TILE if narrow else row),
         )
         whole, count = self.share(self.whole), self.share(self.pairs)
         carry = lax.fori_loop(0, whole, partial(step, False), carry)
         acc, top, total = lax.fori_loop(whole, count, partial(step, True), carry)
-        self._write(me, acc, top, total, done)
+        if narrow:
+            total = over_tokens(self.plan, "add", total, self._exchange(me))
+        self._write(me, e4m3.restored(acc) if self.plan.in_registers else acc, top, total, done)
+
+    def _across(self, width: int) -> tuple[int, int]:
+        """The shape of numbers for `width` tokens or columns of each row."""
+        return (width, self.plan.height) if self.plan.narrow else (self.plan.height, width)
+
+    def _exchange(self, me: int):
+        return self.scratch.exchange_s.at[me] if self.plan.narrow else None
+
+    def _total(self, weights):
+        """The sums of a step's weights. In narrow products each thread keeps its own until the end."""
+        return weights if self.plan.narrow else weights.sum(axis=1)
+
+    def _weights(self, stage: int):
+        """A step's weights in shared memory, [rows, STEP]."""
+        own = self.scratch.weights_s
+        ref = (self.scratch.ring[2] if own is None else own).at[stage]
+        return ref.at[pl.ds(0, self.plan.height)] if self.plan.narrow and own is None else ref
 
     def _even(self, masked: bool, i, carry):
         acc, top, total = carry
-        plan, scratch = self.plan, self.scratch
-        left, _, weights_s = scratch.ring
+        scratch = self.scratch
+        left = scratch.ring[EVEN]
         scores = self._scores(EVEN)
         new_top, weights = self._weigh(masked, i, EVEN, scores, top)
         self._publish(EVEN, new_top, weights)
         shrink = jnp.exp2(top - new_top)
-        total = total * shrink + weights.sum(axis=1)
-        acc = _add_product(plan, _scaled(acc, shrink), weights_s.at[EVEN], left.at[EVEN])
+        total = self._scaled(total, shrink) + self._total(weights)
+        acc = self._add_values(self._scaled(acc, shrink), left, EVEN)
         self._release(EVEN, EVEN)
         top, shrink = self._published(ODD, new_top)
         plgpu.barrier_wait(scratch.filled.at[ODD, EVEN])
-        acc = _add_product(plan, _scaled(acc, shrink), weights_s.at[ODD], left.at[ODD])
+        acc = self._add_values(self._scaled(acc, shrink), left, ODD)
         self._release(EVEN, ODD)
-        return acc, top, total * shrink
+        return acc, top, self._scaled(total, shrink)
 
     def _odd(self, masked: bool, i, carry):
         acc, top, total = carry
-        plan, scratch = self.plan, self.scratch
-        _, right, weights_s = scratch.ring
+        scratch, right = self.scratch, self.scratch.ring[ODD]
         scores = self._scores(ODD)
         top, shrink = self._published(EVEN, top)
-        acc, total = _scaled(acc, shrink), total * shrink
+        acc, total = self._scaled(acc, shrink), self._scaled(total, shrink)
         plgpu.barrier_wait(scratch.filled.at[EVEN, ODD])
 
         def meanwhile():
             new_top, weights = self._weigh(masked, i, ODD, scores, top)
             self._publish(ODD, new_top, weights)
-            return new_top, weights.sum(axis=1)
+            return new_top, self._total(weights)
 
-        acc, (new_top, added) = _add_product(plan, acc, weights_s.at[EVEN], right.at[EVEN], meanwhile)
+        acc, (new_top, added) = self._add_values(acc, right, EVEN, meanwhile)
         self._release(ODD, EVEN)
         shrink = jnp.exp2(top - new_top)
-        acc = _add_product(plan, _scaled(acc, shrink), weights_s.at[ODD], right.at[ODD])
+        acc = self._add_values(self._scaled(acc, shrink), right, ODD)
         self._release(ODD, ODD)
-        return acc, new_top, total * shrink + added
+        return acc, new_top, self._scaled(total, shrink) + added
 
     def _scores(self, stage: int):
-        """A step's scores, f32[64, STEP], once its keys are there."""
+        """A step's scores, f32[rows, STEP] or narrow, once its keys are there."""
+        plan, zero = self.plan, _opaque_zero(self.plan)
 
         def run(acc):
-            zero = _opaque_zero(self.plan)
             for piece, (q_s, keys) in enumerate(zip(self.scratch.q_s, self.scratch.ring, strict=True)):
                 plgpu.barrier_wait(self.scratch.filled.at[stage, piece])
-                plgpu.wgmma(acc, q_s.at[zero], keys.at[zero + stage].transpose((1, 0)))
+                q_s, keys = q_s.at[zero], keys.at[zero + stage]
+                keys = e4m3.keys(keys) if plan.in_registers else keys
+                plgpu.wgmma(acc, *((keys, transposed(q_s)) if plan.narrow else (q_s, transposed(keys))))
+                if plan.in_registers:
+                    plgpu.wgmma_wait(0)  # the next piece takes the same registers
             return acc[...]
 
-        return pl.run_scoped(run, plgpu.ACC((WGMMA_ROWS, STEP), jnp.float32))
+        return pl.run_scoped(run, plgpu.ACC(self._across(STEP), jnp.float32))
+
+    def _add_values(self, acc, values, stage: int, meanwhile=None):
+        """Add a step's values, by its weights, to this warpgroup's sums. `meanwhile`: as in `_add_product`."""
+        plan, weights_s, values = self.plan, self._weights(stage), values.at[stage]
+        if not plan.narrow:
+            return _add_product(plan, acc, weights_s, values, meanwhile)
+        if not plan.in_registers:
+            return _add_product(plan, acc, transposed(values), transposed(weights_s), meanwhile)
+        made = meanwhile() if meanwhile else None  # before the product, which reads registers
+        values = e4m3.values(values, swizzle=REST)  # which divides the columns of all pieces
+        acc = _add_product(plan, acc, values, transposed(weights_s))
+        return (acc, made) if meanwhile else acc
+
+    def _scaled(self, x, factors):
+        return x * (factors if x.ndim == 1 else spread(self.plan, factors, x))
 
     def _weigh(self, masked: bool, i, stage: int, scores, top):
         """The largest scores up to this step, in base 2, and its weights."""
         if masked:
             scores = jnp.where(self._seen(_first(self.plan, i, stage)), scores, -jnp.inf)
         factor = jnp.float32(self.plan.scale * math.log2(math.e))
-        new_top = jnp.maximum(top, scores.max(axis=1) * factor)
-        return new_top, jnp.exp2(scores * factor - lax.broadcast_in_dim(new_top, scores.shape, [0]))
+        highest = over_tokens(self.plan, "max", scores, self._exchange(stage))
+        new_top = jnp.maximum(top, highest * factor)
+        return new_top, jnp.exp2(scores * factor - spread(self.plan, new_top, scores))
 
     def _seen(self, first):
         """Whether each row sees each token of the step that begins at KV slot `first`."""
-        plan, shape = self.plan, (WGMMA_ROWS, STEP)
-        slots = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=TILE) + first
+        plan, shape = self.plan, self._across(STEP)
+        slots = plgpu.broadcasted_iota(jnp.int32, shape, 0 if plan.narrow else 1, layout=TILE) + first
         if not plan.masked_slots:
-            row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=TILE) + self.row
+            row = plgpu.broadcasted_iota(jnp.int32, shape, 1 if plan.narrow else 0, layout=TILE) + self.row
             return slots <= self.start + _div(row, plan.n)
-        bits = plgpu.load(self.refs.bits.at[self.b, pl.ds(self.row, WGMMA_ROWS)], layout=ROW, optimized=False)
+        bits = self.refs.bits.at[self.b, pl.ds(self.row, plan.height)]
+        bits = spread(plan, plgpu.load(bits, layout=by_row(plan), optimized=False), slots)
         new = slots - self.start
-        bit = (
-            lax.shift_right_logical(lax.broadcast_in_dim(bits, shape, [0]), jnp.clip(new, 0, MAX_MASKED_SLOTS - 1)) & 1
-        )
+        bit = lax.shift_right_logical(bits, jnp.clip(new, 0, MAX_MASKED_SLOTS - 1)) & 1
         return (new < 0) | ((new < plan.masked_slots) & (bit == 1))
 
     def _publish(self, stage: int, top, weights) -> None:
         """Hand a step's weights and the largest scores up to it to both warpgroups."""
-        self.scratch.ring[2].at[stage][...] = weights.astype(jnp.bfloat16)
+        put(self.plan, self._weights(stage), weights)
         self.scratch.tops_s[stage] = top
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.scratch.weighed.at[stage])
@@ -298,7 +340,7 @@ class _Part:
     def _published(self, stage: int, top):
         """Wait for the other warpgroup's weights: the largest scores, and what sums under `top` are multiplied by."""
         plgpu.barrier_wait(self.scratch.weighed.at[stage])
-        new_top = plgpu.load(self.scratch.tops_s.at[stage], layout=ROW, optimized=False)
+        new_top = plgpu.load(self.scratch.tops_s.at[stage], layout=by_row(self.plan), optimized=False)
         return new_top, jnp.exp2(top - new_top)
 
     def _release(self, me: int, stage: int) -> None:
@@ -312,9 +354,9 @@ class _Part:
         plgpu.commit_smem()
         plgpu.barrier_arrive(scratch.summed)
         plgpu.barrier_wait(scratch.summed)
-        total = total + plgpu.load(scratch.totals_s.at[1 - me], layout=ROW, optimized=False)
-        rows_s = scratch.ring[me].at[me]  # nobody else reads it, and nothing is copied into it any more
-        rows_s[...] = _scaled(acc, 1 / jnp.maximum(total, 1e-30)).astype(jnp.bfloat16)
+        total = total + plgpu.load(scratch.totals_s.at[1 - me], layout=by_row(plan), optimized=False)
+        rows_s = self._rows(me, plan.height)
+        put(plan, rows_s, self._scaled(acc, 1 / jnp.maximum(total, 1e-30)))
         rows, columns = pl.ds(0, plan.rows), pl.ds(*PIECES[me])
         if plan.splits == 1:
             plgpu.commit_smem()
@@ -339,22 +381,28 @@ class _Part:
                 plgpu.semaphore_wait(both, 2 * self.parts, decrement=False, memory_scope="gpu")
                 self.combine(me)
 
-    def combine(self, me) -> None:
+    def _rows(self, me: int, count: int):
+        """So many rows of this warpgroup's columns on their way to memory. At the end nobody else reads there, and
+        nothing is copied there any more."""
+        own = self.scratch.rows_s
+        return (self.scratch.ring[me].at[me] if own is None else own.at[me]).at[pl.ds(0, count)]
+
+    def combine(self, me: int) -> None:
         """Combine a share of the packs of the tile's rows, half of their columns."""
-        plan, parts, layout, shape = self.plan, self.parts, row_a_warp(HALF), (PACK, HALF)
+        plan, parts, layout, shape = self.plan, self.parts, row_a_warp(HALF), (self.plan.pack, HALF)
         parts_g, sums_g = (ref.at[self.b, self.tile] for ref in self.refs.results[:2])
-        mixed_s, columns = self.scratch.mixed_s.at[me], pl.ds(me * HALF, HALF)
+        mixed_s, columns = self._rows(me, plan.pack), pl.ds(*PIECES[me])
         load = partial(plgpu.load, optimized=False)
         across = lambda x: lax.broadcast_in_dim(x, shape, [0])  # noqa: E731
         cast = plgpu.layout_cast
 
         def pack(j, _):
-            first = (self.split + j * parts) * PACK
-            rows = pl.ds(first, PACK)
+            first = (self.split + j * parts) * plan.pack
+            rows = pl.ds(first, plan.pack)
 
             def some(k, carry):
                 mix, top, total = carry
-                each = [k * TOGETHER + x for x in range(TOGETHER)]
+                each = [k * plan.together + x for x in range(plan.together)]
                 there = [jnp.minimum(s, parts - 1) for s in each]
                 tops, totals = (
                     [load(sums_g.at[s, kind, rows], layout=layout.reduce(1)) for s in there] for kind in (0, 1)
@@ -370,17 +418,20 @@ class _Part:
 
             nothing = (
                 cast(jnp.zeros(shape, jnp.float32), layout),
-                cast(jnp.full((PACK,), FLOOR, jnp.float32), layout.reduce(1)),
-                cast(jnp.zeros((PACK,), jnp.float32), layout.reduce(1)),
+                cast(jnp.full((plan.pack,), FLOOR, jnp.float32), layout.reduce(1)),
+                cast(jnp.zeros((plan.pack,), jnp.float32), layout.reduce(1)),
             )
-            mix, _top, total = lax.fori_loop(0, _div(parts + (TOGETHER - 1), TOGETHER), some, nothing)
+            rounds = _div(parts + (plan.together - 1), plan.together)
+            mix, _top, total = lax.fori_loop(0, rounds, some, nothing)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             mixed_s[...] = (mix * across(1 / jnp.maximum(total, 1e-30))).astype(jnp.bfloat16)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(mixed_s, self.refs.results[-1].at[self.b, pl.ds(self.row + first, PACK), columns])
+            plgpu.copy_smem_to_gmem(
+                mixed_s, self.refs.results[-1].at[self.b, pl.ds(self.row + first, plan.pack), columns]
+            )
             return _
 
-        mine = lax.div(jnp.maximum(plan.packs - self.split, 0) + (parts - 1), parts)
+        mine = lax.div(jnp.maximum(plan.rows // plan.pack - self.split, 0) + (parts - 1), parts)
         lax.fori_loop(0, mine, pack, None)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -394,10 +445,6 @@ def _opaque_zero(plan: Plan):
     asm = lambda: llvm.inline_asm(i32(32), [], "mov.b32 $0, 0;", "=r", has_side_effects=True)  # noqa: E731
     result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
     return plgpu.inline_mgpu(return_type=result)(lambda _: mgpu.FragmentedArray.splat(asm(), (), is_signed=True))()
-
-
-def _scaled(x, factors):
-    return x * lax.broadcast_in_dim(factors, x.shape, [0])
 
 
 def _add_product(plan: Plan, value, a_s, b_s, meanwhile=None):

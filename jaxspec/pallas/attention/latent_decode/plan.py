@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxspec.pallas import hopper
-from jaxspec.pallas.hopper import WGMMA_ROWS
+from jaxspec.pallas.hopper import THREADS, WGMMA_ROWS
 
 LATENT, REST = 512, 64  # columns of a token: those of keys and values, and those of keys alone behind them
 HALF = LATENT // 2  # a warpgroup's share of the values' columns: as many sums as its registers hold
@@ -17,7 +17,11 @@ STEP = 64  # tokens; a warpgroup weighs every other step
 PAIR = 2 * STEP
 PAGE_SIZES = (16, 32, 64, 128)
 MAX_MASKED_SLOTS = 32  # KV slots that a mask covers: bits of a word
-PACK = 4  # rows that parts are combined in at a time, one a warp
+NARROW_ROWS = 32  # up to which rows are the narrow side of products: more wouldn't leave a thread registers enough
+FEW_ROWS = 8  # the least that they have there
+FP8 = jnp.float8_e4m3fn
+TOGETHER = 16  # parts that are read before the first is added
+COMBINED = 64  # rows of parts that are read together where there are few parts: more wouldn't fit into registers
 PART_COST = 0.02  # what a part adds to a request's time: it is written, waited for and combined
 LEAST_ROWS = 8  # rows are copied in multiples of these
 
@@ -34,7 +38,39 @@ class Plan:
     scale: float
     masked_slots: int  # KV slots that a mask covers; 0: there is none, rows are causal
     splits: int  # blocks that share a request's tokens, and wait for one another: a GPU starts them one after the other
+    fp8: bool  # e4m3 latents
     interpret: bool  # then sums can't start from a value, and blocks can't count: a second call combines parts
+
+    @property
+    def tallest(self) -> int:
+        """Rows of a tile, at most. FP8 latents become wider in registers, as the left operand of narrow products."""
+        return NARROW_ROWS if self.fp8 else WGMMA_ROWS
+
+    @property
+    def narrow(self) -> bool:
+        """Whether scores are [tokens, rows] and sums of values [columns, rows], and not the other way around. Rows are
+        the left side otherwise, and padded to 64."""
+        return self.rows <= NARROW_ROWS
+
+    @property
+    def height(self) -> int:
+        """Rows of a tile as they are multiplied, some of which may be padding."""
+        return max(FEW_ROWS, 1 << (self.rows - 1).bit_length()) if self.narrow else WGMMA_ROWS
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of both operands of the products. Float16 holds every e4m3 number, by one instruction."""
+        return jnp.dtype(jnp.float16 if self.fp8 else jnp.bfloat16)
+
+    @property
+    def in_registers(self) -> bool:
+        """Whether e4m3 latents become `dtype` in registers, whose rows and columns have orders of their own."""
+        return self.fp8 and not self.interpret
+
+    @property
+    def exchanged(self) -> int:
+        """Numbers that the warps of a warpgroup exchange at a time: every lane's, for as many as 16 rows."""
+        return THREADS * min(self.height, 16) // 4
 
     @property
     def all_rows(self) -> int:
@@ -44,11 +80,11 @@ class Plan:
     @property
     def rows(self) -> int:
         """Rows of a tile that aren't padding of the products."""
-        return min(self.all_rows, WGMMA_ROWS)
+        return min(self.all_rows, self.tallest)
 
     @property
     def tiles(self) -> int:
-        return -(-self.all_rows // WGMMA_ROWS)
+        return -(-self.all_rows // self.tallest)
 
     @property
     def copies(self) -> int:
@@ -56,15 +92,25 @@ class Plan:
         return max(1, STEP // self.page)
 
     @property
-    def packs(self) -> int:
-        return self.rows // PACK
+    def together(self) -> int:
+        """Parts that are read before the first is added."""
+        return min(self.splits, TOGETHER)
+
+    @property
+    def pack(self) -> int:
+        """Rows that parts are combined in at a time: the fewer parts, the more."""
+        pack = LEAST_ROWS
+        while 2 * pack * self.together <= COMBINED and self.rows % (2 * pack) == 0:
+            pack *= 2
+        return pack
 
 
 def supported(q_shape: tuple[int, ...], kv: Any, dtype: Any, latent: int, masked_slots: int = 0) -> str | None:
     """Why the kernel can't serve queries [b, t, n, w] of `dtype` over `kv` [l, p, 1, 1, s, w], None if it can."""
-    for what, given in (("queries", dtype), ("latents", kv.dtype)):
-        if jnp.dtype(given) != jnp.bfloat16:
-            return f"{what} in {jnp.dtype(given).name}; bfloat16 is supported"
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        return f"queries in {jnp.dtype(dtype).name}; bfloat16 is supported"
+    if jnp.dtype(kv.dtype) not in (jnp.bfloat16, FP8):
+        return f"latents in {jnp.dtype(kv.dtype).name}; bfloat16 and float8_e4m3fn are supported"
     if (latent, q_shape[3] - latent) != (LATENT, REST):
         return f"latents of {latent} + {q_shape[3] - latent} columns; {LATENT} + {REST} are supported"
     if kv.shape[4] not in PAGE_SIZES:
