@@ -165,7 +165,7 @@ FOLDERS = {
 
 
 def main() -> None:
-    if len(sys.argv) != 2:
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         sys.exit(__doc__)
     for name, config in FOLDERS.items():
         folder = Path(sys.argv[1], name)

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from jaxspec.checkpoint import kv_scales, packed, vision
 from jaxspec.checkpoint.check import CheckpointError, TensorInfo, check
 from jaxspec.checkpoint.find import Source, resolve
+from jaxspec.checkpoint.gguf import packing
 from jaxspec.checkpoint.gguf.file import GgufFile
 from jaxspec.checkpoint.params import THREADS, assemble, dummy
 from jaxspec.checkpoint.quantization import FORMATS, Quantization, as_stored, quantised_on_load, to_dequantise, unused
@@ -29,7 +30,7 @@ from jaxspec.config.progress import bytes_bar, took
 from jaxspec.config.request import IN_CHECKPOINTS, RequestError, SamplingParams
 from jaxspec.images.image_reader import ImageReader
 from jaxspec.models.families import MODELS
-from jaxspec.models.local import in_groups, local
+from jaxspec.models.local import by_request, in_groups, local
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.parallel import sharding
 from jaxspec.text.tokenizer import Tokenizer
@@ -126,7 +127,9 @@ def load_model(
     fp8_activations: bool = True,
     tp_size: int = 1,
     ep_size: int = 1,
+    dp_attention: bool = False,
     context_length: int | None = None,
+    deterministic: bool = False,
     load_threads: int = THREADS,
 ) -> Model:
     """Find a model, and read it onto the device.
@@ -143,13 +146,15 @@ def load_model(
     - `fp8_activations`: quantise the activations of FP8 weights, too, instead of leaving them in `dtype`.
     - `tp_size`: shard the params over so many devices. The engine runs such a model, `functional` doesn't.
     - `ep_size`: divide experts among so many groups of these devices.
+    - `dp_attention`: divide the requests of latent attention among them, not its heads.
     - `context_length`: refuse a model of fewer positions, before it is read.
+    - `deterministic`: dequantise GGUF files, since such an engine has no kernels of four bits.
     - `load_threads`: how many threads read its weights.
 
     **Raises:** `CheckpointError`, `ConfigError` or `TokenizerError`, each naming the file, key or tensor at fault.
     """
-    of = path_or_id, dtype, load_format, revision, quantization, fp8_activations, tp_size, ep_size, context_length
-    source, config, dtype, declared = _declared(*of)
+    of = path_or_id, dtype, load_format, revision, quantization, fp8_activations, tp_size, ep_size, dp_attention
+    source, config, dtype, declared = _declared(*of, context_length, deterministic)
     mesh, how = sharding.mesh_of(tp_size), kept_format(source.files, quantization)
     online, renamed = (
         quantization is not None and how is None,
@@ -165,6 +170,8 @@ def load_model(
         else:
             if (how_packed := source.files.packed) is not None:
                 log.info("%s: %s", source.name, packed.told(how_packed, dtype, quantization))
+            elif isinstance(source.files, GgufFile) and source.files.why_unpacked and packing.kernels_here():
+                log.info("%s: %s", source.name, source.files.why_unpacked)
             options = {"rename": renamed, "progress": progress, "fp8_activations": fp8_activations, "mesh": mesh}
             params = read_params(declared, source.files, source.name, dtype, threads=load_threads, **options)
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
@@ -208,11 +215,11 @@ def _no_room(name: str, declared: Any, dtype: str, told: str, tp_size: int) -> C
 def outlined(options: EngineConfig) -> Model:
     """The model that an engine's options name, without arrays and tokenizer: its params are shapes, and of a quantised
     checkpoint the formats are those that its config names. **Raises:** as `load_model`."""
-    alone = {"tp_size": 1, "ep_size": 1}
+    alone = {"tp_size": 1, "ep_size": 1, "dp_attention": False}
     source, config, dtype, declared = _declared(options.model, **_given(options) | alone, made_up=True)
     params = jax.eval_shape(partial(dummy, declared, dtype, 0))
     tower = jax.eval_shape(partial(vision.dummy, config.tower, dtype, 0)) if config.tower else None
-    how = kept_format(source.files, options.quantization)
+    how = kept_format(source.files, options.quantization, not options.deterministic)
     return Model(config, params, dtype, source.name, source.path, None, quantization=how, tower=tower)
 
 
@@ -225,12 +232,16 @@ def _declared(
     fp8_activations: bool,
     tp_size: int,
     ep_size: int,
+    dp_attention: bool,
     context_length: int | None,
+    deterministic: bool,
     made_up: bool = False,
 ) -> tuple[Source, ModelConfig, str, Any]:
     """Where a model is, its config, its dtype and its declarations. `made_up`: in a quantised checkpoint's formats."""
     source = resolve(path_or_id, revision, load_format=load_format)
     config = source.config
+    if deterministic and isinstance(source.files, GgufFile):
+        source.files.packed = source.files.quantization = None
     if config.tower and load_format != "dummy" and not vision.found(config.tower, source.files):
         config = replace(config, tower=None)  # a text model's files beside a multimodal config
     dtype = dtype or ("float32" if jax.default_backend() == "cpu" else config.dtype)
@@ -242,10 +253,13 @@ def _declared(
     sharding.mesh_of(tp_size)  # refuses more devices than there are
     try:
         config = replace(config, decoder=in_groups(config.decoder, tp_size, ep_size))
+        if dp_attention:
+            config = replace(config, decoder=by_request(config.decoder, tp_size))
         local(config.decoder, tp_size)  # refuses what can't be divided before it is read
     except ConfigError as error:
         raise ConfigError(f"{source.name}: {error}") from error
-    declared, how = MODELS[config.model_type].tensors(config.decoder), kept_format(source.files, quantization)
+    declared = MODELS[config.model_type].tensors(config.decoder)
+    how = kept_format(source.files, quantization, made_up and not deterministic)
     load_format = "dummy" if made_up else load_format
     return source, config, dtype, in_format(declared, how, quantization, load_format, fp8_activations)
 
@@ -262,7 +276,7 @@ def load_target(options: EngineConfig) -> Model:
 
 def _given(options: EngineConfig) -> dict[str, Any]:
     """The arguments that `load_model` and `_declared` have in common."""
-    names = "dtype", "load_format", "revision", "quantization", "tp_size", "ep_size"
+    names = "dtype", "load_format", "revision", "quantization", "tp_size", "ep_size", "dp_attention", "deterministic"
     return {name: getattr(options, name) for name in names} | {
         "fp8_activations": options.fp8_activations == "on",
         "context_length": None if options.allow_longer_context else options.context_length,
@@ -294,9 +308,12 @@ def in_format(
     return made
 
 
-def kept_format(files: ModelFolder | GgufFile, quantization: str | None) -> Quantization | None:
-    """How a checkpoint's weights are quantised, if they stay so: packed ones don't where FP8 is asked for."""
-    return None if files.packed is not None and quantization == "fp8" else files.quantization
+def kept_format(files: ModelFolder | GgufFile, quantization: str | None, made_up: bool = False) -> Quantization | None:
+    """How a checkpoint's weights are quantised, if they stay so (`Packed.stays`). `made_up`: on a GPU."""
+    how = files.packed_on_gpu() if made_up and isinstance(files, GgufFile) else files.packed
+    if how is None:
+        return files.quantization
+    return how.quantization if how.stays(quantization) else None
 
 
 def _sampling(generation: Mapping[str, Any], name: str) -> dict[str, float]:
@@ -397,7 +414,7 @@ def read_params(
     if how is not None:
         stored = partial(as_stored, found=found, how=how, activations=fp8_activations, where=str(files.path))
         declared = jax.tree.map(stored, declared)
-    if files.packed is not None:
+    if files.packed is not None and isinstance(files, ModelFolder):
         found = _without_zero_biases(declared, files, found, rename)
         orders = {param.order for param in jax.tree.leaves(declared)}  # of fused weights, one says it for all
         spare = {rename(f"{module}.order") for module in files.orders} - orders
@@ -419,13 +436,15 @@ def read_params(
 
 def _to_dequantise(
     declared: Any,
-    files: ModelFolder,
+    files: ModelFolder | GgufFile,
     found: Mapping[str, TensorInfo],
     rename: Callable[[str], str | None],
     mesh: Mesh | None,
 ) -> set[str]:
     """Packed weights, called as in the files, that parameters need unquantised."""
-    orders = {rename(f"{module}.order"): order for module, order in files.orders.items()}
+    orders = {}
+    if isinstance(files, ModelFolder):
+        orders = {rename(f"{module}.order"): order for module, order in files.orders.items()}
     whole = to_dequantise(jax.tree.leaves(declared), found, orders, divided=mesh is not None)
     return {name for name in files.tensors() if rename(name) in whole} if whole else set()
 

@@ -13,8 +13,7 @@ All others are dequantised while they are read: they leave as the one `weight` t
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,11 +23,11 @@ import numpy as np
 
 from jaxspec.checkpoint.check import CheckpointError, TensorInfo
 from jaxspec.checkpoint.quantization import INT4, MODELOPT, NVFP4, U8, Quantization, config_of, names, refusal
-from jaxspec.checkpoint.stored import Computed
+from jaxspec.checkpoint.stored import Computed, Shared
 from jaxspec.config.json_values import shown
 from jaxspec.models import int4, mxfp4, nvfp4
 
-AWQ, GPTQ, COMPRESSED = "awq", "gptq", "compressed-tensors"
+AWQ, GPTQ, COMPRESSED, GGUF = "awq", "gptq", "compressed-tensors", "gguf"
 BITS = (4, 8)
 # What a module's weight is stored as: what it must have, and what it may have.
 _PARTS = {
@@ -51,7 +50,7 @@ class Packed:
 
     `kind`: AWQ, GPTQ, COMPRESSED, or of NVFP4 that of compressed-tensors or MODELOPT. `group`: inputs that share a
     scale; None: all of them. `less`: what was taken from zero points before they were stored. `kept`: names of modules
-    that aren't quantised, as of `Quantization`.
+    that aren't quantised, as of `Quantization`. Of kind GGUF are files of `gguf`, which read themselves.
     """
 
     kind: str
@@ -72,6 +71,11 @@ class Packed:
             return Quantization(NVFP4, self.kept, self.group)
         stay = self.bits == 4 and (self.group is None or self.group % int4.BLOCK == 0)
         return Quantization(INT4, self.kept, self.group, self.kind in (AWQ, GPTQ)) if stay else None
+
+    def stays(self, quantization: str | None) -> bool:
+        """Whether weights stay packed with this `--quantization`: not as FP8, and those of GGUF, of which only some are
+        packed, with none."""
+        return quantization != "fp8" and (self.kind != GGUF or quantization is None)
 
     def orders(self, groups: Iterable[tuple[str, np.ndarray]]) -> dict[str, np.ndarray]:
         """By module, its inputs in the order of their groups, of the tensors that name each input's; none where that is
@@ -141,7 +145,7 @@ class Packed:
                 continue
             seen.add(module)
             own = {part: tensors[f"{module}.{part}"] for part in parts[module]}
-            weight = _Module(partial(self.made, module, own, f"{module}.weight" in dequantised))
+            weight = Shared(partial(self.made, module, own, f"{module}.weight" in dequantised))
             for part in ("weight", "weight_scale", "order"):
                 if (info := listed.get(f"{module}.{part}")) is not None:
                     size = info.nbytes + (4 if info.dtype == "F32" else 1) * math.prod(info.shape)
@@ -265,20 +269,6 @@ class Packed:
         return np.ascontiguousarray(numbers), zeros, scales, parts.get("weight_g_idx")
 
 
-class _Module:
-    """A packed weight that is made once, when the first of its tensors is read; each is given away."""
-
-    def __init__(self, make: Callable[[], dict[str, np.ndarray]]):
-        self._make, self._guard = make, threading.Lock()
-        self._made: dict[str, np.ndarray] = {}
-
-    def take(self, part: str) -> np.ndarray:
-        with self._guard:
-            if part not in self._made:
-                self._made = self._make()
-            return self._made.pop(part)
-
-
 def _times_scales(numbers: np.ndarray, zeros: np.ndarray, scales: np.ndarray, width: int) -> np.ndarray:
     """f32[out, in] of numbers of which so many inputs share a scale and a zero point; the last group may be smaller."""
     made = numbers.astype(np.float32)
@@ -384,8 +374,8 @@ def _group(size: Any, method: str, file: Path) -> int | None:
 def told(packed: Packed, dtype: str, quantization: str | None) -> str:
     """Describe for the log how the weights are used."""
     weights = "weights in NVFP4" if packed.floats else f"weights of {packed.bits} bits ({packed.kind})"
-    if quantization == "fp8":
-        return f"{weights} are dequantised and made fp8 as they are read"
+    if not packed.stays(quantization):
+        return f"{weights} are dequantised and made {quantization} as they are read"
     if packed.quantization is not None:
         return f"{weights} stay packed"
     more = "" if quantization else "; --quantization fp8, int4 or nvfp4 makes them smaller"

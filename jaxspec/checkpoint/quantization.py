@@ -252,7 +252,7 @@ def to_dequantise(
         same, in_order = all(np.array_equal(order, each[0]) for order in each), not any(map(len, each))
         by_input = divided and param.split is not None and param.split.along == "inputs"
         fits = len(stored) == len(param.sources) and len(alike) == 1 and same and param.of_matmul
-        if not fits or isinstance(param.format, Fp8) or (not in_order and (param.stacked or by_input)):
+        if not fits or param.format.quantised or (not in_order and (param.stacked or by_input)):
             out.update(stored)
     return out
 

@@ -87,6 +87,20 @@ class Computed:
     read: Callable[[], np.ndarray]
 
 
+class Shared:
+    """Tensors that are made together, once, when the first of them is read; each is given away."""
+
+    def __init__(self, make: Callable[[], dict[str, np.ndarray]]):
+        self._make, self._guard = make, threading.Lock()
+        self._made: dict[str, np.ndarray] = {}
+
+    def take(self, part: str) -> np.ndarray:
+        with self._guard:
+            if part not in self._made:
+                self._made = self._make()
+            return self._made.pop(part)
+
+
 class Readers:
     """Threads that read tensors, each a piece at a time. A context manager: at its end the files are closed."""
 

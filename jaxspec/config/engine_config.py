@@ -86,6 +86,12 @@ class EngineConfig:
     ep_size: int = option(
         1, "expert parallelism: groups of these GPUs, each with its share of the experts", "N", group=MODEL, least=1
     )
+    dp_attention: bool = option(
+        False,
+        "data-parallel attention: divide the requests of latent attention, and their KV, among these GPUs, not its "
+        "heads",
+        group=MODEL,
+    )
     dp_size: int = option(
         1, "data parallelism: engines behind one port, each a process with --tp-size GPUs", "N", group=MODEL, least=1
     )

@@ -13,7 +13,7 @@ from jaxspec.decoder.functions import normed
 from jaxspec.decoder.matmul import quantises_rows
 from jaxspec.decoder.mixings.kind import Weights
 from jaxspec.models.description import Layer, Mixture
-from jaxspec.models.weights import FourBits, Fp8, Unquantised, Weight
+from jaxspec.models.weights import FourBits, Fp8, Mxfp4, Weight
 from jaxspec.pallas.dense import few_rows
 from jaxspec.pallas.experts import expert_few
 from jaxspec.pallas.experts import router as one_router
@@ -173,8 +173,9 @@ def given_first(layer: Layer, weights: Weights, x: Float[Array, "r d"], scale: F
         return x, scale
     rows, squares = few_rows.scale_rows(x, scale, layer.norm.centred)
     mixture = isinstance(layer.feed, Mixture) and devices() == 1
-    if mixture and isinstance(weights["experts_down"].format, (Unquantised, Fp8)):
-        squares = jnp.pad(squares, ((0, max(0, x.shape[1] // expert_few.COLUMNS - len(squares))), (0, 0)))
+    blocks = x.shape[1] // expert_few.COLUMNS
+    if mixture and blocks in expert_few.BLOCKS and not isinstance(weights["experts_down"].format, Mxfp4):
+        squares = jnp.pad(squares, ((0, max(0, blocks - len(squares))), (0, 0)))
     return few_rows.Scaled(rows, squares)
 
 

@@ -7,7 +7,7 @@ usage() {
     sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$script" >&2
     exit 2
 }
-[ $# -ge 1 ] || usage
+[ $# -ge 1 ] && [ "${1#-}" = "$1" ] || usage
 cd "$(dirname "$script")/../.." || exit
 mkdir -p "$1" || exit
 out=$(cd "$1" && pwd)

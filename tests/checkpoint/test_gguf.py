@@ -6,16 +6,22 @@ import re
 from pathlib import Path
 
 import gguf
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxspec.checkpoint import CheckpointError, resolve
+from jaxspec.checkpoint import CheckpointError, outlined, resolve
+from jaxspec.checkpoint.gguf import packing
+from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
 from jaxspec.decoder.functions import rope_frequencies
+from jaxspec.engine import functional
 from jaxspec.models.description import LinearScaling, Rope
 from jaxspec.models.model_config import ModelConfig
+from jaxspec.models.weights import Int4
 from tests.checkpoint.test_checkpoint import assert_same, load
+from tests.support.sample import rare
 from tests.support.tiny import GEMMA4_ALL, random_tensors, tiny_checkpoint, tiny_config
 
 LLAMA3 = {
@@ -274,6 +280,61 @@ def test_gguf_weights_are_dequantised(tmp_path, family, quant, tolerance):
     hf = json.loads((source / "config.json").read_text())
     write_gguf(tmp_path / "m.gguf", hf, load_file(source / "model.safetensors"), gguf.GGMLQuantizationType[quant])
     assert_same(load(tmp_path / "m.gguf").params, load(source).params, tolerance)
+
+
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 1}
+
+
+@pytest.mark.parametrize("quant, error", [rare("Q4_0", 0), ("Q4_1", 2**-20)])
+def test_weights_of_four_bits_stay_packed_on_a_gpu(tmp_path, monkeypatch, caplog, quant, error):
+    """Compare with what the gguf package makes. Weights of other widths, or quantised on load, are dequantised."""
+    hf, tensors = tiny(**WIDE, num_attention_heads=4, num_key_value_heads=2)
+    write_gguf(tmp_path / "m.gguf", hf, tensors, gguf.GGMLQuantizationType[quant])
+    expected = load(tmp_path / "m.gguf").params
+    monkeypatch.setattr(packing, "kernels_here", lambda: True)
+    with caplog.at_level("INFO"):
+        model = load(tmp_path / "m.gguf")
+    assert "weights of 4 bits (gguf) stay packed" in caplog.text
+    (layer,), (whole,) = model.params["layers"], expected["layers"]
+    for name in ("qkv", "out", "gate_up", "down"):
+        assert layer[name].format == Int4(32, zeros=quant == "Q4_1")
+        got, numbers = (np.asarray(each[name].dequantised("float32")) for each in (layer, whole))
+        np.testing.assert_allclose(got, numbers, rtol=0, atol=error * np.abs(numbers).max())
+    assert_same(model.params["head"], expected["head"])
+    assert load(tmp_path / "m.gguf", quantization="int4").params["layers"][0]["qkv"].format == Int4(128)
+    assert not load(tmp_path / "m.gguf", deterministic=True).params["layers"][0]["qkv"].quantised
+    shapes = outlined(EngineConfig(model=str(tmp_path / "m.gguf"), load_format="dummy"))
+    assert shapes.params["layers"][0]["down"].format == Int4(32)
+    write_gguf(tmp_path / "m.gguf", *tiny(hidden_size=128), gguf.GGMLQuantizationType[quant])
+    with caplog.at_level("INFO"):
+        assert not load(tmp_path / "m.gguf").params["layers"][0]["down"].quantised
+    assert "not multiples of 256 and 64" in caplog.text
+
+
+@pytest.mark.parametrize("quant", ["Q4_1", "Q4_K"])
+def test_packed_groups_stand_for_the_same_weights(quant):
+    """Groups have any scale, or none: one may be constant, or next to it."""
+    kind, rng = gguf.GGMLQuantizationType[quant], np.random.default_rng(0)
+    size = gguf.GGML_QUANT_SIZES[kind][1]
+    raw = rng.integers(0, 256, (64, size), np.uint8)
+    raw[:, :4] = np.exp(rng.uniform(-9, -2, (64, 2))).astype(np.float16).view(np.uint8)
+    raw[:3, :2] = np.array([[0], [1e-7], [6e-5]], np.float16).view(np.uint8)
+    raw[3, :4] = 0
+    made, expected = packing.unpacked(raw.reshape(8, -1), kind), gguf.dequantize(raw.reshape(8, -1), kind)
+    values, scales = Int4(32, zeros=True).placed(*(jnp.asarray(made[part]) for part in ("weight", "weight_scale")))
+    got, groups = np.asarray(Int4(32, zeros=True).dequantise(values, scales)), expected.reshape(-1, 32)
+    assert (np.abs(got.reshape(-1, 32) - groups) <= 2**-11 * np.abs(groups).max(1, keepdims=True)).all()
+
+
+@pytest.mark.exhaustive  # its weights are compared above
+@pytest.mark.parametrize("quant", ["Q4_0", "Q4_1"])
+def test_logits_of_packed_weights(tmp_path, monkeypatch, quant):
+    hf, tensors = tiny(**WIDE, num_attention_heads=4, num_key_value_heads=2)
+    write_gguf(tmp_path / "m.gguf", hf, tensors, gguf.GGMLQuantizationType[quant])
+    expected = functional.logits(load(tmp_path / "m.gguf"), [list(range(1, 40))])
+    monkeypatch.setattr(packing, "kernels_here", lambda: True)
+    got = functional.logits(load(tmp_path / "m.gguf"), [list(range(1, 40))])
+    np.testing.assert_allclose(got, expected, atol=1e-3)
 
 
 def tiny(**options) -> tuple[dict, dict[str, np.ndarray]]:

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.models.weights import Int4, Nvfp4
 from jaxspec.pallas.experts import experts_mlp
 from jaxspec.pallas.experts.expert_few import ROWS, mix
 from jaxspec.pallas.experts.experts_mlp import NOBODY
 from tests.decoder.test_moe import arrays, random_case
-from tests.gpu import test_expert_fp8
+from tests.gpu import test_expert_four, test_expert_fp8, test_expert_stream
 from tests.gpu.test_expert_stream import draw
 from tests.pallas.experts import test_expert_few as cpu
 from tests.pallas.experts.test_expert_stream import MODELS, bfloat16
@@ -76,6 +77,36 @@ def test_fp8_experts_match_the_reference(model, tokens):
         for _ in range(3):
             np.testing.assert_array_equal(got, run_fp8(*case))
         assert_close(got, expected(*case), 1e-2)
+
+
+FOUR_BITS = [Int4(128), Nvfp4(), Int4(32, zeros=True)]
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 8])
+@pytest.mark.parametrize(
+    "model,kind", [*(("qwen3.5-35b-a3b", kind) for kind in FOUR_BITS), ("qwen3-30b-a3b", Int4(128))]
+)
+def test_experts_in_four_bits_match_the_reference(model, kind, tokens):
+    """The mixture takes this kernel; twice on the same data, with uniform and with lopsided routing."""
+    for seed, skew in enumerate((0.0, 0.5)):
+        case = test_expert_four.draw(model, tokens, skew, seed, kind)
+        test_expert_stream.check(case, ["expert_few"], None, experts_mlp.reference, 1e-2)
+
+
+@pytest.mark.parametrize("kind", FOUR_BITS)
+def test_small_experts_in_four_bits(kind):
+    """Hand-overs right away, over and over; a token without experts, too."""
+    for seed in range(5):
+        x, _, ids, weights = bfloat16(random_case(4, 16, 3, d=2048, f=1, seed=seed))
+        stacks, ids = [test_expert_four.four_bits(16, 2048, 256, kind)], ids.at[-1].set(NOBODY)
+        got = run_four(x, stacks, ids, weights)
+        assert not np.asarray(got[-1], np.float32).any()
+        assert_close(got, expected(x, stacks, ids, weights), 1e-2)
+
+
+@jax.jit
+def run_four(x, stacks, *rest):
+    return mix(x, stacks, *rest)
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 8])

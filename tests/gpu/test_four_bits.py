@@ -26,6 +26,20 @@ def test_products_are_those_of_the_dequantised_weight(kind, rows, inputs, output
     assert np.linalg.norm(got - expected) <= 4e-3 * np.linalg.norm(expected)
 
 
+@pytest.mark.parametrize("rows", [1, 8, 32, 128, 512])
+@pytest.mark.parametrize("kind", [Int4(32, zeros=True), Int4(128, zeros=True)], ids=str)
+def test_zero_points_need_not_be_whole(kind, rows):
+    """GGUF has such. The rows' mean isn't zero, so rounded zero points would add up."""
+    weight, _ = drawn(kind, 1024, 512, np.float32)
+    points = np.random.default_rng(0).uniform(-3, 19, (len(weight.scales) // 2, 512))
+    points[0] = -3e4  # a group whose numbers are next to alike
+    weight = weight.replace(scales=weight.scales.at[1::2].set(points).at[0].multiply(1e-4))
+    x = 1 + jax.random.normal(jax.random.key(rows), (rows, 1024), jnp.bfloat16)
+    got = np.asarray(project(x, weight, jnp.array([rows])), np.float64)
+    expected = np.asarray(x, np.float64) @ np.asarray(weight.dequantised(jnp.float32), np.float64)
+    assert np.linalg.norm(got - expected) <= 4e-3 * np.linalg.norm(expected)
+
+
 @pytest.mark.parametrize("rows", [1, 32, 70])
 @pytest.mark.parametrize("kind", [Int4(128), Nvfp4()], ids=str)
 def test_a_heads_logits_are_not_rounded(kind, rows):

@@ -75,6 +75,7 @@ def plain():
     return text
 
 
+@pytest.mark.exhaustive  # its placeholder is in tests/images/test_chats.py, its pictures in tests/engine
 def test_a_chat_with_gemmas_pictures_gives_the_text_of_their_tokens():
     llm = LLM(str(seeing_checkpoint("gemma3")), "ngram", num_draft_tokens=3, **OPTIONS)
     model, params = llm.engine.runner.model, SamplingParams(temperature=0, max_tokens=LONG, logprobs=0)

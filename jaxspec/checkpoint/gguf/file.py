@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,10 +20,13 @@ import numpy as np
 
 from jaxspec.checkpoint import pooling
 from jaxspec.checkpoint.check import CheckpointError, TensorInfo
+from jaxspec.checkpoint.gguf import packing
 from jaxspec.checkpoint.gguf import tokenizer as gguf_tokenizer
 from jaxspec.checkpoint.gguf.header import GgufTensor, read_header
+from jaxspec.checkpoint.packed import GGUF, Packed
 from jaxspec.checkpoint.pooling import Pooling
-from jaxspec.checkpoint.stored import Computed, Stored
+from jaxspec.checkpoint.quantization import beside
+from jaxspec.checkpoint.stored import Computed, Shared, Stored
 from jaxspec.config.json_values import shown
 from jaxspec.config.options import ConfigError
 from jaxspec.decoder.functions import rope_frequencies
@@ -195,7 +198,9 @@ class GgufFile:
             self.config = self._read_config()
         except ConfigError as error:
             raise ConfigError(f"{path}: its metadata, under a config.json's names: {error}") from error
-        self.quantization = self.packed = None  # dequantised as it is read
+        self._four, self.why_unpacked = packing.fitting(dict(self._named()))
+        self.packed = self.packed_on_gpu() if packing.kernels_here() else None
+        self.quantization = self.packed and self.packed.quantization
         self.generation: dict[str, Any] = {}  # newer files may say how to sample; that is not read
 
     @property
@@ -203,27 +208,50 @@ class GgufFile:
         """How the model makes scores, by its name: a file says nothing of pooling."""
         return pooling.read(self.path, {}, self.path.name)
 
-    def tensors(self) -> dict[str, TensorInfo]:
-        """Tensors that the header lists, under Hugging Face names; a name with no counterpart there stays as it is."""
-        listed = {name: TensorInfo(tensor.shape, tensor.nbytes) for name, tensor in self._named()}
+    def packed_on_gpu(self) -> Packed | None:
+        """How weights are packed on a GPU; None if they are all dequantised, as on a CPU."""
+        if not self._four:
+            return None
+        others = (name.removesuffix(".weight") for name, _ in self._named() if name not in self._four)
+        return Packed(GGUF, 4, packing.GROUP, kept=tuple(others))
+
+    def tensors(self, dequantised: Container[str] = ()) -> dict[str, TensorInfo]:
+        """Tensors that the header lists, under Hugging Face names; a name with no counterpart there stays as it is.
+        Weights that stay in four bits have `checkpoint.packed`'s; those in `dequantised` don't stay so."""
+        listed = {}
+        for name, tensor in self._named():
+            if not self._stays(name, dequantised):
+                listed[name] = TensorInfo(tensor.shape, tensor.nbytes)
+                continue
+            listed |= packing.listed(name, tensor)
         for name, parts in self._alternating():
             count, outputs, *inputs = parts[0].shape
             shape = (count, *inputs, len(parts) * outputs)
             listed[name] = TensorInfo(shape, sum(part.nbytes for part in parts))
         return listed
 
-    def stored(self) -> dict[str, Computed]:
-        """Every tensor, in the file's order, dequantised to float32 when it is read.
+    def stored(self, dequantised: Container[str] = ()) -> dict[str, Computed]:
+        """Every tensor of `tensors`, in the file's order. Those that don't stay packed are dequantised to float32 when
+        they are read.
 
         **Raises:** then `CheckpointError` for a type that the gguf package can't dequantise.
         """
         found = {}
         for name, tensor in sorted(self._named(), key=lambda each: each[1].offset):
+            if self._stays(name, dequantised):
+                weight = Shared(partial(self._packed, tensor))
+                for part in ("weight", "weight_scale"):
+                    found[beside(name, part)] = Computed(2 * tensor.nbytes, partial(weight.take, part))
+                continue
             found[name] = Computed(tensor.nbytes + 4 * math.prod(tensor.shape), partial(self._values, tensor))
         for name, parts in self._alternating():
             size = sum(part.nbytes + 8 * math.prod(part.shape) for part in parts)
             found[name] = Computed(size, partial(self._alternated, parts))
         return found
+
+    def _stays(self, name: str, dequantised: Container[str]) -> bool:
+        """Whether a tensor is listed, and read, in four bits."""
+        return self.packed is not None and name in self._four and name not in dequantised
 
     def _alternating(self) -> Iterator[tuple[str, list[GgufTensor]]]:
         """Tensors that are made of several of the file's, by their Hugging Face names."""
@@ -252,11 +280,18 @@ class GgufFile:
             for i in range(count):
                 yield named.format(i), dataclasses.replace(each, offset=tensor.offset + i * each.nbytes)
 
-    def _values(self, tensor: GgufTensor) -> np.ndarray:
-        values = self._dequantize(tensor)
+    def _packed(self, tensor: GgufTensor) -> dict[str, np.ndarray]:
+        made = packing.unpacked(self._read(tensor), tensor.type)
+        return {part: self._ordered(tensor, rows) for part, rows in made.items()}
+
+    def _ordered(self, tensor: GgufTensor, rows: np.ndarray) -> np.ndarray:
+        """A tensor's rows, those of q and k in the order of the checkpoint."""
         if self._stored.interleaved and (match := re.fullmatch(r"blk\.\d+\.attn_([qk])\..*", tensor.name)):
-            heads = self.config.num_heads if match[1] == "q" else self.config.num_kv_heads
-            values = _half_split(values, heads)
+            return _half_split(rows, self.config.num_heads if match[1] == "q" else self.config.num_kv_heads)
+        return rows
+
+    def _values(self, tensor: GgufTensor) -> np.ndarray:
+        values = self._ordered(tensor, self._dequantize(tensor))
         if self._stored.centred and tensor.name.endswith("norm.weight"):
             values = values - 1
         return values
@@ -285,10 +320,12 @@ class GgufFile:
             if name != _ROPE_FACTORS and layer(name) < self.config.num_layers
         }
 
+    def _read(self, tensor: GgufTensor) -> np.ndarray:
+        return Stored(self.path, tensor.offset, tensor.byte_shape, np.dtype(np.uint8)).read()
+
     def _dequantize(self, tensor: GgufTensor) -> np.ndarray:
-        stored = Stored(self.path, tensor.offset, tensor.byte_shape, np.dtype(np.uint8)).read()
         try:
-            return gguf.dequantize(stored, tensor.type)
+            return gguf.dequantize(self._read(tensor), tensor.type)
         except (NotImplementedError, ValueError) as error:
             raise CheckpointError(f"{self.path}: tensor {tensor.name} is {tensor.type.name}: {error}") from error
 

@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.models.fp8 import BLOCK
 from jaxspec.pallas.dense import scaled, tiles, wide
+from jaxspec.pallas.dense.fp8_rows import weight_supported
 from jaxspec.pallas.dense.tiles import STEP, UNIT, Block, Hands, Tiling
 from jaxspec.pallas.dense.weight_stream import MAX_ROWS
 from jaxspec.pallas.dense.wide import MOST
@@ -34,7 +35,6 @@ SIZES = {
     (128, 128): 31.0, (160, 128): 38.0, (192, 128): 40.0, (256, 128): 48.0,
     (128, 192): 44.5, (160, 192): 63.0, (192, 192): 66.0,
 }  # fmt: skip
-MIN_UNIT = 32  # outputs that share a scale: a group of gate and up has two of these
 _i32, _f32 = jnp.int32, jnp.float32
 
 
@@ -47,13 +47,7 @@ def supported(rows: int, dtype: Any, block: int | None, outputs: int, inputs: in
         return f"rows in {jnp.dtype(dtype).name}; supported: bfloat16"
     if not MAX_ROWS < rows <= MOST:
         return f"{rows} rows; supported: more than {MAX_ROWS}, up to {MOST}"
-    if block not in (None, BLOCK):
-        return f"scales for {block} inputs each; supported: {BLOCK}, and all of them"
-    if block and (unit < MIN_UNIT or (unit % UNIT and UNIT % unit)):
-        return f"scales for {unit} outputs; supported: {MIN_UNIT}, and multiples of {UNIT}"
-    if inputs % BLOCK or outputs % UNIT:
-        return f"a weight of {inputs} x {outputs}, not multiples of {BLOCK} and {UNIT}"
-    return None
+    return weight_supported(block or BLOCK, outputs, inputs, unit if block else UNIT)
 
 
 def tiling_of(rows: int, outputs: int) -> Tiling:

@@ -30,18 +30,12 @@ from jaxtyping import Array, Float
 from jaxspec.models.weights import Weight
 from jaxspec.pallas.dense.few_rows import cluster
 from jaxspec.pallas.experts.expert_stream import SOURCE, TARGET, Items
-from jaxspec.pallas.experts.expert_tile import TILE, Tile, each_stage, one_launch
+from jaxspec.pallas.experts.expert_tile import MAX_ROWS, TILE, TURNS_ROWS, Stage, Tile, each_stage, one_launch
 from jaxspec.pallas.experts.four_loaders import Loader, loader_of
 from jaxspec.pallas.hopper import MULTIPROCESSORS
 from jaxspec.pallas.hopper.export import lower_once
 
-MAX_ROWS = 64  # of an item
-HEIGHTS = (8, 16, 32, 64)  # rows that a block multiplies
 TURNS = 2  # sums of each group: one of even turns, one of odd ones
-TURNS_ROWS = 8  # of items whose blocks have two warpgroups, and the larger pieces
-FEW_ROWS = 32  # up to these, three blocks of one warpgroup share a multiprocessor; else two do
-SHARED_BYTES = 228 * 1024  # of a multiprocessor
-RESERVED = 2 * 1024  # of a block, for its barriers and the driver
 SPLIT_UNITS = 2 * MULTIPROCESSORS  # tiles of items; with so few, some multiprocessors have twice the work of others
 _i32, _f32 = jnp.int32, jnp.float32
 
@@ -92,7 +86,7 @@ def mix(
 @lower_once("expert_four", "gating")
 def _mix(rows, parts, items, *, gating, interpret):
     stages = [
-        Stage.of(name, source, stacks, items)
+        FourStage.of(name, source, stacks, items)
         for name, source, stacks in zip(("up", "down"), (SOURCE, TARGET), parts, strict=True)
     ]
     few = items.rows <= TURNS_ROWS and items.most * max(stage.tiles for stage in stages) <= SPLIT_UNITS
@@ -106,27 +100,16 @@ def _mix(rows, parts, items, *, gating, interpret):
 
 
 @dataclass(frozen=True)
-class Stage:
-    """One of the two stages. Column `source` of the items has the first of their rows.
+class FourStage(Stage):
+    """`further`: names of a stack's arrays after values and scales. `split`: the two sums of items of few rows are made
+    by the two blocks of a cluster, rather than by two warpgroups of one block."""
 
-    `width`: columns of its result. `stacks`: how many experts each stack has. `rows`: of an item, at most. `further`:
-    names of a stack's arrays after values and scales. `split`: the two sums of items of few rows are made by the two
-    blocks of a cluster, rather than by two warpgroups of one block. `alone`: as in `Items`.
-    """
-
-    name: str
-    source: int
-    inputs: int
-    width: int
-    stacks: tuple[int, ...]
-    rows: int
     loader: Loader
     further: tuple[str, ...] = ()
     split: bool = False
-    alone: int = 0
 
     @classmethod
-    def of(cls, name: str, source: int, stacks: list[tuple[Weight, ...]], items: Items) -> Stage:
+    def of(cls, name: str, source: int, stacks: list[tuple[Weight, ...]], items: Items) -> FourStage:
         """The stage of these stacks, a weight and perhaps its bias each."""
         weight, *bias = stacks[0]
         further = ("factors",) * (weight.factors is not None) + ("bias",) * len(bias)
@@ -139,13 +122,7 @@ class Stage:
 
     @property
     def groups(self) -> int:
-        """Groups of `TILE` rows of weights that a block multiplies: gate's and up's, or neighbours of `down`."""
         return 2 if self.name == "up" or self.width % (2 * TILE) == 0 else 1
-
-    @property
-    def parts(self) -> int:
-        """Groups of `TILE` columns of the result that a block makes."""
-        return 1 if self.name == "up" else self.groups
 
     @property
     def lead(self) -> int:
@@ -156,14 +133,6 @@ class Stage:
     def sent(self) -> cluster.Sums:
         """Sizes of the sums that the second block of a cluster sends to the first."""
         return cluster.Sums(self.groups, self.rows)
-
-    @property
-    def tiles(self) -> int:
-        return self.width // (self.parts * TILE)
-
-    @property
-    def steps(self) -> int:
-        return self.inputs // self.piece
 
     @property
     def turns(self) -> int:
@@ -185,10 +154,7 @@ class Stage:
 
     @property
     def blocks_per_multiprocessor(self) -> int:
-        """Thread blocks that share a multiprocessor."""
-        if self.split:
-            return 4
-        return 3 if self.warpgroups == 1 and self.rows <= FEW_ROWS else 2
+        return 4 if self.split else super().blocks_per_multiprocessor
 
     @property
     def scales(self) -> tuple[int, ...]:
@@ -199,21 +165,11 @@ class Stage:
     def slots(self) -> int:
         """Slots of the ring; each warpgroup has an equal number of them."""
         results = 2 * self.parts * self.rows * TILE + self.shared * 4 * self.groups * TILE * self.rows
-        room = SHARED_BYTES // self.blocks_per_multiprocessor - RESERVED - results
         scales = math.prod(self.scales) * jnp.dtype(self.loader.dtype).itemsize
         slot = self.groups * TILE * self.piece // 2 + scales + 2 * self.piece * self.rows
-        each = room // slot // self.warpgroups
+        each = (self.room - results) // slot // self.warpgroups
         most = -(-self.steps // (TURNS if self.shared else 1))
         return self.warpgroups * min(most, max(2, each))
-
-    @property
-    def heights(self) -> list[int]:
-        """Row counts that blocks multiply, each in a loop of its own. Few items have less than a fourth of `rows`."""
-        return [height for height in HEIGHTS if self.rows // 4 <= height <= self.rows]
-
-    def group(self, tile: Array, group: int) -> Array:
-        """The group of the expert's weight rows that is a block's first or second."""
-        return tile + group * self.tiles if self.name == "up" else tile * self.groups + group
 
     def operands(self, stack: tuple[Weight, ...]) -> list[Array]:
         """A stack's values and scales, outputs in parts (`lead`) so that one copy loads those of all groups; factors

@@ -30,16 +30,10 @@ from jaxspec.models.fp8 import BLOCK
 from jaxspec.models.weights import Weight
 from jaxspec.pallas.dense import upcast
 from jaxspec.pallas.experts.expert_stream import SOURCE, TARGET, Items
-from jaxspec.pallas.experts.expert_tile import TILE, Tile, each_stage, one_launch
+from jaxspec.pallas.experts.expert_tile import MAX_ROWS, TILE, TURNS_ROWS, Stage, Tile, each_stage, one_launch
 from jaxspec.pallas.hopper.export import lower_once
 
 GROUPS = 2  # of a block: gate's and up's, or neighbours of `down`
-MAX_ROWS = 64  # of an item: with more, there are no registers for sums of both groups
-HEIGHTS = (8, 16, 32, 64)  # rows that a block multiplies
-TURNS_ROWS = 8  # of items whose blocks have two warpgroups
-FEW_ROWS = 32  # up to these, three blocks of one warpgroup share a multiprocessor; else two do
-SHARED_BYTES = 228 * 1024  # of a multiprocessor
-RESERVED = 2 * 1024  # of a block, for its barriers and the driver
 _i32, _f32 = jnp.int32, jnp.float32
 
 
@@ -86,7 +80,7 @@ def _mix(rows, parts, items, *, interpret):
     stages = []
     for name, source, weights in zip(("up", "down"), (SOURCE, TARGET), parts, strict=True):
         shapes = [values.shape for values, _ in weights]
-        stages.append(Stage.of(name, source, shapes, weights[0][1].shape, items.rows, items.alone))
+        stages.append(Fp8Stage.of(name, source, shapes, weights[0][1].shape, items.rows, items.alone))
     if one_launch(stages, items, interpret):
         return _launch(stages, rows, parts, items, interpret)[-1]
     for stage, weights in zip(stages, parts, strict=True):
@@ -95,69 +89,30 @@ def _mix(rows, parts, items, *, interpret):
 
 
 @dataclass(frozen=True)
-class Stage:
-    """One of the two stages. Column `source` of the items has the first of their rows.
+class Fp8Stage(Stage):
+    """`unit`: outputs that share a scale."""
 
-    `width`: columns of its result. `unit`: outputs that share a scale. `stacks`: how many experts each stack has.
-    `rows`: of an item, at most. `alone`: as in `Items`.
-    """
-
-    name: str
-    source: int
-    inputs: int
-    width: int
     unit: int
-    stacks: tuple[int, ...]
-    rows: int
-    alone: int = 0
     piece = BLOCK
     groups = GROUPS
 
     @classmethod
-    def of(cls, name: str, source: int, shapes: list[tuple], scales: tuple, rows: int, alone: int = 0) -> Stage:
+    def of(cls, name: str, source: int, shapes: list[tuple], scales: tuple, rows: int, alone: int = 0) -> Fp8Stage:
         _, outputs, inputs = shapes[0]
         width = outputs // GROUPS if name == "up" else outputs
         unit, stacks = outputs // scales[1], tuple(shape[0] for shape in shapes)
-        return cls(name, source, inputs, width, unit, stacks, rows, alone)
-
-    @property
-    def parts(self) -> int:
-        """Groups of `TILE` columns of the result that a block makes."""
-        return 1 if self.name == "up" else GROUPS
-
-    @property
-    def tiles(self) -> int:
-        return self.width // (self.parts * TILE)
-
-    @property
-    def steps(self) -> int:
-        return self.inputs // BLOCK
+        return cls(name, source, inputs, width, stacks, rows, unit, alone=alone)
 
     @property
     def warpgroups(self) -> int:
         return 2 if self.rows <= TURNS_ROWS else 1
 
     @property
-    def blocks_per_multiprocessor(self) -> int:
-        """Thread blocks that share a multiprocessor."""
-        return 3 if self.warpgroups == 1 and self.rows <= FEW_ROWS else 2
-
-    @property
     def slots(self) -> int:
         """Slots of the ring; each warpgroup has an equal number of them."""
         results = 2 * GROUPS * self.rows * TILE + (self.warpgroups - 1) * 4 * GROUPS * TILE * self.rows
-        room = SHARED_BYTES // self.blocks_per_multiprocessor - RESERVED - results
-        each = room // (BLOCK * (GROUPS * TILE + 2 * self.rows)) // self.warpgroups
+        each = (self.room - results) // (BLOCK * (GROUPS * TILE + 2 * self.rows)) // self.warpgroups
         return self.warpgroups * min(-(-self.steps // self.warpgroups), max(2, each))
-
-    @property
-    def heights(self) -> list[int]:
-        """Row counts that blocks multiply, each in a loop of its own. Few items have less than a fourth of `rows`."""
-        return [height for height in HEIGHTS if self.rows // 4 <= height <= self.rows]
-
-    def group(self, tile: Array, group: int) -> Array:
-        """The group of the expert's weight rows that is a block's first or second."""
-        return tile + group * (self.width // TILE) if self.name == "up" else tile * GROUPS + group
 
 
 def _launch(stages, rows, weights, items, interpret):

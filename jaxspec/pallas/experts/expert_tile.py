@@ -8,6 +8,7 @@ how weights are fetched and multiplied.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,8 +21,64 @@ from jaxspec.pallas.experts.expert_stream import ALIGN, COUNT, EXPERT, ROW_BLOCK
 from jaxspec.pallas.hopper import WGMMA_ROWS
 
 TILE = WGMMA_ROWS  # rows of weights in a group
+MAX_ROWS = 64  # of an item: with more, there are no registers for sums of both groups
+HEIGHTS = (8, 16, 32, 64)  # rows that a block multiplies
+TURNS_ROWS = 8  # of items whose blocks have two warpgroups
+FEW_ROWS = 32  # up to these, three blocks of one warpgroup share a multiprocessor; else two do
+SHARED_BYTES = 228 * 1024  # of a multiprocessor
+RESERVED = 2 * 1024  # of a block, for its barriers and the driver
 PROMPT_ROWS = 64  # of an expert on average; with more, two launches take no longer, or less
 _i32 = jnp.int32
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One of the two stages. Column `source` of the items has the first of their rows.
+
+    `width`: columns of its result. `stacks`: how many experts each stack has. `rows`: of an item, at most. `alone`: as
+    in `Items`. A format says how many inputs a `piece` has, how many `groups` of `TILE` rows of weights a block
+    multiplies (gate's and up's, or neighbours of `down`), and how many `warpgroups` a block has.
+    """
+
+    name: str
+    source: int
+    inputs: int
+    width: int
+    stacks: tuple[int, ...]
+    rows: int
+    alone: int = field(default=0, kw_only=True)
+
+    @property
+    def parts(self) -> int:
+        """Groups of `TILE` columns of the result that a block makes."""
+        return 1 if self.name == "up" else self.groups
+
+    @property
+    def tiles(self) -> int:
+        return self.width // (self.parts * TILE)
+
+    @property
+    def steps(self) -> int:
+        return self.inputs // self.piece
+
+    @property
+    def blocks_per_multiprocessor(self) -> int:
+        """Thread blocks that share a multiprocessor."""
+        return 3 if self.warpgroups == 1 and self.rows <= FEW_ROWS else 2
+
+    @property
+    def room(self) -> int:
+        """Bytes of shared memory of a block."""
+        return SHARED_BYTES // self.blocks_per_multiprocessor - RESERVED
+
+    @property
+    def heights(self) -> list[int]:
+        """Row counts that blocks multiply, each in a loop of its own. Few items have less than a fourth of `rows`."""
+        return [height for height in HEIGHTS if self.rows // 4 <= height <= self.rows]
+
+    def group(self, tile: Any, group: int) -> Any:
+        """The group of the expert's weight rows that is a block's first or second."""
+        return tile + group * self.tiles if self.name == "up" else tile * self.groups + group
 
 
 def one_launch(stages: list[Any], items: Items, interpret: Any) -> bool:

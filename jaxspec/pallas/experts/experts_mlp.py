@@ -5,8 +5,8 @@ bulk copy can start), and are cut into items of at most n rows, which go through
 proportional to the pairs, never to tokens times experts, and only chosen experts' weights are read.
 
 Up to 128 tokens, a kernel makes that plan and gathers the rows (`expert_plan`); few tokens' sums are added up for the
-norm after them (`expert_add`), and there one token alone needs no plan. Up to eight tokens, unquantised and FP8 weights
-are multiplied by `expert_few`, which needs no items. Otherwise `expert_stream` multiplies unquantised weights,
+norm after them (`expert_add`), and there one token alone needs no plan. Up to eight tokens `expert_few` multiplies all
+but MXFP4 in models 2,048 wide, and needs no items. Otherwise `expert_stream` multiplies unquantised weights,
 `expert_fp8` FP8 ones, and `expert_four` those of four bits, and XLA all others, item by item.
 """
 
@@ -197,6 +197,11 @@ def _few_fp8_refused(call: Call) -> str | None:
     return _fp8_refused(call) or _rows_refused(call, call.fp8)
 
 
+def _few_four_refused(call: Call) -> str | None:
+    reason = _not_in(FourBits, call) or _beyond_kernels(call)
+    return reason or _rows_refused(call, call.stacks)
+
+
 def _rows_refused(call: Call, stacks: list[expert_few.Stack]) -> str | None:
     rows, width = len(call.x if call.residual is None else call.residual), call.x.shape[1]
     reason = expert_few.supported(rows, call.each, call.x.dtype, stacks)
@@ -255,6 +260,7 @@ _REFERENCE = ExpertKernel(lambda call, rows, items: reference(rows, call.stacks,
 EXPERTS = (
     Implementation("expert_few", HOPPER, _few_refused, lambda call: _few(call, call.arrays)),
     Implementation("expert_few_fp8", HOPPER, _few_fp8_refused, lambda call: _few(call, call.fp8)),
+    Implementation("expert_few_four", HOPPER, _few_four_refused, lambda call: _few(call, call.stacks)),
     Implementation("expert_four", HOPPER, _four_refused, _FOUR.mix),
     Implementation("expert_fp8", HOPPER, _fp8_refused, _FP8.mix),
     Implementation("expert_stream", HOPPER, _stream_refused, _STREAM.mix),

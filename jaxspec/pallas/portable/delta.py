@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas import hopper, portable
+from jaxspec.pallas.recurrence.delta_pool import DeltaPool
 
 ROWS = 32  # of a state that a program has
 STATES = (jnp.float32, jnp.bfloat16)
@@ -44,10 +45,7 @@ def scan_supported(states: Any, dtype: Any) -> str | None:
 
 
 def step(
-    state: Float[Array, "l r n v k"],
-    keys: Float[Array, "l r q m k"],
-    updates: Float[Array, "l r q n v"],
-    decays: Float[Array, "l r n w *k"],
+    pool: DeltaPool,
     layer: Int[Array, ""],
     slots: Int[Array, " b"],
     replay: Int[Array, " b"],
@@ -57,20 +55,20 @@ def step(
     decay: Float[Array, "b t n *k"],
     beta: Float[Array, "b t n"] | None,
     interpret: bool = False,
-) -> tuple[Float[Array, "b t n v"], tuple[Array, Array, Array, Array]]:
+) -> tuple[Float[Array, "b t n v"], DeltaPool]:
     """Run t new rows of each slot as `gated_delta.step` does; without `beta` as `accumulate.step`, v being updates.
 
-    Returns what they read, in v's dtype, and the pool's four arrays after them.
+    Returns what they read, in v's dtype, and the pool after them.
     """
     hopper.count("portable_delta_step")
     t = q.shape[1]
     gates = [gate.astype(jnp.float32) for gate in (decay, beta) if gate is not None]
-    given = state, keys, updates, decays, layer.reshape(1), slots, replay, q, k, v, *gates
+    given = *jax.tree.leaves(pool), layer.reshape(1), slots, replay, q, k, v, *gates
     state, out, new = _step(*given, interpret=interpret)
-    keys = keys.at[layer, slots, :t].set(k)
-    updates = updates.at[layer, slots, :t].set(new)
-    decays = decays.at[layer, slots, :, :t].set(gates[0].swapaxes(1, 2))
-    return out, (state, keys, updates, decays)
+    keys = pool.keys.at[layer, slots, :t].set(k)
+    updates = pool.updates.at[layer, slots, :t].set(new)
+    decays = pool.decay.at[layer, slots, :, :t].set(gates[0].swapaxes(1, 2))
+    return out, DeltaPool(state, keys, updates, decays)
 
 
 @partial(jax.jit, static_argnames="interpret")

@@ -16,7 +16,6 @@ from jaxtyping import Array, Float
 
 from jaxspec.models.fp8 import BLOCK, E4M3
 from jaxspec.pallas import hopper, portable
-from jaxspec.pallas.portable.experts import put, rows_of, times
 
 MAX_ROWS, LEAST_ROWS = 128, 16
 OUTPUTS = 64  # of a program
@@ -60,36 +59,43 @@ def product(
     """x @ (values * scales)', in float32: `fp8.dequantise` in blocks of 128 inputs."""
     hopper.count("portable_fp8")
     parts = portable.parts_of(x.shape[1] // BLOCK, len(values) // OUTPUTS)
-    return _product(x, bits(values), scales, parts=parts, interpret=interpret)
+    return _product(x, bits(values), scales, parts=parts, interpret=interpret).sum(0)
 
 
 @partial(jax.jit, static_argnames=("parts", "interpret"))
 def _product(x, values, scales, *, parts, interpret):
     (r, k), n = x.shape, len(values)
     tile = max(LEAST_ROWS, 1 << (r - 1).bit_length())
-    out = pl.pallas_call(
+    return pl.pallas_call(
         partial(_part, tile, k // BLOCK // parts, n // len(scales)),
-        out_shape=jax.ShapeDtypeStruct((parts * r, n), jnp.float32),
+        out_shape=jax.ShapeDtypeStruct((parts, r, n), jnp.float32),
         grid=(n // OUTPUTS, parts),
         compiler_params=portable.triton().CompilerParams(num_warps=4, num_stages=3),
         interpret=interpret,
         name="portable_fp8",
     )(x, values, scales)
-    return out.reshape(parts, r, n).sum(0)
 
 
 def _part(tile, blocks, unit, x_ref, values_ref, scales_ref, out_ref):
     """Compute some outputs from a part of the inputs."""
     first, part = pl.program_id(0) * OUTPUTS, pl.program_id(1)
     row, output = jnp.arange(tile, dtype=jnp.int32), first + jnp.arange(OUTPUTS, dtype=jnp.int32)
-    valid = row < x_ref.shape[0]
+    valid = jnp.broadcast_to((row < x_ref.shape[0])[:, None], (tile, BLOCK))
 
     def body(i, total):
         block = part * blocks + i
-        rows = rows_of(x_ref, row, valid, block * BLOCK, BLOCK)
+        at = jnp.broadcast_to(block * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)[None], valid.shape)
+        rows = portable.triton().load(x_ref.at[jnp.broadcast_to(row[:, None], valid.shape), at], mask=valid, other=0.0)
         weight = numbers(values_ref[pl.ds(first, OUTPUTS), pl.ds(block * BLOCK, BLOCK)], rows.dtype)
         scale = scales_ref[lax.div(output, jnp.int32(unit)), jnp.full_like(output, 1) * block]
-        return total + times(rows, weight) * scale[None]
+        dots = lax.dot_general(rows, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        return total + dots * scale[None]
 
     total = lax.fori_loop(0, blocks, body, jnp.zeros((tile, OUTPUTS), jnp.float32))
-    put(out_ref, part * x_ref.shape[0] + row, valid, first, total)
+    shape = total.shape
+    at = out_ref.at[
+        jnp.full(shape, 1, jnp.int32) * part,
+        jnp.broadcast_to(row[:, None], shape),
+        jnp.broadcast_to(output[None], shape),
+    ]
+    portable.triton().store(at, total, mask=jnp.broadcast_to((row < x_ref.shape[0])[:, None], shape))

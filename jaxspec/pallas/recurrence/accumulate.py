@@ -42,8 +42,7 @@ def reference_step(pool, layer, slots, replay, q, k, u, decay) -> tuple[Array, D
 
 
 def _portable_step(pool, layer, slots, replay, q, k, u, decay) -> tuple[Array, DeltaPool]:
-    out, arrays = portable_delta.step(*pool.arrays, layer, slots, replay, q, k, u, decay, None)
-    return out, DeltaPool(*arrays)
+    return portable_delta.step(pool, layer, slots, replay, q, k, u, decay, None)
 
 
 def _step_refuses(pool, layer, slots, replay, q, k, u, decay) -> str | None:

@@ -53,10 +53,6 @@ class DeltaPool:
             decay=self.decay.at[layer, slots, :, :t].set(decay.swapaxes(1, 2)),
         )
 
-    @property
-    def arrays(self) -> tuple[Array, Array, Array, Array]:
-        return self.state, self.keys, self.updates, self.decay
-
     def replayed(
         self, layer: Int[Array, ""], slots: Int[Array, " b"], replay: Int[Array, " b"]
     ) -> Float[Array, "b n v k"]:

@@ -48,6 +48,7 @@ from jaxspec.pallas.recurrence.delta_plan import (
     operands_supported,
     scratch_of,
 )
+from jaxspec.pallas.recurrence.delta_pool import DeltaPool
 from jaxspec.pallas.recurrence.float32_products import product
 from jaxspec.pallas.recurrence.gates_and_norm import Around
 
@@ -68,10 +69,7 @@ def supported(q_shape: tuple[int, ...], v_shape: tuple[int, ...], rows: int, sta
 
 
 def delta_step(
-    state: Float[Array, "l r n v k"],
-    keys: Float[Array, "l r s m k"],
-    updates: Float[Array, "l r s n v"],
-    decays: Float[Array, "l r n w"],
+    pool: DeltaPool,
     layer: Int[Array, ""],
     slots: Int[Array, " b"],
     replay: Int[Array, " b"],
@@ -85,10 +83,10 @@ def delta_step(
     division: Division | None = None,
     padded_rows: int | None = None,
     fixed: bool = False,
-) -> tuple[Float[Array, "b r n v"], tuple[Array, Array, Array, Array]]:
-    """Run `gated_delta.step` on the arrays of a pool; returns what the rows read, in bfloat16, and the updated arrays.
+) -> tuple[Float[Array, "b r n v"], DeltaPool]:
+    """Run `gated_delta.step`; returns what the rows read, in bfloat16, and the updated pool.
 
-    `q`, `k`, `v` and `keys` are bfloat16, the rest float32, but for `state`, which may be bfloat16. `interpret`: as in
+    `q`, `k`, `v` and the pool's keys are bfloat16, the rest float32, but states may be bfloat16. `interpret`: as in
     `plgpu.kernel`. `division`: by default, the one that keeps all multiprocessors busy. `padded_rows`: as in
     `gated_delta.step`; nothing is written to the padding rows from t on. `gates` are decay and beta; or none, if there
     is `around`, with the `eps` of its norm: then the results are normed and gated (`delta_around`). `fixed`: the bits
@@ -97,9 +95,9 @@ def delta_step(
 
     **Raises:** `ValueError` if `supported` has a reason against it.
     """
-    if reason := supported(q.shape, v.shape, keys.shape[2], state.dtype, q.dtype, k.dtype, keys.dtype, v.dtype):
+    dtypes = pool.state.dtype, q.dtype, k.dtype, pool.keys.dtype, v.dtype
+    if reason := supported(q.shape, v.shape, pool.keys.shape[2], *dtypes):
         raise ValueError(f"delta_step doesn't support {reason}")
-    pool = state, keys, updates, decays
     return _step(
         pool,
         layer,
@@ -121,13 +119,13 @@ def delta_step(
 def _step(pool, layer, slots, replay, q, k, v, gates, *, eps, interpret, division, padded_rows, fixed):
     b, t, n, _ = v.shape
     m = q.shape[2]
-    rows, dtype = pool[1].shape[2], pool[0].dtype
+    rows, dtype = pool.keys.shape[2], pool.state.dtype
     around = isinstance(gates, Around)
     division = division or division_of(b * m, n // m, t, rows, dtype, around)
     if fixed:  # a row's sums are over all columns
         division = replace(division, stages=max(1, division.stages // 2), columns=WIDTH)
     plan = Plan(b, t, rows, m, n // m, dtype, division, bool(interpret), eps if around else None, fixed)
-    refs = [jax.new_ref(x) for x in pool]
+    refs = [jax.new_ref(x) for x in jax.tree.leaves(pool)]
     out = plgpu.kernel(
         partial(_block, plan),
         kernel_name="delta_step",
@@ -141,7 +139,7 @@ def _step(pool, layer, slots, replay, q, k, v, gates, *, eps, interpret, divisio
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
         interpret=interpret,
     )(layer.reshape(1), slots, replay, q, k, v, *gates, *refs)
-    return out, tuple(jax.freeze(ref) for ref in refs)
+    return out, DeltaPool(*map(jax.freeze, refs))
 
 
 class _Shared(NamedTuple):

@@ -74,8 +74,7 @@ def _step_refuses(pool, layer, slots, replay, q, k, v, decay, *_) -> str | None:
 
 
 def _step(pool, layer, slots, replay, q, k, v, decay, beta, padded_rows) -> tuple[Array, DeltaPool]:
-    out, arrays = delta_step(*pool.arrays, layer, slots, replay, q, k, v, decay, beta, padded_rows=padded_rows)
-    return out, DeltaPool(*arrays)
+    return delta_step(pool, layer, slots, replay, q, k, v, decay, beta, padded_rows=padded_rows)
 
 
 def _portable_step_refuses(pool, layer, slots, replay, q, k, v, *_) -> str | None:
@@ -83,8 +82,8 @@ def _portable_step_refuses(pool, layer, slots, replay, q, k, v, *_) -> str | Non
 
 
 def _portable_step(pool, layer, slots, replay, q, k, v, decay, beta, padded_rows) -> tuple[Array, DeltaPool]:
-    out, arrays = portable_delta.step(*pool.arrays, layer, slots, replay, q, k, v, decay, beta)
-    return _with_padding(out, padded_rows), DeltaPool(*arrays)
+    out, pool = portable_delta.step(pool, layer, slots, replay, q, k, v, decay, beta)
+    return _with_padding(out, padded_rows), pool
 
 
 def _reference_step(*call) -> tuple[Array, DeltaPool]:
@@ -127,8 +126,7 @@ def normed_step(
     if reason := unnormed(pool, (1, *q.shape[1:]) if fixed else q.shape, v.shape, q.dtype, v.dtype):
         raise ValueError(f"delta_step doesn't support {reason}")
     named = dict(around=around, eps=eps, padded_rows=around.rows.shape[1], fixed=fixed)
-    out, arrays = delta_step(*pool.arrays, layer, slots, replay, q, k, v, **named)
-    return out, DeltaPool(*arrays)
+    return delta_step(pool, layer, slots, replay, q, k, v, **named)
 
 
 def unnormed(pool: DeltaPool, q_shape: tuple[int, ...], v_shape: tuple[int, ...], *dtypes: Any) -> str | None:

@@ -98,6 +98,6 @@ def test_what_is_not_for_it_is_named():
     assert "4096 rows" in supported(4096, jnp.bfloat16, 128, 4096, 4096, 128)
     assert "128 rows" in supported(128, jnp.bfloat16, 128, 4096, 4096, 128)
     assert "float32" in supported(512, jnp.float32, 128, 4096, 4096, 128)
-    assert "64 inputs each" in supported(512, jnp.bfloat16, 64, 4096, 4096, 128)
+    assert "128 inputs each" in supported(512, jnp.bfloat16, 64, 4096, 4096, 128)
     assert "4096 x 96" in supported(512, jnp.bfloat16, 128, 96, 4096, 32)
     assert "16 outputs" in supported(512, jnp.bfloat16, 128, 4096, 4096, 16)

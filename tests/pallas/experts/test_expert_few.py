@@ -11,6 +11,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.models.fp8 import E4M3
+from jaxspec.models.weights import FourBits, Fp8, Int4, Nvfp4
 from jaxspec.pallas import hopper
 from jaxspec.pallas.dense import few_rows
 from jaxspec.pallas.experts import experts_mlp
@@ -20,6 +21,8 @@ from jaxspec.pallas.experts.expert_few.plan import COLUMNS, MOST, PARTS, ROWS, S
 from jaxspec.pallas.experts.experts_mlp import NOBODY
 from jaxspec.pallas.hopper import KERNELS
 from tests.decoder.test_moe import arrays, naive, random_case
+from tests.pallas.experts import test_expert_four
+from tests.pallas.experts.test_expert_four import four_case
 from tests.pallas.experts.test_expert_fp8 import fp8_case
 from tests.pallas.experts.test_expert_stream import MODELS, bfloat16, shapes
 from tests.support import drawn
@@ -78,6 +81,20 @@ def test_fp8_experts_match_numpy(few_blocks, t, e, k, shared, d, f):
     (x, stacks, *rest), whole = fp8_case(t, e, k, d=d, f=f, shared=shared)
     got = mix(x, fp8_arrays(stacks), *rest, fused=False, interpret=plgpu.InterpretGPUParams())
     assert_close(got, naive(*whole))
+
+
+@pytest.mark.parametrize("t,e,k,more", [
+    (1, 2, 1, {"kind": Nvfp4(), "d": 512, "f": 256}),
+    rare(1, 5, 2, {"kind": Int4(128), "d": 512, "f": 1280}),  # an odd number of steps of `down`
+    rare(3, 7, 2, {"kind": Nvfp4(), "d": 512, "f": 256, "shared": 256}),  # several experts' parts in a tile
+    rare(8, 4, 2, {"kind": Int4(32, zeros=True), "d": 1024, "f": 512}),
+    rare(1, 6, 3, {"kind": Int4(None, zeros=True), "d": 512, "f": 256}),
+    rare(8, 4, 2, {"kind": Int4(64), "d": 512, "f": 768, "shared": 768}),
+])  # fmt: skip
+def test_experts_in_four_bits_match_numpy(few_blocks, t, e, k, more):
+    (x, stacks, ids, weights), whole = four_case(t, e, k, biased=False, **more)
+    got = mix(x, stacks, ids, weights, fused=False, interpret=plgpu.InterpretGPUParams())
+    assert_close(got, test_expert_four.naive(x, ids, weights, whole, None))
 
 
 @pytest.mark.parametrize("t", [1, rare(3), rare(8)])
@@ -157,17 +174,20 @@ def test_blocks_share_all_parts(f):
 
 def mixtures():
     """One token and eight, of models with a shared expert and without; the others are lowered on a GPU too."""
-    often = [("qwen3-30b-a3b", 1, False), ("qwen3.5-35b-a3b", 8, True)]
-    for case in itertools.product(MODELS, (1, 4, 8), (False, True)):
+    four = Int4(128), Nvfp4(), Int4(32, zeros=True)
+    often = [("qwen3-30b-a3b", 1, None), ("qwen3.5-35b-a3b", 8, Fp8(128)), ("qwen3.5-35b-a3b", 1, Nvfp4())]
+    for case in itertools.product(MODELS, (1, 4, 8), (None, Fp8(128), *four)):
         yield pytest.param(*case, marks=() if case in often else pytest.mark.exhaustive)
 
 
-@pytest.mark.parametrize("model,tokens,fp8", list(mixtures()))
-def test_is_all_that_a_mixture_is_on_a_gpu(model, tokens, fp8, monkeypatch):
+@pytest.mark.parametrize("model,tokens,kind", list(mixtures()))
+def test_is_all_that_a_mixture_is_on_a_gpu(model, tokens, kind, monkeypatch):
     """Nothing stands before or after it, but for the counters' zeros."""
     monkeypatch.setattr(hopper, "kernels_here", lambda: None)
     d, before = MODELS[model][0], KERNELS["expert_few"]
-    x, stacks, ids, weights = shapes(model, tokens, fp8)
+    x, stacks, ids, weights = shapes(model, tokens, bool(kind))
+    if isinstance(kind, FourBits):
+        stacks = [test_expert_four.shapes(len(down.values), d, down.inputs, kind) for _, down in stacks]
     residual, scale = (jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in ((8, d), (d,)))
     run = lambda *given: experts_mlp.experts_mlp(*given[:-1], scale=given[-1])  # noqa: E731
     run = jax.jit(run, static_argnums=4)

@@ -16,7 +16,7 @@ from jaxspec.models.description import ClampedSwiglu
 from jaxspec.models.weights import Format, Int4, Mxfp4, Nvfp4, Weight
 from jaxspec.pallas import hopper
 from jaxspec.pallas.experts import expert_four, experts_mlp
-from jaxspec.pallas.experts.expert_four import MAX_ROWS, TILE, Stage, mix, supported
+from jaxspec.pallas.experts.expert_four import MAX_ROWS, TILE, FourStage, mix, supported
 from jaxspec.pallas.experts.expert_rows import FEWEST
 from jaxspec.pallas.experts.expert_stream import ALIGN, SOURCE, Items
 from jaxspec.pallas.experts.four_loaders import Mxfp4Loader
@@ -151,7 +151,7 @@ def shapes(e, d, f, kind=MXFP4):
 
 
 @pytest.mark.parametrize("model,tokens,kind", [
-    ("gpt-oss-120b", 1, MXFP4), rare("gpt-oss-20b", 600, MXFP4), ("qwen3.5-35b-a3b", 8, Nvfp4()),
+    ("gpt-oss-120b", 1, MXFP4), rare("gpt-oss-20b", 600, MXFP4), ("qwen3.5-35b-a3b", 9, Nvfp4()),
     rare("qwen3.5-35b-a3b", 32, Int4(32, zeros=True)), rare("qwen3.5-35b-a3b", 600, Int4(128)),
 ])  # fmt: skip
 def test_lowers_for_cuda_with_what_plans_for_it_and_what_moves_many_rows(model, tokens, kind, monkeypatch):
@@ -172,7 +172,7 @@ def test_lowers_for_cuda_with_what_plans_for_it_and_what_moves_many_rows(model, 
 @pytest.mark.parametrize("rows", [8, 16, 32, 64])
 @pytest.mark.parametrize("name", ["up", "down"])
 def test_two_or_three_blocks_have_room(name, rows):
-    stage = Stage(name, SOURCE, 2880, 2880, (32,), rows, Mxfp4Loader())
+    stage = FourStage(name, SOURCE, 2880, 2880, (32,), rows, Mxfp4Loader())
     ring = stage.slots * (stage.groups * TILE * (stage.piece // 2 + stage.scales[0]) + 2 * stage.piece * rows)
     results = 2 * rows * TILE + 4 * (stage.warpgroups - 1) * stage.groups * TILE * rows
     assert stage.blocks_per_multiprocessor * (ring + results + 2048) <= 228 * 1024

@@ -12,8 +12,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.models.weights import Fp8, Weight
 from jaxspec.pallas import hopper
-from jaxspec.pallas.experts import expert_fp8, expert_plan, experts_mlp
-from jaxspec.pallas.experts.expert_fp8 import MAX_ROWS, Stage, mix, supported
+from jaxspec.pallas.experts import expert_fp8, expert_plan, expert_tile, experts_mlp
+from jaxspec.pallas.experts.expert_fp8 import MAX_ROWS, Fp8Stage, mix, supported
 from jaxspec.pallas.experts.expert_rows import FEWEST
 from jaxspec.pallas.experts.expert_stream import ALIGN, COUNT, SOURCE, Items
 from jaxspec.pallas.hopper import counting
@@ -54,7 +54,7 @@ def interpret(monkeypatch, module):
     monkeypatch.setattr(hopper, "kernels_here", lambda: None)
     monkeypatch.setattr(module, "mix", partial(module.mix, interpret=INTERPRET))
     monkeypatch.setattr(expert_plan, "supported", lambda *_: "its interpreter takes seconds")
-    monkeypatch.setattr(module, "SHARED_BYTES", 0)  # the fewest slots, so that each is used again
+    monkeypatch.setattr(expert_tile, "SHARED_BYTES", 0)  # the fewest slots, so that each is used again
 
 
 @pytest.mark.parametrize("t,e,k,more", [
@@ -107,7 +107,7 @@ def test_lowers_for_cuda_with_what_plans_for_it_and_what_moves_many_rows(model, 
 @pytest.mark.parametrize("model", MODELS)
 def test_two_or_three_blocks_have_room(model, rows):
     d, f, *_ = MODELS[model]
-    for stage in (Stage("up", SOURCE, d, f, 128, (8,), rows), Stage("down", SOURCE, f, d, 128, (8,), rows)):
+    for stage in (Fp8Stage("up", SOURCE, d, f, (8,), rows, 128), Fp8Stage("down", SOURCE, f, d, (8,), rows, 128)):
         ring = stage.slots * 128 * (128 + 2 * rows)
         results = (2 * stage.parts + 8 * (stage.warpgroups - 1)) * rows * 64
         assert stage.blocks_per_multiprocessor * (ring + results + 2048) <= 228 * 1024

@@ -21,11 +21,9 @@ def check(case: Case, interpret: bool = False) -> None:
     """Outputs, states and records are the plain step's to float32's rounding, and nothing else has changed."""
     pool, slots, rest = case.inputs()
     expected, wanted = jax.jit(gated_delta.reference_step)(pool, LAYER, slots, *rest)
-    arrays = pool.state, pool.keys, pool.updates, pool.decay
-    out, arrays = jax.jit(op.step, static_argnames="interpret")(
-        *arrays, jnp.int32(LAYER), slots, *rest, interpret=interpret
-    )
-    decay = check_after(case, pool, slots, (expected, wanted), out, arrays)
+    step = jax.jit(op.step, static_argnames="interpret")
+    out, after = step(pool, jnp.int32(LAYER), slots, *rest, interpret=interpret)
+    decay = check_after(case, pool, slots, (expected, wanted), out, after)
     np.testing.assert_array_equal(*(each[LAYER] for each in decay))
 
 

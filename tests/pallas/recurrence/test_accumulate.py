@@ -71,9 +71,9 @@ def check_step(dtype: str, interpret: bool = False) -> None:
     pool, *rest = step_inputs(dtype)
     expected, wanted = accumulate.reference_step(pool, *rest)
     run = jax.jit(kernels.step, static_argnames="interpret")
-    out, arrays = run(*pool.arrays, *rest, None, interpret=interpret)
+    out, after = run(pool, *rest, None, interpret=interpret)
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-4 if dtype == "float32" else 0.3)
-    for got, each in zip(arrays, wanted.arrays, strict=True):
+    for got, each in zip(jax.tree.leaves(after), jax.tree.leaves(wanted), strict=True):
         got, each = (np.asarray(x, np.float32) for x in (got, each))
         np.testing.assert_allclose(got, each, rtol=1e-5 if dtype == "float32" else 0.02, atol=1e-5)
 

@@ -74,19 +74,18 @@ def check(case: Case, interpret=False):
     """Outputs, states and records are the plain step's to float32's rounding, and nothing else has changed."""
     pool, slots, rest = case.inputs()
     expected, wanted = jax.jit(gated_delta.reference_step)(pool, LAYER, slots, *rest)
-    arrays = pool.state, pool.keys, pool.updates, pool.decay
     division = case.division and op.Division(*case.division)
     named = dict(division=division, padded_rows=case.padded_rows, fixed=case.fixed, interpret=interpret)
-    out, arrays = op.delta_step(*arrays, jnp.int32(LAYER), slots, *rest, **named)
+    out, after = op.delta_step(pool, jnp.int32(LAYER), slots, *rest, **named)
     assert out.dtype == jnp.bfloat16 and out.shape[1] == (case.padded_rows or case.t)
-    decay = check_after(case, pool, slots, (expected, wanted), out[:, : case.t], arrays)
+    decay = check_after(case, pool, slots, (expected, wanted), out[:, : case.t], after)
     np.testing.assert_array_equal(*(each[LAYER, slots, :, : case.t] for each in decay))
 
 
-def check_after(case: Case, pool, slots, plain, out, arrays):
+def check_after(case: Case, pool, slots, plain, out, after):
     """Check that a step reads and leaves what the plain one does, and changes nothing else. Returns both decays."""
     expected, wanted = plain
-    pool, wanted, after = (jax.tree.map(np.asarray, each) for each in (pool, wanted, delta_pool.DeltaPool(*arrays)))
+    pool, wanted, after = (jax.tree.map(np.asarray, each) for each in (pool, wanted, after))
     near(out, expected, 0.008)
     near(after.state[LAYER], wanted.state[LAYER], 1e-6 if case.dtype == "float32" else 0.008)
     near(after.updates[LAYER], wanted.updates[LAYER], 1e-5)
@@ -115,12 +114,10 @@ def check_around(case: Case, interpret=False):
     wide = np.asarray(read, np.float32)
     wide /= np.sqrt(np.mean(wide**2, axis=-1, keepdims=True) + eps)
     expected = wide * np.asarray(around.scale, np.float32) * np.asarray(z)[:, : case.t].reshape(*wide.shape[:2], n, -1)
-    arrays = pool.state, pool.keys, pool.updates, pool.decay
     division = case.division and op.Division(*case.division)
     named = dict(around=around, eps=eps, division=division, padded_rows=case.padded_rows, interpret=interpret)
-    out, arrays = op.delta_step(*arrays, jnp.int32(LAYER), slots, replay, q, k, v, **named)
+    out, after = op.delta_step(pool, jnp.int32(LAYER), slots, replay, q, k, v, **named)
     assert out.dtype == jnp.bfloat16 and out.shape[1] == (case.padded_rows or case.t)
-    after = delta_pool.DeltaPool(*arrays)
     near(out[:, : case.t], expected, 0.015)
     near(after.state[LAYER], wanted.state[LAYER], 1e-6)
     near(after.updates[LAYER], wanted.updates[LAYER], 1e-5)
@@ -165,16 +162,15 @@ def test_equals_the_plain_step(case):
 def rounds(case: Case, lengths: tuple[int, ...], interpret=False):
     """Run rows in rounds of these lengths, all accepted: their outputs, and the state behind them."""
     pool, slots, (replay, *rows) = case.inputs()
-    arrays = pool.state, pool.keys, pool.updates, pool.decay
     outs, at = [], 0
     for length in (*lengths, 1):  # the last one replays the records of the one before it
         part = [x[:, at : at + length] for x in rows]
         division = case.division and op.Division(*case.division)
         named = dict(division=division, fixed=True, interpret=interpret)
-        out, arrays = op.delta_step(*arrays, jnp.int32(LAYER), slots, replay, *part, **named)
+        out, pool = op.delta_step(pool, jnp.int32(LAYER), slots, replay, *part, **named)
         outs.append(out)
         replay, at = jnp.full_like(replay, length), at + length
-    return np.asarray(jnp.concatenate(outs, axis=1), np.float32), np.asarray(arrays[0][LAYER, slots], np.float32)
+    return np.asarray(jnp.concatenate(outs, axis=1), np.float32), np.asarray(pool.state[LAYER, slots], np.float32)
 
 
 ROUNDS = Case("", t=6, rows=4, replay=(3,))
@@ -229,14 +225,14 @@ def test_lowers_for_cuda_once_for_all_layers(t, group, dtype, fixed):
     pool, slots, rest = Case("", t, t, (0,) * 3, 16, group, dtype, division=None).inputs()
 
     @partial(jax.jit, donate_argnums=0)
-    def run(arrays, slots, rest):
+    def run(pool, slots, rest):
         outs = []
         for layer in range(LAYERS):
-            out, arrays = op.delta_step(*arrays, jnp.int32(layer), slots, *rest, fixed=fixed)
+            out, pool = op.delta_step(pool, jnp.int32(layer), slots, *rest, fixed=fixed)
             outs.append(out)
-        return outs, arrays
+        return outs, pool
 
-    assert kernels(run, (pool.state, pool.keys, pool.updates, pool.decay), slots, rest) == 1
+    assert kernels(run, pool, slots, rest) == 1
 
 
 @pytest.mark.parametrize("key_heads,group,t,division", [
@@ -273,4 +269,4 @@ def test_supported_says_why_not(q, v, rows, dtypes, reason):
 def test_an_unsupported_call_is_refused():
     pool, slots, rest = Case("", rows=17, replay=(0,)).inputs()
     with pytest.raises(ValueError, match="17 rows a request; supported: up to 16"):
-        op.delta_step(pool.state, pool.keys, pool.updates, pool.decay, jnp.int32(0), slots, *rest)
+        op.delta_step(pool, jnp.int32(0), slots, *rest)

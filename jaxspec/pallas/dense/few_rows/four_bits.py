@@ -5,8 +5,9 @@ eight steps. A shift and a mask make two bfloat16 of a word's bits. Rows come fr
 order of their inputs.
 
 Integers become bfloat16 of 128 more than they are, less 128 and their zero point, which is exact. Each group's products
-are summed by themselves and multiplied by its scale, in float32. E2M1 numbers are multiplied by their scale, which is
-exact as well, and go to the sum of all inputs; this is multiplied by the outputs' factors in the end.
+are summed by themselves and multiplied by its scale, in float32. A zero point that isn't whole is rounded, and what it
+lacks is added to the group's sum, times the sum of the rows' inputs. E2M1 numbers are multiplied by their scale, which
+is exact as well, and go to the sum of all inputs; this is multiplied by the outputs' factors in the end.
 
 Scales come with their chunk of weights, into the same slot of the ring.
 """
@@ -52,8 +53,13 @@ INTEGERS = [
     for i in range(4)
 ]
 LESS = 0x43004300 + int4.MIDDLE * 0x00010001  # 128 and the zero point of symmetric weights, twice
-ZERO = "{ .reg .f32 a; add.f32 a, $1, 0f43000000; cvt.rn.bf16x2.f32 $0, a, a; }"  # 128 and a zero point, twice
+# 128 and a zero point, twice, and what a zero point that isn't whole is less than that.
+ZERO = """{ .reg .f32 a, b; .reg .b32 c; add.f32 a, $2, 0f43000000; cvt.rn.bf16x2.f32 $0, a, a;
+shl.b32 c, $0, 16; mov.b32 b, c; sub.f32 $1, b, a; }"""
+PAIR = "cvt.rn.bf16x2.f32 $0, $1, $1;"
+ONES = 0x3F803F80  # two bfloat16
 SCALED = "{ .reg .b32 low; mul.bf16x2 low, $1, $3; fma.rn.bf16x2 $0, $1, $2, low; }"  # times the sum of two numbers
+SHIFTED = "{ .reg .b32 low; fma.rn.bf16x2 low, $1, $3, $4; fma.rn.bf16x2 $0, $1, $2, low; }"  # and a third one added
 # Pair i of a word of E2M1 numbers (see `mxfp4`), times a scale.
 FLOATS = [
     f"{{ .reg .b32 a, b; {pair} mul.bf16x2 $0, a, $2; }}"
@@ -154,20 +160,40 @@ def registers_transforms():
 def _added(share, *refs):
     """The totals with the products of a chunk."""
     *totals, weight_s, rows_s, scales_s = refs
-    groups, units, row_groups = share.groups, share.chunk // UNIT, share.rows // 8
+    warp, row, _ = lanes()
+    scales = scales_in(share.four, share.chunk, share.together * TILE, scales_s, arith.addi(mul(warp, 16), row))
+    return add_products(share, totals, weight_s, rows_s, scales)
+
+
+def lanes():
+    """A thread's warp, and which of eight rows and of four parts of a row its lane has."""
+    lane = rem(mgpu.utils.thread_idx(), 32)
+    return rem(div(mgpu.utils.thread_idx(), 32), 4), div(lane, 4), rem(lane, 4)
+
+
+def add_products(sizes, totals, weight_s, rows_s, scales, apart=0, last=0):
+    """Add a chunk's products to the totals of its groups.
+
+    `sizes`: how many `rows` are multiplied, and the `groups` and inputs of a `chunk`. `scales`: from `scales_in`.
+    `apart`: as in `registers.products`; `last`: the number of the last row.
+    """
+    groups, units, row_groups = sizes.groups, sizes.chunk // UNIT, sizes.rows // 8
     eights, halves = TILE // 8 * units * ATOM, UNIT // 64 * units  # bytes of a group; atoms of eight rows
     weight, rows = (mgpu.utils.memref_ptr(ref) for ref in (weight_s, rows_s))
-    lane = rem(mgpu.utils.thread_idx(), 32)
-    warp, row, column = rem(div(mgpu.utils.thread_idx(), 32), 4), div(lane, 4), rem(lane, 4)
+    warp, row, column = lanes()
     # Of each output's 128 bytes a lane has two neighbouring parts of 16: one for the first 128 inputs, one for others.
     own = arith.addi(mul(row, 128), mul(arith.xori(mul(column, 2), row), BYTES))
     own = arith.addi(mul(warp, 2 * units * ATOM), own)
     weights = [at(weight, arith.xori(own, whole(BYTES * i))) for i in range(2)]
     # `ldmatrix` takes 32 inputs of eight rows, as four parts of 16 bytes whose addresses eight lanes each give.
-    row_of, part = rem(lane, 8), div(lane, 8)
+    lane = rem(mgpu.utils.thread_idx(), 32)
+    row_of, part, first = rem(lane, 8), div(lane, 8), None
+    if apart:
+        row_of = arith.minui(arith.addi(mul(warp, apart), row_of), whole(last))
+        row_of, first = rem(row_of, 8), mul(div(row_of, 8), halves * ATOM)
     own = arith.addi(mul(row_of, 128), mul(arith.xori(part, row_of), BYTES))
+    rows = at(rows, first) if apart else rows
     inputs = [at(rows, arith.xori(own, whole(4 * BYTES * odd))) for odd in range(2)]
-    scales = scales_in(share.four, share.chunk, share.together, scales_s, arith.addi(mul(warp, 16), row))
 
     sums = [[_four(total, n) for n in range(row_groups)] for total in totals]
     for unit in range(units):
@@ -194,21 +220,21 @@ def _steps(sums, pairs, right, steps, chains):
     return [total_of(each) for each in zip(*apart, strict=True)]
 
 
-def scales_in(four, chunk, together, scales_s, own):
-    """The loader of a chunk whose scales lie in shared memory, those of so many groups together.
+def scales_in(four, chunk, width, scales_s, own):
+    """The loader of a chunk whose scales lie in shared memory, those of `width` outputs together.
 
     `own`: a lane's first output of a group's.
     """
-    return (Floats if four.floats else Integers)(four, chunk, together, scales_s, own)
+    return (Floats if four.floats else Integers)(four, chunk, width, scales_s, own)
 
 
 class Integers:
     """Integers, and their groups' scales: see `scales_in`."""
 
-    def __init__(self, four, chunk, together, scales_s, own):
-        self._four, self._together, self._dtype = four, together, four.dtype
-        self._count, self._width = four.scales(chunk, together * TILE)
-        self._item = jnp.dtype(self._dtype).itemsize
+    def __init__(self, four, chunk, width, scales_s, own):
+        self._four, self._dtype = four, four.dtype
+        self._together, (self._count, self._width) = max(width // TILE, 1), four.scales(chunk, width)
+        self._item, self._summed = jnp.dtype(self._dtype).itemsize, (None, None)
         self._start = at(mgpu.utils.memref_ptr(scales_s), mul(own, self._item))
 
     def _number(self, g, line, half):
@@ -225,10 +251,12 @@ class Integers:
         return arith.bitcast(f32, word)
 
     def _less(self, g, line):
-        """128 and the zero point of both halves of the outputs."""
+        """128 and the zero point of both halves of the outputs, as pairs, and what is to be added to their numbers."""
         if not self._four.zeros:
-            return [whole(LESS)] * 2
-        return [_made1(ZERO, self._number(g, line + 1, half)) for half in range(2)]
+            return [whole(LESS)] * 2, None
+        types = [whole(0).type, ir.F32Type.get()]
+        made = [mgpu.utils.inline_ptx(ZERO, self._number(g, line + 1, half), result_types=types) for half in range(2)]
+        return [pair for pair, _ in made], [rest for _, rest in made]
 
     def _line(self, inputs):
         """Which line of its scales some inputs of a chunk have."""
@@ -240,45 +268,71 @@ class Integers:
 
         A product is rounded once, as a scale comes as the sum of two bfloat16 numbers.
         """
-        made = [[], []]
+        made, pair = [[], []], whole(0).type
         for j in range(2):
             line = self._line(64 * step + 32 * j)
-            for half, less in enumerate(self._less(g, line)):
-                high, low = mgpu.utils.inline_ptx(SPLIT, self._number(g, line, half), result_types=[whole(0).type] * 2)
-                exact = [_made(program, words[half][j], less) for program in INTEGERS]
-                made[half] += [mgpu.utils.inline_ptx(SCALED, x, high, low, result_types=x.type) for x in exact]
+            less, rest = self._less(g, line)
+            for half in range(2):
+                by = self._number(g, line, half)
+                scales = mgpu.utils.inline_ptx(SPLIT, by, result_types=[pair] * 2)
+                if rest is not None:
+                    scales = *scales, mgpu.utils.inline_ptx(PAIR, arith.mulf(by, rest[half]), result_types=pair)
+                exact = [_made(program, words[half][j], less[half]) for program in INTEGERS]
+                program = SCALED if rest is None else SHIFTED
+                made[half] += [mgpu.utils.inline_ptx(program, x, *scales, result_types=pair) for x in exact]
         return made
 
     def add(self, sums, g, unit, i, words, right):
         part = min(self._four.group, BLOCK)
-        zero = mgpu.c(0.0, ir.F32Type.get())
         for p in range(BLOCK // part):
             line = self._line(unit * UNIT + i * BLOCK + p * part)
-            less = self._less(g, line)
+            less, rest = self._less(g, line)
 
             def pairs(q, less=less):
                 return [[_made(INTEGERS[k], words[h][q], less[h]) for k in range(4)] for h in range(2)]
 
-            steps = range(p * part // 16, (p + 1) * part // 16)
             chains = 2 if len(right) == 1 else 1  # each product waits for one before it, of the same sums
-            made = _steps([[zero] * 4 for _ in right], pairs, right, steps, chains)
+            made = _steps(_none(right), pairs, right, _part(p, part), chains)
             by = [self._number(g, line, half) for half in range(2)]
-            sums = [
-                [_fma(four[c], by[c // 2], total[c]) for c in range(4)] for four, total in zip(made, sums, strict=True)
-            ]
+            sums = _fmas(made, by, sums)
+            if rest is not None:
+                rest = [arith.mulf(*pair) for pair in zip(rest, by, strict=True)]
+                sums = _fmas(self._inputs(right, part)[p], rest, sums)
         return sums
+
+    def _inputs(self, right, part):
+        """Sums of the rows' inputs over each part of a load, as products have them. All groups share them."""
+        if self._summed[0] is not right:
+            ones = lambda q: [[whole(ONES)] * 4] * 2  # noqa: E731
+            parts = [_part(p, part) for p in range(BLOCK // part)]
+            self._summed = right, [_steps(_none(right), ones, right, steps, 1) for steps in parts]
+        return self._summed[1]
+
+
+def _part(p, part):
+    """The steps of a load that a part of so many inputs has."""
+    return range(p * part // 16, (p + 1) * part // 16)
+
+
+def _none(right):
+    return [[mgpu.c(0.0, ir.F32Type.get())] * 4 for _ in right]
+
+
+def _fmas(made, by, sums):
+    """Add products times a number of each half of the outputs."""
+    return [[_fma(four[c], by[c // 2], total[c]) for c in range(4)] for four, total in zip(made, sums, strict=True)]
 
 
 class Floats:
     """E2M1 numbers, and the scales of each 16 inputs: see `scales_in`."""
 
-    def __init__(self, _, chunk, together, scales_s, own):
-        self._together, self._units = together, chunk // UNIT
+    def __init__(self, _, chunk, width, scales_s, own):
+        self._together, self._width, self._units = max(width // TILE, 1), width, chunk // UNIT
         self._start = at(mgpu.utils.memref_ptr(scales_s), mul(own, BYTES))  # a unit's scales of an output are 16 bytes
 
     def add(self, sums, g, unit, i, words, right):
         place, group = divmod(g, self._together)
-        first = (place * self._units + unit) * self._together * TILE + group * TILE
+        first = (place * self._units + unit) * self._width + group * TILE
         scales = [load(self._start, (first + 8 * half) * BYTES + 8 * i, 2) for half in range(2)]
 
         def pairs(q):
@@ -303,15 +357,13 @@ def left_operand(four, s, g, together, _, weight_s, scales_s):
 
     The unit's scales are those of so many groups together. Of each output's 32 bytes a lane takes 8.
     """
-    lane = rem(mgpu.utils.thread_idx(), 32)
-    warp = rem(div(mgpu.utils.thread_idx(), 32), 4)
-    row, column = div(lane, 4), rem(lane, 4)
+    warp, row, column = lanes()
     piece = arith.xori(arith.addi(mul(column, 2), whole(s // 2)), row)
     own = arith.addi(mul(row, 128), mul(piece, BYTES))
     own = arith.addi(mul(warp, 2 * ATOM), own)
     start = at(mgpu.utils.memref_ptr(weight_s), own)
     words = [load(start, half * ATOM + s % 2 * 8, 2) for half in range(2)]
-    scales = scales_in(four, UNIT, together, scales_s, arith.addi(mul(warp, 16), row))
+    scales = scales_in(four, UNIT, together * TILE, scales_s, arith.addi(mul(warp, 16), row))
     pair = ir.VectorType.get((2,), ir.BF16Type.get())
     registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((TILE, 64)), dtype=object)
     for half, made in enumerate(scales.scaled(g, s, words)):
@@ -368,13 +420,13 @@ def _interpreted(share, totals, weight_s, rows_s, scales_s, staged_s):
 
 
 def dequantised(four, values, scales, group=0):
-    """A chunk's weight of `TILE` outputs in float32, of its bytes and of several groups' scales; floats over `LEFT`."""
-    values = lax.bitcast_convert_type(values, jnp.uint8)
+    """A chunk's weight in float32, of its bytes [n, chunk / 2] and of several groups' scales; floats over `LEFT`."""
+    values, n = lax.bitcast_convert_type(values, jnp.uint8), len(values)
     if not four.floats:
-        return int4.dequantise(values, scales[:, group * TILE : (group + 1) * TILE], four.zeros)
-    scales = scales.reshape(len(scales), -1)[:, group * TILE * 16 : (group + 1) * TILE * 16]
-    by = nvfp4.scales_of(scales, TILE) / LEFT
-    return (mxfp4.numbers(int4.by_block(values)).reshape(*by.shape, -1) * by[..., None]).reshape(TILE, -1)
+        return int4.dequantise(values, scales[:, group * n : (group + 1) * n], four.zeros)
+    scales = scales.reshape(len(scales), -1)[:, group * n * 16 : (group + 1) * n * 16]
+    by = nvfp4.scales_of(scales, n) / LEFT
+    return (mxfp4.numbers(int4.by_block(values)).reshape(*by.shape, -1) * by[..., None]).reshape(n, -1)
 
 
 def _staged(weight, rows_s, staged_s):

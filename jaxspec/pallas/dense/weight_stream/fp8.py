@@ -9,12 +9,12 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxspec.models.fp8 import BLOCK
-from jaxspec.pallas.dense.weight_stream.chain import GROUP, MAX_ROWS, run, run_stages
+from jaxspec.pallas.dense.fp8_rows import weight_supported
+from jaxspec.pallas.dense.weight_stream.chain import MAX_ROWS, run, run_stages
 from jaxspec.pallas.dense.weight_stream.fp8_sums import Fp8
 from jaxspec.pallas.hopper.export import lower_once
 
 MIN_ROWS = 33  # with fewer, `fp8_rows` and kernels of their own beside it take no longer (docs/experiments.md)
-MIN_UNIT = 32  # outputs that share a scale: a group of gate and up has two of these
 
 
 def supported(rows: int, dtype: Any, weights: list[tuple[int | None, int, int, int]]) -> str | None:
@@ -27,10 +27,8 @@ def supported(rows: int, dtype: Any, weights: list[tuple[int | None, int, int, i
     if not MIN_ROWS <= rows <= MAX_ROWS:
         return f"{rows} rows, not {MIN_ROWS} to {MAX_ROWS}"
     for block, outputs, inputs, unit in weights:
-        if block != BLOCK:
-            return f"scales that aren't for {BLOCK} inputs each"
-        if unit < MIN_UNIT or (unit % GROUP and GROUP % unit):
-            return f"scales for {unit} outputs; supported: {MIN_UNIT}, and multiples of {GROUP}"
+        if reason := weight_supported(block, outputs, inputs, unit):
+            return reason
         if outputs % BLOCK or inputs % BLOCK or min(outputs, inputs) < 2 * BLOCK:
             return f"a weight of {inputs} x {outputs}, not multiples of {BLOCK} from {2 * BLOCK} on"
     return None

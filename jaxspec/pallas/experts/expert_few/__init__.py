@@ -20,7 +20,7 @@ warpgroup's threads announce each of them.
 FP8 weights (`fp8`) take half the bytes. For `up` each token's row becomes a pair of e4m3 rows whose sum is the same
 row, so that FP8 tensor cores take both operands as they are. For `down`, and for one token, weights become bfloat16 in
 registers. There a warp has one expert's outputs, and multiplies that expert's rows alone. Two warpgroups alternate
-between steps, and the first one adds up both results.
+between steps, and the first one adds up both results (`turns`). Weights of four bits (`four`) go the second way.
 """
 
 from __future__ import annotations
@@ -34,11 +34,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from jaxspec.models.fp8 import BLOCK, E4M3
+from jaxspec.models.weights import Weight
 from jaxspec.pallas.dense.few_rows import Fp8Weight
+from jaxspec.pallas.dense.few_rows.four_bits import four_bits_of
 from jaxspec.pallas.dense.few_rows.layer import Scaled
+from jaxspec.pallas.experts.expert_few import four
 from jaxspec.pallas.experts.expert_few.kernel import kernel
 from jaxspec.pallas.experts.expert_few.plan import (
     ARRIVALS,
+    BLOCKS,
     COLUMNS,
     ODD,
     PAIRS,
@@ -49,12 +53,13 @@ from jaxspec.pallas.experts.expert_few.plan import (
     TILE,
     Plan,
     Stack,
+    shape_of,
     supported,
-    values_of,
 )
+from jaxspec.pallas.hopper import WARPS
 from jaxspec.pallas.hopper.export import lower_once
 
-__all__ = ["COLUMNS", "ROWS", "Stack", "mix", "supported"]
+__all__ = ["BLOCKS", "COLUMNS", "ROWS", "Stack", "mix", "supported"]
 
 _i32, _f32 = jnp.int32, jnp.float32
 
@@ -104,10 +109,11 @@ def _launch(ids, weights, *, up, down, shape, centred, interpret):
     `up`: (tokens' rows, weights); it makes hidden rows. `down`: (hidden rows, or None for `up`'s; weights; the residual
     stream or None; the scale of a norm or None).
     """
-    stacks = [values_of(weight) for weight in (down if up is None else up)[1]]
-    d, f = stacks[0].shape[1:] if up is None else (stacks[0].shape[2], stacks[0].shape[1] // 2)
-    quantised, dtype = isinstance((up or down)[1][0], Fp8Weight), (up or down)[0].dtype
-    plan = Plan(*shape, d, f, tuple(len(stack) for stack in stacks), quantised)
+    stacks, dtype = (down if up is None else up)[1], (up or down)[0].dtype
+    first, (_, outputs, inputs) = stacks[0], shape_of(stacks[0])
+    d, f = (outputs, inputs) if up is None else (inputs, outputs // 2)
+    stored = tuple(four_bits_of(part[1][0]) for part in (up or down, down or up)) if isinstance(first, Weight) else None
+    plan = Plan(*shape, d, f, tuple(shape_of(stack)[0] for stack in stacks), isinstance(first, Fp8Weight), stored)
     outs = {}
     if up:
         outs["hidden"] = jax.ShapeDtypeStruct((plan.groups * plan.beside, f), dtype)
@@ -122,6 +128,14 @@ def _launch(ids, weights, *, up, down, shape, centred, interpret):
     held = {name: value for name, value in held.items() if value is not None}
     barrier = partial(plgpu.Barrier, num_barriers=plan.slots)
     two = dict(sums_s=plgpu.SMEM((TILE, ROWS), _f32), sent=plgpu.Barrier(), taken=plgpu.Barrier())
+    weight_s = plgpu.SMEM((plan.slots, TILE, STEP), E4M3 if plan.fp8 else dtype)
+    if plan.four:
+        weight_s = plgpu.SMEM((plan.slots, TILE, STEP // 2), jnp.int8)
+        two |= dict(
+            scales_s=plgpu.SMEM((plan.scale_slots, WARPS, *plan.scales), jnp.dtype(plan.four[0].dtype)),
+            scale_full=plgpu.Barrier(num_arrivals=WARPS, num_barriers=plan.scale_slots),
+            scale_empty=plgpu.Barrier(num_arrivals=plan.multipliers, num_barriers=plan.scale_slots),
+        )
     blocks = STEP // BLOCK
     if plan.pairs:
         rows_s = dict(
@@ -140,7 +154,7 @@ def _launch(ids, weights, *, up, down, shape, centred, interpret):
         num_threads=2 + plan.multipliers,
         thread_name="warpgroup",
         scratch_types=dict(
-            weight_s=plgpu.SMEM((plan.slots, TILE, STEP), E4M3 if quantised else dtype),
+            weight_s=weight_s,
             **rows_s,
             hidden_s=plgpu.SMEM((plan.hidden_slots, plan.beside, STEP), dtype),
             both_s=plgpu.SMEM((ROWS, TILE), _f32),
@@ -168,9 +182,9 @@ def _operands(name, weights):
     """The arrays that the kernel takes for each stack's weight, by name."""
     held = {}
     for i, weight in enumerate(weights):
-        if isinstance(weight, Fp8Weight):
-            held[f"{name}{i}"] = weight.values
-            held[f"{name}_scales{i}"] = weight.scales
+        if isinstance(weight, Weight):
+            arrays = four.operands(weight)
         else:
-            held[f"{name}{i}"] = weight
+            arrays = {"": weight.values, "_scales": weight.scales} if isinstance(weight, Fp8Weight) else {"": weight}
+        held |= {f"{name}{what}{i}": array for what, array in arrays.items()}
     return held

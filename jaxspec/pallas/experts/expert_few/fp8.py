@@ -26,7 +26,7 @@ from jaxlib.mlir.dialects import llvm
 from jaxspec.models.fp8 import BLOCK, E4M3
 from jaxspec.pallas.dense.few_rows import registers
 from jaxspec.pallas.dense.few_rows.block import by_row
-from jaxspec.pallas.experts.expert_few.plan import COLUMNS, LANES, PART, PARTS, ROWS, STEP, TILE, TOGETHER, expert_of
+from jaxspec.pallas.experts.expert_few.plan import COLUMNS, LANES, ROWS, STEP, TILE
 from jaxspec.pallas.hopper import THREADS, WARPS
 
 TOP, LOWER = 7, 4  # exponents: of a block's largest number as e4m3, and of a second piece's factor
@@ -48,24 +48,7 @@ class Sizes(NamedTuple):
     chunk: int = STEP
 
 
-def up_scales(plan, scales_g, experts, first, high, interpret):
-    """The scales of a tile's parts, from `first` on: a warp's are those of one part, in gate or in up."""
-    rows = []
-    for warp in range(WARPS):
-        half, j = divmod(warp, PARTS)
-        part = jnp.minimum(first + j, high - 1)
-        item = expert_of(part, high, plan.parts)
-        rows.append((experts[item], half * plan.f + (part - item * plan.parts) * PART))
-    return _scales(plan, scales_g, 2 * plan.f, rows, interpret)
-
-
-def down_scales(plan, scales_g, experts, count, group, column, interpret):
-    """The scales of a block's outputs, from `column` on: a warp's are those of one expert of a group."""
-    items = [jnp.minimum(group * TOGETHER + warp, count - 1) for warp in range(WARPS)]
-    return _scales(plan, scales_g, plan.d, [(experts[item], column) for item in items], interpret)
-
-
-def _scales(plan, scales_g, outputs, rows, interpret):
+def scales_of(plan, scales_g, outputs, rows, interpret):
     """f32[THREADS]: lane i of warp j has the scale of expert and weight row `rows[j]` for the i-th block of inputs."""
     thread = plgpu.broadcasted_iota(_i32, (THREADS,), 0, layout=BY_THREAD)
     warp, lane = lax.div(thread, _i32(LANES)), lax.rem(thread, _i32(LANES))
@@ -78,18 +61,18 @@ def _scales(plan, scales_g, outputs, rows, interpret):
             at = (within * units + lax.div(row, _i32(outputs // units))) * blocks
             place = jnp.where(warp == i, at, place)
             own = jnp.where(warp == i, expert, own)
-        each = _gathered(scale_g, place + jnp.minimum(lane, blocks - 1), interpret)
+        each = gathered(scale_g, place + jnp.minimum(lane, blocks - 1), BY_THREAD, interpret)
         found = each if found is None else jnp.where(own >= first, each, found)
         first += size
     return found
 
 
-def _gathered(ref, place, interpret):
-    """Load f32[THREADS] from a whole array in memory: each thread's number is at its own flat index `place`."""
+def gathered(ref, place, layout, interpret):
+    """Load f32 from a whole array in memory: each number is at its own flat index `place`, an array of that layout."""
     if interpret:
         return ref[...].reshape(-1)[place]
-    result = plgpu.ShapeDtypeStruct((THREADS,), _f32, layout=BY_THREAD)
-    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(), BY_THREAD), return_type=result)(_gather)(ref, place)
+    result = plgpu.ShapeDtypeStruct(place.shape, _f32, layout=layout)
+    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout), return_type=result)(_gather)(ref, place)
 
 
 def _gather(_, ref, place):
@@ -128,41 +111,23 @@ def _shuffle(_, scales, block):
     return mgpu.FragmentedArray(_registers=made, _layout=layout, _is_signed=None)
 
 
-def multiply(plan, scratch, turn, scales, inputs, step, hidden_step=None, interpret=False) -> Any:
-    """Multiply a tile of weights by the tokens' rows, or by hidden ones from `hidden_step` on, over this warpgroup's
-    steps: f32[TILE, ROWS]. `step` is how many steps the block has used."""
-    steps, slot_of = inputs // STEP, lambda step: lax.rem(step, _i32(plan.slots))
-    hidden_slot_of = lambda k: lax.rem(hidden_step + k, _i32(plan.hidden_slots))  # noqa: E731
-    first = lax.rem(step + turn, _i32(plan.multipliers))
-
-    def hidden_rows(k):
-        plgpu.barrier_wait(scratch["hidden_full"].at[hidden_slot_of(k)])
-        return scratch["hidden_s"].at[hidden_slot_of(k)], plan.pitch
-
-    def one(j, total):
-        k = first + j * plan.multipliers
-        slot, blocks = slot_of(step + k), range(STEP // BLOCK)
-        by = [_of_outputs(scales, k * len(blocks) + b, interpret) for b in blocks]
-        weight_s, full = scratch["weight_s"].at[slot], scratch["weight_full"].at[slot]
-        if hidden_step is None and plan.pairs:
-            factors = [plgpu.load(scratch["factors_s"].at[k, b], layout=BY_ROW, optimized=False) for b in blocks]
-            plgpu.barrier_wait(full)
-            made = _products_of_pieces(weight_s, scratch["pieces_s"].at[k])
-            made = [each * lax.broadcast_in_dim(f, each.shape, [1]) for each, f in zip(made, factors, strict=True)]
-        else:
-            rows_s, apart = (scratch["x_s"].at[k], 0) if hidden_step is None else hidden_rows(k)
-            plgpu.barrier_wait(full)
-            (made,) = (_interpreted if interpret else registers.products)(Sizes(), weight_s, rows_s, apart=apart)
-        for scale, each in zip(by, made, strict=True):
-            total = total + each * lax.broadcast_in_dim(scale, each.shape, [0])
-        plgpu.barrier_arrive(scratch["weight_empty"].at[slot])
-        if hidden_step is not None:
-            plgpu.barrier_arrive(scratch["hidden_empty"].at[hidden_slot_of(k)])
-        return total
-
-    start = plgpu.layout_cast(jnp.zeros((TILE, ROWS), _f32), plgpu.Layout.WGMMA)
-    mine = lax.div(steps - first + (plan.multipliers - 1), _i32(plan.multipliers))
-    return lax.fori_loop(_i32(0), mine, one, start), step + steps
+def added(scratch, scales, interpret, total, k, weight_s, rows, wait) -> Any:
+    """Add the products of the k-th step to the total. `rows`: a reference to its rows, and how far a warp's first one
+    is from the next warp's; None for the tokens' pairs. `wait`: until the weights are there."""
+    blocks = range(STEP // BLOCK)
+    by = [_of_outputs(scales, k * len(blocks) + b, interpret) for b in blocks]
+    if rows is None:
+        factors = [plgpu.load(scratch["factors_s"].at[k, b], layout=BY_ROW, optimized=False) for b in blocks]
+        wait()
+        made = _products_of_pieces(weight_s, scratch["pieces_s"].at[k])
+        made = [each * lax.broadcast_in_dim(f, each.shape, [1]) for each, f in zip(made, factors, strict=True)]
+    else:
+        wait()
+        rows_s, apart = rows
+        (made,) = (_interpreted if interpret else registers.products)(Sizes(), weight_s, rows_s, apart=apart)
+    for scale, each in zip(by, made, strict=True):
+        total = total + each * lax.broadcast_in_dim(scale, each.shape, [0])
+    return total
 
 
 def load_rows(plan, turn, x_g) -> list[Any]:
@@ -248,19 +213,3 @@ def _interpreted(sizes, weight_s, rows_s, apart):
             parts.append(values[warp * COLUMNS : (warp + 1) * COLUMNS, inputs] @ rows[own][:, inputs].T)
         made.append(jnp.concatenate(parts))
     return [made]
-
-
-def send(scratch, total, before) -> None:
-    """Send the second warpgroup's sums to the first one. `before`: how many it has sent."""
-    pl.when(before > 0)(lambda: plgpu.barrier_wait(scratch["taken"]))
-    scratch["sums_s"][...] = total
-    plgpu.commit_smem()
-    plgpu.barrier_arrive(scratch["sent"])
-
-
-def receive(scratch, total) -> Any:
-    """Add the second warpgroup's sums to the first one's `total`."""
-    plgpu.barrier_wait(scratch["sent"])
-    other = plgpu.load(scratch["sums_s"], layout=plgpu.Layout.WGMMA, optimized=False)
-    plgpu.barrier_arrive(scratch["taken"])
-    return total + other

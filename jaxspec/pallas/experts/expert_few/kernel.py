@@ -10,13 +10,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.experts.expert_few import fp8
+from jaxspec.pallas.experts.expert_few import four, fp8, turns
 from jaxspec.pallas.experts.expert_few.find import find
 from jaxspec.pallas.experts.expert_few.plan import (
     ARRIVALS,
     COLUMNS,
     HALF,
     PART,
+    PARTS,
     ROWS,
     STEP,
     TOGETHER,
@@ -52,7 +53,9 @@ class _Block:
         stacks = range(len(plan.stacks))
         of_all = lambda name: [refs[f"{name}{i}"] for i in stacks if f"{name}0" in refs]  # noqa: E731
         self.ups, self.downs = of_all("up"), of_all("down")
-        self.up_scales, self.down_scales = of_all("up_scales"), of_all("down_scales")
+        self.scales, self.factors = (
+            {of: of_all(f"{of}_{each}") for of in ("up", "down")} for each in ("scales", "factors")
+        )
         self.number, self.warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
         self.columns = pl.ds(self.number * COLUMNS, COLUMNS)  # of the result and of the residual stream
         self.first_experts = refs["ids"].at[0]  # known without a search: their weights are prefetched
@@ -92,6 +95,9 @@ class _Weights:
 
         drain(self.full, plan.slots, step, plan.flight)
         drain(self.empty, plan.slots, step, plan.slots)
+        if plan.four:
+            tiles = (work.tiles if block.ups else 0) + (work.groups if block.downs else _i32(0))
+            drain(block.scratch["scale_empty"], plan.scale_slots, tiles, plan.scale_slots)
 
     def _waves(self, first, end, experts, step):
         def wave(i, step):
@@ -108,16 +114,24 @@ class _Weights:
             expert = experts[item]
             parts.append(((part < high) & (expert < plan.experts), expert, part - item * (plan.f // size)))
 
+        def pieces():
+            for half in range(2):
+                for j in range(PARTS):
+                    valid, expert, part = parts[j * PART // size]
+                    yield valid, expert, part * size + half * plan.f + j * PART % size
+
         def fetch(k, slot):
-            inputs = pl.ds(k * STEP, STEP)
+            inputs = self._inputs(k)
             for half in range(2):
                 for j, (valid, expert, part) in enumerate(parts):
                     rows, place = pl.ds(part * size + half * plan.f, size), pl.ds(half * HALF + j * size, size)
                     self._fetch(self.block.ups, valid, expert, rows, inputs, slot, place)
             for _ in range(2 * len(parts), ARRIVALS):
                 plgpu.barrier_arrive(self.full.at[slot])
+            self._fetch_scales("up", k, lax.div(step, _i32(steps)), pieces())
 
-        return fill(plan.d // STEP, fetch, self.empty, plan.slots, step, self.full, plan.flight)
+        steps = plan.d // STEP
+        return fill(steps, fetch, self.empty, plan.slots, step, self.full, plan.flight)
 
     def _down(self, work, i, step):
         """Fetch the weights of the block's outputs of a group of experts."""
@@ -127,17 +141,30 @@ class _Weights:
             items.append(((item < work.count) & (expert < plan.experts), expert))
 
         def fetch(k, slot):
-            inputs = pl.ds(k * STEP, STEP)
+            inputs = self._inputs(k)
             for j, (valid, expert) in enumerate(items):
                 place = pl.ds(j * COLUMNS, COLUMNS)
                 self._fetch(self.block.downs, valid, expert, self.block.columns, inputs, slot, place)
             for _ in range(TOGETHER, ARRIVALS):
                 plgpu.barrier_arrive(self.full.at[slot])
+            column = self.block.number * COLUMNS
+            tiles = work.tiles if self.block.ups else 0
+            self._fetch_scales("down", k, tiles + i, [(*item, column) for item in items])
 
         return fill(plan.f // STEP, fetch, self.empty, plan.slots, step, self.full, plan.flight)
 
+    def _inputs(self, k):
+        """A step's part of a weight's last axis."""
+        size = STEP // (2 if self.plan.four else 1)
+        return pl.ds(k * size, size)
+
     def _fetch(self, stacks, valid, expert, rows, inputs, slot, place):
         """Copy weight rows of an expert to rows `place` of a slot; if it isn't `valid`, only arrive at the barrier."""
+        source = lambda stack, own: stack.at[own, rows, inputs]  # noqa: E731
+        self._copy(stacks, valid, expert, source, self.ring.at[slot, place], self.full.at[slot])
+
+    def _copy(self, stacks, valid, expert, source, target, full):
+        """Copy `source(stack, expert)` of the stack that has an expert; if it isn't `valid`, only arrive at `full`."""
         first, left = 0, valid
         for i, (stack, size) in enumerate(zip(stacks, self.plan.stacks, strict=True)):
             mine = left & (expert < first + size) if i + 1 < len(stacks) else left
@@ -145,11 +172,26 @@ class _Weights:
 
             @pl.when(mine)
             def _(stack=stack, first=first):
-                source = stack.at[expert - first, rows, inputs]
-                plgpu.copy_gmem_to_smem(source, self.ring.at[slot, place], self.full.at[slot])
+                plgpu.copy_gmem_to_smem(source(stack, expert - first), target, full)
 
             first += size
-        pl.when(~valid)(lambda: plgpu.barrier_arrive(self.full.at[slot]))
+        pl.when(~valid)(lambda: plgpu.barrier_arrive(full))
+
+    def _fetch_scales(self, name, k, tile, pieces):
+        """Behind a tile's first step, copy its scales of four bits: of each warp's piece, valid or not, the expert's
+        outputs from a row on."""
+        if not self.plan.four:
+            return
+        refs, stored = self.block.scales[name], self.plan.four[name == "down"]
+        slot, scratch = lax.rem(tile, _i32(self.plan.scale_slots)), self.block.scratch
+
+        @pl.when(k == 0)
+        def _():
+            pl.when(tile >= self.plan.scale_slots)(lambda: plgpu.barrier_wait(scratch["scale_empty"].at[slot]))
+            for j, (valid, expert, row) in enumerate(pieces):
+                source = lambda ref, own, row=row: four.scales_at(stored, ref, own, row)  # noqa: E731
+                target = scratch["scales_s"].at[slot, j, pl.ds(0, refs[0].shape[1])]
+                self._copy(refs, valid, expert, source, target, scratch["scale_full"].at[slot])
 
 
 def _produce_rows(block: _Block):
@@ -194,9 +236,9 @@ def _consume(block: _Block, turn: int):
     if rows is not None:
         fp8.place_pieces(plan, turn, rows, scratch["pieces_s"], scratch["factors_s"])
     elif block.ups:
-        if turn == 0:
+        if turn == 0 or plan.t == ROWS:
             place_rows(plan, refs["x"], scratch["x_s"], scratch["x_full"])
-        if plan.multipliers > 1:  # the other warpgroup waits until they are there
+        if plan.multipliers > 1 and plan.t < ROWS:  # the other warpgroup waits until they are there
             pl.when(turn == 0)(lambda: plgpu.barrier_arrive(scratch["x_full"]))
             plgpu.barrier_wait(scratch["x_full"])
     if block.ups:
@@ -226,27 +268,38 @@ def _consume(block: _Block, turn: int):
 
 
 def _scales(block: _Block, work: Work, name: str, i):
-    """Load the scales of a tile of `up`, or of a group of experts of `down`; None if weights are unquantised."""
-    plan, interpret = block.plan, block.interpret
-    if name == "up" and block.up_scales:
+    """Load what a tile of `up`, or a group of experts of `down`, has in memory: FP8's scales, NVFP4's factors; None for
+    other weights."""
+    plan, interpret, fp8_scales = block.plan, block.interpret, block.plan.fp8 and block.scales[name]
+    if not fp8_scales and not block.factors[name]:
+        return None
+    if name == "up":
         first, high = work.parts(jnp.minimum(i, jnp.maximum(work.tiles - 1, 0)))
-        return fp8.up_scales(plan, block.up_scales, block.experts, first, high, interpret)
-    if name == "down" and block.down_scales:
-        column = block.number * COLUMNS
-        return fp8.down_scales(plan, block.down_scales, block.experts, work.count, i, column, interpret)
-    return None
+        rows = turns.up_rows(plan, block.experts, first, high)
+    else:
+        rows = turns.down_rows(plan, block.experts, work.count, i, block.number * COLUMNS)
+    if plan.four:
+        return four.factors_of(plan, block.factors[name], rows, interpret)
+    return fp8.scales_of(plan, fp8_scales, 2 * plan.f if name == "up" else plan.d, rows, interpret)
 
 
 def _multiplied(block: _Block, turn: int, before, scales, inputs, rows, step, hidden_step=None):
     """Multiply a tile of weights by `rows` rows; the first warpgroup gets all sums. `before`: tiles done so far."""
-    plan, scratch = block.plan, block.scratch
-    if not plan.fp8:
+    plan, scratch, factors = block.plan, block.scratch, None
+    if not plan.quantised:
         return multiply(plan, scratch, inputs, rows, step, hidden_step)
-    total, step = fp8.multiply(plan, scratch, turn, scales, inputs, step, hidden_step, block.interpret)
-    if turn == 0:
-        return fp8.receive(scratch, total), step
-    fp8.send(scratch, total, before)
-    return total, step
+    if plan.four:
+        slot, factors = lax.rem(before, _i32(plan.scale_slots)), scales
+        scales = four.Scales(scratch["scales_s"].at[slot], plan.four[hidden_step is not None])
+        plgpu.barrier_wait(scratch["scale_full"].at[slot])
+    total, step = turns.multiply(plan, scratch, turn, scales, inputs, step, hidden_step, block.interpret)
+    if plan.four:
+        plgpu.barrier_arrive(scratch["scale_empty"].at[slot])
+    if turn > 0:
+        turns.send(scratch, total, before)
+        return total, step
+    total = turns.receive(scratch, total)
+    return total if factors is None else total * lax.broadcast_in_dim(factors, total.shape, [0]), step
 
 
 def _sum_up(block: _Block, work: Work, turn: int, step, scales):
