@@ -235,8 +235,9 @@ class Abstract(runner.Runner):
     def _empty_state(self):
         if self._division is not None:
             place = lambda x, spec: shaped(x, NamedSharding(self.mesh, spec))  # noqa: E731
-            return jax.tree.map(place, self._state_shapes(self._layout, self.model.config, self.draft.drafter),
-                                self._division.state)  # fmt: skip
+            layout = dataclasses.replace(self._layout, whole=True)
+            whole = self._state_shapes(layout, self.model.config, self.draft.drafter)
+            return jax.tree.map(place, whole, self._division.state)
         empty = super()._empty_state
         return jax.eval_shape(lambda: empty())
 
@@ -287,7 +288,7 @@ def abstract_model(hf: dict, folder: Path, layers: int, options: dict) -> Model:
     kept = []
 
     def loaded():
-        named = {name: options[name] for name in ("quantization", "tp_size") if name in options}
+        named = {name: options[name] for name in ("quantization", "tp_size", "dp_attention") if name in options}
         kept.append(load.load_model(str(folder), "bfloat16", load_format="dummy", **named))
         return kept[0].params
 

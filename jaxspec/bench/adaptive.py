@@ -176,9 +176,9 @@ def _prepare(engine: Engine, requests: Sequence[int]) -> None:
     runner.shapes = programs.shapes = dataclasses.replace(shapes, narrower=with_plain)
     runner.narrower = dict(with_plain)
     programs.warm_up(runner.state, lambda one: GREEDY in one[0] or one[0] in ("admit", "prefill"))
-    pages, page_size = runner.plan.num_pages, engine.config.page_size
+    of = runner.plan.num_pages, engine.config.page_size, (GREEDY,), runner.by_request
     programs.shapes = shapes  # an engine that keeps drafts up has no plain rounds to choose from
-    runner.state, runner.round_times = time_rounds(programs, runner.state, pages, page_size, (GREEDY,))
+    runner.state, runner.round_times = time_rounds(programs, runner.state, *of)
     programs.shapes = runner.shapes
     runner.reset()
 

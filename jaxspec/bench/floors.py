@@ -22,6 +22,8 @@ from jaxspec.models.description import PagedRows
 from jaxspec.models.weights import Weight
 from jaxspec.pallas.experts.experts_mlp import expected_experts
 
+LATENT_WEIGHTS = ("latents", "queries", "keys_values", "out")
+
 
 @dataclass(frozen=True)
 class Ceilings:
@@ -49,11 +51,16 @@ def ceilings(args: argparse.Namespace) -> Ceilings:
 @dataclass(frozen=True)
 class Attends:
     """A layer's attention: how many positions a row sees (None: all), and for each, the bytes that a request's rows
-    read together and the operations of a row."""
+    read together and the operations of a row. `devices`: those that requests are divided among."""
 
     window: int | None
     token_bytes: int
     pair_flops: int
+    devices: int = 1
+
+    def of(self, requests: int) -> int:
+        """How many of so many requests are one device's."""
+        return -(-requests // self.devices)
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,10 @@ class ModelCost:
         chosen, routed = mixture.per_token if mixture else 1, sum(x.numbers for x in stacks)
         matrices = sum(x.numbers for x in weights_of(layers)) - routed
         matrices += routed * chosen // experts
+        for layer, weights in zip(config.decoder.layers, layers, strict=True):  # of which a row is on one device alone
+            if (devices := getattr(layer.mixing, "by_request", 1)) > 1:
+                own = [each for name, each in weights.items() if name in LATENT_WEIGHTS]
+                matrices -= sum(x.numbers for x in weights_of(own)) * (devices - 1) // devices
         mixings = [each.mixing for each in config.decoder.layers if isinstance(each.mixing.memory, PagedRows)]
         size = jnp.dtype(kv_dtype).itemsize
         states = state_bytes(config, 1, kv_dtype, state_dtype)[1]
@@ -89,7 +100,10 @@ class ModelCost:
             layer_flops=2 * matrices + 3 * 2 * numbers,  # a state is read twice and added to, for each token
             head_flops=2 * head,
             attends=tuple(
-                Attends(getattr(each, "window", None), each.memory.numbers * size, each.pair_flops) for each in mixings
+                Attends(
+                    getattr(each, "window", None), each.memory.numbers * size, each.pair_flops, each.memory.by_request
+                )
+                for each in mixings
             ),
             kv_bytes=kv_bytes_per_token(config, kv_dtype),
             state_bytes=states,
@@ -106,11 +120,11 @@ class ModelCost:
     def round(self, requests: int, width: int, context: float) -> tuple[float, float]:
         """Bytes and operations of verifying `width` rows for each of `requests` with `context` tokens on average."""
         rows = requests * width
-        seen = [min(context, each.window or context) for each in self.attends]
+        seen = [each.of(requests) * min(context, each.window or context) for each in self.attends]
         attention = sum(each.pair_flops * tokens for each, tokens in zip(self.attends, seen, strict=True))
         cached = sum(each.token_bytes * tokens for each, tokens in zip(self.attends, seen, strict=True))
-        flops = rows * (self.layer_flops + self.head_flops + attention)
-        return self.weights_read(rows) + requests * (cached + 2 * self.state_bytes), flops
+        flops = rows * (self.layer_flops + self.head_flops) + width * attention
+        return self.weights_read(rows) + cached + 2 * requests * self.state_bytes, flops
 
     def prefill(self, tokens: int) -> tuple[float, float]:
         """Bytes and operations of a prompt up to its first token: only the last row is unembedded."""

@@ -47,6 +47,7 @@ from jaxspec.engine.runner import Runner
 from jaxspec.models.description import Decoder, Mixture, Recurrence
 from jaxspec.models.families import MODELS
 from jaxspec.models.fp8 import BLOCK
+from jaxspec.models.local import by_request
 from jaxspec.models.mxfp4 import BLOCK as MXFP4_BLOCK
 from jaxspec.pallas.experts.experts_mlp import expected_experts
 
@@ -162,7 +163,7 @@ def _row(made: Planner, gpu: Gpu, tp: int, replicas: int, context: int, sums: st
     sizes = plan.weight_bytes, plan.draft_weight_bytes, plan.kv_bytes, plan.states.total, plan.slot_bytes
     sizes = *sizes, plan.workspace_bytes, gpu.memory - plan.total
     row = {"tp": tp, "replicas": replicas, "tokens": plan.tokens, "rows": made.width, "plan": dataclasses.asdict(plan)}
-    per_token = plan.kv_bytes * tp / (plan.tokens + plan.page_size)
+    per_token = plan.kv_bytes * tp / (plan.tokens + plan.page_size * plan.by_request)
     row["host_tokens"] = int(made.config.host_kv_gb * 2**30 / per_token) if made.config.host_kv_gb else None
     row |= {f"{name}_gib": size / 2**30 for name, size in zip(GIB_COLUMNS, sizes, strict=True)}
     ms = [made.round_seconds(n, context, gpu, tp, sums) * 1e3 for n in CONCURRENCY]
@@ -279,6 +280,9 @@ def planned(options: EngineConfig, tp: int, defaults: Defaults, memory: tuple[in
             options = _shared(options, tp, Path(where))
         dtype = options.dtype or locate(options.model, options.revision, load_format="dummy").config.dtype
         model = outlined(dataclasses.replace(options, dtype=dtype, load_format="dummy"))
+        if options.dp_attention and tp > 1:
+            own = dataclasses.replace(model.config, decoder=by_request(model.config.decoder, tp))
+            model = dataclasses.replace(model, config=own)
         return Planner(options, model, _with_whole_tables(drafter_of(options, model), tp), defaults, memory)
 
 
@@ -291,16 +295,16 @@ VOCABULARIES = ("vocab_size", "draft_vocab_size", "vocab_size_per_layer_input")
 WHOLE = ("markov_before", "before", "after")  # params of DSpark and DFlash 2 that are whole on each device
 
 
-def share(hf: Mapping[str, Any], n: int, quantization: str | None = None) -> dict[str, Any]:
+def share(hf: Mapping[str, Any], n: int, quantization: str | None = None, dp_attention: bool = False) -> dict[str, Any]:
     """The config.json of what one of n devices computes: its heads, columns of MLPs and experts, rows of the
     vocabulary. KV heads that are fewer than devices are repeated. Experts whose columns can't be cut, because they
     share scales, are divided among the fewest groups of devices that allow it.
 
-    `quantization`: as of `EngineConfig`. **Raises:** `ConfigError` naming the size that can't be divided.
+    `quantization`, `dp_attention`: as of `EngineConfig`. **Raises:** `ConfigError` naming what can't be divided.
     """
     if isinstance(text := hf.get("text_config"), Mapping):
         outer = {key: hf[key] for key in ("quantization_config",) if key in hf}
-        return {**hf, "text_config": share({**outer, **text}, n, quantization)}
+        return {**hf, "text_config": share({**outer, **text}, n, quantization, dp_attention)}
     kind = str(hf.get("model_type")).removesuffix("_text")
     hf = {**getattr(MODELS.get(kind), "DEFAULTS", {}), **hf}
     heads = hf.get("num_attention_heads")
@@ -310,7 +314,8 @@ def share(hf: Mapping[str, Any], n: int, quantization: str | None = None) -> dic
     mine |= _kv_share({"num_key_value_heads": heads} | {key: hf[key] for key in KV_HEADS if hf.get(key)}, n)
     if isinstance(by_layer := hf.get("per_layer_config"), Mapping):
         mine["per_layer_config"] = {i: {**own, **_kv_share(own, n)} for i, own in by_layer.items()}
-    mine |= {name: _divided(hf, name, n) for name in HEADS if hf.get(name)}
+    heads = [name for name in HEADS if hf.get(name) and not (dp_attention and name == HEADS[0])]
+    mine |= {name: _divided(hf, name, n) for name in heads}
     experts = next((name for name in EXPERTS if hf.get(name)), None)
     if experts is not None:
         mine |= _expert_share(hf, n, unit, experts)
@@ -367,7 +372,7 @@ def _unit(hf: Mapping[str, Any], quantization: str | None) -> int:
 def _shared(options: EngineConfig, n: int, where: Path) -> EngineConfig:
     """The options with shares for model and drafter, whose configs are written to folders in `where`."""
     files = locate(options.model, options.revision, load_format="dummy")
-    model = _written(files, options.model, n, where / "model", options.quantization)
+    model = _written(files, options.model, n, where / "model", options.quantization, options.dp_attention)
     sides = combined.parts(options.draft) or (options.draft,)
     drafts = [_draft_share(side, options, n, where / str(i)) for i, side in enumerate(sides)]
     known = _map_share(options, files, n, where)
@@ -402,11 +407,18 @@ def _draft_share(draft: str, options: EngineConfig, n: int, folder: Path) -> str
     return f"{method}:{written}{query[0] if query else ''}"
 
 
-def _written(files: ModelFolder | GgufFile, name: str, n: int, folder: Path, quantization: str | None) -> str:
+def _written(
+    files: ModelFolder | GgufFile,
+    name: str,
+    n: int,
+    folder: Path,
+    quantization: str | None,
+    dp_attention: bool = False,
+) -> str:
     if not isinstance(files, ModelFolder):
         raise ConfigError(f"{name} is a GGUF file, which is planned for one GPU alone")
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(share(files.hf, n, quantization)))
+    (folder / "config.json").write_text(json.dumps(share(files.hf, n, quantization, dp_attention)))
     return str(folder)
 
 

@@ -6,6 +6,7 @@ a checksum, which is computed on the device when the block leaves and again when
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -18,15 +19,16 @@ Blocks = tuple[UInt[Array, " w"], ...]
 PAGES, STATES = "pages", "states"
 
 
-def paged(cache: Cache, draft: Any) -> list[Array]:
-    """The arrays that have a row for each page: the target's, then those of the drafter that are laid out like them."""
-    (first, *_), count = cache.kv, cache.kv[0].shape[1]
-    return [x for x in jax.tree.leaves((cache.kv, draft)) if x.ndim == first.ndim and x.shape[1] == count]
+def paged(cache: Cache, draft: Any, counts: Collection[int] = ()) -> list[Array]:
+    """The arrays that have a row for each page: the target's, then those of the drafter that are laid out like them.
+    `counts`: how many pages they may have; none: as many as the target's."""
+    (first, *_), counts = cache.kv, counts or (cache.kv[0].shape[1],)
+    return [x for x in jax.tree.leaves((cache.kv, draft)) if x.ndim == first.ndim and x.shape[1] in counts]
 
 
-def with_paged(cache: Cache, draft: Any, arrays: list[Array]) -> tuple[Cache, Any]:
+def with_paged(cache: Cache, draft: Any, arrays: list[Array], counts: Collection[int] = ()) -> tuple[Cache, Any]:
     """Cache and drafter's state with others in place of `paged`."""
-    of, new = {id(x) for x in paged(cache, draft)}, iter(arrays)
+    of, new = {id(x) for x in paged(cache, draft, counts)}, iter(arrays)
     kv, draft = jax.tree.map(lambda x: next(new) if id(x) in of else x, (cache.kv, draft))
     return cache.replace(kv=kv), draft
 

@@ -37,9 +37,10 @@ def check_room(plan: MemoryPlan, config: EngineConfig) -> None:
     memory, of = (host_memory() // plan.devices, "this machine") if found is None else (found[1], "the device")
     if plan.total <= memory:
         return
-    bytes_per_token = plan.kv_bytes // (plan.tokens + plan.page_size)
-    most = (memory - (plan.total - plan.kv_bytes)) // bytes_per_token // plan.page_size * plan.page_size
-    if (most := most - plan.page_size) > 0:
+    together = plan.page_size * plan.by_request
+    bytes_per_token = plan.kv_bytes // (plan.tokens + together)
+    most = (memory - (plan.total - plan.kv_bytes)) // bytes_per_token // together * together
+    if (most := most - together) > 0:
         given = f"--max-total-tokens {config.max_total_tokens}" if config.max_total_tokens else "the KV cache"
         raise ConfigError(f"{given} {_beside(plan, memory, of)}. Set --max-total-tokens to {most} or less")
     raise ConfigError(

@@ -121,12 +121,13 @@ class MemoryPlan:
     devices: int = 1  # each of which has all of the above
     other_bytes: int = 0  # of arrays that were there before the engine
     draft_window: int = 0  # newest tokens of which a drafter keeps keys and values by request, in `slot_bytes`
+    by_request: int = 1  # devices that requests are divided among; `tokens` and pages are those of all
     host_bytes: int = 0  # resident in this process once it is ready; on a CPU, all of the above is part of it
 
     @property
     def num_pages(self) -> int:
-        """Pages of the pool, the dummy page included."""
-        return self.tokens // self.page_size + 1
+        """Pages of the pool, a dummy page of each part included."""
+        return self.tokens // self.page_size + self.by_request
 
     @property
     def total(self) -> int:
@@ -141,10 +142,11 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         window = f", the drafter's newest {self.draft_window} tokens" if self.draft_window else ""
+        parts = f", {self.tokens // self.by_request} on each device" if self.by_request > 1 else ""
         rows = [
             ("weights", self.weight_bytes, ""),
             ("draft weights", self.draft_weight_bytes, ""),
-            ("KV cache", self.kv_bytes, f"{self.tokens} tokens in pages of {self.page_size}"),
+            ("KV cache", self.kv_bytes, f"{self.tokens} tokens in pages of {self.page_size}{parts}"),
             ("request slots", self.slot_bytes, f"histories, sampling settings{window}"),
             ("workspace", self.workspace_bytes, "activations and logits of the largest program"),
         ]
@@ -209,9 +211,10 @@ def plan_memory(
     devices: int = 1,
     other_bytes: int = 0,
     draft_window: int = 0,
+    by_request: int = 1,
 ) -> MemoryPlan:
     """Plan the page pool: `mem_fraction` of the device's memory, less weights, slots and states. Of several `devices`,
-    all sizes are one's.
+    all sizes are one's. Where they have each a part of the pool (`by_request`), `bytes_per_token` is their mean.
 
     Of `states`, the number of snapshots is settled here: `max_snapshots`, or if that is None, some for each request and
     no more than a share of what weights leave.
@@ -227,6 +230,7 @@ def plan_memory(
 
     **Raises:** `ConfigError` with the arithmetic when nothing is left for a single page.
     """
+    together = page_size * by_request  # tokens of a page of each part
     device, usable = memory or device_memory(devices) or (None, None)
     budget = None
     if device:
@@ -245,23 +249,23 @@ def plan_memory(
         tokens = min(most_useful_tokens, max(2**31 // bytes_per_token, page_size))
     else:
         free = budget - weights - slot_bytes - states.total
-        if free < 2 * page_size * bytes_per_token:
+        if free < 2 * together * bytes_per_token:
             slots = f"request slots {gib(slot_bytes)}"
             if states.total:
                 slots += f", state slots {gib(states.total)} (--max-state-snapshots {states.snapshots})"
             raise ConfigError(
                 f"no memory is left for the KV cache: {gib(device)} on the device x --mem-fraction-static "
                 f"{mem_fraction} leaves {gib(budget)}; weights take {gib(weights)}, "
-                f"{slots}, and one page {gib(page_size * bytes_per_token)}. Raise "
+                f"{slots}, and one page {gib(together * bytes_per_token)}. Raise "
                 "--mem-fraction-static, lower --max-running-requests or --context-length, or use a smaller model"
             )
-        tokens = min(free // bytes_per_token - page_size, most_useful_tokens)
-    tokens = max(-(-tokens // page_size), 1) * page_size
+        tokens = min(free // bytes_per_token - together, most_useful_tokens)
+    tokens = max(-(-tokens // together), 1) * together
     return MemoryPlan(
         device_bytes=device,
         weight_bytes=weight_bytes,
         draft_weight_bytes=draft_weight_bytes,
-        kv_bytes=(tokens + page_size) * bytes_per_token,
+        kv_bytes=(tokens + together) * bytes_per_token,
         slot_bytes=slot_bytes,
         workspace_bytes=workspace_bytes,
         tokens=tokens,
@@ -270,4 +274,5 @@ def plan_memory(
         devices=devices,
         other_bytes=other_bytes,
         draft_window=draft_window,
+        by_request=by_request,
     )

@@ -112,6 +112,16 @@ class _OverCache:
     def only(self, asked):
         return self.replace(rows=self.rows.only(asked))
 
+    @property
+    def uneven(self):
+        return self.rows.uneven
+
+    def here(self, cache):
+        return self.rows.here(cache.kv[self.number])
+
+    def taken(self, cache, at, valid):
+        return self.replace(rows=self.rows.taken(cache.kv[self.number], at, valid))
+
     def attend(self, cache, layer, q, k, v, window, sinks=None):
         out, kv = self.rows.attend(cache.kv[self.number], layer, q, k, v, window, sinks, self._scales(cache))
         return out, cache.replace(kv=self._put(cache.kv, kv))

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import flax.struct
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -20,6 +21,7 @@ from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas.attention import kv_write
 from jaxspec.pallas.attention.latent_attention import latent_attention
 from jaxspec.pallas.attention.paged_attention import paged_attention
+from jaxspec.parallel.collectives import AXIS
 
 KV = Float[Array, "l p k m s h"]
 Scales = Float[Array, "l 2 m"]  # float32, of a layer's keys (0) and values (1) by head: pages hold x / scale
@@ -32,12 +34,16 @@ class PageLayout:
     num_pages: int
     page_size: int
     dtype: str
+    whole: bool = False  # all devices' pages, where requests are divided among devices
 
     def groups(self, config: ModelConfig) -> tuple[KV, ...]:
         """An empty cache for a model of this config: the pages of each group of layers."""
-        groups = config.decoder.groups(PagedRows).items()
-        shape = lambda rows, layers: (layers, self.num_pages, rows.streams, rows.heads, self.page_size, rows.width)  # noqa: E731
-        return tuple(jnp.zeros(shape(rows, layers), self.dtype) for rows, layers in groups)
+
+        def empty(rows: PagedRows, layers: int) -> KV:
+            pages = self.num_pages // (1 if self.whole else rows.by_request)
+            return jnp.zeros((layers, pages, rows.streams, rows.heads, self.page_size, rows.width), self.dtype)
+
+        return tuple(empty(*group) for group in config.decoder.groups(PagedRows).items())
 
     def kv(self, config: ModelConfig) -> KV:
         """Empty pages for a model whose layers are all in one group."""
@@ -51,9 +57,10 @@ def page_dtype(kv_cache_dtype: str, dtype: str) -> str:
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype: str) -> int:
-    """Bytes of a token's keys and values in all layers, in pages of this dtype."""
-    numbers = sum(n * memory.numbers for memory, n in config.decoder.groups(PagedRows).items())
-    return numbers * jnp.dtype(dtype).itemsize
+    """Bytes of a token's keys and values in all layers, in pages of this dtype. Where requests are divided among
+    devices, a device's mean."""
+    groups, item = config.decoder.groups(PagedRows), jnp.dtype(dtype).itemsize
+    return sum(-(-n * rows.numbers * item // rows.by_request) for rows, n in groups.items())
 
 
 @flax.struct.dataclass
@@ -74,6 +81,9 @@ class Rows:
     `in_windows`: in layers with a window alone.
 
     `asked[r]`, if given: whether the attention of request r's rows is requested. `fixed`: as of `paged_attention`.
+
+    Where requests are divided among devices, each device's pages follow the other's in the table's numbers, and the
+    first of each is a dummy. `uneven`: more than its share of these requests may be one device's.
     """
 
     start: Int[Array, " b"]
@@ -87,6 +97,7 @@ class Rows:
     last_seen: Int[Array, "b t"] | None = None
     in_windows: bool = flax.struct.field(pytree_node=False, default=False)
     fixed: int = flax.struct.field(pytree_node=False, default=0)
+    uneven: bool = flax.struct.field(pytree_node=False, default=False)
 
     def positions(self, t: int) -> Int[Array, "b t"]:
         """Positions of the rows in the text, as the rope table takes them."""
@@ -131,6 +142,18 @@ class Rows:
 
     def pages(self, kv: KV) -> KV:
         return kv
+
+    def here(self, kv: KV) -> Bool[Array, " b"]:
+        """Whether this device has a request's pages, as `decoder.mixer.DividedMixer` says."""
+        return (self.count > 0) & (self.table[:, 0] // kv.shape[1] == jax.lax.axis_index(AXIS))
+
+    def taken(self, kv: KV, at: Int[Array, " r"], valid: Bool[Array, " r"]) -> Rows:
+        """The rows of the requests `at`, whose pages are numbered as this device has them; padding if not `valid`."""
+        zero = lambda x: jnp.where(valid.reshape(-1, *[1] * (x.ndim - 1)), x[at], 0)  # noqa: E731
+        take = lambda x: None if x is None else x[at]  # noqa: E731
+        kept = {name: take(getattr(self, name)) for name in ("depth", "mask", "asked", "shift", "last_seen")}
+        table = jnp.maximum(self.table - kv.shape[1] * jax.lax.axis_index(AXIS), 0)
+        return self.replace(start=zero(self.start), count=zero(self.count), table=zero(table), axes=None, **kept)
 
     def attend_written(
         self,

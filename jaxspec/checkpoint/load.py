@@ -30,7 +30,7 @@ from jaxspec.config.progress import bytes_bar, took
 from jaxspec.config.request import IN_CHECKPOINTS, RequestError, SamplingParams
 from jaxspec.images.image_reader import ImageReader
 from jaxspec.models.families import MODELS
-from jaxspec.models.local import in_groups, local
+from jaxspec.models.local import by_request, in_groups, local
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.parallel import sharding
 from jaxspec.text.tokenizer import Tokenizer
@@ -127,6 +127,7 @@ def load_model(
     fp8_activations: bool = True,
     tp_size: int = 1,
     ep_size: int = 1,
+    dp_attention: bool = False,
     context_length: int | None = None,
     deterministic: bool = False,
     load_threads: int = THREADS,
@@ -145,14 +146,15 @@ def load_model(
     - `fp8_activations`: quantise the activations of FP8 weights, too, instead of leaving them in `dtype`.
     - `tp_size`: shard the params over so many devices. The engine runs such a model, `functional` doesn't.
     - `ep_size`: divide experts among so many groups of these devices.
+    - `dp_attention`: divide the requests of latent attention among them, not its heads.
     - `context_length`: refuse a model of fewer positions, before it is read.
     - `deterministic`: dequantise GGUF files, since such an engine has no kernels of four bits.
     - `load_threads`: how many threads read its weights.
 
     **Raises:** `CheckpointError`, `ConfigError` or `TokenizerError`, each naming the file, key or tensor at fault.
     """
-    of = path_or_id, dtype, load_format, revision, quantization, fp8_activations, tp_size, ep_size, context_length
-    source, config, dtype, declared = _declared(*of, deterministic)
+    of = path_or_id, dtype, load_format, revision, quantization, fp8_activations, tp_size, ep_size, dp_attention
+    source, config, dtype, declared = _declared(*of, context_length, deterministic)
     mesh, how = sharding.mesh_of(tp_size), kept_format(source.files, quantization)
     online, renamed = (
         quantization is not None and how is None,
@@ -213,7 +215,7 @@ def _no_room(name: str, declared: Any, dtype: str, told: str, tp_size: int) -> C
 def outlined(options: EngineConfig) -> Model:
     """The model that an engine's options name, without arrays and tokenizer: its params are shapes, and of a quantised
     checkpoint the formats are those that its config names. **Raises:** as `load_model`."""
-    alone = {"tp_size": 1, "ep_size": 1}
+    alone = {"tp_size": 1, "ep_size": 1, "dp_attention": False}
     source, config, dtype, declared = _declared(options.model, **_given(options) | alone, made_up=True)
     params = jax.eval_shape(partial(dummy, declared, dtype, 0))
     tower = jax.eval_shape(partial(vision.dummy, config.tower, dtype, 0)) if config.tower else None
@@ -230,6 +232,7 @@ def _declared(
     fp8_activations: bool,
     tp_size: int,
     ep_size: int,
+    dp_attention: bool,
     context_length: int | None,
     deterministic: bool,
     made_up: bool = False,
@@ -250,6 +253,8 @@ def _declared(
     sharding.mesh_of(tp_size)  # refuses more devices than there are
     try:
         config = replace(config, decoder=in_groups(config.decoder, tp_size, ep_size))
+        if dp_attention:
+            config = replace(config, decoder=by_request(config.decoder, tp_size))
         local(config.decoder, tp_size)  # refuses what can't be divided before it is read
     except ConfigError as error:
         raise ConfigError(f"{source.name}: {error}") from error
@@ -271,7 +276,7 @@ def load_target(options: EngineConfig) -> Model:
 
 def _given(options: EngineConfig) -> dict[str, Any]:
     """The arguments that `load_model` and `_declared` have in common."""
-    names = "dtype", "load_format", "revision", "quantization", "tp_size", "ep_size", "deterministic"
+    names = "dtype", "load_format", "revision", "quantization", "tp_size", "ep_size", "dp_attention", "deterministic"
     return {name: getattr(options, name) for name in names} | {
         "fp8_activations": options.fp8_activations == "on",
         "context_length": None if options.allow_longer_context else options.context_length,

@@ -121,7 +121,7 @@ class Programs:
         whole = Ragged(drafter, self.width - 1) if shapes.ragged else drafter
         self._jits = {
             "admit": writing(admit),
-            "clear": writing(clear),
+            "clear": writing(partial(clear, config.decoder.by_request)),
             **{f"take_{kind}": moving(take, kind, False) for kind in (PAGES, STATES)},
             **{f"put_{kind}": moving(put, kind, True) for kind in (PAGES, STATES)},
             "prefill": jit(prefill, shapes.block, False),

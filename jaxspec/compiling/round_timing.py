@@ -38,12 +38,17 @@ def group(kind: str, mode: str, size: int) -> Group:
 
 
 def time_rounds(
-    programs: Programs, state: State, pages: int, page_size: int, modes: tuple[str, ...] = (GREEDY, SAMPLED)
+    programs: Programs,
+    state: State,
+    pages: int,
+    page_size: int,
+    modes: tuple[str, ...] = (GREEDY, SAMPLED),
+    devices: int = 1,
 ) -> tuple[State, dict]:
     """For each group of round programs in `modes`, the seconds that each number of drafts takes; and the state, used.
 
-    `pages`: in the pool, the dummy included. Rounds with log-probabilities aren't timed: what they take more hardly
-    depends on drafts, so their times are those of rounds that sample.
+    `pages`: in the pool, dummies included; `devices`: those that divide them. Rounds with log-probabilities aren't
+    timed: what they take more hardly depends on drafts, so their times are those of rounds that sample.
     """
     shapes = programs.shapes
     known = max(min(CONTEXT, shapes.capacity // 2), 1)
@@ -55,7 +60,7 @@ def time_rounds(
     for mode in modes * PASSES:
         params = SamplingParams(temperature=float(mode == SAMPLED))
         for size in shapes.batches:
-            table = _pages(size, shapes.pages_per_seq, known + most * step, pages, page_size)
+            table = _pages(size, shapes.pages_per_seq, known + most * step, pages, page_size, devices)
             admissions = [_admission(slot, known, params, programs) for slot in range(size)]
             for kind, run in runs.items():
                 if kind == "rounds" and not shapes.several((size,)):
@@ -119,11 +124,12 @@ def _time(run: Callable, state: State, most: int, burst: int) -> tuple[float, St
     return took[0], state
 
 
-def _pages(size: int, columns: int, tokens: int, pages: int, page_size: int) -> np.ndarray:
-    """Page tables of requests with so many tokens. If the pool has too few pages, requests share some."""
-    each = min(-(-tokens // page_size), columns)
-    table = np.zeros((size, columns), np.int32)
-    table[:, :each] = 1 + np.arange(size * each).reshape(size, each) % (pages - 1)
+def _pages(size: int, columns: int, tokens: int, pages: int, page_size: int, devices: int = 1) -> np.ndarray:
+    """Page tables of requests with so many tokens, which are the `devices`' in turn. If the pool has too few pages,
+    requests share some."""
+    each, pages = min(-(-tokens // page_size), columns), pages // devices
+    table, device = np.zeros((size, columns), np.int32), np.arange(size)[:, None] % devices
+    table[:, :each] = 1 + np.arange(size * each).reshape(size, each) % (pages - 1) + device * pages
     return table
 
 

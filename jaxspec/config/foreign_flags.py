@@ -42,6 +42,7 @@ ELSEWHERE = {
     **dict.fromkeys(("tp", "tensor_parallel_size"), "tp_size"),
     **dict.fromkeys(("ep", "expert_parallel_size", "enable_expert_parallel"), "ep_size"),
     **dict.fromkeys(("dp", "data_parallel_size"), "dp_size"),
+    "enable_dp_attention": "dp_attention",
     **dict.fromkeys(
         ("scheduling_policy", "enable_priority_scheduling", "schedule_low_priority_values_first"), "schedule_policy"
     ),
@@ -146,7 +147,6 @@ UNSUPPORTED = {
                     "with --nnodes, --dist-init-addr HOST:PORT says where node 0 is"),
     **dict.fromkeys(("priority_scheduling_preemption_threshold", "disable_priority_preemption"),
                     "with --schedule-policy priority, requests preempt any whose priority comes after theirs"),
-    "enable_dp_attention": "attention is divided by heads (--tp-size), and whole engines are repeated (--dp-size)",
     "disaggregation_mode": "prefill and decoding run in one process",
     "kv_transfer_config": "prefill and decoding run in one process; of connectors, native offloading has --host-kv-gb",
     "kv_offloading_backend": "--host-kv-gb keeps pages in this process; other backends are not supported",

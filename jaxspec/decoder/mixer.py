@@ -90,6 +90,24 @@ class LatentMixer(Mixer, Protocol):
 
 
 @runtime_checkable
+class DividedMixer(LatentMixer, Protocol):
+    """One whose requests are divided among devices, each of which keeps what came before its own.
+
+    `uneven`: more than a device's share of them may be one's.
+    """
+
+    uneven: bool
+
+    def here(self, cache) -> Bool[Array, " b"]:
+        """Whether this device has a request, and the request has rows."""
+        ...
+
+    def taken(self, cache, at, valid) -> DividedMixer:
+        """The mixer for the requests `at`, i32[r], which this device has where they are `valid`."""
+        ...
+
+
+@runtime_checkable
 class PagedMixer(Mixer, Protocol):
     """One that keeps keys and values in pages, and lets a kernel of the layer's own write them there."""
 

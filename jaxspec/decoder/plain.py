@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxspec.decoder import by_request
 from jaxspec.decoder.feed import add_product, mixture, mlp
 from jaxspec.decoder.functions import normed
 from jaxspec.decoder.matmul import ACTIVATIONS, Quantised, Weighted, exact, normed_for, project, valid_count
@@ -82,10 +83,19 @@ class Plain(Ops):
             rows = [x if given is None else given] * len(mixing.projections)
         return products(layer, weights, rows, self.positions)
 
+    def mix(self, layer, weights, i, x, given, cache):
+        if (devices := by_request_of(layer)) == 1:
+            return super().mix(layer, weights, i, x, given, cache)
+        some = lambda ops, x, given, cache: Ops.mix(ops, layer, weights, i, x, given, cache)  # noqa: E731
+        return by_request.mix(self, some, weights, x, given, cache, devices)
+
     @jax.named_scope("output_projection")
     def add(self, layer, weights, x, mixed):
         valid = valid_count(self.positions)
-        return added(layer, weights, "attn_post_norm", x, lambda x: add_product(x, mixed, weights, "out", valid)), None
+        projected = lambda x: add_product(x, mixed, weights, "out", valid)  # noqa: E731
+        if by_request_of(layer) > 1:
+            projected = lambda _: mixed  # noqa: E731
+        return added(layer, weights, "attn_post_norm", x, projected), None
 
     def finish(self, layer, weights, after, x, mixed):
         x, given = super().finish(layer, weights, after, x, mixed)
@@ -99,6 +109,11 @@ class Plain(Ops):
         chosen: list[Array] = []
         x = feed(layer, weights, x, self.positions, chosen)
         return x, Chosen(*chosen)
+
+
+def by_request_of(layer: Layer) -> int:
+    """How many devices the layer's requests are divided among."""
+    return getattr(layer.mixing, "by_request", 1)
 
 
 @jax.named_scope("layer_input")

@@ -127,6 +127,8 @@ def resolve(
         raise ConfigError("--disk-kv-gb keeps what leaves the host's memory. Give that a size, too, with --host-kv-gb")
     if options.disk_kv_path and not options.disk_kv_gb:
         raise ConfigError("--disk-kv-path needs --disk-kv-gb. Add it, or drop the path")
+    if options.dp_attention:
+        _check_dp_attention(options, draft, options.max_running_requests or defaults.max_running_requests)
     if options.draft_policy == "ragged" and (reason := _not_ragged(options, draft)):
         raise ConfigError(f"--draft-policy ragged: {reason}. Use --draft-policy auto")
     chunk = options.chunked_prefill_size or (
@@ -159,6 +161,23 @@ def resolve(
         disable_structured_output=options.disable_structured_output or options.deterministic,
         num_continuous_decode_steps=options.num_continuous_decode_steps or rounds,
     )
+
+
+def _check_dp_attention(options: EngineConfig, draft: LoadedDrafter, slots: int) -> None:
+    """**Raises:** `ConfigError` for what doesn't go together with requests that are divided among devices."""
+    if slots % options.tp_size:
+        more = -(-slots // options.tp_size) * options.tp_size
+        raise ConfigError(
+            f"--dp-attention divides requests evenly among {options.tp_size} GPUs: --max-running-requests {slots} must "
+            f"be a multiple of it. Give {more}"
+        )
+    for given, there in (
+        (f"--topk {draft.drafter.topk}", draft.drafter.topk > 1),
+        ("--host-kv-gb", options.host_kv_gb),
+        ("--lora-modules, --enable-lora or --lora-root", options.has_adapters),
+    ):
+        if there:
+            raise ConfigError(f"--dp-attention doesn't go together with {given}. Drop one of them")
 
 
 def _not_ragged(options: EngineConfig, draft: LoadedDrafter) -> str | None:
@@ -218,7 +237,8 @@ def shapes_of(
     shared = [each for each in narrower if each > 0] if config.draft_policy == "ragged" else ()
     at_once = 1 if tower is None else tower.at_once
     prompts = [-(-tokens // defaults.block) for tokens in config.listed("prefill_sizes")]
-    firsts = tuple(sorted({1, min(slots, blocks)}))  # one alone, or as many prompts as a prefill can hold
+    # One alone, or as many prompts as a prefill can hold; all of them may be one device's.
+    firsts = tuple(sorted({1, min(slots, blocks * (config.tp_size if config.dp_attention else 1))}))
     return Shapes(
         num_slots=slots,
         capacity=config.context_length,
@@ -232,6 +252,7 @@ def shapes_of(
         rounds=rounds if rounds_for is None or rounds_for in batches(most) else 1,
         rounds_for=rounds_for,
         structured=not config.disable_structured_output,
+        always_adapted=config.has_adapters and config.deterministic,  # bits are those of one set of programs
         processed=config.logprobs_mode == "processed_logprobs",
         narrower=tuple((drafts, batches(max(drafts, 0))) for drafts in narrower),
         pictures=0 if tower is None else rows_for(tower, blocks * defaults.block),

@@ -113,6 +113,7 @@ class Engine:
             host=self.host_cache and self.host_cache.tier,
             by_priority=self.config.schedule_policy != "fcfs",
             adapters=self.runner.adapters and self.runner.adapters.places,
+            devices=self.runner.by_request,
         )
         if self.host_cache is not None:
             self.host_cache.serves(self.scheduler)
@@ -275,7 +276,7 @@ class Engine:
     def _first(self, seqs: list[SequenceState], table: np.ndarray) -> None:
         mode, slots = _mode(seqs), [seq.slot for seq in seqs]
         if not _constrained(seqs):
-            mode = self.runner.mode_of_first(mode, len(seqs))
+            mode = self.runner.mode_of_first(mode, slots)
             self._put_in_flight(self._read_first, self.runner.first(slots, table, mode), seqs, mode)
             return
         masks = first_masks([seq.owner.matcher for seq in seqs], self.runner.width, self.model_config.vocab_size)
@@ -316,9 +317,9 @@ class Engine:
         """
         if self.chooser is None or any(seq.owner.request.fixed_drafts for seq in seqs):
             return self.runner.drafts[-1], None
-        name = of_rounds(rounds)
-        chosen = group(name, mode, fit(len(seqs), sizes_of(self.runner.shapes, name, mode)))
-        return skipped_drafts.choose(self.chooser, chosen, seqs, self.scheduler.tree.reach), chosen
+        name, rows = of_rounds(rounds), self.runner.rows_for([seq.slot for seq in seqs])
+        chosen = group(name, mode, fit(rows, sizes_of(self.runner.shapes, name, mode)))
+        return skipped_drafts.choose(self.chooser, chosen, seqs, self.scheduler.trees[0].reach), chosen
 
     def _forced(self, seq: SequenceState) -> list[int] | None:
         """The drafts that a grammar forces next, if the device doesn't know them. It knows them from a slot's first
@@ -454,7 +455,7 @@ class Engine:
 
     def _clear_damaged(self) -> None:
         """Clear the damaged pages that nobody holds any more, before they have another owner."""
-        free = [page for page in self._damaged if not self.scheduler.pool.refcount(page)]
+        free = [page for page in self._damaged if not self.scheduler.device.holders(page)]
         self._damaged.difference_update(free)
         self.runner.clear(free)
 

@@ -40,18 +40,18 @@ from jaxspec.compiling.abstract_model import Loading, alike
 from jaxspec.compiling.executable_store import Executables, enable_compilation_cache
 from jaxspec.compiling.ladder import of_rounds, sizes_of
 from jaxspec.compiling.op_by_op import OpByOp
-from jaxspec.compiling.programs import Programs, programs_there
+from jaxspec.compiling.programs import Programs
 from jaxspec.compiling.round_timing import time_rounds
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
 from jaxspec.decoder.forward import describe, path_table
-from jaxspec.decoder.low_rank import attached
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.loading import LoadedDrafter, check_drafter, load_drafter
-from jaxspec.engine.adapters import Adapters, places_of, with_adapters
+from jaxspec.engine.adapters import Adapters, places_of, tell_paths, with_adapters
 from jaxspec.engine.defaults import resolve, rounds_for, shapes_of, small_model
 from jaxspec.engine.deterministic import prepared, reporting
 from jaxspec.engine.pictures import PictureReader, refusal, tower_workspace
+from jaxspec.engine.start_report import report_start
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas import hopper, portable
 from jaxspec.parallel import peers, sharding
@@ -59,6 +59,7 @@ from jaxspec.parallel.hosts import Follower, Leader
 from jaxspec.parallel.sharding import Division
 from jaxspec.rounds.packing import fit, pack_admission, pack_blocks, put_adapters
 from jaxspec.rounds.programs import MODES, State, empty_state
+from jaxspec.scheduling.device_pages import rows_for
 from jaxspec.scheduling.draft_count import SKIP_DRAFTER, Group
 from jaxspec.scheduling.sequence import NO_STATE, Chunk, SequenceState
 from jaxspec.structured.grammar import grammars_of
@@ -99,6 +100,8 @@ class Runner:
         self.hosts = hosts
         if hosts is not None and options.has_adapters:
             raise ConfigError("adapters aren't served on several hosts (--nnodes); merge one into its model")
+        if hosts is not None and options.dp_attention:
+            raise ConfigError("--dp-attention divides requests among one host's GPUs; drop it, or --nnodes")
         claim_device(options.host_kv_gb)
         enable_compilation_cache()
         log.info("kernels: %s", portable.kernel_choice())
@@ -121,7 +124,9 @@ class Runner:
         self.grammars = self.grammars or grammars()
         if self.pictures is not None and not self.config.skip_warmup:
             self.pictures.programs.warm_up(self.config.dtype, staged_start)
-        _report_start(self, started)
+        lacks_snapshots = self.snapshots == () and not self.config.disable_prefix_cache
+        of = self.plan, self.model, self.draft, self.programs, self.page_dtype, lacks_snapshots
+        report_start(started, *of)
 
     def _load(self, options: EngineConfig, model: Model | None, draft: LoadedDrafter | None) -> None:
         """Model and drafter, those given or those of the options; and both as one of several devices has them."""
@@ -159,9 +164,7 @@ class Runner:
         self.paths = path_table(*of, self._layout.dtype, self.config.tp_size)
         log.info("%s", describe(self.paths))
         if self.adapters is not None:
-            of = of[0], attached(of[1], self.adapters.stacks, None), *of[2:]
-            paths = path_table(*of, self._layout.dtype, self.config.tp_size, adapters=True)
-            log.info("up to %d adapters of rank %d: %s", self.adapters.count, self.adapters.rank, describe(paths))
+            tell_paths(self.adapters, *of, self._layout.dtype, self.config.tp_size)
         self._division = self._divide()
         params = with_adapters(self.model.params, self.adapters), self.draft.params
         made = OpByOp if self.config.disable_jit else Programs
@@ -251,11 +254,12 @@ class Runner:
     def _plan(self) -> tuple[MemoryPlan, PageLayout]:
         config, shapes = self.config, self.shapes
         dtype = page_dtype(config.kv_cache_dtype, config.dtype)
-        empty = self._state_shapes(PageLayout(1, config.page_size, dtype), self._local, self._drafter)
+        together = config.page_size * self.by_request
+        empty = self._state_shapes(PageLayout(self.by_request, config.page_size, dtype), self._local, self._drafter)
         drafter_per_token = self._drafter.kv_bytes_per_token(dtype)
         per_token = kv_bytes_per_token(self._local, dtype) + drafter_per_token
-        per_token += sharding.bytes_of(empty.reported) // config.page_size
-        drafter_by_slot = sharding.bytes_of(empty.draft) - config.page_size * drafter_per_token
+        per_token += sharding.bytes_of(empty.reported) // together
+        drafter_by_slot = sharding.bytes_of(empty.draft) - together * drafter_per_token
         rows = max(shapes.num_slots * self.width, shapes.score * shapes.block)
         slot, state = state_bytes(self._local, self.width, config.dtype, config.state_dtype)
         workspace = workspace_estimate(self._local, rows, shapes.chunk, config.tp_size)
@@ -279,6 +283,7 @@ class Runner:
             memory=self._memory,
             devices=config.tp_size,
             other_bytes=self._other_bytes,
+            by_request=self.by_request,
         )
         if self.hosts is not None:
             plan = plan.cut(*self.hosts.agree(plan.tokens, plan.states.snapshots))
@@ -296,6 +301,11 @@ class Runner:
         """Bytes of a device that are kept for blocks on their way to the host and back."""
         device = self._memory or device_memory(self.config.tp_size) if self.config.host_kv_gb else None
         return 0 if device is None else int(device[0] * HOST_STAGING)
+
+    @property
+    def by_request(self) -> int:
+        """How many devices requests are divided among."""
+        return self._local.decoder.by_request
 
     @property
     def page_dtype(self) -> str:
@@ -321,7 +331,8 @@ class Runner:
         """How programs run on several devices; None for one."""
         if self.mesh is None:
             return None
-        whole = self._state_shapes(self._layout, self.model.config, self.draft.drafter)
+        layout = dataclasses.replace(self._layout, whole=True)
+        whole = self._state_shapes(layout, self.model.config, self.draft.drafter)
         state = sharding.divided(whole, self._state_shapes(self._layout, self._local, self._drafter))
         workspaces, self.sums = peers.opened(self.mesh)
         params = with_adapters(self.model.params, self.adapters), self.draft.params
@@ -342,8 +353,8 @@ class Runner:
     def _time_rounds(self) -> None:
         """Measure `round_times`, and note them beside the programs that were kept."""
         started, dispatched = time.monotonic(), Counter(self.programs.dispatches)
-        pages, page_size = self.plan.num_pages, self.config.page_size
-        self.state, self.round_times = time_rounds(self.programs, self.state, pages, page_size)
+        of = self.plan.num_pages, self.config.page_size
+        self.state, self.round_times = time_rounds(self.programs, self.state, *of, devices=self.by_request)
         self.reset()
         self.programs.dispatches.clear()
         self.programs.dispatches.update(dispatched)
@@ -491,7 +502,7 @@ class Runner:
 
     def first(self, slots: list[int], table: np.ndarray, mode: str) -> jax.Array:
         """Dispatch the first tokens of these slots, whose prompts are prefilled; packed like those of a round."""
-        _, size = self.programs.stand_in("first", (mode,), len(slots))
+        _, size = self.programs.stand_in("first", (mode,), self.rows_for(slots))
         self.state, out = self.programs.first(self.state, self._pack(slots, table, size), mode)
         out.copy_to_host_async()
         return out
@@ -506,32 +517,32 @@ class Runner:
         run, adapted = getattr(self.programs, of_rounds(rounds)), self._adapted(slots)
         narrow = drafts if drafts in self.narrower else None
         if narrow is None:
-            _, size = self.programs.stand_in(of_rounds(rounds), (mode,), len(slots), adapted)
+            _, size = self.programs.stand_in(of_rounds(rounds), (mode,), self.rows_for(slots), adapted)
         else:
-            size = fit(len(slots), sizes_of(self.shapes, of_rounds(rounds), mode, narrow))
+            size = fit(self.rows_for(slots), sizes_of(self.shapes, of_rounds(rounds), mode, narrow))
         packed = self._with_adapters(self._pack(slots, table, size), adapted)
         self.state, out = run(self.state, packed, mode, narrow, adapted)
         out.copy_to_host_async()
         return out
 
-    def mode_of_first(self, mode: str, requests: int) -> str:
+    def mode_of_first(self, mode: str, slots: list[int]) -> str:
         """The mode of `first` for requests that need `mode`: another only while that one's programs are missing."""
-        return self._mode_of("first", mode, requests)
+        return self._mode_of("first", mode, slots)
 
     def mode_of_round(self, mode: str, slots: list[int], rounds: int = 1) -> str:
         """The mode of `round`, chosen as in `mode_of_first`."""
-        return self._mode_of(of_rounds(rounds), mode, len(slots), self._adapted(slots))
+        return self._mode_of(of_rounds(rounds), mode, slots, self._adapted(slots))
 
     def mode_of_open_round(self, mode: str, slots: list[int]) -> str:
         """The mode of `open_round`, chosen as in `mode_of_first`."""
-        return self._mode_of("structured", mode, len(slots), self._adapted(slots))
+        return self._mode_of("structured", mode, slots, self._adapted(slots))
 
-    def _mode_of(self, name: str, mode: str, requests: int, adapted: bool = False) -> str:
-        return self.programs.stand_in(name, MODES[MODES.index(mode) :], requests, adapted)[0]
+    def _mode_of(self, name: str, mode: str, slots: list[int], adapted: bool = False) -> str:
+        return self.programs.stand_in(name, MODES[MODES.index(mode) :], self.rows_for(slots), adapted)[0]
 
     def _adapted(self, slots: list[int]) -> bool:
-        """Whether any of these slots' requests has an adapter, which then is on the device."""
-        if places_of(self.adapters, slots) is None:
+        """Whether the programs for adapters serve these slots, whose requests' adapters are then on the device."""
+        if not self.shapes.always_adapted and places_of(self.adapters, slots) is None:
             return False
         if self.adapters.written():
             self._fill()
@@ -546,7 +557,7 @@ class Runner:
         `forced`: for each slot the drafts that a grammar forces; None where the slot's last round left them.
         """
         adapted = self._adapted(slots)
-        _, size = self.programs.stand_in("structured", (mode,), len(slots), adapted)
+        _, size = self.programs.stand_in("structured", (mode,), self.rows_for(slots), adapted)
         given = put_forced(self._pack(slots, table, size, columns(self.width - 1)), forced)
         packed = given if self.hosts else jax.device_put(given)
         self.state, proposal, drafts = self.programs.draft(self.state, packed, mode)
@@ -565,7 +576,7 @@ class Runner:
 
     def masked_first(self, slots: list[int], table: np.ndarray, bits: np.ndarray, forced: np.ndarray) -> jax.Array:
         """Dispatch `first` in mode logprobs, among the tokens that `bits` u32[slots, 1, w] allow."""
-        _, size = self.programs.stand_in("masked_first", ("",), len(slots))
+        _, size = self.programs.stand_in("masked_first", ("",), self.rows_for(slots))
         packed = put_forced(self._pack(slots, table, size, columns(self.width - 1)), [None] * len(slots))
         padding = ((0, len(packed) - len(slots)), (0, 0), (0, 0))
         bits = np.pad(bits, padding, constant_values=ALL)
@@ -573,28 +584,12 @@ class Runner:
         out.copy_to_host_async()
         return out
 
+    def rows_for(self, slots: list[int]) -> int:
+        """The least size of a program for these slots."""
+        return rows_for(slots, self.shapes.num_slots // self.by_request, self.by_request)
+
     def _pack(self, slots: list[int], table: np.ndarray, size: int, columns: int = 1) -> np.ndarray:
         packed = self.programs.padding(size, columns)
         packed[: len(slots), 0] = slots
         packed[: len(slots), columns:] = table[slots]
         return packed
-
-
-def _report_start(runner: Runner, started: float) -> None:
-    """Log what a start that began then came to."""
-    drafter = runner.draft.drafter
-    log.info("%s", runner.plan)
-    if runner.model.kv_scales is not None:
-        used = "are" if runner.page_dtype.startswith("float8") else "aren't"
-        log.info("the checkpoint's scales of keys and values %s used: %s pages", used, runner.page_dtype)
-    if runner.snapshots == () and not runner.config.disable_prefix_cache:
-        log.info("the prefix cache is off: a hybrid needs state snapshots for it, and there is no room for any")
-    if drafter.topk > 1:
-        log.info(
-            "drafts are trees of %d tokens, up to %d deep. A sampled request accepts a draft if the target draws it "
-            "(target-only sampling); chains (--topk 1) use the drafter's probabilities too (block verification)",
-            drafter.num_draft_tokens,
-            drafter.longest,
-        )
-    seconds, name = time.monotonic() - started, f"{runner.model.name} with --draft {runner.draft.name}"
-    log.info("ready in %.1f s: %s, %s", seconds, name, programs_there(runner.programs))

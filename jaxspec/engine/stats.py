@@ -92,7 +92,7 @@ class DecodeLog:
     def write(self, totals: Counter, scheduler: Scheduler) -> None:
         before, now = self._before, time.monotonic()
         gained = {key: totals[key] - before[key] for key in ("generation_tokens", "verify_rounds", "verified_tokens")}
-        pages = scheduler.pool.num_pages - 1
+        pages = sum(pool.num_pages - 1 for pool in scheduler.pools)
         used = max(pages - scheduler.free_pages - scheduler.cached_pages, 0)  # the tree's are free as well
         log.info(
             "decode: running %d, waiting %d, pages in use %.0f%%, accept len %.2f, %.1f tok/s",
@@ -113,7 +113,7 @@ def figures(counts: Counts, scheduler: Scheduler, runner: Runner, chooser: Choos
     return {
         "num_running": len(scheduler.running) + len(scheduler.prefilling) + len(scheduler.loading),
         "num_waiting": len(scheduler.waiting),
-        "total_pages": runner.plan.num_pages - 1,
+        "total_pages": sum(pool.num_pages - 1 for pool in scheduler.pools),
         "free_pages": scheduler.free_pages,
         "cached_pages": scheduler.cached_pages,
         "page_size": runner.config.page_size,

@@ -152,7 +152,7 @@ def latent_tensors(layer: Layer, d: int, prefix: str) -> Tensors:
         tree["queries"] = linear(a.query_latent, {prefix + "q_b_proj.weight": queries}, split=by_outputs(by_head))
     name, width = first
     sources = {f"{prefix}{name}.weight": width, prefix + "kv_a_proj_with_mqa.weight": a.memory.width}
-    return {
+    tree = {
         "latents": linear(d, sources, split=split),
         **tree,
         "latent_norm": norm_scale(a.latent, prefix + "kv_a_layernorm.weight"),
@@ -165,6 +165,9 @@ def latent_tensors(layer: Layer, d: int, prefix: str) -> Tensors:
         ),
         "out": linear(a.heads * a.value_dim, {prefix + "o_proj.weight": d}, split=by_inputs(a.heads, a.value_dim)),
     }
+    if a.by_request > 1:
+        return {name: dataclasses.replace(param, split=WHOLE) for name, param in tree.items()}
+    return tree
 
 
 def delta_rule_tensors(layer: Layer, d: int, prefix: str, projections: Projections) -> Tensors:

@@ -93,13 +93,15 @@ class PagedRows:
     """Memory of all tokens, in pages: of each token `streams` of `heads` rows, `width` wide.
 
     Keys and values are two streams. A latent, of which both are made, is one. `pool`: layers of another one have pages
-    of their own, even where a device's part of theirs has equally many heads.
+    of their own, even where a device's part of theirs has equally many heads. `by_request`: how many devices have the
+    pages of as many parts of the requests; 1: each has all pages.
     """
 
     heads: int
     width: int
     streams: int = 2
     pool: int = 0
+    by_request: int = 1
 
     @property
     def numbers(self) -> int:
@@ -219,7 +221,8 @@ class LatentAttention:
     All heads share one row a token: a normed latent, `latent` wide, and behind it the key's `rope.columns`. Each head
     makes `key_dim` more columns of its key, and a value of `value_dim`, of the latent. Queries are made of a normed
     latent of their own, `query_latent` wide; None: of the layer's input. `scale`: what scores are multiplied by.
-    `norm`: of both latents.
+    `norm`: of both latents. `by_request`: how many devices the requests are divided among, each with all heads
+    (`--dp-attention`); 1: heads are divided, or nothing is.
     """
 
     heads: int
@@ -230,10 +233,11 @@ class LatentAttention:
     scale: float
     norm: Norm
     query_latent: int | None = None
+    by_request: int = 1
 
     @property
     def memory(self) -> PagedRows:
-        return PagedRows(1, self.latent + self.rope.columns, streams=1)
+        return PagedRows(1, self.latent + self.rope.columns, streams=1, by_request=self.by_request)
 
     @property
     def query_dim(self) -> int:
@@ -252,8 +256,8 @@ class LatentAttention:
         return 2 * self.heads * (self.memory.width + self.latent)
 
     def divided(self, share: Share) -> LatentAttention:
-        """Describe the part of one of several devices, each of which has the latents of all tokens."""
-        return dataclasses.replace(self, heads=share("query heads", self.heads))
+        """Describe the part of one of several devices, which has the latents of all tokens, or all heads."""
+        return self if self.by_request > 1 else dataclasses.replace(self, heads=share("query heads", self.heads))
 
 
 @dataclass(frozen=True)
@@ -513,6 +517,11 @@ class Decoder:
         """Memories of this sort, in order of their first layers, and how many layers have each."""
         own = [layer.mixing for layer in self.layers if not shares(layer.mixing)]
         return dict(Counter(mixing.memory for mixing in own if isinstance(mixing.memory, sort)))
+
+    @property
+    def by_request(self) -> int:
+        """How many devices the requests' pages are divided among."""
+        return max((rows.by_request for rows in self.groups(PagedRows)), default=1)
 
     @property
     def memory_index(self) -> tuple[tuple[int, int], ...]:

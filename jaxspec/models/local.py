@@ -41,6 +41,29 @@ def in_groups(decoder: Decoder, size: int, groups: int) -> Decoder:
     return dataclasses.replace(decoder, layers=tuple(map(grouped, decoder.layers)))
 
 
+def by_request(decoder: Decoder, size: int) -> Decoder:
+    """A decoder whose layers with latent attention divide requests among `size` devices (`--dp-attention`).
+
+    **Raises:** `ConfigError` where there is nothing to divide so.
+    """
+    if size == 1:
+        raise ConfigError(
+            "--dp-attention divides requests among the GPUs of one model, and there is one. Add --tp-size N, or drop it"
+        )
+    divides = lambda layer: hasattr(layer.mixing, "by_request")  # noqa: E731
+    if not any(map(divides, decoder.layers)):
+        raise ConfigError(
+            "--dp-attention divides the latents of requests, and this model has none: its KV heads are divided by "
+            "--tp-size alone. Drop it; --dp-size N repeats whole engines"
+        )
+
+    def own(layer: Layer) -> Layer:
+        mixing = dataclasses.replace(layer.mixing, by_request=size) if divides(layer) else layer.mixing
+        return dataclasses.replace(layer, mixing=mixing)
+
+    return dataclasses.replace(decoder, layers=tuple(map(own, decoder.layers)))
+
+
 def _local_layer(layer: Layer, size: int) -> Layer:
     tp_size = size
 

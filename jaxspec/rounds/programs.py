@@ -110,13 +110,17 @@ def admit(state: State, packed: Int[Array, " k"]) -> State:
     return state.replace(slots=packing.admit(state.slots, packed))
 
 
-def clear(state: State, pages: Int[Array, " n"]) -> State:
+def clear(devices: int, state: State, pages: Int[Array, " n"]) -> State:
     """Put zeros into these pages, the target's and the drafter's, and in place of NaN in what the drafter keeps by
-    slot. NaN there would reach their next owners, at weight zero too."""
-    cleared = [x.at[:, pages].set(0) for x in host_blocks.paged(state.cache, state.draft)]
+    slot. NaN there would reach their next owners, at weight zero too. `devices`: those that divide the target's."""
+    held, own = state.cache.kv[0].shape[1], pages
+    if devices > 1:
+        own = jnp.where(pages // held == jax.lax.axis_index(sharding.AXIS), pages % held, 0)
+    numbers = {held: own, held * devices: pages} if devices > 1 else {held: pages}
+    cleared = [x.at[:, numbers[x.shape[1]]].set(0) for x in host_blocks.paged(state.cache, state.draft, numbers)]
     finite = lambda x: jnp.nan_to_num(x, posinf=0, neginf=0) if x.ndim > cleared[0].ndim else x  # noqa: E731
     draft = jax.tree.map(finite, state.draft)
-    cache, draft = host_blocks.with_paged(state.cache, draft, cleared)
+    cache, draft = host_blocks.with_paged(state.cache, draft, cleared, numbers)
     return state.replace(cache=cache, draft=draft)
 
 
@@ -157,7 +161,7 @@ def prefill(
         last_seen = last_seen if config.tower.mutual else None
         in_windows = config.tower.mutual_in_windows
         own, following = (state.pictures, at[:, :-1]), (state.pictures, at[:, 1:])
-    rows = Rows(start, count, table, axes=axes, last_seen=last_seen, in_windows=in_windows)
+    rows = Rows(start, count, table, axes=axes, last_seen=last_seen, in_windows=in_windows, uneven=True)
     mixer, marked = PromptBlocks(_order(config, rows), slots, source, keep), rows.marked_positions(block)
     last = jnp.maximum(count - 1, 0)
     read = any(i >= config.num_layers - 1 for i in drafter.feature_layers)

@@ -196,7 +196,7 @@ def run(
     packed = Packed.of(count, len(count) * (drafter.each + 1))
     of = packed.request
     tokens = packed.take(jnp.concatenate([batch.tokens(-1, 1), proposal.tokens], axis=1))
-    rows = Rows(batch.length[of] - 1 + packed.row, packed.valid.astype(jnp.int32), batch.table[of])
+    rows = Rows(batch.length[of] - 1 + packed.row, packed.valid.astype(jnp.int32), batch.table[of], uneven=True)
     rows = rows if batch.shift is None else rows.replace(shift=batch.shift[of])
     mixer = PackedRows(rows, batch.slots, replay, packed, drafter.num_draft_tokens + 1)
     positions = rows.marked_positions(1)

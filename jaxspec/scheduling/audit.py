@@ -14,21 +14,25 @@ from jaxspec.scheduling.scheduler import Scheduler
 
 def audit(scheduler: Scheduler) -> None:
     """**Raises:** `RuntimeError` listing every page and slot that doesn't balance."""
-    admitted, usable = scheduler.admitted, range(1, scheduler.pool.num_pages)
+    admitted, pools, trees = scheduler.admitted, scheduler.pools, scheduler.trees
+    usable = [page for pool in pools for page in range(pool.first + 1, pool.first + pool.num_pages)]
     holders = Counter(page for seq in admitted for page in seq.pages)
-    nodes = list(scheduler.tree.nodes())
+    nodes = [node for tree in trees for node in tree.nodes()]
     cached = Counter(node.page for node in nodes)
     wrong = [
-        f"page {page} is counted {scheduler.pool.refcount(page)} times, held by {holders[page]} sequences "
+        f"page {page} is counted {scheduler.device.holders(page)} times, held by {holders[page]} sequences "
         f"and {cached[page]} nodes of the prefix tree"
         for page in usable
-        if scheduler.pool.refcount(page) != holders[page] + cached[page] or cached[page] > 1
+        if scheduler.device.holders(page) != holders[page] + cached[page] or cached[page] > 1
     ]
     figures = {
-        "free pages": (scheduler.pool.free, sum(not (holders[p] or cached[p]) for p in usable)),
-        "cached pages": (scheduler.tree.num_pages, len(cached)),
-        "evictable pages": (scheduler.tree.evictable, sum(not holders[page] for page in cached)),
-        "uses of page 0": (holders[0] + cached[0] + scheduler.pool.refcount(0), 0),
+        "free pages": (scheduler.free_pages, sum(not (holders[p] or cached[p]) for p in usable)),
+        "cached pages": (scheduler.cached_pages, len(cached)),
+        "evictable pages": (sum(tree.evictable for tree in trees), sum(not holders[page] for page in cached)),
+        "uses of dummy pages": (
+            sum(holders[p] + cached[p] + scheduler.device.holders(p) for p in {x.first for x in pools}),
+            0,
+        ),
         "slots": (sorted([*scheduler._free_slots, *(s.slot for s in admitted)]), list(range(len(scheduler.table) - 1))),
     }
     if scheduler.snapshots is not None:
@@ -41,6 +45,11 @@ def audit(scheduler: Scheduler) -> None:
         f"page {node.page} is held, but page {node.parent.page} before it in the prefix tree is not"
         for node in nodes
         if holders[node.page] and node.depth > 1 and not holders[node.parent.page]
+    ]
+    wrong += [
+        f"{seq} holds pages of another device"
+        for seq in admitted
+        if {*map(scheduler.device.of_page, seq.pages)} - {scheduler.device.of(seq.slot)}
     ]
     table = np.zeros_like(scheduler.table)
     for seq in admitted:

@@ -45,7 +45,8 @@ class FairShare:
 
     def set_back(self, seq: SequenceState) -> None:
         """Queue a sequence that was preempted: before all that weren't, and before those that were and came later."""
-        self._queue(seq).appendleft(seq)
+        queue = self._queue(seq)
+        queue.insert(sum(each.preemptions > 0 and each.arrival < seq.arrival for each in queue), seq)
 
     def _queue(self, seq: SequenceState) -> deque[SequenceState]:
         self._waiting += 1

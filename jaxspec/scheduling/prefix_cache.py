@@ -26,19 +26,21 @@ class OutOfPages(RuntimeError):
 
 
 class PagePool:
-    """Reference counts of `num_pages` pages. Page 0 is the dummy that padding writes to; it is never handed out.
+    """Reference counts of `num_pages` pages, numbered from `first` on. The first one is the dummy that padding writes
+    to; it is never handed out.
 
     `idle` counts the pages that the prefix tree alone holds.
     """
 
-    def __init__(self, num_pages: int):
+    def __init__(self, num_pages: int, first: int = 0):
         if num_pages < 2:
             raise ValueError(f"a page pool needs at least 2 pages, the dummy page 0 and one to use; got {num_pages}")
         self.num_pages = num_pages
         self.idle = 0
-        self._free = list(range(num_pages - 1, 0, -1))
-        self._holders = [0] * num_pages
-        self._cached = bytearray(num_pages)  # 1: one of the holders is the prefix tree
+        self.first = first
+        self._free = list(range(first + num_pages - 1, first, -1))
+        self._holders = [0] * (first + num_pages)
+        self._cached = bytearray(first + num_pages)  # 1: one of the holders is the prefix tree
 
     @property
     def free(self) -> int:

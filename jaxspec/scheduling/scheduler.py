@@ -20,6 +20,8 @@ Of one client, order is strict, first come first served: at most one prompt is u
 came later. Clients take turns, so that each has as many prompt tokens computed (`fair_share`). What was admitted last
 is preempted first, and returns before all others.
 
+A sequence takes pages of the device that has its slot, and makes way for others there (`device_pages`).
+
 With priorities, all this holds within a priority (`priority`). Where a request waits for a slot or pages, the sequence
 of the lowest priority below its own gives way, of several the one admitted last.
 """
@@ -34,9 +36,10 @@ import numpy as np
 
 from jaxspec.config.request import CONTEXT_EXCEEDED, RequestError
 from jaxspec.scheduling.adapter_places import AdapterPlaces
+from jaxspec.scheduling.device_pages import DevicePages
 from jaxspec.scheduling.fair_share import FairShare
 from jaxspec.scheduling.host_tier import HostTier
-from jaxspec.scheduling.prefix_cache import PagePool, PrefixTree, Snapshots
+from jaxspec.scheduling.prefix_cache import PrefixTree, Snapshots
 from jaxspec.scheduling.priority import PriorityQueue
 from jaxspec.scheduling.sequence import Chunk, Plan, SequenceState, Status
 
@@ -64,6 +67,7 @@ class Scheduler:
       status LOADING until the engine calls `landed`, or `not_landed`; other prompts go on meanwhile.
     - `by_priority`: priorities order and preempt; otherwise nobody looks at them. `clock`: gives seconds, for aging.
     - `adapters`: places that sequences with an adapter hold; None: there are no adapters.
+    - `devices`: among how many of them requests are divided, with their slots and pages.
 
     `table`, i32[num_slots + 1, pages_per_seq], holds the pages of each slot in order, 0 beyond them; the last row is of
     the dummy slot, all 0. It changes in place: copy the rows that a program reads. `waiting`, `prefilling`
@@ -98,6 +102,7 @@ class Scheduler:
         host: HostTier | None = None,
         by_priority: bool = False,
         adapters: AdapterPlaces | None = None,
+        devices: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ):
         sizes = {"num_slots": num_slots, "width": width, "block": block, "score_tokens": score_tokens, "rounds": rounds}
@@ -115,16 +120,16 @@ class Scheduler:
         self.rounds, self.rounds_for, self.held_tokens = rounds, rounds_for or num_slots, held_tokens
         self.between: int | None = None
         self.unread: Callable[[SequenceState], bool] = lambda _: False
-        self.pool = PagePool(num_pages)
         self.snapshot_slots = None if snapshots is None else tuple(snapshots)
         self.snapshots = None if snapshots is None else Snapshots(self.snapshot_slots, host)
         whole = math.lcm(page_size, block)
         self.snapshot_interval = -(-snapshot_interval // whole) * whole
         # The last position is always computed: a first token, or a drafter, needs more of it than its keys and values.
         self.recent = max(recent, 1)
-        self.tree, self.host = PrefixTree(self.pool, page_size, reach, self.snapshots, host, recent > 1), host
+        self.device = DevicePages(devices, num_slots, num_pages, page_size, reach, self.snapshots, host, recent > 1)
+        self.pools, self.trees, self.host = self.device.pools, self.device.trees, host
         if host is not None:
-            host.serves(self.tree)
+            host.serves(self.trees[0])
         self.pages_per_seq = self._pages_for(context_length + lookahead)
         self.table = np.zeros((num_slots + 1, self.pages_per_seq), np.int32)
         self.by_priority, self.adapters = by_priority, adapters
@@ -141,12 +146,12 @@ class Scheduler:
     @property
     def free_pages(self) -> int:
         """Pages that hold nothing."""
-        return self.pool.free
+        return sum(pool.free for pool in self.pools)
 
     @property
     def cached_pages(self) -> int:
-        """Pages in the prefix tree, those in use by sequences included."""
-        return self.tree.num_pages
+        """Pages in the prefix trees, those in use by sequences included."""
+        return sum(tree.num_pages for tree in self.trees)
 
     @property
     def unfinished(self) -> int:
@@ -159,7 +164,7 @@ class Scheduler:
 
         **Raises:** `RequestError` with the arithmetic if it could never be served, however idle the engine.
         """
-        context, usable, lookahead = self.context_length, self.pool.num_pages - 1, self.lookahead
+        context, usable, lookahead = self.context_length, self.pools[0].num_pages - 1, self.lookahead
         if prompt_len < 1:
             raise RequestError("the prompt is empty; it must have at least one token", "prompt")
         completion = 1 if max_tokens is None else max_tokens
@@ -193,11 +198,11 @@ class Scheduler:
 
     def add(self, seq: SequenceState) -> None:
         """Queue a new sequence. **Raises:** `ValueError` if `check` wouldn't allow its tokens or limit."""
-        fits = self._pages_for(self._most(seq)) < self.pool.num_pages
+        fits = self._pages_for(self._most(seq)) < self.pools[0].num_pages
         if not (1 <= len(seq.tokens) < seq.limit <= max(self.context_length, len(seq.tokens) + 1) and fits):
             raise ValueError(
                 f"a sequence of {len(seq.tokens)} tokens with limit {seq.limit} can't be served within a context of "
-                f"{self.context_length} and {self.pool.num_pages - 1} pages; take the limit from check()"
+                f"{self.context_length} and {self.pools[0].num_pages - 1} pages; take the limit from check()"
             )
         if seq.status is not Status.WAITING:
             raise ValueError(f"only a new sequence can be added; this one is {seq.status.value}")
@@ -267,10 +272,10 @@ class Scheduler:
         seq.status = Status.FINISHED
 
     def flush(self) -> int:
-        """Empty the prefix tree; sequences keep their pages, but no longer publish them. Returns pages dropped."""
+        """Empty the prefix trees; sequences keep their pages, but no longer publish them. Returns pages dropped."""
         for seq in self.admitted:
             seq.node = None
-        dropped = self.tree.clear()
+        dropped = sum(tree.clear() for tree in self.trees)
         if self.host is not None:
             self.host.clear()
         return dropped
@@ -298,13 +303,8 @@ class Scheduler:
     def _pages_for(self, positions: int) -> int:
         return -(-positions // self.page_size)
 
-    def _available(self) -> int:
-        return self.pool.free + self.tree.evictable
-
-    def _take(self, n: int) -> list[int]:
-        if n > self.pool.free:
-            self.tree.evict(n - self.pool.free)
-        return self.pool.alloc(n)
+    def _tree(self, seq: SequenceState) -> PrefixTree:
+        return self.trees[self.device.of(seq.slot)]
 
     def _goes_on(self, seq: SequenceState) -> bool:
         """Whether `seq` may still run once its rounds in flight are read. Each of them yields at least one token."""
@@ -321,7 +321,7 @@ class Scheduler:
 
     def _give(self, seq: SequenceState, pages: int) -> None:
         held = len(seq.pages)
-        seq.pages += self._take(pages)
+        seq.pages += self.device.take(pages, self.device.of(seq.slot))
         self.table[seq.slot, held : held + pages] = seq.pages[held:]
 
     def _grow(self) -> bool:
@@ -337,10 +337,12 @@ class Scheduler:
     def _extend(self, seq: SequenceState, missing: int) -> bool:
         """Give `seq` that many pages, preempting the youngest of the lowest priority, at worst itself. False: as
         `_grow`."""
-        while missing > self._available():
-            if any(other.in_flight for other in self.running):
+        device = self.device.of(seq.slot)
+        while missing > self.device.available(device):
+            beside = [other for other in self.admitted if self.device.of(other.slot) == device]
+            if any(other.in_flight for other in beside):
                 return False  # their results may end some of them, and tell how much the others really need
-            victim = self._last(self.admitted)
+            victim = self._last(beside)
             self.preempt(victim)
             if victim is seq:
                 return True
@@ -377,7 +379,7 @@ class Scheduler:
         if all(seq.limit - len(seq.tokens) - seq.in_flight < rounds for seq in rows):
             return 1  # the last few tokens of the last to end: most of the program would run for nobody
         missing = [self._missing(seq, rounds) for seq in rows]
-        if sum(missing) > self._available():
+        if not self.device.enough((seq.slot, pages) for seq, pages in zip(rows, missing, strict=True)):
             return 1
         for seq, pages in zip(rows, missing, strict=True):
             self._give(seq, pages)
@@ -457,23 +459,30 @@ class Scheduler:
             self._refused = True
             return False
         seq.source, seq.points = None, []
-        shares = self.prefix_cache and not seq.score
-        missed = self.resting and not seq.fixed_drafts
-        keys, limit, load = seq.keys, self._due(seq) - self.recent, None
-        pages, node = self.tree.match(keys, limit, missed) if shares else ([], self.tree.root)
+        what = seq.keys, self._due(seq) - self.recent, self.resting and not seq.fixed_drafts
+        slots = self.device.slots_for(self._free_slots, [each.slot for each in self.admitted], *what)
+        self._refused = not any(self._admitted_to(slot, seq, *what) for slot in slots)
+        return not self._refused
+
+    def _admitted_to(self, slot: int, seq: SequenceState, keys: list[int], limit: int, missed: bool) -> bool:
+        """Admit a sequence to a free slot. False: its device has too few pages."""
+        device, load, shares = self.device.of(slot), None, self.prefix_cache and not seq.score
+        pool, tree = self.pools[device], self.trees[device]
+        pages, node = tree.match(keys, limit, missed) if shares else ([], tree.root)
         if shares and self.host is not None:
             load = self.host.find(keys, node, limit, missed)
         if load is not None and load.nodes:
             own = [each.page for each in load.nodes]
-            self.pool.retain(own)
+            pool.retain(own)
             pages, node = pages + own, load.nodes[-1]
         missing = self._missing(seq, 2) - len(pages)  # up to the first round, and what comes before it yields a token
         # One page on top for each that runs: admitting into the last pages would only get someone preempted at once.
-        if missing + len(self.running) > self._available():
-            self.pool.release(pages)
-            self._refused = True
+        if missing + sum(self.device.of(each.slot) == device for each in self.running) > self.device.available(device):
+            pool.release(pages)
             return False
         self.waiting.remove(seq)
+        seq.slot = slot
+        self._free_slots.remove(slot)
         if load is not None:
             self.host.pin(load.blocks)
         depth, seen = (node.depth, node.drafter_seen) if load is None else (load.depth, load.seen)
@@ -486,8 +495,7 @@ class Scheduler:
             loaded = load.pages if load else []
             seq.cached, seq.from_disk = (n * self.page_size for n in (depth, sum(block.from_disk for block in loaded)))
             seq.from_host = len(loaded) * self.page_size - seq.from_disk
-        seq.pages = pages + self._take(missing)
-        seq.slot = self._free_slots.pop()
+        seq.pages = pages + self.device.take(missing, device)
         self.table[seq.slot, : len(seq.pages)] = seq.pages
         if self.adapters is not None:
             self.adapters.hold(seq.adapter, seq.slot)
@@ -504,11 +512,11 @@ class Scheduler:
         """
         size, due = self.page_size, self._due(seq)
         whole = math.lcm(size, self.block) if self.replays else size
-        last = min(due, len(seq.tokens) - max(self.tree.reach, 1)) // whole * whole
+        last = min(due, len(seq.tokens) - max(self.trees[0].reach, 1)) // whole * whole
         first, interval = depth * size, self.snapshot_interval
         while (last - first) // interval > max(len(self.snapshot_slots) // 4, 1):
             interval *= 2
-        parting = self.tree.find(seq.keys, due - self.recent).depth * size // whole * whole
+        parting = self._tree(seq).find(seq.keys, due - self.recent).depth * size // whole * whole
         points = {*range(0, last, interval), parting, last}
         return sorted(point for point in points if first < point <= last)
 
@@ -518,7 +526,7 @@ class Scheduler:
         for point in seq.points:
             if not start < point <= seq.computed:
                 continue
-            node = self.tree.find(seq.keys, point)
+            node = self._tree(seq).find(seq.keys, point)
             if node.depth * self.page_size != point:
                 continue  # another sequence has the pages before this place in the tree, and still uses them
             if node.snapshot is not None:
@@ -532,7 +540,7 @@ class Scheduler:
     def _publish(self, seq: SequenceState, end: int, leaving: bool = False) -> None:
         end = min(end, seq.prompt_len) if self.replays else end
         if seq.node:
-            seq.node = self.tree.insert(
+            seq.node = self._tree(seq).insert(
                 seq.keys, seq.pages, end, seq.node, leaving=leaving, drafter_seen=seq.drafter_seen
             )
 
@@ -581,7 +589,7 @@ class Scheduler:
             (self.loading if seq.status is Status.LOADING else self.prefilling).remove(seq)
         if seq.load is not None:
             self.host.unpin(seq.load.blocks)
-        self.pool.release(seq.pages)
+        self.pools[self.device.of(seq.slot)].release(seq.pages)
         if self.adapters is not None:
             self.adapters.leave(seq.adapter, seq.slot)
         self.table[seq.slot] = 0

@@ -47,7 +47,8 @@ NAME_LISTS = {"allowed_media_domains"}  # ours that are lists in JSON
 SIZE_LISTS = {"batch_sizes", "prefill_sizes"}  # our flags whose value is a list where theirs has several values
 SGLANG_PRIORITIES = ("enable_priority_scheduling", "schedule_low_priority_values_first")  # both make one option here
 DOTTED = {"speculative_config", "limit_mm_per_prompt", "model_loader_extra_config", "compilation_config"}
-SETTLED_TOGETHER = {"enable_expert_parallel", "hicache_size", *SGLANG_PRIORITIES}  # with others of the command line
+# With others of the command line.
+SETTLED_TOGETHER = {"enable_expert_parallel", "enable_dp_attention", "hicache_size", *SGLANG_PRIORITIES}
 SIZES = {"context_length", "chunked_prefill_size", "max_running_requests", "max_total_tokens"}
 UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}  # vLLM's
 READ_FROM_CHECKPOINT = re.compile("awq|gptq|compressed.tensors|mxfp4|nvfp4|modelopt|gguf|w4a16|w8a16")
@@ -228,14 +229,32 @@ def _sorted(
         ours["schedule_policy"] = "priority" if low_first else "priority-high-first"
     elif low_first:
         left.append("--schedule-low-priority-values-first: it means something with --enable-priority-scheduling alone")
+    if _turned_on(foreign, "enable_dp_attention"):
+        _divide_attention(ours, left)
     if _turned_on(foreign, "enable_expert_parallel"):
         if (size := ours.get("tp_size", "1")) != "1":
             ours.setdefault("ep_size", size)
+        elif (size := ours.get("dp_size", "1")) != "1":
+            left.append(
+                "--enable-expert-parallel: engines don't share experts. If the model has latent attention, "
+                f"--tp-size {size} --ep-size {size} --dp-attention in place of --dp-size {size} divides them so"
+            )
         else:
             left.append("--enable-expert-parallel: it divides experts among --tp-size GPUs, and there is one")
     if dotted:
         foreign["speculative_config"] = _merged(foreign.get("speculative_config"), dotted)
     return ours, foreign
+
+
+def _divide_attention(ours: dict[str, str | None], left: list[str]) -> None:
+    """Divide requests among GPUs. SGLang's --dp-size then says among how many groups of its --tp-size GPUs."""
+    groups, size = ours.pop("dp_size", None) or "1", ours.get("tp_size") or "1"
+    if groups == "1":
+        left.append("--enable-dp-attention: it divides requests among --dp-size groups of GPUs, and there is one")
+        return
+    ours["dp_attention"] = None
+    if groups != size:
+        left.append(f"--dp-size {groups}: --dp-attention divides requests among all {size} GPUs of --tp-size")
 
 
 def _host_gb(foreign: dict[str, str | None], ranks: str, left: list[str]) -> str | None:

@@ -8,6 +8,7 @@ import pytest
 
 from jaxspec.bench import plan
 from jaxspec.bench.__main__ import main
+from jaxspec.bench.floors import ModelCost
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
 from jaxspec.engine.defaults import CPU, GPU
@@ -200,6 +201,23 @@ def test_a_share_of_dense_layers_and_of_experts_behind_them():
     made = plan.share(tiny_config("deepseek_v3", num_attention_heads=8, num_key_value_heads=8), 2)
     sizes = "num_attention_heads", "intermediate_size", "moe_intermediate_size", "n_routed_experts", "kv_lora_rank"
     assert [made[name] for name in sizes] == [4, 32, 12, 8, 16]
+
+
+def test_requests_divided_among_gpus_take_a_part_of_the_memory_each(tmp_path):
+    """At the price of attention weights, of which each GPU has all. The model's own module goes along."""
+    sizes = dict(num_attention_heads=8, num_key_value_heads=8, num_nextn_predict_layers=1)
+    model, more = folder(tmp_path, tiny_config("deepseek_v3", **sizes)), {"context_length": 256, "draft": "mtp"}
+    heads, requests = (of(model, 4, dp_attention=each, **more) for each in (False, True))
+    tokens, page = heads.plan.tokens, heads.plan.page_size
+    assert (requests.plan.tokens, requests.plan.by_request) == (tokens, 4)
+    assert requests.plan.kv_bytes / (tokens + 4 * page) == heads.plan.kv_bytes / (tokens + page) / 4
+    assert requests.plan.num_pages == heads.plan.num_pages + 3, "each has a dummy page"
+    assert requests.plan.weight_bytes > heads.plan.weight_bytes
+    costs = [ModelCost.of(made.model, "bfloat16") for made in (heads, requests)]
+    cached = [cost.round(8, 1, 100)[0] - cost.round(8, 1, 50)[0] for cost in costs]
+    assert cached[0] == 4 * cached[1] > 0
+    with pytest.raises(ConfigError, match="this model has none: its KV heads"):
+        of(folder(tmp_path, tiny_config(), "plain"), 2, dp_attention=True, context_length=256)
 
 
 def test_a_share_of_a_multimodal_model_is_of_its_text():

@@ -345,7 +345,7 @@ def test_blocks_of_a_prompt_make_what_the_whole_makes(kind):
 
 def check_caches(llm):
     """Every page that the prefix tree holds is what a cold prefill of its tokens, and the next one, makes of it."""
-    tree, runner = llm.engine.scheduler.tree, llm.engine.runner
+    tree, runner = llm.engine.scheduler.trees[0], llm.engine.runner
     kv = np.moveaxis(np.asarray(runner.state.draft["kv"][0]), 3, 1)  # [page, slot, 2, m, h]
     seen = [node for node in tree.nodes() if node.drafter_seen == node.depth]
     leaves = [node for node in seen if not any(child in seen for child in node.children.values())]

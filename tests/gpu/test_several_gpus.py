@@ -18,7 +18,7 @@ from jaxspec.decoder import few_rows, padding, weight_stream
 from jaxspec.pallas.attention import write_heads
 from jaxspec.pallas.dense.few_rows import FP8_ROWS
 from jaxspec.pallas.hopper import KERNELS, kernels_here
-from tests.support import hybrids, several_devices
+from tests.support import hybrids, several_devices, several_devices_by_request
 from tests.support.several_devices import BATCHES, HYBRID, PROMPTS, SAMPLE, VOCAB
 from tests.support.tiny import tiny_config
 
@@ -65,6 +65,20 @@ def test_texts_are_one_gpus_without_drafts_and_cached_ones_are_cold_ones(family,
             assert several_devices.said(llm, batch)[0] == expected[0]
     stats = llm.engine.stats()
     assert stats["cached_tokens_total"] and sum(stats["drafted_per_position"])
+
+
+@pytest.mark.parametrize("draft", ["none", "mtp"])
+def test_requests_divided_among_gpus_have_one_gpus_texts(draft):
+    """Latents of each request on one GPU (`--dp-attention`): cold, and from cached prefixes."""
+    with in_float32():
+        one, llm = several_devices_by_request.engines("deepseek_v3", draft, GPUS)
+        for name, batch in BATCHES.items():
+            expected = several_devices.said(one, batch)
+            for _ in range(2):
+                texts, logprobs = several_devices.said(llm, batch)
+                assert texts == expected[0], name
+                np.testing.assert_allclose(logprobs, expected[1], atol=1e-3)
+    assert llm.engine.stats()["cached_tokens_total"]
 
 
 # Drafters of more than layers: by name of `with_drafter`, and options.

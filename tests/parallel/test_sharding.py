@@ -33,9 +33,8 @@ from tests.server.live import wait_for
 from tests.support.tiny import BYTE_VOCAB, GEMMA4_ALL, tiny_checkpoint, tiny_config
 
 ROOT = Path(__file__).resolve().parents[2]
-APART = tuple(
-    f"tests/support/several_devices{name}.py" for name in ("", "_parts", "_quantised", "_deterministic", "_pictures")
-)
+APART = ("", "_parts", "_quantised", "_deterministic", "_pictures", "_by_request")
+APART = tuple(f"tests/support/several_devices{name}.py" for name in APART)
 PARTS = "family", "drafter", "trees", "mtp", "rounds", "quantised", "deterministic", "pictures"  # in names
 EIGHT = dict(num_attention_heads=8, intermediate_size=64, moe_intermediate_size=32, shared_expert_intermediate_size=16)
 EIGHT |= dict(linear_num_key_heads=8, linear_num_value_heads=16, attention_bias=True, mlp_bias=True)

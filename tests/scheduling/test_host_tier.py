@@ -74,7 +74,7 @@ def test_the_oldest_conversation_goes_first_and_its_last_page_before_the_others(
     assert tier.used == 16
     serve(scheduler, range(33))  # the first is the newest now
     serve(scheduler, [200 + i for i in range(17)])
-    scheduler.tree.clear()
+    scheduler.trees[0].clear()
     found = [serve(scheduler, [name * 100 + i for i in range(33)], copy=False).cached for name in range(3)]
     assert found == [32, 16, 16] and tier.used == 16 == tier.capacity
 
@@ -82,11 +82,11 @@ def test_the_oldest_conversation_goes_first_and_its_last_page_before_the_others(
 def test_a_reload_is_made_if_it_is_faster_and_tried_again():
     scheduler, tier = made()
     serve(scheduler, range(33))
-    scheduler.tree.clear()
+    scheduler.trees[0].clear()
     tier.took(100, 1.0, at_start=True)  # 8 pages in 80 ms, or 32 tokens in as long
     tier.token = 0.0026
     assert serve(scheduler, range(33)).from_host == 32
-    scheduler.tree.clear()
+    scheduler.trees[0].clear()
     tier.token = 0.0024
     assert serve(scheduler, range(33)).from_host == 0 and tier.declined == 1
     for _ in range(60):
@@ -94,9 +94,9 @@ def test_a_reload_is_made_if_it_is_faster_and_tried_again():
     assert tier.speed < 11
     tier.token = 0.003
     tries = 0
-    scheduler.tree.clear()
+    scheduler.trees[0].clear()
     while not serve(scheduler, range(33)).from_host:
-        scheduler.tree.clear()
+        scheduler.trees[0].clear()
         tries += 1
         assert tries < 100, "one slow moment would turn the tier off for good"
 
@@ -104,7 +104,7 @@ def test_a_reload_is_made_if_it_is_faster_and_tried_again():
 def test_what_a_load_reads_is_not_given_up():
     scheduler, tier = made(capacity=8)
     serve(scheduler, range(33))
-    scheduler.tree.clear()
+    scheduler.trees[0].clear()
     seq = SequenceState(list(range(33)), 33, 34)
     scheduler.add(seq)
     scheduler.plan()
@@ -124,7 +124,7 @@ def test_pages_of_old_weights_are_not_copied_when_they_leave():
     scheduler.change_version(7)
     assert not len(tier) and not tier.used
     serve(scheduler, [50 + i for i in range(61)])
-    scheduler.tree.evict(100)
+    scheduler.trees[0].evict(100)
     assert not [copy for copy in tier.to_copy(100) if copy.key in tier._blocks]
     assert len(tier) == 15, "those of the new prompt alone"
 
@@ -137,7 +137,7 @@ def test_a_hybrid_loses_no_page_to_a_drafter_that_reads_the_next_token(tier):
             scheduler, _ = made(reach=reach, snapshots=range(2, 9), snapshot_interval=64)
             serve(scheduler, range(length))
             if tier == "host":
-                scheduler.tree.clear()
+                scheduler.trees[0].clear()
             again = serve(scheduler, range(length))
             assert again.cached == (length - 1) // PAGE * PAGE, (length, reach)
             assert again.from_host == (again.cached if tier == "host" else 0)
@@ -169,7 +169,7 @@ def test_the_oldest_are_written_once_the_memory_is_half_full_and_read_for_who_wa
     assert written(tier, room=3) == 3 and written(tier) == 13 and tier.disk.used == 12 == tier.disk.capacity
     assert len(tier.disk.gone) == 4, "the oldest conversation's last pages"
     serve(scheduler, names[2])
-    scheduler.tree.clear()
+    scheduler.trees[0].clear()
     seq = SequenceState(names[0], 33, 34)
     scheduler.add(seq)
     scheduler.plan()
@@ -178,7 +178,7 @@ def test_the_oldest_are_written_once_the_memory_is_half_full_and_read_for_who_wa
     assert (seq.cached, seq.from_disk, seq.from_host) == (16, 16, 0)
     scheduler.landed(seq)
     scheduler.finish(seq)
-    scheduler.tree.clear()
+    scheduler.trees[0].clear()
     assert serve(scheduler, names[0]).from_host == 16, "they are in the memory now"
 
 
@@ -187,10 +187,10 @@ def test_a_slow_disk_leaves_a_prompt_what_is_in_the_memory():
     serve(scheduler, range(33))
     assert written(tier) == 8
     assert tier.make_room(9), "which gives up the last five"
-    scheduler.tree.clear()
+    scheduler.trees[0].clear()
     tier.token = 1.0
     tier.took(100, 1.0, at_start=True)
     for speed, found in ((0.01, 12), (10.0, 32)):
         tier.disk.took(100, 100 / speed, at_start=True)
         assert serve(scheduler, range(33), copy=False).cached == found
-        scheduler.tree.clear()
+        scheduler.trees[0].clear()

@@ -51,6 +51,9 @@ WORLDS = {
     "clients": dict(clients=3, num_pages=45),
     "clients, tight": dict(clients=2, num_pages=19, page_size=3, context_length=48, rounds=3),
     "clients, states": dict(clients=3, snapshots=range(5, 21), snapshot_interval=4, chunk_tokens=8),
+    "devices": dict(devices=2, num_pages=66),
+    "devices, tight": dict(devices=2, num_pages=38, page_size=3, context_length=48, rounds=3),
+    "devices, states": dict(devices=2, num_pages=50, snapshots=range(5, 21), snapshot_interval=4),
     "crowd, tight": dict(num_slots=11, num_pages=30, page_size=3, context_length=48, held_tokens=99),
 }
 SEEN = Counter()
@@ -77,7 +80,7 @@ def test_any_mix_of_operations(name, lag, monkeypatch):
             assert steps < 1000, "stuck"
         world.scheduler.flush()
         audit(world.scheduler)
-        assert world.scheduler.free_pages == world.scheduler.pool.num_pages - 1
+        assert world.scheduler.free_pages == sum(pool.num_pages - 1 for pool in world.scheduler.pools)
         SEEN.update(world.seen)
         SEEN[f"drained at lag {lag}"] += world.seen["drained"]
 
@@ -275,8 +278,8 @@ def test_head_of_the_queue_is_matched_again_only_when_that_could_help():
     first = sequence(s, [1] * 16)
     s.plan()
     second, third = sequence(s, [2] * 28), sequence(s, [3] * 2, 1)
-    matched, match = [], s.tree.match
-    s.tree.match = lambda *arguments: matched.append(1) or match(*arguments)
+    matched, match = [], s.trees[0].match
+    s.trees[0].match = lambda *arguments: matched.append(1) or match(*arguments)
     for _ in range(5):
         s.plan()
         s.append(first, [1])
@@ -344,7 +347,7 @@ def test_audit_notices(fault):
     if fault == "leaked page":
         first.pages.pop()
     elif fault == "page held twice":
-        s.pool.retain(first.pages[:1])
+        s.pools[0].retain(first.pages[:1])
     elif fault == "leaked slot":
         s._free_slots.pop()
     elif fault == "stale table":

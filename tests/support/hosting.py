@@ -40,11 +40,11 @@ def host_cache(llm, pages=1000, disk=None, disk_gb=1.0):
 def attach(core, cache):
     tier = cache and cache.tier
     core.host_cache, scheduler = cache, core.scheduler
-    scheduler.host = scheduler.tree._host = tier
+    scheduler.host = scheduler.trees[0]._host = tier
     if scheduler.snapshots is not None:
         scheduler.snapshots._host = tier
     if cache is not None:
-        tier.serves(scheduler.tree)
+        tier.serves(scheduler.trees[0])
         cache.serves(scheduler)
 
 

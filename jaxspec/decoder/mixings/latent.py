@@ -34,5 +34,5 @@ def mix(layer, weights, i, made, positions, mixer, cache, dtype=None):
     return out.reshape(b, t, -1), cache
 
 
-_FIELDS = frozenset({"heads", "latent", "key_dim", "value_dim", "rope", "scale", "norm", "query_latent"})
+_FIELDS = frozenset({"heads", "latent", "key_dim", "value_dim", "rope", "scale", "norm", "query_latent", "by_request"})
 LATENT_ATTENTION = Mixing(projections=("latents",), mix=mix, implements={"plain": _FIELDS})

@@ -84,6 +84,8 @@ HERE = "--model Qwen/Qwen3-8B"
     (f"{SGLANG} --piecewise-cuda-graph-tokens 256 512", f"{HERE} --prefill-sizes 256,512"),
     (f"{VLLM} -tp 4 --enable-expert-parallel", f"{HERE} --tp-size 4 --ep-size 4 --port 8000"),
     (f"{VLLM} --enable-expert-parallel", f"{HERE} --port 8000"),
+    (f"{SGLANG} --tp 8 --dp 8 --enable-dp-attention", f"{HERE} --tp-size 8 --dp-attention"),
+    (f"{SGLANG} --tp 8 --enable-dp-attention", f"{HERE} --tp-size 8"),
     (f"{VLLM} -tp 4 -n 2 -r 1 --master-addr 10.0.0.1",
      f"{HERE} --tp-size 4 --nnodes 2 --node-rank 1 --dist-init-addr 10.0.0.1:29501 --port 8000"),
     (f"{VLLM} -tp 4 -n 2 --master-port 9 --master-addr 10.0.0.1",
@@ -175,7 +177,7 @@ def test_translations(line, here):
     ("""--limit-mm-per-prompt '{"audio": 1}'""", '--limit-mm-per-prompt {"audio": 1}: it names no number'),
     ("--mm-processor-kwargs '{}'", "--mm-processor-kwargs: the processor is as the checkpoint's"),
     ("--pipeline-parallel-size 2", "--pipeline-parallel-size 2: of several GPUs, --tp-size, --ep-size"),
-    ("--enable-dp-attention", "--enable-dp-attention: attention is divided by heads (--tp-size)"),
+    ("--enable-dp-attention", "--enable-dp-attention: it divides requests among --dp-size groups of GPUs, and there"),
     ("--load-balance-method shortest_queue", "--load-balance-method: --dp-size engines run on this host"),
     ("--kv-cache-dtype fp8_e5m2", "--kv-cache-dtype fp8_e5m2: must be one of auto, float32"),
     ("""--speculative-config '{"foo": 1}'""", "--speculative-config foo: it has no counterpart here"),
@@ -244,6 +246,15 @@ def test_what_a_translation_leaves_out_is_said(flags, said):
     command, left = answer(f"{VLLM} {flags}")
     assert command == f"{HERE} --port 8000"
     assert left[0].startswith(f"left out: {said}")
+
+
+def test_requests_are_divided_among_all_gpus_or_none():
+    command, left = answer(f"{SGLANG} --tp 8 --dp 2 --enable-dp-attention")
+    assert command == f"{HERE} --tp-size 8 --dp-attention"
+    assert left == ["left out: --dp-size 2: --dp-attention divides requests among all 8 GPUs of --tp-size"]
+    command, left = answer(f"{VLLM} --data-parallel-size 8 --enable-expert-parallel")
+    assert command == f"{HERE} --dp-size 8 --port 8000"
+    assert "--tp-size 8 --ep-size 8 --dp-attention in place of --dp-size 8" in left[0]
 
 
 def test_a_disk_behind_the_hosts_memory_is_left_to_its_own_flags():
