@@ -64,10 +64,10 @@ def one_layer(devices: int) -> Callable[[Rows], tuple[np.ndarray, np.ndarray]]:
 
 
 def test_a_device_computes_and_keeps_the_rows_of_its_requests():
-    """Five requests on two devices, which take three at a time; one has four with rows, and one request has none."""
-    first = np.array([1, 1, 0, 1, 1]) * PAGES + 1 + 2 * np.arange(5)
-    table, count = jnp.array([[page, page + 1, 0] for page in first]), jnp.array([3, 2, 0, 1, 3])
-    uneven = Rows(jnp.arange(5), count, table)
+    """Six requests on two devices, which take three at a time; one has four with rows, and one request has none."""
+    first = np.array([1, 1, 0, 1, 1, 0]) * PAGES + 1 + np.array([0, 2, 0, 4, 6, 2])
+    table, count = jnp.array([[page, page + 1, 0] for page in first]), jnp.array([3, 2, 0, 1, 3, 2])
+    uneven = Rows(jnp.arange(6), count, table)
     for rows, more in ((uneven, True), (uneven.replace(count=count.at[0].set(0)), False)):
         expected = one_layer(1)(rows)
         for one, several in zip(expected, one_layer(2)(rows.replace(uneven=more)), strict=True):
