@@ -42,17 +42,17 @@ def own_columns(
 
 
 @jax.named_scope("adapters")
-def low_rank(x: Float[Array, "*b k"], change: LowRank) -> Float[Array, "*b n"]:
+def low_rank(x: Float[Array, "*b k"], change: LowRank, by_block: bool = False) -> Float[Array, "*b n"]:
     """Compute what adapters add for rows x, in their dtype: zeros for rows without one. Sums are float32.
 
     Few rows a request are multiplied by all adapters, and each row's own is picked out: reading them all costs less
-    than gathering one a request. A prompt's blocks gather theirs.
+    than gathering one a request. A prompt's blocks gather theirs, and so do all `by_block`.
     """
     (k, s, p), n = change.a.shape, change.b.shape[-1]
     rows, requests = x.reshape(-1, k), len(change.place)
     each = len(rows) // requests
     of = {"preferred_element_type": jnp.float32}
-    if each >= BY_BLOCK:
+    if by_block or each >= BY_BLOCK:
         place = jnp.maximum(change.place, 0)
         inner = jnp.einsum("btk,kbp->btp", rows.reshape(requests, each, k), change.a[:, place], **of)
         inner = jnp.where(change.place[:, None, None] >= 0, inner, 0).astype(x.dtype)

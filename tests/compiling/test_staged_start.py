@@ -9,7 +9,7 @@ import types
 import pytest
 
 from jaxspec import AsyncLLM, EngineConfig, StructuredOutput
-from jaxspec.compiling.ladder import essential, ladder_of, sizes_of, special, stand_in, use
+from jaxspec.compiling.ladder import ADAPTED, essential, ladder_of, sizes_of, special, stand_in, use
 from jaxspec.compiling.programs import Programs, programs_there
 from jaxspec.engine.engine import Engine
 from jaxspec.rounds.packing import Shapes, admission_size
@@ -39,6 +39,14 @@ def test_few_programs_serve_any_request():
     assert stand_in(first, SHAPES, "prefill", ("",), 1) == ("", 2)
     assert stand_in(first, SHAPES, "masked_first", ("",), 1) == ("", 2)
     assert ("admit", admission_size(100)) in first and ("score", 1) in first
+
+
+def test_programs_for_adapters_that_serve_all_requests_are_there_alone():
+    shapes = dataclasses.replace(SHAPES, adapters=2, always_adapted=True)
+    bare = lambda programs: {(kind.removeprefix(ADAPTED), size) for kind, size in programs}  # noqa: E731
+    for found in (ladder_of, essential, special):
+        assert bare(found(shapes)) >= set(found(SHAPES)) and len(found(shapes)) == len(bare(found(shapes)))
+        assert not {kind for kind, _ in found(shapes)} & {"prefill", "score", "forward", "round_greedy"}
 
 
 @pytest.mark.parametrize("most,sizes", [(None, {1, 4, 8}), (1, {1}), (4, {1, 4})])

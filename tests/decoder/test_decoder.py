@@ -126,6 +126,7 @@ FIELDS = {
         "scale": (0.1, {EVERY}),
         "norm": (Norm(1e-5), {EVERY}),
         "query_latent": (None, {EVERY}),
+        "by_request": (2, {EVERY}),
     },
     LinearScaling: {"factor": (2.0, ALL)},
     NoRotation: {},

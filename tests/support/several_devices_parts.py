@@ -1,4 +1,4 @@
-"""What virtual CPU devices have of a model, and what they decide together, is what one device has and decides.
+"""Check that what virtual CPU devices have of a model, and decide together, is what one device has and decides.
 
 Without an engine. `tests/parallel/test_sharding.py` runs this file beside `tests/support/several_devices.py`.
 """
