@@ -250,7 +250,7 @@ def test_sampled_tokens_after_a_picture_fit_the_models_distribution():
 
 def test_preempted_requests_go_on_where_they_were(llm):
     llm.engine.flush_cache()
-    names, pool = ["long", "two"], llm.engine.scheduler.pool
+    names, pool = ["long", "two"], llm.engine.scheduler.pools[0]
     held = pool.alloc(pool.free - 26)  # pages for 208 tokens are left
     try:
         outs = llm.generate([prompt(name) for name in names], GREEDY)

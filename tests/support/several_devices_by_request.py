@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -33,38 +33,44 @@ PAGES, PAGE, T = 12, 4, 3  # pages of a device, their tokens, and rows of a requ
 BY_PAGE = PartitionSpec(None, sharding.AXIS)
 
 
-def one_layer(rows: Rows, devices: int) -> tuple[np.ndarray, np.ndarray]:
-    """A layer's rows that count, and all pages but the dummies."""
+@functools.cache
+def one_layer(devices: int) -> Callable[[Rows], tuple[np.ndarray, np.ndarray]]:
+    """A layer over random pages: of some rows, those that count, and all pages but the dummies after them."""
     config = ModelConfig.from_hf(tiny_config("deepseek_v3", num_hidden_layers=1, first_k_dense_replace=1))
-    tokens, rng = jnp.arange(len(rows.count) * T).reshape(-1, T), np.random.default_rng(0)
     (pages,) = jax.eval_shape(lambda: PageLayout(2 * PAGES, PAGE, "float32").groups(config))
-    pages = np.float32(rng.standard_normal(pages.shape))
+    pages = np.float32(np.random.default_rng(0).standard_normal(pages.shape))
     if devices > 1:
         config = dataclasses.replace(config, decoder=by_request(config.decoder, devices))
     mesh, own = sharding.mesh_of(devices), config.on_one_of(devices)
     params = dummy(MODELS["deepseek_v3"].tensors(config.decoder), "float32", 0, mesh)
 
-    def run(params, pages):
-        mixer = AttentionRows(rows)
-        hidden = forward(own.decoder, params, tokens, rows.marked_positions(T), mixer, Cache((pages,)))
+    def run(params, pages, rows):
+        tokens = jnp.arange(len(rows.count) * T).reshape(-1, T)
+        given = rows.marked_positions(T), AttentionRows(rows), Cache((pages,))
+        hidden = forward(own.decoder, params, tokens, *given)
         return hidden.last, hidden.cache.kv[0]
 
     if devices > 1:
-        given = sharding.specs_of(params), BY_PAGE
+        given = sharding.specs_of(params), BY_PAGE, sharding.EVERYWHERE
         run = sharding.spread(run, mesh, given, (sharding.EVERYWHERE, BY_PAGE))
-    out, pages = jax.jit(run)(params, pages)
-    valid = np.arange(T) < np.array(rows.count)[:, None]
-    return np.asarray(out)[valid], np.delete(np.asarray(pages), [0, PAGES], axis=1)
+    run = jax.jit(run)
+
+    def outputs(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+        out, after = run(params, pages, rows)
+        valid = np.arange(T) < np.array(rows.count)[:, None]
+        return np.asarray(out)[valid], np.delete(np.asarray(after), [0, PAGES], axis=1)
+
+    return outputs
 
 
 def test_a_device_computes_and_keeps_the_rows_of_its_requests():
-    """Five requests on two devices, which take three at a time; one has four with rows, and one request has none."""
-    first = np.array([1, 1, 0, 1, 1]) * PAGES + 1 + 2 * np.arange(5)
-    table, count = jnp.array([[page, page + 1, 0] for page in first]), jnp.array([3, 2, 0, 1, 3])
-    uneven = Rows(jnp.arange(5), count, table, uneven=True)
-    even = uneven.replace(count=count.at[0].set(0), uneven=False)
-    for rows in (uneven, even):
-        for one, several in zip(*(one_layer(rows, devices) for devices in (1, 2)), strict=True):
+    """Six requests on two devices, which take three at a time; one has four with rows, and one request has none."""
+    first = np.array([1, 1, 0, 1, 1, 0]) * PAGES + 1 + np.array([0, 2, 0, 4, 6, 2])
+    table, count = jnp.array([[page, page + 1, 0] for page in first]), jnp.array([3, 2, 0, 1, 3, 2])
+    uneven = Rows(jnp.arange(6), count, table)
+    for rows, more in ((uneven, True), (uneven.replace(count=count.at[0].set(0)), False)):
+        expected = one_layer(1)(rows)
+        for one, several in zip(expected, one_layer(2)(rows.replace(uneven=more)), strict=True):
             np.testing.assert_allclose(several, one, atol=2e-5)
 
 

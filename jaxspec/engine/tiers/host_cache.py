@@ -150,7 +150,7 @@ class HostCache:
     def know_weights(self) -> None:
         """Find pages of these weights on the disk from now on, and no others."""
         if self.disk is not None:
-            self._scheduler.tree.begin_with(identity(self._runner))
+            self._scheduler.trees[0].begin_with(identity(self._runner))
 
     @property
     def busy(self) -> bool:
