@@ -22,9 +22,9 @@ from jaxspec.checkpoint.find import Source, resolve
 from jaxspec.checkpoint.gguf import packing
 from jaxspec.checkpoint.gguf.file import GgufFile
 from jaxspec.checkpoint.params import THREADS, assemble, dummy
-from jaxspec.checkpoint.quantization import FORMATS, Quantization, as_stored, quantised_on_load, to_dequantise, unused
+from jaxspec.checkpoint.quantization import Quantization, as_stored, quantised_on_load, to_dequantise, unused
 from jaxspec.checkpoint.shards import ModelFolder
-from jaxspec.config.engine_config import DTYPES, EngineConfig
+from jaxspec.config.engine_config import ANY_ON_LOAD, DTYPES, ON_LOAD, EngineConfig
 from jaxspec.config.options import ConfigError
 from jaxspec.config.progress import bytes_bar, took
 from jaxspec.config.request import IN_CHECKPOINTS, RequestError, SamplingParams
@@ -208,7 +208,7 @@ def _no_room(name: str, declared: Any, dtype: str, told: str, tp_size: int) -> C
         each, more = f" on each of {tp_size} devices, more than one", "a smaller --dtype, or a larger --tp-size"
     return CheckpointError(
         f"{name}: its weights take {size / 2**30:,.1f} GiB in {told}{each} has free; use a smaller model, "
-        f"--quantization fp8, int4 or nvfp4, {more}"
+        f"--quantization {ANY_ON_LOAD}, {more}"
     )
 
 
@@ -247,8 +247,8 @@ def _declared(
     dtype = dtype or ("float32" if jax.default_backend() == "cpu" else config.dtype)
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    if quantization not in (None, *FORMATS):
-        raise CheckpointError(f"quantization must be None or one of {', '.join(FORMATS)}, got {quantization!r}")
+    if quantization not in (None, *ON_LOAD):
+        raise CheckpointError(f"quantization must be None or one of {', '.join(ON_LOAD)}, got {quantization!r}")
     check_context(context_length, config, source.name)
     sharding.mesh_of(tp_size)  # refuses more devices than there are
     try:

@@ -24,6 +24,7 @@ import numpy as np
 from jaxspec.checkpoint.check import CheckpointError, TensorInfo
 from jaxspec.checkpoint.quantization import INT4, MODELOPT, NVFP4, U8, Quantization, config_of, names, refusal
 from jaxspec.checkpoint.stored import Computed, Shared
+from jaxspec.config.engine_config import ANY_ON_LOAD
 from jaxspec.config.json_values import shown
 from jaxspec.models import int4, mxfp4, nvfp4
 
@@ -378,6 +379,6 @@ def told(packed: Packed, dtype: str, quantization: str | None) -> str:
         return f"{weights} are dequantised and made {quantization} as they are read"
     if packed.quantization is not None:
         return f"{weights} stay packed"
-    more = "" if quantization else "; --quantization fp8, int4 or nvfp4 makes them smaller"
+    more = "" if quantization else f"; --quantization {ANY_ON_LOAD} makes them smaller"
     now = f"and made {quantization}" if quantization else f"to {dtype}, and take as much memory as unquantised ones"
     return f"{weights} are dequantised {now} as they are read{more}"

@@ -24,7 +24,6 @@ from jaxspec.models.fp8 import BLOCK
 from jaxspec.models.weights import FourBits, Fp8, Int4, Mxfp4, Nvfp4, Param
 
 INT4, MXFP4, NVFP4, MODELOPT = "int4", "mxfp4", "nvfp4", "modelopt"
-FORMATS = ("fp8", INT4, NVFP4)  # what weights can be quantised to on load
 F8, U8 = "F8_E4M3", "U8"  # one byte an element; quantised weights alone are stored so, and MXFP4's scales
 KINDS = ("block", "channel", "tensor")  # what has an FP8 scale: 128 x 128 numbers, an output, a whole matrix
 _INSTEAD = (

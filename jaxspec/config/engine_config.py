@@ -17,6 +17,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 DTYPE_ALIASES = {"auto": None, "half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16"}
 KV_DTYPES = (*DTYPES, "float8_e4m3fn")
 STATE_DTYPES = ("float32", "bfloat16")
+ON_LOAD = ("fp8", "int4", "nvfp4")  # formats that weights can be quantised to while they load
+ANY_ON_LOAD = f"{', '.join(ON_LOAD[:-1])} or {ON_LOAD[-1]}"
 MOST_LORA_RANK = 64
 
 
@@ -59,11 +61,11 @@ class EngineConfig:
     )
     quantization: str | None = option(
         None,
-        "fp8, int4 or nvfp4 quantises weights while they load; a checkpoint that is quantised needs no flag",
+        f"{ANY_ON_LOAD} quantises weights while they load; a checkpoint that is quantised needs no flag",
         "FORMAT",
         group=MODEL,
         shown="none",
-        choices=("fp8", "int4", "nvfp4"),
+        choices=ON_LOAD,
         aliases={"none": None},
         hint="a checkpoint that is quantised is served as it is, so leave this out",
     )
@@ -107,11 +109,11 @@ class EngineConfig:
     )
     draft_quantization: str | None = option(
         None,
-        "fp8, int4 or nvfp4 quantises the drafter's weights while they load; it drafts with an FP8 copy of the head",
+        f"{ANY_ON_LOAD} quantises the drafter's weights while they load; it drafts with an FP8 copy of the head",
         "FORMAT",
         group=SPECULATION,
         shown="none, whatever --quantization says",
-        choices=("fp8", "int4", "nvfp4"),
+        choices=ON_LOAD,
         aliases={"none": None, "unquant": None},
     )
     draft_token_map: str | None = option(

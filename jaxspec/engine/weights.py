@@ -19,7 +19,7 @@ from jaxspec.checkpoint import CheckpointError, Model, load_target, mtp_name
 from jaxspec.checkpoint.load import text_name
 from jaxspec.checkpoint.params import assemble, quantised
 from jaxspec.compiling.xla_options import NOTHING_TIMED
-from jaxspec.config.engine_config import EngineConfig
+from jaxspec.config.engine_config import ANY_ON_LOAD, EngineConfig
 from jaxspec.config.options import ConfigError
 from jaxspec.drafters import mtp
 from jaxspec.drafters.loading import LoadedDrafter, load_drafter
@@ -233,7 +233,7 @@ def _check_makes(weight: Weight, name: str) -> None:
     if not own.made_on_load:
         raise CheckpointError(
             f"{name}: the engine's is {own}, which isn't made of unquantised weights; give it as a folder has "
-            "it, or start the engine with --quantization fp8, int4 or nvfp4"
+            f"it, or start the engine with --quantization {ANY_ON_LOAD}"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from jaxspec.config.engine_config import ANY_ON_LOAD, ON_LOAD
 from jaxspec.config.foreign_flags import METHODS, NEEDLESS
 from jaxspec.config.json_values import shown
 from jaxspec.config.options import flag
@@ -102,12 +103,10 @@ def _quantization(found: str | None, foreign: Flags, config: dict[str, Any], lef
     names = "speculative_draft_model_quantization", "speculative_model_quantization"
     given = [config.get("quantization"), *(foreign.pop(name, None) for name in names)]
     quantization = next(filter(None, given), None)
-    if quantization in ("fp8", "int4", "nvfp4") and found not in ("ngram", "suffix"):
+    if quantization in ON_LOAD and found not in ("ngram", "suffix"):
         return quantization
-    if quantization not in (None, "fp8", "int4", "nvfp4", "none", "unquant"):
-        left.append(
-            f"a drafter quantised by {shown(quantization)}: fp8, int4 or nvfp4 can be made while loading or on disk"
-        )
+    if quantization not in (None, *ON_LOAD, "none", "unquant"):
+        left.append(f"a drafter quantised by {shown(quantization)}: {ANY_ON_LOAD} can be made while loading or on disk")
     return None
 
 

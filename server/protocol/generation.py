@@ -198,6 +198,7 @@ class Generation(StructuredFields, Sampled):
         return SamplingParams(**{**defaults, "structured": self.structured(), **given, **overrides})
 
 
+# What `SamplingParams` doesn't have. Each other field of `Generation` is an argument of that name.
 _OF_THE_REPLY = {
     *("model", "stream", "stream_options", "store", "request_id", "rid"),
     *("return_token_ids", "return_tokens_as_token_ids", "priority", "lora_path"),

@@ -197,6 +197,7 @@ def test_goldens_cover_what_a_config_can_say():
     # Pictures' tests have the goldens of `DEEP`, and a unified Gemma 4 is a Gemma 4 by another name.
     for family in set(PLAIN) - LATENTS - {*DEEP, "gemma4_unified"}:
         mine = [c for c in configs if c.model_type == family]
+        assert mine, f"{family} has no golden; tests/golden/make_llama_qwen3.py makes one"
         if family not in ("mimo_v2_flash", "minimax_m2"):  # whose heads are never tied
             assert {c.decoder.tied for c in mine} == {True, False}
         if family not in (
