@@ -185,7 +185,7 @@ def test_nan_in_a_window_is_cleared_with_its_pages():
     drafter = dataclasses.replace(loaded.drafter, window=9)
     state = rounds.empty_state(model.config, drafter, PageLayout(4, PAGE, "float32"), 1, 32, "float32")
     state = state.replace(draft=state.draft.at[0, 0, 0].set(jnp.nan).at[0, 0, 1].set(2.0))
-    cleared = rounds.clear(state, jnp.array([1])).draft
+    cleared = rounds.clear(1, state, jnp.array([1])).draft
     assert jnp.isfinite(cleared).all() and (cleared[0, 0, 1] == 2).all()
 
 
