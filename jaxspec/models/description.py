@@ -221,8 +221,7 @@ class LatentAttention:
     All heads share one row a token: a normed latent, `latent` wide, and behind it the key's `rope.columns`. Each head
     makes `key_dim` more columns of its key, and a value of `value_dim`, of the latent. Queries are made of a normed
     latent of their own, `query_latent` wide; None: of the layer's input. `scale`: what scores are multiplied by.
-    `norm`: of both latents. `by_request`: how many devices the requests are divided among, each with all heads
-    (`--dp-attention`); 1: heads are divided, or nothing is.
+    `norm`: of both latents. `by_request`: devices that divide the requests, each with all heads (`--dp-attention`).
     """
 
     heads: int
