@@ -190,7 +190,7 @@ def load_model(
             "%s: its end token %d is beyond the vocabulary of %d tokens, and is left out",
             *(source.name, beyond[0], config.vocab_size),
         )
-    if (how or source.files.packed) and load_format != "dummy":
+    if load_format != "dummy":
         scales = kv_scales.read_kv_scales(source.files, config.decoder, renamed)
     tower = vision.load(config.tower, source.files, dtype, load_format, seed) if config.tower else None
     reader = source.files.image_reader(tokenizer) if tower is not None else None
@@ -407,10 +407,9 @@ def read_params(
     if files.packed is not None and (whole := _to_dequantise(declared, files, found, rename, mesh)):
         log.info("%s: %d weights can't stay packed and are dequantised: %s, ...", name, len(whole), min(whole))
         found = listed(files.tensors(whole))
-    if how is not None or files.packed is not None:
-        found, left = {k: v for k, v in found.items() if not unused(k)}, [k for k in found if unused(k)]
-        if left := [k for k in left if not kv_scales.named(k)]:
-            log.info("%s: %d scales like %s are not used: see docs/quantisation.md", name, len(left), left[0])
+    found, left = {k: v for k, v in found.items() if not unused(k)}, [k for k in found if unused(k)]
+    if left := [k for k in left if not kv_scales.named(k)]:
+        log.info("%s: %d scales like %s are not used: see docs/quantisation.md", name, len(left), left[0])
     if how is not None:
         stored = partial(as_stored, found=found, how=how, activations=fp8_activations, where=str(files.path))
         declared = jax.tree.map(stored, declared)

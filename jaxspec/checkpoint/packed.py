@@ -12,6 +12,7 @@ All others are dequantised while they are read: they leave as the one `weight` t
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -301,6 +302,8 @@ def read(hf: Mapping[str, Any], file: Path) -> Packed | None:
             return _read_awq(config, file)
         case "gptq":
             return _read_gptq(config, file)
+        case "auto-round":
+            return _read_auto_round(config, file)
         case "compressed-tensors":
             return _read_compressed(config, file)
         case "modelopt":
@@ -310,11 +313,9 @@ def read(hf: Mapping[str, Any], file: Path) -> Packed | None:
 
 def _read_awq(config: Mapping[str, Any], file: Path) -> Packed:
     bits, version = config.get("bits", config.get("w_bit", 4)), str(config.get("version", "gemm")).lower()
-    if bits != 4 or version != "gemm" or not config.get("zero_point", True):
-        said = (
-            f"awq in {shown(bits)} bits, version {shown(version)}, zero_point {shown(config.get('zero_point', True))}"
-        )
-        raise CheckpointError(refusal(file, f"{said}, not in 4 bits of version gemm with zero points"))
+    if bits != 4 or version != "gemm":
+        said = f"awq in {shown(bits)} bits, version {shown(version)}, not in 4 bits of version gemm"
+        raise CheckpointError(refusal(file, said))
     group = _group(config.get("group_size", config.get("q_group_size", 128)), AWQ, file)
     return Packed(AWQ, 4, group, kept=names(config, "modules_to_not_convert", file))
 
@@ -331,6 +332,22 @@ def _read_gptq(config: Mapping[str, Any], file: Path) -> Packed:
     return Packed(GPTQ, bits, _group(config.get("group_size", 128), GPTQ, file), int(layout == "gptq"), kept)
 
 
+def _read_auto_round(config: Mapping[str, Any], file: Path) -> Packed:
+    """AutoRound's own config, of weights packed as AutoGPTQ or AutoAWQ do it."""
+    layout, more = config.get("packing_format"), config.get("extra_config") or {}
+    reader = {"auto_round:auto_gptq": _read_gptq, "auto_round:auto_awq": _read_awq}.get(str(layout))
+    if reader is None or config.get("data_type", "int") != "int" or not isinstance(more, Mapping):
+        said = f"auto-round of {shown(config.get('data_type', 'int'))} packed as {shown(layout)}"
+        raise CheckpointError(refusal(file, f"{said}, not of 'int' as auto_round:auto_gptq or auto_round:auto_awq"))
+    packed = reader(config, file)
+    own = {name: {**config, **each} if isinstance(each, Mapping) else {} for name, each in more.items()}
+    kept = tuple(name for name, each in own.items() if each.get("bits") == 16)
+    for name in own.keys() - set(kept):
+        if any(own[name].get(key) != config.get(key) for key in ("bits", "group_size")):
+            raise CheckpointError(refusal(file, f"auto-round with settings of its own for {name} (extra_config)"))
+    return dataclasses.replace(packed, kept=kept)
+
+
 def _read_modelopt(config: Mapping[str, Any], file: Path) -> Packed | None:
     """NVFP4, alone or beside weights in FP8. None for what `quantization.read` reads, or refuses by name."""
     algorithms = {config.get("quant_algo")}
@@ -344,6 +361,7 @@ def _read_modelopt(config: Mapping[str, Any], file: Path) -> Packed | None:
 def _read_compressed(config: Mapping[str, Any], file: Path) -> Packed | None:
     """None for what `quantization.read` reads, or refuses by name."""
     groups = config.get("config_groups")
+    _check_transforms(config.get("transform_config"), file)
     found, formats = set(), set()
     for group in groups.values() if isinstance(groups, Mapping) else ():
         weights = group.get("weights") if isinstance(group, Mapping) else None
@@ -363,6 +381,15 @@ def _read_compressed(config: Mapping[str, Any], file: Path) -> Packed | None:
     if len(found) != 1 or formats != written[(made := found.pop())[0]]:
         return None
     return Packed(*made, kept=names(config, "ignore", file))
+
+
+def _check_transforms(config: Any, file: Path) -> None:
+    """**Raises:** `CheckpointError` for rotations of rows. Those of weights are in the weights."""
+    groups = config.get("config_groups") if isinstance(config, Mapping) else None
+    schemes = [each for each in (groups or {}).values() if isinstance(each, Mapping)]
+    where = {arguments.get("location") for scheme in schemes for arguments in scheme.get("apply") or ()}
+    if of_rows := sorted(map(str, where - {"weight_input", "weight_output"})):
+        raise CheckpointError(refusal(file, f"compressed-tensors with transforms at {', '.join(of_rows)}"))
 
 
 def _group(size: Any, method: str, file: Path) -> int | None:

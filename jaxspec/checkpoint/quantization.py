@@ -82,6 +82,8 @@ def read(hf: Mapping[str, Any], file: Path) -> Quantization | None:
             return Quantization(MXFP4, names(config, "modules_to_not_convert", file))
         case "modelopt" if config.get("quant_algo") == "FP8":
             return Quantization("tensor", names(config, "ignore", file))
+        case "modelopt" if config.get("quant_algo") is None:
+            return None  # scales of keys and values alone
         case method:
             name = method if isinstance(method, str) else shown(method)
             if isinstance(algorithm := config.get("quant_algo"), str):
@@ -119,20 +121,21 @@ def _fp8(config: Mapping[str, Any], file: Path) -> Quantization:
     return Quantization("tensor" if block is None else "block", names(config, "modules_to_not_convert", file))
 
 
-def _compressed(config: Mapping[str, Any], file: Path) -> Quantization:
+def _compressed(config: Mapping[str, Any], file: Path) -> Quantization | None:
     groups = config.get("config_groups")
+    if groups == {}:
+        return None  # scales of keys and values alone
     if not isinstance(groups, Mapping) or not groups or not all(isinstance(g, Mapping) for g in groups.values()):
         raise CheckpointError(f"{file}: compressed-tensors: config_groups must be a mapping, got {shown(groups)}")
-    found = []
+    if not all(isinstance(group.get("weights"), Mapping) for group in groups.values()):
+        raise CheckpointError(f"{file}: compressed-tensors: a group's weights must be a mapping")
+    found, all_of_them = [], " beside ".join(dict.fromkeys(map(_described, groups.values())))
     for group in groups.values():
-        weights = group.get("weights")
-        if not isinstance(weights, Mapping):
-            raise CheckpointError(f"{file}: compressed-tensors: a group's weights must be a mapping")
+        weights = group["weights"]
         bits, number, strategy = (weights.get(key) for key in ("num_bits", "type", "strategy"))
         if (bits, number) != (8, "float") or strategy not in KINDS:
             layout = config.get("format") or group.get("format")
-            said = f"compressed-tensors {layout}, {bits}-bit {number} with strategy {shown(strategy)}"
-            raise CheckpointError(refusal(file, said))
+            raise CheckpointError(refusal(file, f"compressed-tensors {layout}, {all_of_them}"))
         block = weights.get("block_structure")
         if strategy == "block" and block not in ([BLOCK, BLOCK], (BLOCK, BLOCK), f"{BLOCK}x{BLOCK}", None):
             raise CheckpointError(refusal(file, f"compressed-tensors in blocks {shown(block)}, not {BLOCK} x {BLOCK}"))
@@ -143,6 +146,15 @@ def _compressed(config: Mapping[str, Any], file: Path) -> Quantization:
     if isinstance(sparse, Mapping) and sparse.get("format", "dense") != "dense":
         raise CheckpointError(refusal(file, f"compressed-tensors with sparsity {shown(sparse.get('format'))}"))
     return Quantization(found[0], names(config, "ignore", file))
+
+
+def _described(group: Mapping[str, Any]) -> str:
+    """Describe what one of compressed-tensors' groups has, for a refusal."""
+    weights, rows = group["weights"], group.get("input_activations")
+    said = f"{weights.get('num_bits')}-bit {weights.get('type')} with strategy {shown(weights.get('strategy'))}"
+    if (size := weights.get("group_size")) is not None:
+        said += f" of {shown(size)} inputs"
+    return f"{said} and {rows.get('num_bits')}-bit activations" if isinstance(rows, Mapping) else said
 
 
 def names(config: Mapping[str, Any], key: str, file: Path) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jaxspec
-from jaxspec.checkpoint import CheckpointError, load_model, packed
+from jaxspec.checkpoint import CheckpointError, load_model, packed, quantization
 from jaxspec.checkpoint.packed import AWQ, COMPRESSED, GPTQ, Packed
 from tests.support.quantised import save
 from tests.support.tiny import tiny_checkpoint
@@ -163,21 +163,72 @@ def test_what_does_not_fit_is_refused_by_name(damage, says, tmp_path):
         load_model(str(folder), progress=False)
 
 
+def groups(*sizes, bits=4, activations=None):
+    """compressed-tensors' groups of settings, of weights in groups of so many inputs."""
+    weights = {"num_bits": bits, "type": "int", "strategy": "group"}
+    rows = activations and {"num_bits": activations}
+    made = [{"weights": weights | {"group_size": size}, "input_activations": rows} for size in sizes or (16,)]
+    return {"config_groups": dict(zip("ab", made, strict=False))}
+
+
+def rotated(location):
+    return {"transform_config": {"config_groups": {"R": {"type": "hadamard", "apply": [{"location": location}]}}}}
+
+
+AUTO_ROUND = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}
+
+
 @pytest.mark.parametrize("kind,keys,says", [
-    (AWQ, {"version": "gemv"}, "awq in 4 bits, version 'gemv', zero_point True, not in 4 bits of version gemm"),
-    (AWQ, {"zero_point": False}, "zero_point False, not in"),
+    (AWQ, {"version": "gemv"}, "awq in 4 bits, version 'gemv', not in 4 bits of version gemm"),
     (AWQ, {"group_size": 0}, "awq with group_size 0, not a number of inputs or -1"),
     (GPTQ, {"bits": 3}, "gptq in 3 bits, checkpoint_format 'gptq', not in 4 or 8 bits of gptq or gptq_v2"),
     (GPTQ, {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin', not in"),
     (GPTQ, {"dynamic": {"+:.*down.*": {"bits": 8}}}, "settings of its own for .*down.* \\(dynamic\\)"),
-    (COMPRESSED, {"config_groups": {"g": {"weights": {"num_bits": 3, "type": "int", "strategy": "group",
-        "group_size": 16}}}}, "compressed-tensors pack-quantized, 3-bit int with strategy 'group'"),
+    (COMPRESSED, groups(bits=3), "compressed-tensors pack-quantized, 3-bit int with strategy 'group' of 16 inputs"),
+    (COMPRESSED, groups(16, 32), "4-bit int with strategy 'group' of 16 inputs beside 4-bit .* of 32 inputs"),
+    (COMPRESSED, groups(activations=8), "4-bit int with strategy 'group' of 16 inputs and 8-bit activations"),
+    (COMPRESSED, rotated("input"), "compressed-tensors with transforms at input"),
+    (GPTQ, AUTO_ROUND | {"packing_format": "auto_round:exl2"}, "auto-round of 'int' packed as 'auto_round:exl2', not"),
+    (GPTQ, AUTO_ROUND | {"data_type": "mx_fp"}, "auto-round of 'mx_fp' packed as"),
+    (GPTQ, AUTO_ROUND | {"extra_config": {"q_proj": {"bits": 8}}}, "settings of its own for q_proj .extra_config"),
 ])  # fmt: skip
 def test_other_layouts_are_refused_by_name(kind, keys, says, tmp_path):
     folder, _ = packed_and_plain(kind, tmp_path)
     edit(folder, quantization_config=CONFIGS[kind] | keys)
     with pytest.raises(CheckpointError, match=f"{says}.* not supported; use the model's FP8 or unquantised"):
         load_model(str(folder), progress=False)
+
+
+@pytest.mark.parametrize("config,means", [
+    (CONFIGS[AWQ] | {"zero_point": False}, Packed(AWQ, 4, 16)),  # they are stored all the same
+    (AUTO_ROUND | {"bits": 4, "group_size": 32}, Packed(GPTQ, 4, 32, less=1)),
+    (AUTO_ROUND | {"bits": 4, "group_size": 32, "packing_format": "auto_round:auto_awq"}, Packed(AWQ, 4, 32)),
+    (CONFIGS[COMPRESSED] | rotated("weight_input"), Packed(COMPRESSED, 4, 16)),  # a rotation of weights is in them
+    (CONFIGS[COMPRESSED] | {"config_groups": {}}, None),  # an unquantised model with scales of keys and values
+    ({"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}, None),
+])  # fmt: skip
+def test_configs_of_other_tools_are_read(config, means, tmp_path):
+    """Layouts are those that AutoRound, GPTQModel, llm-compressor and ModelOpt write."""
+    hf = {"quantization_config": config}
+    assert packed.read(hf, tmp_path) == means
+    assert means is not None or quantization.read(hf, tmp_path) is None
+
+
+def test_auto_round_names_modules_that_it_kept(tmp_path):
+    config = AUTO_ROUND | {"bits": 4, "group_size": 32, "extra_config": {"lm_head": {"bits": 16, "data_type": "float"}}}
+    assert packed.read({"quantization_config": config}, tmp_path).kept == ("lm_head",)
+
+
+def test_scales_of_keys_and_values_alone_are_read(tmp_path):
+    """A checkpoint of llm-compressor's whose weights aren't quantised."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_checkpoint("llama", num_hidden_layers=1), folder)
+    tensors = load_file(folder / "model.safetensors")
+    scales = {f"model.layers.0.self_attn.{x}_scale": np.full(1, size, np.float32) for x, size in (("k", 2), ("v", 3))}
+    save_file(tensors | scales, folder / "model.safetensors")
+    edit(folder, quantization_config={"quant_method": "compressed-tensors", "config_groups": {}})
+    model = load_model(str(folder), progress=False)
+    assert model.quantization is None and model.kv_scales.tolist() == [[[2, 2], [3, 3]]]
 
 
 def test_zero_points_of_newer_gptq_are_stored_as_they_are(tmp_path):
