@@ -95,14 +95,12 @@ def sizes_fit(decoder: Decoder, layers: Sequence[Weights], call: Call, quantised
         if any(each["gate_up"].layout.interleave != HALF for each in layers if "gate_up" in each):
             return f"an MLP {max(mlps)} wide"
     rows, multiplied = call.requests * padded(call.requests, call.rows), _multiplied(layers)
-    formats = {type(weight.format) for weight in multiplied}
-    if len(formats) > 1 or (multiplied[0].quantised and not quantised):
-        return f"weights in {' and '.join(sorted(each.__name__ for each in formats))}"
-    dtype, ways = multiplied[0].dtype, [{}]
-    if multiplied[0].quantised:
-        if reason := next(filter(None, map(quantised_refused, multiplied)), None):
-            return reason
-        dtype, ways = layers[0]["attn_norm"].dtype, list(map(stored_as, multiplied))
+    packed = [weight for weight in multiplied if weight.quantised]
+    if packed and not quantised:
+        return f"weights in {packed[0].format}"
+    if reason := next(filter(None, map(quantised_refused, packed)), None):
+        return reason
+    dtype, ways = layers[0]["attn_norm"].dtype if packed else multiplied[0].dtype, map(stored_as, multiplied)
     wide = few_rows.FP8_ROWS if call.adapters else few_rows.WIDE_ROWS  # no faster kernel adds what adapters do
     fit = partial(few_rows.supported, rows, a.head_dim, widths, dtype, call.pages, beside=beside, wide_rows=wide)
     return next(filter(None, (fit(**way) for way in ways)), None)
@@ -154,8 +152,8 @@ class FewRows(Ops):
 
     def mix(self, layer, weights, i, x, given, cache):
         a, norms = layer.mixing, [weights[name] for name in ("q_norm", "k_norm") if layer.mixing.qk_norm]
-        later = [name for name in ("out", "gate_up", "down") if name in weights and _idle(weights, x)]
-        prefetch = [weights[name].unquantised for name in later]
+        later = [weights[name] for name in ("out", "gate_up", "down") if name in weights]
+        prefetch = _prefetched(x, weights["qkv"], later)
         given = [given_to(weights["qkv"], each, layer.norm.centred) for each in given]
         adapters = self.adapters(given[0][0], weights["qkv"])
 
@@ -181,7 +179,7 @@ class FewRows(Ops):
         if isinstance(layer.feed, Mixture):
             x, given = mixture(layer, weights, x, given, *self.valid, scale, qkv)
             return x, [given]
-        prefetch = [qkv.unquantised] if after and _idle(weights, x) else []
+        prefetch = _prefetched(x, weights["gate_up"], [qkv] if after else [])
         given = given_to(weights["gate_up"], given, layer.norm.centred)
         adapters = self.adapters(given[0], weights["gate_up"])
         hidden = few_rows.gated(*given, operand(weights["gate_up"]), prefetch, *adapters, eps=layer.norm.eps)
@@ -190,9 +188,11 @@ class FewRows(Ops):
         return x, [given]
 
 
-def _idle(weights: Weights, x: Float[Array, "r d"]) -> bool:
-    """Whether a layer is so small that memory is idle for most of it, and later weights are prefetched."""
-    return x.shape[1] <= few_rows.NARROW and not weights["qkv"].quantised
+def _prefetched(x: Float[Array, "r d"], weight: Weight, later: Sequence[Weight]) -> list[Array]:
+    """Later weights that this one's kernel prefetches: unquantised ones, of a layer so small that memory is idle for
+    most of it."""
+    small = x.shape[1] <= few_rows.NARROW and not weight.quantised
+    return [each.unquantised for each in later if small and not each.quantised]
 
 
 def rope_table(attention: Attention, positions: Int[Array, "b t"]) -> Table:

@@ -268,27 +268,44 @@ def test_layers_in_fp8_are_those_of_the_model(monkeypatch, family, width, by_out
     assert set(calls) == ({"add", "router"} if family == "qwen3_moe" else set())
 
 
+def packed(weight, kind):
+    """A weight in four bits."""
+    values, scales, *factors = kind.quantise(weight.values.T.astype(jnp.float32))
+    return Weight(values, kind, weight.layout, scales, factors[0] if factors else None)
+
+
 @pytest.mark.parametrize("kind", [Int4(128), rare(Int4(32)), Nvfp4()])
 def test_layers_in_four_bits_fit(kind):
-    """And none of which some weights aren't, or whose inputs are in an order of their own."""
-
-    def packed(weight):
-        values, scales, *factors = kind.quantise(weight.values.T.astype(jnp.float32))
-        return Weight(values, kind, weight.layout, scales, factors[0] if factors else None)
-
+    """But none whose inputs are in an order of their own."""
     config, params = small_model(hidden_size=256, intermediate_size=256, num_attention_heads=4)
     layers = [
-        {name: packed(each) if isinstance(each, Weight) else each for name, each in layer.items()}
+        {name: packed(each, kind) if isinstance(each, Weight) else each for name, each in layer.items()}
         for layer in params["layers"]
     ]
     call = Call(2, 4, "bfloat16", processors=132)
     refuses = lambda layers, call: FEW_ROWS.refuses(config.decoder, layers, call)  # noqa: E731
     assert refuses(layers, call) is None and refuses(layers, dataclasses.replace(call, requests=8)) is None
     assert "40 rows of 256" in refuses(layers, dataclasses.replace(call, requests=10))
-    other = layers[0] | {"out": params["layers"][0]["out"]}
-    assert f"weights in {type(kind).__name__} and Unquantised" in refuses([other, *layers[1:]], call)
     ordered = layers[0] | {"out": layers[0]["out"].replace(order=jnp.arange(256))}
     assert "inputs in an order of their own" in refuses([ordered, *layers[1:]], call)
+
+
+def in_several_formats(width: int):
+    """A small model with some weights of four bits beside dequantised ones, as GGUF's Q4_K_M, and beside FP8."""
+    config, params = small_model(hidden_size=width, intermediate_size=256, num_attention_heads=4, num_hidden_layers=1)
+    (layer,) = params["layers"]
+    layer |= {"out": packed(layer["out"], Int4(32)), "gate_up": packed(layer["gate_up"], Nvfp4())}
+    layer["down"] = in_fp8([{"down": layer["down"]}], activations=True)[0]["down"]
+    return config, params
+
+
+@pytest.mark.parametrize("width", [256, rare(1280)])
+def test_weights_of_a_stack_may_be_in_several_formats(monkeypatch, width):
+    config, params = in_several_formats(width)
+    expected = forward(config, params, one_request())
+    take_few_rows(monkeypatch)
+    monkeypatch.setattr(forward_module, "PATHS", forward_module.PATHS[:1])
+    assert_same_forward(forward(config, params, one_request()), expected, one_request(), 3e-2)
 
 
 def test_fp8_layers_that_do_not_fit_are_named():
@@ -299,9 +316,6 @@ def test_fp8_layers_that_do_not_fit_are_named():
     assert refuses(layers, call) is None
     assert refuses(layers, dataclasses.replace(call, requests=8)) is None
     assert "40 rows of 256; supported: up to 32" in refuses(layers, dataclasses.replace(call, requests=10))
-    assert "weights in Fp8 and Unquantised" in refuses(
-        [layers[0] | {"out": params["layers"][0]["out"]}, *layers[1:]], call
-    )
     assert "rows of 256 divided" in refuses(layers, dataclasses.replace(call, devices=2))
     assert "16 rows over 2 devices; supported: up to 8" in untimed(16, 2)
     assert untimed(8, 2) is None is untimed(16, 1)

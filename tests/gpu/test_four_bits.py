@@ -9,7 +9,10 @@ import pytest
 
 from jaxspec.decoder.matmul import logits, project
 from jaxspec.models.weights import Int4, Nvfp4
+from jaxspec.pallas.hopper import KERNELS
+from tests.decoder import test_few_rows_layers as layers
 from tests.pallas.dense.test_few_rows_four_bits import drawn
+from tests.support.kernels import switch_off
 
 pytestmark = pytest.mark.gpu
 KINDS = Int4(128), Int4(32), Int4(32, zeros=True), Nvfp4()
@@ -48,3 +51,14 @@ def test_a_heads_logits_are_not_rounded(kind, rows):
     got = np.asarray(jax.jit(logits)(x, weight), np.float64)
     expected = np.asarray(x, np.float64) @ whole
     assert np.linalg.norm(got - expected) <= 1e-4 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("width", [512, 1280])
+def test_layers_in_several_formats_are_those_of_the_model(monkeypatch, width):
+    config, params = layers.in_several_formats(width)
+    before = KERNELS["few_rows_heads"]
+    got = layers.forward(config, params, layers.two_requests())
+    assert KERNELS["few_rows_heads"] > before
+    switch_off(monkeypatch)
+    expected = layers.forward(config, params, layers.two_requests())
+    layers.assert_same_forward(got, expected, layers.two_requests(), 1e-1)  # as of quantised rows in FP8
