@@ -26,7 +26,8 @@ served = partial(Case, latent=512, rest=64, dtype="bfloat16")
 fp8 = partial(served, pages="float8_e4m3fn")
 CASES = [  # `parts` of a case: blocks that divide a request's tokens
     served("decode, 4 heads", n=4, lengths=(1, 70, -3), page=64),
-    served("two tiles of 80 rows, two parts", n=20, t=4, lengths=(300,), page=128, parts=2),
+    # The second tile sees a pair of steps more than its neighbour, which is copied for both.
+    served("two tiles of 80 rows, two parts", n=10, t=8, lengths=(257,), page=128, parts=2),
     served("rows that aren't a multiple of eight", n=5, t=2, lengths=(130,), page=16),
     served("more parts than pairs of steps", n=4, lengths=(3, 150), page=64, parts=3),
     served("short, parts", n=20, t=4, lengths=(4, 150), parts=2),

@@ -84,8 +84,10 @@ def latent_decode(
     launch = partial(
         plgpu.kernel,
         kernel_name="latent_decode",
-        grid=each,
-        grid_names=("b", "tile", "split"),
+        grid=(b, plan.tiles // plan.neighbours, splits),
+        grid_names=("b", "tiles", "split"),
+        cluster=(plan.neighbours,),
+        cluster_names=("neighbour",),
         num_threads=3,
         thread_name="warpgroup",
         scratch_types=_scratch(plan),
@@ -128,6 +130,8 @@ def _scratch(plan: Plan) -> dict:
             weights_s=plgpu.SMEM((2, plan.height, STEP), plan.dtype),
             rows_s=plgpu.SMEM((2, NARROW_ROWS, HALF), jnp.bfloat16),
         )
+    together = partial(plgpu.ClusterBarrier, collective_axes=("neighbour",))
+    released = plgpu.Barrier if plan.neighbours == 1 else together  # a copy is for all neighbours
     return narrow | dict(
         q_s=[plgpu.SMEM((1, plan.height, width), plan.dtype) for _, width in PIECES],
         ring=[plgpu.SMEM((2, STEP, width), FP8 if plan.in_registers else plan.dtype) for _, width in PIECES],
@@ -137,7 +141,7 @@ def _scratch(plan: Plan) -> dict:
         q_ready=plgpu.Barrier(num_arrivals=len(PIECES)),
         filled=plgpu.Barrier(num_arrivals=plan.copies, num_barriers=(2, len(PIECES))),
         # Each warpgroup has a piece of values, and both have the weights, which overwrite the third.
-        released=[plgpu.Barrier(num_arrivals=n, num_barriers=2) for n in (1, 1, 2)],
+        released=[released(num_arrivals=n, num_barriers=2) for n in (1, 1, 2)],
         weighed=plgpu.Barrier(num_arrivals=1, num_barriers=2),
         summed=plgpu.Barrier(num_arrivals=2),
     )

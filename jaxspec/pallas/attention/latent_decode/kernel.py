@@ -21,12 +21,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
-from jaxlib.mlir.dialects import llvm
+from jaxlib.mlir.dialects import arith, llvm, scf
 
 from jaxspec.pallas.attention.decode_attention import e4m3
 from jaxspec.pallas.attention.decode_attention.tiles import by_row, over_tokens, put, row_a_warp, spread, transposed
@@ -41,6 +42,13 @@ from jaxspec.pallas.attention.latent_decode.plan import (
 )
 
 FLOOR = -1e30  # a running maximum that nothing has raised; finite, so that differences of maxima are numbers
+SLACK = 8.0  # the running maximum rises by more at a time, in base 2: sums rarely need another scale
+ANY_BELOW_ONE = """{
+.reg .pred below;
+setp.lt.f32 below, $1, 0f3F800000;
+vote.sync.any.pred below, below, 0xffffffff;
+selp.b32 $0, 1, 0, below;
+}"""
 TILE = plgpu.Layout.WGMMA
 COMPUTING, COPYING = 232, 40  # registers of a thread
 EVEN, ODD = 0, 1
@@ -145,15 +153,17 @@ class _Part:
     split: Any
     start: Any
     row: Any  # the tile's first
-    pairs: Any  # of the request, that some row sees
+    pairs: Any  # of the request, that some row of the tile or of its neighbours sees
     whole: Any  # those in which each row sees each token
 
     @classmethod
     def here(cls, plan: Plan, refs: _Refs, scratch: _Scratch) -> _Part:
-        b, tile, split = (lax.axis_index(name) for name in ("b", "tile", "split"))
+        b, tiles, side, split = (lax.axis_index(name) for name in ("b", "tiles", "neighbour", "split"))
         start = refs.start[b]
+        tile = tiles * plan.neighbours + side
         row = jnp.minimum(tile * plan.tallest, plan.all_rows - plan.rows)  # the last tile may repeat rows
-        last = jnp.minimum(_div(row + (plan.rows - 1), plan.n), plan.t - 1)
+        last = (tiles + 1) * (plan.neighbours * plan.tallest) - 1  # of the neighbours, or of a last tile more
+        last = jnp.minimum(_div(last, plan.n), plan.t - 1)
         seen = plan.masked_slots or last + 1
         pairs = _div(jnp.clip(start + seen, 0, plan.entries * plan.page) + (PAIR - 1), PAIR)
         whole = start if plan.masked_slots else start + _div(row, plan.n) + 1
@@ -199,7 +209,8 @@ class _Part:
         for c, page in enumerate(ids):
             source = self.refs.kv.at[layer, page, 0, 0, pl.ds(within, rows), pl.ds(first, width)]
             target = self.scratch.ring[piece].at[stage, pl.ds(c * rows, rows)]
-            plgpu.copy_gmem_to_smem(source, target, self.scratch.filled.at[stage, piece])
+            shared = "neighbour" if plan.neighbours > 1 else None
+            plgpu.copy_gmem_to_smem(source, target, self.scratch.filled.at[stage, piece], collective_axes=shared)
 
     # Two warpgroups compute.
 
@@ -249,7 +260,7 @@ class _Part:
         self._publish(EVEN, new_top, weights)
         shrink = jnp.exp2(top - new_top)
         total = self._scaled(total, shrink) + self._total(weights)
-        acc = self._add_values(self._scaled(acc, shrink), left, EVEN)
+        acc = self._add_values(self._scaled(acc, shrink), left, EVEN, own=weights)
         self._release(EVEN, EVEN)
         top, shrink = self._published(ODD, new_top)
         plgpu.barrier_wait(scratch.filled.at[ODD, EVEN])
@@ -268,12 +279,12 @@ class _Part:
         def meanwhile():
             new_top, weights = self._weigh(masked, i, ODD, scores, top)
             self._publish(ODD, new_top, weights)
-            return new_top, self._total(weights)
+            return new_top, self._total(weights), weights
 
-        acc, (new_top, added) = self._add_values(acc, right, EVEN, meanwhile)
+        acc, (new_top, added, weights) = self._add_values(acc, right, EVEN, meanwhile)
         self._release(ODD, EVEN)
         shrink = jnp.exp2(top - new_top)
-        acc = self._add_values(self._scaled(acc, shrink), right, ODD)
+        acc = self._add_values(self._scaled(acc, shrink), right, ODD, own=weights)
         self._release(ODD, ODD)
         return acc, new_top, self._scaled(total, shrink) + added
 
@@ -293,11 +304,13 @@ class _Part:
 
         return pl.run_scoped(run, plgpu.ACC(self._across(STEP), jnp.float32))
 
-    def _add_values(self, acc, values, stage: int, meanwhile=None):
-        """Add a step's values, by its weights, to this warpgroup's sums. `meanwhile`: as in `_add_product`."""
+    def _add_values(self, acc, values, stage: int, meanwhile=None, own=None):
+        """Add a step's values, by its weights, to this warpgroup's sums. `meanwhile`: as in `_add_product`. `own`: the
+        weights, if this warpgroup has made them."""
         plan, weights_s, values = self.plan, self._weights(stage), values.at[stage]
         if not plan.narrow:
-            return _add_product(plan, acc, weights_s, values, meanwhile)
+            in_registers = own is not None and plan.own_in_registers
+            return _add_product(plan, acc, own.astype(plan.dtype) if in_registers else weights_s, values, meanwhile)
         if not plan.in_registers:
             return _add_product(plan, acc, transposed(values), transposed(weights_s), meanwhile)
         made = meanwhile() if meanwhile else None  # before the product, which reads registers
@@ -306,15 +319,17 @@ class _Part:
         return (acc, made) if meanwhile else acc
 
     def _scaled(self, x, factors):
-        return x * (factors if x.ndim == 1 else spread(self.plan, factors, x))
+        if x.ndim == 1 or self.plan.narrow or self.plan.interpret:
+            return x * (factors if x.ndim == 1 else spread(self.plan, factors, x))
+        return _scaled_if_needed(x, factors)
 
     def _weigh(self, masked: bool, i, stage: int, scores, top):
-        """The largest scores up to this step, in base 2, and its weights."""
+        """The largest scores up to this step within `SLACK`, in base 2, and its weights."""
         if masked:
             scores = jnp.where(self._seen(_first(self.plan, i, stage)), scores, -jnp.inf)
         factor = jnp.float32(self.plan.scale * math.log2(math.e))
         highest = over_tokens(self.plan, "max", scores, self._exchange(stage))
-        new_top = jnp.maximum(top, highest * factor)
+        new_top = jnp.where(highest * factor > top + SLACK, highest * factor, top)
         return new_top, jnp.exp2(scores * factor - spread(self.plan, new_top, scores))
 
     def _seen(self, first):
@@ -388,17 +403,21 @@ class _Part:
         return (self.scratch.ring[me].at[me] if own is None else own.at[me]).at[pl.ds(0, count)]
 
     def combine(self, me: int) -> None:
-        """Combine a share of the packs of the tile's rows, half of their columns."""
-        plan, parts, layout, shape = self.plan, self.parts, row_a_warp(HALF), (self.plan.pack, HALF)
+        """Combine a share of the tile: packs of rows, and some of this warpgroup's columns."""
+        plan, parts = self.plan, self.parts
+        layout, shape = row_a_warp(plan.combined), (plan.pack, plan.combined)
         parts_g, sums_g = (ref.at[self.b, self.tile] for ref in self.refs.results[:2])
-        mixed_s, columns = self._rows(me, plan.pack), pl.ds(*PIECES[me])
+        mixed_s = self._rows(me, plan.pack).at[:, pl.ds(0, plan.combined)]
+        across = HALF // plan.combined
         load = partial(plgpu.load, optimized=False)
-        across = lambda x: lax.broadcast_in_dim(x, shape, [0])  # noqa: E731
+        over = lambda x: lax.broadcast_in_dim(x, shape, [0])  # noqa: E731
         cast = plgpu.layout_cast
 
         def pack(j, _):
-            first = (self.split + j * parts) * plan.pack
+            which = self.split + j * parts
+            first = _div(which, across) * plan.pack
             rows = pl.ds(first, plan.pack)
+            columns = pl.ds(PIECES[me][0] + lax.rem(which, jnp.int32(across)) * plan.combined, plan.combined)
 
             def some(k, carry):
                 mix, top, total = carry
@@ -410,10 +429,10 @@ class _Part:
                 mixes = [load(parts_g.at[s, rows, columns], layout=layout) for s in there]
                 new_top = functools.reduce(jnp.maximum, tops, top)
                 shrink = jnp.exp2(top - new_top)
-                total, mix = total * shrink, mix * across(shrink)
+                total, mix = total * shrink, mix * over(shrink)
                 for s, one_top, one_total, one_mix in zip(each, tops, totals, mixes, strict=True):
                     weight = jnp.exp2(one_top - new_top) * one_total * (s < parts).astype(jnp.float32)
-                    total, mix = total + weight, mix + one_mix.astype(jnp.float32) * across(weight)
+                    total, mix = total + weight, mix + one_mix.astype(jnp.float32) * over(weight)
                 return mix, new_top, total
 
             nothing = (
@@ -424,14 +443,14 @@ class _Part:
             rounds = _div(parts + (plan.together - 1), plan.together)
             mix, _top, total = lax.fori_loop(0, rounds, some, nothing)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            mixed_s[...] = (mix * across(1 / jnp.maximum(total, 1e-30))).astype(jnp.bfloat16)
+            mixed_s[...] = (mix * over(1 / jnp.maximum(total, 1e-30))).astype(jnp.bfloat16)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(
                 mixed_s, self.refs.results[-1].at[self.b, pl.ds(self.row + first, plan.pack), columns]
             )
             return _
 
-        mine = lax.div(jnp.maximum(plan.rows // plan.pack - self.split, 0) + (parts - 1), parts)
+        mine = lax.div(jnp.maximum(plan.rows // plan.pack * across - self.split, 0) + (parts - 1), parts)
         lax.fori_loop(0, mine, pack, None)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -445,6 +464,30 @@ def _opaque_zero(plan: Plan):
     asm = lambda: llvm.inline_asm(i32(32), [], "mov.b32 $0, 0;", "=r", has_side_effects=True)  # noqa: E731
     result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
     return plgpu.inline_mgpu(return_type=result)(lambda _: mgpu.FragmentedArray.splat(asm(), (), is_signed=True))()
+
+
+def _scaled_if_needed(x, factors):
+    """x [rows, columns] times a factor at most one for each row. A warp whose factors are all one does nothing."""
+
+    def scale(_, x, factors):
+        i32 = ir.IntegerType.get_signless(32)
+        number = lambda value: arith.constant(i32, value)  # noqa: E731
+        own = (llvm.extractelement(one, number(0)) for one in factors.registers.flat)
+        least = functools.reduce(arith.minimumf, own)
+        below = mgpu.utils.inline_ptx(ANY_BELOW_ONE, least, result_types=i32, has_side_effects=True, convergent=True)
+        needed = arith.cmpi(arith.CmpIPredicate.ne, below, number(0))
+        branch = scf.IfOp(needed, [one.type for one in x.registers.flat], has_else=True)
+        with ir.InsertionPoint(branch.then_block):
+            scaled = x * factors.broadcast_in_dim(x.shape, (0,), x.layout)
+            scf.yield_(list(scaled.registers.flat))
+        with ir.InsertionPoint(branch.else_block):
+            scf.yield_(list(x.registers.flat))
+        registers = np.array(list(branch.results), dtype=object).reshape(x.registers.shape)
+        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+    types = TILE, TILE.reduce(1)
+    result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=TILE)
+    return plgpu.inline_mgpu(arg_types=types, return_type=result)(scale)(x, factors)
 
 
 def _add_product(plan: Plan, value, a_s, b_s, meanwhile=None):

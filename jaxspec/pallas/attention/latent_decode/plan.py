@@ -68,6 +68,11 @@ class Plan:
         return self.fp8 and not self.interpret
 
     @property
+    def own_in_registers(self) -> bool:
+        """Whether a warpgroup multiplies its own step's weights from registers, and not from shared memory."""
+        return not (self.narrow or self.interpret)
+
+    @property
     def exchanged(self) -> int:
         """Numbers that the warps of a warpgroup exchange at a time: every lane's, for as many as 16 rows."""
         return THREADS * min(self.height, 16) // 4
@@ -87,6 +92,12 @@ class Plan:
         return -(-self.all_rows // self.tallest)
 
     @property
+    def neighbours(self) -> int:
+        """Tiles whose blocks are a cluster: each token is copied once for them. Otherwise the level 2 cache would have
+        to give 5 TB/s for 128 heads, about as much as it can."""
+        return 1 if self.tiles % 2 else 2
+
+    @property
     def copies(self) -> int:
         """Bulk copies that load one piece of a step."""
         return max(1, STEP // self.page)
@@ -103,6 +114,14 @@ class Plan:
         while 2 * pack * self.together <= COMBINED and self.rows % (2 * pack) == 0:
             pack *= 2
         return pack
+
+    @property
+    def combined(self) -> int:
+        """Columns that a block combines at a time: fewer where there are more parts than packs of rows."""
+        columns = HALF
+        while columns > REST and self.rows // self.pack * (HALF // columns) < self.splits:
+            columns //= 2
+        return columns
 
 
 def supported(q_shape: tuple[int, ...], kv: Any, dtype: Any, latent: int, masked_slots: int = 0) -> str | None:
