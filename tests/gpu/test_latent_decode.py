@@ -18,6 +18,7 @@ LARGE = [
     model("decode, 32 heads, few of many lengths", n=32, lengths=(1, 64, 65, 127, 128, 129, 2000)),
     model("decode, 64 heads", n=64, lengths=(4096, 100, 5)),
     model("decode, 128 heads", n=128, lengths=(1, 64, 65, 700)),
+    model("decode, 128 heads, alone and long", n=128, lengths=(30000,)),
     model("decode, 128 heads, more tiles than processors", n=128, lengths=tuple(range(1, 1000, 12))),
     model("verify, 64 heads", n=64, t=4, lengths=(4, 131, 300)),
     model("verify, 20 heads, pages of 16", n=20, t=4, page=16, lengths=(4, 300, 515)),
