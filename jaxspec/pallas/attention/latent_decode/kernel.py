@@ -189,28 +189,45 @@ class _Part:
             source = refs.q.at[self.b, pl.ds(self.row, plan.rows), pl.ds(first, width)]
             plgpu.copy_gmem_to_smem(source, q_s.at[0, rows], scratch.q_ready)
 
+        count = self.share(self.pairs)
+
         def pair(i, ids):
             following = _pages(plan, refs.table, i + 1)  # early, since they come from memory
             for stage in (EVEN, ODD):
                 for piece, released in enumerate(scratch.released):
                     plgpu.barrier_wait(released.at[stage])
                     self._copy(layer, ids[stage], i, stage, piece)
+            self._prefetch(layer, following, i + 1, i + 1 < count)
             return following
 
-        lax.fori_loop(0, self.share(self.pairs), pair, ids)
+        lax.fori_loop(0, count, pair, ids)
         for stage in (EVEN, ODD):
             for released in scratch.released:
                 plgpu.barrier_wait(released.at[stage])
 
     def _copy(self, layer, ids, i, stage, piece) -> None:
-        plan, (first, width) = self.plan, PIECES[piece]
-        rows = min(plan.page, STEP)
+        for c, source in enumerate(self._sources(layer, ids, i, stage, piece)):
+            target = self.scratch.ring[piece].at[stage, pl.ds(c * source.shape[0], source.shape[0])]
+            filled = self.scratch.filled.at[stage, piece]
+            plgpu.copy_gmem_to_smem(source, target, filled, collective_axes=self._neighbours)
+
+    def _prefetch(self, layer, ids, i, there) -> None:
+        """Have the level 2 cache read a pair before its slots are free, if it is `there`."""
+        for stage in () if self.plan.interpret else (EVEN, ODD):
+            for piece in range(len(PIECES)):
+                for source in self._sources(layer, ids[stage], i, stage, piece):
+                    plgpu.async_prefetch(source, collective_axes=self._neighbours, predicate=there)
+
+    def _sources(self, layer, ids, i, stage, piece) -> list[Any]:
+        """A piece of a step in each of its pages."""
+        plan = self.plan
         within = lax.rem(_first(plan, i, stage), jnp.int32(plan.page)) if plan.page > STEP else 0
-        for c, page in enumerate(ids):
-            source = self.refs.kv.at[layer, page, 0, 0, pl.ds(within, rows), pl.ds(first, width)]
-            target = self.scratch.ring[piece].at[stage, pl.ds(c * rows, rows)]
-            shared = "neighbour" if plan.neighbours > 1 else None
-            plgpu.copy_gmem_to_smem(source, target, self.scratch.filled.at[stage, piece], collective_axes=shared)
+        part = pl.ds(within, min(plan.page, STEP)), pl.ds(*PIECES[piece])
+        return [self.refs.kv.at[layer, page, 0, 0, *part] for page in ids]
+
+    @property
+    def _neighbours(self) -> str | None:
+        return "neighbour" if self.plan.neighbours > 1 else None
 
     # Two warpgroups compute.
 
