@@ -6,7 +6,10 @@ of its keys that no value has, so they need no room of their own. The largest sc
 from one warpgroup to the other and back, and while one computes a softmax, the other's products are under way.
 
 A step's latents are in three pieces, each released by itself as soon as its last product is done: the next pair's copy
-begins then.
+begins then. It finds its latents in the level 2 cache, since they have been prefetched. Two tiles of a request that are
+neighbours form a cluster, and a copy is for both.
+
+Sums are scaled where the running maximum has risen, which it does by 2^8 at least at a time, so rarely.
 
 Up to 32 rows are the narrow side of the products (`Plan.narrow`), which would be padded to 64 on the other. So are all
 tiles over FP8 latents, which become float16 in registers (`decode_attention.e4m3`).
