@@ -12,7 +12,9 @@ from jaxspec.pallas.hopper import THREADS, WGMMA_ROWS
 
 LATENT, REST = 512, 64  # columns of a token: those of keys and values, and those of keys alone behind them
 HALF = LATENT // 2  # a warpgroup's share of the values' columns: as many sums as its registers hold
-PIECES = ((0, HALF), (HALF, HALF), (LATENT, REST))  # of a token's columns, apart in shared memory: first, width
+QUARTER = HALF // 2
+# Of a token's columns, apart in shared memory: first, width. Scores of a piece begin once it is there.
+PIECES = (*((first, QUARTER) for first in range(0, LATENT, QUARTER)), (LATENT, REST))
 STEP = 64  # tokens; a warpgroup weighs every other step
 PAIR = 2 * STEP
 PAGE_SIZES = (16, 32, 64, 128)
@@ -118,7 +120,7 @@ class Plan:
     @property
     def combined(self) -> int:
         """Columns that a block combines at a time: fewer where there are more parts than packs of rows."""
-        columns = HALF
+        columns = QUARTER
         while columns > REST and self.rows // self.pack * (HALF // columns) < self.splits:
             columns //= 2
         return columns
