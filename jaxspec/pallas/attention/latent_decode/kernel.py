@@ -7,7 +7,7 @@ from one warpgroup to the other and back, and while one computes a softmax, the 
 
 A step's latents are in five pieces. Those of each half of the values are released as soon as their last product is
 done: the next pair's copy begins then. It finds its latents in the level 2 cache, since they have been prefetched, and
-scores of a piece begin as it arrives. Two tiles of a request that are neighbours form a cluster, and a copy is for both.
+a piece's scores begin as it arrives. Two tiles of a request that are neighbours form a cluster: copies are for both.
 
 Sums are scaled where the running maximum has risen, which it does by 2^8 at least at a time, so rarely.
 
@@ -435,8 +435,7 @@ class _Part:
         """So many rows of a piece of this warpgroup's columns on their way to memory. At the end nobody else reads
         there, and nothing is copied there any more."""
         own = self.scratch.rows_s
-        ref = self.scratch.ring[SIDES[me][i]].at[me] if own is None else own.at[me, :, pl.ds(i * QUARTER, QUARTER)]
-        return ref.at[pl.ds(0, count)]
+        return (self.scratch.ring[SIDES[me][i]].at[me] if own is None else own.at[me, i]).at[pl.ds(0, count)]
 
     def combine(self, me: int) -> None:
         """Combine a share of the tile: packs of rows, and some of this warpgroup's columns."""

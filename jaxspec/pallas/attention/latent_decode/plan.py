@@ -111,19 +111,20 @@ class Plan:
 
     @property
     def pack(self) -> int:
-        """Rows that parts are combined in at a time: the fewer parts, the more."""
+        """Rows that parts are combined in at a time: the fewer parts, the more, as long as each part has some."""
         pack = LEAST_ROWS
-        while 2 * pack * self.together <= COMBINED and self.rows % (2 * pack) == 0:
+        while 2 * pack * self.together <= COMBINED and self.rows % (2 * pack) == 0 and self._packs(2 * pack, QUARTER):
             pack *= 2
         return pack
 
     @property
     def combined(self) -> int:
-        """Columns that a block combines at a time: fewer where there are more parts than packs of rows."""
-        columns = QUARTER
-        while columns > REST and self.rows // self.pack * (HALF // columns) < self.splits:
-            columns //= 2
-        return columns
+        """Columns of a half that parts are combined in at a time."""
+        return QUARTER if self._packs(self.pack, QUARTER) else REST
+
+    def _packs(self, rows: int, columns: int) -> bool:
+        """Whether so many rows and columns leave each part a pack of a half to combine."""
+        return self.rows // rows * (HALF // columns) >= self.splits
 
 
 def supported(q_shape: tuple[int, ...], kv: Any, dtype: Any, latent: int, masked_slots: int = 0) -> str | None:
