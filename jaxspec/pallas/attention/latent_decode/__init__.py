@@ -31,7 +31,6 @@ from jaxspec.pallas.attention.latent_decode.plan import (
     LATENT,
     NARROW_ROWS,
     PIECES,
-    QUARTER,
     STEP,
     Plan,
     division,
@@ -129,7 +128,7 @@ def _scratch(plan: Plan) -> dict:
     if plan.fp8:  # what would overwrite latents is wider than they are
         narrow |= dict(
             weights_s=plgpu.SMEM((2, plan.height, STEP), plan.dtype),
-            rows_s=plgpu.SMEM((2, HALF // QUARTER, NARROW_ROWS, QUARTER), jnp.bfloat16),
+            rows_s=plgpu.SMEM((2, NARROW_ROWS, HALF), jnp.bfloat16),
         )
     together = partial(plgpu.ClusterBarrier, collective_axes=("neighbour",))
     released = plgpu.Barrier if plan.neighbours == 1 else together  # a copy is for all neighbours
@@ -141,7 +140,7 @@ def _scratch(plan: Plan) -> dict:
         sums_s=numbers,
         q_ready=plgpu.Barrier(num_arrivals=len(PIECES)),
         filled=plgpu.Barrier(num_arrivals=plan.copies, num_barriers=(2, len(PIECES))),
-        # Each warpgroup has a half of the values, and both have the weights, which overwrite the last piece.
+        # Each warpgroup has a piece of values, and both have the weights, which overwrite the third.
         released=[released(num_arrivals=n, num_barriers=2) for n in (1, 1, 2)],
         weighed=plgpu.Barrier(num_arrivals=1, num_barriers=2),
         summed=plgpu.Barrier(num_arrivals=2),

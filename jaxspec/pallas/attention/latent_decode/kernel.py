@@ -5,9 +5,9 @@ odd ones. Each adds up its half of the values' columns with the weights of both.
 of its keys that no value has, so they need no room of their own. The largest scores so far go from step to step, hence
 from one warpgroup to the other and back, and while one computes a softmax, the other's products are under way.
 
-A step's latents are in five pieces. Those of each half of the values are released as soon as their last product is
-done: the next pair's copy begins then. It finds its latents in the level 2 cache, since they have been prefetched, and
-a piece's scores begin as it arrives. Two tiles of a request that are neighbours form a cluster: copies are for both.
+A step's latents are in three pieces, each released by itself as soon as its last product is done: the next pair's copy
+begins then. Its latents have been prefetched into the level 2 cache, unless memory binds anyway. Two tiles of a request
+that are neighbours form a cluster, and a copy is for both.
 
 Sums are scaled where the running maximum has risen, which it does by 2^8 at least at a time, so rarely.
 
@@ -39,7 +39,6 @@ from jaxspec.pallas.attention.latent_decode.plan import (
     MAX_MASKED_SLOTS,
     PAIR,
     PIECES,
-    QUARTER,
     REST,
     STEP,
     Plan,
@@ -56,7 +55,6 @@ selp.b32 $0, 1, 0, below;
 TILE = plgpu.Layout.WGMMA
 COMPUTING, COPYING = 232, 40  # registers of a thread
 EVEN, ODD = 0, 1
-SIDES = (0, 1), (2, 3), (4,)  # pieces of values of each warpgroup, and of keys alone
 
 
 class _Refs(NamedTuple):
@@ -88,7 +86,7 @@ class _Scratch(NamedTuple):
     weighed: Any  # a step's weights are written
     summed: Any
     weights_s: Any = None  # None: they overwrite the last piece
-    rows_s: Any = None  # None: they overwrite the warpgroup's own pieces
+    rows_s: Any = None  # None: they overwrite the warpgroup's own piece
     exchange_s: Any = None  # of narrow products
 
 
@@ -199,10 +197,9 @@ class _Part:
         def pair(i, ids):
             following = _pages(plan, refs.table, i + 1)  # early, since they come from memory
             for stage in (EVEN, ODD):
-                for released, pieces in zip(scratch.released, SIDES, strict=True):
+                for piece, released in enumerate(scratch.released):
                     plgpu.barrier_wait(released.at[stage])
-                    for piece in pieces:
-                        self._copy(layer, ids[stage], i, stage, piece)
+                    self._copy(layer, ids[stage], i, stage, piece)
             self._prefetch(layer, following, i + 1, i + 1 < count)
             return following
 
@@ -218,8 +215,9 @@ class _Part:
             plgpu.copy_gmem_to_smem(source, target, filled, collective_axes=self._neighbours)
 
     def _prefetch(self, layer, ids, i, there) -> None:
-        """Have the level 2 cache read a pair before its slots are free, if it is `there`."""
-        for stage in () if self.plan.interpret else (EVEN, ODD):
+        """Have the level 2 cache read a pair before its slots are free, if it is `there`. Narrow tiles keep memory busy
+        without it."""
+        for stage in () if self.plan.interpret or self.plan.narrow else (EVEN, ODD):
             for piece in range(len(PIECES)):
                 for source in self._sources(layer, ids[stage], i, stage, piece):
                     plgpu.async_prefetch(source, collective_axes=self._neighbours, predicate=there)
@@ -246,7 +244,7 @@ class _Part:
         plgpu.barrier_wait(scratch.q_ready)
         step, row, narrow, rows = (self._even, self._odd)[me], by_row(self.plan), self.plan.narrow, (self.plan.height,)
         carry = (
-            [plgpu.layout_cast(jnp.zeros(self._across(QUARTER), jnp.float32), TILE) for _ in SIDES[me]],
+            plgpu.layout_cast(jnp.zeros(self._across(HALF), jnp.float32), TILE),
             plgpu.layout_cast(jnp.full(rows, FLOOR, jnp.float32), row),
             plgpu.layout_cast(jnp.zeros(self._across(STEP) if narrow else rows, jnp.float32), TILE if narrow else row),
         )
@@ -255,7 +253,7 @@ class _Part:
         acc, top, total = lax.fori_loop(whole, count, partial(step, True), carry)
         if narrow:
             total = over_tokens(self.plan, "add", total, self._exchange(me))
-        self._write(me, [e4m3.restored(each) for each in acc] if self.plan.in_registers else acc, top, total, done)
+        self._write(me, e4m3.restored(acc) if self.plan.in_registers else acc, top, total, done)
 
     def _across(self, width: int) -> tuple[int, int]:
         """The shape of numbers for `width` tokens or columns of each row."""
@@ -271,40 +269,43 @@ class _Part:
     def _weights(self, stage: int):
         """A step's weights in shared memory, [rows, STEP]."""
         own = self.scratch.weights_s
-        ref = (self.scratch.ring[-1] if own is None else own).at[stage]
+        ref = (self.scratch.ring[2] if own is None else own).at[stage]
         return ref.at[pl.ds(0, self.plan.height)] if self.plan.narrow and own is None else ref
 
     def _even(self, masked: bool, i, carry):
         acc, top, total = carry
+        scratch = self.scratch
+        left = scratch.ring[EVEN]
         scores = self._scores(EVEN)
         new_top, weights = self._weigh(masked, i, EVEN, scores, top)
         self._publish(EVEN, new_top, weights)
         shrink = jnp.exp2(top - new_top)
         total = self._scaled(total, shrink) + self._total(weights)
-        acc = self._add_values(self._scaled_all(acc, shrink), EVEN, EVEN, own=weights)
+        acc = self._add_values(self._scaled(acc, shrink), left, EVEN, own=weights)
         self._release(EVEN, EVEN)
         top, shrink = self._published(ODD, new_top)
-        self._wait_for_values(EVEN, ODD)
-        acc = self._add_values(self._scaled_all(acc, shrink), EVEN, ODD)
+        plgpu.barrier_wait(scratch.filled.at[ODD, EVEN])
+        acc = self._add_values(self._scaled(acc, shrink), left, ODD)
         self._release(EVEN, ODD)
         return acc, top, self._scaled(total, shrink)
 
     def _odd(self, masked: bool, i, carry):
         acc, top, total = carry
+        scratch, right = self.scratch, self.scratch.ring[ODD]
         scores = self._scores(ODD)
         top, shrink = self._published(EVEN, top)
-        acc, total = self._scaled_all(acc, shrink), self._scaled(total, shrink)
-        self._wait_for_values(ODD, EVEN)
+        acc, total = self._scaled(acc, shrink), self._scaled(total, shrink)
+        plgpu.barrier_wait(scratch.filled.at[EVEN, ODD])
 
         def meanwhile():
             new_top, weights = self._weigh(masked, i, ODD, scores, top)
             self._publish(ODD, new_top, weights)
             return new_top, self._total(weights), weights
 
-        acc, (new_top, added, weights) = self._add_values(acc, ODD, EVEN, meanwhile)
+        acc, (new_top, added, weights) = self._add_values(acc, right, EVEN, meanwhile)
         self._release(ODD, EVEN)
         shrink = jnp.exp2(top - new_top)
-        acc = self._add_values(self._scaled_all(acc, shrink), ODD, ODD, own=weights)
+        acc = self._add_values(self._scaled(acc, shrink), right, ODD, own=weights)
         self._release(ODD, ODD)
         return acc, new_top, self._scaled(total, shrink) + added
 
@@ -324,37 +325,24 @@ class _Part:
 
         return pl.run_scoped(run, plgpu.ACC(self._across(STEP), jnp.float32))
 
-    def _wait_for_values(self, me: int, stage: int) -> None:
-        for piece in SIDES[me]:
-            plgpu.barrier_wait(self.scratch.filled.at[stage, piece])
-
-    def _add_values(self, acc, me: int, stage: int, meanwhile=None, own=None):
-        """Add a step's values, by its weights, to this warpgroup's sums. `meanwhile`: as in `_add_products`. `own`: the
+    def _add_values(self, acc, values, stage: int, meanwhile=None, own=None):
+        """Add a step's values, by its weights, to this warpgroup's sums. `meanwhile`: as in `_add_product`. `own`: the
         weights, if this warpgroup has made them."""
-        plan, weights_s, values = self.plan, self._weights(stage), [self.scratch.ring[p].at[stage] for p in SIDES[me]]
+        plan, weights_s, values = self.plan, self._weights(stage), values.at[stage]
         if not plan.narrow:
-            left = own.astype(plan.dtype) if own is not None and plan.own_in_registers else weights_s
-            return _add_products(plan, acc, [(left, each) for each in values], meanwhile)
-        right = transposed(weights_s)
+            in_registers = own is not None and plan.own_in_registers
+            return _add_product(plan, acc, own.astype(plan.dtype) if in_registers else weights_s, values, meanwhile)
         if not plan.in_registers:
-            return _add_products(plan, acc, [(transposed(each), right) for each in values], meanwhile)
-        made = meanwhile() if meanwhile else None  # before the products, which read registers
-        for i, each in enumerate(values):
-            left = e4m3.values(each, swizzle=REST)  # which divides the columns of all pieces
-            (total,) = _add_products(plan, [acc[i]], [(left, right)])
-            acc = [*acc[:i], total, *acc[i + 1 :]]
+            return _add_product(plan, acc, transposed(values), transposed(weights_s), meanwhile)
+        made = meanwhile() if meanwhile else None  # before the product, which reads registers
+        values = e4m3.values(values, swizzle=REST)  # which divides the columns of all pieces
+        acc = _add_product(plan, acc, values, transposed(weights_s))
         return (acc, made) if meanwhile else acc
-
-    def _scaled_all(self, acc, factors):
-        return [self._scaled(each, factors) for each in acc]
 
     def _scaled(self, x, factors):
         if x.ndim == 1 or self.plan.narrow or self.plan.interpret:
-            return self._scaled_always(x, factors)
+            return x * (factors if x.ndim == 1 else spread(self.plan, factors, x))
         return _scaled_if_needed(x, factors)
-
-    def _scaled_always(self, x, factors):
-        return x * (factors if x.ndim == 1 else spread(self.plan, factors, x))
 
     def _weigh(self, masked: bool, i, stage: int, scores, top):
         """The largest scores up to this step within `SLACK`, in base 2, and its weights."""
@@ -403,14 +391,13 @@ class _Part:
         plgpu.barrier_arrive(scratch.summed)
         plgpu.barrier_wait(scratch.summed)
         total = total + plgpu.load(scratch.totals_s.at[1 - me], layout=by_row(plan), optimized=False)
-        factors = 1 / jnp.maximum(total, 1e-30)
-        for i, each in enumerate(acc):
-            put(plan, self._rows(me, i, plan.height), self._scaled_always(each, factors))
+        rows_s = self._rows(me, plan.height)
+        put(plan, rows_s, self._scaled(acc, 1 / jnp.maximum(total, 1e-30)))
+        rows, columns = pl.ds(0, plan.rows), pl.ds(*PIECES[me])
         if plan.splits == 1:
             plgpu.commit_smem()
-            for i, piece in enumerate(SIDES[me]):
-                target = results[0].at[self.b, pl.ds(self.row, plan.rows), pl.ds(*PIECES[piece])]
-                plgpu.copy_smem_to_gmem(self._rows(me, i, plan.rows), target)
+            target = results[0].at[self.b, pl.ds(self.row, plan.rows), columns]
+            plgpu.copy_smem_to_gmem(rows_s.at[rows], target)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             return
         if me == EVEN:
@@ -420,8 +407,7 @@ class _Part:
 
         @pl.when(self.split < self.parts)
         def _():
-            for i, piece in enumerate(SIDES[me]):
-                plgpu.copy_smem_to_gmem(self._rows(me, i, plan.rows), parts_g.at[:, pl.ds(*PIECES[piece])])
+            plgpu.copy_smem_to_gmem(rows_s.at[rows], parts_g.at[:, columns])
             if me == EVEN:
                 plgpu.copy_smem_to_gmem(scratch.sums_s, sums_g)
             plgpu.wait_smem_to_gmem(0)
@@ -431,18 +417,18 @@ class _Part:
                 plgpu.semaphore_wait(both, 2 * self.parts, decrement=False, memory_scope="gpu")
                 self.combine(me)
 
-    def _rows(self, me: int, i: int, count: int):
-        """So many rows of a piece of this warpgroup's columns on their way to memory. At the end nobody else reads
-        there, and nothing is copied there any more."""
+    def _rows(self, me: int, count: int):
+        """So many rows of this warpgroup's columns on their way to memory. At the end nobody else reads there, and
+        nothing is copied there any more."""
         own = self.scratch.rows_s
-        return (self.scratch.ring[SIDES[me][i]].at[me] if own is None else own.at[me, i]).at[pl.ds(0, count)]
+        return (self.scratch.ring[me].at[me] if own is None else own.at[me]).at[pl.ds(0, count)]
 
     def combine(self, me: int) -> None:
         """Combine a share of the tile: packs of rows, and some of this warpgroup's columns."""
         plan, parts = self.plan, self.parts
         layout, shape = row_a_warp(plan.combined), (plan.pack, plan.combined)
         parts_g, sums_g = (ref.at[self.b, self.tile] for ref in self.refs.results[:2])
-        mixed_s = self._rows(me, 0, plan.pack).at[:, pl.ds(0, plan.combined)]
+        mixed_s = self._rows(me, plan.pack).at[:, pl.ds(0, plan.combined)]
         across = HALF // plan.combined
         load = partial(plgpu.load, optimized=False)
         over = lambda x: lax.broadcast_in_dim(x, shape, [0])  # noqa: E731
@@ -452,7 +438,7 @@ class _Part:
             which = self.split + j * parts
             first = _div(which, across) * plan.pack
             rows = pl.ds(first, plan.pack)
-            columns = pl.ds(me * HALF + lax.rem(which, jnp.int32(across)) * plan.combined, plan.combined)
+            columns = pl.ds(PIECES[me][0] + lax.rem(which, jnp.int32(across)) * plan.combined, plan.combined)
 
             def some(k, carry):
                 mix, top, total = carry
@@ -525,18 +511,16 @@ def _scaled_if_needed(x, factors):
     return plgpu.inline_mgpu(arg_types=types, return_type=result)(scale)(x, factors)
 
 
-def _add_products(plan: Plan, values, products, meanwhile=None):
-    """Add products of two tiles, in shared memory or the left one in registers, to `values`, in the same registers.
-    With `meanwhile`, call it while they are under way, and return its result, too."""
+def _add_product(plan: Plan, value, a_s, b_s, meanwhile=None):
+    """Add the product of two tiles in shared memory to `value`, in the same registers. With `meanwhile`, call it while
+    the product is under way, and return its result, too."""
 
-    def run(*accs):
+    def run(acc):
         if not plan.interpret:
-            for acc, value in zip(accs, values, strict=True):
-                acc[...] = value
-        for acc, (left, right) in zip(accs, products, strict=True):
-            plgpu.wgmma(acc, left, right)
+            acc[...] = value
+        plgpu.wgmma(acc, a_s, b_s)
         made = meanwhile() if meanwhile else None
-        totals = [acc[...] + value if plan.interpret else acc[...] for acc, value in zip(accs, values, strict=True)]
-        return (totals, made) if meanwhile else totals
+        total = acc[...] + value if plan.interpret else acc[...]
+        return (total, made) if meanwhile else total
 
-    return pl.run_scoped(run, *(plgpu.ACC(value.shape, jnp.float32) for value in values))
+    return pl.run_scoped(run, plgpu.ACC(value.shape, jnp.float32))

@@ -12,9 +12,7 @@ from jaxspec.pallas.hopper import THREADS, WGMMA_ROWS
 
 LATENT, REST = 512, 64  # columns of a token: those of keys and values, and those of keys alone behind them
 HALF = LATENT // 2  # a warpgroup's share of the values' columns: as many sums as its registers hold
-QUARTER = HALF // 2
-# Of a token's columns, apart in shared memory: first, width. Scores of a piece begin once it is there.
-PIECES = (*((first, QUARTER) for first in range(0, LATENT, QUARTER)), (LATENT, REST))
+PIECES = ((0, HALF), (HALF, HALF), (LATENT, REST))  # of a token's columns, apart in shared memory: first, width
 STEP = 64  # tokens; a warpgroup weighs every other step
 PAIR = 2 * STEP
 PAGE_SIZES = (16, 32, 64, 128)
@@ -95,8 +93,7 @@ class Plan:
 
     @property
     def neighbours(self) -> int:
-        """Tiles whose blocks are a cluster: each token is copied once for them. Otherwise the level 2 cache would have
-        to give 5 TB/s for 128 heads, about as much as it can."""
+        """Tiles whose blocks are a cluster: each token is copied once for them."""
         return 1 if self.tiles % 2 else 2
 
     @property
@@ -113,14 +110,15 @@ class Plan:
     def pack(self) -> int:
         """Rows that parts are combined in at a time: the fewer parts, the more, as long as each part has some."""
         pack = LEAST_ROWS
-        while 2 * pack * self.together <= COMBINED and self.rows % (2 * pack) == 0 and self._packs(2 * pack, QUARTER):
+        while 2 * pack * self.together <= COMBINED and self.rows % (2 * pack) == 0 and self._packs(2 * pack, HALF):
             pack *= 2
         return pack
 
     @property
     def combined(self) -> int:
-        """Columns of a half that parts are combined in at a time."""
-        return QUARTER if self._packs(self.pack, QUARTER) else REST
+        """Columns of a half that parts are combined in at a time: all of them for more than `LEAST_ROWS` rows, since
+        fewer wouldn't be contiguous in shared memory."""
+        return next((columns for columns in (HALF, HALF // 2) if self._packs(self.pack, columns)), REST)
 
     def _packs(self, rows: int, columns: int) -> bool:
         """Whether so many rows and columns leave each part a pack of a half to combine."""
