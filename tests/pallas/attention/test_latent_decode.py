@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxspec.pallas import hopper
 from jaxspec.pallas.attention import latent_decode as op
 from jaxspec.pallas.attention.latent_attention import LATENT_ATTENTION
+from jaxspec.pallas.attention.latent_decode.plan import HALF, Plan
 from jaxspec.pallas.operation import choose
 from tests.pallas.portable.test_portable_latent import Case, dense
 from tests.support.kernels import lowered
@@ -116,6 +117,17 @@ def test_it_serves_what_it_supports(change, reason, monkeypatch):
 ])  # fmt: skip
 def test_division_fills_the_processors(tiles, context, splits):
     assert op.division(tiles, context // 64, 64) == splits
+
+
+@pytest.mark.parametrize("heads", [4, 16, 24, 128])
+def test_parts_combine_what_is_contiguous(heads):
+    """Packs of more than eight rows have all columns, and as many parts as possible have a pack."""
+    for splits in range(1, 133):
+        plan = Plan(1, 1, heads, 64, 64, 0.1, 0, splits, False, False)
+        packs = plan.rows // plan.pack * (HALF // plan.combined)
+        assert plan.rows % plan.pack == 0 == HALF % plan.combined
+        assert plan.combined == HALF or plan.pack == 8
+        assert packs >= splits or (plan.pack, plan.combined) == (8, 64)
 
 
 def test_an_unsupported_call_is_refused():
