@@ -51,6 +51,10 @@ KERNELS = ("dense.few_rows", "dense.weight_stream", "experts.expert_plan", *(f"a
 CHECKED = ("decoder", "cache.mixers", "models", *(f"pallas.{name}" for name in KERNELS), "sampling")
 checked.install([f"jaxspec.{name}" for name in CHECKED])
 
+# Collecting imports all test files, and what is imported stays: looking through it for garbage took each worker 3 s.
+# `pytest_collection_finish` ends this.
+gc.disable()
+
 if os.environ["JAX_PLATFORMS"] == "cpu":
     eager.install()
     interpreting.install()
@@ -140,6 +144,7 @@ def pytest_pyfunc_call(pyfuncitem):
 
 def pytest_collection_finish():
     """Collect garbage rarely: tracing makes a million objects that live, and looking through them takes a while."""
+    gc.enable()
     gc.set_threshold(100_000, 20, 100)
 
 
