@@ -385,7 +385,7 @@ def test_a_wide_hybrids_router_takes_scaled_rows(monkeypatch):
 
 @pytest.mark.parametrize(
     "family,t,requests",
-    [rare("qwen3_5", 3, 1), rare("qwen3_5_moe", 3, 1), ("qwen3_5", 4, 6), rare("qwen3_5_moe", 4, 8)],
+    [rare("qwen3_5", 3, 1), rare("qwen3_5_moe", 3, 1), rare("qwen3_5", 4, 6), rare("qwen3_5_moe", 4, 8)],
 )
 def test_a_hybrid_in_fp8_is_the_model(monkeypatch, family, t, requests):
     """Its rows come scaled from one kernel to the next, up to 32 of them."""

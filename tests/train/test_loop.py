@@ -74,6 +74,7 @@ def test_loss_falls(whole):
     assert len(curve) == 12 and min(curve[-3:]) < 0.8 * curve[0]
 
 
+@pytest.mark.exhaustive  # an interrupted one, below, resumes too
 @pytest.mark.timeout(300)
 def test_a_killed_run_resumes_to_the_same_losses(whole, model, texts, tmp_path):
     command = arguments("eagle3", model, texts, tmp_path, unroll=2, draft_vocab_size=32, save_every=0.001)

@@ -42,7 +42,7 @@ def few_blocks(monkeypatch):
 
 @pytest.mark.parametrize("t,e,k,shared,d,f", [
     rare(1, 6, 3, 256, 256, 256),  # blocks with half a tile, blocks with two
-    (1, 5, 4, 0, 256, 1024),  # a group of experts that is full; more steps than either ring has slots
+    rare(1, 5, 4, 0, 256, 1024),  # a group of experts that is full; more steps than either ring has slots
     rare(3, 7, 2, 0, 512, 256),  # an odd number of tokens, several experts' parts in a tile; two steps of `up`
     (8, 4, 2, 256, 256, 256),  # experts of several tokens, and one of all
 ])  # fmt: skip
