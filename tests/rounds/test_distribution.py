@@ -29,6 +29,8 @@ from jaxspec.pallas.attention.kv_write import stored
 from jaxspec.rounds.packing import Shapes, pack_blocks
 from jaxspec.rounds.programs import ACCEPTED, DRAFTED, EMITTED, SAMPLED, TOKENS, empty_state
 from jaxspec.rounds.ragged_verification import most
+from jaxspec.sampling.sampling import SETTINGS as ON_DEVICE
+from jaxspec.sampling.sampling import Sampled
 from tests.support.exact import ALPHA, adjusted, distribution, fit_p_value, slots_for
 from tests.support.tiny import tiny_checkpoint
 
@@ -266,6 +268,13 @@ def test_an_fp8_cache_samples_the_target_with_rounded_keys_and_values():
 def test_many_rounds_sample_the_target(name, monkeypatch):
     monkeypatch.setattr(f"{__name__}.SAMPLES", EXHAUSTIVE)
     test_round_samples_the_target(name)
+
+
+def test_every_setting_is_among_those_that_are_sampled_with():
+    """A new one fails here until `SETTINGS` turns it on, and the samples above until `exact.py` has it."""
+    requests = [Sampled(params, stop_ids=params.stop_token_ids) for params in SETTINGS.values()]
+    off = {name for name, each in ON_DEVICE.items() if all(each.of(one) in (each.off, []) for one in requests)}
+    assert off == set(), "no case of SETTINGS turns these on"
 
 
 def test_settings_can_be_told_apart():
