@@ -78,7 +78,8 @@ ROWS = [
 ]  # fmt: skip
 
 
-def measured(folder: Path, part: str, picks: dict, key: str) -> str:
+def measured(folder: Path, part: str, picks: dict, key: str) -> tuple[str, str]:
+    """A figure, with overlap and its gain where there is such, and of how many requests it is."""
     file = folder / f"{part}.json"
     rows = json.loads(file.read_text())["rows"] if file.is_file() else []
     found = [row for row in rows if all(row.get(name) == value for name, value in picks.items()) and key in row]
@@ -86,7 +87,8 @@ def measured(folder: Path, part: str, picks: dict, key: str) -> str:
         found = [row for row in found if row.get("request_rate") is None]
     shown = [shown_as(row[key]) + (f" {row['overlap']}" if "overlap" in row else "") for row in found]
     gains = [f"({row['overlap_gain']:+.0%})" for row in found if row.get("overlap_gain")]
-    return ", ".join(shown) + "".join(f" {gain}" for gain in gains)
+    counts = {f"{row['completed']:,}" for row in found if "completed" in row}
+    return ", ".join(shown) + "".join(f" {gain}" for gain in gains), ", ".join(counts)
 
 
 def shown_as(value: float | str | None) -> str:
@@ -97,10 +99,11 @@ def shown_as(value: float | str | None) -> str:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    print("| set-up | published | vLLM here | jaxspec |\n|---|---|---|---|")
+    print("| set-up | published | vLLM here | jaxspec | its requests |\n|---|---|---|---|---|")
     for part, name, picks, key, published, peer in ROWS:
-        if ours := measured(folder, part, picks, key):
-            print(f"| {name} | {shown_as(published)} | {shown_as(peer)} | {ours} |")
+        ours, requests = measured(folder, part, picks, key)
+        if ours:
+            print(f"| {name} | {shown_as(published)} | {shown_as(peer)} | {ours} | {requests} |")
     if (start := folder / "start" / "start.md").is_file():
         print("\n" + start.read_text())
 
