@@ -15,6 +15,8 @@ VLLM_MTP = {1: 6.92, 8: 10.4, 32: 14.1, 128: 25.8}
 VLLM_ROUNDS = {
     "large-rounds": ("Llama-3.3-70B FP8", {1: 9.10, 8: 9.54, 32: 12.7, 128: 16.3}),
     "next-rounds": ("Qwen3-Next-80B, MTP", {1: 9.91, 8: 12.4, 32: 16.0, 128: 26.7}),
+    "next-plain": ("Qwen3-Next-80B", dict.fromkeys((1, 8, 32, 128))),
+    "largest-rounds": ("Qwen3.5-397B FP8, MTP", dict.fromkeys((1, 8, 32, 128))),
 }
 VLLM_LOADS = {
     "dense-load": ("Qwen3-8B", 8873),

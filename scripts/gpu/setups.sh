@@ -20,6 +20,7 @@
 #   largest           #18906: Qwen3.5-397B-A17B in FP8 with MTP, one stream, overlap on and off (four GPUs)
 #   large-rounds large-load next-rounds next-load  Llama-3.3-70B in FP8, and Qwen3-Next-80B with MTP: rounds at 1, 8, 32
 #                     and 128 requests with overlap on and off, and a load of 256, as vLLM was timed (four GPUs)
+#   next-plain largest-rounds  such rounds of Qwen3-Next-80B without drafts, and of 397B in FP8 with MTP (four GPUs)
 #   table             the table again, of what OUT has
 # PART+PART are one process, which loads the weights that they share once. With SHARE, the share of the GPUs' memory that
 # each has, processes start at once, and are timed one after the other: what takes long is to compile.
@@ -82,7 +83,7 @@ load=(--concurrency 256 --num-prompts 512 --prompt-len 1024 --output-len 256)
 parts=(start mtp mtp-overlap dflash none one tree-4 tree-2 one-overlap tree-4-overlap tree-2-overlap)
 parts+=(dense-load hybrid-load)
 [ "$n" -lt 4 ] || parts+=(next-few next-many next-few-off next-many-off next-prefix largest)
-[ "$n" -lt 4 ] || parts+=(large-rounds large-load next-rounds next-load)
+[ "$n" -lt 4 ] || parts+=(large-rounds large-load next-rounds next-load next-plain largest-rounds)
 [ $# -gt 0 ] || set -- "${parts[@]}"
 nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv 2>/dev/null
 [ -z "${SHARE-}" ] || export XLA_PYTHON_CLIENT_MEM_FRACTION=$SHARE
@@ -126,6 +127,8 @@ for named; do
         large-rounds) run large-rounds decode "${LARGE-}" --quantization fp8 "${both[@]}" ;;
         large-load) run large-load load "${LARGE-}" --quantization fp8 "${load[@]}" ;;
         next-rounds) run next-rounds decode "${NEXT-}" "${as_vllm[@]}" "${both[@]}" ;;
+        next-plain) run next-plain decode "${NEXT-}" "${both[@]}" ;;
+        largest-rounds) run largest-rounds decode "${LARGEST-}" --quantization fp8 "${as_vllm[@]}" "${both[@]}" ;;
         next-load) run next-load load "${NEXT-}" "${as_vllm[@]}" "${load[@]}" ;;
         table) ;;
         *) echo "no part $part" >&2; exit 2 ;;
