@@ -51,6 +51,10 @@ KERNELS = ("dense.few_rows", "dense.weight_stream", "experts.expert_plan", *(f"a
 CHECKED = ("decoder", "cache.mixers", "models", *(f"pallas.{name}" for name in KERNELS), "sampling")
 checked.install([f"jaxspec.{name}" for name in CHECKED])
 
+# Collect garbage rarely. Importing all test files makes a million objects that stay, and so does tracing; looking
+# through them took each worker 3 s before its first test.
+gc.set_threshold(100_000, 20, 100)
+
 if os.environ["JAX_PLATFORMS"] == "cpu":
     eager.install()
     interpreting.install()
@@ -136,11 +140,6 @@ def pytest_pyfunc_call(pyfuncitem):
     given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     asyncio.run(asyncio.wait_for(pyfuncitem.obj(**given), 300))
     return True
-
-
-def pytest_collection_finish():
-    """Collect garbage rarely: tracing makes a million objects that live, and looking through them takes a while."""
-    gc.set_threshold(100_000, 20, 100)
 
 
 _unfreeze, _unfrozen = gc.unfreeze, []
