@@ -130,8 +130,8 @@ def _scratch(plan: Plan) -> dict:
             weights_s=plgpu.SMEM((2, plan.height, STEP), plan.dtype),
             rows_s=plgpu.SMEM((2, NARROW_ROWS, HALF), jnp.bfloat16),
         )
-    together = partial(plgpu.ClusterBarrier, collective_axes=("neighbour",))
-    released = plgpu.Barrier if plan.neighbours == 1 else together  # a copy is for all neighbours
+    shared = partial(plgpu.ClusterBarrier, collective_axes=("neighbour",))
+    released = plgpu.Barrier if plan.neighbours == 1 else shared  # a copy is for all neighbours
     return narrow | dict(
         q_s=[plgpu.SMEM((1, plan.height, width), plan.dtype) for _, width in PIECES],
         ring=[plgpu.SMEM((2, STEP, width), FP8 if plan.in_registers else plan.dtype) for _, width in PIECES],

@@ -488,13 +488,15 @@ def _opaque_zero(plan: Plan):
 
 
 def _scaled_if_needed(x, factors):
-    """x [rows, columns] times a factor at most one for each row. A warp whose factors are all one does nothing."""
+    """x [rows, columns] times a factor at most one for each row. A warp whose factors are all one does nothing.
+
+    Factors of padding may be no numbers, which must not hide those of rows."""
 
     def scale(_, x, factors):
         i32 = ir.IntegerType.get_signless(32)
         number = lambda value: arith.constant(i32, value)  # noqa: E731
         own = (llvm.extractelement(one, number(0)) for one in factors.registers.flat)
-        least = functools.reduce(arith.minimumf, own)
+        least = functools.reduce(arith.minnumf, own)
         below = mgpu.utils.inline_ptx(ANY_BELOW_ONE, least, result_types=i32, has_side_effects=True, convergent=True)
         needed = arith.cmpi(arith.CmpIPredicate.ne, below, number(0))
         branch = scf.IfOp(needed, [one.type for one in x.registers.flat], has_else=True)
