@@ -392,6 +392,7 @@ def test_mtp_of_each_hybrid(family, size):
 @pytest.mark.parametrize("family,draft,size,groups", [
     ("qwen3_moe", "ngram", 4, 2),
     ("qwen3_moe", "none", 4, 4),
+    ("qwen3_moe", "eagle3", 2, 1),
     ("gpt_oss", "ngram", 4, 2),
     ("qwen3_next", "mtp", 4, 2),
     ("qwen3_5_moe", "mtp", 2, 2),
@@ -399,7 +400,7 @@ def test_mtp_of_each_hybrid(family, size):
 def test_experts_divided_among_groups(family, draft, size, groups):
     with_mtp = functools.partial(hybrids.checkpoint, family, VOCAB, 2, **EIGHT | HYBRID)
     folder = with_mtp() if draft == "mtp" else checkpoint(family)
-    several = check(folder, draft, size, groups=groups)
+    several = check(folder, f"eagle3:{eagle3(folder)}" if draft == "eagle3" else draft, size, groups=groups)
     stacks = several.engine.runner.model.params["layers"][0]["experts_down"].values
     held, _, columns = stacks.addressable_shards[0].data.shape
     mixture = several.engine.model_config.decoder.mixture
