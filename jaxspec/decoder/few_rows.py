@@ -7,11 +7,12 @@ attention takes and gives them as they are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.decoder.functions import cos_sin
@@ -30,6 +31,8 @@ from jaxspec.pallas.dense import few_rows
 
 TIMED_WIDTH = 4096  # over several devices, of dense models in FP8 at 9 to 32 rows
 ALONE_DEVICES = 1  # that a layer by itself is divided among: no GPU has timed it on several
+
+PRODUCTS = ("qkv", "out", "gate_up", "down")  # the weights of dense ones
 
 Table = tuple[Float[Array, "r half"], Float[Array, "r half"]]
 
@@ -62,11 +65,15 @@ def adapters_refused(decoder: Decoder, layers: Sequence[Weights], call: Call) ->
     if decoder.width <= few_rows.NARROW or any(isinstance(layer.feed, Mixture) for layer in decoder.layers):
         return f"rows of {decoder.width} with adapters; supported: wider than {few_rows.NARROW}, and MLPs"
     rows = call.requests * padded(call.requests, call.rows)
-    for weight in (each for each in _multiplied(layers) if each.adapters is not None):
-        k, places, rank = weight.adapters.a.shape
-        if weight.quantised or places * rank % few_rows.TILE:
-            return f"adapters of rank {rank} in {places} places of a weight in {weight.format}"
-        if reason := few_rows.product_supported(rows, [k], (k, places * rank), weight.adapters.a.dtype):
+    groups = {"qkv": decoder.attention.head_dim // few_rows.TILE, "gate_up": None}
+    for name, weight in ((name, each) for layer in layers for name, each in layer.items() if name in PRODUCTS):
+        if weight.adapters is None:
+            continue
+        if weight.quantised:
+            return f"adapters of a weight in {weight.format}"
+        (places, rank, outputs), (k, projections, *_) = weight.adapters.b.shape, weight.adapters.a.shape
+        of = groups.get(name, 1), places * rank, projections, weight.adapters.a.dtype
+        if reason := few_rows.adapters_supported(rows, (k, outputs), *of):
             return reason
     return None
 
@@ -110,7 +117,30 @@ def sizes_fit(decoder: Decoder, layers: Sequence[Weights], call: Call, quantised
 
 def _multiplied(layers: Sequence[Weights]) -> list[Weight]:
     """The weights of dense products."""
-    return [layer[name] for layer in layers for name in ("qkv", "out", "gate_up", "down") if name in layer]
+    return [layer[name] for layer in layers for name in PRODUCTS if name in layer]
+
+
+class RowsAdapters:
+    """What rows' adapters add within the kernels of one forward; `rows` of each request. Traced: a kernel's counters go
+    to the next."""
+
+    def __init__(self, layers: Sequence[Weights], rows: int):
+        changes = [weight.adapters for weight in _multiplied(layers) if weight.adapters is not None]
+        if changes:
+            places, rank, _ = changes[0].b.shape  # the same of all weights
+            self._own = own_columns(changes[0].place, rows, places, rank, few_rows.TILE)
+            self._counters, self._turn = jnp.zeros((len(changes), 2), jnp.int32), 0
+
+    def within(self, kernel: Callable[..., Any], weight: Weight, *operands: Any, **options: Any) -> Any:
+        """Call a kernel of a weight's product, with the rows' adapters if that has some."""
+        if weight.adapters is None:
+            return kernel(*operands, **options)
+        a, b = weight.adapters.a, weight.adapters.b
+        of = a.reshape(len(a), -1), b.reshape(-1, b.shape[2]), *self._own
+        given = few_rows.Adapters(*of, self._counters, jnp.full(1, self._turn, jnp.int32))
+        *made, self._counters = kernel(*operands, adapters=given, **options)
+        self._turn += 1
+        return made[0] if len(made) == 1 else tuple(made)
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,24 +150,12 @@ class FewRows(Ops):
 
     table: Table
     valid: tuple[Int[Array, "1 r"], int]  # which rows a mixture of experts is for, see `valid_rows`
-    own: Mapping[int, tuple[Array, Array]] = field(default_factory=dict)  # `own_columns` by a weight's ranks
+    adapters: RowsAdapters
 
     @classmethod
     def of(cls, decoder, layers, positions, mixer):
-        changes, own = [weight.adapters for weight in _multiplied(layers) if weight.adapters is not None], {}
-        for _, places, rank in {change.a.shape for change in changes}:
-            own[rank] = own_columns(changes[0].place, padded(*positions.shape), places, rank, few_rows.TILE)
-        return cls(positions, mixer, rope_table(decoder.attention, positions), valid_rows(positions), own)
-
-    def adapters(self, rows: Array, weight: Weight) -> list[few_rows.Adapters]:
-        """Shrink rows by their adapters, as the kernel of their product with a weight takes it; nothing without any."""
-        if weight.adapters is None:
-            return []
-        a, b = weight.adapters.a, weight.adapters.b
-        own, present = self.own[a.shape[2]]
-        with jax.named_scope("adapters"):
-            inner = few_rows.shrink(rows, a.reshape(len(a), -1), own)
-        return [few_rows.Adapters(inner, b.reshape(-1, b.shape[2]), present)]
+        table, adapters = rope_table(decoder.attention, positions), RowsAdapters(layers, padded(*positions.shape))
+        return cls(positions, mixer, table, valid_rows(positions), adapters)
 
     def first(self, layer, weights, x, inputs):
         rows = flat(x)
@@ -157,13 +175,11 @@ class FewRows(Ops):
         later = [name for name in ("out", "gate_up", "down") if name in weights and _idle(weights, x)]
         prefetch = [weights[name].unquantised for name in later]
         given = [given_to(weights["qkv"], each, layer.norm.centred) for each in given]
-        adapters = self.adapters(given[0][0], weights["qkv"])
 
         def write(pages, kv_slots, inverse_scales):
             operands = *zip(*given, strict=True), operand(weights["qkv"]), *self.table, pages, i, kv_slots.reshape(-1)
-            q, pages = few_rows.heads(
-                *operands, norms, prefetch, weights.get("qkv_bias"), inverse_scales, *adapters, eps=layer.norm.eps
-            )
+            of = *operands, norms, prefetch, weights.get("qkv_bias"), inverse_scales
+            q, pages = self.adapters.within(few_rows.heads, weights["qkv"], *of, eps=layer.norm.eps)
             return q.reshape(len(self.positions), -1, a.heads, a.head_dim), pages
 
         t = len(x) // len(self.positions)
@@ -173,8 +189,7 @@ class FewRows(Ops):
     def add(self, layer, weights, x, mixed):
         norm, follows = layer.norm, weights["router" if isinstance(layer.feed, Mixture) else "gate_up"]
         named = dict(centred=norm.centred, bias=weights.get("out_bias"), prefetch=follows)
-        adapters = self.adapters(mixed, weights["out"])
-        return add(x, mixed, weights["out"], weights["mlp_norm"], adapters=adapters, **named)
+        return self._add(x, mixed, weights["out"], weights["mlp_norm"], **named)
 
     def feed(self, layer, weights, after, x, given):
         scale, qkv = (after["attn_norm"], after["qkv"]) if after else (None, None)
@@ -183,11 +198,18 @@ class FewRows(Ops):
             return x, [given]
         prefetch = [qkv.unquantised] if after and _idle(weights, x) else []
         given = given_to(weights["gate_up"], given, layer.norm.centred)
-        adapters = self.adapters(given[0], weights["gate_up"])
-        hidden = few_rows.gated(*given, operand(weights["gate_up"]), prefetch, *adapters, eps=layer.norm.eps)
-        adapters = self.adapters(hidden, weights["down"])
-        x, given = add(x, hidden, weights["down"], scale, prefetch=qkv, adapters=adapters)
+        of = *given, operand(weights["gate_up"]), prefetch
+        hidden = self.adapters.within(few_rows.gated, weights["gate_up"], *of, eps=layer.norm.eps)
+        x, given = self._add(x, hidden, weights["down"], scale, prefetch=qkv)
         return x, [given]
+
+    def _add(self, x, rows, weight, scale, *, prefetch, centred=False, bias=None):
+        """Add a product to the residual stream, as `mixture_rows.add`; with adapters on one device."""
+        if weight.adapters is None:
+            return add(x, rows, weight, scale, centred, bias, prefetch)
+        of = x, rows, operand(weight), scale, bias
+        made = self.adapters.within(few_rows.add_product, weight, *of, centred=centred)
+        return made if scale is not None else (made, (made, None))
 
 
 def _idle(weights: Weights, x: Float[Array, "r d"]) -> bool:

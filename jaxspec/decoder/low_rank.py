@@ -1,7 +1,8 @@
 """Adapters (LoRA): what each row's own adapter adds to the product of rows with a weight.
 
 One batch has rows of many adapters. All adapters' arrays stand side by side, so neither loading one nor mixing them
-compiles anything. Axis letters: r rows, k inputs, n outputs, s places of adapters, p ranks, b requests or blocks.
+compiles anything. Axis letters: r rows, k inputs, n outputs, i projections of a weight, s places of adapters, p ranks,
+b requests or blocks.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.models.weights import LowRank
+from jaxspec.models.weights import Layout, LowRank
 
 BY_BLOCK = 16  # rows of one request from which on its adapter is gathered, not picked out of the products of all
 
@@ -31,35 +32,40 @@ def attached(
 
 def own_columns(
     place: Int[Array, " b"], rows: int, places: int, rank: int, run: int
-) -> tuple[Float[Array, "r q"], Int[Array, " c"]]:
-    """For each of `rows` rows a request, 1 in the columns of its own adapter among those of all, 0 elsewhere; and how
-    many runs of `run` columns have any, and then which."""
+) -> tuple[Float[Array, "r q"], Int[Array, "1"]]:
+    """For each of `rows` rows a request, 1 in the columns of its own adapter among those of all, 0 elsewhere; and a bit
+    for each run of `run` columns that has any."""
     each, all_places = jnp.repeat(place, rows)[:, None], jnp.repeat(jnp.arange(places), rank)
     own = each == all_places
     found = own.reshape(len(own), -1, run).any((0, 2))
-    runs = jnp.nonzero(found, size=len(found), fill_value=0)[0]
-    return own.astype(jnp.bfloat16), jnp.concatenate([found.sum(keepdims=True), runs]).astype(jnp.int32)
+    bits = jnp.sum(found.astype(jnp.int32) << jnp.arange(len(found)), dtype=jnp.int32)
+    return own.astype(jnp.bfloat16), bits[None]
 
 
 @jax.named_scope("adapters")
-def low_rank(x: Float[Array, "*b k"], change: LowRank) -> Float[Array, "*b n"]:
-    """Compute what adapters add for rows x, in their dtype: zeros for rows without one. Sums are float32.
+def low_rank(x: Float[Array, "*b k"], change: LowRank, layout: Layout) -> Float[Array, "*b n"]:
+    """Compute what adapters add for rows x, in their dtype: zeros for rows without one. Sums are float32. `layout`: of
+    the weight that they change.
 
     Few rows a request are multiplied by all adapters, and each row's own is picked out: reading them all costs less
     than gathering one a request. A prompt's blocks gather theirs.
     """
-    (k, s, p), n = change.a.shape, change.b.shape[-1]
+    (k, i, s, p), n = change.a.shape, change.b.shape[-1]
     rows, requests = x.reshape(-1, k), len(change.place)
     each = len(rows) // requests
     of = {"preferred_element_type": jnp.float32}
     if each >= BY_BLOCK:
         place = jnp.maximum(change.place, 0)
-        inner = jnp.einsum("btk,kbp->btp", rows.reshape(requests, each, k), change.a[:, place], **of)
-        inner = jnp.where(change.place[:, None, None] >= 0, inner, 0).astype(x.dtype)
-        out = jnp.einsum("btp,bpn->btn", inner, change.b[place], **of)
+        inner = jnp.einsum("btk,kibp->bitp", rows.reshape(requests, each, k), change.a[:, :, place], **of)
+        inner = jnp.where(change.place[:, None, None, None] >= 0, inner, 0).astype(x.dtype)
+        out = jnp.einsum("bitp,bpn->btin", inner, change.b[place], **of)
     else:
-        inner = jnp.matmul(rows, change.a.reshape(k, s * p), **of).reshape(-1, s, p)
+        inner = jnp.matmul(rows, change.a.reshape(k, -1), **of).reshape(-1, i, s, p)
         own = jnp.repeat(change.place, each)[:, None] == jnp.arange(s)
-        inner = jnp.where(own[..., None], inner, 0).astype(x.dtype).reshape(-1, s * p)
+        inner = jnp.where(own[:, None, :, None], inner, 0).astype(x.dtype).reshape(-1, s * p)
         out = jnp.matmul(inner, change.b.reshape(s * p, n), **of)
-    return out.astype(x.dtype).reshape(*x.shape[:-1], n)
+    out = out.reshape(*x.shape[:-1], i, n)
+    if i > 1:  # columns that make a weight wider (`Param.least`) are of no projection
+        reads = jnp.pad(layout.projection, (0, n - sum(layout.splits)), constant_values=-1)
+        out = jnp.where(reads == jnp.arange(i)[:, None], out, 0)
+    return out.sum(-2).astype(x.dtype)

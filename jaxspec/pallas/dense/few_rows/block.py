@@ -80,6 +80,9 @@ def scratch_of(share: Share, interpret: Any = False) -> dict[str, Any]:
         rows_s=plgpu.SMEM((share.chunks if share.normed else share.slots, rows, share.chunk), jnp.bfloat16),
         ready=plgpu.Barrier(num_arrivals=share.copies + (not share.normed), num_barriers=share.slots),
     )
+    if share.adapters:
+        scratch["inner_s"] = plgpu.SMEM((share.slots, rows, share.reads * TILE), jnp.bfloat16)
+        scratch["reduced_s"] = plgpu.SMEM((GROUP, TILE), jnp.bfloat16)
     if share.splits > 1:
         scratch |= cluster.scratch(share)
     if share.warpgroups > 1:
@@ -109,11 +112,11 @@ def ranges(share, weights_g):
     return list(zip(weights_g, [0, *ends[:-1]], ends, strict=True))
 
 
-def begin(share, weights_g, rows_g, adapters_g=(), *, weight_s, rows_s, ready, **others):
+def begin(share, weights_g, rows_g, added=None, *, weight_s, rows_s, ready, **others):
     """Begin to copy a block's weights, and the rows' inputs unless the block norms rows itself.
 
     Returns the function that copies chunk i to a slot, and an FP8 weight's scales. With several weights, the tiles of
-    the first come first. What adapters add (`layer.Adapters`) are further chunks of a tile's first block.
+    the first come first. `added`: the rows' adapters (`adapters.Added`), if they have some.
     """
     if share.splits > 1:
         cluster.expect(share, others["sent_s"])
@@ -121,22 +124,7 @@ def begin(share, weights_g, rows_g, adapters_g=(), *, weight_s, rows_s, ready, *
     weight_s = ring_of(share, weight_s)[0]
     tile, split, rows_g = lax.axis_index("tile"), split_of(share), () if share.normed else rows_g
 
-    def fetch_adapters(i, slot):
-        inner_g, b_g, present_g = adapters_g
-        inputs, first = pl.ds(present_g[1 + i - share.chunks] * TILE, TILE), pl.ds(0, TILE)
-        for g in range(share.groups):
-            columns = pl.ds(column_of(share, share.columns, tile, g), TILE)
-            plgpu.copy_gmem_to_smem(b_g.at[inputs, columns], weight_s.at[slot, g, first], ready.at[slot])
-        plgpu.copy_gmem_to_smem(inner_g.at[:, inputs], rows_s.at[slot, :, first], ready.at[slot])
-
     def fetch(i, slot):
-        if not adapters_g:
-            fetch_weight(i, slot)
-            return
-        pl.when(i < share.chunks)(partial(fetch_weight, i, slot))
-        pl.when(i >= share.chunks)(partial(fetch_adapters, i, slot))
-
-    def fetch_weight(i, slot):
         chunk = split * share.chunks + i
         inputs = pl.ds(chunk * share.chunk, share.chunk)
         for weight_g, first, end in ranges(share, weights_g):
@@ -162,6 +150,9 @@ def begin(share, weights_g, rows_g, adapters_g=(), *, weight_s, rows_s, ready, *
             at = pl.ds((chunk - which * each) * share.chunk, share.chunk)
             pl.when(lax.div(chunk, _i32(each)) == which)(partial(copy, row_g, at))
 
+    if added:
+        ring = {"weight_s": weight_s, "rows_s": rows_s, "ready": ready, "inner_s": others["inner_s"]}
+        return added.begin(fetch, rows_g[0], **ring), scales
     for first in range(0, share.slots, share.warpgroups):
         i = first + turn_of(share)
         fetch(i, i) if first + share.warpgroups <= share.slots else pl.when(i < share.slots)(partial(fetch, i, i))
@@ -174,7 +165,7 @@ def multiply(
     prefetch,
     end,
     factor=None,
-    adapters_g=(),
+    added=None,
     *,
     weight_s,
     parts_s=None,
@@ -201,7 +192,7 @@ def multiply(
     if share.quantised:
         totals = (four_bit_sums if share.four else fp8_sums)(share, begun, **ring)
     else:
-        totals = _sums(share, begun[0], adapters_g, **ring)
+        totals = added.sums(begun[0], **ring) if added else _sums(share, begun[0], **ring)
     gather = partial(_gathered, share, finish, split, parts_s, sent_s)
     if share.splits > 1:
         cluster.meet()
@@ -251,33 +242,29 @@ def _gathered(share, finish, split, parts_s, sent_s, totals):
     pl.when(split < share.finishers)(lambda: finish(cluster.receive(share, parts_s, sent_s)))
 
 
-def _sums(share, fetch, adapters_g, *, weight_s, rows_s, ready):
-    """f32[TILE, rows] of each group, over the block's inputs, and over those that adapters add to them."""
-    slots, end = share.slots, share.chunks
-    if adapters_g:
-        end = end + adapters_g[2][0] * (split_of(share) == 0).astype(_i32)
+def _sums(share, fetch, *, weight_s, rows_s, ready):
+    """f32[TILE, rows] of each group, over the block's inputs."""
+    slots = share.slots
 
     def run(*totals):
-        def one(i, slot, part=()):
+        def one(i, slot):
             plgpu.barrier_wait(ready.at[slot])
-            rows = rows_s.at[(i if share.normed else slot, slice(None), *part)].transpose((1, 0))
+            rows = rows_s.at[i if share.normed else slot].transpose((1, 0))
             for g, total in enumerate(totals):
-                plgpu.wgmma(total, weight_s.at[(slot, g, *part)].transpose((1, 0)), rows)
+                plgpu.wgmma(total, weight_s.at[slot, g].transpose((1, 0)), rows)
 
-        def next_one(i, _, part=()):
+        def next_one(i, _):
             slot = lax.rem(i, _i32(slots))
-            one(i, slot, part)
+            one(i, slot)
             plgpu.wgmma_wait(0)
-            pl.when(i + slots < end)(lambda: fetch(i + slots, slot))
+            pl.when(i + slots < share.chunks)(lambda: fetch(i + slots, slot))
             return _
 
-        if slots == share.chunks and not adapters_g:
+        if slots == share.chunks:
             for i in range(slots):
                 one(i, i)
         else:
             lax.fori_loop(_i32(0), _i32(share.chunks), next_one, _i32(0))
-        if adapters_g:
-            lax.fori_loop(_i32(share.chunks), end, partial(next_one, part=(pl.ds(0, TILE),)), _i32(0))
         return tuple(total[...] for total in totals)
 
     return pl.run_scoped(run, *[plgpu.ACC((TILE, share.rows), _f32)] * share.groups)

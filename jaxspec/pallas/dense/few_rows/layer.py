@@ -41,6 +41,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.models.weights import HALF, Weight
 from jaxspec.pallas.attention.kv_write import stored
+from jaxspec.pallas.dense.few_rows import adapters as low_rank
+from jaxspec.pallas.dense.few_rows.adapters import Adapters
 from jaxspec.pallas.dense.few_rows.block import (
     begin,
     by_row,
@@ -80,17 +82,6 @@ class Scaled(NamedTuple):
     squares: Float[Array, "t r"]  # of the unscaled rows, summed over `TILE` columns, in float32; after them zeros
 
 
-class Adapters(NamedTuple):
-    """Operands by which adapters (LoRA) add `inner @ b` to a product of unquantised weights, before the norm's factor
-    and all that is made of the product. `inner` is `shrink`'s. `present`: how many runs of `TILE` of its columns have
-    numbers, and then these runs; the others aren't read.
-    """
-
-    inner: Float[Array, "r q"]
-    b: Float[Array, "q n"]
-    present: Int[Array, " c"]
-
-
 def scale_rows(x: Float[Array, "r d"], scale: Float[Array, " d"], centred: bool = False) -> Scaled:
     """Scale rows for the norm that comes next, as `add_product` scales its sums."""
     wide, scale = x.astype(_f32), scale.astype(_f32) + centred
@@ -110,34 +101,36 @@ def gated(
     eps: float,
     splits: int | None = None,
     interpret: Any = False,
-) -> Float[Array, "r f"]:
+) -> Float[Array, "r f"] | tuple[Float[Array, "r f"], Int[Array, "m 2"]]:
     """silu(gate) * up of the normed rows, f = n / 2; all in bfloat16, rounded where plain layers round.
 
     `x` and `scale` are rows and the scale of their norm, or `Scaled` rows and their squares: then the norm is rounded
     once less. With an `Fp8WeightAndRows` they are `Scaled`. `prefetch`: weights that later kernels will read. `splits`:
     among how many blocks of a cluster to divide the inputs; interpret mode, which can't send data between them, takes 1
-    alone. `adapters`: of `Scaled` rows.
+    alone. `adapters`: of `Scaled` rows; their counters then come after the result, for the next kernel.
     """
     rows, columns = len(x), outputs(weight)
-    options = format_of(weight) | {"adapters": bool(adapters)}
+    options = format_of(weight) | low_rank.options(adapters, reads=2)
     share = share_out(rows, [x.shape[1]], columns, normed=scale.ndim == 1, **options)
     share = with_splits(share, splits, interpret)
-    return plgpu.kernel(
-        partial(_gated_tile, share, eps, len(adapters)),
+    between, added = low_rank.results(share, interpret), low_rank.operands(adapters, x, interpret)
+    hidden, *_ = plgpu.kernel(
+        partial(_gated_tile, share, eps, len(between)),
         kernel_name="few_rows_gated",
-        out_type=jax.ShapeDtypeStruct((rows, columns // 2), x.dtype),
+        out_type=[jax.ShapeDtypeStruct((rows, columns // 2), x.dtype), *between],
         **grid_of(share),
         scratch_types=scratch_of(share, interpret) | out_of(share),
         compiler_params=params(),
         interpret=interpret,
-    )(x, scale, *operands(weight), *adapters, *prefetch)
+    )(x, scale, *operands(weight), *added, *prefetch)
+    return (hidden, *low_rank.left(added)) if added else hidden
 
 
-def _gated_tile(share, eps, added, x_g, scale_g, *refs, out_s, **scratch):
+def _gated_tile(share, eps, between, x_g, scale_g, *refs, out_s, **scratch):
     tile, refs = lax.axis_index("tile"), list(refs)
-    weights_g, out_g = [taken(share, refs)], refs.pop()
-    adapters_g, prefetch_g = refs[:added], refs[added:]
-    begun = begin(share, weights_g, [x_g], adapters_g, **scratch)
+    weights_g, added = [taken(share, refs)], low_rank.taken(share, refs, between)
+    *prefetch_g, out_g = refs
+    begun = begin(share, weights_g, [x_g], added, **scratch)
     factor, rows = prepare(share, [x_g], [scale_g], eps, scratch["rows_s"]), pl.ds(first_row(share), share.finished)
 
     def finish(totals):
@@ -148,7 +141,7 @@ def _gated_tile(share, eps, added, x_g, scale_g, *refs, out_s, **scratch):
             column = lax.div(column_of(share, share.columns, tile, g), _i32(2))
             out_g[rows, pl.ds(column, HALF)] = value.astype(jnp.bfloat16)
 
-    multiply(share, begun, prefetch_g, finish, factor, adapters_g, **scratch)
+    multiply(share, begun, prefetch_g, finish, factor, added, **scratch)
 
 
 @lower_once("few_rows_heads", "eps", "splits")
@@ -170,7 +163,7 @@ def heads(
     eps: float,
     splits: int | None = None,
     interpret: Any = False,
-) -> tuple[Float[Array, "r q"], Float[Array, "l p 2 m s h"]]:
+) -> tuple[Array, ...]:
     """Rotated queries of the normed rows, and the pages with their rotated keys and values in `layer`.
 
     Several `rows` stand side by side, each normed with its own of `scales`; or there are only `Scaled` rows, and for a
@@ -217,15 +210,18 @@ def _heads(
     """The queries, if there are any, and the pages."""
     count, width, ref = len(kv_slots), kv.shape[5], jax.new_ref(kv)
     widths, unscaled = [x.shape[1] for x in rows], scales[0].ndim == 1
-    options = format_of(weight) | {"adapters": bool(adapters)}
+    options = format_of(weight) | low_rank.options(adapters)
     share = share_out(count, widths, outputs(weight), width // TILE, normed=unscaled, **options)
     share = with_splits(share, splits, interpret)
+    between, added = low_rank.results(share, interpret), low_rank.operands(adapters, rows[0], interpret)
     bias = [] if bias is None else [bias.reshape(-1, width)]  # a head each
     inverse = [] if inverse_scales is None else [inverse_scales]
-    q = plgpu.kernel(
-        partial(_head, share, eps, queries, (len(rows), len(rows), len(norms), len(bias), len(inverse), len(adapters))),
+    counts = len(rows), len(rows), len(norms), len(bias), len(inverse)
+    q = [jax.ShapeDtypeStruct((count, queries * width), rows[0].dtype)] if queries else []
+    made = plgpu.kernel(
+        partial(_head, share, eps, queries, counts, len(between)),
         kernel_name="few_rows_heads",
-        out_type=[jax.ShapeDtypeStruct((count, queries * width), rows[0].dtype)] if queries else [],
+        out_type=q + between,
         **grid_of(share),
         scratch_types=scratch_of(share, interpret)
         | out_of(share)
@@ -234,23 +230,25 @@ def _heads(
         interpret=interpret,
     )(
         *operands(weight), cos, sin, layer.reshape(1), kv_slots, ref, *rows, *scales, *norms, *bias, *inverse,
-        *adapters, *prefetch,
+        *added, *prefetch,
     )  # fmt: skip
-    return *q, jax.freeze(ref)
+    return *made[: len(q)], jax.freeze(ref), *low_rank.left(added)
 
 
-def _head(share, eps, queries, counts, *refs, out_s, head_s, **scratch):
+def _head(share, eps, queries, counts, between, *refs, out_s, head_s, **scratch):
     column, refs = lax.axis_index("tile"), list(refs)
     weights_g = [taken(share, refs)]
     cos_g, sin_g, layer_g, kv_slots_g, kv_g = (refs.pop(0) for _ in range(5))
-    rows_g, scales_g, norms_g, biases_g, inverse_g, adapters_g = ([refs.pop(0) for _ in range(n)] for n in counts)
-    q_g = refs.pop() if queries else None
+    rows_g, scales_g, norms_g, biases_g, inverse_g = ([refs.pop(0) for _ in range(n)] for n in counts)
     kv_heads, page_size, width = kv_g.shape[3:]
     half = width // 2
     further, head = (f(column, _i32(queries + 2 * kv_heads)) for f in (lax.div, lax.rem))
+    projection = lambda: sum((head >= first).astype(_i32) for first in (queries, queries + kv_heads))  # noqa: E731
+    added = low_rank.taken(share, refs, between, projection)
+    q_g = refs.pop() if queries else None
     turns = (head < queries + kv_heads).astype(_f32)  # values are neither rotated nor normed
     asks = (head < queries).astype(_f32)
-    begun = begin(share, weights_g, rows_g, adapters_g, **scratch)
+    begun = begin(share, weights_g, rows_g, added, **scratch)
     # These loads are issued before any wait, or each would add its latency later.
     first, rows = first_row(share), pl.ds(first_row(share), share.finished)
     cos, sin = (plgpu.load(ref.at[rows], layout=by_row(half // 16), optimized=False) for ref in (cos_g, sin_g))
@@ -295,7 +293,7 @@ def _head(share, eps, queries, counts, *refs, out_s, head_s, **scratch):
                     row = plgpu.load(head_s.at[i], layout=one_row(width), optimized=False)
                     kv_g[layer, page, kind, kv_head, slot] = stored(row, kv_g.dtype, inverse_scale)
 
-    multiply(share, begun, refs, finish, factor, adapters_g, **scratch)
+    multiply(share, begun, refs, finish, factor, added, **scratch)
 
 
 def _half_row(row_g, at, half):
@@ -321,15 +319,16 @@ def add_product(
     centred: bool = False,
     splits: int | None = None,
     interpret: Any = False,
-) -> Float[Array, "r d"] | tuple[Float[Array, "r d"], Scaled]:
+) -> Float[Array, "r d"] | tuple[Any, ...]:
     """x + (rows @ weight + bias), in bfloat16, rounded where plain layers round. `adapters`, `splits` as in `gated`.
 
     With the `scale` of the norm that comes next, the sums come as `Scaled` rows as well; `centred`: that norm is
     `decoder.functions.centred_rms_norm`.
     """
     scales, biases = ([] if each is None else [each] for each in (scale, bias))
-    out, *scaled = _products([x], [rows], weight, scales, splits, interpret, centred, biases, adapters)
-    return (out, Scaled(*scaled)) if scaled else out
+    out, *more = _products([x], [rows], weight, scales, splits, interpret, centred, biases, adapters)
+    made = [out, Scaled(*more[:2]), *more[2:]] if scales else [out, *more]
+    return tuple(made) if len(made) > 1 else out
 
 
 @lower_once("few_rows_product", "splits", "dtype")
@@ -346,56 +345,44 @@ def product(
     return _products([], rows, weight, [], splits, interpret, dtype=dtype)[0]
 
 
-@lower_once("few_rows_shrink", "splits")
-def shrink(
-    rows: Float[Array, "r k"],
-    a: Float[Array, "k q"],
-    own: Float[Array, "r q"],
-    *,
-    splits: int | None = None,
-    interpret: Any = False,
-) -> Float[Array, "r q"]:
-    """rows @ a, of all adapters side by side, times `own`: 1 in the columns of a row's own adapter, 0 elsewhere."""
-    return _products([], [rows], a, [], splits, interpret, own=[own])[0]
-
-
-def _products(x, rows, weight, scale, splits, interpret, centred=False, bias=(), adapters=(), own=(), dtype=None):
+def _products(x, rows, weight, scale, splits, interpret, centred=False, bias=(), adapters=(), dtype=None):
     """The products, or their sums with `x`; with a scale also the arrays of `Scaled`."""
     count, columns = len(rows[0]), outputs(weight)
-    options = format_of(weight) | {"adapters": bool(adapters)}
+    options = format_of(weight) | low_rank.options(adapters)
     share = share_out(count, [each.shape[1] for each in rows], columns, 1, normed=False, **options)
     share = with_splits(share, splits, interpret)
+    between, added = low_rank.results(share, interpret), low_rank.operands(adapters, rows[0], interpret)
     out = jax.ShapeDtypeStruct((count, columns), dtype or rows[0].dtype)
     squares = jax.ShapeDtypeStruct((tiles_of_squares(columns), count), _f32)
-    return plgpu.kernel(
-        partial(_product_tile, share, centred, tuple(map(len, (x, rows, scale, bias, adapters, own)))),
-        kernel_name="few_rows_add" if x else "few_rows_shrink" if own else "few_rows_product",
-        out_type=[out, out, squares] if scale else [out],
+    outs = [out, out, squares] if scale else [out]
+    made = plgpu.kernel(
+        partial(_product_tile, share, centred, tuple(map(len, (x, rows, scale, bias))), len(between)),
+        kernel_name="few_rows_add" if x else "few_rows_product",
+        out_type=outs + between,
         **grid_of(share),
         scratch_types=scratch_of(share, interpret),
         compiler_params=params(across_warps=bool(scale)),
         interpret=interpret,
-    )(*x, *operands(weight), *rows, *scale, *bias, *adapters, *own)
+    )(*x, *operands(weight), *rows, *scale, *bias, *added)
+    return *made[: len(outs)], *low_rank.left(added)
 
 
-def _product_tile(share, centred, counts, *refs, **scratch):
+def _product_tile(share, centred, counts, between, *refs, **scratch):
     (plus, *counts), refs = counts, list(refs)
     x_g, weights_g = [refs.pop(0) for _ in range(plus)], [taken(share, refs)]
-    rows_g, scale_g, bias_g, adapters_g, own_g = ([refs.pop(0) for _ in range(n)] for n in counts)
+    rows_g, scale_g, bias_g = ([refs.pop(0) for _ in range(n)] for n in counts)
+    added = low_rank.taken(share, refs, between)
     out_g, *scaled_g = refs
     here = pl.ds(first_row(share), share.finished), pl.ds(lax.axis_index("tile") * TILE, TILE)
     layout = plgpu.Layout.WGMMA_TRANSPOSED
-    begun = begin(share, weights_g, rows_g, adapters_g, **scratch)
+    begun = begin(share, weights_g, rows_g, added, **scratch)
     whole = lambda ref: plgpu.load(ref.at[here].transpose((1, 0)), layout=layout, optimized=False)  # noqa: E731
-    x, own = list(map(whole, x_g)), list(map(whole, own_g))
+    x = list(map(whole, x_g))
     of_columns = partial(plgpu.load, layout=layout.reduce(1), optimized=False)
     scale, bias = ([of_columns(ref.at[here[1]]).astype(_f32) for ref in refs] for refs in (scale_g, bias_g))
 
     def finish(totals):
-        total = plgpu.layout_cast(totals[0], layout)
-        for each in own:
-            total = total * each.astype(_f32)
-        total = total.astype(out_g.dtype)
+        total = plgpu.layout_cast(totals[0], layout).astype(out_g.dtype)
         for each in bias:
             total = _biased(total.astype(_f32), each, 0).astype(jnp.bfloat16)
         for each in x:
@@ -404,7 +391,7 @@ def _product_tile(share, centred, counts, *refs, **scratch):
         if scale:
             _write_scaled(share, here, total.astype(_f32), 1 + scale[0] if centred else scale[0], *scaled_g)
 
-    multiply(share, begun, (), finish, None, adapters_g, **scratch)
+    multiply(share, begun, (), finish, None, added, **scratch)
 
 
 def _write_scaled(share, here, x, scale, rows_g, squares_g):

@@ -70,8 +70,8 @@ class Share:
 
     `normed`: a block norms its inputs of all rows itself; otherwise they come in chunks with the weights. `fp8`: the
     weights are, with scales for `BLOCK` inputs each. `rounds`: so are rows, which are quantised once they have arrived.
-    `four`: weights have four bits, and their scales come with them. `adapters`: chunks of `TILE` inputs follow, which
-    adapters add.
+    `four`: weights have four bits, and their scales come with them. `adapters`: runs of `TILE` columns of A that rows'
+    adapters have, of which a tile's columns read those of `reads` projections (`few_rows.adapters`).
     """
 
     rows: int
@@ -83,7 +83,8 @@ class Share:
     fp8: bool = False
     rounds: bool = False
     four: FourBits | None = None
-    adapters: bool = False
+    adapters: int = 0
+    reads: int = 1
 
     @property
     def quantised(self) -> bool:
@@ -108,8 +109,6 @@ class Share:
     @property
     def chunk(self) -> int:
         """Inputs that come together: as many as one copy can load and a slot can hold, the same for all chunks."""
-        if self.adapters and self.rows > GROUP:
-            return TILE  # no copy writes fewer columns of several groups of rows
         slot = FP8_SLOT_BYTES if self.fp8 else SLOT_BYTES
         if self.four:
             slot = FOUR_SLOT_BYTES // (1 if self.rows <= GROUP else 2)  # rows take room, too
@@ -126,6 +125,18 @@ class Share:
     @property
     def chunks(self) -> int:
         return self.part // self.chunk
+
+    @property
+    def pieces(self) -> int:
+        """Parts of the inputs by which blocks share out x @ A, each for as many runs of columns as a tile's groups; 0:
+        there are fewer blocks than that takes."""
+        most = self.tiles * self.splits // -(-self.adapters // self.groups)
+        return next((n for n in range(most, 0, -1) if self.splits * self.chunks % n == 0), 0)
+
+    @property
+    def shrinks(self) -> int:
+        """Chunks of such a part."""
+        return self.splits * self.chunks // self.pieces
 
     @property
     def finishers(self) -> int:
@@ -175,9 +186,11 @@ class Share:
 
     @property
     def _slot(self) -> int:
-        """Bytes of a chunk of weights, of their scales in four bits, and of rows if they come with it."""
-        scales = self.four.bytes(self.chunk, self.groups * TILE) if self.four else 0
-        return int(self.chunk * (self.item * TILE * self.groups + (0 if self.normed else 2 * self.rows))) + scales
+        """Bytes of a chunk of weights, of their scales in four bits, of rows if they come with it, and of what adapters
+        multiply."""
+        beside = self.four.bytes(self.chunk, self.groups * TILE) if self.four else 0
+        beside += 2 * self.rows * self.reads * TILE if self.adapters else 0
+        return int(self.chunk * (self.item * TILE * self.groups + (0 if self.normed else 2 * self.rows))) + beside
 
     def _room(self, warpgroups: int) -> int:
         """Chunks that shared memory has room for. Warpgroups' sums overwrite the ring in the end."""
@@ -186,7 +199,8 @@ class Share:
         parts += 4 * self.scales * self.groups * warpgroups if self.fp8 else 0
         parts += 8 * warpgroups * self.rows * self.chunk // BLOCK if self.rounds else 0
         rows = 2 * self.rows * (self.part if self.normed else 0)
-        return (ROOM - 1024 - out - parts - rows) // self._slot
+        reduced = 2 * GROUP * TILE if self.adapters else 0
+        return (ROOM - 1024 - out - parts - rows - reduced) // self._slot
 
     @property
     def scales(self) -> int:
@@ -195,7 +209,8 @@ class Share:
 
     @property
     def fits(self) -> bool:
-        return self._room(self.warpgroups) >= min(self.chunks, MIN_SLOTS)
+        shared = not self.adapters or self.pieces > 0
+        return shared and self._room(self.warpgroups) >= min(self.chunks, MIN_SLOTS)
 
 
 def share_out(
@@ -208,7 +223,8 @@ def share_out(
     fp8: bool = False,
     rounds: bool = False,
     four: FourBits | None = None,
-    adapters: bool = False,
+    adapters: int = 0,
+    reads: int = 1,
 ) -> Share:
     """Divide a product so that all blocks run at once and most multiprocessors have one.
 
@@ -227,7 +243,7 @@ def share_out(
     step = step_of(fp8, four)
     room = lambda n: tiles * n <= (BLOCKS if n == 2 else SPREAD)  # noqa: E731
     splits = next((n for n in range(most, 1, -1) if sum(widths) // step % n == 0 and room(n)), 1)
-    return Share(rows, tuple(widths), columns, groups, splits, normed, fp8, rounds, four, adapters)
+    return Share(rows, tuple(widths), columns, groups, splits, normed, fp8, rounds, four, adapters, reads)
 
 
 def step_of(fp8: bool, four: FourBits | None) -> int:
