@@ -35,6 +35,7 @@ ALONE_DEVICES = 1  # that a layer by itself is divided among: no GPU has timed i
 PRODUCTS = ("qkv", "out", "gate_up", "down")  # the weights of dense ones
 
 Table = tuple[Float[Array, "r half"], Float[Array, "r half"]]
+Counters = tuple[Int[Array, "m 2"], Int[Array, "1"]]  # as of `few_rows.Adapters`, and the turn of the next kernel
 
 IMPLEMENTS = implementing({
     Mixture: {*MIXTURE, "bias", "router_bias", "activation"}, ClampedSwiglu: {"alpha", "limit"},
@@ -64,6 +65,8 @@ def adapters_refused(decoder: Decoder, layers: Sequence[Weights], call: Call) ->
         return f"rows with adapters divided among {call.devices} devices"
     if decoder.width <= few_rows.NARROW or any(isinstance(layer.feed, Mixture) for layer in decoder.layers):
         return f"rows of {decoder.width} with adapters; supported: wider than {few_rows.NARROW}, and MLPs"
+    if call.processors < few_rows.BLOCKS:  # they wait for one another
+        return f"rows with adapters on {call.processors} multiprocessors; {few_rows.BLOCKS} are needed"
     rows = call.requests * padded(call.requests, call.rows)
     groups = {"qkv": decoder.attention.head_dim // few_rows.TILE, "gate_up": None}
     for name, weight in ((name, each) for layer in layers for name, each in layer.items() if name in PRODUCTS):
@@ -120,48 +123,40 @@ def _multiplied(layers: Sequence[Weights]) -> list[Weight]:
     return [layer[name] for layer in layers for name in PRODUCTS if name in layer]
 
 
-class RowsAdapters:
-    """What rows' adapters add within the kernels of one forward; `rows` of each request. Traced: a kernel's counters go
-    to the next."""
-
-    def __init__(self, layers: Sequence[Weights], rows: int):
-        changes = [weight.adapters for weight in _multiplied(layers) if weight.adapters is not None]
-        if changes:
-            places, rank, _ = changes[0].b.shape  # the same of all weights
-            self._own = own_columns(changes[0].place, rows, places, rank, few_rows.TILE)
-            self._counters, self._turn = jnp.zeros((len(changes), 2), jnp.int32), 0
-
-    def within(self, kernel: Callable[..., Any], weight: Weight, *operands: Any, **options: Any) -> Any:
-        """Call a kernel of a weight's product, with the rows' adapters if that has some."""
-        if weight.adapters is None:
-            return kernel(*operands, **options)
-        a, b = weight.adapters.a, weight.adapters.b
-        of = a.reshape(len(a), -1), b.reshape(-1, b.shape[2]), *self._own
-        given = few_rows.Adapters(*of, self._counters, jnp.full(1, self._turn, jnp.int32))
-        *made, self._counters = kernel(*operands, adapters=given, **options)
-        self._turn += 1
-        return made[0] if len(made) == 1 else tuple(made)
-
-
 @dataclass(frozen=True, eq=False)
 class FewRows(Ops):
     """Flat rows, each request's padded. Given to a layer are its inputs side by side, all but the first layer by itself
-    have one."""
+    have one; and the counters of the kernels that add what adapters do, which go from one to the next."""
 
     table: Table
     valid: tuple[Int[Array, "1 r"], int]  # which rows a mixture of experts is for, see `valid_rows`
-    adapters: RowsAdapters
+    own: tuple[Array, ...] = ()  # `own_columns`, if rows have adapters
+    counters: Counters | None = None  # of the first kernel
 
     @classmethod
     def of(cls, decoder, layers, positions, mixer):
-        table, adapters = rope_table(decoder.attention, positions), RowsAdapters(layers, padded(*positions.shape))
-        return cls(positions, mixer, table, valid_rows(positions), adapters)
+        changes, own = [weight.adapters for weight in _multiplied(layers) if weight.adapters is not None], ()
+        if changes:
+            places, rank, _ = changes[0].b.shape  # the same of all weights
+            own = own_columns(changes[0].place, padded(*positions.shape), places, rank, few_rows.TILE)
+        counters = (jnp.zeros((len(changes), 2), jnp.int32), jnp.zeros(1, jnp.int32)) if changes else None
+        return cls(positions, mixer, rope_table(decoder.attention, positions), valid_rows(positions), own, counters)
+
+    def within(self, kernel: Callable[..., Any], weight: Weight, counters: Counters | None, *operands, **options):
+        """Call a kernel of a weight's product, with the rows' adapters if that has some. Returns its result, and the
+        counters for the next."""
+        if weight.adapters is None:
+            return kernel(*operands, **options), counters
+        (a, b), (counts, turn) = (weight.adapters.a, weight.adapters.b), counters
+        given = few_rows.Adapters(a.reshape(len(a), -1), b.reshape(-1, b.shape[2]), *self.own, counts, turn)
+        *made, counts = kernel(*operands, adapters=given, **options)
+        return made[0] if len(made) == 1 else tuple(made), (counts, turn + 1)
 
     def first(self, layer, weights, x, inputs):
         rows = flat(x)
         if inputs is not None:
-            return rows, [(flat(each), scale) for each, scale in inputs]
-        return rows, [given_first(layer, weights, rows, weights["attn_norm"])]
+            return rows, ([(flat(each), scale) for each, scale in inputs], self.counters)
+        return rows, ([given_first(layer, weights, rows, weights["attn_norm"])], self.counters)
 
     def after(self, decoder, layers):
         """After the last layer, the next round's first."""
@@ -174,42 +169,47 @@ class FewRows(Ops):
         a, norms = layer.mixing, [weights[name] for name in ("q_norm", "k_norm") if layer.mixing.qk_norm]
         later = [name for name in ("out", "gate_up", "down") if name in weights and _idle(weights, x)]
         prefetch = [weights[name].unquantised for name in later]
+        given, counters = given
         given = [given_to(weights["qkv"], each, layer.norm.centred) for each in given]
 
         def write(pages, kv_slots, inverse_scales):
+            nonlocal counters
             operands = *zip(*given, strict=True), operand(weights["qkv"]), *self.table, pages, i, kv_slots.reshape(-1)
             of = *operands, norms, prefetch, weights.get("qkv_bias"), inverse_scales
-            q, pages = self.adapters.within(few_rows.heads, weights["qkv"], *of, eps=layer.norm.eps)
+            (q, pages), counters = self.within(few_rows.heads, weights["qkv"], counters, *of, eps=layer.norm.eps)
             return q.reshape(len(self.positions), -1, a.heads, a.head_dim), pages
 
         t = len(x) // len(self.positions)
         mixed, cache = self.mixer.attend_written(cache, i, t, write, a.window, **sinks(a, weights))
-        return mixed.reshape(len(x), -1), cache
+        return (mixed.reshape(len(x), -1), counters), cache
 
     def add(self, layer, weights, x, mixed):
         norm, follows = layer.norm, weights["router" if isinstance(layer.feed, Mixture) else "gate_up"]
         named = dict(centred=norm.centred, bias=weights.get("out_bias"), prefetch=follows)
-        return self._add(x, mixed, weights["out"], weights["mlp_norm"], **named)
+        return self._add(x, *mixed, weights["out"], weights["mlp_norm"], **named)
 
     def feed(self, layer, weights, after, x, given):
         scale, qkv = (after["attn_norm"], after["qkv"]) if after else (None, None)
+        given, counters = given
         if isinstance(layer.feed, Mixture):
             x, given = mixture(layer, weights, x, given, *self.valid, scale, qkv)
-            return x, [given]
+            return x, ([given], counters)
         prefetch = [qkv.unquantised] if after and _idle(weights, x) else []
         given = given_to(weights["gate_up"], given, layer.norm.centred)
         of = *given, operand(weights["gate_up"]), prefetch
-        hidden = self.adapters.within(few_rows.gated, weights["gate_up"], *of, eps=layer.norm.eps)
-        x, given = self._add(x, hidden, weights["down"], scale, prefetch=qkv)
-        return x, [given]
+        hidden, counters = self.within(few_rows.gated, weights["gate_up"], counters, *of, eps=layer.norm.eps)
+        x, (given, counters) = self._add(x, hidden, counters, weights["down"], scale, prefetch=qkv)
+        return x, ([given], counters)
 
-    def _add(self, x, rows, weight, scale, *, prefetch, centred=False, bias=None):
+    def _add(self, x, rows, counters, weight, scale, *, prefetch, centred=False, bias=None):
         """Add a product to the residual stream, as `mixture_rows.add`; with adapters on one device."""
         if weight.adapters is None:
-            return add(x, rows, weight, scale, centred, bias, prefetch)
+            x, given = add(x, rows, weight, scale, centred, bias, prefetch)
+            return x, (given, counters)
         of = x, rows, operand(weight), scale, bias
-        made = self.adapters.within(few_rows.add_product, weight, *of, centred=centred)
-        return made if scale is not None else (made, (made, None))
+        made, counters = self.within(few_rows.add_product, weight, counters, *of, centred=centred)
+        x, given = made if scale is not None else (made, (made, None))
+        return x, (given, counters)
 
 
 def _idle(weights: Weights, x: Float[Array, "r d"]) -> bool:

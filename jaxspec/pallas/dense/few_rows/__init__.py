@@ -14,6 +14,7 @@ from jaxspec.pallas.dense.few_rows.layer import (
     scale_rows,
 )
 from jaxspec.pallas.dense.few_rows.share import (
+    BLOCKS,
     FP8_ROWS,
     GROUP,
     NARROW,
@@ -28,6 +29,7 @@ from jaxspec.pallas.dense.few_rows.share import (
 from jaxspec.pallas.dense.few_rows.top import top_tokens
 
 __all__ = [
+    "BLOCKS",
     "FP8_ROWS",
     "GROUP",
     "NARROW",

@@ -31,6 +31,7 @@ from jaxspec.models.weights import HALF
 from jaxspec.pallas.dense.few_rows.block import by_row
 from jaxspec.pallas.dense.few_rows.share import GROUP, TILE, Share, column_of, share_out, split_of
 
+EARLY = 1  # chunks of the base's weight before those of A, under way while `present` is read
 AT_ONCE = 8  # parts of a sum whose loads are issued before the first is added
 MOST_RUNS = 32  # of a projection's columns: the bits of `Adapters.present`
 _i32, _f32 = jnp.int32, jnp.float32
@@ -135,7 +136,7 @@ class Added:
         self.projections = share.adapters * TILE // self.b.shape[0]
         self.projection = 0 if self.projections == 1 or share.reads > 1 else projection()
         self.split, self.block = split_of(share), lax.axis_index("tile") * share.splits + split_of(share)
-        self.early = max(share.slots - share.shrinks, 0) if self.fused else share.slots
+        self.early = min(EARLY, max(share.slots - share.shrinks, 0)) if self.fused else share.slots
 
     def read(self) -> None:
         """Learn which runs of columns are present, and this block's part of x @ A."""
