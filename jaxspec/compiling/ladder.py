@@ -22,6 +22,14 @@ def adapted(programs: Iterable[One], shapes: Shapes) -> list[One]:
     return [(ADAPTED + kind, size) for kind, size in differ] if shapes.adapters else []
 
 
+def serving(programs: Iterable[One], shapes: Shapes) -> list[One]:
+    """These programs, or in their places the adapted ones that serve all requests."""
+    instead = {one: one for one in programs}
+    if shapes.always_adapted:
+        instead |= {(kind.removeprefix(ADAPTED), size): (kind, size) for kind, size in adapted(instead, shapes)}
+    return list(instead.values())
+
+
 def kind_of(name: str, mode: str, drafts: int | None = None) -> str:
     """`drafts`: of a round that has fewer than the drafter's."""
     return f"{name}_{mode}" if drafts is None else f"{name}_{mode}_{drafts}"
@@ -79,7 +87,7 @@ def ladder_of(shapes: Shapes) -> list[One]:
         kinds = "forward", *(f"conclude_{mode}" for mode in MODES), f"draft_{SAMPLED}", f"draft_{GREEDY}"
         masked = [(kind, n) for kind in kinds for n in reversed(shapes.seldom)]
         masked += [("masked_first", n) for n in shapes.firsts]
-    programs = [*of_mode[LOGPROBS], *prompts, *of_mode[SAMPLED], *of_mode[GREEDY], admit, *masked]
+    programs = serving([*of_mode[LOGPROBS], *prompts, *of_mode[SAMPLED], *of_mode[GREEDY], admit, *masked], shapes)
     return programs + adapted(programs, shapes)
 
 
@@ -88,7 +96,7 @@ def essential(shapes: Shapes) -> set[One]:
     alone = {("admit", admission_size(shapes.capacity)), ("prefill", shapes.prefills[-1])}
     rounds = {(f"round_{LOGPROBS}", shapes.seldom[-1])}
     rounds |= {(f"rounds_{LOGPROBS}", size) for size in shapes.several(shapes.seldom[-1:])}
-    return alone | rounds | {(f"first_{LOGPROBS}", shapes.firsts[-1])}
+    return set(serving(alone | rounds | {(f"first_{LOGPROBS}", shapes.firsts[-1])}, shapes))
 
 
 def special(shapes: Shapes, scores: bool = True, grammars: bool = True, adapters: bool = True) -> set[One]:
@@ -97,6 +105,7 @@ def special(shapes: Shapes, scores: bool = True, grammars: bool = True, adapters
     if grammars and shapes.structured:
         few |= {(kind, shapes.seldom[-1]) for kind in _kinds_of("structured", LOGPROBS)}
         few.add(("masked_first", shapes.firsts[-1]))
+    few = set(serving(few, shapes))
     return few | set(adapted(few | essential(shapes), shapes)) if adapters else few
 
 

@@ -426,8 +426,6 @@ class EngineConfig:
             raise ConfigError(f"--max-lora-rank must be at most {MOST_LORA_RANK}, got {self.max_lora_rank}")
         if len(named) > self.max_cpu_loras:
             raise ConfigError(f"--lora-modules names {len(named)} adapters, more than --max-cpu-loras allows")
-        if self.has_adapters and self.deterministic:
-            raise ConfigError("--deterministic has no kernels for adapters. Drop the flag, or --lora-modules")
 
     def _check_drafts(self) -> None:
         """Check that drafts, steps and top-k agree. A chain's steps are its drafts; drafters read the latter alone."""

@@ -29,9 +29,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.decoder import few_rows as narrow
-from jaxspec.decoder.fixed_order import exact_product, row_norm
+from jaxspec.decoder.fixed_order import change_of, exact_product, row_norm
 from jaxspec.decoder.functions import Table, cos_sin_apart
-from jaxspec.decoder.matmul import reference, valid_count
+from jaxspec.decoder.matmul import gate, reference, valid_count
 from jaxspec.decoder.mixer import Mixer
 from jaxspec.decoder.mixings import mixing_of
 from jaxspec.decoder.mixings.kind import Weights
@@ -80,12 +80,23 @@ def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
     for weight in weights.values():
         if reason := tile_matmul.fixed_supported(weight.dtype, weight.inputs, weight.outputs):
             return reason
+    for weight in _adapted(layers):
+        k, (places, rank, n), a = len(weight.adapters.a), weight.adapters.b.shape, weight.adapters.a
+        for of in ((k, a.size // k), (places * rank, n)):
+            if reason := tile_matmul.fixed_supported(a.dtype, *of):
+                return f"adapters, of which {reason}"
     if call.devices > 1:
         return None
     if _narrow(decoder):
         return narrow.sizes_fit(decoder, layers, Call(1, NARROW_SLICE, call.pages, call.processors))
     widths = [width for weight in weights.values() for width in (weight.inputs, weight.outputs)]
     return weight_stream.supported(weight_stream.MAX_ROWS, each[0].dtype, *widths)
+
+
+def _adapted(layers: Sequence[Weights]) -> list[Weight]:
+    """The weights whose products add what rows' adapters do."""
+    weights = (each for layer in layers for each in layer.values() if isinstance(each, Weight))
+    return [weight for weight in weights if weight.adapters is not None]
 
 
 def _by_xla() -> bool:
@@ -100,8 +111,8 @@ def _narrow(decoder: Decoder) -> bool:
 
 def ops_of(decoder: Decoder, layers: Sequence[Weights], positions: Int[Array, "b t"], mixer: Mixer) -> Ops:
     """Steps of prompts and a CPU's rows, of a narrow model's round, or of a wide one's. Kernels from one layer to the
-    next have no sums over devices."""
-    if _by_xla() or devices() > 1 or positions.shape[1] >= PROMPT_ROWS:
+    next have no sums over devices, and no adapters."""
+    if _by_xla() or devices() > 1 or _adapted(layers) or positions.shape[1] >= PROMPT_ROWS:
         return LayerByLayer(positions, mixer, cos_sin_apart(positions, decoder.attention))
     if _narrow(decoder):
         return NarrowRound(positions, mixer, cos_sin_apart(flat(positions[..., None])[:, 0], decoder.attention))
@@ -267,6 +278,9 @@ def _added(
 
 def _product(x: Array, weight: Weight, valid: Array, residual: Array | None = None, gated: bool = False) -> Array:
     """Multiply as `matmul.project`."""
+    if weight.adapters is not None:
+        out = _product(x, weight.replace(adapters=None), valid, change_of(x, weight, residual))
+        return _gate(out, weight.layout.interleave) if gated else out
     rows = [a.reshape(-1, a.shape[-1]) for a in (x, residual) if a is not None]
     if _by_xla():
         out = sliced(lambda x, *before: reference(x, weight, *before or [None], gated), SLICE, *rows)
@@ -275,4 +289,11 @@ def _product(x: Array, weight: Weight, valid: Array, residual: Array | None = No
     return out.reshape(*x.shape[:-1], math.prod(out.shape) // math.prod(x.shape[:-1]))
 
 
-DETERMINISTIC = Path("deterministic", IMPLEMENTS, 0, fits, ops_of, sums=True)
+def _gate(gate_up: Float[Array, "*b n"], run: int) -> Float[Array, "*b o"]:
+    rows = gate_up.reshape(-1, gate_up.shape[-1])
+    alone = jax.lax.optimization_barrier  # from what is beside it, which XLA might compute it with
+    out = sliced(partial(gate, run=run), SLICE, rows) if _by_xla() else alone(gate(alone(rows), run))
+    return out.reshape(*gate_up.shape[:-1], -1)
+
+
+DETERMINISTIC = Path("deterministic", IMPLEMENTS, 0, fits, ops_of, sums=True, adapters=True)

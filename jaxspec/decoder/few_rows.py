@@ -61,8 +61,6 @@ def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
 
 def adapters_refused(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
     """Why the kernels can't add what rows' adapters do, or None if they can."""
-    if call.devices > 1:
-        return f"rows with adapters divided among {call.devices} devices"
     if decoder.width <= few_rows.NARROW or any(isinstance(layer.feed, Mixture) for layer in decoder.layers):
         return f"rows of {decoder.width} with adapters; supported: wider than {few_rows.NARROW}, and MLPs"
     if call.processors < few_rows.BLOCKS:  # they wait for one another
@@ -201,14 +199,15 @@ class FewRows(Ops):
         x, (given, counters) = self._add(x, hidden, counters, weights["down"], scale, prefetch=qkv)
         return x, ([given], counters)
 
-    def _add(self, x, rows, counters, weight, scale, *, prefetch, centred=False, bias=None):
-        """Add a product to the residual stream, as `mixture_rows.add`; with adapters on one device."""
-        if weight.adapters is None:
-            x, given = add(x, rows, weight, scale, centred, bias, prefetch)
-            return x, (given, counters)
-        of = x, rows, operand(weight), scale, bias
-        made, counters = self.within(few_rows.add_product, weight, counters, *of, centred=centred)
-        x, given = made if scale is not None else (made, (made, None))
+    def _add(self, x, rows, counters, weight, scale, **named):
+        """Add a product to the residual stream, as `mixture_rows.add`."""
+
+        def within(kernel, *of, **options):
+            nonlocal counters
+            made, counters = self.within(kernel, weight, counters, *of, **options)
+            return made
+
+        x, given = add(x, rows, weight, scale, within=within, **named)
         return x, (given, counters)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.models.weights import Layout, LowRank
 
@@ -43,29 +43,35 @@ def own_columns(
 
 
 @jax.named_scope("adapters")
-def low_rank(x: Float[Array, "*b k"], change: LowRank, layout: Layout) -> Float[Array, "*b n"]:
+def low_rank(x: Float[Array, "*b k"], change: LowRank, layout: Layout, by_block: bool = False) -> Float[Array, "*b n"]:
     """Compute what adapters add for rows x, in their dtype: zeros for rows without one. Sums are float32. `layout`: of
     the weight that they change.
 
     Few rows a request are multiplied by all adapters, and each row's own is picked out: reading them all costs less
-    than gathering one a request. A prompt's blocks gather theirs.
+    than gathering one a request. A prompt's blocks gather theirs, and so do all `by_block`.
     """
     (k, i, s, p), n = change.a.shape, change.b.shape[-1]
     rows, requests = x.reshape(-1, k), len(change.place)
-    each = len(rows) // requests
+    each, reads = len(rows) // requests, reading(layout, i, n)
     of = {"preferred_element_type": jnp.float32}
-    if each >= BY_BLOCK:
+    if by_block or each >= BY_BLOCK:
         place = jnp.maximum(change.place, 0)
-        inner = jnp.einsum("btk,kibp->bitp", rows.reshape(requests, each, k), change.a[:, :, place], **of)
+        inner = jnp.einsum("btk,kibp->btip", rows.reshape(requests, each, k), change.a[:, :, place], **of)
         inner = jnp.where(change.place[:, None, None, None] >= 0, inner, 0).astype(x.dtype)
-        out = jnp.einsum("bitp,bpn->btin", inner, change.b[place], **of)
+        b = jnp.where(reads[:, None], change.b[place][:, None], 0)
+        out = jnp.einsum("btip,bipn->btn", inner, b, **of)
     else:
         inner = jnp.matmul(rows, change.a.reshape(k, -1), **of).reshape(-1, i, s, p)
         own = jnp.repeat(change.place, each)[:, None] == jnp.arange(s)
         inner = jnp.where(own[:, None, :, None], inner, 0).astype(x.dtype).reshape(-1, s * p)
-        out = jnp.matmul(inner, change.b.reshape(s * p, n), **of)
-    out = out.reshape(*x.shape[:-1], i, n)
-    if i > 1:  # columns that make a weight wider (`Param.least`) are of no projection
-        reads = jnp.pad(layout.projection, (0, n - sum(layout.splits)), constant_values=-1)
-        out = jnp.where(reads == jnp.arange(i)[:, None], out, 0)
-    return out.sum(-2).astype(x.dtype)
+        out = jnp.matmul(inner, change.b.reshape(s * p, n), **of).reshape(-1, i, n)
+        out = jnp.where(reads, out, 0).sum(1)
+    return out.astype(x.dtype).reshape(*x.shape[:-1], n)
+
+
+def reading(layout: Layout, projections: int, outputs: int) -> Bool[Array, "i n"]:
+    """Whether each of a weight's outputs is of each projection; those that make it wider (`Param.least`) are of all."""
+    if projections == 1:
+        return jnp.ones((1, outputs), bool)
+    each = jnp.pad(layout.projection, (0, outputs - sum(layout.splits)))
+    return each == jnp.arange(projections)[:, None]

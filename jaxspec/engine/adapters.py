@@ -32,6 +32,9 @@ from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.json_values import shown
 from jaxspec.config.options import ConfigError
 from jaxspec.config.request import RequestError
+from jaxspec.decoder.forward import describe, path_table
+from jaxspec.decoder.low_rank import attached
+from jaxspec.models.description import Decoder
 from jaxspec.models.weights import LowRank
 from jaxspec.parallel import sharding
 from jaxspec.scheduling.adapter_places import AdapterPlaces
@@ -195,7 +198,7 @@ def _count(config: EngineConfig) -> int:
 
 
 def _shapes(a: tuple[int, int], b: tuple[int, int], count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of the arrays of A and B of all places, by those of one adapter."""
+    """Give the shapes of A and B of all places, by those of one adapter."""
     places = -(-count // PLACES) * PLACES
     return (a[0], a[1] // b[0], places, b[0]), (places, *b)
 
@@ -248,6 +251,18 @@ def within(root: str | None, path: str) -> str:
     if not all(file.is_relative_to(top) for file in files):
         raise RequestError(f"the path {shown(path)} leaves the folder that adapters may be loaded from", "lora_path")
     return str(found)
+
+
+def tell_paths(adapters: Adapters, decoder: Decoder, layers: Sequence[Mapping[str, Any]], *of: Any) -> None:
+    """Log by which paths rows with adapters go. `of`: further arguments of `forward.path_table`.
+
+    **Raises:** `ConfigError` if none takes them, as may be with `--deterministic`.
+    """
+    try:
+        paths = path_table(decoder, attached(layers, adapters.stacks, None), *of, adapters=True)
+    except NotImplementedError as error:
+        raise ConfigError(str(error)) from error
+    log.info("up to %d adapters of rank %d: %s", adapters.count, adapters.rank, describe(paths))
 
 
 def with_adapters(params: Mapping[str, Any], adapters: Adapters | None) -> Mapping[str, Any]:

@@ -232,6 +232,7 @@ def shapes_of(
         rounds=rounds if rounds_for is None or rounds_for in batches(most) else 1,
         rounds_for=rounds_for,
         structured=not config.disable_structured_output,
+        always_adapted=config.has_adapters and config.deterministic,  # bits are those of one set of programs
         processed=config.logprobs_mode == "processed_logprobs",
         narrower=tuple((drafts, batches(max(drafts, 0))) for drafts in narrower),
         pictures=0 if tower is None else rows_for(tower, blocks * defaults.block),

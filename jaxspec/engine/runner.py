@@ -45,10 +45,9 @@ from jaxspec.compiling.round_timing import time_rounds
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
 from jaxspec.decoder.forward import describe, path_table
-from jaxspec.decoder.low_rank import attached
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.loading import LoadedDrafter, check_drafter, load_drafter
-from jaxspec.engine.adapters import Adapters, places_of, with_adapters
+from jaxspec.engine.adapters import Adapters, places_of, tell_paths, with_adapters
 from jaxspec.engine.defaults import resolve, rounds_for, shapes_of, small_model
 from jaxspec.engine.deterministic import prepared, reporting
 from jaxspec.engine.pictures import PictureReader, refusal, tower_workspace
@@ -159,9 +158,7 @@ class Runner:
         self.paths = path_table(*of, self._layout.dtype, self.config.tp_size)
         log.info("%s", describe(self.paths))
         if self.adapters is not None:
-            of = of[0], attached(of[1], self.adapters.stacks, None), *of[2:]
-            paths = path_table(*of, self._layout.dtype, self.config.tp_size, adapters=True)
-            log.info("up to %d adapters of rank %d: %s", self.adapters.count, self.adapters.rank, describe(paths))
+            tell_paths(self.adapters, *of, self._layout.dtype, self.config.tp_size)
         self._division = self._divide()
         params = with_adapters(self.model.params, self.adapters), self.draft.params
         made = OpByOp if self.config.disable_jit else Programs
@@ -530,8 +527,8 @@ class Runner:
         return self.programs.stand_in(name, MODES[MODES.index(mode) :], requests, adapted)[0]
 
     def _adapted(self, slots: list[int]) -> bool:
-        """Whether any of these slots' requests has an adapter, which then is on the device."""
-        if places_of(self.adapters, slots) is None:
+        """Whether the programs for adapters serve these slots, whose requests' adapters are then on the device."""
+        if not self.shapes.always_adapted and places_of(self.adapters, slots) is None:
             return False
         if self.adapters.written():
             self._fill()

@@ -254,6 +254,7 @@ class Shapes:
     ragged: tuple[tuple[int, int], ...] = ()
     pictures: int = 0  # rows for embeddings of pictures' tokens; 0: the model reads no pictures
     adapters: int = 0  # places for adapters; 0: there are no programs for requests that have one
+    always_adapted: bool = False  # those programs serve requests without adapters, too
     processed: bool = False  # log-probabilities are those of the distribution drawn from
 
     @property

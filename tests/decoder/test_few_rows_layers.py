@@ -216,7 +216,8 @@ def test_rows_with_adapters_that_the_kernels_cannot_take_are_named():
     assert "16 rows of 1088; supported: up to 8" in refuses(params["layers"], requests=4, adapters=False)
     assert "24 ranks of all adapters' places; supported: multiples of 64" in refuses(layers(3, 8))
     assert "1024 ranks of adapters beside 8 rows and a weight of 1088 by 128" in refuses(layers(16, 64))
-    assert "with adapters divided among 2 devices" in refuses(layers(4, 16), devices=2)
+    assert "with adapters on 114 multiprocessors; 132 are needed" in refuses(layers(4, 16), processors=114)
+    assert refuses(layers(4, 16), devices=2) is None
 
 
 _quantise_blocks, _quantise_stack = jax.jit(fp8.quantise_blocks), jax.jit(jax.vmap(fp8.quantise_blocks))

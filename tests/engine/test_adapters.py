@@ -235,7 +235,6 @@ def test_a_scale_of_zero_by_pattern_is_zero(tmp_path):
     ({"lora_modules": ["a=b", "a=c"]}, "names a twice"),
     ({"lora_modules": ['{"name": "a"}']}, "must be NAME=PATH or"),
     ({"max_lora_rank": 128}, "--max-lora-rank must be at most 64"),
-    ({"enable_lora": True, "deterministic": True}, "no kernels for adapters"),
     ({"lora_modules": "a=b"}, "must be a list of texts"),
 ])  # fmt: skip
 def test_options_that_cant_work(options, says):

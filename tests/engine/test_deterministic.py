@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import LLM, SamplingParams
+from jaxspec import LLM, SamplingParams, load_model
 from jaxspec.cache.paged import PageLayout, Rows
 from jaxspec.checkpoint.params import dummy
+from jaxspec.compiling.ladder import ladder_of
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
 from jaxspec.config.request import RequestError, StructuredOutput
@@ -24,7 +25,7 @@ from jaxspec.models.weights import Weight
 from jaxspec.pallas.sliced_rows import sliced
 from jaxspec.scheduling.audit import audit
 from jaxspec.scheduling.sequence import Status
-from tests.support import drawn
+from tests.support import drawn, lora
 from tests.support.engines import OPTIONS, checkpoint, idle, set_overlap, tokens
 from tests.support.miniature import make, sequence
 from tests.support.sample import one_in, rare
@@ -45,22 +46,27 @@ def model(family: str, dtype: str):
     return decoder, params, kv
 
 
-def rows_of(family: str, dtype: str, requests: list[tuple[int, int]], t: int) -> list[np.ndarray]:
+def rows_of(
+    family: str, dtype: str, requests: list[tuple[int, int]], t: int, adapters: list[int] | None = None, first: int = 0
+) -> list[np.ndarray]:
     """The logits of t rows of requests (number, position of the first row): each request has tokens and pages of its
-    own, so a row's logits depend on the request and the row's position alone."""
+    own, so a row's logits depend on the request and the row's position alone, and its adapter's number, -1 for none.
+    `first`: the place of adapter 0."""
     decoder, params, kv = model(family, dtype)
+    places = None if adapters is None else jnp.array([each if each < 0 else (each + first) % 4 for each in adapters])
+    if places is not None:
+        params = params | {"adapters": lora.stacks(params["layers"], first)}
     number, start = (jnp.array(x) for x in zip(*requests, strict=True))
     table = 1 + 8 * number[:, None] + jnp.arange(8)
     rows = Rows(start, jnp.full(len(requests), t), table, fixed=256)
     positions = rows.positions(t)
     said = (positions * 7 + number[:, None] * 31) % 200
+    return np.asarray(logits_of(decoder, params, said, positions, rows, kv, places))
 
-    @jax.jit
-    def run(params, kv):
-        hidden = forward(decoder, params, said, positions, rows, kv)
-        return unembed(params, hidden.last, decoder)
 
-    return np.asarray(run(params, kv))
+@functools.partial(jax.jit, static_argnums=0)
+def logits_of(decoder, params, said, positions, rows, kv, places):
+    return unembed(params, forward(decoder, params, said, positions, rows, kv, adapters=places).last, decoder)
 
 
 @pytest.mark.parametrize("family,dtype", one_in(2, list(FAMILIES), ["float32", "bfloat16"]))
@@ -74,6 +80,16 @@ def test_a_rows_bits_depend_on_no_other_row(family, dtype):
     last = rows_of(family, dtype, [(2, 16)], 5)
     after = rows_of(family, dtype, [(0, 9), (2, 16), (1, 1)], 9)
     assert (after[1, :5] == last[0]).all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", rare("float32")])
+def test_a_rows_bits_depend_on_no_other_rows_adapter(dtype):
+    """Nor on the place of its own, nor on whether others have any."""
+    alone = rows_of("qwen3", dtype, [(2, 20)], 1, [1])[0, 0]
+    beside = rows_of("qwen3", dtype, [(0, 3), (2, 20), (3, 20), (1, 55)], 5, [0, 1, -1, 3], first=2)
+    assert (beside[1, 0] == alone).all()
+    none, other = (rows_of("qwen3", dtype, [(3, 20)], 1, [place])[0, 0] for place in (-1, 1))
+    assert (beside[2, 0] == none).all() and np.linalg.norm(none - other) > 0.1 * np.linalg.norm(none)
 
 
 @pytest.mark.parametrize("dtype", [rare("float32"), "bfloat16"])
@@ -163,6 +179,28 @@ def test_a_draft_model_changes_no_seeded_text():
     assert texts(drafted, 4) == texts(engine(), 1)
     counts = drafted.engine.counts
     assert counts.accepted[0] > 0.8 * counts.drafted[0]  # drafts meet the target's own random numbers
+
+
+@pytest.mark.exhaustive
+def test_texts_of_adapters_are_the_same_whatever_happens_to_them(tmp_path):
+    """Three adapters share two places, beside requests without one."""
+    folders = lora.several(tmp_path, load_model(checkpoint(), dtype="bfloat16", progress=False), 3)
+    options = OPTIONS | {"dtype": "bfloat16", "deterministic": True, "num_draft_tokens": 3}
+    llm, names = LLM(checkpoint(), "ngram", lora_modules=folders, max_loras=2, **options), [None, *folders, "a0"]
+    assert not {kind for kind, _ in ladder_of(llm.engine.runner.shapes)} & {"prefill", "round_greedy"}
+
+    def said(number: int, **settings):
+        found = []
+        for at in range(0, len(PROMPTS), number):
+            some = slice(at, at + number)
+            each = [SamplingParams(max_tokens=24, ignore_eos=True, **one, **settings) for one in SETTINGS[some]]
+            found += [out.token_ids for out in llm.generate(PROMPTS[some], each, lora=names[some])]
+        return found
+
+    alone = said(1)
+    assert said(5) == alone == said(3, speculative=False)
+    assert alone[1] != texts(engine(), 1)[1][:24]
+    idle(llm.engine)
 
 
 def test_a_preempted_request_starts_again_and_says_nothing_twice():

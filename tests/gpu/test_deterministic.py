@@ -18,6 +18,7 @@ from jaxspec.models.families import MODELS
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.weights import Weight
 from jaxspec.pallas.hopper import KERNELS
+from tests.support import lora
 from tests.support.kernels import QWEN3_8B
 from tests.support.tiny import tiny_config
 
@@ -43,6 +44,12 @@ class Model:
         shape = PageLayout(1 + 130 * PAGES, PAGE, "bfloat16").kv(config).shape
         self.kv = jax.random.normal(jax.random.key(1), shape).astype("bfloat16")
 
+    def adapted(self, requests: list[tuple[int, int]], t: int, adapters: list[int], first: int) -> np.ndarray:
+        """Logits as of `logits`, with these adapters of four, -1 for none; `first`: the place of adapter 0."""
+        places = jnp.array([each if each < 0 else (each + first) % 4 for each in adapters])
+        params = self.params | {"adapters": lora.stacks(self.params["layers"], first)}
+        return np.asarray(self.program(t)(params, self.kv, *self.rows(requests, t), places=places)[1])
+
     def logits(self, requests: list[tuple[int, int]], t: int, drafter: bool = False) -> np.ndarray:
         """Logits of t rows of each request (number, position of the first row); a request's tokens are its own.
         `drafter`: in a program that rotates heads of another layer as well."""
@@ -67,10 +74,11 @@ class Model:
         a, captured = self.decoder.attention, range(len(self.decoder.layers)) if capture else ()
 
         @jax.jit
-        def run(params, kv, rows, number, wanted=None):
+        def run(params, kv, rows, number, wanted=None, places=None):
             positions = rows.positions(t)
             said = (positions * 7 + number[:, None] * 31) % 1000
-            hidden = forward(self.decoder, params, said, positions, rows, kv, tuple(captured), wanted)
+            of = said, positions, rows, kv, tuple(captured), wanted
+            hidden = forward(self.decoder, params, *of, adapters=places)
             heads = hidden.last[..., : a.head_dim][:, :, None] if drafter else ()
             other = [rope(heads, at, a) for at in (positions, positions + 1)] if drafter else None
             return hidden.replace(cache=None), unembed(params, hidden.last, self.decoder), other
@@ -94,6 +102,18 @@ def test_a_rows_bits_in_rounds_depend_on_no_other_row(model):
             got = model.logits([*others[:where], (7, at), *others[where:]], t)
             assert np.isfinite(got).all()
             assert (got[where, 0] == expected).all(), f"{count} requests of {t} rows, at {at}"
+
+
+@pytest.mark.parametrize("t", [1, 64])  # a round's rows, and a prompt's
+def test_a_rows_bits_depend_on_no_other_rows_adapter(model, t):
+    """Nor on the place of its own, nor on whether others have any."""
+    expected = {mine: model.adapted([(7, 64)], t, [mine], 0)[0] for mine in (2, -1)}
+    for count in (2, 9, 40):
+        for mine, alone in expected.items():
+            others = [(i + 10, 64 * (i % 4)) for i in range(count - 1)]
+            got = model.adapted([*others, (7, 64)], t, [*(i % 5 - 1 for i in range(count - 1)), mine], count % 4)
+            assert (got[-1] == alone).all(), f"{count} requests, adapter {mine}"
+    assert (expected[2] != expected[-1]).any()
 
 
 def test_a_later_row_of_a_round_is_a_row_by_itself(model):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
@@ -16,6 +17,8 @@ from jaxspec.cache.mixers import WholeTexts
 from jaxspec.checkpoint import Model, peft
 from jaxspec.decoder.forward import forward, unembed
 from jaxspec.engine.adapters import Adapters, with_adapters
+from jaxspec.models.weights import LowRank
+from tests.support import drawn
 
 
 def matrices(model: Model, seed: int = 0, rank: int = 4, modules: tuple[str, ...] = ()) -> dict[str, np.ndarray]:
@@ -41,6 +44,19 @@ def write(folder: Path, tensors: dict[str, np.ndarray], **config: Any) -> str:
 def several(root: Path, model: Model, count: int, **options: Any) -> dict[str, str]:
     """Folders of so many random adapters, by name."""
     return {f"a{i}": write(root / f"a{i}", matrices(model, i, **options)) for i in range(count)}
+
+
+def stacks(layers: list[dict[str, Any]], first: int = 0) -> list[dict[str, LowRank]]:
+    """Arrays of four random adapters of rank 16 for all dense weights; the first is in place `first`."""
+
+    def both(name: str, seed: int, weight: Any) -> LowRank:
+        parts = {"qkv": 3, "gate_up": 2}.get(name, 1)
+        draw = lambda key, *shape: drawn.normal(jax.random.key(key), shape).astype(weight.dtype)  # noqa: E731
+        a = draw(seed, weight.inputs, parts, 4, 16) * weight.inputs**-0.5
+        return LowRank(jnp.roll(a, first, axis=2), jnp.roll(draw(seed + 9, 4, 16, weight.outputs) * 0.3, first, axis=0))
+
+    names = ("qkv", "out", "gate_up", "down")
+    return [{name: both(name, seed, layer[name]) for seed, name in enumerate(names)} for layer in layers]
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -1,4 +1,4 @@
-"""What rows' adapters (LoRA) add to a product, x @ A @ B, in the product's own kernel.
+"""Add x @ A @ B of rows' adapters (LoRA) to a product, in its own kernel.
 
 A kernel of its own for x @ A would wait for the one before and then for memory, and so would the base's after it: some
 microseconds four times a layer, for little to read. Here all blocks share out x @ A: each multiplies some inputs by
@@ -92,7 +92,7 @@ def options(adapters: Adapters | tuple[()], reads: int = 1) -> dict[str, int]:
 
 
 def operands(adapters: Adapters | tuple[()], rows: Float[Array, "r k"], interpret: Any) -> list[Any]:
-    """What a kernel is given for them: arrays, and a reference to the counters."""
+    """Give a kernel its operands for them: arrays, and a reference to the counters."""
     if not adapters:
         return []
     a, b, own, present, counters, turn = adapters

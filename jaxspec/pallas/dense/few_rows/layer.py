@@ -335,14 +335,16 @@ def add_product(
 def product(
     rows: Sequence[Float[Array, "r _"]],
     weight: Float[Array, "n d"] | Fp8Weight | Weight,
+    adapters: Adapters | tuple[()] = (),
     *,
     splits: int | None = None,
     dtype: Any = None,
     interpret: Any = False,
 ) -> Float[Array, "r d"]:
     """The product of several rows of the same width, side by side; otherwise as `add_product`. `dtype`: float32 for
-    sums as they are; None: that of the rows."""
-    return _products([], rows, weight, [], splits, interpret, dtype=dtype)[0]
+    sums as they are; None: that of the rows. `adapters`: of rows from one array, as in `gated`."""
+    out, *counters = _products([], rows, weight, [], splits, interpret, adapters=adapters, dtype=dtype)
+    return (out, *counters) if counters else out
 
 
 def _products(x, rows, weight, scale, splits, interpret, centred=False, bias=(), adapters=(), dtype=None):
