@@ -178,8 +178,12 @@ class Added:
             base(i, i)
         self.read()
         fetch = partial(self._fetch, base, row_g, **ring)
-        for i in range(self.early, self.share.slots):
-            fetch(_i32(i), i, last=False)
+
+        def one(i, _):
+            fetch(i, i, last=False)
+            return _
+
+        lax.fori_loop(_i32(self.early), _i32(self.share.slots), one, _i32(0))
         return fetch
 
     def _fetch(self, base, row_g, i, slot, last=True, *, weight_s, rows_s, ready, inner_s):
