@@ -63,7 +63,7 @@ def adapters_refused(decoder: Decoder, layers: Sequence[Weights], call: Call) ->
     """Why the kernels can't add what rows' adapters do, or None if they can."""
     if decoder.width <= few_rows.NARROW or any(isinstance(layer.feed, Mixture) for layer in decoder.layers):
         return f"rows of {decoder.width} with adapters; supported: wider than {few_rows.NARROW}, and MLPs"
-    if call.processors < few_rows.BLOCKS:  # they wait for one another
+    if 0 < call.processors < few_rows.BLOCKS:  # they wait for one another
         return f"rows with adapters on {call.processors} multiprocessors; {few_rows.BLOCKS} are needed"
     rows = call.requests * padded(call.requests, call.rows)
     groups = {"qkv": decoder.attention.head_dim // few_rows.TILE, "gate_up": None}

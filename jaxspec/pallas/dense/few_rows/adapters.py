@@ -218,16 +218,16 @@ class Added:
 
     def sums(self, fetch: Callable, *, weight_s, rows_s, ready, inner_s, reduced_s) -> tuple[Any, ...]:
         """f32[TILE, rows] of each group, over the block's inputs, and over what adapters add to them."""
-        share, based = self.share, self.shrinks + self.share.chunks
+        share, first, based = self.share, self.early + self.shrinks, self.shrinks + self.share.chunks
         acc = [plgpu.ACC((TILE, share.rows), _f32)] * share.groups
 
-        def steps(begin, stop, multiply):
+        def steps(begin, stop, multiply, end):
             def step(i, _):
                 slot = lax.rem(i, _i32(share.slots))
                 plgpu.barrier_wait(ready.at[slot])
                 multiply(slot)
                 plgpu.wgmma_wait(0)
-                pl.when(i + share.slots < self.end)(lambda: fetch(i + share.slots, slot))
+                pl.when(i + share.slots < end)(lambda: fetch(i + share.slots, slot))
                 return _
 
             lax.fori_loop(_i32(begin), _i32(stop), step, _i32(0))
@@ -242,31 +242,38 @@ class Added:
                 rows = inner_s.at[slot, :, pl.ds(which * TILE, TILE)].transpose((1, 0))
                 plgpu.wgmma(total, weight_s.at[slot, g, pl.ds(0, TILE)].transpose((1, 0)), rows)
 
+        def refill(i, _):
+            fetch(i, lax.rem(i, _i32(share.slots)))
+            return _
+
         def shrink(*totals):
-            steps(self.early, self.early + self.shrinks, partial(times_rows, totals))
+            steps(self.early, first, partial(times_rows, totals), based)
             return tuple(total[...] for total in totals)
 
         def base(*totals):
-            steps(0, self.early, partial(times_rows, totals))
+            # Chunks of B wait for all blocks' sums, so none is fetched before this block has added up its own.
+            steps(0, self.early, partial(times_rows, totals), based)
             if self.fused:
                 pl.when(self.shrinks > 0)(lambda: self._write(pl.run_scoped(shrink, *acc)))
                 self._reduce(reduced_s)
-            steps(self.early + self.shrinks, based, partial(times_rows, totals))
+            missed = jnp.minimum(first + share.slots, self.end)
+            lax.fori_loop(_i32(based), _i32(missed), refill, _i32(0))
+            steps(first, based, partial(times_rows, totals), self.end)
             if share.reads == 1:
-                steps(based, self.end, partial(times_inner, totals))
+                steps(based, self.end, partial(times_inner, totals), self.end)
             return tuple(total[...] for total in totals)
 
         def terms(*totals):
-            steps(based, self.end, partial(times_inner, totals))
+            steps(based, self.end, partial(times_inner, totals), self.end)
             return tuple(total[...] for total in totals)
 
         totals = pl.run_scoped(base, *acc)
         if share.reads == 1:
             return totals
         more = pl.run_scoped(terms, *acc * share.reads)  # a group has `HALF` columns of either projection
-        first = plgpu.broadcasted_iota(_i32, (TILE, share.rows), 0, layout=plgpu.Layout.WGMMA) < HALF
+        of_first = plgpu.broadcasted_iota(_i32, (TILE, share.rows), 0, layout=plgpu.Layout.WGMMA) < HALF
         halves = zip(totals, more[: share.groups], more[share.groups :], strict=True)
-        return tuple(total + jnp.where(first, one, two) for total, one, two in halves)
+        return tuple(total + jnp.where(of_first, one, two) for total, one, two in halves)
 
     def _write(self, totals: Sequence[Any]) -> None:
         """Write this block's part of x @ A, and count it."""
