@@ -230,19 +230,19 @@ def _checked_rank(shapes: Sequence[tuple[int, ...]], param: Param, i: int, a: st
 
 
 def declare(layers: Sequence[Mapping[str, Param]], rank: int, modules: Collection[str] | None) -> list[dict[str, Any]]:
-    """Declarations of the matrices of one adapter, by layer and weight: A `[inputs, parts * rank]`, and B
-    `[parts * rank, outputs]`, in which each of the weight's parts has a block. They are divided as the weight is.
+    """Declarations of the matrices of one adapter, by layer and weight: A `[inputs, projections * rank]` and B
+    `[rank, outputs]`. They are divided as the weight is.
 
     `modules`: the names of those that adapters may change, all sources of a weight if of one; None: all.
     """
 
     def both(param: Param) -> tuple[Param, Param]:
-        width, along = rank * len(param.sources), param.split and param.split.along
+        along = param.split and param.split.along
         sizes = dict(zip(_named("B", param), param.layout.splits, strict=True))
         inner = linear(
-            param.shape[0], {_named("A", param)[0]: width}, split=param.split if along == "inputs" else WHOLE
+            param.shape[0], dict.fromkeys(_named("A", param), rank), split=param.split if along == "inputs" else WHOLE
         )
-        outer = replace(linear(width, sizes), layout=param.layout, shape=(width, param.shape[1]), least=param.least)
+        outer = replace(linear(rank, sizes), layout=param.layout, shape=(rank, param.shape[1]), least=param.least)
         return inner, replace(outer, split=param.split if along == "outputs" else WHOLE, format=Unquantised())
 
     wanted = lambda param: modules is None or any(module_of(source) in modules for source in param.sources)  # noqa: E731
@@ -261,18 +261,15 @@ def tensors(
     """The host arrays of what `declare` has declared, padded with zeros; all zeros for no adapter."""
     matrices = {} if adapter is None else adapter.matrices
     for layer, pairs in zip(layers, declared, strict=True):
-        for name, (inner, _) in pairs.items():
-            param, width = layer[name], inner.shape[1]
-            rank = width // len(param.sources)
-            first = np.zeros((width, inner.shape[0]), np.float32)
-            for i, (source, outputs) in enumerate(zip(param.sources, param.layout.splits, strict=True)):
-                a, b = matrices.get(source, (None, None))
-                second = np.zeros((outputs, width), np.float32)
-                if a is not None:
-                    first[i * rank : i * rank + len(a)] = a
-                    second[:, i * rank : i * rank + len(a)] = b
-                yield _named("B", param)[i], second
-            yield _named("A", param)[0], first
+        for name, (inner, outer) in pairs.items():
+            param, rank = layer[name], outer.shape[0]
+            names = zip(param.sources, param.layout.splits, inner.sources, outer.sources, strict=True)
+            for source, outputs, name_a, name_b in names:
+                a, b = matrices.get(source, ((), None))
+                first, second = (np.zeros(shape, np.float32) for shape in ((rank, inner.shape[0]), (outputs, rank)))
+                if b is not None:
+                    first[: len(a)], second[:, : len(a)] = a, b
+                yield from ((name_a, first), (name_b, second))
 
 
 def largest_rank(adapters: Iterable[Adapter]) -> int:

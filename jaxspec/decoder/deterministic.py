@@ -81,9 +81,9 @@ def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
         if reason := weight_stream.fixed_supported(weight.dtype, weight.inputs, weight.outputs):
             return reason
     for weight in _adapted(layers):
-        (k, places, rank), (*_, n), dtype = weight.adapters.a.shape, weight.adapters.b.shape, weight.adapters.a.dtype
-        for of in ((k, places * rank), (places * rank, n)):
-            if reason := tile_matmul.fixed_supported(dtype, *of):
+        k, (places, rank, n), a = len(weight.adapters.a), weight.adapters.b.shape, weight.adapters.a
+        for of in ((k, a.size // k), (places * rank, n)):
+            if reason := weight_stream.fixed_supported(a.dtype, *of):
                 return f"adapters, of which {reason}"
     if call.devices > 1:
         return None
@@ -279,7 +279,7 @@ def _added(
 def _product(x: Array, weight: Weight, valid: Array, residual: Array | None = None, gated: bool = False) -> Array:
     """Multiply as `matmul.project`."""
     if weight.adapters is not None:
-        out = _product(x, weight.replace(adapters=None), valid, change_of(x, weight.adapters, residual))
+        out = _product(x, weight.replace(adapters=None), valid, change_of(x, weight, residual))
         return _gate(out, weight.layout.interleave) if gated else out
     rows = [a.reshape(-1, a.shape[-1]) for a in (x, residual) if a is not None]
     if _by_xla():

@@ -7,15 +7,16 @@ attention takes and gives them as they are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.decoder.functions import cos_sin
-from jaxspec.decoder.low_rank import own_columns
+from jaxspec.decoder.low_rank import own_places
 from jaxspec.decoder.matmul import quantises_rows
 from jaxspec.decoder.mixings.attention import sinks
 from jaxspec.decoder.mixings.kind import Weights
@@ -31,7 +32,10 @@ from jaxspec.pallas.dense import few_rows
 TIMED_WIDTH = 8192  # over several devices, of dense models in FP8 at 9 to 32 rows
 ALONE_DEVICES = 1  # that a layer by itself is divided among: no GPU has timed it on several
 
+PRODUCTS = ("qkv", "out", "gate_up", "down")  # the weights of dense ones
+
 Table = tuple[Float[Array, "r half"], Float[Array, "r half"]]
+Counters = tuple[Int[Array, " m"], Int[Array, "1"]]  # as of `few_rows.Adapters`, and the turn of the next kernel
 
 IMPLEMENTS = implementing({
     Mixture: {*MIXTURE, "bias", "router_bias", "activation"}, ClampedSwiglu: {"alpha", "limit"},
@@ -57,16 +61,20 @@ def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
 
 def adapters_refused(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
     """Why the kernels can't add what rows' adapters do, or None if they can."""
-    if call.devices > 1:
-        return f"rows with adapters divided among {call.devices} devices"
     if decoder.width <= few_rows.NARROW or any(isinstance(layer.feed, Mixture) for layer in decoder.layers):
         return f"rows of {decoder.width} with adapters; supported: wider than {few_rows.NARROW}, and MLPs"
+    if 0 < call.processors < few_rows.BLOCKS:  # they wait for one another
+        return f"rows with adapters on {call.processors} multiprocessors; {few_rows.BLOCKS} are needed"
     rows = call.requests * padded(call.requests, call.rows)
-    for weight in (each for each in _multiplied(layers) if each.adapters is not None):
-        k, places, rank = weight.adapters.a.shape
-        if weight.quantised or places * rank % few_rows.TILE:
-            return f"adapters of rank {rank} in {places} places of a weight in {weight.format}"
-        if reason := few_rows.product_supported(rows, [k], (k, places * rank), weight.adapters.a.dtype):
+    groups = {"qkv": decoder.attention.head_dim // few_rows.TILE, "gate_up": None}
+    for name, weight in ((name, each) for layer in layers for name, each in layer.items() if name in PRODUCTS):
+        if weight.adapters is None:
+            continue
+        if weight.quantised:
+            return f"adapters of a weight in {weight.format}"
+        (k, projections, *of), outputs = weight.adapters.a.shape, weight.adapters.b.shape[2]
+        of = groups.get(name, 1), *of, projections, weight.adapters.a.dtype
+        if reason := few_rows.adapters_supported(rows, (k, outputs), *of):
             return reason
     return None
 
@@ -110,40 +118,43 @@ def sizes_fit(decoder: Decoder, layers: Sequence[Weights], call: Call, quantised
 
 def _multiplied(layers: Sequence[Weights]) -> list[Weight]:
     """The weights of dense products."""
-    return [layer[name] for layer in layers for name in ("qkv", "out", "gate_up", "down") if name in layer]
+    return [layer[name] for layer in layers for name in PRODUCTS if name in layer]
 
 
 @dataclass(frozen=True, eq=False)
 class FewRows(Ops):
     """Flat rows, each request's padded. Given to a layer are its inputs side by side, all but the first layer by itself
-    have one."""
+    have one; and the counters of the kernels that add what adapters do, which go from one to the next."""
 
     table: Table
     valid: tuple[Int[Array, "1 r"], int]  # which rows a mixture of experts is for, see `valid_rows`
-    own: Mapping[int, tuple[Array, Array]] = field(default_factory=dict)  # `own_columns` by a weight's ranks
+    own: tuple[Array, ...] = ()  # `own_places`, if rows have adapters
+    counters: Counters | None = None  # of the first kernel
 
     @classmethod
     def of(cls, decoder, layers, positions, mixer):
-        changes, own = [weight.adapters for weight in _multiplied(layers) if weight.adapters is not None], {}
-        for _, places, rank in {change.a.shape for change in changes}:
-            own[rank] = own_columns(changes[0].place, padded(*positions.shape), places, rank, few_rows.TILE)
-        return cls(positions, mixer, rope_table(decoder.attention, positions), valid_rows(positions), own)
+        changes, own = [weight.adapters for weight in _multiplied(layers) if weight.adapters is not None], ()
+        if changes:
+            places, rank, _ = changes[0].b.shape  # the same of all weights
+            own = own_places(changes[0].place, padded(*positions.shape), places, rank, few_rows.TILE)
+        counters = (jnp.zeros(len(changes), jnp.int32), jnp.zeros(1, jnp.int32)) if changes else None
+        return cls(positions, mixer, rope_table(decoder.attention, positions), valid_rows(positions), own, counters)
 
-    def adapters(self, rows: Array, weight: Weight) -> list[few_rows.Adapters]:
-        """Shrink rows by their adapters, as the kernel of their product with a weight takes it; nothing without any."""
+    def within(self, kernel: Callable[..., Any], weight: Weight, counters: Counters | None, *operands, **options):
+        """Call a kernel of a weight's product, with the rows' adapters if that has some. Returns its result, and the
+        counters for the next."""
         if weight.adapters is None:
-            return []
-        a, b = weight.adapters.a, weight.adapters.b
-        own, present = self.own[a.shape[2]]
-        with jax.named_scope("adapters"):
-            inner = few_rows.shrink(rows, a.reshape(len(a), -1), own)
-        return [few_rows.Adapters(inner, b.reshape(-1, b.shape[2]), present)]
+            return kernel(*operands, **options), counters
+        (a, b), (counts, turn) = (weight.adapters.a, weight.adapters.b), counters
+        given = few_rows.Adapters(a, b, *self.own, counts, turn)
+        *made, counts = kernel(*operands, adapters=given, **options)
+        return made[0] if len(made) == 1 else tuple(made), (counts, turn + 1)
 
     def first(self, layer, weights, x, inputs):
         rows = flat(x)
         if inputs is not None:
-            return rows, [(flat(each), scale) for each, scale in inputs]
-        return rows, [given_first(layer, weights, rows, weights["attn_norm"])]
+            return rows, ([(flat(each), scale) for each, scale in inputs], self.counters)
+        return rows, ([given_first(layer, weights, rows, weights["attn_norm"])], self.counters)
 
     def after(self, decoder, layers):
         """After the last layer, the next round's first."""
@@ -156,38 +167,48 @@ class FewRows(Ops):
         a, norms = layer.mixing, [weights[name] for name in ("q_norm", "k_norm") if layer.mixing.qk_norm]
         later = [name for name in ("out", "gate_up", "down") if name in weights and _idle(weights, x)]
         prefetch = [weights[name].unquantised for name in later]
+        given, counters = given
         given = [given_to(weights["qkv"], each, layer.norm.centred) for each in given]
-        adapters = self.adapters(given[0][0], weights["qkv"])
 
         def write(pages, kv_slots, inverse_scales):
+            nonlocal counters
             operands = *zip(*given, strict=True), operand(weights["qkv"]), *self.table, pages, i, kv_slots.reshape(-1)
-            q, pages = few_rows.heads(
-                *operands, norms, prefetch, weights.get("qkv_bias"), inverse_scales, *adapters, eps=layer.norm.eps
-            )
+            of = *operands, norms, prefetch, weights.get("qkv_bias"), inverse_scales
+            (q, pages), counters = self.within(few_rows.heads, weights["qkv"], counters, *of, eps=layer.norm.eps)
             return q.reshape(len(self.positions), -1, a.heads, a.head_dim), pages
 
         t = len(x) // len(self.positions)
         mixed, cache = self.mixer.attend_written(cache, i, t, write, a.window, **sinks(a, weights))
-        return mixed.reshape(len(x), -1), cache
+        return (mixed.reshape(len(x), -1), counters), cache
 
     def add(self, layer, weights, x, mixed):
         norm, follows = layer.norm, weights["router" if isinstance(layer.feed, Mixture) else "gate_up"]
         named = dict(centred=norm.centred, bias=weights.get("out_bias"), prefetch=follows)
-        adapters = self.adapters(mixed, weights["out"])
-        return add(x, mixed, weights["out"], weights["mlp_norm"], adapters=adapters, **named)
+        return self._add(x, *mixed, weights["out"], weights["mlp_norm"], **named)
 
     def feed(self, layer, weights, after, x, given):
         scale, qkv = (after["attn_norm"], after["qkv"]) if after else (None, None)
+        given, counters = given
         if isinstance(layer.feed, Mixture):
             x, given = mixture(layer, weights, x, given, *self.valid, scale, qkv)
-            return x, [given]
+            return x, ([given], counters)
         prefetch = [qkv.unquantised] if after and _idle(weights, x) else []
         given = given_to(weights["gate_up"], given, layer.norm.centred)
-        adapters = self.adapters(given[0], weights["gate_up"])
-        hidden = few_rows.gated(*given, operand(weights["gate_up"]), prefetch, *adapters, eps=layer.norm.eps)
-        adapters = self.adapters(hidden, weights["down"])
-        x, given = add(x, hidden, weights["down"], scale, prefetch=qkv, adapters=adapters)
-        return x, [given]
+        of = *given, operand(weights["gate_up"]), prefetch
+        hidden, counters = self.within(few_rows.gated, weights["gate_up"], counters, *of, eps=layer.norm.eps)
+        x, (given, counters) = self._add(x, hidden, counters, weights["down"], scale, prefetch=qkv)
+        return x, ([given], counters)
+
+    def _add(self, x, rows, counters, weight, scale, **named):
+        """Add a product to the residual stream, as `mixture_rows.add`."""
+
+        def within(kernel, *of, **options):
+            nonlocal counters
+            made, counters = self.within(kernel, weight, counters, *of, **options)
+            return made
+
+        x, given = add(x, rows, weight, scale, within=within, **named)
+        return x, (given, counters)
 
 
 def _idle(weights: Weights, x: Float[Array, "r d"]) -> bool:

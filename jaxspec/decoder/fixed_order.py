@@ -6,9 +6,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxspec.decoder.functions import normed
-from jaxspec.decoder.low_rank import low_rank
+from jaxspec.decoder.low_rank import low_rank, reading
 from jaxspec.models.description import Norm
-from jaxspec.models.weights import LowRank, Weight, matmul
+from jaxspec.models.weights import Weight, matmul
 from jaxspec.pallas import hopper
 from jaxspec.pallas.dense import tile_matmul, weight_stream
 from jaxspec.pallas.dense.add_norm import UNIT, add_norm
@@ -29,7 +29,7 @@ def row_norm(x: Float[Array, "*b d"], scale: Float[Array, " d"], norm: Norm) -> 
 def exact_product(x: Float[Array, "*b d"], weight: Weight) -> Float[Array, "*b n"]:
     """x @ weight in float32, of any number of rows, and what the rows' adapters add."""
     if weight.adapters is not None:
-        change = change_of(x, weight.adapters).astype(jnp.float32)
+        change = change_of(x, weight).astype(jnp.float32)
         return exact_product(x, weight.replace(adapters=None)) + change
     rows = x.reshape(-1, x.shape[-1])
     if not hopper.multiprocessors():
@@ -52,20 +52,23 @@ def in_order(partials: Float[Array, "s r n"]) -> Float[Array, "r n"]:
 
 
 def change_of(
-    x: Float[Array, "*b k"], adapters: LowRank, residual: Float[Array, "*b n"] | None = None
+    x: Float[Array, "*b k"], weight: Weight, residual: Float[Array, "*b n"] | None = None
 ) -> Float[Array, "*b n"]:
     """Compute what rows' adapters add, as `low_rank.low_rank`, or its sum with a residual stream. A row's bits depend
     neither on other rows nor on its adapter's place."""
-    (k, places, rank), n = adapters.a.shape, adapters.b.shape[-1]
-    rows = [each.reshape(-1, each.shape[-1]) for each in (x, residual) if each is not None]
-    place = jnp.repeat(adapters.place, len(rows[0]) // len(adapters.place))
-    if not hopper.multiprocessors():
-        one = lambda x, place: low_rank(x, adapters.replace(place=place), by_block=True)  # noqa: E731
-        change = sliced(one, SLICE, rows[0], place)
-        return (change if residual is None else rows[1] + change).reshape(*x.shape[:-1], n)
-    valid = jnp.array([len(place)], jnp.int32)
-    inner = tile_matmul.matmul(rows[0], adapters.a.reshape(k, -1), valid)
-    # The products of other places' columns, whose factors are zeros, add nothing to a sum.
-    inner = jnp.where(place[:, None] == jnp.repeat(jnp.arange(places), rank), inner, 0)
-    out = tile_matmul.matmul(inner, adapters.b.reshape(-1, n), valid, *rows[1:])
-    return out.reshape(*x.shape[:-1], n)
+    adapters, layout = weight.adapters, weight.layout
+    (k, projections, places, rank), n = adapters.a.shape, adapters.b.shape[-1]
+    rows = x.reshape(-1, k)
+    place = jnp.repeat(adapters.place, len(rows) // len(adapters.place))
+    if hopper.multiprocessors():
+        valid, b = jnp.array([len(place)], jnp.int32), adapters.b.reshape(-1, n)
+        inner = tile_matmul.matmul(rows, adapters.a.reshape(k, -1), valid).reshape(len(rows), projections, -1)
+        # The products of other places' columns, whose factors are zeros, add nothing to a sum.
+        inner = jnp.where((place[:, None] == jnp.repeat(jnp.arange(places), rank))[:, None], inner, 0)
+        outs = jnp.stack([tile_matmul.matmul(inner[:, i], b, valid) for i in range(projections)])
+        change = jnp.where(reading(layout, projections, n)[:, None], outs, 0).sum(0)
+    else:
+        one = lambda x, place: low_rank(x, adapters.replace(place=place), layout, by_block=True)  # noqa: E731
+        change = sliced(one, SLICE, rows, place)
+    change = change.reshape(*x.shape[:-1], n)
+    return change if residual is None else residual + change

@@ -72,7 +72,7 @@ def project(
     of weights know nothing of them; the gate comes behind them then."""
     if weight.adapters is None:
         return multiply(x, weight, valid, residual, gated)
-    change, layout = low_rank(x, weight.adapters), weight.layout
+    change, layout = low_rank(x, weight.adapters, weight.layout), weight.layout
     change = change if residual is None else residual + change
     out = multiply(x, weight.replace(adapters=None), valid, change, False)
     return gate(out, layout.interleave) if gated else out
@@ -81,7 +81,7 @@ def project(
 def exact(x: Float[Array, "*b k"], weight: Weight) -> Float[Array, "*b n"]:
     """The product in float32, in plain jnp, with what the rows' adapters add."""
     product = matmul(x, weight, jnp.float32)
-    return product if weight.adapters is None else product + low_rank(x, weight.adapters)
+    return product if weight.adapters is None else product + low_rank(x, weight.adapters, weight.layout)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -65,22 +65,22 @@ def add(
     centred: bool = False,
     bias: Float[Array, " d"] | None = None,
     prefetch: Weight | None = None,
-    adapters: Sequence[few_rows.Adapters] = (),
+    within: Callable[..., Any] = lambda kernel, *of, **named: kernel(*of, **named),
 ) -> tuple[Float[Array, "r d"], Given]:
     """The residual stream after a product is added, and what is given to the norm that follows, of this `scale`.
 
     Narrow rows aren't scaled for it, unless the weight after it quantises them: they are normed before weights arrive.
     No scale: nothing follows. Among several devices the product is a part of the sum, rounded to bfloat16. `prefetch`:
-    the weight after the norm, to fetch while that is made. `adapters`: what rows' add, on one device.
+    the weight after the norm, to fetch while that is made. `within`: how to call a kernel, with what adapters add.
     """
     if devices() > 1:
-        part = few_rows.product([rows], operand(weight))
+        part = within(few_rows.product, [rows], operand(weight))
         part = part if bias is None else part + bias  # which is zero but on the first device
         return _summed(part, x, scale, centred, prefetch)
     wide = x.shape[1] > few_rows.NARROW or (prefetch is not None and quantises_rows(prefetch))
     if wide and scale is not None:
-        return few_rows.add_product(x, rows, operand(weight), scale, bias, *adapters, centred=centred)
-    x = few_rows.add_product(x, rows, operand(weight), None, bias, *adapters)
+        return within(few_rows.add_product, x, rows, operand(weight), scale, bias, centred=centred)
+    x = within(few_rows.add_product, x, rows, operand(weight), None, bias)
     return x, (x, scale)
 
 

@@ -42,7 +42,7 @@ from jaxspec.scheduling.adapter_places import AdapterPlaces
 log = logging.getLogger("jaxspec")
 
 FEWEST, MOST = 4, 32  # places, by default
-RANKS, PLACES = 16, 4  # of the arrays: multiples of these, so that kernels take runs of 64 columns
+LEAST_RANK, PLACES = 16, 4  # of the arrays: a power of two, and a multiple: kernels take runs of 64 columns
 UNKNOWN = "model_not_found"  # OpenAI's code
 
 
@@ -75,9 +75,7 @@ class Adapters:
     def reset(self) -> None:
         """Empty all places. No request may hold one."""
         self.places, zeros = AdapterPlaces(self.count, self._num_slots), self._arrays(None)
-        stacks = [
-            {name: LowRank(*map(self._places_for, pair, (1, 0))) for name, pair in each.items()} for each in zeros
-        ]
+        stacks = [{name: self._places_for(*pair) for name, pair in each.items()} for each in zeros]
         self.stacks = _put(stacks, zeros, 0)  # which compiles what every adapter is written with
 
     @property
@@ -162,14 +160,16 @@ class Adapters:
         made = assemble(self._declared, given, self._dtype, self._mesh)
         return [{name: (a.unquantised, b.unquantised) for name, (a, b) in layer.items()} for layer in made]
 
-    def _places_for(self, one: jax.Array, axis: int) -> jax.Array:
-        """Zeros like this array for each place, along an axis of its own."""
-        shape = _with_places(one.shape, self.count, axis)
-        if self._mesh is None:
-            return jnp.zeros(shape, one.dtype)
-        spec = (*one.sharding.spec, None, None)[:2]
-        there = NamedSharding(self._mesh, PartitionSpec(*spec[:axis], None, *spec[axis:]))
-        return jnp.zeros(shape, one.dtype, device=there)
+    def _places_for(self, a: jax.Array, b: jax.Array) -> LowRank:
+        """Zeros for all places of adapters like this one, divided as it is."""
+
+        def zeros(shape: tuple[int, ...], dtype: Any, first: Any, last: Any) -> jax.Array:
+            there = self._mesh and NamedSharding(self._mesh, PartitionSpec(first, *[None] * (len(shape) - 2), last))
+            return jnp.zeros(shape, dtype, device=there)
+
+        spec = lambda one: (None, None) if self._mesh is None else (*one.sharding.spec, None, None)[:2]  # noqa: E731
+        shapes = _shapes(a.shape, b.shape, self.count)
+        return LowRank(*(zeros(shape, one.dtype, *spec(one)) for shape, one in zip(shapes, (a, b), strict=True)))
 
 
 class Outline:
@@ -185,20 +185,22 @@ class Outline:
         modules = None if not named or "all" in named else set(named)
         rank = config.max_lora_rank or peft.largest_rank(())
         declared = _declared(model.family.tensors(model.config.decoder), rank, modules)
-        shape = lambda param, axis: jax.ShapeDtypeStruct(_with_places(param.shape, count, axis), model.dtype)  # noqa: E731
-        self.stacks = [{name: LowRank(shape(a, 1), shape(b, 0)) for name, (a, b) in each.items()} for each in declared]
+        shapes = lambda a, b: (jax.ShapeDtypeStruct(x, model.dtype) for x in _shapes(a.shape, b.shape, count))  # noqa: E731
+        self.stacks = [{name: LowRank(*shapes(*pair)) for name, pair in each.items()} for each in declared]
 
 
 def _declared(tree: Mapping[str, Any], rank: int, modules: set[str] | None) -> list[dict[str, Any]]:
-    return peft.declare(tree["layers"], -(-rank // RANKS) * RANKS, modules)
+    return peft.declare(tree["layers"], max(LEAST_RANK, 1 << (rank - 1).bit_length()), modules)
 
 
 def _count(config: EngineConfig) -> int:
     return config.max_loras or min(max(len(config.adapters), FEWEST), MOST)
 
 
-def _with_places(shape: tuple[int, ...], count: int, axis: int) -> tuple[int, ...]:
-    return (*shape[:axis], -(-count // PLACES) * PLACES, *shape[axis:])
+def _shapes(a: tuple[int, int], b: tuple[int, int], count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Give the shapes of A and B of all places, by those of one adapter."""
+    places = -(-count // PLACES) * PLACES
+    return (a[0], a[1] // b[0], places, b[0]), (places, *b)
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -206,7 +208,9 @@ def _put(stacks: Any, arrays: Any, place: int) -> Any:
     """The arrays of all places, with one adapter's in its own."""
 
     def one(stack: LowRank, pair: tuple[jax.Array, jax.Array]) -> LowRank:
-        return LowRank(stack.a.at[:, place].set(pair[0]), stack.b.at[place].set(pair[1]))
+        k, projections, _, rank = stack.a.shape
+        a = stack.a.at[:, :, place].set(pair[0].reshape(k, projections, rank))
+        return LowRank(a, stack.b.at[place].set(pair[1]))
 
     whole = lambda leaf: isinstance(leaf, LowRank)  # noqa: E731
     return jax.tree.map(one, stacks, arrays, is_leaf=whole)

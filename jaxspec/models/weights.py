@@ -207,6 +207,11 @@ class Layout:
         each = lambda widths: tuple(width // size for width in widths)  # noqa: E731
         return Layout(each(self.splits), self.interleave // size, each(self.grouped))
 
+    @property
+    def projection(self) -> Int[Array, " n"]:
+        """The number of the projection that each output of the weight is of."""
+        return self.pack([jnp.full(width, i) for i, width in enumerate(self.splits)])
+
     def pack(self, parts: Sequence[Array]) -> Array:
         """The projections' outputs, each the last axis of an array of `parts`, as they stand in the weight."""
         flat = lambda x, rank: x.reshape(*x.shape[:-rank], -1)  # noqa: E731
@@ -235,14 +240,14 @@ class Layout:
 
 @flax.struct.dataclass
 class LowRank:
-    """Changes of a weight's product by adapters (LoRA): rows with adapter s have `x @ a[:, s] @ b[s]` added.
+    """Changes of a weight's product by adapters (LoRA): rows with adapter s have `x @ a[:, i, s] @ b[s]` added.
 
     There are places for a fixed number of adapters, of a fixed rank p, padded with zeros. A weight fused of several
-    projections has their ranks side by side in p, and each one's outputs read its own. `place`: of each request or
-    block that rows belong to, equally many of each and in order, the place of its adapter; -1 for none.
+    projections has an A of each, and outputs of projection i (`Layout.projection`) read the i-th. `place`: of each
+    request or block that rows belong to, equally many of each and in order, the place of its adapter; -1 for none.
     """
 
-    a: Float[Array, "k s p"]
+    a: Float[Array, "k i s p"]
     b: Float[Array, "s p n"]
     place: Int[Array, " b"] | None = None
 

@@ -93,7 +93,7 @@ def take_few_rows(monkeypatch):
     few = [dataclasses.replace(path, processors=0) for path in (FEW_ROWS, FUSED_NORMS)]
     monkeypatch.setattr(forward_module, "PATHS", few)
     monkeypatch.setattr(forward_module, "FEW_ROWS", few[0])
-    for name in ("heads", "keys_values", "gated", "normed", "top_tokens", "add_product", "product", "shrink"):
+    for name in ("heads", "keys_values", "gated", "normed", "top_tokens", "add_product", "product"):
         monkeypatch.setattr(op, name, partial(getattr(op, name), **INTERPRET))
 
 
@@ -177,8 +177,8 @@ def with_adapters(params, places: int, rank: int):
         stacks.append({})
         for name in (name for name in ("qkv", "out", "gate_up", "down") if stacks[1:] or name != "out"):
             key, a, b = jax.random.split(key, 3)
-            (k, n), wide = layer[name].values.shape, rank * {"qkv": 3, "gate_up": 2}.get(name, 1)
-            made = normal(a, k, places, wide) * k**-0.5, normal(b, places, wide, n) * wide**-0.5
+            (k, n), projections = layer[name].values.shape, len(layer[name].layout.splits)
+            made = normal(a, k, projections, places, rank) * k**-0.5, normal(b, places, rank, n) * rank**-0.5
             stacks[-1][name] = LowRank(*made)
     return params | {"adapters": stacks}
 
@@ -187,7 +187,8 @@ def with_adapters(params, places: int, rank: int):
 @pytest.mark.parametrize("family", ["qwen3", "qwen2"])
 def test_rows_with_adapters_go_through_the_same_kernels(monkeypatch, family):
     """The first of two requests has the last of eight adapters; then the other has the second, and none has any."""
-    config, params = small_model(family, hidden_size=17 * 64, num_hidden_layers=2)
+    sizes = dict(num_attention_heads=4, num_key_value_heads=2, intermediate_size=128)
+    config, params = small_model(family, hidden_size=17 * 64, num_hidden_layers=2, **sizes)
     params, rows = with_adapters(params, 8, 16), two_requests()
     cases = [jnp.array([7, -1]), jnp.array([-1, 1]), jnp.array([-1, -1])]
     expected = [forward(config, params, rows, places) for places in cases]
@@ -211,8 +212,10 @@ def test_rows_with_adapters_that_the_kernels_cannot_take_are_named():
     assert refuses(layers(4, 16)) is None is refuses(layers(4, 16), requests=8)
     assert "40 rows of 1088; supported: up to 32" in refuses(layers(4, 16), requests=10)
     assert "16 rows of 1088; supported: up to 8" in refuses(params["layers"], requests=4, adapters=False)
-    assert "adapters of rank 24 in 3 places" in refuses(layers(3, 8))
-    assert "with adapters divided among 2 devices" in refuses(layers(4, 16), devices=2)
+    assert "24 ranks of all adapters' places; supported: multiples of 64" in refuses(layers(3, 8))
+    assert "1024 ranks of adapters beside 8 rows and a weight of 1088 by 128" in refuses(layers(16, 64))
+    assert "with adapters on 114 multiprocessors; 132 are needed" in refuses(layers(4, 16), processors=114)
+    assert refuses(layers(4, 16), devices=2) is None
 
 
 _quantise_blocks, _quantise_stack = jax.jit(fp8.quantise_blocks), jax.jit(jax.vmap(fp8.quantise_blocks))

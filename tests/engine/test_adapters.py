@@ -14,7 +14,7 @@ from jaxspec import LLM, CheckpointError, ConfigError, EngineConfig, RequestErro
 from jaxspec.checkpoint import peft
 from jaxspec.decoder.low_rank import low_rank
 from jaxspec.engine.adapters import within
-from jaxspec.models.weights import LowRank
+from jaxspec.models.weights import Layout, LowRank
 from jaxspec.scheduling.adapter_places import AdapterPlaces
 from tests.support import lora
 from tests.support.engines import OPTIONS, checkpoint, idle, params, tokens
@@ -118,15 +118,18 @@ def test_programs_for_requests_without_adapters_are_those_of_an_engine_without()
 
 
 def test_few_and_many_rows_are_multiplied_alike():
-    """Rows of a round pick their own out of all adapters' products; blocks of a prompt gather theirs."""
+    """Rows of a round pick their own out of all adapters' products; blocks of a prompt gather theirs. Of a weight of
+    two projections, whose columns alternate, each reads its own A."""
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
-    a, b, place = draw(12, 3, 5), draw(3, 5, 7), jnp.array([2, -1, 0])
+    a, b, place, layout = draw(12, 2, 3, 5), draw(3, 5, 8), jnp.array([2, -1, 0]), Layout((4, 4), 2)
+    second = np.array([0, 0, 1, 1] * 2)
     for each in (2, 20):
         x = draw(3, each, 12)
-        expected = [x[i] @ a[:, p] @ b[p] if p >= 0 else jnp.zeros((each, 7)) for i, p in enumerate(place.tolist())]
-        made = low_rank(x, LowRank(a, b, place))
-        np.testing.assert_allclose(made, jnp.stack(expected), rtol=1e-4, atol=1e-4)
+        own = [[np.asarray(x[i] @ a[:, j, p] @ b[p]) * (p >= 0) for j in (0, 1)] for i, p in enumerate(place.tolist())]
+        expected = np.stack([np.where(second, two, one) for one, two in own])
+        made = low_rank(x, LowRank(a, b, place), layout)
+        np.testing.assert_allclose(made, expected, rtol=1e-4, atol=1e-4)
         assert not np.asarray(made[1]).any()
 
 

@@ -106,7 +106,6 @@ def test_adapters(rows):
     given = cpu.operands(rows, **cpu.QWEN3)
     for _ in range(3):
         cpu.check_adapters(given)
-        cpu.check_shrink(given)
 
 
 @pytest.mark.parametrize("kernel", ["heads", "normed heads", "keys and values", "router", "add", "scaled add"])
@@ -142,7 +141,7 @@ def test_layers_with_adapters_are_plain_ones(monkeypatch, requests):
     rows = {1: layers.one_request(), 2: layers.two_requests(), 3: layers.rounds(False)}[requests]
     with counting() as chosen:
         got = layers.forward(config, params, rows, jnp.array([9, -1, 2][:requests]))
-    assert chosen["few_rows_shrink"] and chosen["few_rows_heads"]
+    assert chosen["few_rows_heads"] and chosen["few_rows_gated"]
     switch_off(monkeypatch)
     expected = layers.forward(config, params, rows, jnp.array([9, -1, 2][:requests]))
     # Of one row 2.5% were measured on a CPU, where either path is 1.7% from float32.

@@ -12,13 +12,13 @@ import jax
 import numpy as np
 import pytest
 
-from jaxspec import LLM, SamplingParams
+from jaxspec import LLM, SamplingParams, load_model
 from jaxspec.compiling import lowering
 from jaxspec.decoder import few_rows, padding, weight_stream
 from jaxspec.pallas.attention import write_heads
 from jaxspec.pallas.dense.few_rows import FP8_ROWS
 from jaxspec.pallas.hopper import KERNELS, kernels_here
-from tests.support import hybrids, several_devices, several_devices_by_request
+from tests.support import hybrids, lora, several_devices, several_devices_by_request
 from tests.support.several_devices import BATCHES, HYBRID, PROMPTS, SAMPLE, VOCAB
 from tests.support.tiny import tiny_config
 
@@ -131,7 +131,9 @@ def decoded(
     llm = LLM(folder, draft, tp_size=size, load_format="dummy", dtype="bfloat16", context_length=256, skip_warmup=True,
               max_running_requests=requests, max_total_tokens=8192, few_programs=True, **more)  # fmt: skip
     prompts = [[(i + j) % VOCAB for j in prompt] for i in range(requests // 4) for prompt in PROMPTS[:4]]
-    outs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=16, logprobs=0, ignore_eos=True))
+    names = [*more.get("lora_modules", ()), None]
+    own = {"lora": [names[i % len(names)] for i in range(requests)]} if "lora_modules" in more else {}
+    outs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=16, logprobs=0, ignore_eos=True), **own)
     outs = [out.completions[0] for out in outs]
     scores = [np.array([each.logprob for each in out.logprobs]) for out in outs]
     return [out.token_ids for out in outs], scores, KERNELS - before
@@ -140,6 +142,7 @@ def decoded(
 # By the path that runs their layers: what is asked of whom, and kernels that must have been called.
 PATHS = {
     "few_rows": ("qwen3", {}, 4, ("few_rows_product", "few_rows_heads")),
+    "few_rows-adapters": ("qwen3", {}, 4, ("few_rows_product", "few_rows_heads")),
     "few_rows-fp8, 16 rows": ("qwen3", {}, 16, ("few_rows_product", "few_rows_heads", "few_rows_gated")),
     "few_rows-fp8, 32 rows": ("qwen3", {}, 32, ("few_rows_product", "few_rows_heads", "few_rows_gated")),
     "fp8_stream-fp8": ("qwen3", {}, 40, ("fp8_stream",)),
@@ -157,6 +160,9 @@ def test_fast_paths_compute_what_one_gpu_does(name, tmp_path, figures):
     config = tiny_config(family, VOCAB, **{"num_hidden_layers": 4} | WIDE | sizes)
     (tmp_path / "config.json").write_text(json.dumps(config))
     more = {"quantization": "fp8"} if "fp8" in name else {}
+    if "adapters" in name:
+        model = load_model(str(tmp_path), load_format="dummy", dtype="bfloat16", progress=False)
+        more["lora_modules"] = lora.several(tmp_path, model, 3)
     kernels = alike(name, figures, *(decoded(str(tmp_path), size, requests, **more) for size in (1, GPUS)))
     assert all(kernels[each] for each in ("peer_sum", *called)), kernels
 

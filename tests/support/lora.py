@@ -50,10 +50,10 @@ def stacks(layers: list[dict[str, Any]], first: int = 0) -> list[dict[str, LowRa
     """Arrays of four random adapters of rank 16 for all dense weights; the first is in place `first`."""
 
     def both(name: str, seed: int, weight: Any) -> LowRank:
-        rank = 16 * {"qkv": 3, "gate_up": 2}.get(name, 1)
+        parts = {"qkv": 3, "gate_up": 2}.get(name, 1)
         draw = lambda key, *shape: drawn.normal(jax.random.key(key), shape).astype(weight.dtype)  # noqa: E731
-        a, b = draw(seed, weight.inputs, 4, rank) * weight.inputs**-0.5, draw(seed + 9, 4, rank, weight.outputs) * 0.3
-        return LowRank(jnp.roll(a, first, axis=1), jnp.roll(b, first, axis=0))
+        a = draw(seed, weight.inputs, parts, 4, 16) * weight.inputs**-0.5
+        return LowRank(jnp.roll(a, first, axis=2), jnp.roll(draw(seed + 9, 4, 16, weight.outputs) * 0.3, first, axis=0))
 
     names = ("qkv", "out", "gate_up", "down")
     return [{name: both(name, seed, layer[name]) for seed, name in enumerate(names)} for layer in layers]

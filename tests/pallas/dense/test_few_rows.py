@@ -273,48 +273,54 @@ def test_product_added_with_more_weights_than_shared_memory_holds():
     check_add(operands(8, f=2048), **INTERPRET)
 
 
-def adapters(rows: int, inputs: int, outputs: int) -> tuple[op.Adapters, jax.Array]:
-    """Operands of which two of four runs of columns are present, and what they add; the others aren't numbers."""
-    inner, b = normal(jax.random.key(4), rows, 256), normal(jax.random.key(5), 256, outputs) * 64**-0.5
-    absent = (jnp.arange(256) // 64 % 3)[:, None] > 0
-    given = op.Adapters(jnp.where(absent.T, jnp.nan, inner), jnp.where(absent, jnp.nan, b), jnp.array([2, 0, 3, 7, 7]))
-    return given, jnp.where(absent.T, 0, inner) @ jnp.where(absent, 0, b)
+def adapters(rows: jax.Array, outputs: int, projections: int = 1) -> tuple[op.Adapters, jax.Array]:
+    """Operands of which two of four runs of columns are present, and what they add to each projection's outputs; the
+    others aren't numbers."""
+    absent, k = np.arange(256) // 64 % 3 > 0, rows.shape[1]
+    a = normal(jax.random.key(4), k, projections, 256) * k**-0.5
+    b = normal(jax.random.key(5), 256, outputs) * 64**-0.5
+    place = jnp.resize(jnp.array([1, 13, -1, 3, 15]), len(rows))
+    counters = jnp.zeros(2, jnp.int32), jnp.array([1])
+    nan = [x.at[at].set(jnp.nan) for x, at in ((a, np.s_[:, :, absent]), (b, absent))]
+    shapes = (k, projections, 16, 16), (16, 16, outputs)
+    given = op.Adapters(*map(jnp.reshape, nan, shapes), place, jnp.array([0b1001]), *counters)
+    inner = jnp.einsum("rk,kpc->prc", rows, a, preferred_element_type="float32")
+    own = place[:, None] == jnp.arange(256) // 16
+    return given, jnp.where(own, inner, 0).astype(jnp.bfloat16) @ b
 
 
 def check_adapters(given: dict[str, jax.Array], **options):
     """Their products are added before all that is made of the base's."""
-    (rows, d), f, width = given["x"].shape, given["hidden"].shape[1], given["kv"].shape[5]
-    change, term = adapters(rows, f, d)
-    got = op.add_product(given["x"], given["hidden"], given["down"], None, None, change, **options)
+    f, width, kv_heads = given["hidden"].shape[1], given["kv"].shape[5], given["kv"].shape[3]
+    change, (term,) = adapters(given["hidden"], given["x"].shape[1])
+    got, counters = op.add_product(given["x"], given["hidden"], given["down"], None, None, change, **options)
+    assert not counters[0]  # another kernel's
     assert_close(got, given["x"] + (given["hidden"] @ given["down"] + term))
     scaled = op.scale_rows(given["x"], given["scale"])
     factor = jax.lax.rsqrt(jnp.mean(jnp.square(given["x"].astype(jnp.float32)), axis=1, keepdims=True) + EPS)
     norm = rms_norm(given["x"], given["scale"], EPS)
-    change, term = adapters(rows, d, 2 * f)
-    got = op.gated(*scaled, given["gate_up"], (), change, eps=EPS, **options)
-    expected = (norm.astype(jnp.float32) @ given["gate_up"] + factor * term).astype(jnp.bfloat16)
-    assert_close(got, gate(expected, HALF), 1e-2)
-    change, term = adapters(rows, d, given["qkv"].shape[1])
-    q, _ = op.heads(*head_operands(given, 0, False), adapters=change, eps=EPS, **options)
-    queries = q.shape[1] // width
-    turned = (norm.astype(jnp.float32) @ given["qkv"] + factor * term).reshape(rows, 1, -1, width)[:, :, :queries]
-    turned = rope(turned.astype(jnp.bfloat16), given["position"][:, None], rotating(width))
-    assert_close(q, turned.reshape(rows, -1), 1e-2)
-
-
-def check_shrink(given: dict[str, jax.Array], **options):
-    own = (jnp.arange(len(given["x"]))[:, None] % 4 == jnp.arange(256) // 64).astype(jnp.bfloat16)
-    a = jnp.tile(given["down"], (1, 2))[:, :256]
-    assert_close(op.shrink(given["hidden"], a, own, **options), (given["hidden"] @ a) * own)
+    for projections in (1, 2):
+        change, terms = adapters(scaled.rows, 2 * f, projections)
+        got, _ = op.gated(*scaled, given["gate_up"], (), change, eps=EPS, **options)
+        term = jnp.where(jnp.arange(2 * f) % 64 < HALF, terms[0], terms[-1])
+        expected = (norm.astype(jnp.float32) @ given["gate_up"] + factor * term).astype(jnp.bfloat16)
+        assert_close(got, gate(expected, HALF), 1e-2)
+    columns = given["qkv"].shape[1]
+    change, terms = adapters(scaled.rows, columns, 3)
+    q, pages, _ = op.heads(*head_operands(given, 0, False), adapters=change, eps=EPS, **options)
+    ends = [columns - 2 * kv_heads * width, columns - kv_heads * width]
+    term = jnp.concatenate([jnp.split(each, ends, axis=1)[i] for i, each in enumerate(terms)], axis=1)
+    qkv = (norm.astype(jnp.float32) @ given["qkv"] + factor * term).astype(jnp.bfloat16)
+    qkv = qkv.reshape(len(qkv), 1, -1, width)
+    turned = rope(qkv[:, :, :-kv_heads], given["position"][:, None], rotating(width))[:, 0]
+    assert_close(q, turned[:, :-kv_heads].reshape(len(q), -1), 1e-2)
+    new = jnp.stack([turned[:, -kv_heads:], qkv[:, 0, -kv_heads:]], axis=1)
+    assert_written(given, pages, [1], new[:, None], 1e-2)
 
 
 @pytest.mark.parametrize("rows,f", [(8, 128), rare(8, 2048), rare(24, 128)])  # 2,048: more than shared memory holds
 def test_adapters(rows, f):
     check_adapters(operands(rows, d=1088, f=f, width=128), **INTERPRET)
-
-
-def test_shrink_keeps_each_row_s_own_columns():
-    check_shrink(operands(8), **INTERPRET)
 
 
 KERNELS_OF = {
@@ -353,19 +359,18 @@ KERNELS_OF = {
     "top tokens": lambda of: op.top_tokens(of["x"], of["scale"], jnp.zeros((49152, 576), jnp.bfloat16), eps=EPS),
     "add": lambda of: op.add_product(of["x"], of["hidden"], of["down"]),
     "adapted heads": lambda of: op.heads(
-        *head_operands(of, 0, True), adapters=adapters(len(of["x"]), 0, of["qkv"].shape[1])[0], eps=EPS
+        *head_operands(of, 0, True), adapters=adapters(of["x"], of["qkv"].shape[1], 3)[0], eps=EPS
     ),
     "adapted gated": lambda of: op.gated(
         *op.scale_rows(of["x"], of["scale"]),
         of["gate_up"],
         (),
-        adapters(len(of["x"]), 0, of["gate_up"].shape[1])[0],
+        adapters(of["x"], of["gate_up"].shape[1], 2)[0],
         eps=EPS,
     ),
     "adapted add": lambda of: op.add_product(
-        of["x"], of["hidden"], of["down"], of["scale"], None, adapters(len(of["x"]), 0, of["x"].shape[1])[0]
+        of["x"], of["hidden"], of["down"], of["scale"], None, adapters(of["hidden"], of["x"].shape[1])[0]
     ),
-    "shrink": lambda of: op.shrink(of["hidden"], of["down"][:, :256], normal(jax.random.key(0), len(of["x"]), 256)),
 }
 
 
@@ -376,7 +381,7 @@ def lowerings():
     """SmolLM2's sizes with the most rows, or the fewest where the most take jax seconds to lay out; gpt-oss' sizes for
     biases; and wide ones. `make exhaustive` has all."""
     for kernel in KERNELS_OF:
-        if "adapted" in kernel or kernel == "shrink":
+        if "adapted" in kernel:
             yield from (pytest.param(kernel, rows, QWEN3, marks=pytest.mark.exhaustive) for rows in (8, 32))
             continue
         if "biased" in kernel:

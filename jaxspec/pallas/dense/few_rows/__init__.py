@@ -1,9 +1,9 @@
 """The matmuls of a layer at few rows, each with the operations before and after it, on Hopper: see `layer`."""
 
+from jaxspec.pallas.dense.few_rows.adapters import Adapters, adapters_supported
 from jaxspec.pallas.dense.few_rows.four_bits import four_bits_of, four_bits_supported
 from jaxspec.pallas.dense.few_rows.fp8 import Fp8Weight, Fp8WeightAndRows, format_of, fp8_supported
 from jaxspec.pallas.dense.few_rows.layer import (
-    Adapters,
     Scaled,
     add_product,
     gated,
@@ -12,9 +12,9 @@ from jaxspec.pallas.dense.few_rows.layer import (
     normed,
     product,
     scale_rows,
-    shrink,
 )
 from jaxspec.pallas.dense.few_rows.share import (
+    BLOCKS,
     FP8_ROWS,
     GROUP,
     NARROW,
@@ -29,6 +29,7 @@ from jaxspec.pallas.dense.few_rows.share import (
 from jaxspec.pallas.dense.few_rows.top import top_tokens
 
 __all__ = [
+    "BLOCKS",
     "FP8_ROWS",
     "GROUP",
     "NARROW",
@@ -38,6 +39,7 @@ __all__ = [
     "Fp8Weight",
     "Fp8WeightAndRows",
     "Scaled",
+    "adapters_supported",
     "add_product",
     "format_of",
     "four_bits_of",
@@ -51,7 +53,6 @@ __all__ = [
     "product",
     "product_supported",
     "scale_rows",
-    "shrink",
     "supported",
     "tiles_of_squares",
     "top_supported",

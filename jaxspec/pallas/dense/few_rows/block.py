@@ -30,6 +30,7 @@ from jaxspec.pallas.dense.few_rows.share import (
 
 AT_ONCE = 4  # groups of rows that are loaded before the first is normed
 PIECE = 1024  # columns that are normed together
+EARLY = 1  # chunks of weights that go before those of adapters
 _i32, _f32 = jnp.int32, jnp.float32
 
 
@@ -61,7 +62,8 @@ def params(across_warps: bool = False) -> plgpu.CompilerParams:
 def grid_of(share: Share) -> dict[str, Any]:
     """A block for each tile, or a cluster of them if its inputs are split."""
     cluster = {"cluster": (share.splits,), "cluster_names": ("split",)} if share.splits > 1 else {}
-    threads = {"num_threads": share.warpgroups, "thread_name": "warpgroup"} if share.warpgroups > 1 else {}
+    count = share.warpgroups + bool(share.adapters)
+    threads = {"num_threads": count, "thread_name": "warpgroup"} if count > 1 else {}
     return {"grid": (share.tiles,), "grid_names": ("tile",)} | cluster | threads
 
 
@@ -109,11 +111,11 @@ def ranges(share, weights_g):
     return list(zip(weights_g, [0, *ends[:-1]], ends, strict=True))
 
 
-def begin(share, weights_g, rows_g, adapters_g=(), *, weight_s, rows_s, ready, **others):
+def begin(share, weights_g, rows_g, added=None, *, weight_s, rows_s, ready, **others):
     """Begin to copy a block's weights, and the rows' inputs unless the block norms rows itself.
 
     Returns the function that copies chunk i to a slot, and an FP8 weight's scales. With several weights, the tiles of
-    the first come first. What adapters add (`layer.Adapters`) are further chunks of a tile's first block.
+    the first come first. `added`: the rows' adapters (`adapters.Added`), if they have some.
     """
     if share.splits > 1:
         cluster.expect(share, others["sent_s"])
@@ -121,22 +123,7 @@ def begin(share, weights_g, rows_g, adapters_g=(), *, weight_s, rows_s, ready, *
     weight_s = ring_of(share, weight_s)[0]
     tile, split, rows_g = lax.axis_index("tile"), split_of(share), () if share.normed else rows_g
 
-    def fetch_adapters(i, slot):
-        inner_g, b_g, present_g = adapters_g
-        inputs, first = pl.ds(present_g[1 + i - share.chunks] * TILE, TILE), pl.ds(0, TILE)
-        for g in range(share.groups):
-            columns = pl.ds(column_of(share, share.columns, tile, g), TILE)
-            plgpu.copy_gmem_to_smem(b_g.at[inputs, columns], weight_s.at[slot, g, first], ready.at[slot])
-        plgpu.copy_gmem_to_smem(inner_g.at[:, inputs], rows_s.at[slot, :, first], ready.at[slot])
-
     def fetch(i, slot):
-        if not adapters_g:
-            fetch_weight(i, slot)
-            return
-        pl.when(i < share.chunks)(partial(fetch_weight, i, slot))
-        pl.when(i >= share.chunks)(partial(fetch_adapters, i, slot))
-
-    def fetch_weight(i, slot):
         chunk = split * share.chunks + i
         inputs = pl.ds(chunk * share.chunk, share.chunk)
         for weight_g, first, end in ranges(share, weights_g):
@@ -163,6 +150,8 @@ def begin(share, weights_g, rows_g, adapters_g=(), *, weight_s, rows_s, ready, *
             pl.when(lax.div(chunk, _i32(each)) == which)(partial(copy, row_g, at))
 
     for first in range(0, share.slots, share.warpgroups):
+        if added and first == EARLY:
+            added.wait_for_fetches()
         i = first + turn_of(share)
         fetch(i, i) if first + share.warpgroups <= share.slots else pl.when(i < share.slots)(partial(fetch, i, i))
     return fetch, scales
@@ -174,7 +163,7 @@ def multiply(
     prefetch,
     end,
     factor=None,
-    adapters_g=(),
+    added=None,
     *,
     weight_s,
     parts_s=None,
@@ -201,7 +190,9 @@ def multiply(
     if share.quantised:
         totals = (four_bit_sums if share.four else fp8_sums)(share, begun, **ring)
     else:
-        totals = _sums(share, begun[0], adapters_g, **ring)
+        totals = _sums(share, begun[0], **ring)
+    if added:
+        totals = added.to(totals)
     gather = partial(_gathered, share, finish, split, parts_s, sent_s)
     if share.splits > 1:
         cluster.meet()
@@ -213,7 +204,7 @@ def multiply(
     @pl.when(turn > 0)
     def _():
         plgpu.commit_smem()  # all warps have read the weights that the sums overwrite
-        for i, eight in enumerate(_eights(totals)):
+        for i, eight in enumerate(eights(totals)):
             sums_s[turn, i] = eight
         plgpu.commit_smem()  # all threads have written when one of them signals
         plgpu.barrier_arrive(summed)
@@ -221,7 +212,7 @@ def multiply(
     @pl.when(turn == 0)
     def _():
         plgpu.barrier_wait(summed)
-        gather(_added(share, [sums_s.at[i] for i in range(1, share.warpgroups)], totals))
+        gather(add_sums(share, [sums_s.at[i] for i in range(1, share.warpgroups)], totals))
 
 
 def ring_of(share, weight_s):
@@ -229,15 +220,15 @@ def ring_of(share, weight_s):
     return weight_s if share.warpgroups > 1 else (weight_s, None)
 
 
-def _eights(totals):
+def eights(totals):
     """Cut the sums of each group into parts of `GROUP` rows, which don't share banks in memory."""
     return [total[:, at : at + GROUP] for total in totals for at in range(0, total.shape[1], GROUP)]
 
 
-def _added(share, refs, totals):
+def add_sums(share, refs, totals):
     """Add to the sums of each group those in `refs`, in order; these hold parts from `_eights`."""
     load = partial(plgpu.load, layout=plgpu.Layout.WGMMA, optimized=False)
-    made = [sum((load(ref.at[i]) for ref in refs), eight) for i, eight in enumerate(_eights(totals))]
+    made = [sum((load(ref.at[i]) for ref in refs), eight) for i, eight in enumerate(eights(totals))]
     count = len(made) // share.groups
     return [jnp.concatenate(made[g * count : (g + 1) * count], axis=1) for g in range(share.groups)]
 
@@ -251,33 +242,29 @@ def _gathered(share, finish, split, parts_s, sent_s, totals):
     pl.when(split < share.finishers)(lambda: finish(cluster.receive(share, parts_s, sent_s)))
 
 
-def _sums(share, fetch, adapters_g, *, weight_s, rows_s, ready):
-    """f32[TILE, rows] of each group, over the block's inputs, and over those that adapters add to them."""
-    slots, end = share.slots, share.chunks
-    if adapters_g:
-        end = end + adapters_g[2][0] * (split_of(share) == 0).astype(_i32)
+def _sums(share, fetch, *, weight_s, rows_s, ready):
+    """f32[TILE, rows] of each group, over the block's inputs."""
+    slots = share.slots
 
     def run(*totals):
-        def one(i, slot, part=()):
+        def one(i, slot):
             plgpu.barrier_wait(ready.at[slot])
-            rows = rows_s.at[(i if share.normed else slot, slice(None), *part)].transpose((1, 0))
+            rows = rows_s.at[i if share.normed else slot].transpose((1, 0))
             for g, total in enumerate(totals):
-                plgpu.wgmma(total, weight_s.at[(slot, g, *part)].transpose((1, 0)), rows)
+                plgpu.wgmma(total, weight_s.at[slot, g].transpose((1, 0)), rows)
 
-        def next_one(i, _, part=()):
+        def next_one(i, _):
             slot = lax.rem(i, _i32(slots))
-            one(i, slot, part)
+            one(i, slot)
             plgpu.wgmma_wait(0)
-            pl.when(i + slots < end)(lambda: fetch(i + slots, slot))
+            pl.when(i + slots < share.chunks)(lambda: fetch(i + slots, slot))
             return _
 
-        if slots == share.chunks and not adapters_g:
+        if slots == share.chunks:
             for i in range(slots):
                 one(i, i)
         else:
             lax.fori_loop(_i32(0), _i32(share.chunks), next_one, _i32(0))
-        if adapters_g:
-            lax.fori_loop(_i32(share.chunks), end, partial(next_one, part=(pl.ds(0, TILE),)), _i32(0))
         return tuple(total[...] for total in totals)
 
     return pl.run_scoped(run, *[plgpu.ACC((TILE, share.rows), _f32)] * share.groups)

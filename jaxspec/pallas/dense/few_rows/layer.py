@@ -41,6 +41,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.models.weights import HALF, Weight
 from jaxspec.pallas.attention.kv_write import stored
+from jaxspec.pallas.dense.few_rows import adapters as low_rank
+from jaxspec.pallas.dense.few_rows.adapters import Adapters
 from jaxspec.pallas.dense.few_rows.block import (
     begin,
     by_row,
@@ -79,17 +81,6 @@ class Scaled(NamedTuple):
     squares: Float[Array, "t r"]  # of the unscaled rows, summed over `TILE` columns, in float32; after them zeros
 
 
-class Adapters(NamedTuple):
-    """Operands by which adapters (LoRA) add `inner @ b` to a product of unquantised weights, before the norm's factor
-    and all that is made of the product. `inner` is `shrink`'s. `present`: how many runs of `TILE` of its columns have
-    numbers, and then these runs; the others aren't read.
-    """
-
-    inner: Float[Array, "r q"]
-    b: Float[Array, "q n"]
-    present: Int[Array, " c"]
-
-
 def scale_rows(x: Float[Array, "r d"], scale: Float[Array, " d"], centred: bool = False) -> Scaled:
     """Scale rows for the norm that comes next, as `add_product` scales its sums."""
     wide, scale = x.astype(_f32), scale.astype(_f32) + centred
@@ -108,43 +99,49 @@ def gated(
     *,
     eps: float,
     interpret: Any = False,
-) -> Float[Array, "r f"]:
+) -> Float[Array, "r f"] | tuple[Float[Array, "r f"], Int[Array, " m"]]:
     """silu(gate) * up of the normed rows, f = n / 2; all in bfloat16, rounded where plain layers round.
 
     `x` and `scale` are rows and the scale of their norm, or `Scaled` rows and their squares: then the norm is rounded
     once less. With an `Fp8WeightAndRows` they are `Scaled`. `prefetch`: weights that later kernels will read.
-    `adapters`: of `Scaled` rows.
+    `adapters`: of `Scaled` rows; their counters then come after the result, for the next kernel.
     """
     rows, columns = len(x), outputs(weight)
-    options = format_of(weight) | {"adapters": bool(adapters), "divided": not interpret}
+    options = format_of(weight) | low_rank.options(adapters, reads=2) | {"divided": not interpret}
     share = share_out(rows, [x.shape[1]], columns, normed=scale.ndim == 1, **options)
-    return plgpu.kernel(
-        partial(_gated_tile, share, eps, len(adapters)),
+    between, added = low_rank.results(share, interpret), low_rank.operands(adapters, x, interpret)
+    hidden, *_ = plgpu.kernel(
+        partial(_gated_tile, share, eps, len(between)),
         kernel_name="few_rows_gated",
-        out_type=jax.ShapeDtypeStruct((rows, columns // 2), x.dtype),
+        out_type=[jax.ShapeDtypeStruct((rows, columns // 2), x.dtype), *between],
         **grid_of(share),
-        scratch_types=scratch_of(share, interpret) | out_of(share),
+        scratch_types=scratch_of(share, interpret) | low_rank.scratch(share) | out_of(share),
         compiler_params=params(),
         interpret=interpret,
-    )(x, scale, *operands(weight), *adapters, *prefetch)
+    )(x, scale, *operands(weight), *added, *prefetch)
+    return (hidden, *low_rank.left(added)) if added else hidden
 
 
-def _gated_tile(share, eps, added, x_g, scale_g, *refs, out_s, **scratch):
+def _gated_tile(share, eps, between, x_g, scale_g, *refs, out_s, **scratch):
     tile, refs = lax.axis_index("tile"), list(refs)
-    weights_g, out_g = [taken(share, refs)], refs.pop()
-    adapters_g, prefetch_g = refs[:added], refs[added:]
-    begun = begin(share, weights_g, [x_g], adapters_g, **scratch)
-    factor, rows = prepare(share, [x_g], [scale_g], eps, scratch["rows_s"]), pl.ds(first_row(share), share.finished)
+    weights_g, added = [taken(share, refs)], low_rank.taken(share, refs, between, scratch)
+    *prefetch_g, out_g = refs
 
-    def finish(totals):
-        to_rows(totals, out_s)
-        for g in range(share.groups):
-            gate, up = (from_rows(out_s, g * TILE + at, HALF) for at in (0, HALF))
-            value = (gate / (1 + jnp.exp(-gate))).astype(jnp.bfloat16).astype(_f32) * up
-            column = lax.div(column_of(share, share.columns, tile, g), _i32(2))
-            out_g[rows, pl.ds(column, HALF)] = value.astype(jnp.bfloat16)
+    def base():
+        begun = begin(share, weights_g, [x_g], added, **scratch)
+        factor, rows = prepare(share, [x_g], [scale_g], eps, scratch["rows_s"]), pl.ds(first_row(share), share.finished)
 
-    multiply(share, begun, prefetch_g, finish, factor, adapters_g, **scratch)
+        def finish(totals):
+            to_rows(totals, out_s)
+            for g in range(share.groups):
+                gate, up = (from_rows(out_s, g * TILE + at, HALF) for at in (0, HALF))
+                value = (gate / (1 + jnp.exp(-gate))).astype(jnp.bfloat16).astype(_f32) * up
+                column = lax.div(column_of(share, share.columns, tile, g), _i32(2))
+                out_g[rows, pl.ds(column, HALF)] = value.astype(jnp.bfloat16)
+
+        multiply(share, begun, prefetch_g, finish, factor, added, **scratch)
+
+    low_rank.in_turn(share, added, x_g, base)
 
 
 @lower_once("few_rows_heads", "eps")
@@ -165,7 +162,7 @@ def heads(
     *,
     eps: float,
     interpret: Any = False,
-) -> tuple[Float[Array, "r q"], Float[Array, "l p 2 m s h"]]:
+) -> tuple[Array, ...]:
     """Rotated queries of the normed rows, and the pages with their rotated keys and values in `layer`.
 
     Several `rows` stand side by side, each normed with its own of `scales`; or there are only `Scaled` rows, and for a
@@ -211,84 +208,93 @@ def _heads(
     """The queries, if there are any, and the pages."""
     count, width, ref = len(kv_slots), kv.shape[5], jax.new_ref(kv)
     widths, unscaled = [x.shape[1] for x in rows], scales[0].ndim == 1
-    options = format_of(weight) | {"adapters": bool(adapters), "divided": not interpret}
+    options = format_of(weight) | low_rank.options(adapters) | {"divided": not interpret}
     share = share_out(count, widths, outputs(weight), width // TILE, normed=unscaled, **options)
+    between, added = low_rank.results(share, interpret), low_rank.operands(adapters, rows[0], interpret)
     bias = [] if bias is None else [bias.reshape(-1, width)]  # a head each
     inverse = [] if inverse_scales is None else [inverse_scales]
-    q = plgpu.kernel(
-        partial(_head, share, eps, queries, (len(rows), len(rows), len(norms), len(bias), len(inverse), len(adapters))),
+    counts = len(rows), len(rows), len(norms), len(bias), len(inverse)
+    q = [jax.ShapeDtypeStruct((count, queries * width), rows[0].dtype)] if queries else []
+    made = plgpu.kernel(
+        partial(_head, share, eps, queries, counts, len(between)),
         kernel_name="few_rows_heads",
-        out_type=[jax.ShapeDtypeStruct((count, queries * width), rows[0].dtype)] if queries else [],
+        out_type=q + between,
         **grid_of(share),
-        scratch_types=scratch_of(share, interpret)
+        scratch_types=scratch_of(share, interpret) | low_rank.scratch(share)
         | out_of(share)
         | {"head_s": plgpu.SMEM((share.finished, width), rows[0].dtype)},
         compiler_params=params(),
         interpret=interpret,
     )(
         *operands(weight), cos, sin, layer.reshape(1), kv_slots, ref, *rows, *scales, *norms, *bias, *inverse,
-        *adapters, *prefetch,
+        *added, *prefetch,
     )  # fmt: skip
-    return *q, jax.freeze(ref)
+    return *made[: len(q)], jax.freeze(ref), *low_rank.left(added)
 
 
-def _head(share, eps, queries, counts, *refs, out_s, head_s, **scratch):
+def _head(share, eps, queries, counts, between, *refs, out_s, head_s, **scratch):
     column, refs = lax.axis_index("tile"), list(refs)
     weights_g = [taken(share, refs)]
     cos_g, sin_g, layer_g, kv_slots_g, kv_g = (refs.pop(0) for _ in range(5))
-    rows_g, scales_g, norms_g, biases_g, inverse_g, adapters_g = ([refs.pop(0) for _ in range(n)] for n in counts)
-    q_g = refs.pop() if queries else None
+    rows_g, scales_g, norms_g, biases_g, inverse_g = ([refs.pop(0) for _ in range(n)] for n in counts)
     kv_heads, page_size, width = kv_g.shape[3:]
     half = width // 2
     further, head = (f(column, _i32(queries + 2 * kv_heads)) for f in (lax.div, lax.rem))
-    turns = (head < queries + kv_heads).astype(_f32)  # values are neither rotated nor normed
-    asks = (head < queries).astype(_f32)
-    begun = begin(share, weights_g, rows_g, adapters_g, **scratch)
-    # These loads are issued before any wait, or each would add its latency later.
-    first, rows = first_row(share), pl.ds(first_row(share), share.finished)
-    cos, sin = (plgpu.load(ref.at[rows], layout=by_row(half // 16), optimized=False) for ref in (cos_g, sin_g))
-    cos, sin = cos * turns + (1 - turns), sin * turns
-    layer, kv_slots = layer_g[0] + further, [kv_slots_g[first + i] for i in range(share.finished)]
-    kind, kv_head = (f(jnp.maximum(head - queries, 0), _i32(kv_heads)) for f in (lax.div, lax.rem))
-    inverse_scale = inverse_g[0][layer, kind, kv_head] if inverse_g else None
-    norms = [[_half_row(norm_g.at[further], at, half) for at in (0, half)] for norm_g in norms_g]
-    biases = [[_half_row(bias_g.at[column], at, half) for at in (0, half)] for bias_g in biases_g]
-    if len(norms) == 2:
-        norms = [[q * asks + k * (1 - asks) for q, k in zip(*norms, strict=True)]]
-    factor = prepare(share, rows_g, scales_g, eps, scratch["rows_s"])
+    projection = lambda: sum((head >= first).astype(_i32) for first in (queries, queries + kv_heads))  # noqa: E731
+    added = low_rank.taken(share, refs, between, scratch, projection)
+    q_g = refs.pop() if queries else None
 
-    def finish(totals):
-        to_rows(totals, out_s)
-        first, second = (from_rows(out_s, at, half) for at in (0, half))
-        for each in biases:
-            first, second = (_biased(x, bias, 1) for x, bias in zip((first, second), each, strict=True))
-        for first_scale, second_scale in norms:
-            factor = lax.rsqrt((jnp.sum(first * first, axis=1) + jnp.sum(second * second, axis=1)) / width + eps)
-            first = scaled(first, factor, first_scale).astype(_f32) * turns + first * (1 - turns)
-            second = scaled(second, factor, second_scale).astype(_f32) * turns + second * (1 - turns)
-        first, second = first * cos - second * sin, second * cos + first * sin
+    def base():
+        turns = (head < queries + kv_heads).astype(_f32)  # values are neither rotated nor normed
+        asks = (head < queries).astype(_f32)
+        begun = begin(share, weights_g, rows_g, added, **scratch)
+        # These loads are issued before any wait, or each would add its latency later.
+        first, rows = first_row(share), pl.ds(first_row(share), share.finished)
+        cos, sin = (plgpu.load(ref.at[rows], layout=by_row(half // 16), optimized=False) for ref in (cos_g, sin_g))
+        cos, sin = cos * turns + (1 - turns), sin * turns
+        layer, kv_slots = layer_g[0] + further, [kv_slots_g[first + i] for i in range(share.finished)]
+        kind, kv_head = (f(jnp.maximum(head - queries, 0), _i32(kv_heads)) for f in (lax.div, lax.rem))
+        inverse_scale = inverse_g[0][layer, kind, kv_head] if inverse_g else None
+        norms = [[_half_row(norm_g.at[further], at, half) for at in (0, half)] for norm_g in norms_g]
+        biases = [[_half_row(bias_g.at[column], at, half) for at in (0, half)] for bias_g in biases_g]
+        if len(norms) == 2:
+            norms = [[q * asks + k * (1 - asks) for q, k in zip(*norms, strict=True)]]
+        factor = prepare(share, rows_g, scales_g, eps, scratch["rows_s"])
 
-        if queries:
+        def finish(totals):
+            to_rows(totals, out_s)
+            first, second = (from_rows(out_s, at, half) for at in (0, half))
+            for each in biases:
+                first, second = (_biased(x, bias, 1) for x, bias in zip((first, second), each, strict=True))
+            for first_scale, second_scale in norms:
+                factor = lax.rsqrt((jnp.sum(first * first, axis=1) + jnp.sum(second * second, axis=1)) / width + eps)
+                first = scaled(first, factor, first_scale).astype(_f32) * turns + first * (1 - turns)
+                second = scaled(second, factor, second_scale).astype(_f32) * turns + second * (1 - turns)
+            first, second = first * cos - second * sin, second * cos + first * sin
 
-            @pl.when(head < queries)
+            if queries:
+
+                @pl.when(head < queries)
+                def _():
+                    q_g[rows, pl.ds(head * width, half)] = first.astype(jnp.bfloat16)
+                    q_g[rows, pl.ds(head * width + half, half)] = second.astype(jnp.bfloat16)
+
+            @pl.when(head >= queries)
             def _():
-                q_g[rows, pl.ds(head * width, half)] = first.astype(jnp.bfloat16)
-                q_g[rows, pl.ds(head * width + half, half)] = second.astype(jnp.bfloat16)
+                head_s[:, pl.ds(0, half)] = first.astype(jnp.bfloat16)
+                head_s[:, pl.ds(half, half)] = second.astype(jnp.bfloat16)
+                plgpu.commit_smem()
+                for i, kv_slot in enumerate(kv_slots):
 
-        @pl.when(head >= queries)
-        def _():
-            head_s[:, pl.ds(0, half)] = first.astype(jnp.bfloat16)
-            head_s[:, pl.ds(half, half)] = second.astype(jnp.bfloat16)
-            plgpu.commit_smem()
-            for i, kv_slot in enumerate(kv_slots):
+                    @pl.when(kv_slot >= 0)
+                    def _(i=i, kv_slot=kv_slot):
+                        page, slot = lax.div(kv_slot, _i32(page_size)), lax.rem(kv_slot, _i32(page_size))
+                        row = plgpu.load(head_s.at[i], layout=one_row(width), optimized=False)
+                        kv_g[layer, page, kind, kv_head, slot] = stored(row, kv_g.dtype, inverse_scale)
 
-                @pl.when(kv_slot >= 0)
-                def _(i=i, kv_slot=kv_slot):
-                    page, slot = lax.div(kv_slot, _i32(page_size)), lax.rem(kv_slot, _i32(page_size))
-                    row = plgpu.load(head_s.at[i], layout=one_row(width), optimized=False)
-                    kv_g[layer, page, kind, kv_head, slot] = stored(row, kv_g.dtype, inverse_scale)
+        multiply(share, begun, refs, finish, factor, added, **scratch)
 
-    multiply(share, begun, refs, finish, factor, adapters_g, **scratch)
+    low_rank.in_turn(share, added, rows_g[0], base)
 
 
 def _half_row(row_g, at, half):
@@ -313,87 +319,83 @@ def add_product(
     *,
     centred: bool = False,
     interpret: Any = False,
-) -> Float[Array, "r d"] | tuple[Float[Array, "r d"], Scaled]:
+) -> Float[Array, "r d"] | tuple[Any, ...]:
     """x + (rows @ weight + bias), in bfloat16, rounded where plain layers round. `adapters` as in `gated`.
 
     With the `scale` of the norm that comes next, the sums come as `Scaled` rows as well; `centred`: that norm is
     `decoder.functions.centred_rms_norm`.
     """
     scales, biases = ([] if each is None else [each] for each in (scale, bias))
-    out, *scaled = _products([x], [rows], weight, scales, interpret, centred, biases, adapters)
-    return (out, Scaled(*scaled)) if scaled else out
+    out, *more = _products([x], [rows], weight, scales, interpret, centred, biases, adapters)
+    made = [out, Scaled(*more[:2]), *more[2:]] if scales else [out, *more]
+    return tuple(made) if len(made) > 1 else out
 
 
 @lower_once("few_rows_product", "dtype")
 def product(
     rows: Sequence[Float[Array, "r _"]],
     weight: Float[Array, "n d"] | Fp8Weight | Weight,
+    adapters: Adapters | tuple[()] = (),
     *,
     dtype: Any = None,
     interpret: Any = False,
 ) -> Float[Array, "r d"]:
     """The product of several rows of the same width, side by side; otherwise as `add_product`. `dtype`: float32 for
-    sums as they are; None: that of the rows."""
-    return _products([], rows, weight, [], interpret, dtype=dtype)[0]
+    sums as they are; None: that of the rows. `adapters`: of rows from one array, as in `gated`."""
+    out, *counters = _products([], rows, weight, [], interpret, adapters=adapters, dtype=dtype)
+    return (out, *counters) if counters else out
 
 
-@lower_once("few_rows_shrink")
-def shrink(
-    rows: Float[Array, "r k"],
-    a: Float[Array, "k q"],
-    own: Float[Array, "r q"],
-    *,
-    interpret: Any = False,
-) -> Float[Array, "r q"]:
-    """rows @ a, of all adapters side by side, times `own`: 1 in the columns of a row's own adapter, 0 elsewhere."""
-    return _products([], [rows], a, [], interpret, own=[own])[0]
-
-
-def _products(x, rows, weight, scale, interpret, centred=False, bias=(), adapters=(), own=(), dtype=None):
+def _products(x, rows, weight, scale, interpret, centred=False, bias=(), adapters=(), dtype=None):
     """The products, or their sums with `x`; with a scale also the arrays of `Scaled`."""
     count, columns = len(rows[0]), outputs(weight)
-    options = format_of(weight) | {"adapters": bool(adapters), "divided": not interpret}
+    options = format_of(weight) | low_rank.options(adapters) | {"divided": not interpret}
     share = share_out(count, [each.shape[1] for each in rows], columns, 1, normed=False, **options)
+    between, added = low_rank.results(share, interpret), low_rank.operands(adapters, rows[0], interpret)
     out = jax.ShapeDtypeStruct((count, columns), dtype or rows[0].dtype)
     squares = jax.ShapeDtypeStruct((tiles_of_squares(columns), count), _f32)
-    return plgpu.kernel(
-        partial(_product_tile, share, centred, tuple(map(len, (x, rows, scale, bias, adapters, own)))),
-        kernel_name="few_rows_add" if x else "few_rows_shrink" if own else "few_rows_product",
-        out_type=[out, out, squares] if scale else [out],
+    outs = [out, out, squares] if scale else [out]
+    made = plgpu.kernel(
+        partial(_product_tile, share, centred, tuple(map(len, (x, rows, scale, bias))), len(between)),
+        kernel_name="few_rows_add" if x else "few_rows_product",
+        out_type=outs + between,
         **grid_of(share),
-        scratch_types=scratch_of(share, interpret),
+        scratch_types=scratch_of(share, interpret) | low_rank.scratch(share),
         compiler_params=params(across_warps=bool(scale)),
         interpret=interpret,
-    )(*x, *operands(weight), *rows, *scale, *bias, *adapters, *own)
+    )(*x, *operands(weight), *rows, *scale, *bias, *added)
+    return *made[: len(outs)], *low_rank.left(added)
 
 
-def _product_tile(share, centred, counts, *refs, **scratch):
+def _product_tile(share, centred, counts, between, *refs, **scratch):
     (plus, *counts), refs = counts, list(refs)
     x_g, weights_g = [refs.pop(0) for _ in range(plus)], [taken(share, refs)]
-    rows_g, scale_g, bias_g, adapters_g, own_g = ([refs.pop(0) for _ in range(n)] for n in counts)
+    rows_g, scale_g, bias_g = ([refs.pop(0) for _ in range(n)] for n in counts)
+    added = low_rank.taken(share, refs, between, scratch)
     out_g, *scaled_g = refs
-    here = pl.ds(first_row(share), share.finished), pl.ds(lax.axis_index("tile") * TILE, TILE)
-    layout = plgpu.Layout.WGMMA_TRANSPOSED
-    begun = begin(share, weights_g, rows_g, adapters_g, **scratch)
-    whole = lambda ref: plgpu.load(ref.at[here].transpose((1, 0)), layout=layout, optimized=False)  # noqa: E731
-    x, own = list(map(whole, x_g)), list(map(whole, own_g))
-    of_columns = partial(plgpu.load, layout=layout.reduce(1), optimized=False)
-    scale, bias = ([of_columns(ref.at[here[1]]).astype(_f32) for ref in refs] for refs in (scale_g, bias_g))
 
-    def finish(totals):
-        total = plgpu.layout_cast(totals[0], layout)
-        for each in own:
-            total = total * each.astype(_f32)
-        total = total.astype(out_g.dtype)
-        for each in bias:
-            total = _biased(total.astype(_f32), each, 0).astype(jnp.bfloat16)
-        for each in x:
-            total = (each.astype(_f32) + total.astype(_f32)).astype(jnp.bfloat16)
-        out_g.at[here].transpose((1, 0))[...] = total
-        if scale:
-            _write_scaled(share, here, total.astype(_f32), 1 + scale[0] if centred else scale[0], *scaled_g)
+    def base():
+        here = pl.ds(first_row(share), share.finished), pl.ds(lax.axis_index("tile") * TILE, TILE)
+        layout = plgpu.Layout.WGMMA_TRANSPOSED
+        begun = begin(share, weights_g, rows_g, added, **scratch)
+        whole = lambda ref: plgpu.load(ref.at[here].transpose((1, 0)), layout=layout, optimized=False)  # noqa: E731
+        x = list(map(whole, x_g))
+        of_columns = partial(plgpu.load, layout=layout.reduce(1), optimized=False)
+        scale, bias = ([of_columns(ref.at[here[1]]).astype(_f32) for ref in refs] for refs in (scale_g, bias_g))
 
-    multiply(share, begun, (), finish, None, adapters_g, **scratch)
+        def finish(totals):
+            total = plgpu.layout_cast(totals[0], layout).astype(out_g.dtype)
+            for each in bias:
+                total = _biased(total.astype(_f32), each, 0).astype(jnp.bfloat16)
+            for each in x:
+                total = (each.astype(_f32) + total.astype(_f32)).astype(jnp.bfloat16)
+            out_g.at[here].transpose((1, 0))[...] = total
+            if scale:
+                _write_scaled(share, here, total.astype(_f32), 1 + scale[0] if centred else scale[0], *scaled_g)
+
+        multiply(share, begun, (), finish, None, added, **scratch)
+
+    low_rank.in_turn(share, added, rows_g[0], base)
 
 
 def _write_scaled(share, here, x, scale, rows_g, squares_g):

@@ -37,6 +37,8 @@ MAX_GROUPS = 8  # groups of columns of a block
 HEAD_STAGES = 2  # pipeline stages: tiles of a head in a block's shared memory
 SLOT_BYTES = 32 * 1024  # of weights that are waited for together
 MIN_SLOTS = 3  # of a ring
+MAX_PIECES = 16  # parts of x @ A: a thread loads as many at once
+A_SLOTS, B_TILES = 6, 4  # of adapters' rings of A and B, `TILE` by `TILE`
 ROOM = SHARED_BYTES - 1024  # for weights, rows and sums; the rest is for barriers
 
 
@@ -70,8 +72,8 @@ class Share:
 
     `normed`: a block norms its inputs of all rows itself; otherwise they come in chunks with the weights. `fp8`: the
     weights are, with scales for `BLOCK` inputs each. `rounds`: so are rows, which are quantised once they have arrived.
-    `four`: weights have four bits, and their scales come with them. `adapters`: chunks of `TILE` inputs follow, which
-    adapters add.
+    `four`: weights have four bits, and their scales come with them. `adapters`: runs of `TILE` columns of A that rows'
+    adapters of this `rank` have, of which a tile's columns read those of `reads` projections (`few_rows.adapters`).
     """
 
     rows: int
@@ -83,7 +85,9 @@ class Share:
     fp8: bool = False
     rounds: bool = False
     four: FourBits | None = None
-    adapters: bool = False
+    adapters: int = 0
+    reads: int = 1
+    rank: int = 16
 
     @property
     def quantised(self) -> bool:
@@ -108,8 +112,6 @@ class Share:
     @property
     def chunk(self) -> int:
         """Inputs that come together: as many as one copy can load and a slot can hold, the same for all chunks."""
-        if self.adapters and self.rows > GROUP:
-            return TILE  # no copy writes fewer columns of several groups of rows
         slot = FP8_SLOT_BYTES if self.fp8 else SLOT_BYTES
         if self.four:
             slot = FOUR_SLOT_BYTES // (1 if self.rows <= GROUP else 2)  # rows take room, too
@@ -126,6 +128,28 @@ class Share:
     @property
     def chunks(self) -> int:
         return self.part // self.chunk
+
+    @property
+    def pieces(self) -> int:
+        """Parts of the inputs by which blocks share out x @ A, each for one run of columns; 0: there are fewer blocks
+        than runs."""
+        most = min(self.tiles * self.splits // self.adapters, MAX_PIECES)
+        return next((n for n in range(most, 0, -1) if sum(self.widths) // TILE % n == 0), 0)
+
+    @property
+    def shrinks(self) -> int:
+        """Chunks of such a part, of `TILE` inputs."""
+        return sum(self.widths) // TILE // max(self.pieces, 1)
+
+    @property
+    def a_slots(self) -> int:
+        """Slots of the ring of these."""
+        return min(self.shrinks, A_SLOTS)
+
+    @property
+    def runs(self) -> int:
+        """Slots of the ring of B, of a run of its rows each: all that a block has, or what has room."""
+        return max(min(-(-self.adapters // self.splits), B_TILES // self.groups), 1)
 
     @property
     def finishers(self) -> int:
@@ -186,7 +210,16 @@ class Share:
         parts += 4 * self.scales * self.groups * warpgroups if self.fp8 else 0
         parts += 8 * warpgroups * self.rows * self.chunk // BLOCK if self.rounds else 0
         rows = 2 * self.rows * (self.part if self.normed else 0)
-        return (ROOM - 1024 - out - parts - rows) // self._slot
+        return (ROOM - 1024 - out - parts - rows - self._beside) // self._slot
+
+    @property
+    def _beside(self) -> int:
+        """Bytes of what adapters multiply, and of their sums, which are where A was."""
+        if not self.adapters:
+            return 0
+        a, sums = 2 * self.a_slots * TILE * TILE, 4 * self.groups * self.rows * TILE
+        b, rows = 2 * self.runs * self.groups * TILE * TILE, 2 * self.rows * TILE * (self.a_slots + self.reads)
+        return max(a, sums) + b + rows + 1024
 
     @property
     def scales(self) -> int:
@@ -195,7 +228,8 @@ class Share:
 
     @property
     def fits(self) -> bool:
-        return self._room(self.warpgroups) >= min(self.chunks, MIN_SLOTS)
+        shared = not self.adapters or self.pieces > 0
+        return shared and self._room(self.warpgroups) >= min(self.chunks, MIN_SLOTS)
 
 
 def share_out(
@@ -209,7 +243,9 @@ def share_out(
     fp8: bool = False,
     rounds: bool = False,
     four: FourBits | None = None,
-    adapters: bool = False,
+    adapters: int = 0,
+    reads: int = 1,
+    rank: int = 16,
 ) -> Share:
     """Divide a product so that all blocks run at once and most multiprocessors have one.
 
@@ -229,7 +265,7 @@ def share_out(
     step = step_of(fp8, four)
     room = lambda n: tiles * n <= (BLOCKS if n == 2 else SPREAD)  # noqa: E731
     splits = next((n for n in range(most, 1, -1) if sum(widths) // step % n == 0 and room(n)), 1)
-    return Share(rows, tuple(widths), columns, groups, splits, normed, fp8, rounds, four, adapters)
+    return Share(rows, tuple(widths), columns, groups, splits, normed, fp8, rounds, four, adapters, reads, rank)
 
 
 def step_of(fp8: bool, four: FourBits | None) -> int:
