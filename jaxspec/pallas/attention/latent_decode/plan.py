@@ -93,8 +93,8 @@ class Plan:
 
     @property
     def neighbours(self) -> int:
-        """Tiles whose blocks are a cluster: each token is copied once for them."""
-        return 1 if self.tiles % 2 else 2
+        """Tiles whose blocks are a cluster: each token is copied once for them. Conversion binds those over FP8 latents."""
+        return 1 if self.tiles % 2 or self.fp8 else 2
 
     @property
     def copies(self) -> int:
