@@ -93,7 +93,7 @@ class Plan:
 
     @property
     def neighbours(self) -> int:
-        """Tiles whose blocks are a cluster: each token is copied once for them. Conversion binds those over FP8 latents."""
+        """Tiles whose blocks are a cluster: each token is copied once for them. Over FP8 latents, conversion binds."""
         return 1 if self.tiles % 2 or self.fp8 else 2
 
     @property
