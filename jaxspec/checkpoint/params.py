@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 from jaxspec.checkpoint.check import CheckpointError
 from jaxspec.checkpoint.reserve import Reserved, reserved
-from jaxspec.checkpoint.stored import Readers
+from jaxspec.checkpoint.stored import Computed, Readers
 from jaxspec.models import fp8, mxfp4
 from jaxspec.models.fp8 import BLOCK
 from jaxspec.models.weights import Format, FourBits, Fp8, Layout, Mxfp4, Param, Unquantised
@@ -141,14 +141,14 @@ def _divided(
     mesh: Mesh,
 ) -> Any:
     """The parameter on the devices of a mesh, made there of each one's part of its sources. Parts that are rows of a
-    file are read apart; of others, tensors are read once for all devices of this host."""
+    file are read apart; others, and packed tensors, are read once for all devices of this host."""
     size, made = mesh.size, []
     names = [name for name, _ in param.scales]
     here = [(i, each) for i, each in enumerate(mesh.devices) if each.process_index == jax.process_index()]
     own_of = {rank: sharding.own_sources(param, rank, size) for rank, _ in here}
     needed = sorted({i for own in own_of.values() for i in own})
     sources = {i: host[i] for i in needed}
-    if not sharding.of_rows(param):
+    if not sharding.of_rows(param) or any(isinstance(each, Computed) for each in sources.values()):
         sources = dict(zip(needed, readers.read(sources.values()), strict=True))
     for rank, device in here:
         one = sharding.local_param(param, size, rank)
