@@ -37,7 +37,6 @@ ONLY = {
     "add_swa_attention_sink_bias": True,
     "add_full_attention_sink_bias": False,
     "n_shared_experts": 0,
-    "hidden_act": "silu",
 }
 
 
