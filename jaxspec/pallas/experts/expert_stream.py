@@ -2,18 +2,19 @@
 
 Work items (`Items`, made by `pallas.experts`) say which rows go through which expert. Each item's matmul is cut into
 units of a few output columns, and thread blocks, one per multiprocessor, take units in turn: first all of `up` (gate
-and up, and silu(gate) * up of them), then all of `down`. At a few tokens this is bound by reading weights, so reading
+and up, and the activation of them), then all of `down`. At a few tokens this is bound by reading weights, so reading
 must not pause. A weight producer prefetches through units, and from up's into down's, as far as its ring of tiles has
 room. Another producer loads rows and waits, item by item, until all columns of an item's hidden rows are there. The
 consumers multiply. Valid rows needn't fill the M of a matmul: the padding rows of a tile may hold anything, and their
 results aren't stored.
 
 A unit has two tiles of weights side by side, so that the rings' slots are alike: gate's and up's columns of `up`, two
-groups of columns of `down`.
+groups of columns of `down`, and of `up` where experts have no gate.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,7 +30,8 @@ from jaxtyping import Array, Float, Int
 from jaxspec.pallas.hopper import MULTIPROCESSORS, SHARED_BYTES, WGMMA_ROWS
 from jaxspec.pallas.hopper.export import lower_once
 
-Stack = tuple[jax.Array, jax.Array]  # experts' gate and up, [e, 2f, d], gate's rows first; their down, [e, d, f]
+# Experts' gate and up, [e, 2f, d], gate's rows first, or up alone, [e, f, d]; their down, [e, d, f].
+Stack = tuple[jax.Array, jax.Array]
 ALIGN = 8  # rows: bulk copies begin at a multiple
 TILE_ROWS = WGMMA_ROWS
 BLOCKS = MULTIPROCESSORS  # all must be resident, since they wait for one another
@@ -91,10 +93,12 @@ class Tiling:
         return min((ROOM - taken) // (4 * self.columns * self.step), MOST_BARRIERS)
 
 
-def tiling(rows: int, d: int, f: int) -> Tiling:
-    """Choose sizes for items of up to `rows` rows. Wide tiles take fewer steps, though some blocks may have no work."""
+def tiling(rows: int, d: int, f: int, gated: bool = True, items: int = BLOCKS) -> Tiling:
+    """Choose sizes for up to so many items of up to `rows` rows. Wide tiles take fewer steps, though some blocks may
+    have no work; a few items get narrow ones, so that more blocks read."""
     widest = COLUMNS[0] if rows >= 32 else COLUMNS[1]
-    columns = max(c for c in COLUMNS if c <= widest and f % c == 0 and d % (2 * c) == 0)
+    fit = [c for c in COLUMNS if c <= widest and f % (c if gated else 2 * c) == 0 and d % (2 * c) == 0]
+    columns = next((c for c in fit if items * min((1 + gated) * f, d) >= 2 * c * BLOCKS), fit[-1])
     step = max(64, 4096 // columns)
     while d % step or f % step:
         step //= 2
@@ -118,10 +122,12 @@ def stream(
     stacks: list[Stack],
     items: Items,
     *,
+    gating: Callable[..., Array] | None = None,
     sizes: Tiling | None = None,
     interpret: Any = False,
 ) -> Float[Array, "c d"]:
     """Each item's rows through its expert, `down @ (silu(gate) * up)`, as `experts_mlp.reference`; all in bfloat16.
+    `gating`: another function of gate and up, or of up alone.
 
     Rows that no item has are arbitrary, NaN included. `sizes` overrides `tiling`. In interpret mode, which has no
     counters between blocks, each of the two matmuls is a kernel of its own.
@@ -130,9 +136,10 @@ def stream(
     """
     if reason := supported(rows.dtype, stacks):
         raise ValueError(f"the expert kernel can't run: {reason}")
-    sizes = sizes or tiling(items.rows, *stacks[0][1].shape[1:])
     gate_ups, downs = zip(*stacks, strict=True)
-    launch = partial(_launch, sizes=sizes, interpret=interpret)
+    gated = gate_ups[0].shape[1] > downs[0].shape[2]
+    sizes = sizes or tiling(items.rows, *downs[0].shape[1:], gated, items.most)
+    launch = partial(_launch, sizes=sizes, gated=gated, gating=gating, interpret=interpret)
     if not interpret:
         return launch(rows, [gate_ups, downs], items, names=("up", "down"))[1]
     (hidden,) = launch(rows, [gate_ups], items, names=("up",))
@@ -141,31 +148,42 @@ def stream(
 
 @dataclass(frozen=True)
 class Stage:
-    """One of the two matmuls: its name, its input width, and how many units an item has."""
+    """One of the two matmuls: its name, its input width, and how many units an item has. `gated`: a unit's tiles are
+    gate's and up's."""
 
     name: str
     inputs: int
     units: int
     half: int  # rows of the expert's weights between the two tiles of a unit
     width: int  # of its result
+    gated: bool
 
     @classmethod
-    def of(cls, name: str, weights: jax.Array, columns: int) -> Stage:
+    def of(cls, name: str, weights: jax.Array, columns: int, gated: bool) -> Stage:
         _, outputs, inputs = weights.shape
-        units = outputs // (2 * columns)
-        return cls(name, inputs, units, *((outputs // 2,) * 2 if name == "up" else (columns, outputs)))
+        units, gated = outputs // (2 * columns), gated and name == "up"
+        return cls(name, inputs, units, *((outputs // 2,) * 2 if gated else (columns, outputs)), gated)
 
     def tile(self, unit: Array, half: int, columns: int) -> Array:
         """The first of the expert's weight rows, each an output, of a unit's first or second tile."""
-        return (unit if self.name == "up" else unit * 2) * columns + half * self.half
+        return (unit if self.gated else unit * 2) * columns + half * self.half
+
+    def finished(self, tiles: Any, gating: Callable[..., Array] | None) -> list[Any]:
+        """The parts of the result that a unit's tiles make."""
+        if self.name == "down":
+            return tiles
+        if not self.gated:
+            return [gating(tile) for tile in tiles]
+        gate, up = tiles
+        return [gating(gate, up) if gating else gate / (1 + jnp.exp(-gate)) * up]
 
 
-@lower_once("expert_stream", "names", "sizes")
-def _launch(rows, weights, items, *, names, sizes, interpret):
-    stages = [Stage.of(name, stack[0], sizes.columns) for name, stack in zip(names, weights, strict=True)]
+@lower_once("expert_stream", "names", "sizes", "gated", "gating")
+def _launch(rows, weights, items, *, names, sizes, gated, gating, interpret):
+    stages = [Stage.of(name, stack[0], sizes.columns, gated) for name, stack in zip(names, weights, strict=True)]
     tall = TILE_ROWS * sizes.warpgroups
     return plgpu.kernel(
-        partial(_kernel, stages, sizes, [len(stack) for stack in weights[0]]),
+        partial(_kernel, stages, sizes, [len(stack) for stack in weights[0]], gating),
         kernel_name="expert_stream",
         out_type=[jax.ShapeDtypeStruct((items.capacity, stage.width), rows.dtype) for stage in stages],
         grid=(BLOCKS,),
@@ -187,12 +205,12 @@ def _launch(rows, weights, items, *, names, sizes, interpret):
     )(rows, *jax.tree.leaves(weights), items.table)
 
 
-def _kernel(stages, sizes, stacks, rows_g, *refs, **scratch):
+def _kernel(stages, sizes, stacks, gating, rows_g, *refs, **scratch):
     block = _Block(stages, sizes, stacks, rows_g, list(refs), scratch)
     warpgroup, warpgroups = block.warpgroup, sizes.warpgroups
     pl.when(warpgroup == warpgroups)(lambda: _produce_weights(block))
     pl.when(warpgroup == warpgroups + 1)(lambda: _produce_rows(block))
-    pl.when(warpgroup < warpgroups)(lambda: _consume(block))
+    pl.when(warpgroup < warpgroups)(lambda: _consume(block, gating))
 
 
 class _Block:
@@ -299,7 +317,7 @@ def _produce_rows(block: _Block):
     block.produce(begin, scratch["rows_empty"], sizes.row_slots)
 
 
-def _consume(block: _Block):
+def _consume(block: _Block, gating: Callable[..., Array] | None):
     """Multiply and store each unit, and signal when `up`'s are in memory."""
     sizes, done, columns = block.sizes, block.done, block.sizes.columns
     plgpu.set_max_registers(200 if sizes.warpgroups == 1 else 208, action="increase")
@@ -322,11 +340,9 @@ def _consume(block: _Block):
 
         @pl.when(steps > 0)
         def _():
-            parts = tiles
-            if is_up:
-                parts = [tiles[0] / (1 + jnp.exp(-tiles[0])) * tiles[1]]
-                if done is not None:
-                    tell(untold)  # its copies were begun a unit ago
+            parts = block.stages[i].finished(tiles, gating)
+            if is_up and done is not None:
+                tell(untold)  # its copies were begun a unit ago
             place = block.items_g[item, TARGET], block.items_g[item, ROW_BLOCKS]
             store = partial(_store, sizes, block.warpgroup, block.scratch["out_s"], *place)
             for half, part in enumerate(parts):

@@ -163,16 +163,13 @@ def _without_gate(call: Call) -> str | None:
     return "experts without a gate" if any(map(ungated, call.stacks)) else None
 
 
+def _biased(call: Call) -> str | None:
+    return "experts with biases" if any(len(stack) > 2 for stack in call.stacks) else None
+
+
 def _beyond_kernels(call: Call) -> str | None:
-    """Name what the kernels of FP8 and of unquantised weights can't compute of these experts; None if nothing."""
-    if any(len(stack) > 2 for stack in call.stacks):
-        return "experts with biases"
-    return _without_gate(call) or ("an activation that isn't SiLU" if call.gating else None)
-
-
-def _unquantised_refused(call: Call) -> str | None:
-    reason = _not_in(Unquantised, call) or _beyond_kernels(call)
-    return reason or expert_stream.supported(call.x.dtype, call.arrays)
+    """Name what `expert_few` and the kernel of FP8 weights can't compute of these experts; None if nothing."""
+    return _biased(call) or _without_gate(call) or ("an activation that isn't SiLU" if call.gating else None)
 
 
 def _fp8_refused(call: Call) -> str | None:
@@ -186,11 +183,13 @@ def _four_refused(call: Call) -> str | None:
 
 
 def _stream_refused(call: Call) -> str | None:
-    return _unquantised_refused(call) or too_few_processors(expert_stream.BLOCKS)
+    reason = _not_in(Unquantised, call) or _biased(call) or expert_stream.supported(call.x.dtype, call.arrays)
+    return reason or too_few_processors(expert_stream.BLOCKS)
 
 
 def _few_refused(call: Call) -> str | None:
-    return _unquantised_refused(call) or _rows_refused(call, call.arrays)
+    reason = _not_in(Unquantised, call) or _beyond_kernels(call) or expert_stream.supported(call.x.dtype, call.arrays)
+    return reason or _rows_refused(call, call.arrays)
 
 
 def _few_fp8_refused(call: Call) -> str | None:
@@ -214,7 +213,7 @@ def _few(call: Call, stacks: list[expert_few.Stack]) -> Float[Array, "n d"] | tu
 
 
 def _portable_refused(call: Call) -> str | None:
-    return _not_in(Unquantised, call) or _without_gate(call) or portable_experts.supported(call.x.dtype, call.stacks)
+    return _not_in(Unquantised, call) or portable_experts.supported(call.x.dtype, call.stacks)
 
 
 def _portable_few_refused(call: Call) -> str | None:
@@ -248,7 +247,7 @@ _FOUR = ExpertKernel(
 _FP8 = ExpertKernel(
     lambda call, rows, items: expert_fp8.mix(rows, call.stacks, items), expert_fp8.MAX_ROWS, **_QUANTISED
 )
-_STREAM = ExpertKernel(lambda call, rows, items: expert_stream.stream(rows, call.arrays, items))
+_STREAM = ExpertKernel(lambda call, rows, items: expert_stream.stream(rows, call.arrays, items, gating=call.gating))
 _PORTABLE_FOUR = ExpertKernel(
     lambda call, rows, items: portable_four_bits.items(rows, call.stacks, items, call.gating),
     portable_four_bits.MAX_ROWS,

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxspec.decoder.matmul import ACTIVATIONS, gating
 from jaxspec.models.fp8 import E4M3
 from jaxspec.models.weights import Fp8, Weight
 from jaxspec.pallas import hopper
@@ -20,6 +21,7 @@ from tests.decoder.test_moe import arrays, naive, random_case
 from tests.support.kernels import assert_close, kernels
 from tests.support.sample import rare
 
+RELU2, GELU = ACTIVATIONS["relu2"], gating("gelu_tanh")
 MODELS = {  # model width, expert width, experts, experts of a token, shared experts
     "qwen3-30b-a3b": (2048, 768, 128, 8, 0),
     "qwen3.5-35b-a3b": (2048, 512, 256, 8, 1),
@@ -43,9 +45,14 @@ def backwards(items):
     return items.replace(table=items.table[: items.table[0, COUNT]][::-1])
 
 
-def shapes(model, tokens, fp8=False):
-    """Shapes of a mixture's rows, stacks, ids and weights."""
-    d, f, e, k, shared = MODELS[model]
+def without_gate(stacks):
+    """The stacks, with the first half of gate's and up's rows for up."""
+    return [(Weight(first.values[:, : down.values.shape[2]]), down) for first, down in stacks]
+
+
+def shapes(model, tokens, fp8=False, gated=True):
+    """Shapes of a mixture's rows, stacks, ids and weights. `model`: a name, or sizes."""
+    d, f, e, k, shared = MODELS.get(model, model)
     of = jax.ShapeDtypeStruct
 
     def weight(e, n, k):
@@ -53,27 +60,29 @@ def shapes(model, tokens, fp8=False):
             return Weight(of((e, n, k), jnp.bfloat16))
         return Weight(of((e, n, k), E4M3), Fp8(128), scales=of((e, n // 128, k // 128), jnp.float32))
 
-    stacks = [(weight(count, 2 * f, d), weight(count, d, f)) for count in (e, *[shared] * (shared > 0))]
+    stacks = [(weight(count, (1 + gated) * f, d), weight(count, d, f)) for count in (e, *[shared] * (shared > 0))]
     routing = of((tokens, k + shared), jnp.int32), of((tokens, k + shared), jnp.float32)
     return of((tokens, d), jnp.bfloat16), stacks, *routing
 
 
-@pytest.mark.parametrize("t,e,k,skew,columns", [
-    (1, 4, 2, 0, 16),  # one token
-    rare(11, 8, 2, 0.3, 32),  # items of eight rows
-    rare(40, 12, 2, 0, 64),  # items of 16 rows, most of them not full
-    (45, 6, 2, 5, 128),  # items of 64 rows that don't hold all rows of an expert
-    (150, 3, 1, 0.5, 64),  # two warpgroups, items that end in either
+@pytest.mark.parametrize("t,e,k,skew,columns,activation", [
+    (1, 4, 2, 0, 16, GELU),  # one token
+    rare(11, 8, 2, 0.3, 32, None),  # items of eight rows
+    rare(40, 12, 2, 0, 64, None),  # items of 16 rows, most of them not full
+    (45, 6, 2, 5, 128, None),  # items of 64 rows that don't hold all rows of an expert
+    (150, 3, 1, 0.5, 64, RELU2),  # two warpgroups, items that end in either; experts without a gate
 ])  # fmt: skip
-def test_each_matmul_matches_the_reference(monkeypatch, t, e, k, skew, columns):
-    width = max(64, columns)
-    x, stacks, ids, _ = bfloat16(random_case(t, e, k, skew, d=2 * width, f=width, seed=t))
+def test_each_matmul_matches_the_reference(monkeypatch, t, e, k, skew, columns, activation):
+    width, gated = max(64, columns), activation is not RELU2
+    x, stacks, ids, _ = bfloat16(random_case(t, e, k, skew, d=2 * width, f=width * (2 - gated), seed=t))
+    stacks = stacks if gated else without_gate(stacks)
     rows, items, place = jax.jit(experts_mlp.plan, static_argnums=2)(x, ids, e)
     sizes = Tiling(items.rows, columns, 64)
     monkeypatch.setattr(expert_stream, "BLOCKS", 1)
     items = backwards(items)
-    got = stream(rows, arrays(stacks), items, sizes=sizes, interpret=plgpu.InterpretGPUParams())
-    expected = jax.jit(experts_mlp.reference)(rows, stacks, items)
+    how = {"gating": activation, "sizes": sizes, "interpret": plgpu.InterpretGPUParams()}
+    got = stream(rows, arrays(stacks), items, **how)
+    expected = jax.jit(experts_mlp.reference, static_argnames="gating")(rows, stacks, items, gating=activation)
     assert_close(got[place], expected[place])
 
 
@@ -105,6 +114,21 @@ def test_lowers_for_cuda_with_what_plans_for_it_and_what_moves_many_rows(model, 
     monkeypatch.setattr(hopper, "kernels_here", lambda: None)
     expected = 1 + (expert_few.ROWS < tokens <= expert_plan.MOST) + 2 * (tokens >= FEWEST)
     assert kernels(experts_mlp.experts_mlp, *shapes(model, tokens)) == expected
+
+
+@pytest.mark.parametrize("sizes,activation", [((2688, 1856, 128, 6, 0), RELU2), ((2816, 704, 128, 8, 0), GELU)])
+def test_experts_of_nemotron_and_gemma_take_the_kernel(sizes, activation, monkeypatch):
+    monkeypatch.setattr(hopper, "kernels_here", lambda: None)
+    run = partial(experts_mlp.experts_mlp, gating=activation)
+    before = KERNELS["expert_stream"]
+    assert kernels(run, *shapes(sizes, 8, gated=activation is GELU)) == 2 and KERNELS["expert_stream"] == before + 1
+
+
+def test_a_few_items_have_narrow_tiles():
+    """Those of a shared expert, which would leave most blocks without work."""
+    assert tiling(8, 2688, 3712, gated=False, items=1).columns == 16
+    assert tiling(8, 2688, 1856, gated=False, items=6).columns == 32  # of which no wider ones fit
+    assert tiling(8, 4096, 1408, items=9).columns == tiling(8, 4096, 1408).columns == 64
 
 
 @pytest.mark.parametrize("rows", [8, 16, 32, 64, 128])
