@@ -12,7 +12,7 @@ from jaxspec.pallas.experts import experts_mlp
 from jaxspec.pallas.experts.expert_stream import COLUMNS, Tiling, stream
 from jaxspec.pallas.hopper import KERNELS
 from tests.decoder.test_moe import arrays, random_case
-from tests.pallas.experts.test_expert_stream import MODELS, bfloat16
+from tests.pallas.experts.test_expert_stream import MODELS, OTHERS, RELU2, bfloat16, without_gate
 from tests.support.kernels import assert_close
 
 pytestmark = pytest.mark.gpu
@@ -22,7 +22,7 @@ reference = jax.jit(experts_mlp.reference)
 
 
 def draw(model: str, tokens: int, skew: float, seed: int):
-    d, f, e, k, shared = MODELS[model]
+    d, f, e, k, shared = MODELS.get(model, model)
     x, _, ids, weights = bfloat16(random_case(tokens, e, k + shared, skew, d=d, f=1, seed=seed, shared=shared))
     keys = jax.random.split(jax.random.key(seed))
     stacks = [
@@ -67,6 +67,15 @@ def check_one_launch(monkeypatch, module, run, x, stacks, ids):
 @pytest.mark.parametrize("model", ["qwen3-30b-a3b", "qwen3.5-35b-a3b"])
 def test_kernel_matches_the_reference(model, tokens, skew):
     check(draw(model, tokens, skew, SKEWS.index(skew)), ["expert_few", "expert_stream"])
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 32, 128, 512])
+@pytest.mark.parametrize("sizes,activation", OTHERS.values(), ids=OTHERS)
+def test_other_activations_match_the_reference(sizes, activation, tokens):
+    x, stacks, *routing = draw(sizes, tokens, 0.0, 0)
+    expected = jax.jit(lambda *a: experts_mlp.reference(*a, activation))
+    case = x, without_gate(stacks) if activation is RELU2 else stacks, *routing
+    check(case, ["expert_stream"], activation, expected)
 
 
 @pytest.mark.parametrize("some,more", [(1, (2, 4, 8)), (9, (16, 32, 128, 500))])

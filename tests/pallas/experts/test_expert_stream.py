@@ -22,6 +22,10 @@ from tests.support.kernels import assert_close, kernels
 from tests.support.sample import rare
 
 RELU2, GELU = ACTIVATIONS["relu2"], gating("gelu_tanh")
+OTHERS = {  # sizes as of `MODELS`, and the activation; relu2 without a gate
+    "nemotron-3-nano": ((2688, 1856, 128, 6, 0), RELU2),
+    "gemma-4-26b-a4b": ((2816, 704, 128, 8, 0), GELU),
+}
 MODELS = {  # model width, expert width, experts, experts of a token, shared experts
     "qwen3-30b-a3b": (2048, 768, 128, 8, 0),
     "qwen3.5-35b-a3b": (2048, 512, 256, 8, 1),
@@ -116,8 +120,8 @@ def test_lowers_for_cuda_with_what_plans_for_it_and_what_moves_many_rows(model, 
     assert kernels(experts_mlp.experts_mlp, *shapes(model, tokens)) == expected
 
 
-@pytest.mark.parametrize("sizes,activation", [((2688, 1856, 128, 6, 0), RELU2), ((2816, 704, 128, 8, 0), GELU)])
-def test_experts_of_nemotron_and_gemma_take_the_kernel(sizes, activation, monkeypatch):
+@pytest.mark.parametrize("sizes,activation", OTHERS.values(), ids=OTHERS)
+def test_experts_of_other_activations_take_the_kernel(sizes, activation, monkeypatch):
     monkeypatch.setattr(hopper, "kernels_here", lambda: None)
     run = partial(experts_mlp.experts_mlp, gating=activation)
     before = KERNELS["expert_stream"]
