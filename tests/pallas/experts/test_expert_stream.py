@@ -129,7 +129,7 @@ def test_experts_of_other_activations_take_the_kernel(sizes, activation, monkeyp
 
 
 def test_a_few_items_have_narrow_tiles():
-    """Those of a shared expert, which would leave most blocks without work."""
+    """Most blocks would have no work of a shared expert otherwise."""
     assert tiling(8, 2688, 3712, gated=False, items=1).columns == 16
     assert tiling(8, 2688, 1856, gated=False, items=6).columns == 32  # of which no wider ones fit
     assert tiling(8, 4096, 1408, items=9).columns == tiling(8, 4096, 1408).columns == 64
