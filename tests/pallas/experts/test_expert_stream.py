@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.decoder.matmul import ACTIVATIONS, gating
+from jaxspec.decoder import feed, matmul
+from jaxspec.models.description import Mixture
 from jaxspec.models.fp8 import E4M3
 from jaxspec.models.weights import Fp8, Weight
 from jaxspec.pallas import hopper
@@ -21,11 +22,6 @@ from tests.decoder.test_moe import arrays, naive, random_case
 from tests.support.kernels import assert_close, kernels
 from tests.support.sample import rare
 
-RELU2, GELU = ACTIVATIONS["relu2"], gating("gelu_tanh")
-OTHERS = {  # sizes as of `MODELS`, and the activation; relu2 without a gate
-    "nemotron-3-nano": ((2688, 1856, 128, 6, 0), RELU2),
-    "gemma-4-26b-a4b": ((2816, 704, 128, 8, 0), GELU),
-}
 MODELS = {  # model width, expert width, experts, experts of a token, shared experts
     "qwen3-30b-a3b": (2048, 768, 128, 8, 0),
     "qwen3.5-35b-a3b": (2048, 512, 256, 8, 1),
@@ -49,14 +45,9 @@ def backwards(items):
     return items.replace(table=items.table[: items.table[0, COUNT]][::-1])
 
 
-def without_gate(stacks):
-    """The stacks, with the first half of gate's and up's rows for up."""
-    return [(Weight(first.values[:, : down.values.shape[2]]), down) for first, down in stacks]
-
-
-def shapes(model, tokens, fp8=False, gated=True):
-    """Shapes of a mixture's rows, stacks, ids and weights. `model`: a name, or sizes."""
-    d, f, e, k, shared = MODELS.get(model, model)
+def shapes(model, tokens, fp8=False):
+    """Shapes of a mixture's rows, stacks, ids and weights."""
+    d, f, e, k, shared = MODELS[model]
     of = jax.ShapeDtypeStruct
 
     def weight(e, n, k):
@@ -64,30 +55,51 @@ def shapes(model, tokens, fp8=False, gated=True):
             return Weight(of((e, n, k), jnp.bfloat16))
         return Weight(of((e, n, k), E4M3), Fp8(128), scales=of((e, n // 128, k // 128), jnp.float32))
 
-    stacks = [(weight(count, (1 + gated) * f, d), weight(count, d, f)) for count in (e, *[shared] * (shared > 0))]
+    stacks = [(weight(count, 2 * f, d), weight(count, d, f)) for count in (e, *[shared] * (shared > 0))]
     routing = of((tokens, k + shared), jnp.int32), of((tokens, k + shared), jnp.float32)
     return of((tokens, d), jnp.bfloat16), stacks, *routing
 
 
-@pytest.mark.parametrize("t,e,k,skew,columns,activation", [
-    (1, 4, 2, 0, 16, GELU),  # one token
-    rare(11, 8, 2, 0.3, 32, None),  # items of eight rows
-    rare(40, 12, 2, 0, 64, None),  # items of 16 rows, most of them not full
-    (45, 6, 2, 5, 128, None),  # items of 64 rows that don't hold all rows of an expert
-    (150, 3, 1, 0.5, 64, RELU2),  # two warpgroups, items that end in either; experts without a gate
+@pytest.mark.parametrize("t,e,k,skew,columns", [
+    (1, 4, 2, 0, 16),  # one token
+    rare(11, 8, 2, 0.3, 32),  # items of eight rows
+    rare(40, 12, 2, 0, 64),  # items of 16 rows, most of them not full
+    (45, 6, 2, 5, 128),  # items of 64 rows that don't hold all rows of an expert
+    (150, 3, 1, 0.5, 64),  # two warpgroups, items that end in either
 ])  # fmt: skip
-def test_each_matmul_matches_the_reference(monkeypatch, t, e, k, skew, columns, activation):
-    width, gated = max(64, columns), activation is not RELU2
-    x, stacks, ids, _ = bfloat16(random_case(t, e, k, skew, d=2 * width, f=width * (2 - gated), seed=t))
-    stacks = stacks if gated else without_gate(stacks)
+def test_each_matmul_matches_the_reference(monkeypatch, t, e, k, skew, columns):
+    width = max(64, columns)
+    x, stacks, ids, _ = bfloat16(random_case(t, e, k, skew, d=2 * width, f=width, seed=t))
     rows, items, place = jax.jit(experts_mlp.plan, static_argnums=2)(x, ids, e)
     sizes = Tiling(items.rows, columns, 64)
     monkeypatch.setattr(expert_stream, "BLOCKS", 1)
     items = backwards(items)
-    how = {"gating": activation, "sizes": sizes, "interpret": plgpu.InterpretGPUParams()}
-    got = stream(rows, arrays(stacks), items, **how)
-    expected = jax.jit(experts_mlp.reference, static_argnames="gating")(rows, stacks, items, gating=activation)
+    got = stream(rows, arrays(stacks), items, sizes=sizes, interpret=plgpu.InterpretGPUParams())
+    expected = jax.jit(experts_mlp.reference)(rows, stacks, items)
     assert_close(got[place], expected[place])
+
+
+@pytest.mark.parametrize("activation,t,columns", [("gelu_tanh", 1, 16), ("relu2", 11, 32)])
+def test_other_activations_and_experts_without_a_gate_match_the_reference(monkeypatch, activation, t, columns):
+    x, stacks, ids, _ = bfloat16(random_case(t, 4, 2, d=64, f=64, seed=t))
+    gating = matmul.gating(activation)
+    if activation == "relu2":  # as Nemotron's
+        stacks, gating = [(Weight(up.values[:, :64]), down) for up, down in stacks], matmul.ACTIVATIONS[activation]
+    rows, items, place = jax.jit(experts_mlp.plan, static_argnums=2)(x, ids, 4)
+    monkeypatch.setattr(expert_stream, "BLOCKS", 1)
+    sizes = Tiling(items.rows, columns, 64, activation != "relu2")
+    got = stream(rows, arrays(stacks), items, gating, sizes=sizes, interpret=plgpu.InterpretGPUParams())
+    assert_close(got[place], experts_mlp.reference(rows, stacks, items, gating)[place])
+
+
+@pytest.mark.parametrize("d,f,k,gated", [(2816, 704, 8, True), (2688, 1856, 6, False)])
+def test_experts_of_gemma_4_and_nemotron_lower_for_cuda(d, f, k, gated, monkeypatch):
+    monkeypatch.setattr(hopper, "kernels_here", lambda: None)
+    of = jax.ShapeDtypeStruct
+    stacks = [(Weight(of((128, (1 + gated) * f, d), jnp.bfloat16)), Weight(of((128, d, f), jnp.bfloat16)))]
+    gating = matmul.gating("gelu_tanh") if gated else matmul.ACTIVATIONS["relu2"]
+    given = of((1, d), jnp.bfloat16), stacks, of((1, k), jnp.int32), of((1, k), jnp.float32)
+    assert kernels(partial(experts_mlp.experts_mlp, gating=gating), *given) == 2  # the plan and the products
 
 
 def test_the_mixture_takes_the_kernel_where_there_is_one(few_blocks, monkeypatch):
@@ -120,19 +132,25 @@ def test_lowers_for_cuda_with_what_plans_for_it_and_what_moves_many_rows(model, 
     assert kernels(experts_mlp.experts_mlp, *shapes(model, tokens)) == expected
 
 
-@pytest.mark.parametrize("sizes,activation", OTHERS.values(), ids=OTHERS)
-def test_experts_of_other_activations_take_the_kernel(sizes, activation, monkeypatch):
+def test_a_shared_expert_of_another_width_has_a_call_of_its_own(monkeypatch):
+    """No kernel takes two widths: as one mixture, all of Nemotron's experts went to plain jnp."""
     monkeypatch.setattr(hopper, "kernels_here", lambda: None)
-    run = partial(experts_mlp.experts_mlp, gating=activation)
-    before = KERNELS["expert_stream"]
-    assert kernels(run, *shapes(sizes, 8, gated=activation is GELU)) == 2 and KERNELS["expert_stream"] == before + 1
+    of = jax.ShapeDtypeStruct
+    weight = lambda *shape: Weight(of(shape, jnp.bfloat16))  # noqa: E731
+    named = dict(experts=8, per_token=3, width=64, shared_gated=False, activation="relu2", gated=False)
+    weights = {"experts_up": weight(8, 64, 128), "experts_down": weight(8, 128, 64)}
+    weights |= {"shared_up": weight(1, 128, 128), "shared_down": weight(1, 128, 128)}
+    given = of((9, 128), jnp.bfloat16), of((9, 4), jnp.int32), of((9, 4), jnp.float32)
+    with hopper.counting() as taken:
+        run = partial(feed.mix_chosen, Mixture(shared=128, **named), residual=None)
+        assert jax.eval_shape(run, weights, *given).shape == (9, 128)
+    assert taken["expert_stream"] == 2
 
 
 def test_a_few_items_have_narrow_tiles():
     """Most blocks would have no work of a shared expert otherwise."""
     assert tiling(8, 2688, 3712, gated=False, items=1).columns == 16
-    assert tiling(8, 2688, 1856, gated=False, items=6).columns == 32  # of which no wider ones fit
-    assert tiling(8, 4096, 1408, items=9).columns == tiling(8, 4096, 1408).columns == 64
+    assert tiling(8, 2816, 704, items=8).columns == tiling(8, 2816, 704).columns == 64
 
 
 @pytest.mark.parametrize("rows", [8, 16, 32, 64, 128])

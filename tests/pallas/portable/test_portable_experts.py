@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxspec.decoder.matmul import ACTIVATIONS
+from jaxspec.models.weights import Weight
 from jaxspec.pallas import portable
 from jaxspec.pallas.experts import experts_mlp, top_experts
 from jaxspec.pallas.experts.expert_stream import COUNT
@@ -16,7 +17,7 @@ from jaxspec.pallas.hopper import counting
 from jaxspec.pallas.portable import experts as op
 from jaxspec.pallas.portable import router
 from tests.decoder.test_moe import arrays, naive, random_case
-from tests.pallas.experts.test_expert_stream import bfloat16, shapes, without_gate
+from tests.pallas.experts.test_expert_stream import bfloat16, shapes
 from tests.pallas.experts.test_top_experts import CASES, inputs
 from tests.support.kernels import assert_close
 from tests.support.portable import KINDS, lowered
@@ -70,7 +71,9 @@ def test_items_beyond_the_count_write_nothing():
 def test_another_activation(interpreted, tokens, gated):
     gating = (lambda gate, up: (up + 1) * jnp.minimum(gate, 1.0)) if gated else ACTIVATIONS["relu2"]
     x, stacks, *routing = bfloat16(random_case(tokens, 4, 2, d=64, f=64))
-    case = x, stacks if gated else without_gate(stacks), *routing
+    if not gated:
+        stacks = [(Weight(first.values[:, :64]), down) for first, down in stacks]
+    case = x, stacks, *routing
     got = jax.jit(partial(experts_mlp.experts_mlp, gating=gating))(*case)
     rows, items, place = jax.jit(experts_mlp.plan, static_argnums=2)(case[0], case[2], 4)
     out = experts_mlp.reference(rows, case[1], items, gating)
