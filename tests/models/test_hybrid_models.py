@@ -13,7 +13,10 @@ from safetensors.numpy import load_file, save_file
 import jaxspec
 from jaxspec import LLM, CheckpointError, ConfigError, EngineConfig, SamplingParams, load_drafter
 from jaxspec.cache.mixers import WholeTexts
+from jaxspec.checkpoint import mtp_name
 from jaxspec.decoder.forward import forward, unembed
+from jaxspec.drafters import mtp
+from jaxspec.models.weights import is_param
 from tests.support.tiny import rewrite, tiny_config
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "hybrid"
@@ -136,3 +139,16 @@ def test_without_weights_the_config_says_what_to_draft_with(tmp_path, modules, a
     assert load_drafter("auto", model, options).name == auto
     drafter = load_drafter("mtp", model, options).drafter
     assert (drafter.num_draft_tokens, drafter.reach) == (3, max(modules, 1))
+
+
+def test_modules_behind_the_last_layer_have_norms_of_their_own():
+    config = golden("glm4_moe")[0].config
+    found = load_file(GOLDEN / "glm4_moe" / "model.safetensors")
+    names = {mtp_name(name, config.num_layers) for name in found} - {None}
+    second = {mtp_name(name.replace("layers.3.", "layers.4."), config.num_layers) for name in found} - {None}
+    modules = mtp.Modules.among(names | second)
+    assert modules == mtp.Modules(2, separate=True)
+    declared = jax.tree.leaves(mtp.parameters(mtp.module_config(config), modules), is_leaf=is_param)
+    wanted = {name for param in declared for name in param.sources}
+    assert {"mtp.fc.weight", "mtp.layers.1.fc.weight", "mtp.layers.1.self_attn.q_proj.weight"} < wanted
+    assert wanted == names | second
