@@ -23,6 +23,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxspec.bench import matched
+from jaxspec.bench.__main__ import main as bench
 from jaxspec.bench.results import BenchError
 from jaxspec.cache.memory_plan import claim_device
 from jaxspec.checkpoint import CheckpointError, Model, load_model, locate, resolve
@@ -140,7 +141,10 @@ def _train(args: argparse.Namespace) -> None:
     loop.check_batch(args.batch_size)
     facts = {name: value for name, value in vars(args).items() if name not in _FREE} | {"method": args.command}
     with held(args.output):
-        loop.check_run(args.output, facts, _OF_TEXTS)
+        steps = loop.check_run(args.output, facts, _OF_TEXTS)
+        if args.no_evaluation and loop.finished(args.output, steps):
+            print(f"drafter: {args.output / 'drafter'} is trained already")
+            return
         if not args.init:
             _check_shape(args, config)
         _train_on(_texts_file(args), args, settings, facts)
@@ -149,20 +153,40 @@ def _train(args: argparse.Namespace) -> None:
 def _compare(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     methods = [name for name in flags.commands(parser) if name not in flags.TOOLS]
     found = matched.contenders(args, partial(parse, parser), methods)
-    for each in args.benchmark:
-        prompts.read(Path(each.rpartition("=")[2]))  # errors come before training
+    files = [Path(each.rpartition("=")[2]) for each in args.benchmark]
+    for file in files:
+        prompts.read(file)  # errors come before training
     if not args.no_plots:
         plots.check()
-    with held(args.output):
-        texts = str(_texts_file(args))
-    for each in found:
+    if drafters := [each for each in found if not each.plain]:
+        with held(args.output, wait=True):  # whoever shares the drafters needs the same texts
+            texts = str(_texts_file(args))
+    for each in drafters:
         print(f"\n{each.name}", flush=True)
         each.args.data = texts
         _train(each.args)
         gc.collect()
-    text = matched.table(read(matched.measure(args, found))["rows"], found)
-    (args.output / "compare.md").write_text(text + "\n", encoding="utf-8")
-    print(f"\n{text}")
+    if args.until == "trained":
+        return
+    if args.until is None:
+        found = [matched.Contender.of_plain(args), *drafters]
+    documents = [_served(args, each, files) for each in found]
+    if args.until is None:
+        text = matched.report(args, documents, drafters)
+        print(f"\n{text}")
+
+
+def _served(args: argparse.Namespace, each: matched.Contender, files: Sequence[Path]) -> dict[str, Any]:
+    """A contender's measurement by `bench accept`, kept in its folder and made once."""
+    argv = matched.command(args, each)
+    weights = [] if each.plain else [each.weights]
+    made_of = {"command": argv, "sha256": [fingerprint(file) for file in (*files, *weights)]}
+    with held(each.args.output):
+        file = each.args.output / "served.json"
+        if not file.exists() or (document := read(file)).get("made_of") != made_of:
+            bench([*argv, "--json", str(file)])
+            write(file, document := read(file) | {"made_of": made_of})
+    return document
 
 
 def _check_init(args: argparse.Namespace) -> None:

@@ -22,6 +22,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
+from jaxspec.compiling.xla_options import NOTHING_TIMED
 from jaxspec.train.data import TrainError
 from jaxspec.train.folder import agree, as_stored, make, read, write
 from jaxspec.train.interrupted import Interrupted, Stop
@@ -89,11 +90,14 @@ class Run:
         self.metrics.write_text("".join(json.dumps(record) + "\n" for record in kept))
 
     def history(self) -> list[dict[str, Any]]:
-        """Logged lines, in order; a line that was cut off by a kill is left out."""
-        if not self.metrics.exists():
-            return []
-        whole = self.metrics.read_text().split("\n")[:-1]
-        return [json.loads(line) for line in whole]
+        return history(self.folder)
+
+
+def history(folder: Path) -> list[dict[str, Any]]:
+    """A run's logged lines, in order; a line that was cut off by a kill is left out."""
+    if not (metrics := folder / "metrics.jsonl").exists():
+        return []
+    return [json.loads(line) for line in metrics.read_text().split("\n")[:-1]]
 
 
 def check_run(folder: Path, facts: dict[str, Any], later: Container[str] = ()) -> int | None:
@@ -107,6 +111,12 @@ def check_run(folder: Path, facts: dict[str, Any], later: Container[str] = ()) -
     theirs, steps = (record.get("settings"), record.get("steps")) if isinstance(record, dict) else (record, None)
     agree(folder, "another run", theirs, as_stored(facts), later)
     return steps
+
+
+def finished(folder: Path, steps: int | None) -> bool:
+    """Whether a run of so many steps came to its end, and saved its drafter."""
+    saved = (folder / "drafter" / "model.safetensors").exists()
+    return saved and steps is not None and any(record["step"] == steps for record in history(folder)[-1:])
 
 
 def check_batch(batch_size: int) -> None:
@@ -228,7 +238,8 @@ def step_function(objective: Objective, optimizer: optax.GradientTransformation,
         params = jax.tree.map(lambda p, u: p + rate * u, state["params"], updates)
         return {"params": params, "moments": moments}, report
 
-    return jax.jit(step, donate_argnums=0)
+    # To compile and time candidates for its products takes XLA longer than hundreds of steps.
+    return jax.jit(step, donate_argnums=0, compiler_options=NOTHING_TIMED)
 
 
 def _restore(manager: ocp.CheckpointManager, run: Run, state: Any) -> tuple[int, Any]:

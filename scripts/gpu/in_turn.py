@@ -1,4 +1,5 @@
-"""`python scripts/gpu/in_turn.py LOCK decode ...`: as `python -m jaxspec.bench decode ...`, on a GPU that is shared.
+"""`python scripts/gpu/in_turn.py LOCK decode ...`: as `python -m jaxspec.bench decode ...`, on a GPU that is shared; or
+`LOCK compare ...`: as `python -m jaxspec.train compare ...`, whose trainings take turns, too.
 
 Its engine starts and compiles beside those of others, which takes most of the time, and waits for the lock on the file
 LOCK before anything is timed. Give each engine its share of the memory by XLA_PYTHON_CLIENT_MEM_FRACTION, and let
@@ -33,6 +34,12 @@ def run(lock: str, arguments: list[str]) -> int:
 
         steady.Load.run, adaptive.time_rounds = locked(steady.Load.run), locked(adaptive.time_rounds)
         traffic.serve = locked(traffic.serve)
+        if arguments[0] == "compare":
+            from jaxspec.train import __main__ as training
+            from jaxspec.train import loop
+
+            loop.train, engines.start = locked(loop.train), started
+            return training.main(arguments)
         if arguments[0] != "decode":  # which goes on compiling, and then times loads alone
             engines.start = started
         return main(arguments)
