@@ -144,7 +144,9 @@ def report(args: argparse.Namespace, documents: Sequence[Document], found: Seque
 def table(rows: Sequence[Row], found: Sequence[Contender]) -> str:
     """Markdown: the drafters; tokens a round by data set and category; tokens a second and speed-up. Intervals are of
     95%, and the best of a line is bold."""
-    mine = {each.name: [row for row in rows if row["draft"] == each.draft] for each in found}
+    methods = [each.args.command for each in found]
+    short = lambda each: each.args.command if methods.count(each.args.command) == 1 else each.name  # noqa: E731
+    mine = {short(each): [row for row in rows if row["draft"] == each.draft] for each in found}
     facts = [[each.name, f"{fact['mb']:.1f}", str(fact["steps"])] for each in found for fact in [each.facts()]]
     parts = {
         name: {(row["data"], part["category"]): part for row in own for part in row.get("parts", ())}

@@ -154,8 +154,10 @@ def _compare(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     methods = [name for name in flags.commands(parser) if name not in flags.TOOLS]
     found = matched.contenders(args, partial(parse, parser), methods)
     files = [Path(each.rpartition("=")[2]) for each in args.benchmark]
-    for file in files:
-        prompts.read(file)  # errors come before training
+    titles = [prompts.read(file)[0] for file in files]  # errors come before training
+    names = [each.rpartition("=")[0] or title for each, title in zip(args.benchmark, titles, strict=True)]
+    if len({*names}) < len(names):
+        raise BenchError(f"two --benchmark files are called {max(names, key=names.count)}. Name them by NAME=FILE")
     if not args.no_plots:
         plots.check()
     if drafters := [each for each in found if not each.plain]:
@@ -219,6 +221,10 @@ def _train_on(path: Path, args: argparse.Namespace, settings: loop.Settings, fac
     else:
         texts = read_texts(path, target.config.vocab_size)
     training, held_out = split(texts)
+    most = args.row_length
+    answers = sum(min(end, most) - min(begin, most) for text in training for begin, end in text.answers)
+    if not answers:
+        raise TrainError(f"every answer begins beyond the first {most} tokens of its text. Give a longer --row-length")
     whole, target = target, without_layers(target) if target.tp_size > 1 else target
     alone = target.config.recurrent  # a state would pass from one text of a row to the next
     data = pack(training, args.row_length, args.batch_size, args.seed, alone)
@@ -230,7 +236,6 @@ def _train_on(path: Path, args: argparse.Namespace, settings: loop.Settings, fac
     data = dataclasses.replace(data, feature_layers=layers)
     if "layers" in whole.params and whole.tp_size > 1:
         read = reader(whole, layers)
-    answers = sum(end - begin for text in training for begin, end in text.answers)
     print(
         f"{len(training)} texts, {answers:,} answer tokens in {len(data.rows)} rows ({data.steps} steps an epoch); "
         f"drafter of {loop.parameter_bytes(fresh.trained) / 1e6:.2f} MB"

@@ -9,8 +9,8 @@
 # unpacked where OUT has no drafters. OUT must be the same path in both.
 #
 # texts: the model answers PROMPTS, a file that scripts/training_prompts.py made, each GPU its share. Meanwhile the
-# training steps are compiled. train: each of DRAFTERS has a GPU for as many minutes as are left for it. serve: plain
-# decoding and each drafter, 7 drafts a round, then those that ship, on QUESTIONS (78) of SPECBENCH and of GSM8K. Engines
+# training steps are compiled. train: each of DRAFTERS has a GPU for as long as is left for it, or BUDGET. serve: plain
+# decoding and each drafter, 7 drafts a round, then those that ship, on QUESTIONS (78) of SPECBENCH and GSM8K. Engines
 # compile beside each other, and are measured one after the other. OUT/compare.md is the table, shipped-*.txt the rest.
 . "$(dirname "$0")/common.sh"
 IFS=, read -ra devices <<<"${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader | paste -sd,)}"
@@ -20,7 +20,7 @@ small="num-heads=4&num-kv-heads=2&mlp-size=128"
 block="$small&num-layers=2&target-layers=1,14,27&mask-token-id=4&gamma=3"
 read -ra drafters <<<"${DRAFTERS:-eagle3?unroll=4&$small dflash?$block dflash2?$block&selector-rank=4 \
 dspark?$block&markov-rank=4 domino?$block&gru-size=128&correction-rank=8 \
-lilicorr?$block&network-size=192&network-heads=3}"
+lilicorr?$block&network-size=128&network-heads=2&factor-size=64}"
 export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.15}
 started=()
 
@@ -40,13 +40,15 @@ finish() {
 
 # compare OUTPUT BUDGET TEXTS: the flags that all have
 compare() {
-    flags=(compare --model "$model" --output "$1" --budget "$2" --data "$3" --row-length 1024 --batch-size "${ROWS:-4}"
-        --learning-rate "${RATE:-3e-3}" --warm-up 60 --no-plots --num-prompts "${QUESTIONS:-78}"
+    flags=(compare --model "$model" --output "$1" --budget "$2" --data "$3" --row-length "${LENGTH:-1024}"
+        --batch-size "${ROWS:-4}" --learning-rate "${RATE:-3e-3}" --warm-up 60 --num-prompts "${QUESTIONS:-78}"
         --max-new-tokens "${TOKENS:-96}" --benchmark "Spec-Bench=$SPECBENCH" --benchmark "GSM8K=$GSM8K")
 }
 
-# packed IN OUT: a file of bfloat16 with the first bytes of all numbers, then the second: these alone can be compressed
-packed() { python3 -c 'import sys; d = open(sys.argv[1], "rb").read(); open(sys.argv[2], "wb").write(d[::2] + d[1::2])' "$@"; }
+# packed IN OUT: a file of bfloat16 with the first bytes of all numbers, then the second, of which these can be compressed
+packed() {
+    python3 -c 'import sys; d = open(sys.argv[1], "rb").read(); open(sys.argv[2], "wb").write(d[::2] + d[1::2])' "$@"
+}
 unpacked() {
     python3 -c 'import sys
 d = open(sys.argv[1], "rb").read(); out = bytearray(len(d)); half = (len(d) + 1) // 2
@@ -60,26 +62,27 @@ for part in ${@:-texts train serve}; do
             for i in "${!devices[@]}"; do
                 split -n "r/$((i + 1))/$gpus" "$out/prompts.jsonl" >"$out/prompts-$i.jsonl"
                 on "$i" "texts-$i" python3 -m jaxspec.train data --model "$model" --data "$out/prompts-$i.jsonl" --seed "$i" \
-                    --row-length 1024 --temperature 0,0,0,0.8 --max-answer-tokens 200 --output "$out/texts-$i"
+                    --row-length "${LENGTH:-1024}" --temperature 0,0,0,0.8 --max-answer-tokens 200 --output "$out/texts-$i"
             done
             python3 -c 'import json
 for i in range(40):
     print(json.dumps({"tokens": list(range(i + 5, i + 905)), "answers": [[100, 900]]}))' >"$out/few.jsonl"
             compare "$out/compiling" 2 "$out/few.jsonl"
             for i in "${!drafters[@]}"; do
-                on $((i % gpus)) "compiling-$i" python3 -m jaxspec.train "${flags[@]}" --drafters "${drafters[i]}" --until trained
+                on $((i % gpus)) "compiling-$i" python3 -m jaxspec.train "${flags[@]}" --drafters "${drafters[i]}" --no-plots --until trained
             done
             finish
             cat "$out"/texts-*/data.jsonl >"$out/texts.jsonl"
             echo "texts: $(wc -l <"$out/texts.jsonl") after $SECONDS s" ;;
         train)
             each=$(((${#drafters[@]} + gpus - 1) / gpus))
-            minutes=$(python3 -c "print(round((((${LIMIT:-270} - 5 - $SECONDS - 15) / $each) - 9) / 60, 2))")
-            compare "$out" "${MINUTES:-$minutes}m" "$out/texts.jsonl"
-            echo "train: ${MINUTES:-$minutes} minutes each, from $SECONDS s on"
+            left=$(python3 -c "print(round((((${LIMIT:-270} - 5 - $SECONDS - 15) / $each) - 9) / 60, 2))")m
+            budget=${BUDGET:-$left}
+            compare "$out" "$budget" "$out/texts.jsonl"
+            echo "train: $budget each, from $SECONDS s on"
             for i in "${!drafters[@]}"; do
                 on $((i % gpus)) "train-$i" python3 scripts/gpu/in_turn.py "$out/turn-$((i % gpus))" "${flags[@]}" \
-                    --drafters "${drafters[i]}" --until trained
+                    --drafters "${drafters[i]}" --no-plots --until trained
             done
             finish
             rm -rf "$out/packing"
@@ -91,20 +94,20 @@ for i in range(40):
                 cp "$folder/config.json" "$to/drafter/"
                 packed "$folder/model.safetensors" "$to/drafter/packed"
             done
-            echo "${MINUTES:-$minutes}" >"$out/packing/minutes"
+            echo "$budget" >"$out/packing/budget"
             head -n 1 "$out/texts.jsonl" >"$out/packing/texts.jsonl"
             tar -C "$out/packing" -c . | xz -T0 -3 >"$out/packed.tar.xz"
             echo "trained: $(ls "$out"/packing/*/drafter/packed | wc -l), $(du -h "$out/packed.tar.xz" | cut -f1) after $SECONDS s" ;;
         serve)
-            if [ ! -e "$out/minutes" ]; then
+            if [ ! -e "$out/budget" ]; then
                 tar -C "$out" -xJf "$out/packed.tar.xz"
                 for each in "$out"/*/drafter/packed; do unpacked "$each" "${each%/*}/model.safetensors"; done
             fi
-            compare "$out" "$(<"$out/minutes")m" "$out/texts.jsonl"
+            compare "$out" "$(<"$out/budget")" "$out/texts.jsonl"
             i=0
             for each in none "${drafters[@]}"; do
                 on $((i % gpus)) "serve-$i" python3 scripts/gpu/in_turn.py "$out/turn-$((i % gpus))" "${flags[@]}" \
-                    --drafters "$each" --until served
+                    --drafters "$each" --no-plots --until served
                 i=$((i + 1))
             done
             for each in ${SHIPPED-eagle3 dflash dspark}; do

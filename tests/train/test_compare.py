@@ -144,6 +144,9 @@ def test_one_command_trains_measures_and_writes(command, tmp_path, capsys):
     with pytest.raises(SystemExit):
         train.main([*argv, "a", "--benchmark", "nowhere.jsonl"])
     assert "nowhere.jsonl: No such file" in capsys.readouterr().err and len(trained) == 2
+    with pytest.raises(SystemExit):
+        train.main([*argv, "a", "--benchmark", f"X={tmp_path}/b.jsonl"])
+    assert "two --benchmark files are called X" in capsys.readouterr().err and len(trained) == 2
 
 
 def test_processes_share_the_drafters_of_a_table(command, contenders, tmp_path):
