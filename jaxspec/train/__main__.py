@@ -143,6 +143,8 @@ def _train(args: argparse.Namespace) -> None:
     with held(args.output):
         steps = loop.check_run(args.output, facts, _OF_TEXTS)
         if args.no_evaluation and loop.finished(args.output, steps):
+            if (texts := _texts_path(args)) is not None:  # they may be gone, but not others
+                loop.check_run(args.output, facts | {"data_sha256": fingerprint(texts)}, ("texts",))
             print(f"drafter: {args.output / 'drafter'} is trained already")
             return
         if not args.init:
@@ -160,7 +162,8 @@ def _compare(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         raise BenchError(f"two --benchmark files are called {max(names, key=names.count)}. Name them by NAME=FILE")
     if not args.no_plots:
         plots.check()
-    if drafters := [each for each in found if not each.plain]:
+    drafters, texts = [each for each in found if not each.plain], args.data
+    if drafters and (texts == "self" or Path(texts).exists()):  # drafters that are trained need them no more
         with held(args.output, wait=True):  # whoever shares the drafters needs the same texts
             texts = str(_texts_file(args))
     for each in drafters:
@@ -326,6 +329,15 @@ def _shape(args: argparse.Namespace, num_layers: int) -> export.Shape:
     return export.Shape(args.num_layers or num_layers, *sizes, args.target_layers)
 
 
+def _texts_path(args: argparse.Namespace) -> Path | None:
+    """The texts that there are to train on: the file itself, or that of the features."""
+    given, written = Path(args.data), args.output / "data.jsonl"
+    if features.holds_features(given):
+        return given / features.INDEX
+    there = given if args.data != "self" and given.exists() and holds_texts(given) else written
+    return there if there.exists() else None
+
+
 def _texts_file(args: argparse.Namespace) -> Path:
     """The texts to train on: those named, or those that the model has written, or does now, into the output folder."""
     given = Path(args.data)
@@ -334,6 +346,8 @@ def _texts_file(args: argparse.Namespace) -> Path:
     path = args.output / "data.jsonl"
     _settle_recipe(args, path)
     if not path.exists():
+        if args.data != "self":
+            prompts.read(given)  # errors come before an engine
         recipe = synthesise.Recipe(
             args.temperature, args.max_answer_tokens, args.max_prompt_tokens, args.row_length, args.seed
         )

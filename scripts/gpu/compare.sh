@@ -95,12 +95,11 @@ for i in range(40):
                 packed "$folder/model.safetensors" "$to/drafter/packed"
             done
             echo "$budget" >"$out/packing/budget"
-            head -n 1 "$out/texts.jsonl" >"$out/packing/texts.jsonl"
             tar -C "$out/packing" -c . | xz -T0 -3 >"$out/packed.tar.xz"
             echo "trained: $(ls "$out"/packing/*/drafter/packed | wc -l), $(du -h "$out/packed.tar.xz" | cut -f1) after $SECONDS s" ;;
         serve)
             if [ ! -e "$out/budget" ]; then
-                tar -C "$out" -xJf "$out/packed.tar.xz"
+                tar -C "$out" -xJf "$out/packed.tar.xz" --exclude=./texts.jsonl
                 for each in "$out"/*/drafter/packed; do unpacked "$each" "${each%/*}/model.safetensors"; done
             fi
             compare "$out" "$(<"$out/budget")" "$out/texts.jsonl"
