@@ -52,12 +52,12 @@ def _lock(folder: Path, file: Any, wait: bool) -> None:
         print(f"--output {folder} can't be locked ({error.strerror}): let no other process work there", file=sys.stderr)
 
 
-def read(file: Path) -> Any:
+def read(file: Path, flag: str = "--output") -> Any:
     """Read a file of `write`. **Raises:** `TrainError` for a file that isn't whole."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise TrainError(f"--output {file.parent}: {file.name} isn't JSON ({error}). Name another folder") from error
+        raise TrainError(f"{flag} {file.parent}: {file.name} isn't JSON ({error}). Name another folder") from error
 
 
 def write(file: Path, record: Any) -> None:
