@@ -121,7 +121,7 @@ for i in range(40):
             for each in "${drafters[@]}"; do
                 grep -qs made_of "$out/${each//[?&=:,\/]/-}/served.json" && there+=("$each")
             done
-            python3 -c "import matplotlib" || flags+=(--no-plots)
+            python3 -c "import matplotlib" 2>/dev/null || flags+=(--no-plots)
             [ ${#there[@]} -gt 0 ] && python3 -m jaxspec.train "${flags[@]}" --drafters "$(IFS=,; echo "${there[*]}")"
             [ -z "${SHIPPED-x}" ] || tail -n 60 "$out"/shipped-*.log
             echo "served: ${#there[@]} of ${#drafters[@]} after $SECONDS s" ;;
