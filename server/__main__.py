@@ -8,10 +8,13 @@ come back ends by itself, with exit status 1.
 
 from __future__ import annotations
 
+import gc
+
+gc.disable()  # what is imported stays; looking through it again and again takes half a second of three
+
 import argparse
 import errno
 import faulthandler
-import gc
 import logging
 import os
 import resource
@@ -52,6 +55,8 @@ from server.media.flags import media_rules
 from server.prompt_log import PromptLog
 from server.stop_watcher import StopWatcher
 from server.tracing import Tracer
+
+gc.enable()
 
 log = logging.getLogger("jaxspec.server")
 

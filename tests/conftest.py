@@ -36,6 +36,9 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     # An interpreted kernel's threads wait for one another on jax's own, of which there are as many as cores: on two,
     # those that were waited for found none left, and the test stood still. No kernel has as many as these.
     os.environ.setdefault("PJRT_NPROC", "8")
+    # Collect garbage rarely. Importing all test files makes a million objects that stay, and so does tracing; looking
+    # through them took each worker 3 s before its first test.
+    gc.set_threshold(100_000, 20, 100)
 
 import jax
 import pytest
@@ -136,11 +139,6 @@ def pytest_pyfunc_call(pyfuncitem):
     given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     asyncio.run(asyncio.wait_for(pyfuncitem.obj(**given), 300))
     return True
-
-
-def pytest_collection_finish():
-    """Collect garbage rarely: tracing makes a million objects that live, and looking through them takes a while."""
-    gc.set_threshold(100_000, 20, 100)
 
 
 _unfreeze, _unfrozen = gc.unfreeze, []

@@ -277,7 +277,9 @@ class Process:
         command = [
             sys.executable,
             "-c",
-            f"from jaxspec.compiling.lowering_process import answer; answer({theirs.fileno()})",
+            # Without garbage collection (`no_garbage_collection`): it doesn't live long.
+            "import gc; gc.disable(); from jaxspec.compiling.lowering_process import answer; "
+            f"answer({theirs.fileno()})",
         ]
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=os.environ | environment)
         theirs.close()

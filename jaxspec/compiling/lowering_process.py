@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import logging
 import pickle
 import signal
@@ -24,7 +23,6 @@ from jaxspec.pallas import hopper
 def answer(descriptor: int) -> None:
     """Lower what is asked for on the pipe until its other end is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes; the pipe's end is what counts
-    gc.disable()  # see `no_garbage_collection`; this process doesn't live long
     logging.getLogger("jaxspec").propagate = False  # warnings go back with a program
     logging.getLogger("jaxspec").addHandler(logging.NullHandler())
     with contextlib.suppress(OSError, EOFError):

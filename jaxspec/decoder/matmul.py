@@ -128,7 +128,7 @@ multiply.defvjp(_forward, _backward)
 ACTIVATIONS = {
     "silu": jax.nn.silu,
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
-    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+    "relu2": lambda x: jnp.square(jnp.maximum(x, 0)),
 }
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.decoder import matmul
 from jaxspec.models.weights import Weight
 from jaxspec.pallas.experts import experts_mlp
 from jaxspec.pallas.experts.expert_stream import COLUMNS, Tiling, stream
@@ -67,6 +70,19 @@ def check_one_launch(monkeypatch, module, run, x, stacks, ids):
 @pytest.mark.parametrize("model", ["qwen3-30b-a3b", "qwen3.5-35b-a3b"])
 def test_kernel_matches_the_reference(model, tokens, skew):
     check(draw(model, tokens, skew, SKEWS.index(skew)), ["expert_few", "expert_stream"])
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 32, 100, 512])
+@pytest.mark.parametrize("d,f,gated", [(2816, 704, True), (2688, 1856, False)], ids=["gemma-4-26b", "nemotron-3-nano"])
+def test_other_activations_and_experts_without_a_gate(d, f, gated, tokens):
+    x, _, ids, weights = bfloat16(random_case(tokens, 128, 6, d=d, f=1, seed=tokens))
+    keys, gating = jax.random.split(jax.random.key(0)), matmul.gating("gelu_tanh")
+    if not gated:
+        gating = matmul.ACTIVATIONS["relu2"]
+    up = Weight(jax.random.normal(keys[0], (128, (1 + gated) * f, d), jnp.bfloat16) * d**-0.5)
+    down = Weight(jax.random.normal(keys[1], (128, d, f), jnp.bfloat16) * f**-0.5)
+    plain = jax.jit(partial(experts_mlp.reference, gating=gating))
+    check((x, [(up, down)], ids, weights), ["expert_stream"], gating, plain)
 
 
 @pytest.mark.parametrize("some,more", [(1, (2, 4, 8)), (9, (16, 32, 128, 500))])

@@ -40,6 +40,10 @@ MIXTURES = {  # model width, expert width, experts, experts of a token
     "35B-A3B": (2048, 512, 256, 8),  # Qwen3.5's
     "30B-A3B": (2048, 768, 128, 8),  # Qwen3's
 }
+ACTIVATED = {  # the same of experts that SiLU doesn't gate, and how they differ
+    "Gemma 4 26B": ((2816, 704, 128, 8), {"activation": "gelu_tanh"}),
+    "Nemotron 3 Nano": ((2688, 1856, 128, 6), {"activation": "relu2", "gated": False}),
+}
 EXPERTS = {"FP8": Fp8(BLOCK), "INT4": Int4(128), "NVFP4": Nvfp4()}  # formats beside bfloat16
 TOKENS = (1, 4, 8, 32, 128, 512, 1024, 8192)
 DELTA = 16, 32, 128  # Qwen3-Next's and Qwen3.5-35B-A3B's linear attention: key heads, value heads, width of both
@@ -92,6 +96,9 @@ def make_cases(small: bool) -> list[Case]:
     for title, kind in ({} if small else EXPERTS).items():
         few = [(f"{title} experts {name}", t, *widths) for name, t, widths in named if t in ROWS]
         cases += [mixtures.experts_mlp(*each, layers // 2, dtype, kind=kind) for each in few]
+    for name, (widths, how) in ({} if small else ACTIVATED).items():
+        few = [t for t in sizes["tokens"] if t in ROWS]
+        cases += [mixtures.experts_mlp(f"experts {name}", t, *widths, layers // 2, dtype, **how) for t in few]
     cases += [mixtures.router(name, t, *widths[2:], layers) for name, t, widths in named]
     for of in (attention.cache_write, attention.prompt_heads):
         cases += [of(count, length, layers, dtype) for count, length in sizes["prompts"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.bench.cases.case import EXACT, Case
+from jaxspec.decoder.feed import expert_gating
 from jaxspec.models import fp8
+from jaxspec.models.description import Mixture
 from jaxspec.models.weights import Format, FourBits, Layout, Weight
 from jaxspec.pallas.experts import experts_mlp as experts
 from jaxspec.pallas.experts import top_experts
@@ -29,11 +32,15 @@ def experts_mlp(
     groups: int = 1,
     kind: Format = EXACT,
     residual: bool = False,
+    activation: str = "silu",
+    gated: bool = True,
 ) -> Case:
     """A mixture of experts from its input to its output, the router's choice given: `tokens` tokens, of which each
     chooses `k` experts, all equally likely, of `groups` times the `e` that are here. What must be read are the weights
     of experts that anyone chose. With `residual` the result is added to a residual stream.
     """
+    m = Mixture(e, k, f, activation=activation, gated=gated)
+    gating, parts = expert_gating(m), 3 if gated else 2
     rng = np.random.default_rng(tokens)
     ids = rng.random((layers, tokens, e * groups)).argpartition(k - 1, axis=-1)[..., :k].astype(np.int32)
     ids = np.where(ids < e, ids, experts.NOBODY)
@@ -57,13 +64,13 @@ def experts_mlp(
         x, weights = jax.random.normal(keys[0], (tokens, d), dtype), jax.random.uniform(keys[1], (tokens, k))
         # An array each: as a slice of one, a kernel's operand would be copied first.
         shared = x, weights, [jnp.asarray(each) for each in ids]
-        own = lambda key: (matrix(key, 2 * f, d), matrix(jax.random.fold_in(key, 1), d, f))  # noqa: E731
+        own = lambda key: (matrix(key, (parts - 1) * f, d), matrix(jax.random.fold_in(key, 1), d, f))  # noqa: E731
         return shared, [own(each) for each in jax.random.split(keys[2], layers)]
 
     def mix(layer: int, shared: Any, own: Any) -> jax.Array:
         x, weights, ids = shared
         stream = jnp.zeros_like(x) if residual else None
-        return experts.experts_mlp(x, [own[layer]], ids[layer], weights, residual=stream)
+        return experts.experts_mlp(x, [own[layer]], ids[layer], weights, residual=stream, gating=gating)
 
     item = jnp.dtype(dtype).itemsize
     return Case(
@@ -72,9 +79,9 @@ def experts_mlp(
         layers=layers,
         build=build,
         op=mix,
-        plain=_mix_plain,
-        size=(kind.bytes_each or item) * distinct * 3 * d * f + item * 2 * tokens * d,
-        flops=2 * float(np.mean((ids < e).sum((1, 2)))) * 3 * d * f,
+        plain=partial(_mix_plain, gating=gating),
+        size=(kind.bytes_each or item) * distinct * parts * d * f + item * 2 * tokens * d,
+        flops=2 * float(np.mean((ids < e).sum((1, 2)))) * parts * d * f,
     )
 
 
@@ -92,8 +99,8 @@ def router(name: str, tokens: int, e: int, k: int, layers: int) -> Case:
     )
 
 
-def _mix_plain(layer: int, shared: Any, own: Any) -> jax.Array:
+def _mix_plain(layer: int, shared: Any, own: Any, gating: experts.Gating | None) -> jax.Array:
     x, weights, ids = shared
     stack = own[layer]
     rows, items, place = experts.plan(x, ids[layer], len(stack[0].values))
-    return experts.combine(experts.reference(rows, [stack], items), place, weights)
+    return experts.combine(experts.reference(rows, [stack], items, gating), place, weights)

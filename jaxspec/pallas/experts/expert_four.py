@@ -29,7 +29,7 @@ from jaxtyping import Array, Float
 
 from jaxspec.models.weights import Weight
 from jaxspec.pallas.dense.few_rows import cluster
-from jaxspec.pallas.experts.expert_stream import SOURCE, TARGET, Items
+from jaxspec.pallas.experts.expert_stream import SOURCE, TARGET, Items, silu_gated
 from jaxspec.pallas.experts.expert_tile import MAX_ROWS, TILE, TURNS_ROWS, Stage, Tile, each_stage, one_launch
 from jaxspec.pallas.experts.four_loaders import Loader, loader_of
 from jaxspec.pallas.hopper import MULTIPROCESSORS
@@ -323,8 +323,7 @@ class _Tile(Tile):
         totals = [self.scaled(total, group) for total, group in zip(totals, self.groups, strict=True)]
         if self.stage.name == "down":
             return totals
-        gate, up = totals
-        return [self.gating(gate, up) if self.gating else gate / (1 + jnp.exp(-gate)) * up]
+        return [(self.gating or silu_gated)(*totals)]
 
     def scaled(self, total, group):
         """The sums times the outputs' factors, with the expert's bias of each."""

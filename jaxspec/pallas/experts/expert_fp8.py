@@ -29,7 +29,7 @@ from jaxtyping import Array, Float
 from jaxspec.models.fp8 import BLOCK
 from jaxspec.models.weights import Weight
 from jaxspec.pallas.dense import upcast
-from jaxspec.pallas.experts.expert_stream import SOURCE, TARGET, Items
+from jaxspec.pallas.experts.expert_stream import SOURCE, TARGET, Items, silu_gated
 from jaxspec.pallas.experts.expert_tile import MAX_ROWS, TILE, TURNS_ROWS, Stage, Tile, each_stage, one_launch
 from jaxspec.pallas.hopper.export import lower_once
 
@@ -189,8 +189,7 @@ class _Tile(Tile):
     def finished(self, totals):
         if self.stage.name == "down":
             return totals
-        gate, up = totals
-        return [gate / (1 + jnp.exp(-gate)) * up]
+        return [silu_gated(*totals)]
 
     def fetch_weights(self, i, slot, full, stack, expert):
         for g, group in enumerate(self.groups):

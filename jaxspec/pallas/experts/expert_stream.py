@@ -2,18 +2,19 @@
 
 Work items (`Items`, made by `pallas.experts`) say which rows go through which expert. Each item's matmul is cut into
 units of a few output columns, and thread blocks, one per multiprocessor, take units in turn: first all of `up` (gate
-and up, and silu(gate) * up of them), then all of `down`. At a few tokens this is bound by reading weights, so reading
-must not pause. A weight producer prefetches through units, and from up's into down's, as far as its ring of tiles has
-room. Another producer loads rows and waits, item by item, until all columns of an item's hidden rows are there. The
-consumers multiply. Valid rows needn't fill the M of a matmul: the padding rows of a tile may hold anything, and their
-results aren't stored.
+and up, and the hidden columns of them), then all of `down`. At a few tokens this is bound by reading weights, so
+reading must not pause. A weight producer prefetches through units, and from up's into down's, as far as its ring of
+tiles has room. Another producer loads rows and waits, item by item, until all columns of an item's hidden rows are
+there. The consumers multiply. Valid rows needn't fill the M of a matmul: the padding rows of a tile may hold anything,
+and their results aren't stored.
 
 A unit has two tiles of weights side by side, so that the rings' slots are alike: gate's and up's columns of `up`, two
-groups of columns of `down`.
+groups of columns of `down`, and of `up` where experts have no gate.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,7 +30,9 @@ from jaxtyping import Array, Float, Int
 from jaxspec.pallas.hopper import MULTIPROCESSORS, SHARED_BYTES, WGMMA_ROWS
 from jaxspec.pallas.hopper.export import lower_once
 
-Stack = tuple[jax.Array, jax.Array]  # experts' gate and up, [e, 2f, d], gate's rows first; their down, [e, d, f]
+# Experts' gate and up, [e, 2f, d], gate's rows first, or up alone, [e, f, d]; their down, [e, d, f].
+Stack = tuple[jax.Array, jax.Array]
+Gating = Callable[..., jax.Array]  # from gate and up, or up alone, to hidden columns
 ALIGN = 8  # rows: bulk copies begin at a multiple
 TILE_ROWS = WGMMA_ROWS
 BLOCKS = MULTIPROCESSORS  # all must be resident, since they wait for one another
@@ -66,11 +69,12 @@ class Items:
 
 @dataclass(frozen=True)
 class Tiling:
-    """Static sizes: `rows` of an item at most, `columns` of a tile, inputs of a `step`."""
+    """Static sizes: `rows` of an item at most, `columns` of a tile, inputs of a `step`; whether experts are `gated`."""
 
     rows: int
     columns: int
     step: int
+    gated: bool = True
 
     @property
     def warpgroups(self) -> int:
@@ -91,14 +95,14 @@ class Tiling:
         return min((ROOM - taken) // (4 * self.columns * self.step), MOST_BARRIERS)
 
 
-def tiling(rows: int, d: int, f: int) -> Tiling:
+def tiling(rows: int, d: int, f: int, gated: bool = True) -> Tiling:
     """Choose sizes for items of up to `rows` rows. Wide tiles take fewer steps, though some blocks may have no work."""
     widest = COLUMNS[0] if rows >= 32 else COLUMNS[1]
-    columns = max(c for c in COLUMNS if c <= widest and f % c == 0 and d % (2 * c) == 0)
+    columns = max(c for c in COLUMNS if c <= widest and f % (c if gated else 2 * c) == 0 and d % (2 * c) == 0)
     step = max(64, 4096 // columns)
     while d % step or f % step:
         step //= 2
-    return Tiling(rows, columns, step)
+    return Tiling(rows, columns, step, gated)
 
 
 def supported(dtype: Any, stacks: list[Stack]) -> str | None:
@@ -117,11 +121,13 @@ def stream(
     rows: Float[Array, "r d"],
     stacks: list[Stack],
     items: Items,
+    gating: Gating | None = None,
     *,
     sizes: Tiling | None = None,
     interpret: Any = False,
 ) -> Float[Array, "c d"]:
-    """Each item's rows through its expert, `down @ (silu(gate) * up)`, as `experts_mlp.reference`; all in bfloat16.
+    """Each item's rows through its expert, `down @ gating(gate, up)`, as `experts_mlp.reference`; all in bfloat16. No
+    `gating`: `silu(gate) * up`. Experts without a gate have one of up alone.
 
     Rows that no item has are arbitrary, NaN included. `sizes` overrides `tiling`. In interpret mode, which has no
     counters between blocks, each of the two matmuls is a kernel of its own.
@@ -130,12 +136,13 @@ def stream(
     """
     if reason := supported(rows.dtype, stacks):
         raise ValueError(f"the expert kernel can't run: {reason}")
-    sizes = sizes or tiling(items.rows, *stacks[0][1].shape[1:])
-    gate_ups, downs = zip(*stacks, strict=True)
-    launch = partial(_launch, sizes=sizes, interpret=interpret)
+    ups, downs = zip(*stacks, strict=True)
+    _, d, f = downs[0].shape
+    sizes = sizes or tiling(items.rows, d, f, ups[0].shape[1] > f)
+    launch = partial(_launch, sizes=sizes, gating=gating, interpret=interpret)
     if not interpret:
-        return launch(rows, [gate_ups, downs], items, names=("up", "down"))[1]
-    (hidden,) = launch(rows, [gate_ups], items, names=("up",))
+        return launch(rows, [ups, downs], items, names=("up", "down"))[1]
+    (hidden,) = launch(rows, [ups], items, names=("up",))
     return launch(hidden, [downs], items, names=("down",))[0]
 
 
@@ -146,26 +153,26 @@ class Stage:
     name: str
     inputs: int
     units: int
-    half: int  # rows of the expert's weights between the two tiles of a unit
+    gated: bool  # whether the two tiles of a unit are gate's and up's, or neighbours
     width: int  # of its result
 
     @classmethod
-    def of(cls, name: str, weights: jax.Array, columns: int) -> Stage:
+    def of(cls, name: str, weights: jax.Array, sizes: Tiling) -> Stage:
         _, outputs, inputs = weights.shape
-        units = outputs // (2 * columns)
-        return cls(name, inputs, units, *((outputs // 2,) * 2 if name == "up" else (columns, outputs)))
+        gated = sizes.gated and name == "up"
+        return cls(name, inputs, outputs // (2 * sizes.columns), gated, outputs // 2 if gated else outputs)
 
     def tile(self, unit: Array, half: int, columns: int) -> Array:
         """The first of the expert's weight rows, each an output, of a unit's first or second tile."""
-        return (unit if self.name == "up" else unit * 2) * columns + half * self.half
+        return unit * columns + half * self.width if self.gated else (unit * 2 + half) * columns
 
 
-@lower_once("expert_stream", "names", "sizes")
-def _launch(rows, weights, items, *, names, sizes, interpret):
-    stages = [Stage.of(name, stack[0], sizes.columns) for name, stack in zip(names, weights, strict=True)]
+@lower_once("expert_stream", "names", "sizes", "gating")
+def _launch(rows, weights, items, *, names, sizes, gating, interpret):
+    stages = [Stage.of(name, stack[0], sizes) for name, stack in zip(names, weights, strict=True)]
     tall = TILE_ROWS * sizes.warpgroups
     return plgpu.kernel(
-        partial(_kernel, stages, sizes, [len(stack) for stack in weights[0]]),
+        partial(_kernel, stages, sizes, gating, [len(stack) for stack in weights[0]]),
         kernel_name="expert_stream",
         out_type=[jax.ShapeDtypeStruct((items.capacity, stage.width), rows.dtype) for stage in stages],
         grid=(BLOCKS,),
@@ -187,8 +194,8 @@ def _launch(rows, weights, items, *, names, sizes, interpret):
     )(rows, *jax.tree.leaves(weights), items.table)
 
 
-def _kernel(stages, sizes, stacks, rows_g, *refs, **scratch):
-    block = _Block(stages, sizes, stacks, rows_g, list(refs), scratch)
+def _kernel(stages, sizes, gating, stacks, rows_g, *refs, **scratch):
+    block = _Block(stages, sizes, gating, stacks, rows_g, list(refs), scratch)
     warpgroup, warpgroups = block.warpgroup, sizes.warpgroups
     pl.when(warpgroup == warpgroups)(lambda: _produce_weights(block))
     pl.when(warpgroup == warpgroups + 1)(lambda: _produce_rows(block))
@@ -198,8 +205,9 @@ def _kernel(stages, sizes, stacks, rows_g, *refs, **scratch):
 class _Block:
     """State that the warpgroups of a block share."""
 
-    def __init__(self, stages, sizes, stacks, rows_g, refs, scratch):
+    def __init__(self, stages, sizes, gating, stacks, rows_g, refs, scratch):
         self.stages, self.sizes, self.stacks, self.rows_g, self.scratch = stages, sizes, stacks, rows_g, scratch
+        self.gating = gating
         self.weights = [[refs.pop(0) for _ in stacks] for _ in stages]
         self.items_g, *self.outs = refs
         self.count = self.items_g[0, COUNT]
@@ -299,9 +307,13 @@ def _produce_rows(block: _Block):
     block.produce(begin, scratch["rows_empty"], sizes.row_slots)
 
 
+def silu_gated(gate: Array, up: Array) -> Array:
+    return gate / (1 + jnp.exp(-gate)) * up
+
+
 def _consume(block: _Block):
     """Multiply and store each unit, and signal when `up`'s are in memory."""
-    sizes, done, columns = block.sizes, block.done, block.sizes.columns
+    sizes, done, columns, gating = block.sizes, block.done, block.sizes.columns, block.gating or silu_gated
     plgpu.set_max_registers(200 if sizes.warpgroups == 1 else 208, action="increase")
 
     def tell(item):
@@ -324,7 +336,7 @@ def _consume(block: _Block):
         def _():
             parts = tiles
             if is_up:
-                parts = [tiles[0] / (1 + jnp.exp(-tiles[0])) * tiles[1]]
+                parts = [gating(*tiles)] if sizes.gated else [gating(tile) for tile in tiles]
                 if done is not None:
                     tell(untold)  # its copies were begun a unit ago
             place = block.items_g[item, TARGET], block.items_g[item, ROW_BLOCKS]

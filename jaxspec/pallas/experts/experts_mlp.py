@@ -35,7 +35,7 @@ from jaxspec.pallas.experts import (
     expert_rows,
     expert_stream,
 )
-from jaxspec.pallas.experts.expert_stream import ALIGN, COUNT, Items
+from jaxspec.pallas.experts.expert_stream import ALIGN, COUNT, Gating, Items
 from jaxspec.pallas.hopper import too_few_processors
 from jaxspec.pallas.operation import ANY, HOPPER, PORTABLE, Implementation, choose, nothing
 from jaxspec.pallas.portable import experts as portable_experts
@@ -44,12 +44,10 @@ from jaxspec.pallas.portable import four_bits as portable_four_bits
 # Experts' gate and up, [e, 2f, d], gate's rows first; their down, [e, d, f]; and both their biases, if they have some.
 # Of experts without a gate, the first is up alone, [e, f, d].
 Stack = tuple[Weight, Weight] | tuple[Weight, Weight, Float[Array, "e n"], Float[Array, "e d"]]
-Gating = Callable[..., Array]  # from gate and up, or up alone, to hidden columns
 
 ITEM_ROWS = (8, 16, 32, 64, 128)
 SPARE = 2.5  # rows of an item, as a multiple of an expert's mean
 QUANTISED_SPARE = 2  # weights are converted for each item, so its rows are fewer, even if more experts need two
-HOPPERS_OWN = "experts of SiLU, which Hopper has kernels of its own for"
 NOBODY = 2**30  # the id of no expert
 CHUNK = 256  # pairs that are ranked against one another at once
 
@@ -163,20 +161,22 @@ def _without_gate(call: Call) -> str | None:
     return "experts without a gate" if any(map(ungated, call.stacks)) else None
 
 
-def _beyond_kernels(call: Call) -> str | None:
-    """Name what the kernels of FP8 and of unquantised weights can't compute of these experts; None if nothing."""
-    if any(len(stack) > 2 for stack in call.stacks):
-        return "experts with biases"
-    return _without_gate(call) or ("an activation that isn't SiLU" if call.gating else None)
+def _biased(call: Call) -> str | None:
+    return "experts with biases" if any(len(stack) > 2 for stack in call.stacks) else None
+
+
+def _beyond_silu(call: Call) -> str | None:
+    """Name what kernels of experts that SiLU gates can't compute of these; None if nothing."""
+    return _biased(call) or _without_gate(call) or ("an activation that isn't SiLU" if call.gating else None)
 
 
 def _unquantised_refused(call: Call) -> str | None:
-    reason = _not_in(Unquantised, call) or _beyond_kernels(call)
+    reason = _not_in(Unquantised, call) or _biased(call)
     return reason or expert_stream.supported(call.x.dtype, call.arrays)
 
 
 def _fp8_refused(call: Call) -> str | None:
-    reason = _not_in(Fp8, call) or _beyond_kernels(call)
+    reason = _not_in(Fp8, call) or _beyond_silu(call)
     return reason or expert_fp8.supported(call.x.dtype, call.stacks)
 
 
@@ -190,7 +190,7 @@ def _stream_refused(call: Call) -> str | None:
 
 
 def _few_refused(call: Call) -> str | None:
-    return _unquantised_refused(call) or _rows_refused(call, call.arrays)
+    return _beyond_silu(call) or _unquantised_refused(call) or _rows_refused(call, call.arrays)
 
 
 def _few_fp8_refused(call: Call) -> str | None:
@@ -198,7 +198,7 @@ def _few_fp8_refused(call: Call) -> str | None:
 
 
 def _few_four_refused(call: Call) -> str | None:
-    reason = _not_in(FourBits, call) or _beyond_kernels(call)
+    reason = _not_in(FourBits, call) or _beyond_silu(call)
     return reason or _rows_refused(call, call.stacks)
 
 
@@ -222,14 +222,6 @@ def _portable_few_refused(call: Call) -> str | None:
     return _portable_refused(call) or (f"{len(call.x)} tokens, more than {most}" if len(call.x) > most else None)
 
 
-def _few_on_hopper_refused(call: Call) -> str | None:
-    return _portable_few_refused(call) if call.gating else HOPPERS_OWN
-
-
-def _on_hopper_refused(call: Call) -> str | None:
-    return _portable_refused(call) if call.gating else HOPPERS_OWN
-
-
 def _portable_few(call: Call) -> Float[Array, "n d"]:
     mixed = portable_experts.few(call.x, call.arrays, call.ids, call.weights, call.each, call.gating)
     return call.added(mixed)
@@ -248,7 +240,7 @@ _FOUR = ExpertKernel(
 _FP8 = ExpertKernel(
     lambda call, rows, items: expert_fp8.mix(rows, call.stacks, items), expert_fp8.MAX_ROWS, **_QUANTISED
 )
-_STREAM = ExpertKernel(lambda call, rows, items: expert_stream.stream(rows, call.arrays, items))
+_STREAM = ExpertKernel(lambda call, rows, items: expert_stream.stream(rows, call.arrays, items, call.gating))
 _PORTABLE_FOUR = ExpertKernel(
     lambda call, rows, items: portable_four_bits.items(rows, call.stacks, items, call.gating),
     portable_four_bits.MAX_ROWS,
@@ -265,8 +257,8 @@ EXPERTS = (
     Implementation("expert_fp8", HOPPER, _fp8_refused, _FP8.mix),
     Implementation("expert_stream", HOPPER, _stream_refused, _STREAM.mix),
     Implementation("portable_four_on_hopper", HOPPER, _portable_four_refused, _PORTABLE_FOUR.mix),
-    Implementation("portable_few_on_hopper", HOPPER, _few_on_hopper_refused, _portable_few),
-    Implementation("portable_on_hopper", HOPPER, _on_hopper_refused, _PORTABLE.mix),
+    Implementation("portable_few_on_hopper", HOPPER, _portable_few_refused, _portable_few),
+    Implementation("portable_on_hopper", HOPPER, _portable_refused, _PORTABLE.mix),
     Implementation("portable_few", PORTABLE, _portable_few_refused, _portable_few),
     Implementation("portable_four_bits", PORTABLE, _portable_four_refused, _PORTABLE_FOUR.mix),
     Implementation("portable", PORTABLE, _portable_refused, _PORTABLE.mix),

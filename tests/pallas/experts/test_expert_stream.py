@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxspec.decoder import matmul
 from jaxspec.models.fp8 import E4M3
 from jaxspec.models.weights import Fp8, Weight
 from jaxspec.pallas import hopper
@@ -75,6 +76,29 @@ def test_each_matmul_matches_the_reference(monkeypatch, t, e, k, skew, columns):
     got = stream(rows, arrays(stacks), items, sizes=sizes, interpret=plgpu.InterpretGPUParams())
     expected = jax.jit(experts_mlp.reference)(rows, stacks, items)
     assert_close(got[place], expected[place])
+
+
+@pytest.mark.parametrize("activation,t,columns", [("gelu_tanh", 1, 16), ("relu2", 11, 32)])
+def test_other_activations_and_experts_without_a_gate_match_the_reference(monkeypatch, activation, t, columns):
+    x, stacks, ids, _ = bfloat16(random_case(t, 4, 2, d=64, f=64, seed=t))
+    gating = matmul.gating(activation)
+    if activation == "relu2":  # as Nemotron's
+        stacks, gating = [(Weight(up.values[:, :64]), down) for up, down in stacks], matmul.ACTIVATIONS[activation]
+    rows, items, place = jax.jit(experts_mlp.plan, static_argnums=2)(x, ids, 4)
+    monkeypatch.setattr(expert_stream, "BLOCKS", 1)
+    sizes = Tiling(items.rows, columns, 64, activation != "relu2")
+    got = stream(rows, arrays(stacks), items, gating, sizes=sizes, interpret=plgpu.InterpretGPUParams())
+    assert_close(got[place], experts_mlp.reference(rows, stacks, items, gating)[place])
+
+
+@pytest.mark.parametrize("d,f,k,gated", [(2816, 704, 8, True), (2688, 1856, 6, False)])
+def test_experts_of_gemma_4_and_nemotron_lower_for_cuda(d, f, k, gated, monkeypatch):
+    monkeypatch.setattr(hopper, "kernels_here", lambda: None)
+    of = jax.ShapeDtypeStruct
+    stacks = [(Weight(of((128, (1 + gated) * f, d), jnp.bfloat16)), Weight(of((128, d, f), jnp.bfloat16)))]
+    gating = matmul.gating("gelu_tanh") if gated else matmul.ACTIVATIONS["relu2"]
+    given = of((1, d), jnp.bfloat16), stacks, of((1, k), jnp.int32), of((1, k), jnp.float32)
+    assert kernels(partial(experts_mlp.experts_mlp, gating=gating), *given) == 2  # the plan and the products
 
 
 def test_the_mixture_takes_the_kernel_where_there_is_one(few_blocks, monkeypatch):

@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.models.fp8 import BLOCK
+from jaxspec.models.fp8 import BLOCK, E4M3
 from jaxspec.pallas.dense.few_rows import cluster
 from jaxspec.pallas.dense.few_rows.four_bits import four_bit_sums, scale_copies
 from jaxspec.pallas.dense.few_rows.fp8 import fp8_sums, outputs, scales_of
@@ -69,7 +69,8 @@ def scratch_of(share: Share, interpret: Any = False) -> dict[str, Any]:
     """Shared memory and barriers of a block."""
     rows, groups = share.rows, share.groups
     if share.quantised:
-        weight_s = plgpu.SMEM((share.slots, groups * TILE, int(share.item * share.chunk)), jnp.int8)
+        dtype = E4M3 if share.rounds else jnp.int8
+        weight_s = plgpu.SMEM((share.slots, groups * TILE, int(share.item * share.chunk)), dtype)
     else:
         weight_s = plgpu.SMEM((share.slots, groups, share.chunk, TILE), jnp.bfloat16)
     if share.warpgroups > 1:  # in the end, a slot of each warpgroup holds its sums
@@ -89,8 +90,9 @@ def scratch_of(share: Share, interpret: Any = False) -> dict[str, Any]:
     if share.four:
         of = share.four.scales(share.chunk, share.together * TILE)
         scratch["scales_s"] = plgpu.SMEM((share.slots, groups // share.together, *of), jnp.dtype(share.four.dtype))
-    if share.rounds:  # the scales of two chunks' rows, so that none is overwritten before all warps have read it
-        scratch["row_scales_s"] = plgpu.SMEM((share.warpgroups, 2, share.chunk // BLOCK, rows), _f32)
+    if share.rounds:
+        quantised = share.warpgroups, share.chunk // BLOCK, rows
+        scratch |= {"values_s": plgpu.SMEM((*quantised, BLOCK), E4M3), "row_scales_s": plgpu.SMEM(quantised, _f32)}
     if share.quantised and interpret:
         scratch["staged_s"] = plgpu.SMEM((share.warpgroups, TILE, BLOCK), jnp.bfloat16)
     return scratch

@@ -136,7 +136,7 @@ def four_bit_sums(share, begun, *, weight_s, rows_s, ready, scales_s, staged_s=N
     """f32[TILE, rows] of each group, over this warpgroup's chunks."""
     fetch, factors = begun
 
-    def add(_, i, slot, __, totals):
+    def add(i, slot, _, totals):
         refs = weight_s.at[slot], rows_s.at[i if share.normed else slot], scales_s.at[slot]
         if staged_s is not None:
             return _interpreted(share, totals, *refs, staged_s.at[turn_of(share)])
@@ -216,7 +216,7 @@ def _steps(sums, pairs, right, steps, chains):
         for s in range(2):
             totals, left = apart[s % chains], (upper[2 * s], lower[2 * s], upper[2 * s + 1], lower[2 * s + 1])
             for n, words in enumerate(right):
-                totals[n] = mma(totals[n], left, words[q][2 * s : 2 * s + 2], False)
+                totals[n] = mma(totals[n], left, words[q][2 * s : 2 * s + 2])
     return [total_of(each) for each in zip(*apart, strict=True)]
 
 

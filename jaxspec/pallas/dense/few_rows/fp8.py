@@ -3,8 +3,8 @@
 The numbers become bfloat16 in registers (`registers`). Each `BLOCK` of inputs has scales, which multiply its sums; or
 each output has one, for all inputs.
 
-Rows may be quantised, too (`quantise`): the products are then those of two e4m3 numbers, and a row's scale multiplies
-its sums.
+Rows may be quantised, too (`quantise`). Then nothing is converted: FP8 tensor cores multiply two e4m3 numbers. They
+keep some 14 bits of a sum, so each `BLOCK` is a sum of its own, as in `fp8_tiles`. A row's scale multiplies it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def operands(weight: Any) -> list[Any]:
         return [weight]
     by_output = len(weight.scales) == len(weight.values)
     scales = weight.scales.reshape(-1) if by_output else weight.scales
-    return [lax.bitcast_convert_type(weight.values, jnp.int8), scales]
+    rounds = isinstance(weight, Fp8WeightAndRows)
+    return [weight.values if rounds else lax.bitcast_convert_type(weight.values, jnp.int8), scales]
 
 
 def taken(share: Share, refs: list[Any]) -> Any:
@@ -82,7 +83,7 @@ def outputs(weight: Any) -> int:
     return weight.values.shape[0] if by_output else weight.shape[1]
 
 
-def fp8_sums(share, begun, *, weight_s, rows_s, ready, scales_s, row_scales_s=None, staged_s=None):
+def fp8_sums(share, begun, *, weight_s, rows_s, ready, scales_s, values_s=None, row_scales_s=None, staged_s=None):
     """f32[TILE, rows] of each group, over this warpgroup's chunks. Each `BLOCK`'s products are summed by themselves,
     then multiplied by its scale, if it has one, and by its rows', if these are quantised.
     """
@@ -93,13 +94,14 @@ def fp8_sums(share, begun, *, weight_s, rows_s, ready, scales_s, row_scales_s=No
     def early(i):
         return [[scales.at(g, i * blocks + b) for b in range(blocks)] for g in range(groups)]
 
-    def add(j, i, slot, by, totals):
-        staged = None if staged_s is None else staged_s.at[turn]
-        rows = rows_s.at[i if share.normed else slot]
-        of_rows = [None] * blocks
+    def add(i, slot, by, totals):
+        rows, of_rows = rows_s.at[i if share.normed else slot], [None] * blocks
         if share.rounds:
-            of_rows = quantise(share, rows, row_scales_s.at[turn, lax.rem(j, _i32(2))], staged is not None)
-        made = products(share, weight_s.at[slot], rows, staged, quantised=share.rounds)
+            values = values_s.at[turn]
+            of_rows = quantise(share, rows, values, row_scales_s.at[turn], staged_s is not None)
+            made = _of_quantised(share, weight_s.at[slot], values)
+        else:
+            made = products(share, weight_s.at[slot], rows, None if staged_s is None else staged_s.at[turn])
         for b in range(blocks):
             more = [_by_row(_by_output(each[b], by[g][b]), of_rows[b]) for g, each in enumerate(made)]
             totals = [total + sums for total, sums in zip(totals, more, strict=True)]
@@ -107,6 +109,20 @@ def fp8_sums(share, begun, *, weight_s, rows_s, ready, scales_s, row_scales_s=No
 
     totals = over_chunks(share, fetch, ready, early, add)
     return [_by_output(total, scales.of_all(g)) for g, total in enumerate(totals)]
+
+
+def _of_quantised(share, weight_s, values_s):
+    """Multiply as `products`, on FP8 tensor cores."""
+    places = [(g, b) for g in range(share.groups) for b in range(share.chunk // BLOCK)]
+
+    def run(*sums):
+        for (g, b), each in zip(places, sums, strict=True):
+            part = weight_s.at[pl.ds(g * TILE, TILE), pl.ds(b * BLOCK, BLOCK)]
+            plgpu.wgmma(each, part, values_s.at[b].transpose((1, 0)))
+        return [each[...] for each in sums]
+
+    made = pl.run_scoped(run, *[plgpu.ACC((TILE, share.rows), _f32)] * len(places))
+    return [made[i : i + len(made) // share.groups] for i in range(0, len(made), len(made) // share.groups)]
 
 
 def _by_output(sums, scale):

@@ -8,9 +8,9 @@ another's words. A word of four e4m3 numbers makes two registers; the rows' neig
 In rows of 128 bytes, in `SwizzleTransform`'s order, the four lanes of an output read the 16 bytes given by `PIECES`,
 then their neighbours: so neither operand's loads share a bank.
 
-Rows that are quantised become e4m3's numbers in shared memory, where they arrived: eight rows are a warpgroup's at
-once, a row's 128 inputs those of 16 lanes, which find the largest among themselves. Both operands are e4m3's numbers
-then, so they are multiplied as float16.
+Rows that are quantised go from shared memory to shared memory as e4m3 numbers: eight rows are a warpgroup's at once, a
+row's 128 inputs those of 16 lanes, which find the largest among themselves. FP8 tensor cores then take both operands as
+they are (`fp8`).
 """
 
 from __future__ import annotations
@@ -49,31 +49,24 @@ shl.b32 pair, pair, 4;
 and.b32 pair, pair, 0x87F087F0;
 mul.bf16x2 $1, pair, $3;
 }"""
-# The same as two pairs of float16, which hold e4m3's numbers as well, and which one instruction makes.
-HALVES = """{
-.reg .b16 low, high;
-mov.b32 {low, high}, $2;
-cvt.rn.f16x2.e4m3x2 $0, low;
-cvt.rn.f16x2.e4m3x2 $1, high;
-}"""
-# Four words of two bfloat16 numbers to the e4m3 numbers that they are quantised to, as float16, and the scale: that of
+# Four words of two bfloat16 numbers to two words of the e4m3 numbers that they are quantised to, and the scale: that of
 # 16 lanes' largest, 2^-100 at least, and not a number where one of them isn't.
 QUANTISE = "\n".join([
-    "{.reg .b32 largest, other; .reg .b16 pair; .reg .f32 scale, inverse, x, y;",
-    "and.b32 largest, $5, 0x7FFF7FFF;",
-    *(f"and.b32 other, ${i}, 0x7FFF7FFF; max.NaN.bf16x2 largest, largest, other;" for i in (6, 7, 8)),
+    "{.reg .b32 largest, other; .reg .b16 pair0, pair1, pair2, pair3; .reg .f32 scale, inverse, x, y;",
+    "and.b32 largest, $3, 0x7FFF7FFF;",
+    *(f"and.b32 other, ${i}, 0x7FFF7FFF; max.NaN.bf16x2 largest, largest, other;" for i in (4, 5, 6)),
     "shr.b32 other, largest, 16; and.b32 largest, largest, 0xFFFF; max.u32 largest, largest, other;",
     *(f"shfl.sync.bfly.b32 other, largest, {i}, 31, -1; max.u32 largest, largest, other;" for i in (1, 2, 4, 8)),
     "shl.b32 largest, largest, 16; mov.b32 scale, largest;",
     "mul.f32 scale, scale, 0f3B124925; max.NaN.f32 scale, scale, 0f0D800000;",  # 1 / 448, 2^-100
-    "rcp.approx.ftz.f32 inverse, scale; mov.f32 $4, scale;",
+    "rcp.approx.ftz.f32 inverse, scale; mov.f32 $2, scale;",
     *(
-        f"shl.b32 other, ${5 + i}, 16; mov.b32 x, other; mul.f32 x, x, inverse;"
-        f"and.b32 other, ${5 + i}, 0xFFFF0000; mov.b32 y, other; mul.f32 y, y, inverse;"
-        f"cvt.rn.satfinite.e4m3x2.f32 pair, y, x; cvt.rn.f16x2.e4m3x2 ${i}, pair;"
+        f"shl.b32 other, ${3 + i}, 16; mov.b32 x, other; mul.f32 x, x, inverse;"
+        f"and.b32 other, ${3 + i}, 0xFFFF0000; mov.b32 y, other; mul.f32 y, y, inverse;"
+        f"cvt.rn.satfinite.e4m3x2.f32 pair{i}, y, x;"
         for i in range(4)
     ),
-    "}",
+    "mov.b32 $0, {pair0, pair1}; mov.b32 $1, {pair2, pair3};}",
 ])  # fmt: skip
 MMA = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
 CONSTRAINTS = ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4)
@@ -88,16 +81,13 @@ def rows_transforms() -> tuple[Any, ...]:
     return plgpu.TilingTransform((8, BLOCK // 2)), plgpu.SwizzleTransform(128)
 
 
-def products(
-    share: Any, weight_s: Any, rows_s: Any, staged_s: Any = None, apart: int = 0, quantised: bool = False
-) -> list[list[Any]]:
+def products(share: Any, weight_s: Any, rows_s: Any, staged_s: Any = None, apart: int = 0) -> list[list[Any]]:
     """Multiply weight bytes [groups * TILE, chunk] by rows [n, chunk]: f32[TILE, r] for each group and each `BLOCK` of
     the chunk.
 
     `share`: how many `rows` are multiplied, r, and its `groups` and `chunk`. `apart`: distance from the first row that
     a warp multiplies to the next warp's; then r is `GROUP`, and past the last row that row is repeated. `staged_s`:
-    shared memory for the left operand, which interpret mode takes from there alone; `apart` is 0 then. `quantised`: the
-    rows are, by `quantise`.
+    shared memory for the left operand, which interpret mode takes from there alone; `apart` is 0 then.
     """
     groups, blocks = share.groups, share.chunk // BLOCK
     if staged_s is not None:
@@ -105,49 +95,53 @@ def products(
     one = plgpu.ShapeDtypeStruct((TILE, share.rows), _f32, layout=plgpu.Layout.WGMMA)
     types = plgpu.RefType(weight_transforms()), plgpu.RefType(rows_transforms())
     multiply = plgpu.inline_mgpu(arg_types=types, return_type=[one] * (groups * blocks))
-    made = multiply(partial(_products, share, apart, rows_s.shape[0] - 1, quantised))(weight_s, rows_s)
+    made = multiply(partial(_products, share, apart, rows_s.shape[0] - 1))(weight_s, rows_s)
     return [made[g * blocks : (g + 1) * blocks] for g in range(groups)]
 
 
-def quantise(share: Any, rows_s: Any, scales_s: Any, interpret: bool) -> list[Any]:
-    """Quantise rows [r, chunk] where they are, as `fp8.quantise_rows`: their numbers become those of e4m3, as float16,
-    or in interpret mode as bfloat16. Returns their scales, f32[r] for each `BLOCK`, by way of `scales_s`."""
+def quantise(share: Any, rows_s: Any, values_s: Any, scales_s: Any, interpret: bool) -> list[Any]:
+    """Quantise rows [r, chunk] as `fp8.quantise_rows`, into `values_s`, e4m3[blocks, r, BLOCK]. Returns their scales,
+    f32[r] for each `BLOCK`, by way of `scales_s`."""
     blocks = range(share.chunk // BLOCK)
     if interpret:
-        return [_interpreted_rows(rows_s, b) for b in blocks]
-    types = plgpu.RefType(rows_transforms()), plgpu.RefType()
-    plgpu.inline_mgpu(arg_types=types, return_type=None)(partial(_quantise, share))(rows_s, scales_s)
+        return [_interpreted_rows(rows_s, values_s, b) for b in blocks]
+    types = plgpu.RefType(rows_transforms()), plgpu.RefType(weight_transforms()), plgpu.RefType()
+    plgpu.inline_mgpu(arg_types=types, return_type=None)(partial(_quantise, share))(rows_s, values_s, scales_s)
+    plgpu.commit_smem()
     load = partial(plgpu.load, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
     return [load(scales_s.at[b]) for b in blocks]
 
 
-def _interpreted_rows(rows_s, block):
-    inputs = pl.ds(block * BLOCK, BLOCK)
-    values, scales = fp8.quantise_rows(rows_s[:, inputs])
-    rows_s[:, inputs] = values.astype(jnp.bfloat16)
+def _interpreted_rows(rows_s, values_s, block):
+    values, scales = fp8.quantise_rows(rows_s[:, pl.ds(block * BLOCK, BLOCK)])
+    values_s[block] = values
     return scales[:, 0]
 
 
-def _quantise(share, _, rows_s, scales_s):
+def _quantise(share, _, rows_s, values_s, scales_s):
     blocks, groups = share.chunk // BLOCK, share.rows // GROUP
     thread = _rem(mgpu.utils.thread_idx(), THREADS)
     row, lane = _div(thread, 16), _rem(thread, 16)
-    # A row of an atom is 128 bytes; in which order its parts come makes no difference here.
-    own = arith.addi(_mul(_div(lane, 8), ATOM), arith.addi(_mul(row, 128), _mul(_rem(lane, 8), BYTES)))
-    rows = _at(mgpu.utils.memref_ptr(rows_s), own)
+    # Lane i reads the i-th 16 bytes of a row's two atoms as they lie there: swizzled, they are another part's numbers.
+    half, place = _div(lane, 8), _rem(lane, 8)
+    line, part = _mul(row, 128), arith.xori(place, row)
+    own = arith.addi(_mul(half, ATOM), arith.addi(line, _mul(place, BYTES)))
+    # As e4m3 two such parts share 16 bytes of one atom.
+    both = arith.xori(arith.addi(_mul(half, 4), _div(part, 2)), row)
+    into = arith.addi(line, arith.addi(_mul(both, BYTES), _mul(_rem(part, 2), BYTES // 2)))
+    rows, values = (_at(mgpu.utils.memref_ptr(ref), at) for ref, at in ((rows_s, own), (values_s, into)))
     scales = _at(mgpu.utils.memref_ptr(scales_s), _mul(row, 4))
-    types = [_i32_type()] * 4 + [ir.F32Type.get()]
+    types = [_i32_type()] * 2 + [ir.F32Type.get()]
     quantised = partial(mgpu.utils.inline_ptx, QUANTISE, result_types=types, convergent=True)
     places = [(n, block) for n in range(groups) for block in range(blocks)]
-    at = [(n * 2 * blocks + 2 * block) * ATOM for n, block in places]
     # All loads, then all else, then one branch: so these chains of operations are hidden behind one another.
-    made = [quantised(*words) for words in [_load(rows, each) for each in at]]
-    for each, (*words, _) in zip(at, made, strict=True):
-        _store(rows, each, words)
+    loaded = [_load(rows, (n * 2 * blocks + 2 * block) * ATOM) for n, block in places]
+    made = [quantised(*words) for words in loaded]
+    for (n, block), (*words, _) in zip(places, made, strict=True):
+        _store(values, (block * groups + n) * ATOM, words)
     with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.eq, lane, _int(0))):
         for (n, block), (*_, scale) in zip(places, made, strict=True):
             llvm.store(scale, _at(scales, 4 * (block * share.rows + GROUP * n)), alignment=4)
-    mgpu.utils.warpgroup_barrier()
 
 
 def flat_scales(ref: Any, stride: int, size: int) -> Any:
@@ -183,7 +177,7 @@ def _interpreted(weight_s, rows_s, group, block, staged_s):
     return pl.run_scoped(run, plgpu.ACC((TILE, rows_s.shape[0]), _f32))
 
 
-def _products(share, apart, last, quantised, _, weight_s, rows_s):
+def _products(share, apart, last, _, weight_s, rows_s):
     groups, blocks, row_groups = share.groups, share.chunk // BLOCK, share.rows // 8
     eights, halves = TILE // 8 * blocks * ATOM, 2 * blocks  # bytes of a group; atoms of eight rows
     weight, rows = (mgpu.utils.memref_ptr(ref) for ref in (weight_s, rows_s))
@@ -216,10 +210,10 @@ def _products(share, apart, last, quantised, _, weight_s, rows_s):
                 at, totals = g * eights + block * ATOM, apart[i % chains]
                 upper, lower = (_load(weights[i], at + half * blocks * ATOM) for half in range(2))
                 for q in range(4):
-                    (a0, a2), (a1, a3) = (_converted(half[q], quantised) for half in (upper, lower))
+                    (a0, a2), (a1, a3) = (_converted(half[q]) for half in (upper, lower))
                     for n in range(row_groups):
                         words = right[n][2 * i + q // 2]
-                        totals[n] = mma(totals[n], (a0, a1, a2, a3), words[q % 2 * 2 :][:2], quantised)
+                        totals[n] = mma(totals[n], (a0, a1, a2, a3), words[q % 2 * 2 :][:2])
             sums[g, block] = [_total(each) for each in zip(*apart, strict=True)]
     return [as_sums(sums[g, block]) for g in range(groups) for block in range(blocks)]
 
@@ -242,18 +236,15 @@ def as_sums(totals):
     return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
 
-def mma(totals, left, right, halves):
+def mma(totals, left, right):
     f32 = ir.F32Type.get()
     struct = ir.Type.parse("!llvm.struct<(f32, f32, f32, f32)>")
-    text = MMA.replace("bf16", "f16") if halves else MMA
-    made = llvm.inline_asm(struct, [*left, *right, *totals], text, CONSTRAINTS, has_side_effects=False)
+    made = llvm.inline_asm(struct, [*left, *right, *totals], MMA, CONSTRAINTS, has_side_effects=False)
     return [llvm.extractvalue(f32, made, [i]) for i in range(4)]
 
 
-def _converted(word, halves):
-    """Convert a word's four numbers to bfloat16, or to float16: the first two, then the others."""
-    if halves:
-        return mgpu.utils.inline_ptx(HALVES, word, result_types=[_i32_type()] * 2)
+def _converted(word):
+    """Convert a word's four numbers to bfloat16: the first two, then the others."""
     return mgpu.utils.inline_ptx(CONVERT, word, mgpu.c(BIASED, _i32_type()), result_types=[_i32_type()] * 2)
 
 
@@ -264,11 +255,11 @@ def _load(pointer, offset: int):
 
 
 def _store(pointer, offset: int, words):
-    """Store four words of 32 bits."""
-    whole = llvm.mlir_undef(ir.VectorType.get((4,), _i32_type()))
+    """Store words of 32 bits."""
+    whole = llvm.mlir_undef(ir.VectorType.get((len(words),), _i32_type()))
     for i, word in enumerate(words):
         whole = llvm.insertelement(whole, word, position=_int(i))
-    llvm.store(whole, _at(pointer, offset), alignment=BYTES)
+    llvm.store(whole, _at(pointer, offset), alignment=4 * len(words))
 
 
 def _at(pointer, offset):

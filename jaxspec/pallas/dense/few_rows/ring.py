@@ -22,8 +22,7 @@ _i32, _f32 = jnp.int32, jnp.float32
 def over_chunks(share: Share, fetch: Callable, ready: Any, early: Callable, add: Callable) -> list[Any]:
     """f32[TILE, rows] of each group, over this warpgroup's chunks as they arrive.
 
-    `early(i)`: what is loaded for chunk i before it is waited for. `add(j, i, slot, loaded, totals)`: the
-    totals with it, which is the j-th of this warpgroup.
+    `early(i)`: what is loaded for chunk i before it is waited for. `add(i, slot, loaded, totals)`: the totals with it.
     """
     slots, turn, count = share.slots, turn_of(share), share.warpgroups
 
@@ -31,9 +30,10 @@ def over_chunks(share: Share, fetch: Callable, ready: Any, early: Callable, add:
         i = j * count + turn
         slot, loaded = lax.rem(i, _i32(slots)), early(i)
         plgpu.barrier_wait(ready.at[slot])
-        totals = add(j, i, slot, loaded, totals)
+        totals = add(i, slot, loaded, totals)
+        if slots < share.chunks or share.rounds:
+            plgpu.commit_smem()  # all warps have read the slot, and quantised rows
         if slots < share.chunks:
-            plgpu.commit_smem()  # all warps have read the slot
             pl.when(i + slots < share.chunks)(partial(fetch, i + slots, slot))
         return totals
 

@@ -184,7 +184,7 @@ class Share:
         out = 2 * self.finished * TILE * (self.groups + (min(self.groups, 2) if self.quantised else self.groups))
         parts = 4 * self.finished * TILE * self.groups * self.splits if self.splits > 1 else 0
         parts += 4 * self.scales * self.groups * warpgroups if self.fp8 else 0
-        parts += 8 * warpgroups * self.rows * self.chunk // BLOCK if self.rounds else 0
+        parts += warpgroups * self.rows * self.chunk // BLOCK * (BLOCK + 4) if self.rounds else 0
         rows = 2 * self.rows * (self.part if self.normed else 0)
         return (ROOM - 1024 - out - parts - rows) // self._slot
 

@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.dense.few_rows.block import by_row
 from jaxspec.pallas.experts.expert_few.plan import HALF, PART, PARTS, ROWS, STEP, TILE, TOGETHER, expert_of
+from jaxspec.pallas.experts.expert_stream import silu_gated
 
 _i32, _f32 = jnp.int32, jnp.float32
 
@@ -86,7 +87,7 @@ def write_hidden(plan, scratch, both, hidden_g, first, high):
     load = partial(plgpu.load, layout=everywhere(size), optimized=False)
     for j in range(PARTS):
         gate, up = (load(both_s.at[:, pl.ds(at + j * size, size)]) for at in (0, HALF))
-        part_s[j] = (gate / (1 + jnp.exp(-gate)) * up).astype(part_s.dtype)
+        part_s[j] = silu_gated(gate, up).astype(part_s.dtype)
     plgpu.commit_smem()
     for j in range(PARTS):
         part = first + j
