@@ -35,7 +35,7 @@ test-gpu: $(READY)  ## run the tests that need an NVIDIA GPU
 	@JAX_PLATFORMS=cuda,cpu $(PYTEST) -m gpu $(ARGS)
 
 exhaustive: $(READY)  ## run the tests that take every combination of what `make test` samples
-	@$(PYTEST) -m exhaustive -n auto --maxprocesses 4 --dist load $(ARGS)
+	@$(PYTEST) -m 'exhaustive and not gpu' -n auto --maxprocesses 4 --dist load $(ARGS)
 
 soak: $(READY)  ## run the ten-minute load test
 	@$(PYTEST) -m soak $(ARGS)

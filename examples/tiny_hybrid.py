@@ -161,7 +161,7 @@ class HybridObjective(MtpObjective):
     The module learns the model's distributions, not the texts: what it drafts is what the model would say.
     """
 
-    def loss(self, trained, frozen, target_params, batch, keys):
+    def loss(self, trained, frozen, target_params, batch, keys, done=0.0):
         layers = self.drafter.feature_layers
         hidden = forward(self.target.decoder, trained, batch.tokens, batch.positions, WholeTexts(), None, layers)
         logits, answers = unembed(trained, hidden.last, self.target.decoder)[:, :-1], batch.answer[:, 1:]

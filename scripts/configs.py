@@ -1,5 +1,6 @@
 """Sizes of the models and drafters that scripts lower and time: `python scripts/configs.py OUT` writes a folder of each
-with its config.json, for `--load-format dummy`. `-16` is cut to so many layers."""
+with its config.json, for `--load-format dummy`. `-16` is cut to so many layers. `python scripts/configs.py --small OUT`
+makes each so small that four virtual CPU devices can rehearse a benchmark."""
 
 import json
 import sys
@@ -164,11 +165,22 @@ FOLDERS = {
 }  # fmt: skip
 
 
+SMALL = dict(
+    vocab_size=1024, hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
+    num_key_value_heads=4, head_dim=128, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=1024,
+    shared_expert_intermediate_size=1024, linear_num_key_heads=8, linear_num_value_heads=8, linear_key_head_dim=64,
+    linear_value_head_dim=64, draft_vocab_size=512,
+)  # fmt: skip
+
+
 def main() -> None:
-    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+    out, small = sys.argv[-1], sys.argv[1:-1] == ["--small"]
+    if len(sys.argv) != 2 + small or out.startswith("-"):
         sys.exit(__doc__)
     for name, config in FOLDERS.items():
-        folder = Path(sys.argv[1], name)
+        if small:
+            config = {key: min(value, SMALL[key]) if key in SMALL else value for key, value in config.items()}
+        folder = Path(out, name)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}, indent=1) + "\n")
 

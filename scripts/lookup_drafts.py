@@ -93,7 +93,7 @@ def main() -> None:
     args = parser.parse_args()
     pairs = list(agent.answered())
     if args.texts:
-        records = map(json.loads, args.texts.read_text(encoding="utf-8").splitlines())
+        records = map(json.loads, args.texts.read_text(encoding="utf-8").rstrip("\n").split("\n"))
         pairs = [(record["prompt"], record["answer"]) for record in records]
     tokenizer = load_model(args.model, load_format="dummy", progress=False).tokenizer
     chat = lambda text: tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)  # noqa: E731

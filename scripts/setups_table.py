@@ -15,6 +15,8 @@ VLLM_MTP = {1: 6.92, 8: 10.4, 32: 14.1, 128: 25.8}
 VLLM_ROUNDS = {
     "large-rounds": ("Llama-3.3-70B FP8", {1: 9.10, 8: 9.54, 32: 12.7, 128: 16.3}),
     "next-rounds": ("Qwen3-Next-80B, MTP", {1: 9.91, 8: 12.4, 32: 16.0, 128: 26.7}),
+    "next-plain": ("Qwen3-Next-80B", dict.fromkeys((1, 8, 32, 128))),
+    "largest-rounds": ("Qwen3.5-397B FP8, MTP", dict.fromkeys((1, 8, 32, 128))),
 }
 VLLM_LOADS = {
     "dense-load": ("Qwen3-8B", 8873),
@@ -78,7 +80,8 @@ ROWS = [
 ]  # fmt: skip
 
 
-def measured(folder: Path, part: str, picks: dict, key: str) -> str:
+def measured(folder: Path, part: str, picks: dict, key: str) -> tuple[str, str]:
+    """A figure, with overlap and its gain where there is such, and of how many requests it is."""
     file = folder / f"{part}.json"
     rows = json.loads(file.read_text())["rows"] if file.is_file() else []
     found = [row for row in rows if all(row.get(name) == value for name, value in picks.items()) and key in row]
@@ -86,7 +89,8 @@ def measured(folder: Path, part: str, picks: dict, key: str) -> str:
         found = [row for row in found if row.get("request_rate") is None]
     shown = [shown_as(row[key]) + (f" {row['overlap']}" if "overlap" in row else "") for row in found]
     gains = [f"({row['overlap_gain']:+.0%})" for row in found if row.get("overlap_gain")]
-    return ", ".join(shown) + "".join(f" {gain}" for gain in gains)
+    counts = {f"{row['completed']:,}" for row in found if "completed" in row}
+    return ", ".join(shown) + "".join(f" {gain}" for gain in gains), ", ".join(counts)
 
 
 def shown_as(value: float | str | None) -> str:
@@ -97,10 +101,11 @@ def shown_as(value: float | str | None) -> str:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    print("| set-up | published | vLLM here | jaxspec |\n|---|---|---|---|")
+    print("| set-up | published | vLLM here | jaxspec | its requests |\n|---|---|---|---|---|")
     for part, name, picks, key, published, peer in ROWS:
-        if ours := measured(folder, part, picks, key):
-            print(f"| {name} | {shown_as(published)} | {shown_as(peer)} | {ours} |")
+        ours, requests = measured(folder, part, picks, key)
+        if ours:
+            print(f"| {name} | {shown_as(published)} | {shown_as(peer)} | {ours} | {requests} |")
     if (start := folder / "start" / "start.md").is_file():
         print("\n" + start.read_text())
 

@@ -36,6 +36,9 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     # An interpreted kernel's threads wait for one another on jax's own, of which there are as many as cores: on two,
     # those that were waited for found none left, and the test stood still. No kernel has as many as these.
     os.environ.setdefault("PJRT_NPROC", "8")
+    # Collect garbage rarely. Importing all test files makes a million objects that stay, and so does tracing; looking
+    # through them took each worker 3 s before its first test.
+    gc.set_threshold(100_000, 20, 100)
 
 import jax
 import pytest
@@ -50,10 +53,6 @@ ATTENTION = ("paged_attention", "prompt_attention", "write_heads")
 KERNELS = ("dense.few_rows", "dense.weight_stream", "experts.expert_plan", *(f"attention.{name}" for name in ATTENTION))
 CHECKED = ("decoder", "cache.mixers", "models", *(f"pallas.{name}" for name in KERNELS), "sampling")
 checked.install([f"jaxspec.{name}" for name in CHECKED])
-
-# Collect garbage rarely. Importing all test files makes a million objects that stay, and so does tracing; looking
-# through them took each worker 3 s before its first test.
-gc.set_threshold(100_000, 20, 100)
 
 if os.environ["JAX_PLATFORMS"] == "cpu":
     eager.install()

@@ -5,6 +5,7 @@ README and docs/ say of flags, drafters, files and tests is so.
 import ast
 import dataclasses
 import importlib.util
+import inspect
 import re
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ from jaxspec.config.options import flag
 from jaxspec.drafters.base import DraftBatch, PrefillBatch, Verified
 from jaxspec.drafters.registry import DRAFTERS
 from jaxspec.train import loop
+from jaxspec.train.objective import Objective
 from server.cli.options import SERVER_DEFAULTS, make_parser
 from tests.support.tiny import tiny_checkpoint
 from tests.test_imports import imports
@@ -126,6 +128,11 @@ def test_offline_prints_what_drafting_changes_nothing_about(folder, capsys):
         assert printed.startswith("> hi\n") and "8 tokens" in printed and " a round, ended by length]" in printed
         texts.append(printed[: printed.index("[8 tokens")])
     assert texts[0] == texts[1]
+
+
+def test_a_script_of_its_own_objective_takes_what_the_trainer_gives():
+    given = inspect.signature(load("tiny_hybrid").HybridObjective.loss).parameters
+    assert list(given) == list(inspect.signature(Objective.loss).parameters)
 
 
 @pytest.mark.exhaustive

@@ -31,12 +31,9 @@ from jaxspec.bench import engines, floors, imposed, plots, profile
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table, counts, memory_facts
 from jaxspec.bench.steady import Load
 from jaxspec.checkpoint import peft
-from jaxspec.compiling.ladder import ADAPTED, One
 from jaxspec.config.flags import natural, positive
 from jaxspec.config.request import SamplingParams
 from jaxspec.engine.engine import Engine
-from jaxspec.rounds.packing import fit
-from jaxspec.rounds.programs import GREEDY, SAMPLED
 
 COLUMNS = (
     Column("concurrency", "requests"),
@@ -97,7 +94,7 @@ def run(args: argparse.Namespace, result: Result) -> None:
     loads = [(count, mode, names) for count in args.concurrency for mode in modes for names in given]
     back_to_back = args.back_to_back or args.profile
     if engine.config.skip_warmup:
-        compile_ahead(engine, args)
+        engines.compile_ahead(engine, args.temperature, max(args.concurrency), args.prompt_len)
     rng = np.random.default_rng(args.seed or 0)
     before: Row = {}
     for count, mode, names in tqdm(loads, desc="decode", unit="load", disable=None):
@@ -121,25 +118,6 @@ def run(args: argparse.Namespace, result: Result) -> None:
         result.add(row)
         tell(result, row, args)
     result.fact(memory=memory_facts())
-
-
-def compile_ahead(engine: Engine, args: argparse.Namespace) -> None:
-    """Compile side by side what the loads need. A load would compile one program after the other: those of one request
-    took Qwen3.5-397B 90 s over four H200s."""
-    shapes, mode = engine.runner.shapes, SAMPLED if args.temperature else GREEDY
-    prompt, most = -(-args.prompt_len // shapes.block), shapes.prefills[-1]  # blocks
-    least, largest = (fit(min(prompt * count, most), shapes.prefills) for count in (1, max(args.concurrency)))
-    requests = fit(max(args.concurrency), shapes.batches)  # and fewer, while prompts are served and as requests end
-
-    def needed(one: One) -> bool:
-        kind, size = one[0].removeprefix(ADAPTED), one[1]
-        if kind == "prefill":
-            return least <= size <= largest
-        if kind in (f"round_{mode}", f"rounds_{mode}"):
-            return size <= requests
-        return kind in ("admit", f"first_{mode}")
-
-    engine.runner.programs.warm_up(engine.runner.state, needed)
 
 
 def random_adapters(engine: Engine, count: int, rank: int) -> list[str]:

@@ -74,6 +74,7 @@ TABLES = (
     latency.TABLE,
 )
 ALONE = 48  # prompts timed by themselves, at most
+REHEARSED = 64  # new tokens of a request before anything is timed, at most
 _rates = checked(
     lambda text: text.split(","),
     "takes requests a second or shares, such as 5,10 or 70%,90%",
@@ -93,12 +94,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, result: Result) -> None:
-    """Every closed loop, then all arrivals. Without warm-up a rehearsal meets the programs first."""
+    """Every closed loop, then all arrivals. Without warm-up their programs are compiled first, and met once."""
     datasets.check(args)
     most = max(args.concurrency)
     engine = engines.start(args, result, most, imposed.imposed(args))
     take = datasets.source(args, engine.model_config.vocab_size)
     params = datasets.params(args)
+    if engine.config.skip_warmup:
+        alike = args.dataset == "random" and args.prompt_len.isdecimal()
+        engines.compile_ahead(engine, args.temperature, most, int(args.prompt_len) if alike else None)
     rng, reached = np.random.default_rng(args.seed or 0), None
     loads = [(n, None) for n in args.concurrency] + [(most, rate) for rate in args.request_rate]
     for concurrency, rate in tqdm(loads, desc="load", unit="load", disable=None):
@@ -110,8 +114,10 @@ def run(args: argparse.Namespace, result: Result) -> None:
             name = f"{a_second:.1f}/s" + f", {rate} of the loop" * share
             starts = np.cumsum(rng.exponential(1 / a_second, count)).tolist()
         if engine.config.skip_warmup:  # of what it meets, nothing is compiled when it counts
-            rehearsal = min(count, 2 * concurrency)
-            traffic.serve(engine, Load.closed(take(rehearsal), concurrency, params))
+            prompts = take(min(count, 2 * concurrency))
+            short = [min(each.output_len or REHEARSED, REHEARSED) for each in prompts]
+            prompts = [datasets.replace(each, output_len=new) for each, new in zip(prompts, short, strict=True)]
+            traffic.serve(engine, Load.closed(prompts, concurrency, params))
             alone_seconds(engine, take(min(count, ALONE)), 0, params)  # prompts by themselves need other programs
         at_once = concurrency if rate is None else count
         row, recording = measure(engine, name, Load(take(count), starts or [0.0] * count, at_once, params))

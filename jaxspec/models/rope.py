@@ -16,7 +16,7 @@ Config = Mapping[str, Any]
 def rope(hf: Config, head_dim: int, rotated: float) -> Rope:
     """Base, scaling and rotated columns from transformers 5's `rope_parameters` and the older
     `rope_theta`/`rope_scaling`, which wins as it does there."""
-    settings, kind = _settings(hf)
+    settings, kind = rope_settings(hf)
     theta = positive_float(settings if "rope_theta" in settings else hf, "rope_theta", 10_000.0)
     share = "partial_rotary_factor"
     fraction = positive_float(settings if share in settings else hf, share, rotated)
@@ -34,7 +34,7 @@ def rope(hf: Config, head_dim: int, rotated: float) -> Rope:
 
 def score_scale(hf: Config) -> float:
     """Multiplier of latent attention's scores beside the root of a head's width: `mscale_all_dim`'s, squared."""
-    settings, kind = _settings(hf)
+    settings, kind = rope_settings(hf)
     if kind == "default" or not settings.get("mscale_all_dim"):
         return 1.0
     return _mscale(positive_float(settings, "factor"), positive_float(settings, "mscale_all_dim")) ** 2
@@ -44,7 +44,7 @@ def _mscale(factor: float, scale: float) -> float:
     return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
 
 
-def _settings(hf: Config) -> tuple[dict[str, Any], Any]:
+def rope_settings(hf: Config) -> tuple[dict[str, Any], Any]:
     """A config's settings of its rope, and the type of its scaling."""
     parts = [hf.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
     for part in parts:

@@ -55,8 +55,9 @@ class Times:
     """Expected seconds of a group's programs, by their drafts.
 
     `table` was measured at start. Rounds of the usual number move all numbers' times: a longer context or a busy host
-    adds to each of them. Rounds of another number move that one's own, which is the median of its last `TRIES`. A
-    result that was read late makes a round seem long and the next one short, so one alone says little.
+    adds to each of them. Rounds of another number move that one's own, which is the median of its last `TRIES`; the
+    start's counts as two of them. A result that was read late makes a round seem long and the next one short, so one
+    alone says little.
 
     More drafts take no less time: the start may have been held up, but no round is too fast. A rest isn't tried while
     drafts are made. So until rounds have rested it is taken to save what it did at start, of the time that rounds
@@ -67,7 +68,7 @@ class Times:
         numbers = sorted(table)
         self._table = {n: min(table[m] for m in numbers[i:]) for i, n in enumerate(numbers)}
         self._own = dict.fromkeys(table, 0.0)
-        self._seen = {drafts: deque([0.0] * TRIES, TRIES) for drafts in table}
+        self._seen = {drafts: deque([0.0, 0.0], TRIES) for drafts in table}
         self._delays, self._more = deque([0.0, 0.0], DELAYS), 0.0
         self._usual: int | None = None
         self._last, self._row = SKIP_DRAFTER, 0  # the number before, and how often it came in a row

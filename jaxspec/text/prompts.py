@@ -162,7 +162,8 @@ def _entries(path: Path) -> Iterator[tuple[str, Any]]:
         text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise DataError(f"--data {path}: {getattr(error, 'strerror', None) or error}") from error
-    lines = [(f"line {number}", line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    whole = text.replace("\r\n", "\n").split("\n")  # other separators that Python knows may stand in a JSON string
+    lines = [(f"line {number}", line) for number, line in enumerate(whole, 1) if line.strip()]
     first = lines[0][1].strip() if lines else ""
     named = Path(path.name.removesuffix(".gz")).suffix in (".json", ".jsonl")
     if first.startswith("[") and (named or first in ("[", "[{") or _object(text)):

@@ -1,20 +1,22 @@
-"""`python scripts/gpu/in_turn.py LOCK decode ...`: as `python -m jaxspec.bench decode ...`, on a GPU that is shared.
+"""`python scripts/gpu/in_turn.py LOCK decode ... [-- load ...]`: as `python -m jaxspec.bench`, on shared GPUs.
 
 Its engine starts and compiles beside those of others, which takes most of the time, and waits for the lock on the file
 LOCK before anything is timed. Give each engine its share of the memory by XLA_PYTHON_CLIENT_MEM_FRACTION, and let
-nothing else run on that GPU.
+nothing else run on those GPUs. Behind `--` is another benchmark of the same target, whose weights are loaded once.
 """
 
 import fcntl
+import gc
 import sys
 from collections.abc import Callable
+from itertools import groupby
 from typing import Any
 
 from jaxspec.bench import adaptive, engines, steady, traffic
 from jaxspec.bench.__main__ import main
 
 
-def run(lock: str, arguments: list[str]) -> int:
+def run(lock: str, commands: list[list[str]]) -> int:
     with open(lock, "a") as file:
 
         def locked(call: Callable) -> Callable:
@@ -24,21 +26,34 @@ def run(lock: str, arguments: list[str]) -> int:
 
             return wait_and_call
 
-        start = engines.start
+        start, load_target, targets = engines.start, engines.load_target, {}
 
         def started(*args: Any, **options: Any) -> Any:
             engine = start(*args, **options)
             fcntl.flock(file, fcntl.LOCK_EX)
             return engine
 
+        def loaded(config: Any) -> Any:
+            target = config.model, config.quantization, config.tp_size
+            if target not in targets:
+                targets.clear()
+                targets[target] = load_target(config)
+            return targets[target]
+
         steady.Load.run, adaptive.time_rounds = locked(steady.Load.run), locked(adaptive.time_rounds)
-        traffic.serve = locked(traffic.serve)
-        if arguments[0] != "decode":  # which goes on compiling, and then times loads alone
-            engines.start = started
-        return main(arguments)
+        traffic.serve, engines.load_target = locked(traffic.serve), loaded
+        status = 0
+        for arguments in commands:
+            compiles_first = arguments[0] in ("decode", "load")  # what its loads need, and times these alone
+            engines.start = start if compiles_first else started
+            status = main(arguments) or status
+            fcntl.flock(file, fcntl.LOCK_UN)
+            gc.collect()  # the engine's pages
+        return status
 
 
 if __name__ == "__main__":
     if len(sys.argv) < 3:
         sys.exit(__doc__)
-    sys.exit(run(sys.argv[1], sys.argv[2:]))
+    given = groupby(sys.argv[2:], lambda argument: argument == "--")
+    sys.exit(run(sys.argv[1], [list(each) for between, each in given if not between]))

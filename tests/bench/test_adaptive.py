@@ -14,6 +14,7 @@ from jaxspec.bench.meter import Meter
 from jaxspec.engine import defaults
 
 
+@pytest.mark.exhaustive
 def test_a_run_compares_every_setting_and_compiles_nothing_later(tiny, tmp_path, capsys):
     model = tiny[: tiny.index("--context-length")]
     args = [*model, "--draft", "ngram", "--prompt-len", "8", "--concurrency", "2", "--output-len", "40", "--turns", "2",

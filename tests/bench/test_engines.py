@@ -61,7 +61,7 @@ def test_what_a_load_meets_is_compiled_ahead(tiny, tmp_path):
     decode.add_arguments(parser)
     args = parser.parse_args(argv)
     engine = engines.start(args, results.Result("decode", argv, args, decode.TABLES[0], None), 4)
-    decode.compile_ahead(engine, args)
+    engines.compile_ahead(engine, args.temperature, 3, args.prompt_len)
     ready = engine.runner.programs.ready
     assert ready < len(ladder_of(engine.runner.shapes)) / 3
     decode.Load(engine, np.random.default_rng(0), 3, 20).run(30, back_to_back=True)

@@ -28,9 +28,7 @@ def test_the_command_times_every_group(tmp_path, capsys, monkeypatch, first):
         monkeypatch.setattr(kernels, "make_cases", lambda small: one_each[::-1])
     assert bench.main(["kernels", "--small", "--repeats", "2", "--json", str(tmp_path / "x.json")]) == 0
     document = json.loads((tmp_path / "x.json").read_text())
-    groups = {"decode attention", "prompt attention", "experts", "router", "cache write", "convolution"}
-    groups |= {"heads", "convolution prompts", "gated delta", "gated delta prompts", "projections"}
-    assert {row["group"] for row in document["rows"]} == groups
+    assert {row["group"] for row in document["rows"]} == {case.group for case in cases.make_cases(small=True)}
     assert document["notes"] == [
         "layer matmuls and few rows' layers are left out (--small): these kernels take full sizes, on a Hopper GPU"
     ]
@@ -56,7 +54,7 @@ def test_only_and_no_plain(tmp_path, capsys):
 
 @pytest.mark.exhaustive
 def test_interpreted_kernels_are_compared_on_a_cpu(tmp_path, capsys):
-    only = ["--only", "attention 2 x 40, 1 row, 4 heads"]
+    only = ["--only", "attention 2 x 40, 1 row, 4 heads, FP8 KV"]
     assert bench.main(["kernels", "--interpret", *only, "--json", str(tmp_path / "x.json")]) == 0
     document = json.loads((tmp_path / "x.json").read_text())
     (row,) = document["rows"]

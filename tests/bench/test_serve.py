@@ -87,6 +87,7 @@ def test_requests_start_at_random_times_of_that_rate():
     assert set(serve.make_loads(parser.parse_args(argv[2:]), 100)[1].starts) == {0.0}
 
 
+@pytest.mark.exhaustive  # each alone is below and above
 def test_a_server_of_its_own_compared_with_the_engine_alone(tiny, tmp_path, monkeypatch):
     for name, value in as_here().items():
         monkeypatch.setenv(name, value)
@@ -101,7 +102,6 @@ def test_a_server_of_its_own_compared_with_the_engine_alone(tiny, tmp_path, monk
     assert offline["of_offline"] == http["output_tokens_per_s"] / offline["output_tokens_per_s"]
 
 
-@pytest.mark.exhaustive  # beside a server, above
 def test_an_engine_of_this_process_alone(tiny, tmp_path):
     argv = [*tiny, "--concurrency", "2", *LOAD, "--via", "offline", "--skip-warmup", "--few-programs"]
     document = command(tmp_path / "x.json", *argv, "--request-rate", "100")

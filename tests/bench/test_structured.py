@@ -65,6 +65,7 @@ def test_an_invalid_text_would_show(capsys):
     ]
 
 
+@pytest.mark.exhaustive  # schemas run the same engine
 def test_rounds_and_masks_are_timed(tmp_path):
     out = tmp_path / "out.json"
     sizes = ["--concurrency", "2", "--prompt-len", "8", "--output-len", "40", "--rows", "5", "--context-length", "64"]

@@ -61,8 +61,8 @@ LAYOUTS = {
 }
 
 
-# A dense model, a mixture, one with biases, one with linear attention: other families have these ones' layers.
-KINDS = "gpt_oss", "qwen3_5_moe", "qwen3_moe"
+# A dense model, a mixture, one with biases: other families have these ones' layers, or linear attention's.
+KINDS = "gpt_oss", "qwen3_moe"
 
 
 @pytest.mark.parametrize("family,layout", [

@@ -15,6 +15,7 @@ from jaxspec.engine.defaults import CPU, GPU, seldom_sizes, shapes_of
 from jaxspec.rounds.packing import ladder
 from jaxspec.rounds.programs import GREEDY, LOGPROBS, SAMPLED
 from tests.support.engines import COUNT_UP, CROWDED, OPTIONS, CountUp, checkpoint, params, set_rounds, tokens
+from tests.support.sample import rare
 
 
 @pytest.mark.parametrize(("batches", "least", "sizes"), [
@@ -65,28 +66,26 @@ def test_listed_sizes_take_the_ladders_place():
         LLM(checkpoint(), "none", **OPTIONS | {"few_programs": False, "max_running_requests": 4, "batch_sizes": "2,8"})
 
 
-def test_padding_to_the_next_size_changes_no_text():
-    """Two requests, in rounds of two rows and of four: with log-probabilities and under a grammar."""
+@pytest.mark.parametrize("kind", ["logprobs", rare("grammar")])
+def test_padding_to_the_next_size_changes_no_text(kind):
+    """Two requests, in rounds of two rows and of four: with log-probabilities or under a grammar."""
     llm = LLM(checkpoint(), COUNT_UP, **CROWDED | {"few_programs": False, "max_running_requests": 4})
     made, texts = llm.engine.runner, {}
     assert made.shapes.batches == (1, 2, 4) and made.shapes.seldom == (1, 4)
     shared = {"max_tokens": 24, "temperature": 0.8}
     grammar = StructuredOutput(regex="[a-c]{2,5}-(north|south)-[0-9]{3}(, [A-Z]+){0,2}")
-    asked = {
-        "logprobs": [SamplingParams(**shared, seed=seed, logprobs=2, ignore_eos=True) for seed in (1, 2)],
-        "grammar": [SamplingParams(**shared, seed=seed, structured=grammar) for seed in (3, 4)],
-    }
+    more = {"logprobs": 2, "ignore_eos": True} if kind == "logprobs" else {"structured": grammar}
+    asked = [SamplingParams(**shared, seed=seed, **more) for seed in (1, 2)]
     for seldom in ((1, 2, 4), made.shapes.seldom):
         made.shapes = made.programs.shapes = dataclasses.replace(made.shapes, seldom=seldom)
         before = set(made.programs._compiled)
-        texts[seldom] = [llm.generate([tokens(9, 1), tokens(30, 2)], each) for each in asked.values()]
+        texts[seldom] = llm.generate([tokens(9, 1), tokens(30, 2)], asked)
         new = {size for kind, size in set(made.programs._compiled) - before if kind.startswith(("round", "forward"))}
         assert max(new) == (2 if 2 in seldom else 4)
-    for exact, padded in zip(*texts.values(), strict=True):
-        for one, other in zip(exact, padded, strict=True):
-            assert one.token_ids == other.token_ids
-            for mine, theirs in zip(one.logprobs or (), other.logprobs or (), strict=True):
-                np.testing.assert_allclose(mine.logprob, theirs.logprob, atol=1e-5)
+    for one, other in zip(*texts.values(), strict=True):
+        assert one.token_ids == other.token_ids
+        for mine, theirs in zip(one.logprobs or (), other.logprobs or (), strict=True):
+            np.testing.assert_allclose(mine.logprob, theirs.logprob, atol=1e-5)
 
 
 def test_several_rounds_for_one_request_are_for_no_other(monkeypatch):

@@ -165,6 +165,7 @@ def test_a_dead_process_loses_no_program(here, monkeypatch, caplog):
     assert "another process couldn't: it died" in caplog.text and "without other processes" in caplog.text
 
 
+@pytest.mark.exhaustive  # nor does a dead process
 def test_an_answer_that_cannot_be_read_loses_no_program(here, monkeypatch):
     monkeypatch.setattr(threading, "excepthook", lambda raised: failed.append(raised.exc_type))
     monkeypatch.setattr(Process, "lower", lambda self, one: pickle.loads(b"not a module"))

@@ -72,7 +72,7 @@ def check_layers(
 
 
 @pytest.mark.parametrize("family", [
-    "qwen3_5_moe", *map(rare, ("llama", "qwen3", "qwen3_moe")),
+    "qwen3", *map(rare, ("llama", "qwen3_5_moe", "qwen3_moe")),
 ])  # fmt: skip
 def test_layers_are_those_of_the_plain_path(monkeypatch, family):
     """With plain jnp in place of kernels, which have tests of their own."""

@@ -109,7 +109,7 @@ def expected_drafts(method):
 
 
 @pytest.mark.parametrize("method,watched", [
-    ("dspark", "WatchedDSpark"), rare("dflash2", "WatchedDFlash2"), rare("domino", "WatchedDomino"),
+    rare("dspark", "WatchedDSpark"), rare("dflash2", "WatchedDFlash2"), rare("domino", "WatchedDomino"),
     ("lilicorr", "WatchedLiLiCorr"),
 ])  # fmt: skip
 def test_greedy_output_equals_plain_and_drafts_are_a_cold_starts(method, watched):

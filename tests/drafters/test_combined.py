@@ -1,5 +1,7 @@
 """Two drafters in one: texts stay plain decoding's, and a request takes the drafts of the likelier one."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,11 +41,8 @@ def engine():
 
 
 def test_text_is_plain_decodings(engine):
-    plain = LLM(
-        pair()[0], dtype="float32", max_running_requests=2, context_length=96, skip_warmup=True, few_programs=True,
-        disable_structured_output=True,
-    )  # fmt: skip
-    expected = [out.token_ids for out in plain.generate(PROMPTS, GREEDY)]
+    expected = [out.token_ids for out in engine.generate(PROMPTS, replace(GREEDY, speculative=False))]
+    engine.engine.flush_cache()
     for _ in range(2):  # the second time from a cached prefix, and with responses to look in
         assert [out.token_ids for out in engine.generate(PROMPTS, GREEDY)] == expected
 

@@ -106,7 +106,7 @@ class Rounds:
         return proposal, np.asarray(out)[:, rounds.EMITTED]
 
 
-@pytest.mark.parametrize("variant", ["full", rare("sliding"), rare("window")])  # a sliding layer drafts below
+@pytest.mark.parametrize("variant", [rare("full"), rare("sliding"), rare("window")])  # layers of both kinds draft below
 def test_rounds_equal_the_package(variant):
     rounds = Rounds(variant)
     expected = rounds.expected

@@ -122,6 +122,7 @@ def test_few_rows_are_drafted_with_a_copy_of_the_head(kind, monkeypatch):
     np.testing.assert_allclose(first(), by(whole), atol=1e-4)
 
 
+@pytest.mark.exhaustive
 def test_a_map_of_tokens_has_a_copy_of_its_own_head(tmp_path):
     ids = list(range(0, 64, 3))
     (tmp_path / "map.json").write_text(str(ids))

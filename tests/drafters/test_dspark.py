@@ -70,7 +70,7 @@ def test_fewer_drafts_come_from_shorter_blocks():
         jaxspec.propose(model, loaded, ids, 6)
 
 
-@pytest.mark.parametrize("method,variant", [("dspark", "deepspec"), rare("dflash2", "sliding")])
+@pytest.mark.parametrize("method,variant", [rare("dspark", "deepspec"), rare("dflash2", "sliding")])
 def test_a_round_of_fewer_drafts_has_the_first_of_all(method, variant):
     model, loaded, expected = golden(method, variant)
     ids, n = expected["ids_33"].tolist()[:-1], 2

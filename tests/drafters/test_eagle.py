@@ -43,8 +43,9 @@ def load(folder, model=None, **options):
 # -- against the originals ---------------------------------------------------------------------------------------------
 
 
-# The first one's trees are in test_eagle_trees.py, and `random_eagle3` writes checkpoints as the second.
-OTHERS = "safeailab-eagle3", "specforge-eagle3"
+# The first one's trees are in test_eagle_trees.py, `random_eagle3` writes checkpoints as the second, and the third's
+# tensors are read back in ../train/test_continued.py.
+OTHERS = "safeailab-eagle3", "specforge-eagle3", "speculators-eagle3"
 
 
 @pytest.mark.parametrize("name,length", [

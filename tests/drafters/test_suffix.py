@@ -133,7 +133,7 @@ def test_drafts_of_many_streams_are_the_references(device):
 @pytest.mark.parametrize("options,streams", [
     pytest.param({"max_requests": 0}, 1, id="own text"),
     rare({"max_requests": 0}, 3),
-    pytest.param({"max_factor": 2.0, "min_prob": 0.3}, 1, id="factor and least"),
+    pytest.param({"max_factor": 2.0, "min_prob": 0.3}, 1, id="factor and least", marks=pytest.mark.exhaustive),
     rare({"max_factor": 2.0, "min_prob": 0.3}, 3),
 ])  # fmt: skip
 def test_options_mean_what_the_references_do(options, streams):

@@ -34,6 +34,7 @@ def test_text_is_plain_decodings(plain, suffix):
         assert [out.token_ids for out in suffix.generate(PROMPTS, how)] == expected
 
 
+@pytest.mark.exhaustive  # likewise
 def test_a_repeated_request_drafts_from_the_first_ones_response(suffix):
     """A seed's text, which repeats nothing of itself, the second time it is written."""
     how = SamplingParams(temperature=3.0, max_tokens=40, ignore_eos=True, seed=123)

@@ -28,7 +28,7 @@ from jaxspec.scheduling.sequence import Status
 from tests.support import drawn, lora
 from tests.support.engines import CROWDED, OPTIONS, checkpoint, idle, set_overlap, tokens
 from tests.support.miniature import make, sequence
-from tests.support.sample import one_in, rare
+from tests.support.sample import rare, some
 from tests.support.tiny import tiny_checkpoint, tiny_config
 
 PAGE = 8
@@ -69,7 +69,7 @@ def logits_of(decoder, params, said, positions, rows, kv, places):
     return unembed(params, forward(decoder, params, said, positions, rows, kv, adapters=places).last, decoder)
 
 
-@pytest.mark.parametrize("family,dtype", one_in(2, list(FAMILIES), ["float32", "bfloat16"]))
+@pytest.mark.parametrize("family,dtype", some([("qwen3", "bfloat16")], FAMILIES, ["float32", "bfloat16"]))
 def test_a_rows_bits_depend_on_no_other_row(family, dtype):
     alone = rows_of(family, dtype, [(2, 20)], 1)[0, 0]
     beside = rows_of(family, dtype, [(0, 3), (2, 20), (1, 55), (3, 0), (2, 20)], 1)

@@ -60,7 +60,7 @@ def llm(request):
 
 @pytest.mark.parametrize("llm", ["ngram", rare(SELF)], indirect=True)
 def test_overlap_changes_nothing_but_time(llm):
-    check_overlap(llm, (1,) if llm is engine(SELF) else (1, 4))  # four rounds compile three programs more
+    check_overlap(llm, (1,))
 
 
 @pytest.mark.exhaustive

@@ -124,8 +124,8 @@ def cases():
     """All settings, one round and four in a program, overlap on and off; `make test` runs a third of them."""
     for (family, draft), rounds, overlap in itertools.product(SETTINGS, (1, 4), (True, False)):
         often = (rounds == 1 or overlap) if (family, draft) == ("llama", "ngram") else (rounds == 1 and overlap)
-        # mixtures are in test_mxfp4.py and test_hybrid_models.py
-        often &= (family, draft) not in LONG and draft != "standalone:other" and family != "qwen3_moe"
+        # Qwen3 is in test_ragged_verification.py, mixtures in test_hybrid_models.py.
+        often &= (family, draft) not in LONG and draft != "standalone:other" and family == "llama"
         name = f"{family}-{draft}-{'one round' if rounds == 1 else 'four rounds'}-{'overlap' if overlap else 'in turn'}"
         yield pytest.param(family, draft, overlap, rounds, id=name, marks=() if often else pytest.mark.exhaustive)
 

@@ -6,6 +6,7 @@ but for copying weights, so thousands of files take seconds.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import shutil
@@ -90,6 +91,14 @@ def test_each_key_of_a_config_with_nonsense_of_each_kind(family, half):
             assert "\n" not in str(error) and len(str(error)) < 500, key
         assert time.monotonic() - began < 5, (key, value)
     assert refused > 100
+
+
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+def test_a_rope_of_nonsense_is_refused_by_every_family(key):
+    """Some families read it before the others' reader does."""
+    for family, value in itertools.product(sorted(ARCHITECTURES), NONSENSE):
+        with contextlib.suppress(ConfigError):
+            ModelConfig.from_hf({**tiny_config(family), key: value})
 
 
 SCALING = {

@@ -63,10 +63,7 @@ def all_mismatches(draft, dtype) -> list[int]:
     return found
 
 
-def test_an_engine_reports_the_same_bits():
-    assert all_mismatches("ngram", "float32") == [0] * 4
-
-
+# With EAGLE-3, `make test` has the example of ../train/test_following.py, whose texts are scored.
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("draft", ["ngram", SELF, "eagle3"])

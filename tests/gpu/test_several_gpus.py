@@ -145,6 +145,7 @@ PATHS = {
     "fp8_stream-fp8": ("qwen3", {}, 40, ("fp8_stream",)),
     "few_rows-mixture": ("qwen3_moe", EXPERTS, 4, ("few_rows_product", "expert_few", "router")),
     "fused_norms": ("qwen3_5_moe", EXPERTS | SHARED | LINEAR, 4, ("few_rows_normed", "expert_few", "delta_step")),
+    "fused_norms-fp8, 32 rows": ("qwen3_5_moe", EXPERTS | SHARED | LINEAR, 32, ("few_rows_normed", "delta_step")),
     "weight_stream": ("qwen3", {"num_key_value_heads": GPUS}, 16, ("weight_stream", "write_heads")),
 }  # fmt: skip
 

@@ -44,7 +44,7 @@ OPTIONS = SMALL | {"dtype": "float32", "max_running_requests": 4, "num_draft_tok
 
 
 # Of a standalone drafter's weights: most of its drafts are right.
-NOISE = {"granite": 0.1, "exaone4": 0.02, "mimo_v2_flash": 0.01}
+NOISE = {"granite": 0.1, "olmo3": 0.03, "exaone4": 0.02, "mimo_v2_flash": 0.01}
 noisy = functools.cache(shaken)
 OFTEN = (("olmo3", "ngram"), ("granite", "standalone"))
 HEADLESS = {"ernie4_5", "granite", "olmo2", "seed_oss"}  # of which random heads accept nothing, by chance
@@ -56,8 +56,9 @@ def cases():
         for draft in ("ngram", "standalone") if family in HEADLESS else DRAFTS:
             # llama is test_lossless.py's, YaRN test_models.py's, gpt_oss test_mxfp4.py's, EAGLE-3 test_eagle.py's,
             # gemma4 test_assistant.py's
-            if (family, draft) == ("kimi_linear", "standalone"):
-                continue  # whose state can't take a draft of its own back
+            # A state can't take a draft of its own back; of that random head, too, nothing is accepted.
+            if (family, draft) in (("kimi_linear", "standalone"), ("olmo3", "dflash")):
+                continue
             often = (family, draft) in OFTEN
             yield pytest.param(family, draft, marks=() if often else pytest.mark.exhaustive)
 

@@ -74,7 +74,7 @@ def test_a_wanted_row_is_what_it_is_among_all(variant):
 
 
 @pytest.mark.parametrize("variant,length", each_variant_with(
-    LENGTHS, often=[("qwen3_next", 7)]
+    LENGTHS, often=[]
 ))  # fmt: skip
 def test_logits_match_transformers_at_any_length(variant, length):
     model, expected = golden(variant)
@@ -95,7 +95,7 @@ def test_the_engines_greedy_texts_are_transformers(variant, draft):
 
 
 @pytest.mark.parametrize("variant,length", each_variant_with(
-    CHAINS, often=[("qwen3_next", 33), ("glm4_moe", 33)], variants=MODULES
+    CHAINS, often=[("glm4_moe", 33)], variants=MODULES
 ))  # fmt: skip
 def test_chains_are_those_of_transformers_mtp_module(variant, length):
     model, expected = golden(variant)

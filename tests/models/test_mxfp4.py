@@ -171,6 +171,7 @@ def test_what_does_not_fit_the_format_is_named(folder, tmp_path):
 OPTIONS = CROWDED | {"context_length": 128, "max_total_tokens": 512, "disable_structured_output": True}
 
 
+@pytest.mark.exhaustive  # packed logits are above; texts with windows are test_families.py's
 def test_greedy_texts_are_the_models_own_cached_or_cold(folder):
     """Packed experts, sinks and windows in the engine, with a drafter of the same kind."""
     prompts = [TOKENS[0][:33], TOKENS[1][:7] * 4, [3]]

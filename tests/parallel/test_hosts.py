@@ -356,7 +356,7 @@ def free_ports() -> int:
 
 
 def start(folder: Path, draft: str, *flags: str) -> subprocess.Popen:
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": str(ROOT), "PJRT_NPROC": "16"}
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "PJRT_NPROC": "16"}
     env |= {"JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax-tests")}
     options = ["--skip-warmup", "--few-programs", "--max-running-requests", "4", "--max-total-tokens", "1024"]
     options += ["--context-length", "256", "--page-size", "8", "--num-draft-tokens", "3"]

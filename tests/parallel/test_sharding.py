@@ -202,7 +202,7 @@ def run_apart(*options: str) -> None:
     """The files of `APART` over eight virtual devices."""
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     # Threads for all devices of two programs: a device that waits for the others in a sum holds one.
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PJRT_NPROC": "16", "PYTHONPATH": str(ROOT)}
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PJRT_NPROC": "16"}
     command = [sys.executable, "-m", "pytest", *APART, "-p", "no:cacheprovider", "-x", *options]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=3000)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
@@ -224,7 +224,7 @@ def test_a_server_on_four_devices_answers_a_chat():
     folder = tiny_checkpoint("llama", BYTE_VOCAB, 2, tokenizer=True, num_attention_heads=8)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4", "PYTHONPATH": str(ROOT)}
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"}
     flags = ["--tp-size", "4", "--draft", "ngram", "--port", str(port), "--few-programs", "--skip-warmup"]
     server = subprocess.Popen([sys.executable, "-m", "server", str(folder), *flags], cwd=ROOT, env=env)
     try:

@@ -44,7 +44,7 @@ def checkpoint() -> str:
 @pytest.fixture(scope="module")
 def llm():
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (as_here() | {"PYTHONPATH": str(ROOT)}).items():
+        for name, value in as_here().items():
             patch.setenv(name, value)
         options = ENGINE | {"context_length": 2048, "max_queued_requests": 64}
         llm = DataParallelLLM(checkpoint(), "ngram", dp_size=2, **options)
@@ -257,7 +257,7 @@ def test_a_process_with_two_engines_ends_with_them(how):
         port = listener.getsockname()[1]
     flags = ["--dp", "1", "--dp-size", "2", "--draft", "ngram", "--port", str(port), "--few-programs", "--skip-warmup"]
     command = [sys.executable, "-m", "server", checkpoint(), *flags, "--drain-seconds", "30"]
-    server = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    server = subprocess.Popen(command, cwd=ROOT)
     try:
         url = f"http://127.0.0.1:{port}"
         wait_for(lambda: up(f"{url}/health"), 120)

@@ -29,6 +29,8 @@ from jaxspec.pallas.attention.kv_write import stored
 from jaxspec.rounds.packing import Shapes, pack_blocks
 from jaxspec.rounds.programs import ACCEPTED, DRAFTED, EMITTED, SAMPLED, TOKENS, empty_state
 from jaxspec.rounds.ragged_verification import most
+from jaxspec.sampling.sampling import SETTINGS as ON_DEVICE
+from jaxspec.sampling.sampling import Sampled
 from tests.support.exact import ALPHA, adjusted, distribution, fit_p_value, slots_for
 from tests.support.tiny import tiny_checkpoint
 
@@ -268,6 +270,13 @@ def test_many_rounds_sample_the_target(name, monkeypatch):
     test_round_samples_the_target(name)
 
 
+def test_every_setting_is_among_those_that_are_sampled_with():
+    """A new one fails here until `SETTINGS` turns it on, and the samples above until `exact.py` has it."""
+    requests = [Sampled(params, stop_ids=params.stop_token_ids) for params in SETTINGS.values()]
+    off = {name for name, each in ON_DEVICE.items() if all(each.of(one) in (each.off, []) for one in requests)}
+    assert off == set(), "no case of SETTINGS turns these on"
+
+
 def test_settings_can_be_told_apart():
     """The judge has power: as many samples of one setting never pass for those of another."""
     rng = np.random.default_rng(0)
@@ -279,7 +288,8 @@ def test_settings_can_be_told_apart():
             assert all(fits) if other == drawn else not any(fits), (drawn, other)
 
 
-@pytest.mark.parametrize("draft", often(("standalone",), ("ngram", "standalone", f"{__name__}:Noise")))
+@pytest.mark.exhaustive  # block drafters sample in test_block_drafters.py, and rounds above
+@pytest.mark.parametrize("draft", ("ngram", "standalone", f"{__name__}:Noise"))
 def test_llm_samples_the_target(draft):
     """Sample from end to end, requests of all settings in one batch."""
     if draft == "standalone":

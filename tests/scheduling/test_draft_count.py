@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxspec.scheduling import draft_count
-from jaxspec.scheduling.draft_count import LEAST, SKIP_DRAFTER, Chooser, Times, rungs
+from jaxspec.scheduling.draft_count import LEAST, MIN_SAMPLES, SKIP_DRAFTER, Chooser, Times, rungs
 from tests.support.sample import one_in, rare
 
 # ms of a round by requests and drafts, from docs/measurements/decoding.md; others lie on the lines between
@@ -267,6 +267,14 @@ def test_a_rest_takes_time_however_fast_rounds_are():
     for _ in range(60):
         times.see(0, 0.01)
     assert times.of(SKIP_DRAFTER) == 0.5 * LEAST
+
+
+def test_few_tries_tell_a_number_whose_measurement_at_start_was_held_up():
+    """Once its time counts as known, no round rests because it is taken to be slow."""
+    times = Times({0: 1.0, 1: 2.0})
+    for drafts in (0, *[1] * MIN_SAMPLES):
+        times.see(drafts, 1.3 if drafts else 1.0)
+    assert times.sure(1) and times.of(1) == pytest.approx(1.3)
 
 
 def test_a_round_that_was_held_up_counts_little():

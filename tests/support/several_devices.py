@@ -67,13 +67,13 @@ BATCHES = {
         for i in range(5)
     ],
 }
-# Programs for log-probabilities sample, too, so that a sample of these batches compiles fewer.
-SAMPLE = {
-    "greedy": BATCHES["greedy"],
-    "logprobs": [
-        dataclasses.replace(params, logprobs=3, prompt_logprobs=i % 2) for i, params in enumerate(BATCHES["sampled"])
-    ],
-}
+# Programs for log-probabilities sample, too, so that one kind of batch compiles the fewest; then from the cache. Texts
+# are as long as greedy ones.
+SAMPLE = [
+    dataclasses.replace(params, logprobs=3, prompt_logprobs=i % 2 or None, max_tokens=greedy.max_tokens)
+    for i, (params, greedy) in enumerate(zip(BATCHES["sampled"], BATCHES["greedy"], strict=True))
+]
+SAMPLE = {"cold": SAMPLE, "cached": SAMPLE}
 MODES = {"temperature": 0.0}, {}, {"logprobs": 1}  # a program each
 STRUCTURED = [
     greedy(max_tokens=12, structured=StructuredOutput(regex="(yes|no|maybe), [0-9]{3}")),
@@ -181,21 +181,22 @@ def test_llama_with_an_eagle_drafter_over_two_devices(monkeypatch):
         return found
 
     monkeypatch.setattr(ModelFolder, "stored", counting)
-    several = check(folder, draft, 2, sample=True, num_draft_tokens=drafts)
+    options = {"num_draft_tokens": drafts, "max_total_tokens": 88}
+    several = check(folder, draft, 2, sample=True, **options)
     assert set(reads.values()) == {2}, "each of two engines reads each tensor once"
     # Two of the layer and one of embeddings; the drafter's layer: with the drafts after the first, with what stands.
-    assert exchanges(several, "round_greedy")["all-reduce"] == 2 + 1 + 3 * (drafts - 1) + 3
+    assert exchanges(several, "round_logprobs")["all-reduce"] == 2 + 1 + 3 * (drafts - 1) + 3
     runner = several.engine.runner
     kept = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(runner.state))
     assert (
-        program(several, "round_greedy").memory_analysis().alias_size_in_bytes == kept
+        program(several, "round_logprobs").memory_analysis().alias_size_in_bytes == kept
     )  # the state is updated in place
     shards = [x.addressable_shards[0].data.nbytes / x.nbytes for x in jax.tree.leaves(runner.model.params)]
     assert min(shards) == 0.5
     stats = several.engine.stats()
     assert stats["preemptions_total"] and stats["cached_tokens_total"]  # what the batches are there for
     assert stats["sums"] == "by XLA's psum: the device is a CPU"
-    plan, _ = expected(folder, draft, False, True, num_draft_tokens=drafts)
+    plan, _ = expected(folder, draft, False, True, **options)
     assert runner.plan.weight_bytes < 0.55 * plan.weight_bytes
     assert runner.plan.kv_bytes == plan.kv_bytes / 2
     assert "of each of 2 devices" in str(runner.plan)
@@ -391,6 +392,7 @@ def test_mtp_of_each_hybrid(family, size):
 @pytest.mark.parametrize("family,draft,size,groups", [
     ("qwen3_moe", "ngram", 4, 2),
     ("qwen3_moe", "none", 4, 4),
+    ("qwen3_moe", "eagle3", 2, 1),
     ("gpt_oss", "ngram", 4, 2),
     ("qwen3_next", "mtp", 4, 2),
     ("qwen3_5_moe", "mtp", 2, 2),
@@ -398,7 +400,7 @@ def test_mtp_of_each_hybrid(family, size):
 def test_experts_divided_among_groups(family, draft, size, groups):
     with_mtp = functools.partial(hybrids.checkpoint, family, VOCAB, 2, **EIGHT | HYBRID)
     folder = with_mtp() if draft == "mtp" else checkpoint(family)
-    several = check(folder, draft, size, groups=groups)
+    several = check(folder, f"eagle3:{eagle3(folder)}" if draft == "eagle3" else draft, size, groups=groups)
     stacks = several.engine.runner.model.params["layers"][0]["experts_down"].values
     held, _, columns = stacks.addressable_shards[0].data.shape
     mixture = several.engine.model_config.decoder.mixture

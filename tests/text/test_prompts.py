@@ -96,9 +96,16 @@ def test_a_list_is_known_by_its_contents(tmp_path, indent, suffix):
     assert [(each.turns, each.category) for each in read(file)[1]] == [(("A",), "ShareGPT"), (("B",), "b")]
 
 
+def test_lines_end_at_newlines_alone(tmp_path):
+    """U+0085, U+2028 and others, at which Python's `splitlines` cuts, stand in JSON strings as they are."""
+    text = "a\x0b\x0c\x1c\x85b\u2028c\u2029d"
+    (tmp_path / "x.jsonl").write_text(json.dumps({"prompt": text}, ensure_ascii=False) + "\r\n" + '{"prompt": "e"}')
+    assert [each.turns for each in read(tmp_path / "x.jsonl")[1]] == [(text,), ("e",)]
+
+
 def test_any_other_text_is_a_prompt_a_line(tmp_path):
     words = ["[INST] a prompt of words", "[1, 2] is a list?", "{x}"]
-    (tmp_path / "words.txt").write_text("\n\n".join(words))
+    (tmp_path / "words.txt").write_text("\r\n\n".join(words), newline="")
     assert [each.turns[0] for each in read(tmp_path / "words.txt")[1]] == words
 
 

@@ -119,6 +119,7 @@ def test_a_dspark_run_of_fewer_neurons_starts_from_a_dflash_drafter(dspark, targ
     assert load_drafter(f"dspark:{tmp_path / 'a' / 'drafter'}", targets["dflash"]).drafter.first == 1
 
 
+@pytest.mark.exhaustive  # whole ones start so above and below
 def test_a_dspark_run_of_heads_alone_starts_from_a_dflash_drafter(dspark, tmp_path, capsys):
     assert main([*dspark, "--output", str(tmp_path / "h"), "--markov-head", "rnn", "--heads-only"]) == 0
     folders = tmp_path / "h" / "start", tmp_path / "h" / "drafter"

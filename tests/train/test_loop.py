@@ -74,6 +74,7 @@ def test_loss_falls(whole):
     assert len(curve) == 12 and min(curve[-3:]) < 0.8 * curve[0]
 
 
+@pytest.mark.exhaustive  # an interrupted one, below, resumes too
 @pytest.mark.timeout(300)
 def test_a_killed_run_resumes_to_the_same_losses(whole, model, texts, tmp_path):
     command = arguments("eagle3", model, texts, tmp_path, unroll=2, draft_vocab_size=32, save_every=0.001)
@@ -281,6 +282,7 @@ def test_four_devices_make_the_steps_of_one(method, more, tp_size, model, texts,
     np.testing.assert_allclose(losses(tmp_path / "four"), losses(tmp_path / "one"), rtol=1e-3)
 
 
+@pytest.mark.exhaustive  # its objective is test_objectives.py's
 def test_dflash_learns(model, texts, tmp_path):
     shape = {"block_size": 4, "num_layers": 1, "target_layers": "1,3"}
     assert main(arguments("dflash", model, texts, tmp_path, learning_rate=0.03, **shape)) == 0

@@ -50,6 +50,7 @@ def drafted(target, method, n, folder=None):
     return loaded, prop, Batch(jnp.array([row]), jnp.array([first]), jnp.array([answer]))
 
 
+@pytest.mark.exhaustive  # MTP's chain, below, is unrolled alike
 def test_the_unrolled_chain_is_the_drafted_one(target):
     loaded, prop, batch = drafted(target, "eagle3", 4)
     ours = Eagle3Objective(loaded.drafter, target.config, "float32", "soft", steps=4)

@@ -11,6 +11,7 @@ from jaxspec.config.json_values import positive, positive_float
 from jaxspec.models import reading
 from jaxspec.models.declaring import decoder_tensors
 from jaxspec.models.description import Decoder, Layer
+from jaxspec.models.rope import rope_settings
 from jaxspec.models.weights import norm_scale
 
 __all__ = ["read", "tensors"]
@@ -30,8 +31,8 @@ def read(hf: reading.Config) -> Decoder:
 
 def _stretched(hf: reading.Config) -> reading.Config:
     """The config with `alpha` in its rope's base: theta alpha^(d / (d - 2)) for heads d wide."""
-    settings = {**(hf.get("rope_parameters") or {}), **(hf.get("rope_scaling") or {})}
-    if not settings.get("alpha") or settings.get("rope_type", settings.get("type")) != "dynamic":
+    settings, kind = rope_settings(hf)
+    if not settings.get("alpha") or kind != "dynamic":
         return hf
     width = positive(hf, "head_dim", positive(hf, "hidden_size") // positive(hf, "num_attention_heads"))
     theta = positive_float(settings if "rope_theta" in settings else hf, "rope_theta", 10_000.0)

@@ -15,6 +15,7 @@ from jaxspec.models import reading
 from jaxspec.models.declaring import Tensors, channel_parts, decoder_tensors, delta_rule_tensors
 from jaxspec.models.description import Decoder, DeltaRule, Layer
 from jaxspec.models.families import qwen3_next
+from jaxspec.models.rope import rope_settings
 from jaxspec.models.vision import qwen_tower as tower
 from jaxspec.models.weights import LEAST, by_outputs, linear
 
@@ -30,8 +31,7 @@ def read(hf: reading.Config) -> Decoder:
 
 def with_sections(hf: reading.Config, decoder: Decoder, default: tuple[int, int, int] = SECTIONS) -> Decoder:
     """The decoder, whose ropes turn some pairs by a picture's row and column. `default`: where a config is silent."""
-    named = {**(hf.get("rope_parameters") or {}), **(hf.get("rope_scaling") or {})}
-    sections = named.get("mrope_section") or default
+    sections = rope_settings(hf)[0].get("mrope_section") or default
     numbers = isinstance(sections, list | tuple) and all(type(each) is int and each >= 0 for each in sections)
     if not numbers or len(sections) != 3:
         raise ConfigError(f"config.json: mrope_section must be three numbers of pairs, got {shown(sections)}")

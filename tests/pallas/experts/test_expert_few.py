@@ -42,7 +42,7 @@ def few_blocks(monkeypatch):
 
 @pytest.mark.parametrize("t,e,k,shared,d,f", [
     rare(1, 6, 3, 256, 256, 256),  # blocks with half a tile, blocks with two
-    (1, 5, 4, 0, 256, 1024),  # a group of experts that is full; more steps than either ring has slots
+    rare(1, 5, 4, 0, 256, 1024),  # a group of experts that is full; more steps than either ring has slots
     rare(3, 7, 2, 0, 512, 256),  # an odd number of tokens, several experts' parts in a tile; two steps of `up`
     (8, 4, 2, 256, 256, 256),  # experts of several tokens, and one of all
 ])  # fmt: skip
@@ -141,14 +141,15 @@ def test_sums_come_scaled_for_the_norm_after_them(few_blocks, centred):
 
 @pytest.mark.parametrize("t,nobody,rows", [rare(1, 0, 1), rare(3, 0, 3), (3, 2, 8)])
 def test_tokens_without_experts_get_nothing(few_blocks, t, nobody, rows):
-    """Leave the residual stream of their rows, and of padding rows, as it is; the sums come scaled for a norm, too."""
+    """Leave the residual stream of their rows, and of padding rows, as it is. Eight rows' sums come scaled, too."""
     x, stacks, ids, weights = bfloat16(random_case(t, 4, 2, d=256, f=256, seed=t))
     ids = ids.at[nobody].set(NOBODY)
     residual, (_, scale) = drawn.normal(jax.random.key(t), (rows, 256), jnp.bfloat16), residual_and_scale(256)
     got = interpreted(x, stacks, ids, weights, residual)
-    same, scaled = interpreted(x, stacks, ids, weights, residual, scale, centred=True)
-    np.testing.assert_array_equal(same, got)
-    assert_scaled(scaled, got, scale, True)
+    if rows == 8:
+        same, scaled = interpreted(x, stacks, ids, weights, residual, scale, centred=True)
+        np.testing.assert_array_equal(same, got)
+        assert_scaled(scaled, got, scale, True)
     alone = [nobody, *range(t, rows)]
     np.testing.assert_array_equal(got[jnp.array(alone)], residual[jnp.array(alone)])
     assert_close(got[:t], np.asarray(residual[:t], np.float64) + naive(x, stacks, ids, weights))

@@ -68,7 +68,7 @@ CASES = [
     Case("from stored states, several heads", (0, 1), (3, 0), (-1, -1), key_heads=2, group=2),
     Case("from the snapshot of another", (0, 1, 0), (-1, 5, 5), (5, -1, SLOTS)),
     rare(Case("a repeated token", alike=True)),
-    Case("bfloat16", (0, 0), (1, 0), (-1, 3), dtype="bfloat16"),
+    rare(Case("bfloat16", (0, 0), (1, 0), (-1, 3), dtype="bfloat16")),
 ]
 
 

@@ -92,7 +92,8 @@ def mix(
         raise ValueError(f"the kernel for a few tokens' experts can't run: {reason}")
     gate_ups, downs = (list(part) for part in zip(*stacks, strict=True))
     if scale is not None and (residual is None or len(residual) != ROWS):
-        raise ValueError(f"a norm's scale goes with a residual stream of {ROWS} rows, not with {residual}")
+        given = "none" if residual is None else f"one of {len(residual)}"
+        raise ValueError(f"a norm's scale goes with a residual stream of {ROWS} rows, not with {given}")
     launch = partial(_launch, ids, weights, shape=(len(x), each), centred=centred, interpret=interpret)
     if fused:
         _, out, *scaled = launch(up=(x, gate_ups), down=(None, downs, residual, scale))
