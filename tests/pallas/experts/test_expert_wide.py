@@ -39,6 +39,7 @@ def test_a_mixture_matches_numpy(interpreted, t, e, k, more):
     assert_close(got, naive(*whole))
 
 
+@pytest.mark.exhaustive  # on a GPU test_expert_wide.py checks it, too
 def test_items_write_their_own_rows_alone(interpreted):
     """Back to front, so that an item that writes too far spoils another's rows."""
     (x, stacks, ids, _), _ = fp8_case(150, 2, 1, skew=0.4)
