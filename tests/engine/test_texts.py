@@ -14,6 +14,7 @@ from jaxspec import LLM, RequestError, SamplingParams, load_drafter, load_model
 from jaxspec.drafters.base import Drafter
 from tests.support import heads
 from tests.support.hybrids import checkpoint as hybrid_checkpoint
+from tests.support.sample import rare
 from tests.support.tiny import BYTE_VOCAB, tiny_checkpoint
 
 TEXTS = np.random.default_rng(0).integers(0, 60, (2, 20)).astype(np.int32)
@@ -119,7 +120,7 @@ def test_a_tree_is_refused_where_states_go_from_token_to_token(hybrid):
 # -- drafts along a text -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["ngram", "eagle3", "standalone"])
+@pytest.mark.parametrize("method", ["ngram", "eagle3", rare("standalone")])
 def test_drafts_along_a_text_are_those_of_each_beginning(folder, model, method):
     """Where the text is the model's own, they are `propose`'s."""
     draft = {
