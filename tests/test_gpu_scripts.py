@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from jaxspec.bench import engines
-from scripts.gpu import pictures
+from jaxspec.bench import adaptive, engines, steady, traffic
+from scripts.gpu import in_turn, pictures
 from tests.support.picture_prompts import GOLDEN
 
 PICTURES = [
@@ -48,3 +49,20 @@ def test_pictures_are_timed(monkeypatch, capsys):
     said = capsys.readouterr().out
     for each in ("tower: ", "first token of a picture: ", "rounds: ", "--max-itl-ms None: ", "--max-itl-ms 50: "):
         assert each in said
+
+
+def test_benchmarks_of_one_target_load_it_once(monkeypatch, tmp_path):
+    loaded, ran = [], []
+    monkeypatch.setattr(engines, "load_target", lambda config: loaded.append(config.model) or object())
+    for owner, name in ((engines, "start"), (steady.Load, "run"), (adaptive, "time_rounds"), (traffic, "serve")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # restored afterwards
+
+    def main(arguments):
+        of = SimpleNamespace(model=arguments[1], quantization="fp8", tp_size=2)
+        ran.append((arguments[0], engines.load_target(of)))
+        return 0
+
+    monkeypatch.setattr(in_turn, "main", main)
+    assert in_turn.run(str(tmp_path / "lock"), [["load", "a"], ["decode", "a"], ["decode", "b"]]) == 0
+    assert loaded == ["a", "b"] and [name for name, _ in ran] == ["load", "decode", "decode"]
+    assert ran[0][1] is ran[1][1] is not ran[2][1]

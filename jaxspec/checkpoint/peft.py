@@ -36,7 +36,6 @@ PATTERN_SECONDS = 0.1  # that a pattern may take for a module's name
 REFUSED = {
     "use_dora": "DoRA scales whole weights by learned magnitudes",
     "modules_to_save": "it replaces whole modules",
-    "fan_in_fan_out": "its matrices are transposed",
     "target_parameters": "it changes experts' stacked weights",
     "trainable_token_indices": "it changes embeddings",
     "layer_replication": "it repeats layers",

@@ -83,7 +83,7 @@ def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
     for weight in _adapted(layers):
         (k, places, rank), (*_, n), dtype = weight.adapters.a.shape, weight.adapters.b.shape, weight.adapters.a.dtype
         for of in ((k, places * rank), (places * rank, n)):
-            if reason := tile_matmul.fixed_supported(dtype, *of):
+            if reason := weight_stream.fixed_supported(dtype, *of):
                 return f"adapters, of which {reason}"
     if call.devices > 1:
         return None

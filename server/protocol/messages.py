@@ -168,6 +168,7 @@ class MessagesRequest(CountTokensRequest, Numbers):
     speculative: bool | None = None
     fixed_drafts: bool | None = None
     priority: Priority | None = None
+    lora_path: Text | None = None  # SGLang's: an adapter's name
 
     def chat(self) -> tuple[dict[str, Any], list[int]]:
         chat, origins = super().chat()

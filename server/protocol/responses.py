@@ -261,6 +261,7 @@ class ResponsesRequest(Sampled):
     chat_template_kwargs: Variables | None = None
     cache_salt: CacheSalt | None = None
     priority: Priority | None = None
+    lora_path: Text | None = None  # SGLang's: an adapter's name
 
     @property
     def wants_logprobs(self) -> bool:

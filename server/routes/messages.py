@@ -49,7 +49,7 @@ def add(app: FastAPI, serving: Serving) -> None:
     @app.post("/v1/messages")
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """Answer a conversation."""
-        lora = serving.check(body.model, CLAUDE)
+        lora = serving.check(body.model, CLAUDE, body.lora_path)
         with chat_of(body) as chat:
             params = chat.sampling(serving.sampling)
 

@@ -46,7 +46,7 @@ def add(app: FastAPI, serving: Serving) -> None:
     @app.post("/v1/responses")
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         """Respond to text, or to a conversation's items."""
-        lora = serving.check(body.model)
+        lora = serving.check(body.model, lora=body.lora_path)
         before = body.previous_response_id
         history = [] if before is None else stored(before, "previous_response_id").items
         given = [*history, *map(resolved, body.input)]

@@ -219,7 +219,8 @@ def test_clients_paths_stay_in_their_folder(tmp_path):
 
 def test_a_scale_of_zero_by_pattern_is_zero(tmp_path):
     """PEFT takes a number of a pattern whatever it is."""
-    folder = lora.write(tmp_path, lora.matrices(model(), modules=("q_proj", "up_proj")), alpha_pattern={"q_proj": 0})
+    config = {"alpha_pattern": {"q_proj": 0}, "fan_in_fan_out": True}  # which PEFT reads of no linear layer
+    folder = lora.write(tmp_path, lora.matrices(model(), modules=("q_proj", "up_proj")), **config)
     made = peft.read_adapter("none", folder, model().family.tensors(model().config.decoder)).matrices
     assert {name: bool(b.any()) for name, (_, b) in made.items() if "layers.0" in name} == {
         "model.layers.0.self_attn.q_proj.weight": False, "model.layers.0.mlp.up_proj.weight": True

@@ -17,7 +17,10 @@ from jaxspec.compiling.ladder import ladder_of
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
 from jaxspec.config.request import RequestError, StructuredOutput
+from jaxspec.decoder.deterministic import DETERMINISTIC
 from jaxspec.decoder.forward import forward, unembed
+from jaxspec.decoder.low_rank import attached
+from jaxspec.decoder.path import Call
 from jaxspec.engine.deterministic import prepared
 from jaxspec.models.families import llama, qwen3
 from jaxspec.models.model_config import ModelConfig
@@ -90,6 +93,15 @@ def test_a_rows_bits_depend_on_no_other_rows_adapter(dtype):
     assert (beside[1, 0] == alone).all()
     none, other = (rows_of("qwen3", dtype, [(3, 20)], 1, [place])[0, 0] for place in (-1, 1))
     assert (beside[2, 0] == none).all() and np.linalg.norm(none - other) > 0.1 * np.linalg.norm(none)
+
+
+def test_hopper_s_kernels_take_rows_with_adapters():
+    sizes = dict(hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=4, head_dim=128)
+    config = ModelConfig.from_hf(tiny_config("qwen3", num_hidden_layers=1, **sizes))
+    decoder = dataclasses.replace(config.decoder, deterministic=256)
+    layers = jax.eval_shape(lambda: dummy(qwen3.tensors(config.decoder), "bfloat16", 0))["layers"]
+    adapted = attached(layers, jax.eval_shape(lora.stacks, layers), None)
+    assert DETERMINISTIC.refuses(decoder, adapted, Call(1, 1, "bfloat16", 132, adapters=True)) is None
 
 
 @pytest.mark.parametrize("dtype", [rare("float32"), "bfloat16"])

@@ -14,6 +14,7 @@ from jaxspec import LLM, RequestError, SamplingParams, load_drafter, load_model
 from jaxspec.drafters.base import Drafter
 from tests.support import heads
 from tests.support.hybrids import checkpoint as hybrid_checkpoint
+from tests.support.sample import rare
 from tests.support.tiny import BYTE_VOCAB, tiny_checkpoint
 
 TEXTS = np.random.default_rng(0).integers(0, 60, (2, 20)).astype(np.int32)
@@ -104,6 +105,9 @@ def test_the_embedding_is_layer_minus_one(model):
     (lambda m, c: jaxspec.step(m, c, TEXTS[:1, :3]), r"tokens must be int\[2, q\]"),
     (lambda m, c: jaxspec.step(m, c, TEXTS[:, :3], [[0], [0]]), r"parents must be int\[2, 2\]"),
     (lambda m, c: jaxspec.step(m, c, TEXTS[:, :3], layers=(9,)), "don't exist"),
+    (lambda m, c: jaxspec.keep(c, [1, 17]), "count must be from 0 to the step's rows, 16 at most"),
+    (lambda m, c: jaxspec.keep(c, [-1, 1]), "count must be from 0"),
+    (lambda m, c: jaxspec.propose_along(m, load_drafter("ngram", m), [[1]], 2), "tokens must be two or more"),
 ])  # fmt: skip
 def test_what_is_refused(model, call, words):
     with pytest.raises(RequestError, match=words):
@@ -119,7 +123,7 @@ def test_a_tree_is_refused_where_states_go_from_token_to_token(hybrid):
 # -- drafts along a text -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["ngram", "eagle3", "standalone"])
+@pytest.mark.parametrize("method", ["ngram", "eagle3", rare("standalone")])
 def test_drafts_along_a_text_are_those_of_each_beginning(folder, model, method):
     """Where the text is the model's own, they are `propose`'s."""
     draft = {

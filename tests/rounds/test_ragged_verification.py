@@ -52,7 +52,7 @@ def test_requests_that_are_alike_have_alike_many():
 def test_whether_a_draft_is_verified_does_not_depend_on_it_or_on_later_ones():
     """Rates of position j may know the drafts before j. Those behind know draft j, and must not decide about it."""
     rng = np.random.default_rng(0)
-    for _ in range(200):
+    for _ in range(50):
         rates, rows, j = rng.uniform(size=(4, 5)), int(rng.integers(0, 20)), int(rng.integers(0, 4))
         other = rates.copy()
         other[2, j + 1 :] = rng.uniform(size=4 - j)  # what draft j, another one, would make of the positions behind it
@@ -86,7 +86,7 @@ def test_a_request_is_judged_by_its_last_rounds_and_at_first_like_its_neighbours
 
 
 @pytest.mark.parametrize("rates,each", one_in(
-    2, [((0.2, 0.9),), ((0.6, 0.6),), ((0.85, 0.85),), ((0.1, 0.1, 0.1, 1.0),)], [1, 2]
+    4, [((0.2, 0.9),), ((0.6, 0.6),), ((0.85, 0.85),), ((0.1, 0.1, 0.1, 1.0),)], [1, 2]
 ))  # fmt: skip
 def test_never_fewer_tokens_of_the_same_rows(each, rates):
     """Requests of several kinds, seven drafts of each: rows shared out, beside as many drafts for everybody."""

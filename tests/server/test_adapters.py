@@ -32,10 +32,9 @@ def test_requests_name_an_adapter(served, body, adapter):
     for path, more in (("chat/completions", {"messages": MESSAGES}), ("completions", {"prompt": "a"})):
         reply = http.post(f"/v1/{path}", json={**more, **body}).json()
         assert reply["model"] == (adapter or "tiny"), reply
-    if "lora_path" not in body:
-        reply = http.post("/v1/messages", json={"messages": MESSAGES, "max_tokens": 4, "model": "tiny", **body}).json()
-        assert reply["model"] == (adapter or "tiny"), reply
-        assert http.post("/v1/responses", json={"input": "hi", **body}).json()["model"] == (adapter or "tiny")
+    reply = http.post("/v1/messages", json={"messages": MESSAGES, "max_tokens": 4, "model": "tiny", **body}).json()
+    assert reply["model"] == (adapter or "tiny"), reply
+    assert http.post("/v1/responses", json={"input": "hi", **body}).json()["model"] == (adapter or "tiny")
     assert set(llm.loras) == {adapter}
 
 
@@ -53,6 +52,8 @@ def test_generate_takes_one_for_each_prompt(served):
     ("/v1/completions", {"prompt": "a", "model": "tiny:nope"}, 404, "does not exist"),
     ("/v1/completions", {"prompt": "a", "lora_path": "nope"}, 404, "lora_path 'nope' isn't loaded; loaded: 'sql'"),
     ("/v1/completions", {"prompt": "a", "model": "sql", "lora_path": "org/poet:2"}, 404, "and model asks for 'sql'"),
+    ("/v1/messages", {"messages": MESSAGES, "max_tokens": 4, "lora_path": "nope"}, 404, "'nope' isn't loaded"),
+    ("/v1/responses", {"input": "a", "lora_path": "nope"}, 404, "lora_path 'nope' isn't loaded"),
     ("/v1/completions", {"prompt": "a", "lora_path": 3}, 400, "string"),
     ("/generate", {"text": "a", "lora_path": "nope"}, 404, "isn't loaded"),
     ("/generate", {"text": ["a", "b"], "lora_path": ["sql"]}, 400, "has 1 entries for 2 prompts"),
