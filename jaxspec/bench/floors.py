@@ -82,7 +82,8 @@ class ModelCost:
         config, mixture = model.config, model.config.decoder.mixture
         tied, experts = config.decoder.tied, mixture.experts if mixture else 1
         layers, looked_up = model.params["layers"], ["layer_embed"] if tied else ["embed", "layer_embed"]
-        stacks = [layer[name] for layer in layers for name in ("experts_gate_up", "experts_down") if name in layer]
+        names = "experts_gate_up", "experts_up", "experts_down"
+        stacks = [layer[name] for layer in layers for name in names if name in layer]
         chosen, routed = mixture.per_token if mixture else 1, sum(x.numbers for x in stacks)
         matrices = sum(x.numbers for x in weights_of(layers)) - routed
         matrices += routed * chosen // experts

@@ -1,7 +1,8 @@
 """The matched table of `jaxspec train compare`: drafters of several methods, trained alike and measured side by side.
 
 Alike: the same target, texts, order of texts, seed and budget, each method's own loss and shape unless one is given.
-They are then served by `bench accept`, at one number of drafts, after plain decoding.
+Each is then served by `bench accept`, at one number of drafts, and so is plain decoding. Training and measurement leave
+their results in the drafter's folder, so processes may share the work.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from pathlib import Path
 
 import jax
 
-from jaxspec.bench.results import BenchError, Row
+from jaxspec.bench import accept, acceptance, plots
+from jaxspec.bench.answers import PLAIN
+from jaxspec.bench.results import BenchError, Document, Row
 
 # Flags that the comparison itself has, or has no use for.
 _SHARED = (
@@ -27,20 +30,31 @@ _SHARED = (
 
 @dataclass(frozen=True)
 class Contender:
-    """A drafter as `--drafters` names it, and the command line that trains it."""
+    """A drafter as `--drafters` names it, and the command line that trains it; or plain decoding."""
 
     name: str
     args: argparse.Namespace
 
+    @classmethod
+    def of_plain(cls, args: argparse.Namespace) -> Contender:
+        return cls(PLAIN, argparse.Namespace(command=PLAIN, output=args.output / PLAIN))
+
+    @property
+    def plain(self) -> bool:
+        return self.name == PLAIN
+
     @property
     def draft(self) -> str:
-        return f"{self.args.command}:{self.args.output / 'drafter'}"
+        return PLAIN if self.plain else f"{self.args.command}:{self.args.output / 'drafter'}"
+
+    @property
+    def weights(self) -> Path:
+        return self.args.output / "drafter" / "model.safetensors"
 
     def facts(self) -> Row:
         """Size of its weights in MB, and the steps it was trained for."""
-        size = (self.args.output / "drafter" / "model.safetensors").stat().st_size / 1e6
         last = (self.args.output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1]
-        return {"mb": size, "steps": json.loads(last)["step"]}
+        return {"mb": self.weights.stat().st_size / 1e6, "steps": json.loads(last)["step"]}
 
 
 def contenders(
@@ -53,6 +67,9 @@ def contenders(
     """
     found = []
     for name in args.drafters:
+        if name == PLAIN and args.until == "served":
+            found.append(Contender.of_plain(args))
+            continue
         method, _, options = name.partition("?")
         if method not in methods:
             raise BenchError(f"--drafters {name}: {method!r} is no method of training; there are {', '.join(methods)}")
@@ -95,30 +112,41 @@ def budget(text: str) -> list[str]:
     return ["--minutes" if minutes else "--steps", f"{value:g}" if minutes else str(value)]
 
 
-def measure(args: argparse.Namespace, found: Sequence[Contender]) -> Path:
-    """Serve all of them with `bench accept`; the JSON file of its rows. Its chart is beside it."""
-    from jaxspec.bench.__main__ import main as bench
-
-    file = args.output / "compare.json"
-    flags = {"model": args.model, "dtype": args.dtype, "num-draft-tokens": args.num_draft_tokens, "json": file}
+def command(args: argparse.Namespace, each: Contender) -> list[str]:
+    """The command line of the benchmark that serves it."""
+    flags = {"draft": each.draft, "model": args.model, "dtype": args.dtype, "num-prompts": args.num_prompts}
     flags |= {"concurrency": ",".join(map(str, args.requests)), "output-len": args.max_new_tokens, "seed": args.seed}
-    flags |= {
-        "tp-size": args.tp_size,
-        "num-prompts": args.num_prompts,
-        "plot": None if args.no_plots else args.output / "compare.svg",
-    }
+    flags |= {"tp-size": args.tp_size, "num-draft-tokens": args.num_draft_tokens, "draft-policy": "fixed"}
+    flags |= {"batch-sizes": flags["concurrency"]}  # a load, its programs
     argv = [text for name, value in flags.items() if value is not None for text in (f"--{name}", str(value))]
-    argv += [text for each in found for text in ("--draft", each.draft)]
     argv += [text for each in args.benchmark for text in ("--data", each)]
-    argv += ["--batch-sizes", ",".join(map(str, args.requests)), "--draft-policy", "fixed"]  # a load, its programs
-    bench(["accept", *argv, *(["--skip-warmup"] if jax.default_backend() == "cpu" else [])])
-    return file
+    switches = {"--disable-structured-output": True, "--no-plain": not each.plain}
+    switches |= {"--skip-warmup": jax.default_backend() == "cpu"}
+    return ["accept", *argv, *(name for name, given in switches.items() if given)]
+
+
+def report(args: argparse.Namespace, documents: Sequence[Document], found: Sequence[Contender]) -> str:
+    """The table, which is written to `compare.md`, beside its figures and its chart. Plain decoding is the first of the
+    documents."""
+    plain = {(row["data"], row["concurrency"]): row for row in documents[0]["rows"]}
+    rows = [row for document in documents for row in document["rows"]]
+    for row in rows:
+        row |= acceptance.speedup(plain[row["data"], row["concurrency"]], row, args.seed)
+    whole = documents[0] | {"rows": rows, "notes": [note for document in documents for note in document["notes"]]}
+    (args.output / "compare.json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    if not args.no_plots:
+        plots.draw(accept.plot, whole, args.output / "compare.svg")
+    text = table(rows, found)
+    (args.output / "compare.md").write_text(text + "\n", encoding="utf-8")
+    return text
 
 
 def table(rows: Sequence[Row], found: Sequence[Contender]) -> str:
     """Markdown: the drafters; tokens a round by data set and category; tokens a second and speed-up. Intervals are of
     95%, and the best of a line is bold."""
-    mine = {each.name: [row for row in rows if row["draft"] == each.draft] for each in found}
+    methods = [each.args.command for each in found]
+    short = lambda each: each.args.command if methods.count(each.args.command) == 1 else each.name  # noqa: E731
+    mine = {short(each): [row for row in rows if row["draft"] == each.draft] for each in found}
     facts = [[each.name, f"{fact['mb']:.1f}", str(fact["steps"])] for each in found for fact in [each.facts()]]
     parts = {
         name: {(row["data"], part["category"]): part for row in own for part in row.get("parts", ())}
@@ -129,7 +157,7 @@ def table(rows: Sequence[Row], found: Sequence[Contender]) -> str:
         [*key, *_best([parts[name].get(key) for name in mine], "tokens_per_round", "low", "high", "{:.2f}")]
         for key in dict.fromkeys(key for own in parts.values() for key in own)
     ]
-    plain = {(row["data"], row["concurrency"]): row for row in rows if row["draft"] == "none"}
+    plain = {(row["data"], row["concurrency"]): row for row in rows if row["draft"] == PLAIN}
     faster = [
         [key[0], str(key[1]), f"{plain[key]['tokens_per_s']:.0f}",
          *_best([speeds[name].get(key) for name in mine], "speedup", "speedup_low", "speedup_high", "{:.2f}x",

@@ -80,7 +80,7 @@ ROW, FP8_ROW, ROWS = 0.04e-6, 0.07e-6, 128  # of a product for each row, up to s
 MIXTURE, FP8_EXPERT, SHARED = 12e-6, 0.15e-6, 2e-6  # router, plan and sum; each expert read in FP8; shared experts
 PLANNED = 0.22e-6  # of a mixture for each row beyond `ROWS`, which XLA plans, gathers and adds up
 HEAD, PASS = 20e-6, 40e-6  # embedding, head and choice of tokens; small operations of a drafter's pass
-ROUTED = "experts_gate_up", "experts_down"  # weights of which a round reads some
+ROUTED = "experts_gate_up", "experts_up", "experts_down"  # weights of which a round reads some
 LINK = 330e9  # bytes a second that NVLink carries in a sum of more than a megabyte
 # A sum over so many GPUs. NCCL's, in seconds: at 2 measured, the others assumed. Our kernel's by KB in microseconds: in
 # rounds over two and four H200s, and as published for eight H100s (sglang #2904).

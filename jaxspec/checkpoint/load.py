@@ -38,17 +38,11 @@ from jaxspec.text.tokenizer import Tokenizer
 log = logging.getLogger("jaxspec")
 
 MTP = "mtp."  # what the names of a multi-token prediction module's tensors begin with, beside the model's own
-# In DeepSeek's layout, parts of a module beside its layer, and what Qwen's calls them.
-MTP_PARTS = {
+MTP_PARTS = {  # parts of a module in DeepSeek's layout and MiMo-V2's, and in Qwen's
     "enorm.": "pre_fc_norm_embedding.",
     "hnorm.": "pre_fc_norm_hidden.",
     "eh_proj.": "fc.",
     "shared_head.norm.": "norm.",
-}
-MTP_BELOW = {  # parts of MiMo-V2's first module, and in Qwen's layout
-    "enorm.": "pre_fc_norm_embedding.",
-    "hnorm.": "pre_fc_norm_hidden.",
-    "eh_proj.": "fc.",
     "final_layernorm.": "norm.",
     "pre_mlp_layernorm.": "layers.0.post_attention_layernorm.",
     "self_attn.attention_sink_bias": "layers.0.self_attn.sinks",
@@ -347,27 +341,23 @@ def text_name(name: str, layers: int, sharing: Container[int] = ()) -> str | Non
 def mtp_name(name: str, layers: int) -> str | None:
     """An MTP tensor's name in Qwen's layout, `mtp.*`; None for other tensors, and for copies of the model's own.
 
-    DeepSeek's layout has modules as further layers of the model, behind its `layers`, each with norms of its own.
-    Nemotron's has a module's attention and its MLP as two layers, of one norm each. Of MiMo-V2's, whose modules have
-    projections and norms of their own, the first is named.
+    DeepSeek's layout has modules as further layers of the model, behind its `layers`, and MiMo-V2's below `model.mtp`.
+    Each has a projection and norms of its own; those of module 1 are called `mtp.layers.1.fc` and so on. Nemotron's
+    layout has a module's attention and its MLP as two layers, of one norm each.
     """
-    if name.startswith(f"model.{MTP}"):
-        if (part := name.removeprefix(f"model.{MTP}layers.0.")) == name:
-            return None
-        theirs = next((theirs for theirs in MTP_BELOW if part.startswith(theirs)), "")
-        return f"{MTP}{MTP_BELOW.get(theirs, 'layers.0.')}{part.removeprefix(theirs)}"
     if name.startswith(MTP):
         theirs = next((theirs for theirs in MTP_HALVES if name.startswith(MTP + theirs)), "")
         return f"{MTP}{MTP_HALVES[theirs]}{name.removeprefix(MTP + theirs)}" if theirs else name
-    if (found := _further_layer(name, layers)) is None:
+    below = re.fullmatch(rf"model\.{MTP}layers\.(\d+)\.(.+)", name)
+    if (found := (int(below[1]), below[2]) if below else _further_layer(name, layers)) is None:
         return None
     module, part = found
     if part.startswith(("embed_tokens.", "shared_head.head.")):
         return None
-    for theirs, ours in MTP_PARTS.items():
-        if part.startswith(theirs):
-            return f"{MTP}{ours}{part.removeprefix(theirs)}" if module == 0 else f"{MTP}layers.{module}.{part}"
-    return f"{MTP}layers.{module}.{part}"
+    theirs = next((theirs for theirs in MTP_PARTS if part.startswith(theirs)), "")
+    ours = MTP_PARTS.get(theirs, "layers.0.")
+    ours = f"layers.{module}.{ours.removeprefix('layers.0.')}" if module else ours
+    return f"{MTP}{ours}{part.removeprefix(theirs)}"
 
 
 def _further_layer(name: str, layers: int) -> tuple[int, str] | None:

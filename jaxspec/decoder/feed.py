@@ -151,9 +151,13 @@ def mix_chosen(
     shared = [(weights[f"shared_{first}"], weights["shared_down"])] if m.shared else []
     if m.latent:
         return latent_experts(m, weights, rows, stacks, ids, scores, shared, residual)
-    if m.shared:  # one expert more, that every token chooses
+    if m.shared == m.width:  # one expert more, that every token chooses
         stacks += shared
         each += 1
+    elif m.shared:  # no kernel takes experts of several widths
+        own, shares = (array[:, each : each + 1] for array in (ids, scores))
+        own = jnp.where(own == m.experts, 0, NOBODY)
+        residual = experts_mlp(rows, shared, own, shares, 1, residual, expert_gating(m), tokens=valid)
     if m.groups > 1:
         ids = own_experts(ids, m.experts, m.groups)
     return experts_mlp(rows, stacks, ids, scores, each, residual, expert_gating(m), tokens=valid, **norm)

@@ -204,6 +204,8 @@ class Drafter:
         """
         if not is_dataclass(cls):
             raise ConfigError(f"{cls.__name__} must be a frozen dataclass, or have a `load` of its own")
+        if source:
+            raise ConfigError(f"--draft: {cls.__name__} has no `load`, which would read {source}. Drop the path")
         return cls(num_draft_tokens=options.num_draft_tokens or 3), {}
 
     def on_one_of(self, size: int) -> Drafter:

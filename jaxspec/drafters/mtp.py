@@ -13,9 +13,11 @@ body, or the other way round.
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxspec.checkpoint import MTP, Model, ModelFolder, Source, locate, mtp_name
 from jaxspec.config.options import ConfigError
@@ -32,6 +34,25 @@ from jaxspec.models.weights import WHOLE, linear, norm_scale
 from jaxspec.parallel.sharding import embed
 
 
+class Modules(NamedTuple):
+    """How many modules there are. `separate`: each has a projection and norms of its own. `chained`: each takes what
+    the one before it made, and not the target's hidden state."""
+
+    count: int = 1
+    separate: bool = False
+    chained: bool = True
+
+    @classmethod
+    def among(cls, names: Iterable[str | None]) -> Modules:
+        """The modules that have tensors of these names."""
+        names = {name for name in names if name}
+        numbers = [int(found[1]) for name in names if (found := re.match(rf"{MTP}layers\.(\d+)\.", name))]
+        return cls(1 + max(numbers, default=0), f"{MTP}layers.1.fc.weight" in names)
+
+
+ONE = Modules()
+
+
 @dataclass(frozen=True)
 class Mtp(Chain):
     """`config` is the target's, of one layer, with full attention. The feature is the target's final hidden state."""
@@ -41,24 +62,26 @@ class Mtp(Chain):
         """**Raises:** `ConfigError` for a target without such a module, `CheckpointError` for tensors that are missing
         or don't fit."""
         check(target, options.load_format)
-        config, modules = module_config(target.config), module_count(target.config)
+        config, family = module_config(target.config), MODELS[target.config.model_type]
         dtype, own = own_dtype(target, options), partial(mtp_name, layers=target.config.num_layers)
-        declared = parameters(config, modules)
         if options.load_format == "dummy":
-            params = made_up(declared, target.quantization, dtype, options)
+            how = Modules(max(target.config.mtp_layers, 1), hasattr(family, "mtp_layer"))
+            params = made_up(parameters(config, how), target.quantization, dtype, options)
         else:
             files = locate(target.path)
+            declared = parameters(config, how := Modules.among(map(own, files.tensors())))
             params = load_weights(declared, files, f"{target.name}, MTP", dtype, options, rename=own)
         theirs = borrowed(target, dtype)
         params |= {"embed": theirs["embed"], "head": theirs}
         made = config, dtype, (target.config.num_layers,), options.num_draft_tokens or 3
-        return cls.made_of(modules, *made), params
+        how = how._replace(chained=getattr(family, "MTP_CHAINED", True))
+        return cls.made_of(how, *made), params
 
     @classmethod
-    def made_of(cls, modules: int, *fields: Any) -> Mtp:
+    def made_of(cls, modules: Modules, *fields: Any) -> Mtp:
         """The drafter with these fields, of so many modules: one. `mtp_modules.MtpModules` makes any."""
-        if modules > 1:
-            raise ConfigError(f"{cls.__name__} drafts with one module, got {modules}; load MtpModules")
+        if modules.count > 1:
+            raise ConfigError(f"{cls.__name__} drafts with one module, got {modules.count}; load MtpModules")
         return cls(*fields)
 
     def _fuse(self, params, features):
@@ -90,22 +113,26 @@ def module_config(target: ModelConfig) -> ModelConfig:
     return dataclasses.replace(target, decoder=dataclasses.replace(target.decoder, layers=(layer,)))
 
 
-def module_count(target: ModelConfig) -> int:
-    """How many modules to draft with. Of MiMo-V2's, which have norms and projections of their own, the first."""
-    return 1 if hasattr(MODELS[target.model_type], "mtp_layer") else max(target.mtp_layers, 1)
-
-
-def parameters(config: ModelConfig, modules: int = 1) -> dict[str, Any]:
-    """Declarations of the module's own params, for a config of one layer. Several modules have a list, `layers`."""
+def parameters(config: ModelConfig, modules: Modules = ONE) -> dict[str, Any]:
+    """Declarations of the module's own params, for a config of one layer. Several modules have a list, `layers`, of
+    their layers, or, where they are `separate`, of all that they have."""
     d, centred = config.hidden_size, config.decoder.norm.centred
-    layers = [layer_tensors(config.decoder.layers[0], d, f"{MTP}layers.{i}.") for i in range(modules)]
-    return {
-        "embed_norm": norm_scale(d, MTP + "pre_fc_norm_embedding.weight", centred),
-        "hidden_norm": norm_scale(d, MTP + "pre_fc_norm_hidden.weight", centred),
-        "fc": linear(2 * d, {MTP + "fc.weight": d}, exact=True, split=WHOLE),
-        "norm": norm_scale(d, MTP + "norm.weight", centred),
-        **({"layer": layers[0]} if modules == 1 else {"layers": layers}),
-    }
+    layers = [layer_tensors(config.decoder.layers[0], d, f"{MTP}layers.{i}.") for i in range(modules.count)]
+
+    def beside(prefix: str) -> dict[str, Any]:
+        return {
+            "embed_norm": norm_scale(d, prefix + "pre_fc_norm_embedding.weight", centred),
+            "hidden_norm": norm_scale(d, prefix + "pre_fc_norm_hidden.weight", centred),
+            "fc": linear(2 * d, {prefix + "fc.weight": d}, exact=True, split=WHOLE),
+            "norm": norm_scale(d, prefix + "norm.weight", centred),
+        }
+
+    if modules.count == 1:
+        return {**beside(MTP), "layer": layers[0]}
+    if not modules.separate:
+        return {**beside(MTP), "layers": layers}
+    prefixes = [MTP, *(f"{MTP}layers.{i}." for i in range(1, modules.count))]
+    return {"layers": [{**beside(prefix), "layer": layer} for prefix, layer in zip(prefixes, layers, strict=True)]}
 
 
 def check(target: Model | Source, load_format: str) -> None:
@@ -122,7 +149,7 @@ def found(target: Model | Source, load_format: str) -> bool:
     """Whether the target brings a module to draft with: tensors in its checkpoint, or, without weights, any hybrid and
     any model whose config counts one."""
     config = target.config
-    may = config.recurrent or config.mtp_layers > 0 or hasattr(MODELS[config.model_type], "mtp_layer")
+    may = config.recurrent or config.mtp_layers > 0
     if not may or load_format == "dummy":
         return may
     files, layers = locate(target.path) if target.path is not None else None, config.num_layers

@@ -1,13 +1,15 @@
 """Several MTP modules in a chain, each of which guesses one token further ahead, as DeepSeek-V3's do.
 
 Module 0 pairs the target's final hidden state at position p with the token at p + 1. Module j pairs what module j - 1
-made at p with the token at p + j + 1, and predicts the one after that (https://arxiv.org/abs/2412.19437, 2.2). Draft j
-is module j's; if more are wanted, the last module goes on from its own outputs, as EAGLE does. Each module has keys and
-values of its own for all of the text. Projection and norms are common to all: a checkpoint in Qwen's layout has their
-layers as `mtp.layers.0`, `mtp.layers.1` and so on.
+made at p with the token at p + j + 1, and predicts the one after that (https://arxiv.org/abs/2412.19437, 2.2).
+MiMo-V2's aren't `chained`: module j pairs the target's hidden state at p, as SGLang runs them. Draft j is module j's.
+If more are wanted, the last module goes on from its own outputs, as EAGLE does. Each module has keys and values of its
+own for all of the text. Projection and norms are common to all in Qwen's layout, where layers are `mtp.layers.0`,
+`mtp.layers.1` and so on; in others each module has its own (`separate`).
 
-Between rounds, of a request with tokens x_0 .. x_(N-1), module j has rows of the positions up to N - 2 - j, and the
-last one's output is kept as `hidden[j]`. Commit computes the rows for the tokens that have come: those of module j
+Between rounds, of a request with tokens x_0 .. x_(N-1), module j has rows of the positions up to N - 2 - j. Of its last
+row, `hidden[j + 1]` is what it hands to the next module: its output, or the target's hidden state. `hidden[0]` is the
+first module's output. Commit computes the rows for the tokens that have come: those of module j
 stand j places further back than the first's. A round pairs its drafts in the same way, and the next commit overwrites
 what it wrote.
 
@@ -47,11 +49,13 @@ class MtpModules(Mtp):
     """`config` is that of one module's layer."""
 
     modules: int = 2
+    separate: bool = False
+    chained: bool = True
 
     @classmethod
     def made_of(cls, modules, *fields):
         """A chain of one's own outputs, if that is all there is, takes less."""
-        return Mtp(*fields) if modules == 1 else cls(*fields, modules=modules)
+        return Mtp(*fields) if modules.count == 1 else cls(*fields, *modules)
 
     @property
     def reach(self):
@@ -70,21 +74,24 @@ class MtpModules(Mtp):
     def propose(self, params, state, batch):
         kept, begun = [hidden[batch.slots] for hidden in state["hidden"]], state["begun"][batch.slots]
         kv, out, last = list(state["kv"]), kept[0][:, None], self.modules - 1
-        newest, drafts = out, Chained(params, batch, self.config.vocab_size)
+        handed, newest, drafts = out, out, Chained(params, batch, self.config.vocab_size)
         for step in range(self.num_draft_tokens):
+            own = self._own(params, min(step, last))
             if 0 < step <= last:  # this module's rows of all drafts so far
-                made = out if step > 1 else out[:, :0]
+                made = handed if step > 1 else handed[:, :0]
                 known, start = jnp.stack(drafts.tokens, axis=1), batch.length - 1
-                missing, known, paired = _paired(step, begun, start, known, kept[step - 1], made)
+                missing, known, paired = _paired(step, begun, start, known, kept[step], made)
+                paired = self._taken(params, step, paired)
                 rows = batch.rows(-step - 1, step)
                 rows = rows.replace(start=rows.start + missing, count=jnp.maximum(rows.count - missing, 0))
-                out, kv[step] = self._module(params, step, kv[step], known, self._feedback(params, paired), rows)
+                out, kv[step] = self._layer(own, kv[step], known, paired, rows)
                 out = out[:, :step]
+                handed = out if self.chained else paired
                 newest = row_of(out, step - 1 - missing)
             elif step:
-                paired, rows = self._feedback(params, newest), batch.rows(step - last - 2, 1)
-                newest, kv[last] = self._module(params, last, kv[last], drafts.tokens[-1][:, None], paired, rows)
-            drafts.draw(self._logits(params, newest[:, 0]), self._top(params, newest) if batch.greedy else None)
+                paired, rows = self._feedback(own, newest), batch.rows(step - last - 2, 1)
+                newest, kv[last] = self._layer(own, kv[last], drafts.tokens[-1][:, None], paired, rows)
+            drafts.draw(self._logits(own, newest[:, 0]), self._top(own, newest) if batch.greedy else None)
         return drafts.proposal(self.num_draft_tokens), {**state, "kv": tuple(kv)}
 
     def commit(self, params, state, batch, verified):
@@ -118,24 +125,31 @@ class MtpModules(Mtp):
         slots, rows, begun, t = blocks.slots, blocks.rows, blocks.begun, blocks.tokens.shape[1]
         into = jnp.where(keep, slots, len(state["behind"]))  # out of range for all others, which are dropped
         paired = self._fuse(params, [x.astype(self.dtype) for x in features])
-        mine, tokens, kv, hidden, out, ending = rows, blocks.tokens, [], [], None, None
+        mine, tokens, kv, kept, handed, ending = rows, blocks.tokens, [], [], None, None
         for j in range(self.modules):
             if j:
-                known = jnp.where(blocks.before[:, None] < 0, state["hidden"][j - 1][slots], ending[blocks.before])
-                missing, tokens, paired = _paired(j, begun, rows.start, blocks.tokens, known, out)
-                paired = self._feedback(params, paired)
+                known = jnp.where(blocks.before[:, None] < 0, state["hidden"][j][slots], ending[blocks.before])
+                missing, tokens, paired = _paired(j, begun, rows.start, blocks.tokens, known, handed)
+                paired = self._taken(params, j, paired)
                 mine = rows.replace(start=rows.start - j + missing, count=jnp.maximum(rows.count - missing, 0))
-            out, written = self._module(params, j, state["kv"][j], tokens, paired, mine)
-            out = out[:, :t]
-            ending = row_of(out, jnp.maximum(mine.count - 1, 0))[:, 0]
+            out, written = self._layer(self._own(params, j), state["kv"][j], tokens, paired, mine)
+            out, last = out[:, :t], jnp.maximum(mine.count - 1, 0)
+            handed = out if self.chained else paired
+            ending = row_of(handed, last)[:, 0]
             kv.append(written)
-            hidden.append(state["hidden"][j].at[into].set(ending, mode="drop"))
+            kept += [ending] if j else [row_of(out, last)[:, 0], ending]
+        hidden = [old.at[into].set(new, mode="drop") for old, new in zip(state["hidden"], kept, strict=False)]
         note = lambda name, value: state[name].at[into].set(value, mode="drop")  # noqa: E731
         positions = {"behind": note("behind", rows.start + rows.count), "begun": note("begun", begun)}
         return {"kv": tuple(kv), "hidden": tuple(hidden), **positions}
 
-    def _module(self, params, j, kv, tokens, paired, rows):
-        return self._layer({**params, "layer": params["layers"][j]}, kv, tokens, paired, rows)
+    def _own(self, params: Any, j: int) -> dict[str, Any]:
+        """The params of module j, as those of one alone."""
+        return {**params, **(params["layers"][j] if self.separate else {"layer": params["layers"][j]})}
+
+    def _taken(self, params: Any, j: int, handed: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
+        """The hidden states that module j pairs with tokens, from what module j - 1 handed on."""
+        return self._feedback(self._own(params, j - 1), handed) if self.chained else handed
 
 
 def _paired(

@@ -243,6 +243,8 @@ def propose_along(
     tokens = checked(model, tokens)
     if isinstance(tokens, jax.core.Tracer):
         raise RequestError("tokens must be known; propose_along is one compiled program already", "tokens")
+    if tokens.shape[1] < 2:
+        raise RequestError("tokens must be two or more: drafts follow the second token on, which is known", "tokens")
     if not isinstance(start, int) or not 1 <= start < tokens.shape[1]:
         raise RequestError(
             f"start must be from 1 to {tokens.shape[1] - 1}, the texts' last, got {shown(start)}", "start"

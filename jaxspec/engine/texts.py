@@ -142,8 +142,12 @@ def keep(cache: TextCache, count: Int[Any, " b"], path: Int[Any, "b k"] | None =
 
     **Arguments:** `count`: i32[b], 0 to the step's rows. `path`: after a step over a tree, the rows of the accepted
     path from row 0 down, of which `count` stand (`jaxspec.verify.walk` returns both).
+
+    **Raises:** `RequestError` for a known count that no step can have.
     """
     count = jnp.asarray(count, jnp.int32)
+    if not isinstance(count, jax.core.Tracer) and ((count < 0) | (count > cache.rows)).any():
+        raise RequestError(f"count must be from 0 to the step's rows, {cache.rows} at most, got {count}", "count")
     kv = cache._cache
     if path is not None:
         rows = Rows(cache.length, count, cache._table)

@@ -23,6 +23,7 @@ from jaxspec.config.engine_config import ANY_ON_LOAD, EngineConfig
 from jaxspec.config.options import ConfigError
 from jaxspec.drafters import mtp
 from jaxspec.drafters.loading import LoadedDrafter, load_drafter
+from jaxspec.drafters.mtp_modules import MtpModules
 from jaxspec.drafters.own_weights import with_head_copy
 from jaxspec.engine.deterministic import prepared
 from jaxspec.models.vision import PREFIXES
@@ -323,7 +324,8 @@ def _drafters(draft: LoadedDrafter, given: Any) -> dict[str, Any]:
 def _module(draft: LoadedDrafter, given: dict[str, Any]) -> dict[str, Any]:
     """An MTP module's params for arrays by name, None for those that aren't given."""
     drafter = draft.drafter
-    tree = mtp.parameters(drafter.config, getattr(drafter, "modules", 1))
+    several = mtp.Modules(drafter.modules, drafter.separate) if isinstance(drafter, MtpModules) else mtp.ONE
+    tree = mtp.parameters(drafter.config, several)
     old = {name: draft.params[name] for name in tree}
     made = _named(_leaves(tree), _leaves(old), given, drafter.dtype, 1)
     return jax.tree.unflatten(jax.tree.structure(tree, is_leaf=_whole), made)

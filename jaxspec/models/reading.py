@@ -168,6 +168,12 @@ def activation(hf: Config, key: str = "hidden_act") -> str:
     return known[name]
 
 
+def silu_experts(hf: Config) -> None:
+    """**Raises:** `ConfigError` for experts that aren't gated by SiLU, for families that are served with no others."""
+    if activation(hf) != "silu":
+        raise ConfigError(f"hidden_act {shown(hf['hidden_act'])} is not supported for experts; supported: silu")
+
+
 def mlps(hf: Config) -> list[Mlp | Mixture]:
     """A dense MLP in every layer."""
     mlp = Mlp(positive(hf, "intermediate_size"), bool(hf.get("mlp_bias", False)), activation(hf))
@@ -180,8 +186,7 @@ def mixtures(hf: Config, renormalised: bool) -> list[Mlp | Mixture]:
     Keys as in transformers' Qwen3-MoE and Qwen3-Next: layer i has experts if it isn't in `mlp_only_layers` and i + 1 is
     a multiple of `decoder_sparse_step`. Version 5 of transformers saves `num_experts` as `num_local_experts`.
     """
-    if activation(hf) != "silu":
-        raise ConfigError(f"hidden_act {shown(hf['hidden_act'])} is not supported for experts; supported: silu")
+    silu_experts(hf)
     key = "num_experts" if "num_experts" in hf else "num_local_experts"
     count, chosen = experts(hf, key)
     layers, sparse_step = positive(hf, "num_hidden_layers"), positive(hf, "decoder_sparse_step", 1)

@@ -25,7 +25,11 @@ def match(
     tokens are those plain decoding would have drawn, so a seed gives the same text with and without drafts.
 
     Returns the yielded tokens (valid up to their number) and how many there are, 1 to q.
+
+    **Raises:** `ValueError` unless there is a choice for each draft, and one more.
     """
+    if chosen.shape[1] != drafts.shape[1] + 1:
+        raise ValueError(f"{drafts.shape[1]} drafts take {drafts.shape[1] + 1} choices, got {chosen.shape[1]}")
     within = jnp.arange(drafts.shape[1]) < count[:, None]
     right = jnp.cumprod((drafts == chosen[:, :-1]) & within, axis=1)
     return chosen, right.sum(axis=1).astype(jnp.int32) + 1

@@ -23,6 +23,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxspec.bench import matched
+from jaxspec.bench.__main__ import main as bench
 from jaxspec.bench.results import BenchError
 from jaxspec.cache.memory_plan import claim_device
 from jaxspec.checkpoint import CheckpointError, Model, load_model, locate, resolve
@@ -140,7 +141,12 @@ def _train(args: argparse.Namespace) -> None:
     loop.check_batch(args.batch_size)
     facts = {name: value for name, value in vars(args).items() if name not in _FREE} | {"method": args.command}
     with held(args.output):
-        loop.check_run(args.output, facts, _OF_TEXTS)
+        steps = loop.check_run(args.output, facts, _OF_TEXTS)
+        if args.no_evaluation and loop.finished(args.output, steps):
+            if (texts := _texts_path(args)) is not None:  # they may be gone, but not others
+                loop.check_run(args.output, facts | {"data_sha256": fingerprint(texts)}, ("texts",))
+            print(f"drafter: {args.output / 'drafter'} is trained already")
+            return
         if not args.init:
             _check_shape(args, config)
         _train_on(_texts_file(args), args, settings, facts)
@@ -149,20 +155,43 @@ def _train(args: argparse.Namespace) -> None:
 def _compare(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     methods = [name for name in flags.commands(parser) if name not in flags.TOOLS]
     found = matched.contenders(args, partial(parse, parser), methods)
-    for each in args.benchmark:
-        prompts.read(Path(each.rpartition("=")[2]))  # errors come before training
+    files = [Path(each.rpartition("=")[2]) for each in args.benchmark]
+    titles = [prompts.read(file)[0] for file in files]  # errors come before training
+    names = [each.rpartition("=")[0] or title for each, title in zip(args.benchmark, titles, strict=True)]
+    if len({*names}) < len(names):
+        raise BenchError(f"two --benchmark files are called {max(names, key=names.count)}. Name them by NAME=FILE")
     if not args.no_plots:
         plots.check()
-    with held(args.output):
-        texts = str(_texts_file(args))
-    for each in found:
+    drafters, texts = [each for each in found if not each.plain], args.data
+    if drafters and (texts == "self" or Path(texts).exists()):  # drafters that are trained need them no more
+        with held(args.output, wait=True):  # whoever shares the drafters needs the same texts
+            texts = str(_texts_file(args))
+    for each in drafters:
         print(f"\n{each.name}", flush=True)
         each.args.data = texts
         _train(each.args)
         gc.collect()
-    text = matched.table(read(matched.measure(args, found))["rows"], found)
-    (args.output / "compare.md").write_text(text + "\n", encoding="utf-8")
-    print(f"\n{text}")
+    if args.until == "trained":
+        return
+    if args.until is None:
+        found = [matched.Contender.of_plain(args), *drafters]
+    documents = [_served(args, each, files) for each in found]
+    if args.until is None:
+        text = matched.report(args, documents, drafters)
+        print(f"\n{text}")
+
+
+def _served(args: argparse.Namespace, each: matched.Contender, files: Sequence[Path]) -> dict[str, Any]:
+    """A contender's measurement by `bench accept`, kept in its folder and made once."""
+    argv = matched.command(args, each)
+    weights = [] if each.plain else [each.weights]
+    made_of = {"command": argv, "sha256": [fingerprint(file) for file in (*files, *weights)]}
+    with held(each.args.output):
+        file = each.args.output / "served.json"
+        if not file.exists() or (document := read(file)).get("made_of") != made_of:
+            bench([*argv, "--json", str(file)])
+            write(file, document := read(file) | {"made_of": made_of})
+    return document
 
 
 def _check_init(args: argparse.Namespace) -> None:
@@ -195,6 +224,10 @@ def _train_on(path: Path, args: argparse.Namespace, settings: loop.Settings, fac
     else:
         texts = read_texts(path, target.config.vocab_size)
     training, held_out = split(texts)
+    most = args.row_length
+    answers = sum(min(end, most) - min(begin, most) for text in training for begin, end in text.answers)
+    if not answers:
+        raise TrainError(f"every answer begins beyond the first {most} tokens of its text. Give a longer --row-length")
     whole, target = target, without_layers(target) if target.tp_size > 1 else target
     alone = target.config.recurrent  # a state would pass from one text of a row to the next
     data = pack(training, args.row_length, args.batch_size, args.seed, alone)
@@ -206,7 +239,6 @@ def _train_on(path: Path, args: argparse.Namespace, settings: loop.Settings, fac
     data = dataclasses.replace(data, feature_layers=layers)
     if "layers" in whole.params and whole.tp_size > 1:
         read = reader(whole, layers)
-    answers = sum(end - begin for text in training for begin, end in text.answers)
     print(
         f"{len(training)} texts, {answers:,} answer tokens in {len(data.rows)} rows ({data.steps} steps an epoch); "
         f"drafter of {loop.parameter_bytes(fresh.trained) / 1e6:.2f} MB"
@@ -297,6 +329,15 @@ def _shape(args: argparse.Namespace, num_layers: int) -> export.Shape:
     return export.Shape(args.num_layers or num_layers, *sizes, args.target_layers)
 
 
+def _texts_path(args: argparse.Namespace) -> Path | None:
+    """The texts that there are to train on: the file itself, or that of the features."""
+    given, written = Path(args.data), args.output / "data.jsonl"
+    if features.holds_features(given):
+        return given / features.INDEX
+    there = given if args.data != "self" and given.exists() and holds_texts(given) else written
+    return there if there.exists() else None
+
+
 def _texts_file(args: argparse.Namespace) -> Path:
     """The texts to train on: those named, or those that the model has written, or does now, into the output folder."""
     given = Path(args.data)
@@ -305,6 +346,8 @@ def _texts_file(args: argparse.Namespace) -> Path:
     path = args.output / "data.jsonl"
     _settle_recipe(args, path)
     if not path.exists():
+        if args.data != "self":
+            prompts.read(given)  # errors come before an engine
         recipe = synthesise.Recipe(
             args.temperature, args.max_answer_tokens, args.max_prompt_tokens, args.row_length, args.seed
         )

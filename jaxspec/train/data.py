@@ -56,7 +56,7 @@ def split(texts: list[Text]) -> tuple[list[Text], list[Text]]:
     **Raises:** `TrainError` for fewer than two texts.
     """
     if len(texts) < 2:
-        raise TrainError(f"{len(texts)} texts are too few: one is held out for evaluation. Give more prompts")
+        raise TrainError(f"too few texts ({len(texts)}): one is held out for evaluation. Give more prompts")
     held = set(range(0, len(texts), HELD_OUT)[:MOST_HELD_OUT])
     return [t for i, t in enumerate(texts) if i not in held], [texts[i] for i in sorted(held)]
 

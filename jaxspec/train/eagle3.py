@@ -17,6 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxspec.config.options import ConfigError
 from jaxspec.decoder.forward import Hidden
 from jaxspec.drafters.eagle import Eagle3
 from jaxspec.drafters.mtp import Mtp
@@ -123,6 +124,10 @@ class MtpObjective(Eagle3Objective):
 
     drafter: Mtp
 
+    def __post_init__(self):
+        if getattr(self.drafter, "separate", False):
+            raise ConfigError("MTP modules with norms of their own can't be trained; train another drafter")
+
     def _unroll(self, params, features, batch):
         if not isinstance(self.drafter, MtpModules):
             return super()._unroll(params, features, batch)
@@ -132,7 +137,7 @@ class MtpObjective(Eagle3Objective):
             module, further = min(i, last), max(i - last, 0)
             cache = cache if further else []
             tokens, rows = jnp.roll(batch.tokens, -(i + 1), axis=1), Step(batch, further)
-            out, cache = self.drafter._module(params, module, cache, tokens, hidden, rows)
+            out, cache = self.drafter._layer(self.drafter._own(params, module), cache, tokens, hidden, rows)
             outputs.append(out)
             hidden = self.drafter._feedback(params, out)
         return outputs

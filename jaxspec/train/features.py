@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
@@ -32,6 +32,7 @@ from jaxspec.train.objective import Batch, reader
 
 INDEX = "features.json"
 Rows = Float[np.ndarray, "t d"]
+_FACTS = {"model", "layers", "dtype", "row_length", "width", "vocab_size", "files"}  # that a reader needs of the index
 SHORTEST = 32  # tokens that texts are padded to, at least: to a power of two, so that few programs are compiled
 
 
@@ -61,7 +62,11 @@ class KeptText(Text):
 
 @cache
 def _opened(file: Path) -> Any:
-    return safe_open(file, "np")
+    """**Raises:** `TrainError` for a file that isn't whole."""
+    try:
+        return safe_open(file, "np")
+    except SafetensorError as error:
+        raise TrainError(f"{file} is damaged ({error}). Remove it, and repeat the command that wrote it") from error
 
 
 def extract(
@@ -152,7 +157,9 @@ def read_features(folder: Path, target: Model, row_length: int) -> list[KeptText
 
     **Raises:** `TrainError` for features of another model, dtype or length, or an unfinished folder.
     """
-    record, texts = read(folder / INDEX), []
+    record, texts = read(folder / INDEX, "--data"), []
+    if not isinstance(record, dict) or not record.keys() >= _FACTS:
+        raise TrainError(f"--data {folder}: {INDEX} isn't one that `features` wrote")
     width, vocab, problem = target.config.hidden_size, target.config.vocab_size, None
     if missing := [name for name in record["files"] if not (folder / name).is_file()]:
         problem = f"unfinished: {missing[0]} isn't there; repeat the command that wrote them"

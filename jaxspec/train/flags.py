@@ -203,11 +203,13 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
     _add_common(parser)
     group = parser.add_argument_group("what is compared")
     add, value = group.add_argument, partial(add_value, group)
-    said = "methods; of one's own flags some, as in dspark?markov-rank=64&weigh-rounds"
+    said = "methods; of one's own flags some, as in dspark?markov-rank=64&weigh-rounds; --until served takes none, too"
     add("--drafters", required=True, type=listed, metavar="D,D,...", help=said)
     budgets = checked(budget, "must be minutes, such as 8m, or steps, such as 4000")
     add("--budget", required=True, type=budgets, metavar="B", help="of each drafter: minutes, 8m, or steps, 4000")
     add("--benchmark", required=True, action="append", metavar="[NAME=]FILE", help="questions to measure with")
+    said = "end when these drafters are trained, or served: processes may share the drafters of one --output"
+    add("--until", choices=("trained", "served"), help=said)
     value("--requests", counts("1,8,32"), "1,8,32", "N,N,...", "requests at once, one measurement each")
     value("--num-draft-tokens", positive, 7, "N", "drafts a round, of all drafters")
     value("--num-prompts", positive, None, "N", "questions of each file (all)")

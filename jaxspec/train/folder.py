@@ -15,15 +15,16 @@ from jaxspec.train.data import TrainError
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Make the folder and keep other processes out of it meanwhile.
+def held(folder: Path, wait: bool = False) -> Iterator[None]:
+    """Make the folder and keep other processes out of it meanwhile. `wait`: until one that is at work there has ended.
 
-    **Raises:** `TrainError` if one is at work there, or for a path in it that can't be read or written.
+    **Raises:** `TrainError` if one is at work there and this doesn't `wait`, or for a path in it that can't be read or
+    written.
     """
     make(folder)
     try:
         with (folder / "lock").open("a") as file:
-            _lock(folder, file)
+            _lock(folder, file, wait)
             yield
     except OSError as error:
         path = Path(error.filename).resolve() if isinstance(error.filename, str) else None
@@ -42,21 +43,21 @@ def make(folder: Path) -> None:
         raise TrainError(f"--output {folder}: {error.strerror}") from error
 
 
-def _lock(folder: Path, file: Any) -> None:
+def _lock(folder: Path, file: Any, wait: bool) -> None:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError as error:
         raise TrainError(f"--output {folder}: another process is training in this folder, or writing texts") from error
     except OSError as error:  # a file system without locks
         print(f"--output {folder} can't be locked ({error.strerror}): let no other process work there", file=sys.stderr)
 
 
-def read(file: Path) -> Any:
+def read(file: Path, flag: str = "--output") -> Any:
     """Read a file of `write`. **Raises:** `TrainError` for a file that isn't whole."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise TrainError(f"--output {file.parent}: {file.name} isn't JSON ({error}). Name another folder") from error
+        raise TrainError(f"{flag} {file.parent}: {file.name} isn't JSON ({error}). Name another folder") from error
 
 
 def write(file: Path, record: Any) -> None:

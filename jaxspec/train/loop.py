@@ -22,12 +22,17 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
+from jaxspec.compiling.xla_options import NOTHING_TIMED
 from jaxspec.train.data import TrainError
 from jaxspec.train.folder import agree, as_stored, make, read, write
 from jaxspec.train.interrupted import Interrupted, Stop
 from jaxspec.train.objective import Objective, Read, Report
 from jaxspec.train.packing import Packed
 
+# XLA looks for Triton's best tiling of each softmax, which takes most of a compilation (EAGLE-3's step for an H200: 12
+# seconds of a core without, 40 with), and spares a step 5% of its bytes. A run of fewer minutes than this does without.
+LONG_RUN = 10.0
+WITHOUT_TILINGS = {"xla_disable_hlo_passes": "triton-softmax-rewriter"}
 TIMED_STEPS = 30  # after which a budget in minutes becomes one in steps
 _COMPILING = 3  # first steps that aren't timed
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}  # dense bfloat16, a device
@@ -89,11 +94,14 @@ class Run:
         self.metrics.write_text("".join(json.dumps(record) + "\n" for record in kept))
 
     def history(self) -> list[dict[str, Any]]:
-        """Logged lines, in order; a line that was cut off by a kill is left out."""
-        if not self.metrics.exists():
-            return []
-        whole = self.metrics.read_text().split("\n")[:-1]
-        return [json.loads(line) for line in whole]
+        return history(self.folder)
+
+
+def history(folder: Path) -> list[dict[str, Any]]:
+    """A run's logged lines, in order; a line that was cut off by a kill is left out."""
+    if not (metrics := folder / "metrics.jsonl").exists():
+        return []
+    return [json.loads(line) for line in metrics.read_text().split("\n")[:-1]]
 
 
 def check_run(folder: Path, facts: dict[str, Any], later: Container[str] = ()) -> int | None:
@@ -107,6 +115,12 @@ def check_run(folder: Path, facts: dict[str, Any], later: Container[str] = ()) -
     theirs, steps = (record.get("settings"), record.get("steps")) if isinstance(record, dict) else (record, None)
     agree(folder, "another run", theirs, as_stored(facts), later)
     return steps
+
+
+def finished(folder: Path, steps: int | None) -> bool:
+    """Whether a run of so many steps came to its end, and saved its drafter."""
+    saved = (folder / "drafter" / "model.safetensors").exists()
+    return saved and steps is not None and any(record["step"] == steps for record in history(folder)[-1:])
 
 
 def check_batch(batch_size: int) -> None:
@@ -130,7 +144,7 @@ def train(
     mesh = Mesh(np.array(jax.devices()), ("data",))
     everywhere, shared = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
     optimizer = optimizer_of(settings)
-    run_step = step_function(objective, optimizer, mesh)
+    run_step = step_function(objective, optimizer, mesh, (settings.minutes or LONG_RUN) < LONG_RUN)
     state = jax.device_put({"params": trained, "moments": optimizer.init(trained)}, everywhere)
     frozen, target_params = jax.device_put((frozen, target_params), everywhere)
     run.claim(run.steps or settings.steps)
@@ -203,9 +217,11 @@ def _inner(params: dict[str, Any]) -> dict[str, Any]:
     return jax.tree_util.tree_map_with_path(of, params)
 
 
-def step_function(objective: Objective, optimizer: optax.GradientTransformation, mesh: Mesh) -> Callable:
+def step_function(
+    objective: Objective, optimizer: optax.GradientTransformation, mesh: Mesh, short: bool = False
+) -> Callable:
     """Each device takes the gradient of its own rows, which compilers can't be left to find out: our kernels, for one,
-    are opaque to them. The sum over devices, by what their drafts weigh, is the whole batch's."""
+    are opaque to them. The sum over devices, by what their drafts weigh, is the whole batch's. `short`: the run is."""
 
     def gradients(params, frozen, target_params, batch, keys, done):
         loss = jax.value_and_grad(objective.loss, has_aux=True)
@@ -228,7 +244,9 @@ def step_function(objective: Objective, optimizer: optax.GradientTransformation,
         params = jax.tree.map(lambda p, u: p + rate * u, state["params"], updates)
         return {"params": params, "moments": moments}, report
 
-    return jax.jit(step, donate_argnums=0)
+    # To compile and time candidates for its products takes XLA longer than hundreds of steps.
+    options = NOTHING_TIMED | (WITHOUT_TILINGS if short else {})
+    return jax.jit(step, donate_argnums=0, compiler_options=options)
 
 
 def _restore(manager: ocp.CheckpointManager, run: Run, state: Any) -> tuple[int, Any]:

@@ -1,4 +1,5 @@
-"""`python scripts/gpu/in_turn.py LOCK decode ... [-- load ...]`: as `python -m jaxspec.bench`, on shared GPUs.
+"""`python scripts/gpu/in_turn.py LOCK decode ... [-- load ...]`: as `python -m jaxspec.bench`, on shared GPUs; or
+`LOCK compare ...`: as `python -m jaxspec.train compare ...`, whose trainings take turns, too.
 
 Its engine starts and compiles beside those of others, which takes most of the time, and waits for the lock on the file
 LOCK before anything is timed. Give each engine its share of the memory by XLA_PYTHON_CLIENT_MEM_FRACTION, and let
@@ -46,10 +47,18 @@ def run(lock: str, commands: list[list[str]]) -> int:
         for arguments in commands:
             compiles_first = arguments[0] in ("decode", "load")  # what its loads need, and times these alone
             engines.start = start if compiles_first else started
-            status = main(arguments) or status
+            status = (_train(locked) if arguments[0] == "compare" else main)(arguments) or status
             fcntl.flock(file, fcntl.LOCK_UN)
             gc.collect()  # the engine's pages
         return status
+
+
+def _train(locked: Callable) -> Callable:
+    from jaxspec.train import __main__ as training  # needs what benchmarks do without
+    from jaxspec.train import loop
+
+    loop.train = locked(loop.train)
+    return training.main
 
 
 if __name__ == "__main__":

@@ -89,6 +89,12 @@ def test_of_hybrids_states_are_read_and_written_and_few_layers_attend(requests, 
     assert hybrid.layer_flops + hybrid.head_flops == pytest.approx(2 * 3.05e9, rel=0.03)
 
 
+def test_experts_without_a_gate_are_read_as_they_are_chosen():
+    """Nemotron's, in one layer, over rows 16 wide."""
+    moe = cost(family="nemotron_h", n_routed_experts=16, num_experts_per_tok=2, moe_intermediate_size=32)
+    assert moe.expert_bytes == 2 * 16 * 2 * 32 * 16
+
+
 def test_windowed_layers_read_what_they_see():
     sizes = dict(QWEN3_8B, num_hidden_layers=2, use_sliding_window=True, sliding_window=1024)
     full, half = (cost(family="qwen2", **sizes, max_window_layers=layers) for layers in (2, 1))

@@ -131,6 +131,7 @@ def test_a_method_alone_takes_the_known_drafter(model, monkeypatch):
     ("standalone:/nope", ["--draft standalone:/nope: the drafter '/nope' wasn't found"]),
     ("ngram:some/model", ["ngram takes no model", "use --draft ngram"]),
     ("no_such_module:Class", ["can't import 'no_such_module'", "PYTHONPATH"]),
+    (f"{__name__}:Mine:/a/path", ["Mine has no `load`, which would read /a/path. Drop the path"]),
     (f"{__name__}:Plain", ["Plain must be a frozen dataclass"]),
     (f"{__name__}:Alone", ["Alone.load must return a drafter and its params, got Alone("]),
     (f"{__name__}:Deep", ["feature_layers [99] don't exist", "layers 0 to 1"]),

@@ -19,6 +19,7 @@ from jaxspec.decoder.forward import forward
 from jaxspec.drafters.base import PrefillBatch
 from jaxspec.train.eagle3 import MtpObjective, Step
 from jaxspec.train.objective import Batch
+from tests.models.test_hybrid_models import GOLDEN
 from tests.support import hybrids
 from tests.support.sample import rare
 
@@ -28,7 +29,10 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 
 @functools.cache
 def checkpoint(family="qwen3_5"):
-    """Checkpoint of a tiny hybrid, whose module becomes three that differ, and that read the one before them."""
+    """Checkpoint of a tiny hybrid, whose module becomes three that differ, and that read the one before them; or of
+    MiMo-V2, which has three, and they read the target."""
+    if family == "mimo_v2_flash":
+        return GOLDEN / family
     source = hybrids.checkpoint(family)
     folder = source.with_name(source.name + f"-{MODULES}")
     shutil.copytree(source, folder, dirs_exist_ok=True)
@@ -58,10 +62,10 @@ def formula(family="qwen3_5"):
         return forward(model.config.decoder, model.params, tokens, batch.positions, WholeTexts()).last
 
     @jax.jit
-    def module(layer, tokens, paired):
+    def module(own, tokens, paired):
         batch = Batch(tokens, jnp.zeros_like(tokens), jnp.ones_like(tokens, bool))
-        out, _ = drafter._layer({**params, "layer": layer}, [], tokens, paired, Step(batch, 0))
-        return drafter._feedback(params, out), drafter._logits(params, out)
+        out, _ = drafter._layer(own, [], tokens, paired, Step(batch, 0))
+        return drafter._feedback(own, out), drafter._logits(own, out)
 
     def drafts(known, count):
         text, n, logits = np.zeros((1, LONGEST), np.int32), len(known), []
@@ -73,7 +77,7 @@ def formula(family="qwen3_5"):
             row = n - 2 + j - (offset - 1)  # past the last module the chain goes on
             if j >= MODULES:
                 paired = paired.at[:, row].set(feedback[:, row - 1])
-            feedback, scores = module(params["layers"][offset - 1], jnp.asarray(shifted), paired)
+            feedback, scores = module(drafter._own(params, offset - 1), jnp.asarray(shifted), paired)
             logits.append(np.asarray(scores[0, row]))
             text[0, n + j] = logits[-1].argmax()
             if j < MODULES - 1:
@@ -117,13 +121,14 @@ SPLITS = {
 }
 
 
-@pytest.mark.parametrize("split", [
-    rare("three, in another order"), "behind pages that are shared",
-    *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("two blocks of a call", "call by call")),
+@pytest.mark.parametrize("family,split", [
+    rare("qwen3_5", "three, in another order"), ("qwen3_5", "behind pages that are shared"),
+    *(pytest.param("qwen3_5", name, marks=pytest.mark.exhaustive) for name in ("two blocks of a call", "call by call")),
+    ("mimo_v2_flash", "behind pages that are shared"), rare("mimo_v2_flash", "three, in another order"),
 ])  # fmt: skip
-def test_rows_are_the_same_however_the_text_comes(split):
+def test_rows_are_the_same_however_the_text_comes(family, split):
     """Keys and values of every module, and what is kept of each. Of shared pages nothing is written again."""
-    drafter, params = formula()[1].drafter, formula()[1].params
+    drafter, params = formula(family)[1].drafter, formula(family)[1].params
     rng = np.random.default_rng(0)
     tokens, features = rng.integers(0, 64, 41), rng.standard_normal((40, drafter.config.hidden_size), np.float32)
     table, prefill = np.arange(1, 9), jax.jit(drafter.prefill)

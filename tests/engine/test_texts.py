@@ -105,6 +105,9 @@ def test_the_embedding_is_layer_minus_one(model):
     (lambda m, c: jaxspec.step(m, c, TEXTS[:1, :3]), r"tokens must be int\[2, q\]"),
     (lambda m, c: jaxspec.step(m, c, TEXTS[:, :3], [[0], [0]]), r"parents must be int\[2, 2\]"),
     (lambda m, c: jaxspec.step(m, c, TEXTS[:, :3], layers=(9,)), "don't exist"),
+    (lambda m, c: jaxspec.keep(c, [1, 17]), "count must be from 0 to the step's rows, 16 at most"),
+    (lambda m, c: jaxspec.keep(c, [-1, 1]), "count must be from 0"),
+    (lambda m, c: jaxspec.propose_along(m, load_drafter("ngram", m), [[1]], 2), "tokens must be two or more"),
 ])  # fmt: skip
 def test_what_is_refused(model, call, words):
     with pytest.raises(RequestError, match=words):

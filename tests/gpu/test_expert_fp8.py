@@ -41,7 +41,7 @@ def stack(count: int, d: int, f: int, seed: int):
 
 
 @pytest.mark.parametrize("skew", SKEWS)
-@pytest.mark.parametrize("tokens", [9, 17, 32, 100, 128, 512, 2048])
+@pytest.mark.parametrize("tokens", [9, 17, 32, 100, 128, 512, 1000])
 @pytest.mark.parametrize("model", ["qwen3-30b-a3b", "qwen3.5-35b-a3b"])
 def test_kernel_matches_the_reference(model, tokens, skew):
     check(draw(model, tokens, skew, SKEWS.index(skew)), ["expert_fp8"], tolerance=1e-2)

@@ -13,8 +13,11 @@ from safetensors.numpy import load_file, save_file
 import jaxspec
 from jaxspec import LLM, CheckpointError, ConfigError, EngineConfig, SamplingParams, load_drafter
 from jaxspec.cache.mixers import WholeTexts
+from jaxspec.checkpoint import mtp_name
 from jaxspec.decoder.forward import forward, unembed
-from tests.support.tiny import rewrite, tiny_checkpoint, tiny_config
+from jaxspec.drafters import mtp
+from jaxspec.models.weights import is_param
+from tests.support.tiny import rewrite, tiny_config
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "hybrid"
 VARIANTS = sorted(path.stem for path in GOLDEN.glob("*.npz"))
@@ -95,7 +98,7 @@ def test_the_engines_greedy_texts_are_transformers(variant, draft):
 
 
 @pytest.mark.parametrize("variant,length", each_variant_with(
-    CHAINS, often=[("glm4_moe", 33)], variants=MODULES
+    CHAINS, often=[("glm4_moe", 33), ("mimo_v2_flash", 2)], variants=MODULES
 ))  # fmt: skip
 def test_chains_are_those_of_transformers_mtp_module(variant, length):
     model, expected = golden(variant)
@@ -138,30 +141,14 @@ def test_without_weights_the_config_says_what_to_draft_with(tmp_path, modules, a
     assert (drafter.num_draft_tokens, drafter.reach) == (3, max(modules, 1))
 
 
-def test_mimo_v2s_first_module_drafts(tmp_path):
-    """It is a copy of the target's one layer, and takes tokens without the hidden state: so drafts are the target's.
-    Two more modules, which nobody loads, are beside it."""
-    kind = dict(num_hidden_layers=1, hybrid_layer_pattern=[1], moe_layer_freq=[0], rms_norm_eps=1e-12)
-    folder = shutil.copytree(tiny_checkpoint("mimo_v2_flash", **kind), tmp_path / "mimo")
-    tensors = load_file(folder / "model.safetensors")
-    embed = tensors["model.embed_tokens.weight"]
-    d = embed.shape[1]
-    embed /= np.sqrt((embed**2).mean(axis=1, keepdims=True))
-    for module, scale in enumerate((1.0, 0.0, 0.0)):
-        prefix = f"model.mtp.layers.{module}."
-        layer = {k: v for k, v in tensors.items() if k.startswith("model.layers.0.")}
-        layer = {k.replace("model.layers.0.", prefix): scale * v for k, v in layer.items()}
-        named = {k.replace("post_attention_layernorm", "pre_mlp_layernorm"): v for k, v in layer.items()}
-        ones, fc = np.ones(d, np.float32), np.eye(d, 2 * d, dtype=np.float32)
-        named |= {prefix + name: scale * v for name, v in (
-            ("enorm.weight", ones), ("hnorm.weight", ones), ("eh_proj.weight", fc),
-            ("final_layernorm.weight", tensors["model.norm.weight"]),
-        )}  # fmt: skip
-        tensors |= named
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    model = jaxspec.load_model(str(folder), dtype="float32", progress=False)
-    drafter, text = load_drafter("auto", model), list(range(30))
-    assert drafter.name == "mtp"
-    prop = jaxspec.propose(model, drafter, text, 3)
-    logits = jaxspec.logits(model, [[*text, prop.next_token, *prop.tokens]])[0]
-    assert logits[30:33].argmax(-1).tolist() == prop.tokens.tolist()
+def test_modules_behind_the_last_layer_have_norms_of_their_own():
+    config = golden("glm4_moe")[0].config
+    found = load_file(GOLDEN / "glm4_moe" / "model.safetensors")
+    names = {mtp_name(name, config.num_layers) for name in found} - {None}
+    second = {mtp_name(name.replace("layers.3.", "layers.4."), config.num_layers) for name in found} - {None}
+    modules = mtp.Modules.among(names | second)
+    assert modules == mtp.Modules(2, separate=True)
+    declared = jax.tree.leaves(mtp.parameters(mtp.module_config(config), modules), is_leaf=is_param)
+    wanted = {name for param in declared for name in param.sources}
+    assert {"mtp.fc.weight", "mtp.layers.1.fc.weight", "mtp.layers.1.self_attn.q_proj.weight"} < wanted
+    assert wanted == names | second

@@ -71,12 +71,29 @@ def test_layers_of_glm4_moe_lite_have_the_mlps_that_its_config_names():
     ("deepseek_v3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
     ("deepseek_v3", {"qk_rope_head_dim": 5}, "5, not an even number"),
     ("deepseek_v3", {"kv_lora_rank": 0}, "kv_lora_rank must be a positive integer"),
+    ("glm4_moe_lite", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act 'gelu_pytorch_tanh'.*for experts"),
+    ("minimax_m2", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act 'gelu_pytorch_tanh'.*for experts"),
+    ("minimax_m2", {"attn_type_list": [1, 0]}, "attn_type_list 0 is not supported"),
+    ("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type 'per_head'.*supported: 'per_layer'"),
+    ("minimax_m2", {"shared_intermediate_size": 8}, "shared_intermediate_size 8"),
     ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types must name 2 layers"),
     ("kimi_k2", {"sliding_window": 8, "use_sliding_window": True}, "sliding-window attention is not supported"),
 ])  # fmt: skip
 def test_what_is_not_served_is_refused_by_name(family, change, words):
     with pytest.raises(ConfigError, match=words):
         ModelConfig.from_hf(tiny_config(family, **change))
+
+
+def test_heads_of_gemma4_may_all_be_alike():
+    """transformers then saves that no layer has keys of its own."""
+    config = tiny_config("gemma4", per_layer_config={})
+    full = ModelConfig.from_hf(config).decoder.layers[-1].mixing
+    assert (full.head_dim, full.kv_heads) == (config["head_dim"], config["num_key_value_heads"])
+
+
+def test_infinity_as_transformers_saves_it():
+    saved = tiny_config("nemotron_h", time_step_limit=[0.0, {"__float__": "Infinity"}])
+    assert ModelConfig.from_hf(saved) == ModelConfig.from_hf(saved | {"time_step_limit": [0.0, math.inf]})
 
 
 def eagle3(target) -> str:

@@ -197,6 +197,7 @@ FP8 x FP8 by tensor out, 2048 rows"""  # of the benchmark's cases
 MORE = {  # what the benchmark has no case of
     "FP8 experts of Qwen3-30B-A3B, 4 tokens": mixture(4, 8, in_fp8(1536, 2048, 128), in_fp8(2048, 768, 128)),
     "FP8 experts of Qwen3-30B-A3B, 32 tokens": mixture(32, 8, in_fp8(1536, 2048, 128), in_fp8(2048, 768, 128)),
+    "FP8 experts of Qwen3-30B-A3B, 2048 tokens": mixture(2048, 8, in_fp8(1536, 2048, 128), in_fp8(2048, 768, 128)),
     "experts of gpt-oss-20b": mixture(8, 4, in_mxfp4(5760, 2880, 32), in_mxfp4(2880, 2880, 32)),
     "int4 experts of Qwen3-30B-A3B, 8 tokens": mixture(8, 8, in_int4(1536, 2048, 128), in_int4(2048, 768, 128)),
     "experts of Gemma 4 26B-A4B, 4 tokens": gelu_mixture(4),

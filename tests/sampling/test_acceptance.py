@@ -118,6 +118,11 @@ def test_block_verification_follows_the_target(name):
         assert rate == 0
 
 
+def test_matching_takes_one_choice_more_than_drafts():
+    with pytest.raises(ValueError, match="3 drafts take 4 choices, got 2"):
+        acceptance.match(jnp.array([[5, 6]]), jnp.array([[5, 6, 7]]), jnp.array([3]))
+
+
 def test_matching_follows_the_target():
     """Drafts from a point mass that varies with the request's position."""
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from pathlib import Path
 
 import pytest
 
@@ -46,6 +47,7 @@ def test_every_flag_of_a_method_can_be_given(tmp_path):
 @pytest.mark.parametrize("drafters, message", [
     ("eagle3,eagel", r"--drafters eagel: 'eagel' is no method of training; .*dspark, lilicorr, domino"),
     ("evaluate", "'evaluate' is no method"),
+    ("none", "'none' is no method"),
     ("eagle3,eagle3", "two of them have one name"),
     ("dspark,domino?steps=9", r"--drafters domino\?steps=9: --steps is the same for all drafters"),
 ])  # fmt: skip
@@ -76,8 +78,8 @@ def test_budgets():
 def row(draft, data, requests, speed, length=None):
     part = {"category": "all", "tokens_per_round": length, "low": 2.0, "high": 3.0}
     parts = {"parts": [part]} if length else {}
-    return {"draft": draft, "data": data, "concurrency": requests, "tokens_per_s": 100 * speed, "speedup": speed,
-            "speedup_low": speed - 0.1, "speedup_high": speed + 0.1, **parts}  # fmt: skip
+    each = [(10, 1 / speed), (20, 2 / speed)]
+    return {"draft": draft, "data": data, "concurrency": requests, "tokens_per_s": 100 * speed, "each": each, **parts}
 
 
 @pytest.fixture
@@ -85,46 +87,80 @@ def contenders(tmp_path):
     made = [matched.Contender(name, argparse.Namespace(command=name, output=tmp_path / name)) for name in ("a", "b")]
     for each in made:
         (each.args.output / "drafter").mkdir(parents=True)
-        (each.args.output / "drafter" / "model.safetensors").write_bytes(bytes(2_500_000))
+        each.weights.write_bytes(bytes(2_500_000))
         (each.args.output / "metrics.jsonl").write_text('{"step": 1}\n{"step": 30}\n')
     return made
 
 
-def rows_of(contenders):
+def document(draft, speed, length=None):
+    facts = {"commit": None, "devices": []}
+    rows = [row(draft, "X", 1, speed, length)]
+    return {"benchmark": "accept", "rows": rows, "notes": [], "arguments": {}, "facts": facts}
+
+
+def test_the_table_has_intervals_and_marks_the_best(contenders, tmp_path):
     a, b = (each.draft for each in contenders)
-    return [row("none", "X", 1, 1.0), row(a, "X", 1, 1.5, 2.5), row(b, "X", 1, 1.2, 2.8)]
-
-
-def test_the_table_has_intervals_and_marks_the_best(contenders):
-    text = matched.table(rows_of(contenders), contenders)
-    assert "| a | 2.5 | 30 |" in text
+    args = argparse.Namespace(output=tmp_path, seed=0, no_plots=True)
+    documents = [document("none", 1.0), document(a, 1.5, 2.5), document(b, 1.2, 2.8)]
+    text = matched.report(args, documents, contenders)
+    assert "| a | 2.5 | 30 |" in text and text + "\n" == (tmp_path / "compare.md").read_text()
     assert "| X | all | 2.50 (2.00 to 3.00) | **2.80** (2.00 to 3.00) |" in text
-    assert "| X | 1 | 100 | 150, **1.50x** (1.40 to 1.60) | 120, 1.20x (1.10 to 1.30) |" in text
+    assert "| X | 1 | 100 | 150, **1.50x** (1.50 to 1.50) | 120, 1.20x (1.20 to 1.20) |" in text
+    assert len(json.loads((tmp_path / "compare.json").read_text())["rows"]) == 3
 
 
-def test_one_command_trains_measures_and_writes(tmp_path, monkeypatch, contenders, capsys):
-    """Training and serving are replaced: other tests run them."""
+@pytest.fixture
+def command(tmp_path, monkeypatch, contenders):
+    """A command line whose training and serving are replaced, and lists of what it trained and served: other tests run
+    these."""
     (tmp_path / "b.jsonl").write_text('{"question": "q", "answer": "#### 1"}\n')
     (tmp_path / "texts.jsonl").write_text('{"tokens": [1, 2], "answers": [[1, 2]]}\n')
     trained, benched = [], []
-    monkeypatch.setattr(train, "_train", trained.append)
 
     def bench(argv):
-        benched.extend(argv)
-        (tmp_path / "compare.json").write_text(json.dumps({"rows": rows_of(contenders)}))
+        benched.append(argv)
+        draft = argv[argv.index("--draft") + 1]
+        made = document(draft, 1.0 if draft == "none" else 1.5, None if draft == "none" else 2.5)
+        Path(argv[argv.index("--json") + 1]).write_text(json.dumps(made))
 
-    monkeypatch.setattr("jaxspec.bench.__main__.main", bench)
-    monkeypatch.setattr(matched, "contenders", lambda *_: contenders)
+    monkeypatch.setattr(train, "_train", trained.append)
+    monkeypatch.setattr(train, "bench", bench)
+    made = {each.name: each for each in contenders} | {"none": matched.Contender.of_plain(contenders[0].args)}
+    made["none"].args.output = tmp_path / "none"
+    monkeypatch.setattr(matched, "contenders", lambda args, *_: [made[name] for name in args.drafters])
     given = ["--data", str(tmp_path / "texts.jsonl"), "--benchmark", f"X={tmp_path}/b.jsonl", "--output", str(tmp_path)]
-    command = ["compare", "--model", "m", "--drafters", "a,b", "--budget", "2m", *given, "--no-plots"]
-    assert train.main(command) == 0
+    return ["compare", "--model", "m", "--budget", "2m", *given, "--no-plots", "--drafters"], trained, benched
+
+
+def test_one_command_trains_measures_and_writes(command, tmp_path, capsys):
+    argv, trained, benched = command
+    assert train.main([*argv, "a,b"]) == 0
     assert [each.data for each in trained] == [str(tmp_path / "texts.jsonl")] * 2
-    assert benched[benched.index("--num-draft-tokens") + 1] == "7" and benched.count("--draft") == 2
-    assert benched[benched.index("--batch-sizes") + 1] == "1,8,32" and "--few-programs" not in benched
+    assert [each[each.index("--draft") + 1].partition(":")[0] for each in benched] == ["none", "a", "b"]
+    assert ["--no-plain" in each for each in benched] == [False, True, True]
+    assert benched[1][benched[1].index("--num-draft-tokens") + 1] == "7"
+    assert benched[1][benched[1].index("--batch-sizes") + 1] == "1,8,32" and "--few-programs" not in benched[1]
     assert "**1.50x**" in (tmp_path / "compare.md").read_text() and "**1.50x**" in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        train.main([*command, "--benchmark", "nowhere.jsonl"])
+        train.main([*argv, "a", "--benchmark", "nowhere.jsonl"])
     assert "nowhere.jsonl: No such file" in capsys.readouterr().err and len(trained) == 2
+    with pytest.raises(SystemExit):
+        train.main([*argv, "a", "--benchmark", f"X={tmp_path}/b.jsonl"])
+    assert "two --benchmark files are called X" in capsys.readouterr().err and len(trained) == 2
+
+
+def test_processes_share_the_drafters_of_a_table(command, contenders, tmp_path):
+    """Each trains or serves its own; what is there isn't measured again, unless it is of other weights or loads."""
+    argv, trained, benched = command
+    assert train.main([*argv, "b", "--until", "trained"]) == 0 and len(trained) == 1 and not benched
+    assert train.main([*argv, "none", "--until", "served"]) == 0 and len(trained) == 1 and len(benched) == 1
+    assert train.main([*argv, "b", "--until", "served"]) == 0 and len(benched) == 2
+    assert not (tmp_path / "compare.md").exists()
+    assert train.main([*argv, "a,b"]) == 0 and len(benched) == 3
+    assert "| X | 1 | 100 | 150, **1.50x** (1.50 to 1.50) | 150" in (tmp_path / "compare.md").read_text()
+    contenders[0].weights.write_bytes(bytes(3))
+    assert train.main([*argv, "a,b"]) == 0 and len(benched) == 4
+    assert train.main([*argv, "a,b", "--requests", "1,4"]) == 0 and len(benched) == 7
 
 
 def test_a_warm_up_beyond_the_run_is_said(tmp_path, capsys):

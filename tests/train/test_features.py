@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -102,4 +103,17 @@ def test_features_that_dont_fit_are_refused(more, message, model, folder, tmp_pa
     more = {name: value for name, value in more.items() if name != "model"}
     with pytest.raises(SystemExit):
         main(arguments("eagle3", given["model"], folder, tmp_path, **more))
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name, text, message", [
+    ("features-00002.safetensors", "cut off", "features-00002.safetensors is damaged"),
+    ("features.json", "[]", "features.json isn't one that `features` wrote"),
+    ("features.json", '{"model": ', "/features: features.json isn't JSON"),
+])  # fmt: skip
+def test_files_that_are_damaged_are_named(name, text, message, model, folder, tmp_path, capsys):
+    shutil.copytree(folder, tmp_path / "features")
+    (tmp_path / "features" / name).write_text(text)
+    with pytest.raises(SystemExit):
+        main(arguments("eagle3", model, tmp_path / "features", tmp_path / "o", unroll=2))
     assert message in capsys.readouterr().err

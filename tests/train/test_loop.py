@@ -69,6 +69,19 @@ def whole(model, texts, tmp_path_factory):
     return output
 
 
+def test_rows_that_no_answer_begins_in(model, texts, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(arguments("eagle3", model, texts, tmp_path, row_length=4))
+    assert "every answer begins beyond the first 4 tokens" in capsys.readouterr().err
+
+
+def test_a_run_that_is_done_is_left_as_it_is(whole, model, texts, capsys):
+    weights = whole / "drafter" / "model.safetensors"
+    made = weights.stat().st_mtime_ns
+    assert main(arguments("eagle3", model, texts, whole, unroll=2, draft_vocab_size=32)) == 0
+    assert "is trained already" in capsys.readouterr().out and weights.stat().st_mtime_ns == made
+
+
 def test_loss_falls(whole):
     curve = losses(whole)
     assert len(curve) == 12 and min(curve[-3:]) < 0.8 * curve[0]

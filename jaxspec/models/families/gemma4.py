@@ -147,8 +147,8 @@ def full(hf: reading.Config, norm: Norm, windows: list[int | None]) -> Attention
     own, k_is_v = {"head_dim": hf["global_head_dim"]}, bool(hf.get("attention_k_eq_v"))
     if k_is_v and hf.get("num_global_key_value_heads") is not None:
         own["num_key_value_heads"] = hf["num_global_key_value_heads"]
-    if (by_layer := hf.get("per_layer_config")) is not None:
-        own = _of_full_layers(by_layer, windows)
+    if (by_layer := hf.get("per_layer_config")) is not None:  # empty where all layers have the same heads
+        own = {} if by_layer == {} else _of_full_layers(by_layer, windows)
     return _attention({**hf, **own}, "full_attention", norm, k_is_v=k_is_v)
 
 

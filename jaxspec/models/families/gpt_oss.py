@@ -10,7 +10,6 @@ from __future__ import annotations
 from functools import partial
 
 from jaxspec.config.json_values import positive, positive_float
-from jaxspec.config.options import ConfigError
 from jaxspec.models import reading
 from jaxspec.models.declaring import Tensors, decoder_tensors
 from jaxspec.models.description import ClampedSwiglu, Decoder, Mixture
@@ -61,8 +60,7 @@ def read(hf: reading.Config) -> Decoder:
 
 def mixture(hf: reading.Config) -> Mixture:
     """A softmax over the logits of the experts chosen is one over all logits, renormalised among the chosen."""
-    if reading.activation(hf) != "silu":
-        raise ConfigError(f"hidden_act {hf['hidden_act']!r} is not supported for experts; supported: silu")
+    reading.silu_experts(hf)
     experts, chosen = reading.experts(hf, "num_local_experts")
     return Mixture(
         experts=experts,

@@ -52,7 +52,6 @@ ONLY = {
     "attention_bias": False,
     "moe_layer_freq": 1,
     "num_nextn_predict_layers": 0,
-    "hidden_act": "silu",
 }
 
 

@@ -28,7 +28,9 @@ DEFAULTS = {
     "n_group": 1,
     "topk_group": 1,
     "norm_topk_prob": True,
+    "num_nextn_predict_layers": 3,  # which no config says, and all checkpoints have
 }
+MTP_CHAINED = False  # each module takes the target's hidden state
 THETAS = {"full_attention": ("rope_theta", 5e6), "sliding_attention": ("swa_rope_theta", 1e4)}
 ROTATED = 0.334  # of a head, where the config is silent
 ONLY = {
@@ -37,7 +39,6 @@ ONLY = {
     "add_swa_attention_sink_bias": True,
     "add_full_attention_sink_bias": False,
     "n_shared_experts": 0,
-    "hidden_act": "silu",
 }
 
 

@@ -7,6 +7,7 @@ a projection of the rows. Names are those of NVIDIA's checkpoints.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from jaxspec.config.json_values import positive, positive_float, shown
 from jaxspec.config.options import ConfigError
@@ -127,6 +128,8 @@ def attention(hf: reading.Config) -> Attention:
 def mamba2(hf: reading.Config) -> Mamba2:
     """The state-space layer that a config describes."""
     limit = hf["time_step_limit"]
+    if isinstance(limit, list):  # JSON has no infinity; transformers 5 saves an object
+        limit = [math.inf if each == {"__float__": "Infinity"} else each for each in limit]
     numbers = isinstance(limit, list | tuple) and all(type(each) in (int, float) for each in limit)
     if not numbers or len(limit) != 2 or not 0 <= limit[0] < limit[1]:
         raise ConfigError(f"config.json: time_step_limit must be two numbers, least and most; got {shown(limit)}")
@@ -151,7 +154,7 @@ def mixture(hf: reading.Config) -> Mixture:
     if hf.get("mlp_bias"):
         raise ConfigError("config.json: mlp_bias true is not supported for experts")
     return dataclasses.replace(
-        glm4_moe.mixture({**hf, "n_shared_experts": 0}),
+        glm4_moe.mixture({**hf, "n_shared_experts": 0, "hidden_act": "silu"}),
         shared=positive(hf, "moe_shared_expert_intermediate_size"),
         activation="relu2",
         gated=False,

@@ -95,10 +95,12 @@ class Tiling:
         return min((ROOM - taken) // (4 * self.columns * self.step), MOST_BARRIERS)
 
 
-def tiling(rows: int, d: int, f: int, gated: bool = True) -> Tiling:
-    """Choose sizes for items of up to `rows` rows. Wide tiles take fewer steps, though some blocks may have no work."""
+def tiling(rows: int, d: int, f: int, gated: bool = True, items: int = BLOCKS) -> Tiling:
+    """Choose sizes for up to so many items of up to `rows` rows. Wide tiles take fewer steps, though some blocks may
+    have none to do; narrow ones, where that would be more than half of the blocks."""
     widest = COLUMNS[0] if rows >= 32 else COLUMNS[1]
-    columns = max(c for c in COLUMNS if c <= widest and f % (c if gated else 2 * c) == 0 and d % (2 * c) == 0)
+    fit = [c for c in COLUMNS if c <= widest and f % (c if gated else 2 * c) == 0 and d % (2 * c) == 0]
+    columns = next((c for c in fit if items * min((1 + gated) * f, d) >= c * BLOCKS), fit[-1])
     step = max(64, 4096 // columns)
     while d % step or f % step:
         step //= 2
@@ -138,7 +140,7 @@ def stream(
         raise ValueError(f"the expert kernel can't run: {reason}")
     ups, downs = zip(*stacks, strict=True)
     _, d, f = downs[0].shape
-    sizes = sizes or tiling(items.rows, d, f, ups[0].shape[1] > f)
+    sizes = sizes or tiling(items.rows, d, f, ups[0].shape[1] > f, items.most)
     launch = partial(_launch, sizes=sizes, gating=gating, interpret=interpret)
     if not interpret:
         return launch(rows, [ups, downs], items, names=("up", "down"))[1]

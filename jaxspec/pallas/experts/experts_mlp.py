@@ -34,6 +34,7 @@ from jaxspec.pallas.experts import (
     expert_plan,
     expert_rows,
     expert_stream,
+    expert_wide,
 )
 from jaxspec.pallas.experts.expert_stream import ALIGN, COUNT, Gating, Items
 from jaxspec.pallas.hopper import too_few_processors
@@ -180,6 +181,10 @@ def _fp8_refused(call: Call) -> str | None:
     return reason or expert_fp8.supported(call.x.dtype, call.stacks)
 
 
+def _wide_refused(call: Call) -> str | None:
+    return _fp8_refused(call) or expert_wide.supported(len(call.x), call.each, call.stacks)
+
+
 def _four_refused(call: Call) -> str | None:
     reason = _not_in((Mxfp4, FourBits), call) or _without_gate(call)
     return reason or expert_four.supported(call.x.dtype, call.stacks)
@@ -214,7 +219,7 @@ def _few(call: Call, stacks: list[expert_few.Stack]) -> Float[Array, "n d"] | tu
 
 
 def _portable_refused(call: Call) -> str | None:
-    return _not_in(Unquantised, call) or _without_gate(call) or portable_experts.supported(call.x.dtype, call.stacks)
+    return _not_in(Unquantised, call) or portable_experts.supported(call.x.dtype, call.stacks)
 
 
 def _portable_few_refused(call: Call) -> str | None:
@@ -240,6 +245,9 @@ _FOUR = ExpertKernel(
 _FP8 = ExpertKernel(
     lambda call, rows, items: expert_fp8.mix(rows, call.stacks, items), expert_fp8.MAX_ROWS, **_QUANTISED
 )
+_WIDE = ExpertKernel(
+    lambda call, rows, items: expert_wide.mix(rows, call.stacks, items), expert_wide.MAX_ROWS, QUANTISED_SPARE
+)
 _STREAM = ExpertKernel(lambda call, rows, items: expert_stream.stream(rows, call.arrays, items, call.gating))
 _PORTABLE_FOUR = ExpertKernel(
     lambda call, rows, items: portable_four_bits.items(rows, call.stacks, items, call.gating),
@@ -254,6 +262,7 @@ EXPERTS = (
     Implementation("expert_few_fp8", HOPPER, _few_fp8_refused, lambda call: _few(call, call.fp8)),
     Implementation("expert_few_four", HOPPER, _few_four_refused, lambda call: _few(call, call.stacks)),
     Implementation("expert_four", HOPPER, _four_refused, _FOUR.mix),
+    Implementation("expert_wide", HOPPER, _wide_refused, _WIDE.mix),
     Implementation("expert_fp8", HOPPER, _fp8_refused, _FP8.mix),
     Implementation("expert_stream", HOPPER, _stream_refused, _STREAM.mix),
     Implementation("portable_four_on_hopper", HOPPER, _portable_four_refused, _PORTABLE_FOUR.mix),

@@ -23,7 +23,7 @@ from jaxspec.pallas.experts.expert_stream import ALIGN, COUNT, EXPERT, ROW_BLOCK
 FEW = 8  # tokens
 LEAST_ROWS = 16  # of a product
 NARROW = 64  # model and expert widths are multiples of this
-Arrays = list[tuple[Array, Array]]  # of each stack: gate and up [e, 2f, d], down [e, d, f]
+Arrays = list[tuple[Array, Array]]  # of each stack: gate and up [e, 2f, d], or up alone [e, f, d]; down [e, d, f]
 
 
 def supported(dtype: Any, stacks: list) -> str | None:
@@ -46,9 +46,14 @@ def _divisor(n: int, most: int) -> int:
     return min(n & -n, most)
 
 
-def gated(gate: Array, up: Array, gating: Callable | None) -> Array:
-    """The hidden columns from gate's and up's; no `gating`: silu(gate) * up."""
-    return gating(gate, up) if gating else gate * jax.nn.sigmoid(gate) * up
+def parts_of(ref: Any, f: int) -> tuple[int, ...]:
+    """The first rows of gate and of up in an expert's weight for f hidden columns, or of up alone."""
+    return (0,) if ref.shape[1] == f else (0, f)
+
+
+def activated(gating: Callable | None, gate: Array, *up: Array) -> Array:
+    """The hidden columns from gate's and up's, or from up's alone; no `gating`: silu(gate) * up."""
+    return gating(gate, *up) if gating else gate * jax.nn.sigmoid(gate) * up[0]
 
 
 def few(
@@ -102,17 +107,17 @@ def _few_up(counts, k, columns, step, gating, ids_ref, x_ref, *refs):
     *refs, out_ref = refs
     pair = pl.program_id(1)
     token, expert, first = lax.div(pair, jnp.int32(k)), ids_ref[pair], pl.program_id(0) * columns
-    width, f = x_ref.shape[1], out_ref.shape[1]
+    width, begins = x_ref.shape[1], parts_of(refs[0], out_ref.shape[1])
 
     def body(i, sums):
         inputs = pl.ds(i * step, step)
         row = x_ref[token, inputs].astype(jnp.float32)[None]
-        parts = (_of(expert, counts, refs, pl.ds(begin + first, columns), inputs) for begin in (0, f))
+        parts = (_of(expert, counts, refs, pl.ds(begin + first, columns), inputs) for begin in begins)
         return tuple(total + part * row for total, part in zip(sums, parts, strict=True))
 
-    zeros = jnp.zeros((columns, step), jnp.float32)
-    gate, up = (jnp.sum(x, axis=1) for x in lax.fori_loop(0, width // step, body, (zeros, zeros)))
-    out_ref[pair, pl.ds(first, columns)] = gated(gate, up, gating).astype(out_ref.dtype)
+    zeros = (jnp.zeros((columns, step), jnp.float32),) * len(begins)
+    parts = [jnp.sum(x, axis=1) for x in lax.fori_loop(0, width // step, body, zeros)]
+    out_ref[pair, pl.ds(first, columns)] = activated(gating, *parts).astype(out_ref.dtype)
 
 
 def _few_down(counts, k, outputs, step, ids_ref, weights_ref, hidden_ref, *refs):
@@ -205,7 +210,7 @@ def times(rows: Float[Array, "r k"], weight: Float[Array, "n k"]) -> Float[Array
 def _item_up(counts, tile, width, step, gating, table_ref, rows_ref, *refs):
     """Compute some hidden columns of an item."""
     *refs, out_ref = refs
-    item, first, f = pl.program_id(1), pl.program_id(0) * width, out_ref.shape[1]
+    item, first, begins = pl.program_id(1), pl.program_id(0) * width, parts_of(refs[0], out_ref.shape[1])
 
     def run(ref, expert):
         index, mask = tile_rows(table_ref, item, SOURCE, tile)
@@ -214,13 +219,13 @@ def _item_up(counts, tile, width, step, gating, table_ref, rows_ref, *refs):
             rows, inputs = rows_of(rows_ref, index, mask, i * step, step), pl.ds(i * step, step)
             return tuple(
                 total + times(rows, ref[expert, pl.ds(begin + first, width), inputs])
-                for total, begin in zip(sums, (0, f), strict=True)
+                for total, begin in zip(sums, begins, strict=True)
             )
 
-        zeros = jnp.zeros((tile, width), jnp.float32)
-        gate, up = lax.fori_loop(0, rows_ref.shape[1] // step, body, (zeros, zeros))
+        zeros = (jnp.zeros((tile, width), jnp.float32),) * len(begins)
+        parts = lax.fori_loop(0, rows_ref.shape[1] // step, body, zeros)
         target, mask = tile_rows(table_ref, item, TARGET, tile)
-        put(out_ref, target, mask, first, gated(gate, up, gating))
+        put(out_ref, target, mask, first, activated(gating, *parts))
 
     each_stack(counts, table_ref, item, refs, run)
 

@@ -24,7 +24,7 @@ from jaxspec.models.mxfp4 import BLOCK, MASK
 from jaxspec.models.weights import Int4, Mxfp4, Weight
 from jaxspec.pallas import hopper, portable
 from jaxspec.pallas.experts.expert_stream import SOURCE, TARGET, Items
-from jaxspec.pallas.portable.experts import LEAST_ROWS, NARROW, each_stack, gated, put, rows_of, tile_rows, times
+from jaxspec.pallas.portable.experts import LEAST_ROWS, NARROW, activated, each_stack, put, rows_of, tile_rows, times
 
 WORDS = 16  # of each output, that are multiplied at once
 EACH = 8  # inputs of a word
@@ -128,9 +128,7 @@ def _items(rows, up, down, work, *, packings, gates, gating, interpret):
 
 def _finished(up, gating, *sums):
     """The stage's columns of gate's and up's sums, of up's alone, or of down's."""
-    if len(sums) > 1:
-        return gated(*sums, gating)
-    return gating(*sums) if up else sums[0]
+    return activated(gating, *sums) if up else sums[0]
 
 
 def _item(packing, tile, source, gates, finish, sizes, names, table_ref, rows_ref, *refs):

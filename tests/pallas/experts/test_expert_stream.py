@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.decoder import matmul
+from jaxspec.decoder import feed, matmul
+from jaxspec.models.description import Mixture
 from jaxspec.models.fp8 import E4M3
 from jaxspec.models.weights import Fp8, Weight
 from jaxspec.pallas import hopper
@@ -129,6 +130,27 @@ def test_lowers_for_cuda_with_what_plans_for_it_and_what_moves_many_rows(model, 
     monkeypatch.setattr(hopper, "kernels_here", lambda: None)
     expected = 1 + (expert_few.ROWS < tokens <= expert_plan.MOST) + 2 * (tokens >= FEWEST)
     assert kernels(experts_mlp.experts_mlp, *shapes(model, tokens)) == expected
+
+
+def test_a_shared_expert_of_another_width_has_a_call_of_its_own(monkeypatch):
+    """No kernel takes two widths: as one mixture, all of Nemotron's experts went to plain jnp."""
+    monkeypatch.setattr(hopper, "kernels_here", lambda: None)
+    of = jax.ShapeDtypeStruct
+    weight = lambda *shape: Weight(of(shape, jnp.bfloat16))  # noqa: E731
+    named = dict(experts=8, per_token=3, width=64, shared_gated=False, activation="relu2", gated=False)
+    weights = {"experts_up": weight(8, 64, 128), "experts_down": weight(8, 128, 64)}
+    weights |= {"shared_up": weight(1, 128, 128), "shared_down": weight(1, 128, 128)}
+    given = of((9, 128), jnp.bfloat16), of((9, 4), jnp.int32), of((9, 4), jnp.float32)
+    with hopper.counting() as taken:
+        run = partial(feed.mix_chosen, Mixture(shared=128, **named), residual=None)
+        assert jax.eval_shape(run, weights, *given).shape == (9, 128)
+    assert taken["expert_stream"] == 2
+
+
+def test_a_few_items_have_narrow_tiles():
+    """Most blocks would have no work of a shared expert otherwise."""
+    assert tiling(8, 2688, 3712, gated=False, items=1).columns == 16
+    assert tiling(8, 2816, 704, items=8).columns == tiling(8, 2816, 704).columns == 64
 
 
 @pytest.mark.parametrize("rows", [8, 16, 32, 64, 128])

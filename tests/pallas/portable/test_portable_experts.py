@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.decoder.matmul import ACTIVATIONS
+from jaxspec.models.weights import Weight
 from jaxspec.pallas import portable
 from jaxspec.pallas.experts import experts_mlp, top_experts
 from jaxspec.pallas.experts.expert_stream import COUNT
@@ -65,10 +67,13 @@ def test_items_beyond_the_count_write_nothing():
     assert_close(got[place], experts_mlp.reference(rows, stacks, items)[place])
 
 
-@pytest.mark.parametrize("tokens", [rare(5), 9])
-def test_another_activation(interpreted, tokens):
-    gating = lambda gate, up: (up + 1) * jnp.minimum(gate, 1.0)  # noqa: E731
-    case = bfloat16(random_case(tokens, 4, 2, d=64, f=64))
+@pytest.mark.parametrize("tokens,gated", [rare(5, True), (9, True), (5, False), rare(9, False)])
+def test_another_activation(interpreted, tokens, gated):
+    gating = (lambda gate, up: (up + 1) * jnp.minimum(gate, 1.0)) if gated else ACTIVATIONS["relu2"]
+    x, stacks, *routing = bfloat16(random_case(tokens, 4, 2, d=64, f=64))
+    if not gated:
+        stacks = [(Weight(first.values[:, :64]), down) for first, down in stacks]
+    case = x, stacks, *routing
     got = jax.jit(partial(experts_mlp.experts_mlp, gating=gating))(*case)
     rows, items, place = jax.jit(experts_mlp.plan, static_argnums=2)(case[0], case[2], 4)
     out = experts_mlp.reference(rows, case[1], items, gating)
