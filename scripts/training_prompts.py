@@ -92,7 +92,7 @@ def _records(path: Path) -> Iterator[dict]:
 
 
 def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8").rstrip("\n").split("\n")
+    return [line for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
 def _benchmark(path: Path) -> Iterator[str]:
