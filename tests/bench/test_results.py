@@ -6,7 +6,7 @@ import json
 import pytest
 
 from jaxspec.bench import __main__ as bench
-from jaxspec.bench.results import Column, Result, Table, counts, numbers
+from jaxspec.bench.results import BenchError, Column, Result, Table, counts, numbers
 
 TABLE = Table("title", (Column("size", "size"), Column("ms", "ms", ".2f"), Column("extra", "extra")))
 
@@ -28,6 +28,18 @@ def test_a_row_is_printed_and_saved_at_once(tmp_path, capsys):
     assert title == "title" and head.split() == ["size", "ms"]  # nobody asked for `extra`
     assert first.split() == ["8", "1.24"] and second.split() == ["16", "-"] and note == "mind this"
     assert json.loads((tmp_path / "new" / "x.json").read_text())["notes"] == ["mind this"]
+
+
+def test_an_error_loses_no_row(tmp_path, monkeypatch, capsys):
+    def run(args, result):
+        result.add({"draft": "none"})
+        raise BenchError("the next one fails")
+
+    monkeypatch.setattr(bench.SUBCOMMANDS["decode"], "run", run)
+    with pytest.raises(SystemExit):
+        bench.main(["decode", "--csv", str(tmp_path / "x.csv")])
+    assert (tmp_path / "x.csv").read_text().split() == ["draft", "none"]
+    assert capsys.readouterr().err.endswith("decode: the next one fails\n")
 
 
 def test_facts_tell_code_and_machine_without_touching_the_device(monkeypatch):
