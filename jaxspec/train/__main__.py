@@ -31,6 +31,7 @@ from jaxspec.cli import without_traceback
 from jaxspec.compiling.executable_store import enable_compilation_cache
 from jaxspec.config.flags import engine_options, parse
 from jaxspec.config.options import ConfigError
+from jaxspec.config.own_code import blame
 from jaxspec.config.request import RequestError
 from jaxspec.engine.llm import LLM
 from jaxspec.models.model_config import ModelConfig
@@ -86,6 +87,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except ERRORS as error:
         parser.exit(2, f"{parser.prog} {args.command}: {error}\n")
+    except Exception as error:
+        if (said := blame(error)) is None:
+            raise
+        parser.exit(2, f"{parser.prog} {args.command}: {said}\n")
     return 0
 
 
