@@ -98,10 +98,16 @@ def test_the_report_has_every_document_with_what_made_it(folder, capsys):
     assert "| 8 | 5.000 |" in second and "![b-plain](b-plain.png)" in second
 
 
-def test_the_report_refuses_what_holds_no_result(folder, tmp_path_factory, capsys):
-    (folder / "c.json").write_text('{"rows": []}')
+def test_the_report_leaves_out_what_holds_no_result(folder, tmp_path_factory, capsys):
+    (folder / "c.json").write_text('{"rows": []}')  # a training run's recipe has no benchmark either
+    (folder / "d.json").mkdir()
+    assert bench.main(["report", str(folder)]) == 0
+    said = capsys.readouterr()
+    assert "### b-plain" in said.out and "left out: " in said.err
+    assert "c.json is not a benchmark's result (KeyError" in said.err and "d.json is not" in said.err
+    (bad := tmp_path_factory.mktemp("bad")).joinpath("c.json").write_text("[1]")
     empty = tmp_path_factory.mktemp("empty")
-    for path, said in ((folder, "c.json is not a benchmark's result"), (empty, "has no .json files")):
+    for path, said in ((bad, "c.json is not a benchmark's result"), (empty, "has no .json files")):
         with pytest.raises(SystemExit) as stop:
             bench.main(["report", str(path)])
         assert stop.value.code == 2
