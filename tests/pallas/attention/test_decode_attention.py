@@ -205,7 +205,7 @@ RARE = {
     *("a step of a tree, all bits", "window of one, pages of 128", "fp8, many rows", "sinks, window, blocks"),
     *("verify, blocks", "tree of all bits, two tiles, pair", "segments", "window", "fp8"),
     *("window, two tiles, pages of 16, blocks", "block that sees ahead", "odd group, pages of 16, pair", "tree"),
-    "width 256, pages of 32",
+    *("width 256, pages of 32", "fp8, width 256, no scales", "decode"),
 }
 
 

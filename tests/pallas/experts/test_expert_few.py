@@ -74,7 +74,7 @@ def fp8_arrays(stacks):
 @pytest.mark.parametrize("t,e,k,shared,d,f", [
     rare(1, 6, 3, 256, 512, 256),  # blocks with half a tile, blocks with two
     rare(1, 5, 2, 0, 512, 1280),  # an odd number of steps of `down`, more than the ring of hidden rows has slots
-    (3, 3, 2, 0, 512, 256),  # an odd number of tokens
+    rare(3, 3, 2, 0, 512, 256),  # an odd number of tokens
     rare(3, 7, 2, 256, 512, 256),  # an odd number of tokens, several experts' parts in a tile
     rare(8, 4, 2, 256, 512, 256),  # experts of several tokens, and one of all
 ])  # fmt: skip
