@@ -69,7 +69,7 @@ KINDS = "gpt_oss", "qwen3_moe"
     *(("llama", layout) for layout in LAYOUTS),
     *((family, "fp8") for family in KINDS),
     *(rare(family, "fp8") for family in sorted(ARCHITECTURES.keys() - {"llama", *KINDS})),
-    rare("qwen3_moe", "compressed channels"), ("qwen3_moe", "compressed tensors"),
+    rare("qwen3_moe", "compressed channels"), rare("qwen3_moe", "compressed tensors"),
 ])  # fmt: skip
 def test_logits_are_those_of_the_dequantised_model(tmp_path, family, layout):
     quant, whole = write(source(family), tmp_path, **LAYOUTS[layout])

@@ -139,7 +139,7 @@ def flipped(block):
     block.data = jax.device_put(words, block.data.sharding)
 
 
-@pytest.mark.parametrize("draft", ["ngram", "hybrid"])
+@pytest.mark.parametrize("draft", [rare("ngram"), "hybrid"])
 def test_a_changed_bit_costs_a_page_and_nothing_else(draft):
     llm, vocab = engine(draft)
     prompts = conversations(vocab)
@@ -178,7 +178,7 @@ def test_a_copy_that_fails_loses_cached_pages_alone(to_host, error, monkeypatch)
         assert said(alone(llm, conversations(vocab, 1)[:4])) == said(other)
 
 
-@pytest.mark.parametrize("draft", ["ngram", "hybrid"])
+@pytest.mark.parametrize("draft", [rare("ngram"), "hybrid"])
 def test_memory_is_bounded_by_the_option_and_the_oldest_go_first(draft, monkeypatch):
     llm, vocab = engine(draft)
     prompts, most = conversations(vocab), []
