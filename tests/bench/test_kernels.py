@@ -193,7 +193,7 @@ def test_layer_matmuls_call_the_kernel_as_it_is(quantised):
     assert "mosaic_gpu" in lowered(partial(case.op, 1), shared, own)
 
 
-@pytest.mark.parametrize("width,normed", [rare(64, False), (128, True)])
+@pytest.mark.parametrize("width,normed", [rare(64, False), rare(128, True)])
 def test_few_rows_layer(monkeypatch, width, normed):
     """Its plain form is what the kernels compute, interpreted, in place and layer by layer."""
     for name in ("heads", "gated", "add_product"):

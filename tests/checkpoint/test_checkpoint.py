@@ -447,10 +447,10 @@ def test_dummy_weights_depend_on_seed_and_name_alone(tmp_path):
 
 
 def test_dummy_activations_stay_moderate_in_a_deep_model(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(tiny_config(num_hidden_layers=36)))
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config(num_hidden_layers=18)))
     model = load(tmp_path, load_format="dummy")
     tokens = jnp.arange(16)[None]
-    hidden = jax.jit(lambda params: forward(model.config.decoder, params, tokens, tokens, WholeTexts(), capture=(35,)))(
+    hidden = jax.jit(lambda params: forward(model.config.decoder, params, tokens, tokens, WholeTexts(), capture=(17,)))(
         model.params
     )
     assert 0.3 < jnp.std(hidden.features[0]) < 30

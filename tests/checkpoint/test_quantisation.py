@@ -69,7 +69,7 @@ KINDS = "gpt_oss", "qwen3_moe"
     *(("llama", layout) for layout in LAYOUTS),
     *((family, "fp8") for family in KINDS),
     *(rare(family, "fp8") for family in sorted(ARCHITECTURES.keys() - {"llama", *KINDS})),
-    ("qwen3_moe", "compressed channels"), ("qwen3_moe", "compressed tensors"),
+    rare("qwen3_moe", "compressed channels"), rare("qwen3_moe", "compressed tensors"),
 ])  # fmt: skip
 def test_logits_are_those_of_the_dequantised_model(tmp_path, family, layout):
     quant, whole = write(source(family), tmp_path, **LAYOUTS[layout])
@@ -458,6 +458,7 @@ def test_an_fp8_cache_with_scales_serves_drafts_losslessly_and_from_the_cache(tm
     assert jnp.allclose(cache.scales[0], 1e-4) and jnp.abs(cache.kv[0][:, 1:].astype(jnp.float32)).max() == 448
 
 
+@pytest.mark.exhaustive  # test_drafter_weights.py has drafts of a quantised module
 def test_an_mtp_module_is_quantised_with_its_target(tmp_path):
     folder, _ = write(hybrids.checkpoint("qwen3_5"), tmp_path)
     drafter = jaxspec.load_drafter("mtp", load(folder), EngineConfig(str(folder), "mtp", fp8_activations="on"))

@@ -358,7 +358,7 @@ def hybrid_round(config, params, t: int, requests: int, jit: bool = True):
 
 
 @pytest.mark.parametrize("family,t", [
-    pytest.param("qwen3_5", 1, marks=pytest.mark.exhaustive), rare("qwen3_5", 3), ("qwen3_5_moe", 1),
+    pytest.param("qwen3_5", 1, marks=pytest.mark.exhaustive), rare("qwen3_5", 3), rare("qwen3_5_moe", 1),
     pytest.param("qwen3_5_moe", 4, marks=pytest.mark.exhaustive),
 ])  # fmt: skip
 def test_a_hybrids_single_request_is_what_it_is_among_idle_ones(monkeypatch, family, t):

@@ -334,7 +334,7 @@ def test_drafts_are_the_texts_own_however_many_a_round_has(monkeypatch):
     assert widths.took_turns(llm)
 
 
-@pytest.mark.parametrize("sliding", [rare(0), 1, rare(2)])
+@pytest.mark.parametrize("sliding", [rare(0), rare(1), rare(2)])
 def test_full_and_sliding_layers_take_the_kernel(sliding, monkeypatch):
     """A drafter with both kinds has a kernel of each, lowered once however many layers share it."""
     folder = tiny_checkpoint(head_dim=64)

@@ -114,7 +114,7 @@ def test_no_match_proposes_nothing(model):
     assert jaxspec.propose(model, load_drafter("ngram", model), [1], 2).count == 0
 
 
-@pytest.mark.parametrize("prompt,n", [(PROMPT, 4), rare(PROMPT * 5, 1), rare([7], 2)])
+@pytest.mark.parametrize("prompt,n", [rare(PROMPT, 4), rare(PROMPT * 5, 1), rare([7], 2)])
 def test_standalone_continues_greedily_with_its_own_model(model, other, prompt, n):
     drafter = load_drafter(f"standalone:{other.path}", model)
     prop = jaxspec.propose(model, drafter, prompt, n)

@@ -160,7 +160,7 @@ def check_snapshots(llm):
 
 
 @pytest.mark.parametrize("family,draft,count", [
-    ("qwen3_5", "mtp", 60),
+    ("qwen3_5", "mtp", 30),
     rare("qwen3_5_moe", "mtp", 50),
     *(pytest.param(family, "mtp", 400, marks=pytest.mark.exhaustive) for family in hybrids.FAMILIES),
     pytest.param("qwen3_moe", "standalone", 400, marks=pytest.mark.exhaustive),

@@ -291,7 +291,8 @@ def show(pytestconfig):
 
 
 def test_a_short_soak_leaves_nothing_behind(show):
-    summary = soak("ngram", cases(16, "ngram"), seconds=3)
+    short = [case for case in cases(20, "ngram") if not any("logprobs" in name for name in case.settings)]  # programs
+    summary = soak("ngram", short, seconds=3)
     show(summary)
 
 

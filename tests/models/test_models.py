@@ -45,7 +45,7 @@ RELATIVE = [one for one in SOME if not one.values[0].startswith("hunyuan")]  # w
 # Of families that differ from Llama in a few numbers, one golden's texts are enough.
 NUMBERS = ("ernie4_5", "exaone4", "granite", "hunyuan_v1_dense", "olmo2", "olmo3", "phi3", "seed_oss", "smollm3")
 SECOND = {f"{family}-untied" for family in (*NUMBERS, "gemma3", "gemma4", "mistral")}
-SECOND |= {"glm4-tied", "glm4-moe-single"}  # with experts packed as Qwen 3's
+SECOND |= {"glm4-tied", "glm4-moe-single", "gpt-oss-stacked"}  # experts packed as Qwen 3's; gpt-oss' in MXFP4
 EACH = [pytest.param(name, marks=pytest.mark.exhaustive if name in SECOND else ()) for name in VARIANTS]
 LENGTHS = (1, 2, 7, 16, 17, 64, 150)
 CONTINUED = 48  # tokens of each expected `greedy_*`

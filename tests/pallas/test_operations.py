@@ -28,6 +28,7 @@ from jaxspec.pallas.experts.experts_mlp import experts_mlp
 from jaxspec.pallas.hopper import export
 from jaxspec.pallas.operation import ANY, HOPPER, PORTABLE, Implementation, Table, choose, nothing
 from scripts.kernels_table import index
+from tests.support.sample import rare
 
 TABLE = (
     Implementation("fast", HOPPER, lambda x: "odd" if x % 2 else None, lambda x: x),
@@ -193,7 +194,7 @@ down, 512 rows
 FP8 gate, up, 32 rows
 FP8 gate, up, 512 rows
 FP8 x FP8 down, 128 rows
-FP8 x FP8 by tensor out, 2048 rows"""  # of the benchmark's cases
+FP8 x FP8 by tensor out, 2048 rows""".splitlines()  # of the benchmark's cases
 MORE = {  # what the benchmark has no case of
     "FP8 experts of Qwen3-30B-A3B, 4 tokens": mixture(4, 8, in_fp8(1536, 2048, 128), in_fp8(2048, 768, 128)),
     "FP8 experts of Qwen3-30B-A3B, 32 tokens": mixture(32, 8, in_fp8(1536, 2048, 128), in_fp8(2048, 768, 128)),
@@ -215,6 +216,14 @@ MORE = {  # what the benchmark has no case of
         in_fp8(6144, 4096, activations=True), bfloat16(512, 4096), bfloat16(4096),
     ],
 }  # fmt: skip
+NAMES = {*SERVED, *MORE}
+REPEATED = {  # whose implementations others run, too
+    *("decode attention 8 x 1024, 4 rows", "decode attention 2 x 8192, 1 row, window 1024", "heads 8 x 1024, 4 rows"),
+    *("decode attention 8 x 1024, 4 rows, FP8 KV", "prompt attention 16 x 512", "experts 35B-A3B, 1024 tokens"),
+    *("prompt attention 1 x 8192, window 1024", "cache write 1 x 1024", "cache write 1 x 1024, FP8 KV"),
+    *("gate, up, 512 rows", "FP8 x FP8 down, 128 rows", "FP8 experts of Qwen3-30B-A3B, 32 tokens"),
+    *("experts of gpt-oss-20b", "experts of Gemma 4 26B-A4B, 4 tokens", "experts of Gemma 4 26B-A4B, 32 tokens"),
+}
 # Tables of whole layers' steps, whose tests are those of layers, and of sums, which take devices.
 STEPS = "decoder.mixings.delta_rule.RULE", "decoder.mixture_rows.ROUTER", "decoder.forward.CONTEXT"
 ELSEWHERE = {f"jaxspec.{name}" for name in (*STEPS, "parallel.peers.SUM", "parallel.peers.SUM_IN_ORDER")}
@@ -252,14 +261,14 @@ def assert_alike(result, reference, name: str) -> None:
         assert one.dtype == other.dtype or all(kinds), name
 
 
-def test_all_implementations_give_the_same_arrays(compared):
+@pytest.mark.parametrize("names", [NAMES - REPEATED, rare(NAMES)], ids=["each", "all"])
+def test_all_implementations_give_the_same_arrays(compared, names):
     """At the sizes of models that are served; no array is made."""
     cases = {case.name: case for case in make_cases(small=False)}
-    for name in SERVED.splitlines():
-        case = cases[name]
+    for case in [cases[name] for name in SERVED if name in names]:
         shared, own = jax.eval_shape(case.build, jax.eval_shape(lambda: jax.random.key(0)))
         jax.eval_shape(partial(case.op, 0), shared, own)
-    for run, *operands in MORE.values():
+    for run, *operands in [MORE[name] for name in MORE if name in names]:
         jax.eval_shape(run, *operands)
     wanted = {(name, each.name) for name, table in tables().items() if name not in ELSEWHERE for each in table}
     assert wanted == compared

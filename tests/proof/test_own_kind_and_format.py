@@ -99,6 +99,7 @@ def test_texts_are_plain_decodings_cold_and_from_prefixes_and_snapshots():
     assert np.mean([out.metrics.accept_length for out in first]) > 1.2, "drafts are accepted"
 
 
+@pytest.mark.exhaustive  # hybrids' are in test_hybrid.py; what is its own is above
 def test_texts_are_the_same_without_overlap_and_however_many_drafts_a_round_has(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(engine().engine, "config", dataclasses.replace(engine().engine.config, disable_overlap=True))

@@ -60,7 +60,7 @@ class Always(Course):
 
 
 KINDS = [
-    ("eagle3", False), ("eagle3", True), rare("mtp", True), rare("mtp", False),
+    rare("eagle3", False), ("eagle3", True), rare("mtp", True), rare("mtp", False),
     *(rare(kind, renewed) for kind in ("eagle", "standalone", "dflash") for renewed in (False, True)),
 ]  # fmt: skip
 

@@ -295,6 +295,7 @@ def test_a_server_whose_step_never_returns_says_so_and_ends():
     assert any("--watchdog-timeout" in each["message"] and each["level"] == "CRITICAL" for each in said)
 
 
+@pytest.mark.exhaustive  # test_shutdown.py has a stuck step and a loop that hangs; above, a process is told to stop
 def test_a_server_with_a_stuck_step_can_be_stopped():
     running = process("stuck", "--drain-seconds", "1")
     with running as (server, url, _), meanwhile(partial(ask_all, url), [LONG]) as replies:

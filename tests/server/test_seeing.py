@@ -26,7 +26,8 @@ OPTIONS = {
 }  # fmt: skip
 LONG = 24
 PIXELS, OTHER = noise(24, 32), noise(32, 24)  # 48 tokens each, 6 x 8 and 8 x 6
-DRAFTS = ["mtp", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("ngram", "suffix", "none"))]
+# MTP reads pictures in tests/engine/test_pictures.py.
+DRAFTS = ["ngram", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("mtp", "suffix", "none"))]
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["left", "right"]}}, "required": ["a"]}
 SCHEMA |= {"additionalProperties": False}
 

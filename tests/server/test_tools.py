@@ -17,6 +17,7 @@ from server.chat.speech import Formats
 from tests.server.fake import FakeLLM, byte_tokenizer
 from tests.server.live import serving
 from tests.server.parsers.cases import AREA, WEATHER, coder, hermes
+from tests.support.sample import rare
 
 ASK = {"model": "fake/model", "messages": [{"role": "user", "content": "hi"}]}
 TOOLS = {"tools": [WEATHER, AREA]}
@@ -126,7 +127,7 @@ def test_a_stream_says_what_the_whole_says(step):
         assert gather(chat.create(**ASK, **TOOLS, stream=True)) == [said(whole)]
 
 
-@pytest.mark.parametrize("step", [1, 2, 5, 1000])
+@pytest.mark.parametrize("step", [1, rare(2), rare(5), 1000])
 @pytest.mark.parametrize("format,parts", [
     ("qwen3", ["<think>", "\nhm ☃ a < b\n", f"</think>\n\nI look.\n{OSLO}"]),
     ("qwen3", ["\n<think>", "cut off <"]),
@@ -197,7 +198,7 @@ def test_a_call_cut_off_is_not_lost(most, reason, calls, content):
         assert gather(chat.create(**ASK, **TOOLS, max_tokens=most, stream=True)) == [expected]
 
 
-@pytest.mark.parametrize("step", [1, 7, 1000])
+@pytest.mark.parametrize("step", [1, rare(7), 1000])
 @pytest.mark.parametrize("text,stop_reason,whole", [
     (OSLO[:62], "lo", False),
     (OSLO[:62], 7, False),

@@ -238,6 +238,7 @@ def test_a_program_that_another_process_lowered_computes_the_same_bits():
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.exhaustive  # sums lower in test_peer_sum.py, and whole programs in test_lowering.py
 def test_a_gpus_program_is_lowered_without_devices(monkeypatch, tmp_path):
     """With sums through peers' memory, and kernels in each device's part."""
     monkeypatch.setattr(defaults, "here", lambda: defaults.GPU)

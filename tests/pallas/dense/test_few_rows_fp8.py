@@ -233,7 +233,7 @@ def test_rows_that_a_block_norms_are_not_quantised():
 
 
 # 24 rows gated and of heads are a hybrid's (test_few_rows_layers.py).
-TALL = {("normed", 24), ("product", 16)}
+TALL = {("normed", 24)}
 
 
 @pytest.mark.parametrize("kernel,rows", some(TALL, CHECKS, (16, 24, 32)))

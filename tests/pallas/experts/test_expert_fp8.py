@@ -58,7 +58,7 @@ def interpret(monkeypatch, module):
 
 
 @pytest.mark.parametrize("t,e,k,more", [
-    (1, 4, 1, {"d": 640}),  # one token; a ring that goes round, and one warpgroup has a piece more than the other
+    rare(1, 4, 1, {"d": 640}),  # one token; a ring that goes round, and one warpgroup has a piece more than the other
     rare(5, 9, 4, {"d": 128, "unit": 64}),  # experts that nobody chose; a scale for each group of outputs
     (12, 4, 2, {"d": 128, "shared": 128}),  # an expert of another stack, in items of up to 16 rows
     rare(70, 3, 1, {"skew": 5}),  # all tokens at one expert, whose last item has few rows

@@ -47,7 +47,7 @@ def check(t: int, e: int, k: int, renormalised: bool, width: int, **options):
     np.testing.assert_allclose(weights[:, :each], expected, rtol=1e-5, atol=1e-30)
 
 
-@pytest.mark.parametrize("t,e,k,renormalised,width", one_in(3, CASES, [(True, 0), (False, 0), (True, 384)]))
+@pytest.mark.parametrize("t,e,k,renormalised,width", one_in(6, CASES, [(True, 0), (False, 0), (True, 384)]))
 def test_matches_the_reference(t, e, k, renormalised, width):
     check(t, e, k, renormalised, width, interpret=plgpu.InterpretGPUParams())
 

@@ -11,6 +11,7 @@ from jaxspec.config.options import ConfigError
 from jaxspec.pallas import hopper, portable
 from jaxspec.pallas.portable import attention
 from tests.support.portable import outputs
+from tests.support.sample import rare
 
 CPU = dict(platform="cpu")
 A100, H200 = (dict(platform="gpu", compute_capability=each, core_count=108) for each in ("8.0", "9.0"))
@@ -49,7 +50,7 @@ def test_other_names_are_refused():
         EngineConfig(kernels="triton")
 
 
-@pytest.mark.parametrize("draft", [pytest.param("none", marks=pytest.mark.exhaustive), "ngram"])
+@pytest.mark.parametrize("draft", [rare("none"), rare("ngram")])
 def test_an_engine_says_with_portable_kernels_what_it_says_without(draft, monkeypatch):
     """Its programs are traced in threads, at any time: they have the kernels that it was asked for."""
     requested = hopper.requested_kernels

@@ -31,7 +31,7 @@ PROMPTS = [
 # What they have the other cases have together with something else.
 ALONE = {
     *("all rows", "fp8, width 256, no scales", "window", "segments"),
-    *("block that sees ahead", "sinks", "prompt", "fp8, pair"),
+    *("block that sees ahead", "sinks", "prompt", "fp8, pair", "segments, three tiles, blocks"),
 }
 
 

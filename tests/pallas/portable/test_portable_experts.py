@@ -89,7 +89,7 @@ def test_lowers_for_each_generation(capability, model, tokens, monkeypatch):
     assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 2
 
 
-@pytest.mark.parametrize("t,e,k,renormalised,width", one_in(3, CASES, [(True, 0), (False, 0), (True, 384)]))
+@pytest.mark.parametrize("t,e,k,renormalised,width", one_in(6, CASES, [(True, 0), (False, 0), (True, 384)]))
 def test_a_router_chooses_as_the_plain_one(t, e, k, renormalised, width):
     given = inputs(t, e, width)
     ids, weights = router.select(*given, k=k, renormalised=renormalised, interpret=True)

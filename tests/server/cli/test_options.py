@@ -21,6 +21,7 @@ from server.app import create_app
 from server.cli.options import UsageError, make_parser, parse
 from tests.server.fake import FakeLLM
 from tests.server.live import serving
+from tests.support.sample import rare
 from tests.support.tiny import BYTE_VOCAB, CHAT_TEMPLATE, tiny_checkpoint, tiny_config
 
 
@@ -267,7 +268,7 @@ def with_named_templates(folder):
         "The capital of France is",
     ),
     (Tokenizer.from_folder, 257, "they have token id 258, and the model's are 0 to 256", "completions", "The"),
-    (Tokenizer.from_folder, 64, "they have token id 258, and the model's are 0 to 63", "completions", [1, 2, 3]),
+    rare(Tokenizer.from_folder, 64, "they have token id 258, and the model's are 0 to 63", "completions", [1, 2, 3]),
 ])  # fmt: skip
 def test_a_model_that_cannot_chat_is_told_at_start(monkeypatch, caplog, tmp_path, read, vocab, why, route, prompt):
     """And what the ready line says to try works."""
