@@ -38,6 +38,7 @@ from jaxspec.cli import called, without_traceback
 from jaxspec.compiling.executable_store import source_digest
 from jaxspec.config.flags import engine_options
 from jaxspec.config.lazy_transformers import spare_torch
+from jaxspec.config.own_code import blame
 from jaxspec.engine.async_llm import EngineDead
 from jaxspec.parallel.hosts import Follower, Leader, join
 from jaxspec.replicas.data_parallel import DataParallelLLM
@@ -110,6 +111,11 @@ def main(argv: list[str] | None = None) -> int:
         limit = resource.getrlimit(resource.RLIMIT_AS)[0]
         allowed = "" if limit == resource.RLIM_INFINITY else f"; RLIMIT_AS (`ulimit -v`) allows {limit / 2**20:.0f} MiB"
         print(f"{called('serve', 'server')}: the system gives this process no more memory{allowed}", file=sys.stderr)
+        return 2
+    except Exception as error:
+        if (said := blame(error)) is None:
+            raise
+        print(f"{called('serve', 'server')}: {said}", file=sys.stderr)
         return 2
     finally:
         _watcher.stop()

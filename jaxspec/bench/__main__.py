@@ -36,6 +36,7 @@ from jaxspec.cli import called, without_traceback
 from jaxspec.config.flags import parse
 from jaxspec.config.lazy_transformers import spare_torch
 from jaxspec.config.options import ConfigError
+from jaxspec.config.own_code import blame
 from jaxspec.config.request import RequestError
 from jaxspec.text.errors import TokenizerError
 from jaxspec.text.prompts import DataError
@@ -74,6 +75,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             _measure(SUBCOMMANDS[args.command], args, argv)
     except (BenchError, CheckpointError, ConfigError, DataError, RequestError, TokenizerError) as error:
         parser.exit(2, f"{parser.prog} {args.command}: {error}\n")
+    except Exception as error:
+        if (said := blame(error)) is None:
+            raise
+        parser.exit(2, f"{parser.prog} {args.command}: {said}\n")
     return 0
 
 
@@ -101,10 +106,12 @@ def _measure(module: ModuleType, args: argparse.Namespace, argv: list[str]) -> N
     spare_torch()
     first, *others = module.TABLES
     result = Result(args.command, argv, args, first, args.json)
-    module.run(args, result)
-    result.save()
-    if args.csv is not None:
-        write_csv(args.csv, result.rows)
+    try:
+        module.run(args, result)
+    finally:  # an error or ^C loses no row
+        result.save()
+        if args.csv is not None:
+            write_csv(args.csv, result.rows)
     for table in others:
         if table.lines(result.rows):
             print("\n" + table.plain(result.rows))

@@ -120,26 +120,25 @@ def sweep(
     """Answer each benchmark with each number of devices, drafter and concurrency. `prepare` gives an engine's
     benchmarks."""
     cases = [(size, draft) for size in args.tp_size for draft in drafts]
-    bar = tqdm(total=len(cases) * len(args.concurrency), desc="answers", unit="load", disable=None)
-    for size, draft in cases:
-        engine = engines.start(engines.with_drafter(args, draft, size), result, max(args.concurrency))
-        benchmarks = prepare(engine)
-        for concurrency in args.concurrency:
-            if engine.config.skip_warmup:
-                _answer(engine, args, benchmarks[0], params, concurrency, concurrency)
-            for benchmark in benchmarks:
-                load = f"{draft}, {benchmark.name}, {concurrency} at a time"
-                bar.set_postfix_str(load)
-                compiled = engine.stats()["compiles_total"]
-                answers, seconds = _answer(engine, args, benchmark, params, concurrency)
-                drafted = engine.runner.draft.drafter.num_draft_tokens
-                yield Run(draft, drafted, size, concurrency, benchmark, answers, seconds)
-                if missed := engine.stats()["compiles_total"] - compiled:
-                    result.note(f"{load}: programs compiled meanwhile: {missed}; its speed includes that")
-            bar.update()
-        del engine
-        gc.collect()  # its memory is the next one's
-    bar.close()
+    with tqdm(total=len(cases) * len(args.concurrency), desc="answers", unit="load", disable=None) as bar:
+        for size, draft in cases:
+            engine = engines.start(engines.with_drafter(args, draft, size), result, max(args.concurrency))
+            benchmarks = prepare(engine)
+            for concurrency in args.concurrency:
+                if engine.config.skip_warmup:
+                    _answer(engine, args, benchmarks[0], params, concurrency, concurrency)
+                for benchmark in benchmarks:
+                    load = f"{draft}, {benchmark.name}, {concurrency} at a time"
+                    bar.set_postfix_str(load)
+                    compiled = engine.stats()["compiles_total"]
+                    answers, seconds = _answer(engine, args, benchmark, params, concurrency)
+                    drafted = engine.runner.draft.drafter.num_draft_tokens
+                    yield Run(draft, drafted, size, concurrency, benchmark, answers, seconds)
+                    if missed := engine.stats()["compiles_total"] - compiled:
+                        result.note(f"{load}: programs compiled meanwhile: {missed}; its speed includes that")
+                bar.update()
+            del engine
+            gc.collect()  # its memory is the next one's
 
 
 def _answer(

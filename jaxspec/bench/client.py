@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,8 +18,11 @@ from urllib.parse import urlsplit
 from jaxspec.bench.results import BenchError
 from jaxspec.config.request import RequestMetrics, TokenLogprobs
 
-EVENT, DONE = b"data: ", b"[DONE]"
-NO_CHOICES = b'"choices":[]', b'"choices": []'
+SEPARATOR, EVENT, DONE = re.compile(rb"\n\n|\r\n\r\n"), b"data:", b"[DONE]"
+# A role alone, sent before the first token, is no output; neither are a reason to end and the usage.
+OUTPUT = re.compile(rb'"(?:content|text|reasoning|reasoning_content|refusal|name|arguments)":\s*"[^"]')
+LENGTH = re.compile(rb"(?m)^content-length:\s*(\d+)")
+FAILURES = OSError, EOFError, asyncio.LimitOverrunError, ValueError  # of a connection, or of a server that isn't HTTP's
 
 
 @dataclass
@@ -45,25 +49,35 @@ class Client:
     """
 
     def __init__(self, url: str, api_key: str | None = None):
-        parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname or parts.path.strip("/") not in ("", "v1"):
+        try:
+            parts = urlsplit(url)
+            self._address = parts.hostname, parts.port or 80
+            looks_right = parts.scheme == "http" and parts.hostname and parts.path.strip("/") in ("", "v1")
+        except ValueError:
+            looks_right = False
+        if not looks_right:
             raise BenchError(f"--base-url must look like http://127.0.0.1:30000, without TLS, got {url}")
-        self._address = parts.hostname, parts.port or 80
         self._key = api_key
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def get(self, path: str) -> dict[str, Any]:
-        """A JSON document. **Raises:** `BenchError` if the server can't be reached or refuses."""
+        """A JSON object. **Raises:** `BenchError` if the server can't be reached, refuses or gives another thing."""
         try:
             status, reader, writer = await self._send("GET", path, b"")
             body = b"".join([piece async for piece in _body(reader)])
             self._idle.append((reader, writer))
-        except (OSError, asyncio.IncompleteReadError) as error:
+        except FAILURES as error:
             host, port = self._address
             raise BenchError(f"GET http://{host}:{port}{path}: {error}; is the server running?") from error
         if status != 200:
             raise BenchError(f"GET {path}: status {status}: {body.decode(errors='replace')[:300]}")
-        return json.loads(body)
+        try:
+            document = json.loads(body)
+        except ValueError:
+            document = None
+        if not isinstance(document, dict):
+            raise BenchError(f"GET {path} gives no JSON object: {body.decode(errors='replace')[:300]!r}")
+        return document
 
     async def stream(self, path: str, request: dict[str, Any]) -> Reply:
         """POST a request and follow its stream to the end. What goes wrong is in the reply's `error`."""
@@ -77,7 +91,7 @@ class Client:
                 text = b"".join([piece async for piece in _body(reader)]).decode(errors="replace")
                 reply.error = f"status {status}: {text[:300]}"
             self._idle.append((reader, writer))
-        except (OSError, asyncio.IncompleteReadError) as error:
+        except FAILURES as error:
             reply.error = f"{type(error).__name__}: {error}"
         reply.ended = time.perf_counter()
         return reply
@@ -103,30 +117,37 @@ class Client:
         head += ["content-type: application/json"] if body else []
         head += [f"authorization: Bearer {self._key}"] if self._key else []
         writer.write("\r\n".join([*head, "", ""]).encode() + body)
-        status = int((await reader.readuntil(b"\r\n")).split()[1])
-        return status, reader, writer
+        protocol, status, *_ = *(await reader.readuntil(b"\r\n")).split(), b"", b""
+        if not protocol.startswith(b"HTTP/"):
+            raise ConnectionError("the answer is not HTTP")
+        return int(status), reader, writer
 
 
 async def _body(reader: asyncio.StreamReader):
     """The rest of a response, piece by piece as it comes, whether it has a length or is chunked."""
     head = (await reader.readuntil(b"\r\n\r\n")).lower()
     if b"transfer-encoding: chunked" in head:
-        while size := int(await reader.readuntil(b"\r\n"), 16):
+        while size := int((await reader.readuntil(b"\r\n")).partition(b";")[0], 16):
             yield (await reader.readexactly(size + 2))[:-2]
         await reader.readuntil(b"\r\n")
+    elif length := LENGTH.search(head):
+        yield await reader.readexactly(int(length[1]))
     else:
-        yield await reader.readexactly(int(head.partition(b"content-length:")[2].split()[0]))
+        while piece := await reader.read(1 << 16):
+            yield piece
+    if b"connection: close" in head:
+        reader.feed_eof()  # so that no request is sent to it any more
 
 
 async def _follow(reader: asyncio.StreamReader, reply: Reply) -> None:
     """Note when output comes, and the token counts that come last."""
     last, rest = b"", b""
     async for piece in _body(reader):
-        events, _, rest = (rest + piece).rpartition(b"\n\n")
-        chunks = [event for event in events.split(b"\n\n") if event.startswith(EVENT) and not event.endswith(DONE)]
+        *events, rest = SEPARATOR.split(rest + piece)
+        chunks = [event for event in events if event.startswith(EVENT) and not event.endswith(DONE)]
         if chunks:
             last = chunks[-1]
-            if not any(none in chunks[0] for none in NO_CHOICES):  # what comes at once came from one round
+            if any(map(OUTPUT.search, chunks)):  # what comes at once came from one round
                 reply.arrivals.append(time.perf_counter())
     try:
         usage = json.loads(last[len(EVENT) :])["usage"]

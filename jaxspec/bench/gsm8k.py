@@ -25,7 +25,8 @@ STOPS = "Question:", "</s>", "<|im_end|>"  # that end an answer to `shots`
 INVALID = "[invalid]"  # of lm_eval, where there is no number
 _STRICT = re.compile(r"#### (\-?[0-9\.\,]+)")
 _NUMBER = re.compile(r"-?[$0-9.,]{2,}|-?[0-9]+")
-_BOX = re.compile(r"\\boxed\{([^{}]*)\}")
+_BOX = re.compile(r"\\boxed\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
+_SPACES = re.compile(r"\{,\}|\\[,!]")  # of LaTeX, between thousands
 
 
 def strict(text: str) -> str:
@@ -42,7 +43,7 @@ def flexible(text: str) -> str:
 def boxed(text: str) -> str:
     r"""The last number in the last `\boxed{}`; units and LaTeX around it don't matter."""
     boxes = _BOX.findall(text)
-    return flexible(boxes[-1]) if boxes else INVALID
+    return flexible(_SPACES.sub("", boxes[-1])) if boxes else INVALID
 
 
 EXTRACTIONS: dict[str, Callable[[str], str]] = {"strict": strict, "flexible": flexible, "boxed": boxed}

@@ -82,8 +82,8 @@ def accept(text: str) -> Imposed:
     name, _, thinking = text.removeprefix(GOLDEN).partition(":")
     if name not in golden():
         raise argparse.ArgumentTypeError(f"{text!r} is no golden curve; there are {', '.join(golden())}")
-    if (thinking or "on") not in golden()[name]:
-        modes = [mode for mode in golden()[name] if mode != "file"]
+    modes = [mode for mode in golden()[name] if mode != "file"]
+    if (thinking or "on") not in modes:
         raise argparse.ArgumentTypeError(f"{text!r}: {name} is measured with thinking {', '.join(modes)}")
     return _preset(f"--accept {text}", name, thinking or "on")
 

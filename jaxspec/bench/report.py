@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,23 +25,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(folder: Path, tables: Mapping[str, Sequence[Table]], plot: Path | None = None) -> None:
     """Print the report. `tables` are those of each benchmark, by its name; `plot` is the chart to draw.
 
-    **Raises:** `BenchError` for a folder without results, or without those to draw, or a file that holds none.
+    Files that hold no result, such as a training run's recipe, are left out and named on stderr.
+
+    **Raises:** `BenchError` for a folder without results, or without those to draw.
     """
     if plot is not None:
         plots.check(plot)
     paths = sorted(folder.glob("*.json"))
     if not paths:
         raise BenchError(f"{folder} has no .json files; make some with --json {folder / 'decode.json'}")
-    parts, decoding = [], {}
+    parts, decoding, others = [], {}, []
     for path in paths:
         try:
             document = json.loads(path.read_text())
             parts.append(section(path, document, tables[document["benchmark"]]))
             if document["benchmark"] == "decode":
                 decoding[path.stem] = document
-        except (ValueError, KeyError, TypeError) as error:
-            raise BenchError(f"{path} is not a benchmark's result ({type(error).__name__}: {error})") from error
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            others.append(f"{path} is not a benchmark's result ({type(error).__name__}: {error})")
+    if not parts:
+        raise BenchError(others[0])
     print("\n\n".join(parts))
+    if others:
+        print("\n".join(f"left out: {other}" for other in others), file=sys.stderr)
     if plot is not None and not decoding:
         raise BenchError(f"--plot draws decode results, and {folder} has none")
     if plot is not None:

@@ -75,8 +75,8 @@ def run(args: argparse.Namespace, result: Result) -> None:
         result.add(row)
         of = {"draft": each.draft, "tp_size": each.tp_size, "concurrency": each.concurrency}
         records += [of | sample for sample in samples]
-    if args.samples is not None:
-        gsm8k.write_samples(args.samples, records)
+        if args.samples is not None:
+            gsm8k.write_samples(args.samples, records)
 
 
 def _tokens(run: Run) -> list[list[int]]:

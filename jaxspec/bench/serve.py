@@ -109,7 +109,11 @@ async def over_http(url: str, args: argparse.Namespace, result: Result) -> list[
     """
     client = Client(url, os.environ.get("JAXSPEC_API_KEY"))
     try:
-        model = (await client.get("/v1/models"))["data"][0]["id"]
+        models = await client.get("/v1/models")
+        try:
+            model = models["data"][0]["id"]
+        except (KeyError, IndexError, TypeError) as error:
+            raise BenchError(f"GET /v1/models names no model: {str(models)[:300]}") from error
         info = await _info(client)
         result.fact(url=url, served_model=model)
         if info is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import importlib
 import inspect
 import logging
 import re
@@ -15,6 +14,7 @@ from jaxspec.checkpoint import CheckpointError, Model, ModelFolder, locate, may_
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.json_values import shown
 from jaxspec.config.options import ConfigError, check, flag, from_query
+from jaxspec.config.own_code import import_own
 from jaxspec.drafters import combined, dflash_checkpoint, eagle_checkpoint, mtp, standalone
 from jaxspec.drafters.base import Drafter, NoDrafter
 from jaxspec.drafters.combined import Combined
@@ -266,7 +266,7 @@ def _known(method: str, target: str) -> str:
 def _import(draft: str) -> type[Drafter]:
     module_name, _, name = draft.partition(":")
     try:
-        module = importlib.import_module(module_name)
+        module = import_own(f"--draft {draft}", module_name)
     except ImportError as e:
         raise ConfigError(
             f"--draft {draft}: can't import {module_name!r} ({e}). Run from the folder that holds it, or set "

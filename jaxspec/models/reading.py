@@ -29,10 +29,10 @@ def norm(hf: Config, centred: bool = False) -> Norm:
     return Norm(positive_float(hf, "rms_norm_eps", 1e-6), centred)
 
 
-def attention(hf: Config, rotated: float = 1.0, interleaved: bool = False, **more: Any) -> Attention:
+def attention(hf: Config, rotated: float | None = None, interleaved: bool = False, **more: Any) -> Attention:
     """Grouped attention, with `more` of the description's fields.
 
-    `rotated`: the share of each head's columns that rotate, where the config doesn't say. `interleaved`: as in `Rope`.
+    `rotated`: as in `rope`. `interleaved`: as in `Rope`.
     """
     heads = positive(hf, "num_attention_heads")
     kv_heads = positive(hf, "num_key_value_heads", heads)

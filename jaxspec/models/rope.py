@@ -13,18 +13,25 @@ from jaxspec.models.description import LinearScaling, Proportional, Rope, RopeSc
 Config = Mapping[str, Any]
 
 
-def rope(hf: Config, head_dim: int, rotated: float) -> Rope:
+def rope(hf: Config, head_dim: int, rotated: float | None = None) -> Rope:
     """Base, scaling and rotated columns from transformers 5's `rope_parameters` and the older
-    `rope_theta`/`rope_scaling`, which wins as it does there."""
+    `rope_theta`/`rope_scaling`, which wins as it does there.
+
+    `rotated`: the share of columns that rotate, where the config is silent; None: of a family whose heads rotate whole.
+    """
     settings, kind = rope_settings(hf)
     theta = positive_float(settings if "rope_theta" in settings else hf, "rope_theta", 10_000.0)
     share = "partial_rotary_factor"
-    fraction = positive_float(settings if share in settings else hf, share, rotated)
+    fraction = positive_float(settings if share in settings else hf, share, rotated or 1.0)
     if kind == "proportional":
         pairs = int(head_dim * fraction) // 2
         if not 0 < pairs <= head_dim // 2:
             raise ConfigError(f"{share} {fraction:g} of head_dim {head_dim} is {pairs} pairs, not 1 to {head_dim // 2}")
         return Rope(theta, Proportional(pairs, positive_float(settings, "factor", 1.0)))
+    if rotated is None and fraction != 1:
+        raise ConfigError(
+            f"{share} must be 1 for model_type {hf['model_type']!r}, all of whose columns rotate; got {fraction:g}"
+        )
     if (columns := int(head_dim * fraction)) % 2 or not 0 < columns <= head_dim:
         raise ConfigError(
             f"{share} {fraction:g} of head_dim {head_dim} is {columns}, not an even number from 2 to {head_dim}"

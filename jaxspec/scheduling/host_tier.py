@@ -14,7 +14,7 @@ that they are given up. A prompt that wants them has them read into the host's m
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,6 +22,8 @@ from jaxspec.scheduling.kept_blocks import STATE, Block, DiskTier, KeptBlocks
 from jaxspec.scheduling.prefix_cache import MISSED, Node, PrefixTree, digest_of
 
 FULL = 1 / 2  # share of the memory; above it, the oldest blocks are written to the disk
+LOADS = 3  # the last ones, of which the least late counts: a slow moment is no habit
+TRIED = 16  # reloads are declined for being late before one is tried again
 
 
 class Copy(NamedTuple):
@@ -69,6 +71,8 @@ class HostTier(KeptBlocks):
         self.token = 0.0
         # reloads that would have been slower; pages that left the device faster than they are copied
         self.declined = self.skipped = 0
+        self._late: deque[float] = deque(maxlen=LOADS)  # seconds by which the last loads took longer than their bytes
+        self._declined_late = 0
         self.to_read: list[Block] = []  # from the disk; they have their memory
         self._unsaved: OrderedDict[bytes, Block] = OrderedDict()  # neither on the disk nor tried; the oldest first
         self._since = 0  # nodes that were last used before this time of the tree's are of no use
@@ -241,13 +245,29 @@ class HostTier(KeptBlocks):
                     own = depth - start.depth
                     loads.append(Load(nodes[:own], pages[: max(own - len(nodes), 0)], state, depth, min(seen, depth)))
         load = max(loads, key=lambda each: self._saved(each, start), default=None)
-        if load is None or (self._saved(load, start) >= 0 and self._fetch(load)):
+        saved = 0.0 if load is None else self._saved(load, start)
+        if load is None or (saved >= 0 and self._fetch(load)):
             return load
         self.declined += 1
         self.fall_back()
+        if saved < 0 <= saved + self.late:
+            self._declined_late += 1
+            if self._declined_late % TRIED == 0:
+                self._late.popleft()
         if in_memory is not None:
             self.disk.fall_back()
         return None
+
+    @property
+    def late(self) -> float:
+        """Seconds for which a load waits beside its bytes' time on the link."""
+        return min(self._late) if len(self._late) == LOADS else 0.0
+
+    def lasted(self, load: Load, seconds: float) -> None:
+        """Note how long a prompt waited for a load where no program ran meanwhile. Pages that leave use the link and
+        the host, too."""
+        if self.speed is not None:
+            self._late.append(max(seconds - load.size / self.speed, 0.0))
 
     def used_by_prompt(self, load: Load) -> None:
         """Note that a load has ended well."""
@@ -285,7 +305,7 @@ class HostTier(KeptBlocks):
         tokens = (load.depth - start.depth) * self._tree.page_size
         if not self.token or self.speed is None:
             return tokens
-        saved = tokens * self.token - (load.size + self.backlog) / self.speed
+        saved = tokens * self.token - (load.size + self.backlog) / self.speed - self.late
         if self.disk is None or all(block.data is not None for block in load.blocks):
             return saved
         read = self.disk.backlog + sum(block.size for block in load.blocks if self._lacks(block))

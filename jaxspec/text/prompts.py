@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ Line = dict[str, Any]
 Message = dict[str, str]
 
 USER = "user", "human"
+NOT_JSON = ValueError, RecursionError  # the second: nested too deeply
 # What SPEED-Bench has in place of texts whose licences don't let it contain them.
 STUB = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 
@@ -159,8 +161,8 @@ def _entries(path: Path) -> Iterator[tuple[str, Any]]:
         return
     try:
         data = path.read_bytes()
-        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise DataError(f"--data {path}: {getattr(error, 'strerror', None) or error}") from error
     whole = text.replace("\r\n", "\n").split("\n")  # other separators that Python knows may stand in a JSON string
     lines = [(f"line {number}", line) for number, line in enumerate(whole, 1) if line.strip()]
@@ -169,13 +171,13 @@ def _entries(path: Path) -> Iterator[tuple[str, Any]]:
     if first.startswith("[") and (named or first in ("[", "[{") or _object(text)):
         try:
             yield from ((f"entry {number}", entry) for number, entry in enumerate(json.loads(text), 1))
-        except ValueError as error:
+        except NOT_JSON as error:
             raise DataError(f"--data {path} begins as a JSON list does, and isn't JSON: {error}") from error
     elif named or first == "{" or _object(first):
         for place, line in lines:
             try:
                 yield place, json.loads(line)
-            except ValueError as error:
+            except NOT_JSON as error:
                 raise DataError(
                     f"--data {path}, {place} isn't JSON: {error}. Give an object a line, or a list"
                 ) from error
@@ -187,7 +189,7 @@ def _object(text: str) -> bool:
     """Whether a text is a JSON object, or a list of them."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except NOT_JSON:
         return False
     return isinstance(value[0] if isinstance(value, list) and value else value, dict)
 
@@ -230,10 +232,11 @@ def _prompt(found: Format, line: Line, where: str, format_name: str | None) -> P
             solution = line.get("answer") if "question" in line else None
             turns = tuple(read) if isinstance(read, list) else (read,)
             prompt = Prompt(turns, solution=solution if isinstance(solution, str) else None)
-        texts = () if prompt is None else (*prompt.turns, prompt.system or "")
+        texts = () if prompt is None else (*prompt.turns, prompt.system or "", prompt.solution or "")
         if bad := [text for text in texts if not isinstance(text, str)]:
             raise TypeError(f"text is wanted, not {bad[0]!r}")
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        "".join(texts).encode()  # half a surrogate pair is no text
+    except (KeyError, TypeError, IndexError, AttributeError, UnicodeEncodeError) as error:
         name = format_name or found.title or found.fields[0]
         raise DataError(
             f"{where} is not in the format {name}: it has no {', '.join(found.fields)} as it should "

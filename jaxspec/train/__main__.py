@@ -31,6 +31,7 @@ from jaxspec.cli import without_traceback
 from jaxspec.compiling.executable_store import enable_compilation_cache
 from jaxspec.config.flags import engine_options, parse
 from jaxspec.config.options import ConfigError
+from jaxspec.config.own_code import blame
 from jaxspec.config.request import RequestError
 from jaxspec.engine.llm import LLM
 from jaxspec.models.model_config import ModelConfig
@@ -86,6 +87,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except ERRORS as error:
         parser.exit(2, f"{parser.prog} {args.command}: {error}\n")
+    except Exception as error:
+        if (said := blame(error)) is None:
+            raise
+        parser.exit(2, f"{parser.prog} {args.command}: {said}\n")
     return 0
 
 
@@ -134,11 +139,7 @@ def _train(args: argparse.Namespace) -> None:
         plots.check()
     settings = loop.Settings(**{each.name: getattr(args, each.name) for each in dataclasses.fields(loop.Settings)})
     config = resolve(args.model).config
-    _check_init(args)
-    for flag, name in (("--loss", args.loss), ("--objective", args.objective)):
-        if name and name not in KINDS:
-            imported(flag, name)  # errors come before texts are written
-    loop.check_batch(args.batch_size)
+    _check(args)
     facts = {name: value for name, value in vars(args).items() if name not in _FREE} | {"method": args.command}
     with held(args.output):
         steps = loop.check_run(args.output, facts, _OF_TEXTS)
@@ -163,6 +164,8 @@ def _compare(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if not args.no_plots:
         plots.check()
     drafters, texts = [each for each in found if not each.plain], args.data
+    for each in drafters:
+        _check(each.args)  # all of them before hours of the first
     if drafters and (texts == "self" or Path(texts).exists()):  # drafters that are trained need them no more
         with held(args.output, wait=True):  # whoever shares the drafters needs the same texts
             texts = str(_texts_file(args))
@@ -194,7 +197,12 @@ def _served(args: argparse.Namespace, each: matched.Contender, files: Sequence[P
     return document
 
 
-def _check_init(args: argparse.Namespace) -> None:
+def _check(args: argparse.Namespace) -> None:
+    """Refuse what can't be trained, before texts are written."""
+    for flag, name in (("--loss", args.loss), ("--objective", args.objective)):
+        if name and name not in KINDS:
+            imported(flag, name)
+    loop.check_batch(args.batch_size)
     promoted = args.command == "dspark" and args.init and is_dflash(args.init)
     free = _PROMOTED if promoted else ()
     if given := [name for name in _SHAPE if args.init and name not in free and getattr(args, name, None) is not None]:

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from jaxspec.text.prompts import NOT_JSON
+
 HELD_OUT = 50  # one text in so many is kept for evaluation
 MOST_HELD_OUT = 200
 
@@ -38,8 +40,8 @@ class Text:
 
 def holds_texts(path: Path) -> bool:
     """Whether a file is one of ours, with token ids in it."""
-    first = next(_lines(path), None)
-    return path.suffix == ".jsonl" and first is not None and '"tokens"' in first[1][:20]
+    first = next(_lines(path), None) if path.suffix == ".jsonl" else None  # prompts may be gzipped, or Parquet
+    return first is not None and '"tokens"' in first[1][:20]
 
 
 def read_texts(path: Path, vocab_size: int) -> list[Text]:
@@ -72,7 +74,7 @@ def count(texts: list[Text], vocab_size: int) -> Int[np.ndarray, " v"]:
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:
             yield from ((n, line.rstrip("\n")) for n, line in enumerate(file, 1) if line.strip())
     except (OSError, UnicodeDecodeError) as error:
         raise TrainError(f"--data {path}: {getattr(error, 'strerror', None) or error}") from error
@@ -82,7 +84,7 @@ def _records(path: Path, lines: Iterator[tuple[int, str]]) -> Iterator[tuple[int
     for number, line in lines:
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except NOT_JSON as error:
             raise TrainError(f"{path}, line {number} isn't JSON: {error}") from error
         if not isinstance(record, dict):
             raise TrainError(f"{path}, line {number} must be a JSON object, got {type(record).__name__}")

@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Container
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -152,22 +153,21 @@ def train(
     kept, options = (run.folder / "checkpoints").resolve(), ocp.CheckpointManagerOptions(max_to_keep=2)
     with Stop() as stop, ocp.CheckpointManager(kept, options=options) as manager:
         step, state = _restore(manager, run, state)
-        meter = Meter(run, objective, trained, data, step)
         clock, ended = _Clock(settings, run), False
-        while (run.steps is None or step < run.steps) and not ended:
-            batch = data.batch(step)
-            batch = jax.device_put(batch if read is None else batch.replace(kept=read(batch)), shared)
-            rate = np.float32(learning_rate(settings, step, run.steps))
-            done = np.float32(0 if run.steps is None else step / run.steps)
-            state, report = run_step(state, frozen, target_params, batch, rate, jax.random.fold_in(key, step), done)
-            step += 1
-            clock.tick(step, report)
-            if step % settings.log_every == 0 or step == run.steps:
-                meter.show(step, report, float(rate))
-            ended = stop.asked
-            if clock.save_due() or step == run.steps or ended:
-                manager.save(step, args=ocp.args.StandardSave(state))
-        meter.close()
+        with closing(Meter(run, objective, trained, data, step)) as meter:
+            while (run.steps is None or step < run.steps) and not ended:
+                batch = data.batch(step)
+                batch = jax.device_put(batch if read is None else batch.replace(kept=read(batch)), shared)
+                rate = np.float32(learning_rate(settings, step, run.steps))
+                done = np.float32(0 if run.steps is None else step / run.steps)
+                state, report = run_step(state, frozen, target_params, batch, rate, jax.random.fold_in(key, step), done)
+                step += 1
+                clock.tick(step, report)
+                if step % settings.log_every == 0 or step == run.steps:
+                    meter.show(step, report, float(rate))
+                ended = stop.asked
+                if clock.save_due() or step == run.steps or ended:
+                    manager.save(step, args=ocp.args.StandardSave(state))
         manager.wait_until_finished()
     if ended:
         raise Interrupted(f"interrupted at step {step}; the same command resumes")

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import flax.struct
@@ -18,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.config.own_code import import_own
 from jaxspec.decoder.forward import head_logits, unembed
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.train.data import TrainError
@@ -142,7 +142,7 @@ def imported(flag: str, name: str) -> Any:
     """
     module, _, own = name.partition(":")
     try:
-        found = getattr(import_module(module), own)
+        found = getattr(import_own(f"{flag} {name}", module), own)
     except (ImportError, AttributeError, ValueError) as error:
         raise TrainError(f"{flag} {name} must be module:name, such as mine:narrow: {error}") from error
     if not callable(found):

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator, model_validator
 
 from jaxspec.config.request import RequestError
-from server.protocol.base import Body, Integer, Priority, Text, at_most
+from server.protocol.base import Body, Integer, Priority, Text, at_most, check_text, shown
 from server.protocol.completion import MAX_COMPLETIONS, as_prompts
 from server.protocol.completion import Prompt as AnyPrompt
 
@@ -17,11 +17,23 @@ Several = Field(min_length=1, json_schema_extra={"maxItems": MAX_PAIRS})
 PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 # vLLM's, with the values that ask for what is done anyway
 SAME = {"use_activation": (True,), "mm_processor_kwargs": ({},), "truncate_prompt_tokens": ()}
-Texts = Text | Annotated[list[Text], Several, at_most(MAX_PAIRS, "texts")]
+
+
+def _texts(value: Any) -> list[str]:
+    """One text or several. **Raises:** `RequestError`."""
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not texts or not all(isinstance(each, str) for each in texts):
+        raise RequestError(f"must be a text, or a list of texts that isn't empty, got {shown(value)}")
+    if len(texts) > MAX_PAIRS:
+        raise RequestError(f"has {len(texts)} texts, at most {MAX_PAIRS} are allowed")
+    return [check_text(each) for each in texts]
+
+
+Texts = Annotated[list[str], PlainValidator(_texts, json_schema_input_type=Text | Annotated[list[Text], Several])]
 
 
 class EmbeddingRequest(Body):
-    """One input or several, each a text or token ids."""
+    """One input or several, all of them texts or all token ids."""
 
     IGNORED = frozenset({"user"})
     UNSUPPORTED = SAME | {"embed_dtype": ("float32",), "endianness": ("native", "little")}
@@ -43,9 +55,8 @@ class _Scored(Body):
     priority: Priority | None = None
 
     @staticmethod
-    def _pairs(queries: Any, documents: Any) -> list[tuple[str, str]]:
+    def _pairs(queries: list[str], documents: list[str]) -> list[tuple[str, str]]:
         """Each query with its document, or one with all."""
-        queries, documents = ([each] if isinstance(each, str) else each for each in (queries, documents))
         if len(queries) not in (1, len(documents)):
             raise RequestError(f"{len(queries)} texts can't be paired with {len(documents)}; send one, or as many")
         return list(zip(queries * (len(documents) // len(queries)), documents, strict=True))
@@ -72,6 +83,11 @@ class ScoreRequest(_Scored):
         return self
 
     @property
+    def paired(self) -> str:
+        """The field of each pair's second text."""
+        return self._given()[1]
+
+    @property
     def pairs(self) -> list[tuple[str, str]]:
         """**Raises:** `RequestError` for numbers of texts that don't agree."""
         return self._pairs(*(getattr(self, name) for name in self._given()))
@@ -87,4 +103,4 @@ class RerankRequest(_Scored):
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
-        return self._pairs(self.query, self.documents)
+        return self._pairs([self.query], self.documents)

@@ -117,7 +117,8 @@ class SimilarityReply(_Scores, EmbeddingReply):
 
     def scores(self) -> list[float]:
         unit = [vector / max(np.linalg.norm(vector), 1e-12) for vector in self.vectors()]
-        return [float(first @ second) for first, second in zip(unit[::2], unit[1::2], strict=True)]
+        cosines = (float(first @ second) for first, second in zip(unit[::2], unit[1::2], strict=True))
+        return [min(max(cosine, -1.0), 1.0) for cosine in cosines]  # rounding goes beyond
 
 
 class AnswerReply(_Scores, _Pooled):

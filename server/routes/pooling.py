@@ -39,7 +39,7 @@ def add(app: FastAPI, serving: Serving) -> None:
             prompts = await ids([question(*pair, body.instruction) for pair in pairs], False)
             return AnswerReply(prompts, _answers(), name, serving.name, **options)
 
-        with _field("text_2" if isinstance(body, ScoreRequest) and body.text_2 else "documents"):
+        with _field(body.paired if isinstance(body, ScoreRequest) else "documents"):
             return await serving.answer(request, make(), None, False, body.priority, pooled=True)
 
     def _answers() -> tuple[int, int]:

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from jaxspec.bench import latency
+from jaxspec.bench import latency, serve
 from jaxspec.bench.client import Client, Reply
 from jaxspec.bench.results import BenchError
 
@@ -79,6 +79,34 @@ def test_events_may_be_cut_anywhere_and_come_together():
     assert len(reply.arrivals) == 2 and reply.arrivals[1] - reply.arrivals[0] >= GAP / 2
 
 
+def test_a_role_and_an_end_are_no_output():
+    role = chunk(b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n')
+    text = chunk('data: {"choices":[{"index":0,"delta":{"content":"\u2028"}}]}\n\n'.encode())
+    end = chunk(b'data: {"choices":[{"index":0,"delta":{"content":""},"finish_reason":"length"}]}\n\n')
+    (reply,), _, _ = talk([HEAD, role, GAP, text, end + usage() + END])
+    assert reply.error is None and len(reply.arrivals) == 1
+    assert reply.arrivals[0] - reply.sent >= GAP / 2
+
+
+@pytest.mark.parametrize("change", [
+    lambda part: part.replace(b"\n\n", b"\r\n\r\n"),  # as sse-starlette ends lines
+    lambda part: part.replace(b"data: ", b"data:"),
+    lambda part: part.replace(b"data: [DONE]\n\n", b""),
+])  # fmt: skip
+def test_other_servers_events(change):
+    body = b"".join(change(event) for event in (
+        b'data: {"choices":[{"index":0,"text":"a"}],"usage":null}\n\n',
+        b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":3}}\n\n',
+        b"data: [DONE]\n\n",
+    ))  # fmt: skip
+    head = b"HTTP/1.0 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"  # as long as the connection
+    (first, _), _, connections = talk([head, body, None], requests=2)
+    assert first.error is None and first.output_tokens == 3 and len(first.arrivals) == 1
+    assert connections == 2
+    replies, _, connections = talk([HEAD.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"), chunk(body) + END], 2)
+    assert [reply.error for reply in replies] == [None] * 2 and connections == 2
+
+
 def test_a_connection_is_used_again():
     replies, heard, connections = talk([HEAD + token() + usage() + END], requests=3)
     assert [reply.error for reply in replies] == [None] * 3
@@ -89,6 +117,8 @@ def test_a_connection_is_used_again():
     ([b"HTTP/1.1 404 Not Found\r\ncontent-length: 4\r\n\r\nnope"], "status 404: nope"),
     ([HEAD + token(), None], "IncompleteReadError"),
     ([HEAD + token() + END], "not with its usage"),
+    ([b"220 mail.example ESMTP\r\n"], "the answer is not HTTP"),
+    ([b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nnope\r\n"], "ValueError"),
     ([HEAD + token() + chunk(b'data: {"error":{"message":"boom"}}\n\n') + END], "boom"),
 ])  # fmt: skip
 def test_what_goes_wrong_is_told(script, said):
@@ -97,7 +127,9 @@ def test_what_goes_wrong_is_told(script, said):
     assert latency.figures([reply])["completed"] == 0
 
 
-@pytest.mark.parametrize("url", ["https://host", "host:30000", "http://host/v2", "http://"])
+@pytest.mark.parametrize(
+    "url", ["https://host", "host:30000", "http://host/v2", "http://", "http://host:port", "http://[::1"]
+)
 def test_other_addresses_are_refused(url):
     with pytest.raises(BenchError, match=r"must look like http://127\.0\.0\.1:30000"):
         Client(url)
@@ -109,6 +141,27 @@ def test_a_server_that_is_not_there():
 
     with pytest.raises(BenchError, match="is the server running"):
         asyncio.run(ask())
+
+
+@pytest.mark.parametrize("body, said", [
+    ("<html>", "gives no JSON object: '<html>'"),
+    ("[1]", r"gives no JSON object: '\[1\]'"),
+    ('{"data": []}', "names no model"),
+])  # fmt: skip
+def test_a_server_of_another_kind(body, said):
+    async def answer(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body.encode()))
+
+    async def main():
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        try:
+            await serve.over_http(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", None, None)
+        finally:
+            server.close()
+
+    with pytest.raises(BenchError, match=f"GET /v1/models {said}"):
+        asyncio.run(main())
 
 
 def test_latencies():

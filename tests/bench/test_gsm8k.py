@@ -35,6 +35,9 @@ def test_extractions_and_scores_are_lm_evals(item):
     (r"\boxed{42\%}", "42"),
     ("the answer is 72", gsm8k.INVALID),
     (r"\boxed{}", gsm8k.INVALID),
+    (r"\boxed{5\text{ apples}}", "5"),
+    (r"\boxed {\text{\$1{,}000}}", "$1000"),
+    (r"\boxed{7} or \boxed{8", "7"),
 ])  # fmt: skip
 def test_boxes(text, found):
     assert gsm8k.boxed(text) == found

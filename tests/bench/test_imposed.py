@@ -49,6 +49,7 @@ def test_every_golden_curve_gives_its_length():
 @pytest.mark.parametrize("flags, message", [
     (["--accept", "golden:qwen9"], "is no golden curve; there are deepseek-v4-pro,"),
     (["--accept", "golden:glm-5.2:off"], "glm-5.2 is measured with thinking on"),
+    (["--accept", "golden:glm-5.2:file"], "glm-5.2 is measured with thinking on"),
     (["--accept", "0.5"], "takes golden:NAME or mean tokens a round of at least 1"),
     (["--synthetic-acceptance-rates", "0.5,0.6"], "that don't rise"),
     (["--accept", "2", "--accept-rates", "0.5"], "not allowed with"),

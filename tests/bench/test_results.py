@@ -6,7 +6,7 @@ import json
 import pytest
 
 from jaxspec.bench import __main__ as bench
-from jaxspec.bench.results import Column, Result, Table, counts, numbers
+from jaxspec.bench.results import BenchError, Column, Result, Table, counts, numbers
 
 TABLE = Table("title", (Column("size", "size"), Column("ms", "ms", ".2f"), Column("extra", "extra")))
 
@@ -28,6 +28,18 @@ def test_a_row_is_printed_and_saved_at_once(tmp_path, capsys):
     assert title == "title" and head.split() == ["size", "ms"]  # nobody asked for `extra`
     assert first.split() == ["8", "1.24"] and second.split() == ["16", "-"] and note == "mind this"
     assert json.loads((tmp_path / "new" / "x.json").read_text())["notes"] == ["mind this"]
+
+
+def test_an_error_loses_no_row(tmp_path, monkeypatch, capsys):
+    def run(args, result):
+        result.add({"draft": "none"})
+        raise BenchError("the next one fails")
+
+    monkeypatch.setattr(bench.SUBCOMMANDS["decode"], "run", run)
+    with pytest.raises(SystemExit):
+        bench.main(["decode", "--csv", str(tmp_path / "x.csv")])
+    assert (tmp_path / "x.csv").read_text().split() == ["draft", "none"]
+    assert capsys.readouterr().err.endswith("decode: the next one fails\n")
 
 
 def test_facts_tell_code_and_machine_without_touching_the_device(monkeypatch):
@@ -86,10 +98,16 @@ def test_the_report_has_every_document_with_what_made_it(folder, capsys):
     assert "| 8 | 5.000 |" in second and "![b-plain](b-plain.png)" in second
 
 
-def test_the_report_refuses_what_holds_no_result(folder, tmp_path_factory, capsys):
-    (folder / "c.json").write_text('{"rows": []}')
+def test_the_report_leaves_out_what_holds_no_result(folder, tmp_path_factory, capsys):
+    (folder / "c.json").write_text('{"rows": []}')  # a training run's recipe has no benchmark either
+    (folder / "d.json").mkdir()
+    assert bench.main(["report", str(folder)]) == 0
+    said = capsys.readouterr()
+    assert "### b-plain" in said.out and "left out: " in said.err
+    assert "c.json is not a benchmark's result (KeyError" in said.err and "d.json is not" in said.err
+    (bad := tmp_path_factory.mktemp("bad")).joinpath("c.json").write_text("[1]")
     empty = tmp_path_factory.mktemp("empty")
-    for path, said in ((folder, "c.json is not a benchmark's result"), (empty, "has no .json files")):
+    for path, said in ((bad, "c.json is not a benchmark's result"), (empty, "has no .json files")):
         with pytest.raises(SystemExit) as stop:
             bench.main(["report", str(path)])
         assert stop.value.code == 2

@@ -24,6 +24,7 @@ from jaxspec.models.description import (
     SigmoidScores,
     Yarn,
 )
+from jaxspec.models.families import MODELS
 from jaxspec.models.model_config import ModelConfig
 from tests.support.tiny import tiny_config
 
@@ -239,6 +240,16 @@ def test_glm4_where_its_config_is_silent():
     assert (given.bias, given.rope.columns) == (False, 32)
 
 
+def test_a_share_of_heads_that_rotates_is_read_or_refused():
+    """Where heads rotate whole in transformers, it passes over the key, and other servers read it."""
+    partly = {"glm4", "glm4_moe", "mimo_v2_flash", "minimax_m2", "phi3", "qwen3_5", "qwen3_5_moe", "qwen3_next"}
+    for family in partly:
+        assert ModelConfig.from_hf(tiny_config(family, partial_rotary_factor=0.5)).decoder.attention.rope.columns
+    for family in MODELS.keys() - partly - {"nemotron_h"}:  # which doesn't rotate
+        with pytest.raises(ConfigError, match=f"partial_rotary_factor must be 1 for model_type '{family}'.*got 0.5"):
+            ModelConfig.from_hf(tiny_config(family, partial_rotary_factor=0.5))
+
+
 def test_older_name_of_the_rope_kind():
     scaling = {key: value for key, value in LLAMA_31_8B["rope_scaling"].items() if key != "rope_type"}
     config = ModelConfig.from_hf({**LLAMA_31_8B, "rope_scaling": {**scaling, "type": "llama3"}})
@@ -376,6 +387,8 @@ def test_mimo_v2_as_xiaomi_writes_it():
     (dict(moe_layer_freq=1), "moe_layer_freq must have a 0 or a 1"),
     (dict(partial_rotary_factor=0.33), "partial_rotary_factor 0.33 of head_dim 192 is 63"),
     (dict(v_head_dim=0), "v_head_dim"),
+    (dict(partial_rotary_factor=None, rope_scaling=dict(type="linear", factor=4.0)),
+     "full_attention, of type linear, lacks partial_rotary_factor; give it .0.334 in"),
 ])  # fmt: skip
 def test_mimo_v2_that_is_refused(change, words):
     with pytest.raises(ConfigError, match=words):
@@ -391,6 +404,7 @@ def test_mimo_v2_that_is_refused(change, words):
     (dict(num_key_value_heads=5), ["num_attention_heads (32)", "num_key_value_heads (5)"]),
     (dict(head_dim=127), ["head_dim", "even", "127"]),
     (dict(hidden_act="gelu"), ["hidden_act", "'gelu'", "silu"]),
+    (dict(model_type="glm4", hidden_act="relu2"), ["hidden_act", "'relu2'", "silu"]),
     (dict(use_sliding_window=True), ["use_sliding_window"]),
     (dict(rope_scaling=dict(rope_type="longrope", factor=4.0)), ["'longrope'", "default, linear, llama3"]),
     (dict(rope_scaling=dict(type="dynamic", factor=2.0)), ["'dynamic'"]),
@@ -465,6 +479,7 @@ def test_hybrids():
     ({"linear_conv_kernel_dim": None}, "linear_conv_kernel_dim must be a positive integer"),
     ({"attn_output_gate": False}, "attn_output_gate"),
     ({"attention_bias": True}, "attention_bias"),
+    ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act 'gelu_pytorch_tanh'.*supported: 'silu'"),
     ({"partial_rotary_factor": 0.1}, "partial_rotary_factor 0.1 of head_dim 16 is 1"),
     ({"partial_rotary_factor": 2.0}, "partial_rotary_factor 2 of head_dim 16 is 32, not an even number from 2 to 16"),
 ])  # fmt: skip

@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 import time
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -16,7 +17,10 @@ from jaxspec.engine.tiers import disk_files
 from jaxspec.engine.tiers import host_cache as module
 from jaxspec.engine.tiers.disk_files import HEADER, DiskFiles, identity
 from jaxspec.parallel.hosts import Leader
+from jaxspec.scheduling.host_tier import Copy
 from jaxspec.scheduling.kept_blocks import Block
+from jaxspec.scheduling.sequence import Status
+from tests.drafters import test_block_drafters as blocks
 from tests.drafters import test_dflash as dflash
 from tests.engine import test_hybrid as hybrid
 from tests.engine import test_lossless as lossless
@@ -37,6 +41,8 @@ def engine(draft):
         return lossless.engine("qwen3", str(heads.folder_for(draft))), 256
     if draft == "dflash":
         return dflash.watched_engine(), 256
+    if draft == "dspark":
+        return engines.engine(f"dspark:{blocks.folder(draft)}"), 256
     return engines.engine(draft), 256
 
 
@@ -63,7 +69,7 @@ def from_disk(outs):
     return sum(out.metrics.cached_on_disk for out in outs)
 
 
-@pytest.mark.parametrize("draft", ["ngram", rare("eagle3"), "hybrid", rare("dflash")])
+@pytest.mark.parametrize("draft", ["ngram", "hybrid", *map(rare, ("eagle3", "dflash", "dspark", engines.SELF))])
 def test_what_comes_back_is_what_a_cold_start_computes(draft):
     """Rounds are compared too: a drafter whose cache didn't come back would draft worse. Then many at once."""
     llm, vocab = engine(draft)
@@ -221,6 +227,14 @@ def test_no_reload_that_takes_longer_than_computing(monkeypatch):
         assert cache.tier.declined >= len(prompts) - 2
         monkeypatch.setattr(type(llm.engine.prefill_budget), "token", 1e3)
         assert any(out.metrics.cached_on_host for out in alone(llm, prompts))
+        assert len(cache.tier._late) == 3, "nothing else ran, so their waits count"
+        did = []
+        with monkeypatch.context() as patch:
+            patch.setattr(cache.tier, "to_copy", lambda room: [Copy(b"key", b"", 1, False)])
+            for name in ("_begin", "_store"):
+                patch.setattr(cache, name, lambda *given, name=name: did.append(name))
+            cache.store([SimpleNamespace(status=Status.LOADING)])
+        assert did == ["_begin", "_store"], "the link isn't kept idle while copies the other way are dispatched"
 
 
 def test_a_size_that_cannot_be_is_refused_with_words(monkeypatch):

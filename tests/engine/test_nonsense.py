@@ -78,7 +78,7 @@ def test_each_key_of_a_config_with_nonsense_of_each_kind(family, half):
     config = tiny_config(family) | {
         key: None for key in ("rope_parameters", "rope_scaling", "text_config", "layer_types", "mlp_only_layers")
     }
-    config |= {"partial_rotary_factor": 0.5, "bos_token_id": 1, "mtp_num_hidden_layers": 1}
+    config |= {"partial_rotary_factor": 1.0, "bos_token_id": 1, "mtp_num_hidden_layers": 1}
     refused = 0
     for i, (key, value) in enumerate(itertools.product(config, NONSENSE)):
         if (i + i // len(NONSENSE)) % 2 != half:
@@ -108,7 +108,7 @@ SCALING = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 512,
-    "partial_rotary_factor": 0.5,
+    "partial_rotary_factor": 1.0,
     "type": "llama3",
 }
 

@@ -65,6 +65,8 @@ def test_layers_of_glm4_moe_lite_have_the_mlps_that_its_config_names():
     ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "topk_method 'group_limited_greedy'.*supported: 'greedy'"),
     ("deepseek_v2", {"routed_scaling_factor": 16.0}, r"routed_scaling_factor 16\.0.*supported: 1\.0"),
     ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob True"),
+    ("deepseek_v2", {"mlp_bias": True}, "mlp_bias True"),
+    *((family, {"tie_word_embeddings": True}, "tie_word_embeddings True") for family in ("kimi_linear", "nemotron_h")),
     ("deepseek_v3", {"attention_bias": True}, "attention_bias True is not supported for model_type 'deepseek_v3'"),
     ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func 'softmax'.*supported: 'sigmoid'"),
     ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq 2"),

@@ -62,7 +62,7 @@ ONCE = {"out_bias", "down_bias", "experts_down_bias"}
 
 
 def config(family: str, **sizes) -> ModelConfig:
-    more = EIGHT | ({"attention_bias": False} if family in UNBIASED else {}) | sizes
+    more = EIGHT | (dict.fromkeys(("attention_bias", "mlp_bias"), False) if family in UNBIASED else {}) | sizes
     if family == "nemotron_h":
         more |= {"mlp_bias": False, "use_bias": True, "moe_shared_expert_intermediate_size": 32}
     return ModelConfig.from_hf(tiny_config(family, 67, **more))

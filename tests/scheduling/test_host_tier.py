@@ -101,6 +101,34 @@ def test_a_reload_is_made_if_it_is_faster_and_tried_again():
         assert tries < 100, "one slow moment would turn the tier off for good"
 
 
+def test_what_a_load_waits_for_beside_the_link_counts_and_is_measured_again():
+    scheduler, tier = made()
+    serve(scheduler, range(33))
+    tier.took(100, 1.0, at_start=True)
+    tier.token = 0.01  # 32 tokens take 320 ms, their pages 80
+
+    def loads(seconds):
+        """Serve the prompt once more: whether it was reloaded, which takes so many seconds."""
+        scheduler.trees[0].clear()
+        seq = SequenceState(list(range(33)), 33, 34)
+        scheduler.add(seq)
+        scheduler.plan()
+        if reloaded := seq.status is Status.LOADING:
+            tier.lasted(seq.load, seconds)
+            scheduler.landed(seq)
+        scheduler.plan()
+        scheduler.append(seq, [1])
+        scheduler.finish(seq)
+        return reloaded
+
+    assert loads(0.5) and loads(0.5) and loads(0.1) and loads(0.5), "one of the last three was in time"
+    assert loads(0.5) and loads(0.5)
+    assert not any(loads(0.5) for _ in range(16)), "420 ms are waited beside the link, and 240 would be saved"
+    assert loads(0.5) and not loads(0.5), "it is tried again"
+    assert not any(loads(0.1) for _ in range(15)) and all(loads(0.1) for _ in range(9)), "and taken once it pays"
+    assert tier.declined == 32
+
+
 def test_what_a_load_reads_is_not_given_up():
     scheduler, tier = made(capacity=8)
     serve(scheduler, range(33))

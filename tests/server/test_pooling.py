@@ -18,7 +18,7 @@ from jaxspec.checkpoint import Pooling
 from jaxspec.checkpoint.pooling import read
 from jaxspec.config.request import TokenLogprobs
 from server.app import create_app
-from server.replies.pooling import AnswerReply, EmbeddingReply, question
+from server.replies.pooling import AnswerReply, EmbeddingReply, SimilarityReply, question
 from tests.server import fake as rules
 from tests.server.fake import FakeLLM
 from tests.server.live import serving
@@ -60,6 +60,13 @@ def test_embeddings_are_transformers_own(llm, kind, name):
 
 def test_scores_are_transformers_own(llm):
     np.testing.assert_allclose(run(llm, AnswerReply(IDS, ANSWERS, "s", "m")).scores(), golden("score"), atol=2e-5)
+
+
+def test_a_cosine_is_at_most_one():
+    vectors = np.random.default_rng(0).standard_normal((64, 1, 576), np.float32).repeat(2, axis=0)
+    reply = SimilarityReply([[5]] * len(vectors), "s", "m", Pooling("last"))
+    reply._rows[:] = vectors
+    assert 1 - 1e-6 < min(reply.scores()) <= max(reply.scores()) <= 1
 
 
 def test_the_routes_of_a_model_for_embeddings(llm):
@@ -131,7 +138,9 @@ def test_a_reranker_is_asked_in_its_own_words(reranker):
         ({"queries": ["a", "b"], "documents": ["c", "d", "e"]}, "2 texts can't be paired with 3"),
         ({"text_1": "a", "text_2": "b" * 5000}, "context_length_exceeded"),
         ({"text_1": ["a"] * 3000, "text_2": "b"}, "at most 1024"),
-        ({"text_1": [], "text_2": []}, "got []"),
+        ({"text_1": [], "text_2": []}, "text_1: must be a text, or a list of texts that isn't empty, got []"),
+        ({"text_1": "a", "text_2": [5]}, "text_2: must be a text, or a list of texts that isn't empty, got [5]"),
+        ({"data_1": "a", "data_2": "b" * 5000}, '"param":"data_2"'),
     ):
         refused = http.post("/v1/score", json=body)
         assert refused.status_code == 400 and says in refused.text, (body, refused.text)

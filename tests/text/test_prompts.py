@@ -122,6 +122,24 @@ def test_a_gzipped_file_and_categories_in_turn(tmp_path):
         in_turn(prompts, ["math", "maths"])
 
 
+@pytest.mark.parametrize("name, data, said", [
+    ("a.jsonl.gz", gzip.compress(b"")[:10] + b"\xff" * 9, "while decompressing"),
+    ("a.json", b"[" * 99999, "begins as a JSON list does, and isn't JSON: maximum recursion"),
+    ("a.jsonl", b'{"prompt":' * 99999, "line 1 isn't JSON: maximum recursion"),
+    ("a.jsonl", rb'{"prompt":"\ud800"}', "line 1 is not in the format .* surrogates not allowed"),
+])  # fmt: skip
+def test_files_that_are_broken(tmp_path, name, data, said):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(DataError, match=said):
+        read(tmp_path / name)
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    for name, text in (("a.jsonl", '{"prompt": "a"}'), ("a.txt", "a"), ("a.json", '[{"prompt": "a"}]')):
+        (tmp_path / name).write_text(text, encoding="utf-8-sig")
+        assert [each.turns for each in read(tmp_path / name)[1]] == [("a",)]
+
+
 def test_conversations_that_begin_with_an_answer_are_skipped(tmp_path):
     file = tmp_path / "sharegpt.json"
     ask, answer = {"from": "human", "value": "Hi?"}, {"from": "gpt", "value": "Hi."}

@@ -124,6 +124,7 @@ def command(tmp_path, monkeypatch, contenders):
         Path(argv[argv.index("--json") + 1]).write_text(json.dumps(made))
 
     monkeypatch.setattr(train, "_train", trained.append)
+    monkeypatch.setattr(train, "_check", lambda args: None)
     monkeypatch.setattr(train, "bench", bench)
     made = {each.name: each for each in contenders} | {"none": matched.Contender.of_plain(contenders[0].args)}
     made["none"].args.output = tmp_path / "none"
@@ -161,6 +162,14 @@ def test_processes_share_the_drafters_of_a_table(command, contenders, tmp_path):
     contenders[0].weights.write_bytes(bytes(3))
     assert train.main([*argv, "a,b"]) == 0 and len(benched) == 4
     assert train.main([*argv, "a,b", "--requests", "1,4"]) == 0 and len(benched) == 7
+
+
+def test_ones_own_code_of_all_drafters_is_looked_for_first(tmp_path, capsys):
+    (tmp_path / "b.jsonl").write_text('{"question": "q"}\n')
+    argv = [*BASE, "--output", str(tmp_path), "--benchmark", str(tmp_path / "b.jsonl"), "--budget", "30", "--no-plots"]
+    with pytest.raises(SystemExit):
+        train.main([*argv, "--drafters", "eagle3,dflash?loss=nowhere:x"])
+    assert "compare: --loss nowhere:x must be module:name" in capsys.readouterr().err
 
 
 def test_a_warm_up_beyond_the_run_is_said(tmp_path, capsys):

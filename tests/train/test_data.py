@@ -21,6 +21,9 @@ def test_texts_come_back_as_written(tmp_path):
     path = tmp_path / "t.jsonl"
     path.write_text("".join(t.line() for t in texts))
     assert holds_texts(path) and not holds_texts(write(tmp_path / "p.jsonl", {"prompt": "x"}))
+    (tmp_path / "p.jsonl.gz").write_bytes(b"\x1f\x8b")  # prompts, which prompts.read opens
+    assert not holds_texts(tmp_path / "p.jsonl.gz")
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())  # a byte order mark is no text
     back = read_texts(path, 8)
     assert [(t.tokens.tolist(), t.answers, t.category) for t in back] == [
         ([0, 1, 2, 3, 4], ((2, 5),), "a"), ([7, 7], ((1, 1),), "all"),

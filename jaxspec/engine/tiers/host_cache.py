@@ -12,7 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -71,6 +71,8 @@ class Loading:
     following: tuple[str, list[int], list[Block]] | None = None
     open: int = 0
     sent: bool = False
+    alone: bool = True  # no program has run, and no other load, since it began
+    began: float = field(default_factory=time.monotonic)
     stalled_at: float = 0.0  # seconds; beyond them by `STALLED`, what the disk hasn't read is given up
 
     @property
@@ -203,10 +205,13 @@ class HostCache:
             log.info("disk cache: in %s, read at %.1f GB/s", self.disk.folder, tier.disk.speed / 1e9)
 
     def store(self, admitted: list[SequenceState]) -> None:
-        """Dispatch copies of pages and snapshots to the host, before a plan's programs overwrite any of them.
-
-        Then start the loads of those that it admits."""
+        """Start the loads of those that a plan admits: to dispatch copies the other way takes the host some time, in
+        which the link would be idle. Then dispatch copies of pages and snapshots to the host, before the plan's
+        programs, or a slice that has arrived, overwrite any of them."""
         tier = self.tier
+        for seq in admitted:
+            if seq.status is Status.LOADING:
+                self._begin(seq)
         while self._storing and all(array.is_ready() for array in self._storing[0][0]):
             self._stored()
         under_way = sum(block.size for _, blocks in self._storing for block in blocks)
@@ -228,9 +233,6 @@ class HostCache:
             self.disk.write(due)
             due, tier.disk.gone = tier.disk.gone, []
             self.disk.delete(due)
-        for seq in admitted:
-            if seq.status is Status.LOADING:
-                self._begin(seq)
 
     def _hear(self, wait: float) -> None:
         """Take note of what the disk's threads have done."""
@@ -316,6 +318,8 @@ class HostCache:
         if idle and self._slices:
             first = self._slices[0]
             _settle([first.checksums] if first.checksums is not None else first.arrays)
+        for each in self._loads:
+            each.alone &= idle and len(self._loads) == 1
         for part in list(self._slices):
             if part.load not in self._loads:  # it failed at an earlier slice
                 continue
@@ -334,6 +338,8 @@ class HostCache:
                 self._end(each)
                 if not each.over:
                     self.figures.loads += 1
+                    if each.alone and not any(block.from_disk for block in each.load.blocks):
+                        self.tier.lasted(each.load, time.monotonic() - each.began)
                     landed.append(each.seq)
         if idle and not (landed or self._slices or self._scheduler.waiting) and self._storing:
             _settle(self._storing[0][0])

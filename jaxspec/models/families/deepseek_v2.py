@@ -20,6 +20,7 @@ ROUTING = {
     "topk_method": "greedy",
     "norm_topk_prob": False,
     "routed_scaling_factor": 1.0,
+    "mlp_bias": False,
     "rope_interleave": True,
 }
 

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxspec.config.json_values import positive
-from jaxspec.config.options import ConfigError
 from jaxspec.models import reading
 from jaxspec.models.declaring import decoder_tensors as tensors
 from jaxspec.models.description import Decoder, LatentAttention, Layer, Mixture, Norm
@@ -69,18 +68,13 @@ def dense_layers(hf: reading.Config) -> Callable[[int], bool]:
 def latent_attention(hf: reading.Config) -> LatentAttention:
     """**Raises:** `ConfigError` naming the key."""
     rotating, plain = positive(hf, "qk_rope_head_dim"), positive(hf, "qk_nope_head_dim")
-    rotary = rope(hf, rotating, 1.0)
-    if rotary.columns is not None:
-        raise ConfigError(
-            f"partial_rotary_factor must be 1 for model_type {hf['model_type']!r}, whose heads have parts"
-        )
     interleaved = hf.get("rope_interleave", True) is not False
     return LatentAttention(
         heads=positive(hf, "num_attention_heads"),
         latent=positive(hf, "kv_lora_rank"),
         key_dim=plain,
         value_dim=positive(hf, "v_head_dim"),
-        rope=dataclasses.replace(rotary, columns=rotating, interleaved=interleaved),
+        rope=dataclasses.replace(rope(hf, rotating), columns=rotating, interleaved=interleaved),
         scale=score_scale(hf) / math.sqrt(plain + rotating),
         norm=LATENT_NORM,
         query_latent=None if hf.get("q_lora_rank") is None else positive(hf, "q_lora_rank"),

@@ -25,7 +25,8 @@ def read(hf: reading.Config) -> Decoder:
     reading.full_attention_only(hf)
     norm = reading.norm(hf)
     attention = reading.attention(hf, rotated=0.5, interleaved=True, bias=bool(hf["attention_bias"]))
-    layer = Layer(attention, Mlp(positive(hf, "intermediate_size")), norm, post_norm=True)
+    mlp = Mlp(positive(hf, "intermediate_size"), activation=reading.activation(hf))
+    layer = Layer(attention, mlp, norm, post_norm=True)
     return reading.decoder(hf, [layer] * positive(hf, "num_hidden_layers"), norm)
 
 

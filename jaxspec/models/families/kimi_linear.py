@@ -52,6 +52,7 @@ ONLY = {
     "attention_bias": False,
     "moe_layer_freq": 1,
     "num_nextn_predict_layers": 0,
+    "tie_word_embeddings": False,  # transformers has a head whatever the key says
 }
 
 

@@ -16,6 +16,7 @@ from jaxspec.models.declaring import Tensors, attention_tensors, decoder_tensors
 from jaxspec.models.description import Attention, Decoder, Layer, Mlp
 from jaxspec.models.families.deepseek_v3 import ROUTING, dense_layers
 from jaxspec.models.families.glm4_moe import mixture
+from jaxspec.models.rope import rope_settings
 
 __all__ = ["read", "tensors"]
 
@@ -82,7 +83,14 @@ def _attention(hf: reading.Config, kind: str, **more: Any) -> Attention:
         "value_dim": positive(hf, "v_head_dim"),
         "value_scale": 1.0 if scale is None else positive_float(hf, "attention_value_scale"),
     }
-    return reading.attention(reading.with_rope(hf, kind, THETAS), ROTATED, **more)
+    hf = reading.with_rope(hf, kind, THETAS)
+    settings, scaling = rope_settings(hf)
+    if scaling != "default" and not any(each.get("partial_rotary_factor") for each in (hf, settings)):
+        raise ConfigError(  # in transformers, 1 where a rope is scaled, and ROTATED where it isn't
+            f"config.json: the rope of {kind}, of type {scaling}, lacks partial_rotary_factor; give it "
+            f"({ROTATED} in published models)"
+        )
+    return reading.attention(hf, ROTATED, **more)
 
 
 def mtp_layer(decoder: Decoder) -> Layer:

@@ -79,7 +79,8 @@ NAMES = {"linear_attention": "mamba", "full_attention": "attention"}
 def read(hf: reading.Config) -> Decoder:
     """**Raises:** `ConfigError` naming the key."""
     hf = {**hf, **{ours: hf[theirs] for theirs, ours in OLDER.items() if theirs in hf}}
-    reading.only(hf, {"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "sliding_window": None})
+    only = {"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "sliding_window": None}
+    reading.only(hf, {**only, "tie_word_embeddings": False})  # transformers has a head whatever the key says
     norm = Norm(positive_float(hf, "layer_norm_epsilon"))
     make = {
         "mamba": lambda: (mamba2(hf), Absent()),

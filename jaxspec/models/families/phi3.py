@@ -18,7 +18,7 @@ DEFAULTS = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
 
 def read(hf: reading.Config) -> Decoder:
     """**Raises:** `ConfigError` naming the key."""
-    norm, attention = reading.norm(hf), reading.attention(hf)
+    norm, attention = reading.norm(hf), reading.attention(hf, rotated=1.0)
     window = None if hf.get("sliding_window") is None else positive(hf, "sliding_window")
     windows = [window] * positive(hf, "num_hidden_layers")
     return reading.decoder(hf, reading.layers(attention, reading.mlps({**hf, "mlp_bias": False}), norm, windows), norm)

@@ -23,7 +23,7 @@ __all__ = ["read", "tensors"]
 def read(hf: reading.Config, feeds: list[Mlp | Mixture] | None = None) -> Decoder:
     """`feeds`: what layers have for an MLP; by default experts. **Raises:** `ConfigError` naming the key."""
     reading.no_windows(hf)
-    reading.only(hf, {"attention_bias": False})
+    reading.only(hf, {"attention_bias": False, "hidden_act": "silu"})
     if hf.get("attn_output_gate", True) is not True:
         raise ConfigError("config.json: attn_output_gate false is not supported; attention is gated in these models")
     if (gate := hf.get("output_gate_type", "silu")) not in ("silu", "swish"):

@@ -1,0 +1,51 @@
+"""Modules of the user's that the command line names, and one line for an error in them.
+
+They hold a drafter (`--draft module:Class`), an objective (`--objective module:Class`) or a loss (`--loss
+module:function`).
+"""
+
+from __future__ import annotations
+
+import traceback
+from importlib import import_module
+from types import ModuleType
+
+from jaxspec.config.options import ConfigError
+
+_NAMED: dict[str, str] = {}  # a flag and its value: the file of the module that they name
+
+
+def import_own(said: str, name: str) -> ModuleType:
+    """Import a module that `said`, a flag and its value, names.
+
+    **Raises:** `ImportError` if it isn't there; `ConfigError` for any other error in it.
+    """
+    try:
+        module = import_module(name)
+    except ImportError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{said}: importing {name} fails: {_told(error)}") from error
+    _NAMED[said] = str(module.__file__)
+    return module
+
+
+def blame(error: BaseException | None) -> str | None:
+    """Say in one line where code of the user's failed; None for an error elsewhere. A call that its signature doesn't
+    allow counts as its own."""
+    while error is not None:
+        for frame in reversed(traceback.extract_tb(error.__traceback__)):
+            if said := " or ".join(said for said, file in _NAMED.items() if file == frame.filename):
+                return f"{said} fails: {_told(error)} ({frame.filename}, line {frame.lineno}, in {frame.name})"
+        if isinstance(error, TypeError):  # "Own.loss() takes 2 ...", "... class Own without ..."
+            words = str(error).replace(".", " ").replace("(", " ").replace("'", " ").split()
+            for said in _NAMED:
+                if said.split("?")[0].split(":")[1] in words:
+                    return f"{said} fails: {_told(error)}"
+        error = error.__cause__
+    return None
+
+
+def _told(error: BaseException) -> str:
+    """An error's kind and first line."""
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0]

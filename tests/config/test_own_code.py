@@ -1,0 +1,49 @@
+"""Modules of the user's: an error in one is a line that says where."""
+
+import itertools
+
+import pytest
+
+from jaxspec.config.options import ConfigError
+from jaxspec.config.own_code import blame, import_own
+
+SOURCE = "class Own:\n    def inside(self, x):\n        return 1 / x\n    def odd(self): pass\n"
+NAMES = map("own_code_{}".format, itertools.count())
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def make(source):
+        name = next(NAMES)
+        (tmp_path / f"{name}.py").write_text(source)
+        return import_own(f"--draft {name}:Own?depth=2", name)
+
+    return make
+
+
+@pytest.mark.parametrize("source, said", [("1 / 0", "ZeroDivisionError: division"), ("def f(", "SyntaxError: ")])
+def test_a_module_that_fails(module, source, said):
+    with pytest.raises(ConfigError, match=rf"^--draft own_code_\d+:Own\?depth=2: importing own_code_\d+ fails: {said}"):
+        module(source)
+
+
+def test_a_module_that_is_not_there():
+    with pytest.raises(ImportError):
+        import_own("--loss nowhere:x", "nowhere")
+
+
+def test_what_fails_within_is_blamed(module):
+    own = module(SOURCE).Own()
+    with pytest.raises(ZeroDivisionError) as caught:
+        own.inside(0)
+    said = blame(caught.value)
+    assert ":Own?depth=2 fails: ZeroDivisionError: division by zero (" in said and said.endswith("line 3, in inside)")
+    wrapped = RuntimeError("the engine stopped")
+    wrapped.__cause__ = caught.value
+    assert blame(wrapped) == said
+    with pytest.raises(TypeError) as caught:
+        own.odd(1)
+    assert ":Own?depth=2 fails: TypeError: Own.odd() takes 1" in blame(caught.value)
+    assert blame(ValueError("of ours")) is None and blame(TypeError("int() takes 1")) is None
