@@ -6,14 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 from jaxspec.checkpoint import CheckpointError, ModelFolder, params, stored
 from jaxspec.checkpoint.params import assemble
 from jaxspec.checkpoint.stored import Computed, Readers, Stored
 from jaxspec.models.families import MODELS
-from jaxspec.models.weights import by_outputs, linear
-from jaxspec.parallel.collectives import AXIS
 from tests.support.tiny import tiny_checkpoint
 
 TABLE = np.arange(6 * 5, dtype=np.int32).reshape(6, 5)
@@ -99,12 +96,3 @@ def test_an_error_of_one_tensor_ends_the_rest():
     with pytest.raises(CheckpointError, match="damaged"):
         assemble(declared, tensors, "float32", threads=1, budget=1)
     assert len(read) < len(tensors) / 2
-
-
-def test_computed_tensors_are_divided():
-    """A device's part of packed weights, and of GGUF's, is cut after they are made."""
-    whole = np.arange(64 * 32, dtype=np.float32).reshape(64, 32)
-    param = linear(32, {"m.weight": 64}, split=by_outputs(((64, 1),)))
-    mesh = Mesh(np.array(jax.devices()[:1]), (AXIS,))
-    made = assemble(param, {"m.weight": Computed(whole.nbytes, lambda: whole)}, "float32", mesh)
-    np.testing.assert_array_equal(made.values, whole.T)

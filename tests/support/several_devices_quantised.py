@@ -1,24 +1,79 @@
 """Quantised models divided among virtual CPU devices: as `several_devices.py`, of weights, keys and values in FP8,
-experts in MXFP4, and weights of four bits.
+experts in MXFP4, weights of four bits, and GGUF.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+from types import SimpleNamespace as Leaf
 
+import gguf
+import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
+from safetensors.numpy import load_file
 
 import jaxspec
+from jaxspec.checkpoint import params
+from jaxspec.checkpoint.gguf import packing
 from jaxspec.drafters import own_weights
 from jaxspec.parallel import sharding
-from tests.checkpoint.test_four_bits import AWQ, MODELOPT, four_bits
+from tests.checkpoint.test_four_bits import AWQ, COMPRESSED, GPTQ, MODELOPT, NVFP4, four_bits
+from tests.checkpoint.test_gguf import write_gguf
 from tests.engine.test_host_cache import alone, conversations, said
 from tests.support import engines, hybrids, quantised
 from tests.support.hosting import host_cache
 from tests.support.several_devices import BATCHES, EIGHT, HYBRID, PROMPTS, VOCAB, check, engine
 from tests.support.tiny import tiny_checkpoint
+
+LOADED = dict(hidden_size=256, intermediate_size=256, head_dim=64, num_attention_heads=4, num_key_value_heads=4)
+LOADED |= dict(num_hidden_layers=1)
+
+
+def stored(kind, path):
+    """A tiny checkpoint in this format, of which two devices have whole blocks, and options to load it with."""
+    if kind == "mxfp4":
+        sizes = dict(num_hidden_layers=1, num_attention_heads=8, intermediate_size=64)
+        return quantised.write_mxfp4(tiny_checkpoint("gpt_oss", **sizes), path)[0], {}
+    if kind in (AWQ, GPTQ, "gptq-order", COMPRESSED, NVFP4, MODELOPT):
+        return four_bits(kind, path, family="llama", **LOADED)[0], {}
+    source = tiny_checkpoint("llama", **LOADED)
+    if kind in ("block", "channel", "tensor"):
+        how = (quantised.BLOCKS, "_scale_inv") if kind == "block" else (quantised.compressed(kind), "_scale")
+        return quantised.write(source, path, kind, *how)[0], {}
+    if kind in ("fp8", "int4"):
+        return source, {"quantization": kind}
+    hf, tensors = json.loads((source / "config.json").read_text()), load_file(source / "model.safetensors")
+    write_gguf(path / "m.gguf", hf, tensors, gguf.GGMLQuantizationType[kind])
+    return path / "m.gguf", {}
+
+
+@pytest.mark.parametrize("kind", [
+    *("block", "channel", "tensor", "fp8", "int4", "mxfp4", AWQ, GPTQ, "gptq-order", COMPRESSED, NVFP4, MODELOPT),
+    *("F16", "Q8_0", "Q4_0", "Q4_1"),
+])  # fmt: skip
+def test_two_devices_get_the_parts_of_what_one_reads(kind, tmp_path, monkeypatch):
+    """In every format that a file may have, GGUF's of four bits as they are on a GPU. Sources and scales are compared
+    as they go to devices, which compiles nothing."""
+    monkeypatch.setattr(packing, "kernels_here", lambda: True)
+    host = lambda param, sources, scales, _: Leaf(param=param, of=[*sources, *scales.values()])  # noqa: E731
+    monkeypatch.setattr(params, "_placed", host)
+    monkeypatch.setattr(params.Reserved, "moved", lambda _, made: made)
+    monkeypatch.setattr(params.sharding, "joined", lambda param, made, mesh: Leaf(of=made))
+    folder, options = stored(kind, tmp_path)
+    read = functools.partial(jaxspec.load_model, str(folder), dtype="float32", progress=False, **options)
+    leaves = (jax.tree.leaves(model.params) for model in (read(), read(tp_size=2)))
+    for whole, divided in zip(*leaves, strict=True):
+        if whole.param.order and whole.param.split.along == "inputs":
+            continue  # two devices dequantise it
+        for expected, *parts in zip(whole.of, *(rank.of for rank in divided.of), strict=True):
+            cut = [i for i, (n, own) in enumerate(zip(expected.shape, parts[0].shape, strict=True)) if n != own]
+            made = np.concatenate(parts, cut[0]) if cut else parts[0]
+            if whole.param.stacked:  # each device has its rows of gate, then those of up
+                made, expected = np.sort(made, axis=1), np.sort(expected, axis=1)
+            np.testing.assert_array_equal(made, expected, whole.param.sources[0])
 
 
 @pytest.mark.exhaustive
