@@ -108,10 +108,11 @@ def _measure(module: ModuleType, args: argparse.Namespace, argv: list[str]) -> N
     result = Result(args.command, argv, args, first, args.json)
     try:
         module.run(args, result)
-    finally:  # an error or ^C loses no row
-        result.save()
-        if args.csv is not None:
-            write_csv(args.csv, result.rows)
+    finally:  # an error or ^C loses no row; before the first one an earlier file stays
+        if result.rows:
+            result.save()
+            if args.csv is not None:
+                write_csv(args.csv, result.rows)
     for table in others:
         if table.lines(result.rows):
             print("\n" + table.plain(result.rows))

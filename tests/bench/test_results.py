@@ -42,6 +42,19 @@ def test_an_error_loses_no_row(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err.endswith("decode: the next one fails\n")
 
 
+def test_an_error_before_any_row_leaves_earlier_files(tmp_path, monkeypatch):
+    def run(args, result):
+        raise BenchError("the model isn't there")
+
+    monkeypatch.setattr(bench.SUBCOMMANDS["decode"], "run", run)
+    files = tmp_path / "x.csv", tmp_path / "x.json"
+    for file in files:
+        file.write_text("an earlier run's")
+    with pytest.raises(SystemExit):
+        bench.main(["decode", "--csv", str(files[0]), "--json", str(files[1])])
+    assert {file.read_text() for file in files} == {"an earlier run's"}
+
+
 def test_facts_tell_code_and_machine_without_touching_the_device(monkeypatch):
     def touched(*_):
         raise AssertionError("a server may be about to take the device's memory")
