@@ -174,22 +174,27 @@ def load_model(
         raise _no_room(source.name, declared, dtype, quantization if online else dtype, tp_size) from error
     sampling = _sampling(source.files.generation, source.name)
     tokenizer, scales = reading.result(), None
-    if tokenizer is not None and (largest := tokenizer.vocab_size - 1) >= config.vocab_size:
-        log.warning(
-            "%s: its tokenizer has token ids up to %d, the model 0 to %d; texts with those beyond are refused",
-            *(source.name, largest, config.vocab_size - 1),
-        )
-    if beyond := [token for token in config.eos_token_ids if token >= config.vocab_size]:
-        log.warning(
-            "%s: its end token %d is beyond the vocabulary of %d tokens, and is left out",
-            *(source.name, beyond[0], config.vocab_size),
-        )
+    _warn_of_tokens_beyond(source.name, config, tokenizer)
     if load_format != "dummy":
         scales = kv_scales.read_kv_scales(source.files, config.decoder, renamed)
     tower = vision.load(config.tower, source.files, dtype, load_format, seed) if config.tower else None
     reader = source.files.image_reader(tokenizer) if tower is not None else None
     of = source.name, source.path, tokenizer, sampling, how, tp_size, scales, reader, tower
     return Model(config, params, dtype, *of)
+
+
+def _warn_of_tokens_beyond(name: str, config: ModelConfig, tokenizer: Tokenizer | None) -> None:
+    """Log which tokens of the tokenizer, and which end tokens, the model's vocabulary lacks."""
+    if tokenizer is not None and (largest := tokenizer.vocab_size - 1) >= config.vocab_size:
+        log.warning(
+            "%s: its tokenizer has token ids up to %d, the model 0 to %d; texts with those beyond are refused",
+            *(name, largest, config.vocab_size - 1),
+        )
+    if beyond := [token for token in config.eos_token_ids if token >= config.vocab_size]:
+        log.warning(
+            "%s: its end token %d is beyond the vocabulary of %d tokens, and is left out",
+            *(name, beyond[0], config.vocab_size),
+        )
 
 
 def _no_room(name: str, declared: Any, dtype: str, told: str, tp_size: int) -> CheckpointError:

@@ -7,7 +7,8 @@ proportional to the pairs, never to tokens times experts, and only chosen expert
 Up to 128 tokens, a kernel makes that plan and gathers the rows (`expert_plan`); few tokens' sums are added up for the
 norm after them (`expert_add`), and there one token alone needs no plan. Up to eight tokens `expert_few` multiplies all
 but MXFP4 in models 2,048 wide, and needs no items. Otherwise `expert_stream` multiplies unquantised weights,
-`expert_fp8` FP8 ones, and `expert_four` those of four bits, and XLA all others, item by item.
+`expert_fp8` FP8 ones (in prompts `expert_wide`), and `expert_four` those of four bits, and XLA all others, item by
+item.
 """
 
 from __future__ import annotations
