@@ -32,6 +32,7 @@ from jaxspec.images.image_reader import ImageReader
 from jaxspec.models.families import MODELS
 from jaxspec.models.local import by_request, in_groups, local
 from jaxspec.models.model_config import ModelConfig
+from jaxspec.models.rope import of_context
 from jaxspec.parallel import sharding
 from jaxspec.text.tokenizer import Tokenizer
 
@@ -123,6 +124,7 @@ def load_model(
     ep_size: int = 1,
     dp_attention: bool = False,
     context_length: int | None = None,
+    allow_longer_context: bool = False,
     deterministic: bool = False,
     load_threads: int = THREADS,
 ) -> Model:
@@ -141,14 +143,15 @@ def load_model(
     - `tp_size`: shard the params over so many devices. The engine runs such a model, `functional` doesn't.
     - `ep_size`: divide experts among so many groups of these devices.
     - `dp_attention`: divide the requests of latent attention among them, not its heads.
-    - `context_length`: refuse a model of fewer positions, before it is read.
+    - `context_length`: most tokens of a text, by which LongRoPE chooses its factors; None: the model's positions.
+    - `allow_longer_context`: take a model of fewer positions, too.
     - `deterministic`: dequantise GGUF files, since such an engine has no kernels of four bits.
     - `load_threads`: how many threads read its weights.
 
     **Raises:** `CheckpointError`, `ConfigError` or `TokenizerError`, each naming the file, key or tensor at fault.
     """
     of = path_or_id, dtype, load_format, revision, quantization, fp8_activations, tp_size, ep_size, dp_attention
-    source, config, dtype, declared = _declared(*of, context_length, deterministic)
+    source, config, dtype, declared = _declared(*of, context_length, allow_longer_context, deterministic)
     mesh, how = sharding.mesh_of(tp_size), kept_format(source.files, quantization)
     online, renamed = (
         quantization is not None and how is None,
@@ -233,6 +236,7 @@ def _declared(
     ep_size: int,
     dp_attention: bool,
     context_length: int | None,
+    allow_longer_context: bool,
     deterministic: bool,
     made_up: bool = False,
 ) -> tuple[Source, ModelConfig, str, Any]:
@@ -248,7 +252,9 @@ def _declared(
         raise CheckpointError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if quantization not in (None, *ON_LOAD):
         raise CheckpointError(f"quantization must be None or one of {', '.join(ON_LOAD)}, got {quantization!r}")
-    check_context(context_length, config, source.name)
+    if not allow_longer_context:
+        check_context(context_length, config, source.name)
+    config = replace(config, decoder=of_context(config.decoder, context_length or config.max_position))
     sharding.mesh_of(tp_size)  # refuses more devices than there are
     try:
         config = replace(config, decoder=in_groups(config.decoder, tp_size, ep_size))
@@ -276,10 +282,8 @@ def load_target(options: EngineConfig) -> Model:
 def _given(options: EngineConfig) -> dict[str, Any]:
     """The arguments that `load_model` and `_declared` have in common."""
     names = "dtype", "load_format", "revision", "quantization", "tp_size", "ep_size", "dp_attention", "deterministic"
-    return {name: getattr(options, name) for name in names} | {
-        "fp8_activations": options.fp8_activations == "on",
-        "context_length": None if options.allow_longer_context else options.context_length,
-    }
+    given = {name: getattr(options, name) for name in (*names, "context_length", "allow_longer_context")}
+    return given | {"fp8_activations": options.fp8_activations == "on"}
 
 
 def check_context(length: int | None, config: ModelConfig, name: str) -> None:

@@ -132,7 +132,7 @@ class EngineConfig:
     )
     context_length: int | None = option(
         None,
-        "most tokens of prompt and output together",
+        "most tokens of prompt and output together; decides between LongRoPE's short and long factors",
         "TOKENS",
         group=MODEL,
         shown="the model's",

@@ -14,16 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
-from jaxspec.models.description import (
-    Attention,
-    LatentAttention,
-    LinearScaling,
-    Norm,
-    NoRotation,
-    Proportional,
-    RopeScaling,
-    Yarn,
-)
+from jaxspec.models.description import Attention, LatentAttention, Norm
+from jaxspec.models.rope_scaling import LinearScaling, LongRope, NoRotation, Proportional, RopeScaling, Yarn
 
 
 def whole_float32(dtype: Any) -> contextlib.AbstractContextManager:
@@ -80,6 +72,8 @@ def rope_frequencies(attention: Attention | LatentAttention) -> Float[Array, " h
             return _llama3(frequency, rope.scaling)
         case Yarn():
             return _yarn(frequency, rope.theta, rope.scaling)
+        case LongRope():
+            return frequency / jnp.array(rope.scaling.divisors, jnp.float32)
         case NoRotation():
             return jnp.zeros_like(frequency)
         case Proportional(pairs, factor):
@@ -142,7 +136,7 @@ def cos_sin_apart(positions: Int[Array, "*b"], attention: Attention) -> Table:
 
 def _cos_sin(angle: Float[Array, "*b half"], attention: Attention | LatentAttention) -> Table:
     scaling = attention.rope.scaling
-    if isinstance(scaling, Yarn):
+    if isinstance(scaling, Yarn | LongRope):
         return jnp.cos(angle) * scaling.attention_factor, jnp.sin(angle) * scaling.attention_factor
     return jnp.cos(angle), jnp.sin(angle)
 

@@ -40,6 +40,8 @@ class Standalone(OwnLayers):
             quantization=options.draft_quantization,
             fp8_activations=options.fp8_activations == "on",
             tp_size=options.tp_size,
+            context_length=options.context_length,
+            allow_longer_context=True,
             load_threads=options.load_threads,
         )
         return cls(model.config, options.num_draft_tokens or 4), model.params

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspec.config.json_values import positive_float, shown
+from jaxspec.config.json_values import positive, positive_float, shown
 from jaxspec.config.options import ConfigError
-from jaxspec.models.description import LinearScaling, Proportional, Rope, RopeScaling, Yarn
+from jaxspec.models.description import Decoder, Rope
+from jaxspec.models.rope_scaling import LinearScaling, LongRope, Proportional, RopeScaling, Yarn
 
 Config = Mapping[str, Any]
 
@@ -36,7 +38,7 @@ def rope(hf: Config, head_dim: int, rotated: float | None = None) -> Rope:
         raise ConfigError(
             f"{share} {fraction:g} of head_dim {head_dim} is {columns}, not an even number from 2 to {head_dim}"
         )
-    return Rope(theta, _scaling(settings, kind, hf), None if columns == head_dim else columns)
+    return Rope(theta, _scaling(settings, kind, hf, columns // 2), None if columns == head_dim else columns)
 
 
 def score_scale(hf: Config) -> float:
@@ -61,10 +63,27 @@ def rope_settings(hf: Config) -> tuple[dict[str, Any], Any]:
             raise ConfigError(f"config.json: rope_parameters by kind of layer ({nested}) are not supported")
     settings = {**parts[0], **parts[1]}  # what a user has added as rope_scaling counts beside what was saved
     named = (part.get(key) for part in reversed(parts) for key in ("rope_type", "type"))
-    return settings, next(filter(None, named), "default")
+    kind = next(filter(None, named), "default")
+    early = kind == "su" or (kind == "yarn" and "short_factor" in settings)  # names in early configs of Phi-3
+    return settings, "longrope" if early else kind
 
 
-def _scaling(settings: Config, kind: Any, hf: Config) -> RopeScaling | LinearScaling | Yarn | None:
+def of_context(decoder: Decoder, length: int) -> Decoder:
+    """The decoder of an engine whose texts have at most so many tokens: it decides between LongRoPE's divisors."""
+    layers = []
+    for layer in decoder.layers:
+        rope = getattr(layer.mixing, "rope", None)
+        if rope is not None and isinstance(scaling := rope.scaling, LongRope):
+            scaling = dataclasses.replace(scaling, extended=length > scaling.original_max_position)
+            mixing = dataclasses.replace(layer.mixing, rope=dataclasses.replace(rope, scaling=scaling))
+            layer = dataclasses.replace(layer, mixing=mixing)
+        layers.append(layer)
+    return dataclasses.replace(decoder, layers=tuple(layers))
+
+
+def _scaling(
+    settings: Config, kind: Any, hf: Config, pairs: int
+) -> RopeScaling | LinearScaling | Yarn | LongRope | None:
     match kind:
         case "default":
             return None
@@ -75,7 +94,9 @@ def _scaling(settings: Config, kind: Any, hf: Config) -> RopeScaling | LinearSca
             return _llama3(settings)
         case "yarn":
             return _yarn(settings, hf)
-    known = "default, linear, llama3, yarn, proportional"
+        case "longrope":
+            return _longrope(settings, hf, pairs)
+    known = "default, linear, llama3, yarn, longrope, proportional"
     raise ConfigError(f"rope_type {shown(kind)} is not supported; supported: {known}")
 
 
@@ -110,3 +131,29 @@ def _yarn(settings: Config, hf: Config) -> Yarn:
         beta_slow=positive_float(given, "beta_slow", 1.0),
         truncate=bool(given.get("truncate", True)),
     )
+
+
+def _longrope(settings: Config, hf: Config, pairs: int) -> LongRope:
+    """The original context stands beside the rope's settings in Phi-3's configs, and counts before theirs."""
+    _need(settings, "longrope", "short_factor", "long_factor")
+    if scale := next((key for key in ("short_mscale", "long_mscale") if settings.get(key) is not None), None):
+        raise ConfigError(f"rope_scaling: {scale} is not supported; attention_factor is, for all lengths of a context")
+    short, long = (_divisors(settings, key, pairs) for key in ("short_factor", "long_factor"))
+    key, given = "original_max_position_embeddings", {k: v for k, v in settings.items() if v is not None}
+    longest = positive(hf, "max_position_embeddings", 2048)
+    original = positive(hf if hf.get(key) is not None else given, key, longest)
+    if original < 2:
+        raise ConfigError(f"config.json: {key} must be at least 2 for rope_type longrope, got {original}")
+    factor = positive_float(given, "factor", longest / original)
+    default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return LongRope(short, long, original, positive_float(given, "attention_factor", default), longest > original)
+
+
+def _divisors(settings: Config, key: str, pairs: int) -> tuple[float, ...]:
+    given = settings[key]
+    if not isinstance(given, list | tuple) or len(given) != pairs:
+        raise ConfigError(
+            f"rope_scaling: {key} must be a list of {pairs} numbers, one for each pair of columns that rotates, "
+            f"got {shown(given)}"
+        )
+    return tuple(positive_float({f"{key}[{i}]": each}, f"{key}[{i}]") for i, each in enumerate(given))

@@ -27,8 +27,9 @@ from jaxspec.drafters.dflash_checkpoint import feature_layers
 from jaxspec.drafters.eagle_checkpoint import find_eagle3
 from jaxspec.drafters.registry import DRAFTERS
 from jaxspec.drafters.vocabulary import id_maps
-from jaxspec.models.description import LinearScaling, Mlp, RopeScaling, Yarn
+from jaxspec.models.description import Mlp
 from jaxspec.models.model_config import ModelConfig
+from jaxspec.models.rope_scaling import LinearScaling, RopeScaling, Yarn
 from jaxspec.models.weights import Layout, Param, Weight, is_param
 from jaxspec.train.data import TrainError
 
@@ -235,7 +236,7 @@ def _sources(param: Param, array: np.ndarray) -> list[np.ndarray]:
 def _layer_config(c: ModelConfig, shape: Shape) -> dict[str, Any]:
     """The part of a `config.json` that says how the drafter's layers look."""
     rope: dict[str, Any] = {"rope_theta": c.decoder.attention.rope.theta}
-    if (scaling := c.decoder.attention.rope.scaling) is not None:
+    if type(scaling := c.decoder.attention.rope.scaling) in ROPE_TYPES:  # of others, the drafter has no scaling
         rope["rope_scaling"] = {"rope_type": ROPE_TYPES[type(scaling)], **dataclasses.asdict(scaling)}
         if original := rope["rope_scaling"].pop("original_max_position", None):
             rope["rope_scaling"]["original_max_position_embeddings"] = original

@@ -17,8 +17,9 @@ from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
 from jaxspec.decoder.functions import rope_frequencies
 from jaxspec.engine import functional
-from jaxspec.models.description import LinearScaling, Rope
+from jaxspec.models.description import Rope
 from jaxspec.models.model_config import ModelConfig
+from jaxspec.models.rope_scaling import LinearScaling
 from jaxspec.models.weights import Int4
 from tests.checkpoint.test_checkpoint import assert_same, load
 from tests.support.sample import rare
@@ -426,7 +427,7 @@ def test_gguf_rope_scaling_is_read_as_llama_cpp_reads_it(tmp_path, keys, rope):
 
 def test_gguf_rope_scaling_that_is_not_supported(tmp_path):
     write_gguf(tmp_path / "m.gguf", *tiny(), ARCH__rope__scaling__type="longrope")
-    with pytest.raises(ConfigError, match="rope_type 'longrope' is not supported; supported: default, linear, "):
+    with pytest.raises(ConfigError, match="rope_scaling of type longrope lacks short_factor, long_factor"):
         load(tmp_path / "m.gguf")
     twice = tiny(rope_scaling=LINEAR)
     write_gguf(tmp_path / "m.gguf", *twice, rope_freqs=rope_divisors(1e4, 16))

@@ -14,18 +14,16 @@ from jaxspec.models.description import (
     DeltaRule,
     KimiDelta,
     Layer,
-    LinearScaling,
     Mixture,
     Mlp,
     Norm,
-    NoRotation,
     Rope,
-    RopeScaling,
     SigmoidScores,
-    Yarn,
 )
 from jaxspec.models.families import MODELS
 from jaxspec.models.model_config import ModelConfig
+from jaxspec.models.rope import of_context
+from jaxspec.models.rope_scaling import LinearScaling, LongRope, NoRotation, RopeScaling, Yarn
 from tests.support.tiny import tiny_config
 
 LLAMA3 = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192, rope_type="llama3")
@@ -104,6 +102,15 @@ QWEN3_30B_A3B = {
     **dict(output_router_logits=False, router_aux_loss_coef=0.001),
 }
 
+LONGROPE = dict(rope_type="longrope", short_factor=[1.0] * 64, long_factor=[4.0] * 64)
+PHI4_MINI = {
+    **dict(model_type="phi3", vocab_size=200064, hidden_size=3072, intermediate_size=8192, num_hidden_layers=32),
+    **dict(num_attention_heads=24, num_key_value_heads=8, partial_rotary_factor=0.75, rope_theta=10000.0),
+    **dict(max_position_embeddings=131072, original_max_position_embeddings=4096, sliding_window=262144),
+    **dict(rms_norm_eps=1e-5, tie_word_embeddings=True),
+    "rope_scaling": dict(type="longrope", short_factor=[1.0] * 48, long_factor=[1 + i / 4 for i in range(48)]),
+}
+
 
 def as_transformers_5(hf: dict) -> dict:
     """Convert a config to transformers 5's form: theta and scaling under `rope_parameters`, `dtype`."""
@@ -124,6 +131,21 @@ def test_llama_31_8b(spelling):
         bos_token_id=128000,
         dtype="bfloat16",
     )
+
+
+@pytest.mark.parametrize("kind", ["longrope", "su", "yarn"])
+def test_phi_4_mini_rotates_by_the_factors_of_its_context(kind):
+    """`su` and `yarn` are what early configs of Phi-3 call it. Its original context stands beside the rope's settings,
+    and counts before theirs."""
+    scaling = PHI4_MINI["rope_scaling"] | dict(type=kind, original_max_position_embeddings=8192)
+    config = ModelConfig.from_hf(PHI4_MINI | dict(rope_scaling=scaling))
+    rope, short, long = config.decoder.attention.rope, *(tuple(scaling[f"{k}_factor"]) for k in ("short", "long"))
+    assert rope == Rope(1e4, LongRope(short, long, 4096, math.sqrt(1 + math.log(32) / math.log(4096)), True), 96)
+    of = {length: of_context(config.decoder, length).attention.rope.scaling for length in (4096, 4097)}
+    assert (of[4096].divisors, of[4097].divisors) == (short, long)
+    given = dict(rope_scaling=scaling | dict(attention_factor=1.5), max_position_embeddings=4096)
+    scaling = ModelConfig.from_hf(PHI4_MINI | given).decoder.attention.rope.scaling
+    assert (scaling.attention_factor, scaling.divisors) == (1.5, short)
 
 
 @pytest.mark.parametrize("spelling", [dict, as_transformers_5])
@@ -406,14 +428,19 @@ def test_mimo_v2_that_is_refused(change, words):
     (dict(hidden_act="gelu"), ["hidden_act", "'gelu'", "silu"]),
     (dict(model_type="glm4", hidden_act="relu2"), ["hidden_act", "'relu2'", "silu"]),
     (dict(use_sliding_window=True), ["use_sliding_window"]),
-    (dict(rope_scaling=dict(rope_type="longrope", factor=4.0)), ["'longrope'", "default, linear, llama3"]),
+    (dict(rope_scaling=dict(rope_type="ntk", factor=4.0)), ["'ntk'", "default, linear, llama3, yarn, longrope"]),
+    (dict(rope_scaling=dict(rope_type="longrope", factor=4.0)), ["type longrope lacks short_factor, long_factor"]),
+    (dict(rope_scaling=dict(type="su", short_factor=[1.0], long_factor=[2.0])), ["short_factor", "64 numbers, one"]),
+    (dict(rope_scaling=LONGROPE | dict(long_factor=[0.0] * 64)), ["long_factor[0]", "positive", "0.0"]),
+    (dict(rope_scaling=LONGROPE | dict(short_mscale=1.2)), ["short_mscale", "attention_factor is"]),
+    (dict(rope_scaling=LONGROPE | dict(original_max_position_embeddings=1)), ["original_max", "at least 2", "1"]),
     (dict(rope_scaling=dict(type="dynamic", factor=2.0)), ["'dynamic'"]),
     (  # as a model's page tells users to add, beside what transformers 5 saved
         dict(
             rope_parameters=dict(rope_type="default", rope_theta=1e6),
-            rope_scaling=dict(type="longrope", factor=4.0),
+            rope_scaling=dict(type="dynamic", factor=4.0),
         ),
-        ["'longrope'"],
+        ["'dynamic'"],
     ),
     (dict(rope_parameters=dict(full_attention=dict(rope_theta=1e6))), ["rope_parameters", "full_attention"]),
     (dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), ["lacks", "low_freq_factor", "original_max_position"]),

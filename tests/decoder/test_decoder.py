@@ -25,21 +25,17 @@ from jaxspec.models.description import (
     LatentAttention,
     Layer,
     LayerInputs,
-    LinearScaling,
     Mamba2,
     Mixture,
     Mlp,
     Norm,
-    NoRotation,
-    Proportional,
     Rope,
-    RopeScaling,
     SigmoidScores,
-    Yarn,
     beyond,
 )
 from jaxspec.models.families import MODELS
 from jaxspec.models.model_config import ModelConfig
+from jaxspec.models.rope_scaling import LinearScaling, NoRotation, Proportional, RopeScaling, Yarn
 from jaxspec.models.weights import Format, Fp8, Int4, Mxfp4, Nvfp4, is_param
 from tests.support.tiny import tiny_config
 

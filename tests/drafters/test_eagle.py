@@ -222,7 +222,7 @@ def test_dummy_weights_need_a_config_alone(tmp_path):
     ("specforge-eagle3", {"config": {"eagle_config": {"use_aux_hidden_state": False}}}, ["use_aux_hidden_state"]),
     ("safeailab-eagle3", {"config": {"num_hidden_layers": 2}}, ["num_hidden_layers is 2"]),
     ("safeailab-eagle3", {"config": {"draft_vocab_size": 97}}, ["draft_vocab_size", "1 to 96", "97"]),
-    ("safeailab-eagle3", {"config": {"rope_scaling": {"rope_type": "longrope"}}}, ["drafter", "rope_type 'longrope'"]),
+    ("safeailab-eagle3", {"config": {"rope_scaling": {"rope_type": "dynamic"}}}, ["drafter", "rope_type 'dynamic'"]),
     ("safeailab-eagle3", {"drop": ["fc.weight"]}, ["missing fc.weight [32, 96]"]),
     ("safeailab-eagle3", {"drop": ["midlayer.mlp.up_proj.weight"]}, ["missing layers.0.mlp.up_proj.weight"]),
     ("safeailab-eagle3", {"drop": ["d2t"]}, ["missing d2t", "40 of 96"]),

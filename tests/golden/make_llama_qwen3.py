@@ -10,6 +10,9 @@ Needs PyTorch, which jaxspec and its tests do not. Make an environment for it on
 LENGTHS: `ids_T` i32[T], `logits_T` f32[T, v], and `hidden_T` f32[len(LAYERS), T, d], the residual stream that leaves
 the decoder layers LAYERS (0-based), before any norm. Prompts begin alike, so a batch of them can be padded and cut.
 `greedy_T` i32[48], of T in CONTINUED, goes on from `ids_T`: each token is the argmax after those before it.
+
+LongRoPE's texts have its long factors at any length, where a longer context is configured; `short_T` f32[T, v] are the
+logits of transformers' own choice at T = 33.
 """
 
 from __future__ import annotations
@@ -68,6 +71,10 @@ LLAMA3 = dict(
 YARN = dict(rope_type="yarn", rope_theta=500.0, factor=4.0, original_max_position_embeddings=64, beta_fast=4.0)
 EPS = 0.02  # large enough that leaving it out, or using another, shows
 IDS = dict(pad_token_id=0, eos_token_id=1)  # GLM's own lie beyond such a vocabulary
+LONGROPE = dict(
+    rope_type="longrope", rope_theta=500.0, partial_rotary_factor=0.75,
+    short_factor=[1.0, 1.1, 1.3, 1.5, 1.8, 2.0], long_factor=[1.0, 1.4, 2.5, 4.0, 6.0, 9.0],
+)  # fmt: skip
 NEAR = dict(rope_type="default", rope_theta=50.0)
 PARTIAL = dict(rope_type="proportional", rope_theta=500.0, partial_rotary_factor=0.25)
 WITHOUT_INPUTS = dict(hidden_size_per_layer_input=0, vocab_size_per_layer_input=0)
@@ -175,6 +182,13 @@ VARIANTS = {
         layer_types=["sliding_attention"] * 2 + ["full_attention"], tie_word_embeddings=False,
         rope_parameters=dict(sliding_attention=NEAR, full_attention=PARTIAL), **IDS,
     ),
+    "phi3-longrope": Phi3Config(
+        **SIZES | dict(hidden_size=64), original_max_position_embeddings=64, rope_parameters={**LONGROPE}, **IDS,
+    ),
+    "phi3-longrope-short": Phi3Config(
+        **SIZES | dict(hidden_size=64), original_max_position_embeddings=512, tie_word_embeddings=True,
+        rope_parameters={**LONGROPE, "attention_factor": 1.3}, **IDS,
+    ),
 }  # fmt: skip
 
 
@@ -203,7 +217,14 @@ def expected(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     for i in LAYERS:
         model.model.layers[i].register_forward_hook(lambda module, args, out, i=i: captured.update({i: out[0]}))
     ids = torch.randint(0, model.config.vocab_size, (max(LENGTHS),))
-    tensors = {}
+    tensors, rope = {}, model.config.rope_parameters
+    if rope.get("rope_type") == "longrope" and rope["original_max_position_embeddings"] < max(LENGTHS):
+        with torch.no_grad():
+            tensors["short_33"] = model(ids[None, :33]).logits[0].clone()
+            natural = model(ids[None]).logits[0]
+        rope["original_max_position_embeddings"] = 0  # shorter than any text
+        with torch.no_grad():
+            assert torch.equal(model(ids[None]).logits[0], natural)
     for length in LENGTHS:
         with torch.no_grad():
             logits = model(ids[None, :length]).logits[0]

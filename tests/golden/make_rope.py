@@ -23,6 +23,7 @@ SCALINGS = (
     dict(YARN, attention_factor=0.9, beta_fast=8.0, beta_slow=2.0),
     dict(YARN, mscale=1.0, mscale_all_dim=0.7),
     dict(YARN, truncate=False, beta_fast=6.0),
+    dict(rope_type="longrope", original_max_position_embeddings=128),
 )  # fmt: skip
 
 
@@ -33,9 +34,12 @@ def main() -> None:
             rope = {"rope_theta": 5000.0, **scaling}
             if family == "qwen3_5_text":
                 rope |= {"partial_rotary_factor": 0.5, "mrope_section": [3, 3, 2], "mrope_interleaved": True}
+            if scaling["rope_type"] == "longrope":
+                pairs = int(16 * rope.get("partial_rotary_factor", 1))
+                rope |= {"short_factor": [1.5] * pairs, "long_factor": [1 + 0.4 * i for i in range(pairs)]}
             config = {"model_type": family, **SIZES, "rope_parameters": rope}
             read = AutoConfig.for_model(**config)
-            frequencies, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](read, "cpu")
+            frequencies, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](read, "cpu", seq_len=512)
             entries.append({"config": config, "frequencies": frequencies.tolist(), "factor": factor})
     lines = ",\n".join(map(json.dumps, entries))
     (Path(__file__).resolve().parent / "rope.json").write_text(f"[\n{lines}\n]\n")

@@ -18,6 +18,7 @@ from tests.support.tiny import GEMMA4_ALL, shaken, tiny_checkpoint
 VOCAB, LONGEST, NEW = 24, 150, 24
 PROMPTS = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (1, 7, 33, LONGEST)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0 + i for i in range(8)]}
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
 FAMILIES = {
     "llama": {"rope_scaling": YARN, "attention_bias": True},
@@ -32,7 +33,8 @@ FAMILIES = {
     "gemma4": GEMMA4_ALL | {"num_key_value_heads": 4, "vocab_size_per_layer_input": VOCAB},
     "kimi_linear": {"num_hidden_layers": 2},  # a state, and latents
     "mimo_v2_flash": {"num_hidden_layers": 2},  # all of the text; a window, with sinks and other heads
-    **{family: {} for family in ("ernie4_5", "granite", "hunyuan_v1_dense", "olmo2", "phi3", "seed_oss")},
+    **{family: {} for family in ("ernie4_5", "granite", "hunyuan_v1_dense", "olmo2", "seed_oss")},
+    "phi3": {"rope_scaling": LONGROPE, "original_max_position_embeddings": 64},
 }
 DRAFTS = {
     "ngram": lambda target: "ngram",

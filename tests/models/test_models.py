@@ -17,12 +17,14 @@ from safetensors.numpy import load_file, save_file
 
 import jaxspec
 from jaxspec.cache.mixers import WholeTexts
+from jaxspec.checkpoint import outlined
+from jaxspec.config.engine_config import EngineConfig
 from jaxspec.decoder.forward import forward as decoder_forward
 from jaxspec.decoder.forward import unembed
 from jaxspec.decoder.functions import cos_sin, rope_frequencies
-from jaxspec.models.description import LinearScaling, Yarn
 from jaxspec.models.families import MODELS
 from jaxspec.models.model_config import ModelConfig
+from jaxspec.models.rope_scaling import LinearScaling, LongRope, Yarn
 from jaxspec.models.weights import Param
 from tests.support.picture_prompts import DEEP
 from tests.support.sample import rare
@@ -45,7 +47,12 @@ RELATIVE = [one for one in SOME if not one.values[0].startswith("hunyuan")]  # w
 # Of families that differ from Llama in a few numbers, one golden's texts are enough.
 NUMBERS = ("ernie4_5", "exaone4", "granite", "hunyuan_v1_dense", "olmo2", "olmo3", "phi3", "seed_oss", "smollm3")
 SECOND = {f"{family}-untied" for family in (*NUMBERS, "gemma3", "gemma4", "mistral")}
-SECOND |= {"glm4-tied", "glm4-moe-single", "gpt-oss-stacked"}  # experts packed as Qwen 3's; gpt-oss' in MXFP4
+SECOND |= {
+    "phi3-longrope-short",
+    "glm4-tied",
+    "glm4-moe-single",
+    "gpt-oss-stacked",
+}  # experts packed as Qwen 3's; gpt-oss' in MXFP4
 EACH = [pytest.param(name, marks=pytest.mark.exhaustive if name in SECOND else ()) for name in VARIANTS]
 LENGTHS = (1, 2, 7, 16, 17, 64, 150)
 CONTINUED = 48  # tokens of each expected `greedy_*`
@@ -241,7 +248,7 @@ ROPES = json.loads((GOLDEN / "rope.json").read_text())
 LAYOUT = {"num_hidden_layers": 2, "vocab_size": 8, "intermediate_size": 8, "moe_intermediate_size": 8}
 
 
-@pytest.mark.parametrize("entry", ROPES, ids=[f"{e['config']['model_type']}-{i % 6}" for i, e in enumerate(ROPES)])
+@pytest.mark.parametrize("entry", ROPES, ids=[f"{e['config']['model_type']}-{i % 7}" for i, e in enumerate(ROPES)])
 def test_rope_tables_are_those_of_transformers(entry):
     """Compare every family with every kind of scaling, attention factor included."""
     more = EXTRA.get(entry["config"]["model_type"].removesuffix("_text"), {})
@@ -254,7 +261,19 @@ def test_rope_tables_are_those_of_transformers(entry):
     np.testing.assert_allclose(cos_sin(positions, config.decoder.attention), expected, atol=5e-4)
 
 
-@pytest.mark.parametrize("variant,scaling", [("qwen2-yarn", Yarn), ("mistral-tied-linear", LinearScaling)])
+def test_a_context_within_the_original_has_longropes_short_factors():
+    """One table for all texts of a model: at its own context, the golden's 33 tokens have the long factors."""
+    folder, expected = str(GOLDEN / "checkpoints" / "phi3-longrope"), golden("phi3-longrope")[1]
+    short = jaxspec.load_model(folder, dtype="float32", progress=False, context_length=64)
+    np.testing.assert_allclose(jaxspec.logits(short, expected["ids_33"][None])[0], expected["short_33"], **CLOSE)
+    assert abs(expected["short_33"] - expected["logits_33"]).max() > 0.3
+    of_an_engine = outlined(EngineConfig(model=folder, context_length=64, allow_longer_context=True))
+    assert of_an_engine.config == short.config != golden("phi3-longrope")[0].config
+
+
+@pytest.mark.parametrize("variant,scaling", [
+    ("qwen2-yarn", Yarn), ("mistral-tied-linear", LinearScaling), ("phi3-longrope", LongRope)
+])  # fmt: skip
 def test_golden_rope_scaling_is_in_play(variant, scaling):
     """Without it the logits are far off. YaRN's keeps a frequency, divides one, and has one on the ramp between."""
     model, expected = golden(variant)

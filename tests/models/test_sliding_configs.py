@@ -12,16 +12,14 @@ from jaxspec.config.options import ConfigError
 from jaxspec.models.description import (
     Attention,
     ClampedSwiglu,
-    LinearScaling,
     Mixture,
     Mlp,
     Norm,
     PagedRows,
-    Proportional,
     Rope,
-    Yarn,
 )
 from jaxspec.models.model_config import ModelConfig
+from jaxspec.models.rope_scaling import LinearScaling, Proportional, Yarn
 from tests.support.tiny import tiny_config
 
 

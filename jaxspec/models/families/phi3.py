@@ -13,7 +13,7 @@ from jaxspec.models.weights import by_outputs, linear, run_length
 __all__ = ["read", "tensors"]
 
 # What transformers' Phi3Config has where a config.json is silent.
-DEFAULTS = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
+DEFAULTS = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096}
 
 
 def read(hf: reading.Config) -> Decoder:
