@@ -264,7 +264,8 @@ def mixtral_tensors(m: Mixture, d: int, prefix: str, correction_bias: str = "gat
         ("experts_down", {"down_proj": "w2"}),
         ("router_correction", {"gate.e_score_correction_bias": correction_bias}),
     ):
-        tree[name] = renamed(tree[name], parts)
+        if name in tree:
+            tree[name] = renamed(tree[name], parts)
     return tree
 
 

@@ -223,6 +223,7 @@ def quantise_by_numpy(monkeypatch, params: dict) -> dict:
 
 
 FAMILIES = "deepseek_v3", "glm4_moe", "mimo_v2_flash", "minimax_m2", "nemotron_h", "qwen3_next"
+FAMILIES += "bailing_moe", "granitemoeshared", "hy_v3", "mixtral", "qwen2_moe"
 
 
 @pytest.mark.parametrize("family", ["kimi_linear", *(rare(family) for family in FAMILIES)])

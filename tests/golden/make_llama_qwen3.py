@@ -17,6 +17,7 @@ logits of transformers' own choice at T = 33.
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from transformers import (
+    ArceeConfig,
     AutoModelForCausalLM,
     Ernie4_5Config,
     Exaone4Config,
@@ -71,6 +73,7 @@ LLAMA3 = dict(
 YARN = dict(rope_type="yarn", rope_theta=500.0, factor=4.0, original_max_position_embeddings=64, beta_fast=4.0)
 EPS = 0.02  # large enough that leaving it out, or using another, shows
 IDS = dict(pad_token_id=0, eos_token_id=1)  # GLM's own lie beyond such a vocabulary
+MUP = dict(embedding_multiplier=3.0, residual_multiplier=1.4 / 3**0.5, logits_scaling=3.0)
 LONGROPE = dict(
     rope_type="longrope", rope_theta=500.0, partial_rotary_factor=0.75,
     short_factor=[1.0, 1.1, 1.3, 1.5, 1.8, 2.0], long_factor=[1.0, 1.4, 2.5, 4.0, 6.0, 9.0],
@@ -189,7 +192,19 @@ VARIANTS = {
         **SIZES | dict(hidden_size=64), original_max_position_embeddings=512, tie_word_embeddings=True,
         rope_parameters={**LONGROPE, "attention_factor": 1.3}, **IDS,
     ),
+    "arcee-untied": ArceeConfig(**SIZES, **IDS, head_dim=16, attention_bias=True, rms_norm_eps=EPS),
+    "arcee-tied": ArceeConfig(**SIZES, **IDS, head_dim=16, tie_word_embeddings=True, mlp_bias=True),
+    "minicpm-tied": GraniteConfig(
+        **SIZES, **MUP, tie_word_embeddings=True, attention_multiplier=12**-0.5, rms_norm_eps=EPS,
+        rope_parameters={**LONGROPE, "partial_rotary_factor": 1.0, "original_max_position_embeddings": 64},
+    ),
+    "minicpm-untied": GraniteConfig(**SIZES, **MUP, attention_multiplier=12**-0.5),
 }  # fmt: skip
+# MiniCPM is Granite's class under names of its own.
+MINICPM = dict(
+    model_type="minicpm", architectures=["MiniCPMForCausalLM"], scale_emb=3, scale_depth=1.4, dim_model_base=16,
+    mup_denominator=3,
+)  # fmt: skip
 
 
 def randomise(model: torch.nn.Module, tied: bool) -> None:
@@ -257,6 +272,10 @@ def main() -> None:
         shutil.rmtree(HERE / "checkpoints" / name, ignore_errors=True)
         model.save_pretrained(HERE / "checkpoints" / name)
         (HERE / "checkpoints" / name / "generation_config.json").unlink(missing_ok=True)
+        if name.startswith("minicpm"):
+            file = HERE / "checkpoints" / name / "config.json"
+            saved = {k: v for k, v in json.loads(file.read_text()).items() if not k.endswith(("plier", "_scaling"))}
+            file.write_text(json.dumps(saved | MINICPM, indent=2) + "\n")
         tensors = expected(model)
         save_file(tensors, HERE / "expected" / f"{name}.safetensors")
         print(name, f"logits spread {tensors['logits_150'].std():.2f}", tensors["greedy_33"].unique().numel())

@@ -20,12 +20,22 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
+    Dots1Config,
+    ExaoneMoeConfig,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
+    GraniteMoeConfig,
+    GraniteMoeSharedConfig,
+    HunYuanMoEV1Config,
+    HYV3Config,
     MiMoV2FlashConfig,
     MiniMaxM2Config,
+    MixtralConfig,
+    OlmoeConfig,
+    Qwen2MoeConfig,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    SolarOpenConfig,
 )
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextSparseMoeBlock
 
@@ -36,6 +46,12 @@ LATENT = SIZES | dict(
     kv_lora_rank=20, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=16, moe_intermediate_size=24,
     num_experts_per_tok=3, n_routed_experts=12, first_k_dense_replace=1, rms_norm_eps=EPS,
 )  # fmt: skip
+OF_MIXTRAL = SIZES | dict(intermediate_size=24, num_local_experts=8, num_experts_per_tok=3)
+OF_OLMOE = SIZES | dict(intermediate_size=24, num_experts=8, num_experts_per_tok=3, pad_token_id=0, eos_token_id=1)
+OF_GRANITE = OF_MIXTRAL | dict(
+    embedding_multiplier=6.0, attention_multiplier=0.4, residual_multiplier=0.7, logits_scaling=3.0
+)
+OF_SOLAR = {k: v for k, v in SIZES.items() if k != "intermediate_size"} | ROUTED
 # Within 150 tokens some frequencies are kept, some divided and some on the ramp between.
 YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=32, mscale_all_dim=1.0)
 VARIANTS = {
@@ -148,9 +164,184 @@ VARIANTS = {
             rms_norm_eps=EPS,
         ),
     ),
+    "mixtral-single": ("mixtral", MixtralConfig(**OF_MIXTRAL, head_dim=16, rms_norm_eps=EPS)),
+    "mixtral-window": ("mixtral", MixtralConfig(**OF_MIXTRAL, tie_word_embeddings=True, sliding_window=20)),
+    "qwen2-moe-single": (
+        "single",
+        Qwen2MoeConfig(
+            **{**SIZES, **EXPERTS}, shared_expert_intermediate_size=40, mlp_only_layers=[1], tie_word_embeddings=True
+        ),
+    ),
+    "qwen2-moe-window": (
+        "single",
+        Qwen2MoeConfig(
+            **SIZES,
+            num_experts=8,
+            num_experts_per_tok=3,
+            moe_intermediate_size=24,
+            norm_topk_prob=True,
+            shared_expert_intermediate_size=40,
+            rms_norm_eps=EPS,
+            qkv_bias=False,
+            use_sliding_window=True,
+            sliding_window=33,
+            max_window_layers=2,
+        ),
+    ),
+    "olmoe-single": ("single", OlmoeConfig(**OF_OLMOE, attention_bias=True, rms_norm_eps=EPS)),
+    "olmoe-stacked": ("stacked", OlmoeConfig(**OF_OLMOE, norm_topk_prob=True, tie_word_embeddings=True)),
+    "granitemoe-untied": ("granite", GraniteMoeConfig(**OF_GRANITE, attention_bias=True, rms_norm_eps=EPS)),
+    "granitemoe-tied": ("granite", GraniteMoeConfig(**OF_GRANITE, tie_word_embeddings=True)),
+    "granitemoeshared-tied": (
+        "granite",
+        GraniteMoeSharedConfig(
+            **OF_GRANITE, shared_intermediate_size=40, tie_word_embeddings=True, attention_bias=True
+        ),
+    ),
+    "granitemoeshared-untied": ("granite", GraniteMoeSharedConfig(**OF_GRANITE, shared_intermediate_size=24)),
+    "hunyuan-moe": (
+        "single",
+        HunYuanMoEV1Config(
+            **SIZES | dict(intermediate_size=24),
+            num_experts=8,
+            moe_topk=3,
+            head_dim=16,
+            attention_bias=True,
+            rope_parameters=dict(rope_type="dynamic", rope_theta=500.0, alpha=50.0, factor=1.0),
+        ),
+    ),
+    "hunyuan-moe-tied": (
+        "single",
+        HunYuanMoEV1Config(
+            **SIZES | dict(intermediate_size=24),
+            num_experts=8,
+            moe_topk=3,
+            head_dim=12,
+            tie_word_embeddings=True,
+            rms_norm_eps=EPS,
+        ),
+    ),
+    "dots1-single": (
+        "single",
+        Dots1Config(
+            **SIZES,
+            **ROUTED,
+            n_routed_experts=12,
+            n_group=4,
+            topk_group=2,
+            n_shared_experts=2,
+            norm_topk_prob=True,
+            routed_scaling_factor=2.5,
+            first_k_dense_replace=1,
+            rms_norm_eps=EPS,
+            attention_bias=True,
+            sliding_window=20,
+            max_window_layers=2,
+        ),
+    ),
+    "dots1-tied": (
+        "single",
+        Dots1Config(**SIZES, **ROUTED, n_routed_experts=8, n_shared_experts=1, tie_word_embeddings=True),
+    ),
+    "solar-open": (
+        "single",
+        SolarOpenConfig(
+            **OF_SOLAR,
+            n_routed_experts=8,
+            attention_bias=True,
+            norm_topk_prob=False,
+            rope_parameters=dict(rope_type="yarn", rope_theta=500.0, factor=4.0, original_max_position_embeddings=64),
+        ),
+    ),
+    "solar-open-tied": (
+        "single",
+        SolarOpenConfig(**OF_SOLAR, n_routed_experts=12, n_group=4, topk_group=2, tie_word_embeddings=True),
+    ),
+    "bailing": (
+        "bailing",
+        Glm4MoeConfig(
+            **SIZES,
+            **ROUTED,
+            n_routed_experts=12,
+            n_group=4,
+            topk_group=2,
+            use_qk_norm=True,
+            rms_norm_eps=EPS,
+            routed_scaling_factor=2.5,
+            first_k_dense_replace=1,
+            num_mtp_layers=0,
+        ),
+    ),
+    "exaone-moe": (
+        "single",
+        ExaoneMoeConfig(
+            **SIZES,
+            **ROUTED,
+            num_experts=12,
+            n_group=4,
+            topk_group=2,
+            num_shared_experts=2,
+            rms_norm_eps=EPS,
+            sliding_window=20,
+            sliding_window_pattern=3,
+        ),
+    ),
+    "exaone-moe-tied": (
+        "single",
+        ExaoneMoeConfig(
+            **SIZES,
+            **ROUTED,
+            num_experts=8,
+            tie_word_embeddings=True,
+            sliding_window=7,
+            layer_types=["full_attention", "sliding_attention", "full_attention"],
+            mlp_layer_types=["sparse", "dense", "sparse"],
+        ),
+    ),
+    "hy-v3": ("hy_v3", HYV3Config(**SIZES, **ROUTED, num_experts=8, num_shared_experts=2, attention_bias=True)),
+    "hy-v3-tied": (
+        "hy_v3",
+        HYV3Config(
+            **SIZES,
+            **ROUTED,
+            num_experts=8,
+            router_scaling_factor=1.5,
+            rms_norm_eps=EPS,
+            tie_word_embeddings=True,
+            mlp_layer_types=["sparse", "dense", "sparse"],
+        ),
+    ),
 }
 
-MIXTRAL = {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+LAYOUTS = {  # names of checkpoints where they aren't transformers' own
+    "mixtral": {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"},
+    "granite": {
+        "experts.gate_up_proj": "input_linear.weight",
+        "experts.down_proj": "output_linear.weight",
+        "router.weight": "router.layer.weight",
+    },
+    "hy_v3": {
+        "mlp.gate.weight": "mlp.router.gate.weight",
+        "mlp.e_score_correction_bias": "mlp.expert_bias",
+        "shared_experts": "shared_mlp",
+    },
+    "bailing": {
+        "embed_tokens": "word_embeddings",
+        "self_attn.o_proj": "attention.dense",
+        "self_attn.q_norm": "attention.query_layernorm",
+        "self_attn.k_norm": "attention.key_layernorm",
+        "gate.e_score_correction_bias": "gate.expert_bias",
+    },
+}
+# Of Ling 2, which is GLM-4.5's class under names of its own.
+BAILING = {
+    "model_type": "bailing_moe",
+    "architectures": ["BailingMoeV2ForCausalLM"],
+    "score_function": "sigmoid",
+    "num_experts": 12,
+    "num_shared_experts": 1,
+    "partial_rotary_factor": 0.5,
+}
 
 
 def save(model: torch.nn.Module, layout: str, folder: Path) -> None:
@@ -160,12 +351,16 @@ def save(model: torch.nn.Module, layout: str, folder: Path) -> None:
     if folder.name.startswith("kimi"):  # which is DeepSeek-V3's class under a name of its own
         config = json.loads((folder / "config.json").read_text()) | {"model_type": "kimi_k2"}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    if layout == "bailing":
+        config = json.loads((folder / "config.json").read_text())
+        config = {key: value for key, value in config.items() if key not in ("n_routed_experts", "n_shared_experts")}
+        (folder / "config.json").write_text(json.dumps(config | BAILING, indent=2) + "\n")
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
         stem, _, leaf = name.rpartition(".")
-        if layout == "stacked" or not stem.endswith(".experts"):
+        if layout in ("stacked", "granite") or not stem.endswith(".experts"):
             tensors[name] = tensor
         elif leaf == "down_proj":
             tensors |= {f"{stem}.{i}.down_proj.weight": matrix for i, matrix in enumerate(tensor)}
@@ -173,9 +368,12 @@ def save(model: torch.nn.Module, layout: str, folder: Path) -> None:
             for i, matrix in enumerate(tensor):
                 gate, up = matrix.chunk(2)
                 tensors |= {f"{stem}.{i}.gate_proj.weight": gate, f"{stem}.{i}.up_proj.weight": up}
-    if layout == "mixtral":
-        for ours, theirs in MIXTRAL.items():
-            tensors = {name.replace(ours, theirs): tensor for name, tensor in tensors.items()}
+    if layout == "bailing":
+        for name in [name for name in tensors if name.endswith("q_proj.weight")]:
+            parts = [tensors.pop(name.replace("q_proj", each)) for each in ("q_proj", "k_proj", "v_proj")]
+            tensors[name.replace("self_attn.q_proj", "attention.query_key_value")] = torch.cat(parts)
+    for ours, theirs in LAYOUTS.get(layout, {}).items():
+        tensors = {name.replace(ours, theirs): tensor for name, tensor in tensors.items()}
     tensors = {name.replace("attn.sinks", "attn.attention_sink_bias"): tensor for name, tensor in tensors.items()}
     tensors = {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
     if layout == "stacked":

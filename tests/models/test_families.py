@@ -20,6 +20,8 @@ PROMPTS = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (1, 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0 + i for i in range(8)]}
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
+MIXTURES = ("bailing_moe", "dots1", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "mixtral", "olmoe")
+MIXTURES += ("exaone_moe", "qwen2_moe", "solar_open")
 FAMILIES = {
     "llama": {"rope_scaling": YARN, "attention_bias": True},
     "mistral": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
@@ -33,8 +35,11 @@ FAMILIES = {
     "gemma4": GEMMA4_ALL | {"num_key_value_heads": 4, "vocab_size_per_layer_input": VOCAB},
     "kimi_linear": {"num_hidden_layers": 2},  # a state, and latents
     "mimo_v2_flash": {"num_hidden_layers": 2},  # all of the text; a window, with sinks and other heads
+    "granitemoehybrid": {"num_hidden_layers": 2},  # a state, and attention
     **{family: {} for family in ("ernie4_5", "granite", "hunyuan_v1_dense", "olmo2", "seed_oss")},
-    "phi3": {"rope_scaling": LONGROPE, "original_max_position_embeddings": 64},
+    **{family: {} for family in MIXTURES},
+    "arcee": {},
+    "minicpm": {},
 }
 DRAFTS = {
     "ngram": lambda target: "ngram",
@@ -46,10 +51,12 @@ OPTIONS = SMALL | {"dtype": "float32", "max_running_requests": 4, "num_draft_tok
 
 
 # Of a standalone drafter's weights: most of its drafts are right.
-NOISE = {"granite": 0.1, "olmo3": 0.03, "exaone4": 0.02, "mimo_v2_flash": 0.01}
+NOISE = dict.fromkeys(MIXTURES, 0.01) | dict.fromkeys(("granitemoe", "granitemoeshared"), 0.02)
+NOISE |= {"granite": 0.1, "olmo3": 0.03, "exaone4": 0.02, "mimo_v2_flash": 0.01}
 noisy = functools.cache(shaken)
 OFTEN = (("olmo3", "ngram"), ("granite", "standalone"))
-HEADLESS = {"ernie4_5", "granite", "olmo2", "seed_oss"}  # of which random heads accept nothing, by chance
+HEADLESS = {"arcee", "ernie4_5", "granite", "granitemoehybrid", "minicpm", "olmo2", "seed_oss"}
+HEADLESS |= {*MIXTURES}  # of these, random heads accept nothing, by chance
 
 
 def cases():
@@ -59,7 +66,8 @@ def cases():
             # llama is test_lossless.py's, YaRN test_models.py's, gpt_oss test_mxfp4.py's, EAGLE-3 test_eagle.py's,
             # gemma4 test_assistant.py's
             # A state can't take a draft of its own back; of that random head, too, nothing is accepted.
-            if (family, draft) in (("kimi_linear", "standalone"), ("olmo3", "dflash")):
+            stateful = family in ("granitemoehybrid", "kimi_linear")
+            if (draft == "standalone" and stateful) or (family, draft) == ("olmo3", "dflash"):
                 continue
             often = (family, draft) in OFTEN
             yield pytest.param(family, draft, marks=() if often else pytest.mark.exhaustive)

@@ -47,7 +47,9 @@ def each_variant_with(values, often, variants=VARIANTS):
     return [pytest.param(*pair, marks=() if pair in often else pytest.mark.exhaustive) for pair in pairs]
 
 
-@pytest.mark.parametrize("variant", [rare(each) if each == "qwen3_5_moe-text" else each for each in VARIANTS])
+@pytest.mark.parametrize(
+    "variant", [rare(each) if each in ("granitemoehybrid-dense", "qwen3_5_moe-text") else each for each in VARIANTS]
+)
 def test_logits_and_greedy_texts_are_transformers(variant):
     """One forward over the longest prompt, and over others with their expected continuations behind them, gives the
     logits after every token and every greedy choice."""

@@ -31,7 +31,7 @@ from tests.support.sample import rare
 from tests.support.tiny import EXTRA, tiny_config
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
-HYBRIDS = {"kimi_linear", "nemotron_h", "qwen3_5", "qwen3_5_moe", "qwen3_next"}
+HYBRIDS = {"granitemoehybrid", "kimi_linear", "nemotron_h", "qwen3_5", "qwen3_5_moe", "qwen3_next"}
 VARIANTS = sorted(folder.name for folder in (GOLDEN / "checkpoints").iterdir())
 PLAIN = sorted(name for name, family in MODELS.items() if name not in HYBRIDS)
 # Of each architecture, and each option that changes more than numbers, one: for what doesn't depend on the others.
@@ -45,21 +45,29 @@ KINDS = [pytest.param(name, marks=() if name in FEWER else pytest.mark.exhaustiv
 SOME = [pytest.param(name, marks=() if name in FEW else pytest.mark.exhaustive) for name in VARIANTS]
 RELATIVE = [one for one in SOME if not one.values[0].startswith("hunyuan")]  # which norms heads it has turned
 # Of families that differ from Llama in a few numbers, one golden's texts are enough.
-NUMBERS = ("ernie4_5", "exaone4", "granite", "hunyuan_v1_dense", "olmo2", "olmo3", "phi3", "seed_oss", "smollm3")
+NUMBERS = (
+    "arcee", "ernie4_5", "exaone4", "granite", "hunyuan_v1_dense", "minicpm", "olmo2", "olmo3", "phi3", "seed_oss",
+    "smollm3",
+)  # fmt: skip
 SECOND = {f"{family}-untied" for family in (*NUMBERS, "gemma3", "gemma4", "mistral")}
 SECOND |= {
-    "phi3-longrope-short",
-    "glm4-tied",
-    "glm4-moe-single",
-    "gpt-oss-stacked",
-}  # experts packed as Qwen 3's; gpt-oss' in MXFP4
+    "dots1-single", "exaone-moe-tied", "glm4-moe-single", "glm4-tied", "gpt-oss-stacked", "granitemoe-tied",
+    "granitemoe-untied", "granitemoeshared-untied", "hunyuan-moe-tied", "hy-v3-tied", "mixtral-single", "olmoe-stacked",
+    "phi3-longrope-short", "qwen2-moe-single", "solar-open-tied",
+}  # fmt: skip
 EACH = [pytest.param(name, marks=pytest.mark.exhaustive if name in SECOND else ()) for name in VARIANTS]
 LENGTHS = (1, 2, 7, 16, 17, 64, 150)
 CONTINUED = 48  # tokens of each expected `greedy_*`
 LAYERS = (0, 2)  # whose outputs the expected `hidden_*` tensors hold
 # Latent attention: all heads have one latent; configs have no head_dim, and no head is tied in all but one golden.
 LATENTS = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"}
-UNBIASED = LATENTS | {"mimo_v2_flash"}
+UNBIASED = LATENTS | {"bailing_moe", "mimo_v2_flash", "mixtral"}
+NO_HEAD_DIM = {  # of whose configs it isn't a key
+    "exaone4", "granite", "granitemoe", "granitemoeshared", "minicpm", "olmo2", "olmo3", "olmoe", "phi3", "qwen2",
+    "smollm3",
+}  # fmt: skip
+NO_BIASES = UNBIASED | {"exaone4", "exaone_moe", "minimax_m2", "phi3"}  # in which the key has no effect
+NO_BIAS = NO_BIASES | {"minicpm", "mistral"}  # whose goldens have none
 CLOSE = dict(rtol=0, atol=5e-4)  # float32 noise is about 1e-5 here
 
 
@@ -208,19 +216,11 @@ def test_goldens_cover_what_a_config_can_say():
     for family in set(PLAIN) - LATENTS - {*DEEP, "gemma4_unified"}:
         mine = [c for c in configs if c.model_type == family]
         assert mine, f"{family} has no golden; tests/golden/make_llama_qwen3.py makes one"
-        if family not in ("mimo_v2_flash", "minimax_m2"):  # whose heads are never tied
+        if family not in ("bailing_moe", "mimo_v2_flash", "minimax_m2"):  # whose heads are never tied
             assert {c.decoder.tied for c in mine} == {True, False}
-        if family not in (
-            "exaone4",
-            "granite",
-            "olmo2",
-            "olmo3",
-            "phi3",
-            "qwen2",
-            "smollm3",
-        ):  # configs have no head_dim
+        if family not in NO_HEAD_DIM:
             assert any(c.head_dim * c.num_heads != c.hidden_size for c in mine)
-        if family not in ("exaone4", "mimo_v2_flash", "minimax_m2", "mistral", "phi3"):  # which have none
+        if family not in NO_BIAS:
             assert any(c.decoder.attention.bias for c in mine)
         if family != "mimo_v2_flash":  # of which one kind of layer has twice the other's
             assert any(1 < c.num_kv_heads < c.num_heads for c in mine)
@@ -311,7 +311,8 @@ def test_gemma3_is_read_from_a_multimodal_checkpoint(before, after, tmp_path):
 def test_parameters_name_each_checkpoint_tensor_once(family, tied, bias):
     keys = dict.fromkeys(("attention_bias", "attention_out_bias", "mlp_bias", "use_bias"), bias)
     keys["attention_bias"] = bias and family not in UNBIASED  # which refuse it
-    keys["mlp_bias"] = bias and family != "deepseek_v2"  # which refuses it
+    keys["use_bias"] = bias and family != "bailing_moe"  # the same
+    keys["mlp_bias"] = bias and family not in ("deepseek_v2", "hy_v3")  # which refuse it
     hf = tiny_config(family, tie_word_embeddings=tied, **keys)
     declared = jax.tree.leaves(
         MODELS[family].tensors(ModelConfig.from_hf(hf).decoder), is_leaf=lambda p: isinstance(p, Param)
@@ -320,15 +321,18 @@ def test_parameters_name_each_checkpoint_tensor_once(family, tied, bias):
     assert len(set(names)) == len(names)
     assert ("lm_head.weight" in names) == (not tied)
     assert ("model.layers.1.self_attn.o_proj.bias" in names) == (
-        bias and family not in {"exaone4", "glm4", "glm4_moe", "minimax_m2", "phi3", "qwen2"} | UNBIASED
+        bias and family not in {"glm4", "glm4_moe", "qwen2", "qwen2_moe", "solar_open"} | NO_BIASES
     )
     assert ("model.layers.1.self_attn.q_proj.bias" in names) == (
-        family == "qwen2" or (bias and family not in {"exaone4", "minimax_m2", "phi3"} | UNBIASED)
+        family in ("qwen2", "qwen2_moe") or (bias and family not in NO_BIASES)
     )
-    with_biases = ("ernie4_5", "granite", "llama", "mistral", "qwen2", "qwen3", "qwen3_vl", "seed_oss", "smollm3")
+    with_biases = {"arcee", "ernie4_5", "granite", "llama", "mistral", "qwen2", "qwen3", "qwen3_vl"}
+    with_biases |= {"seed_oss", "smollm3"}
     assert ("model.layers.1.mlp.down_proj.bias" in names) == (bias and family in with_biases)
     assert ("model.layers.0.self_attn.q_norm.weight" in names) == (
-        family.startswith("gemma") or family in ("exaone4", "minimax_m2", "olmo2", "olmo3", "qwen3", "qwen3_moe", *DEEP)
+        family.startswith("gemma")
+        or family in ("dots1", "exaone4", "exaone_moe", "hy_v3", "minimax_m2", "olmo2", "olmo3", "olmoe", "qwen3")
+        or family in ("qwen3_moe", *DEEP)
     )
     for param in declared:
         if param.sources != (param.whole,):

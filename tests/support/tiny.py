@@ -31,10 +31,14 @@ CHAT_TEMPLATE = (
 )
 
 ARCHITECTURES = {
+    "arcee": "ArceeForCausalLM",
+    "bailing_moe": "BailingMoeV2ForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "dots1": "Dots1ForCausalLM",
     "ernie4_5": "Ernie4_5ForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
+    "exaone_moe": "ExaoneMoeForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "gemma4": "Gemma4ForCausalLM",
     "gemma4_unified": "Gemma4UnifiedForCausalLM",
@@ -43,18 +47,27 @@ ARCHITECTURES = {
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "granite": "GraniteForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
+    "granitemoeshared": "GraniteMoeSharedForCausalLM",
     "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
+    "hunyuan_v1_moe": "HunYuanMoEV1ForCausalLM",
+    "hy_v3": "HYV3ForCausalLM",
     "kimi_k2": "DeepseekV3ForCausalLM",
     "kimi_linear": "KimiLinearForCausalLM",
     "llama": "LlamaForCausalLM",
     "mimo_v2_flash": "MiMoV2FlashForCausalLM",
+    "minicpm": "MiniCPMForCausalLM",
     "minimax_m2": "MiniMaxM2ForCausalLM",
     "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "olmo3": "Olmo3ForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_5": "Qwen3_5ForCausalLM",
     "qwen3_5_moe": "Qwen3_5MoeForCausalLM",
@@ -64,6 +77,7 @@ ARCHITECTURES = {
     "qwen3_next": "Qwen3NextForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
+    "solar_open": "SolarOpenForCausalLM",
 }
 LINEAR = dict(
     full_attention_interval=2,
@@ -104,8 +118,17 @@ GEMMA4_ALL = dict(  # that some Gemma 4 or other has
     top_k_experts=2,
     moe_intermediate_size=32,
 )
+GRANITE = dict(embedding_multiplier=6.0, attention_multiplier=0.4, residual_multiplier=0.3, logits_scaling=3.0)
+FEW_EXPERTS = dict(num_local_experts=8, num_experts_per_tok=2, intermediate_size=24)
+SIGMOID = dict(n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, routed_scaling_factor=1.5)
 # what a family's config has beside the keys that all have
 EXTRA = {
+    "arcee": dict(hidden_act="relu2"),
+    "bailing_moe": SIGMOID | dict(num_experts=8, n_group=2, topk_group=1, score_function="sigmoid"),
+    "dots1": SIGMOID | dict(n_shared_experts=1, first_k_dense_replace=1),
+    "solar_open": SIGMOID,
+    "exaone_moe": SIGMOID | dict(num_experts=8, first_k_dense_replace=0, sliding_window=20, sliding_window_pattern=2),
+    "hy_v3": dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, first_k_dense_replace=0),
     "deepseek_v2": LATENT | dict(q_lora_rank=None),
     "deepseek_v3": LATENT | dict(n_group=4, topk_group=2),
     "glm4_moe_lite": LATENT,
@@ -123,8 +146,24 @@ EXTRA = {
     "gemma3": dict(query_pre_attn_scalar=24, sliding_window=20, sliding_window_pattern=2, rope_local_base_freq=100.0),
     "gemma4": GEMMA4,
     "gemma4_unified": GEMMA4,
-    "glm4_moe": dict(n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, routed_scaling_factor=1.5),
-    "granite": dict(embedding_multiplier=6.0, attention_multiplier=0.4, residual_multiplier=0.3, logits_scaling=3.0),
+    "glm4_moe": SIGMOID,
+    "granite": GRANITE,
+    "granitemoe": GRANITE | FEW_EXPERTS,
+    "granitemoehybrid": GRANITE
+    | FEW_EXPERTS
+    | dict(
+        shared_intermediate_size=32,
+        layer_types=["linear_attention", "full_attention"],
+        mamba_n_heads=8,
+        mamba_d_head=8,
+        mamba_d_state=16,
+    ),
+    "granitemoeshared": GRANITE | FEW_EXPERTS | dict(shared_intermediate_size=32),
+    "hunyuan_v1_moe": dict(num_experts=8, moe_topk=2, intermediate_size=24),
+    "minicpm": dict(scale_emb=6.0, scale_depth=1.4, dim_model_base=16),
+    "mixtral": FEW_EXPERTS,
+    "olmoe": dict(num_experts=8, num_experts_per_tok=2, intermediate_size=24),
+    "qwen2_moe": EXPERTS,
     "gpt_oss": dict(num_local_experts=4, num_experts_per_tok=2, intermediate_size=32, sliding_window=20),
     "mimo_v2_flash": dict(
         num_key_value_heads=1,

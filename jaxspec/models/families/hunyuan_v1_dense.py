@@ -9,8 +9,8 @@ from typing import Any
 
 from jaxspec.config.json_values import positive, positive_float
 from jaxspec.models import reading
-from jaxspec.models.declaring import decoder_tensors
-from jaxspec.models.description import Decoder, Layer
+from jaxspec.models.declaring import Mixtures, decoder_tensors
+from jaxspec.models.description import Decoder, Layer, Mixture, Mlp
 from jaxspec.models.rope import rope_settings
 from jaxspec.models.weights import norm_scale
 
@@ -20,13 +20,14 @@ __all__ = ["read", "tensors"]
 DEFAULTS = {"rms_norm_eps": 1e-5}
 
 
-def read(hf: reading.Config) -> Decoder:
-    """**Raises:** `ConfigError` naming the key."""
+def read(hf: reading.Config, feeds: list[Mlp | Mixture] | None = None) -> Decoder:
+    """`feeds`: what layers have for an MLP. **Raises:** `ConfigError` naming the key."""
     reading.full_attention_only(hf)
     norm, bias = reading.norm(hf), bool(hf.get("attention_bias", False))
     named = dict(qk_norm=norm, qk_norm_rotated=True, bias=bias, out_bias=bias)
     attention = reading.attention(_stretched(hf), **named)
-    return reading.decoder(hf, [Layer(attention, mlp, norm) for mlp in reading.mlps({**hf, "mlp_bias": False})], norm)
+    feeds = feeds or reading.mlps({**hf, "mlp_bias": False})
+    return reading.decoder(hf, [Layer(attention, feed, norm) for feed in feeds], norm)
 
 
 def _stretched(hf: reading.Config) -> reading.Config:
@@ -40,8 +41,8 @@ def _stretched(hf: reading.Config) -> reading.Config:
     return {**hf, "rope_parameters": {"rope_theta": theta}, "rope_scaling": None}
 
 
-def tensors(decoder: Decoder) -> dict[str, Any]:
-    tree = decoder_tensors(decoder)
+def tensors(decoder: Decoder, mixtures: Mixtures | None = None) -> dict[str, Any]:
+    tree = decoder_tensors(decoder, mixtures=mixtures)
     for i, arrays in enumerate(tree["layers"]):
         for name, source in (("q_norm", "query_layernorm"), ("k_norm", "key_layernorm")):
             width = decoder.attention.head_dim

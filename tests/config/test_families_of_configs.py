@@ -1,0 +1,142 @@
+"""Published configs of families that differ from others in a few keys: their layers, and variants that are refused."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from jaxspec.config.options import ConfigError
+from jaxspec.models.description import Mamba2, Mixture, Mlp, SigmoidScores
+from jaxspec.models.model_config import ModelConfig
+from jaxspec.models.rope_scaling import LongRope, NoRotation, Yarn
+from tests.support.tiny import tiny_config
+
+
+def config(**keys) -> ModelConfig:
+    return ModelConfig.from_hf({"torch_dtype": "bfloat16", "rms_norm_eps": 1e-5, **keys})
+
+
+def test_mixtral_8x7b():
+    read = config(
+        model_type="mixtral", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, vocab_size=32000, max_position_embeddings=32768, sliding_window=None, eos_token_id=2,
+    ).decoder  # fmt: skip
+    assert {layer.feed for layer in read.layers} == {Mixture(8, 2, 14336)}
+    assert (read.attention.rope.theta, read.attention.window, read.attention.bias) == (1e6, None, False)
+
+
+def test_qwen2_57b_a14b():
+    read = config(
+        model_type="qwen2_moe", hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
+        num_key_value_heads=4, vocab_size=151936, num_experts=64, num_experts_per_tok=8, moe_intermediate_size=2560,
+        shared_expert_intermediate_size=20480, norm_topk_prob=False, rope_theta=1e6, sliding_window=65536,
+        use_sliding_window=False, max_window_layers=28, decoder_sparse_step=1,
+    ).decoder  # fmt: skip
+    assert {layer.feed for layer in read.layers} == {Mixture(64, 8, 2560, renormalised=False, shared=20480)}
+    assert (read.attention.bias, read.attention.out_bias, read.attention.window) == (True, False, None)
+
+
+def test_qwen2_moe_layers_that_see_a_window():
+    """Every other one of the first, as transformers; in dense Qwen2, all of the last."""
+    read = ModelConfig.from_hf(
+        tiny_config("qwen2_moe", num_hidden_layers=4, use_sliding_window=True, sliding_window=9, max_window_layers=2)
+    )
+    assert [layer.mixing.window for layer in read.decoder.layers] == [9, None, None, None]
+
+
+def test_granite_4_h_tiny():
+    kinds = ["mamba"] * 5 + ["attention"] + ["mamba"] * 3
+    read = config(
+        model_type="granitemoehybrid", hidden_size=1536, intermediate_size=512, num_hidden_layers=9, vocab_size=100352,
+        num_attention_heads=12, num_key_value_heads=4, num_local_experts=64, num_experts_per_tok=6,
+        shared_intermediate_size=1024, layer_types=kinds, mamba_n_heads=48, mamba_d_head=64, mamba_d_state=128,
+        mamba_n_groups=1, mamba_d_conv=4, mamba_expand=2, position_embedding_type="nope", tie_word_embeddings=True,
+        embedding_multiplier=12, attention_multiplier=0.0078125, residual_multiplier=0.22, logits_scaling=6,
+    ).decoder  # fmt: skip
+    assert [layer.mixing == Mamba2(48, 64, 1, 128, 4) for layer in read.layers] == [kind == "mamba" for kind in kinds]
+    assert read.layers[0].feed == Mixture(64, 6, 512, shared=1024, shared_gated=False)
+    assert (read.attention.rope.scaling, read.attention.scale) == (NoRotation(), 0.0078125)
+    assert (read.embed_scale, read.layers[0].residual_scale, read.logit_scale) == (12, 0.22, 1 / 6)
+
+
+def test_granite_4_micro_has_no_states():
+    read = config(
+        model_type="granitemoehybrid", hidden_size=2560, intermediate_size=8192, num_hidden_layers=4, vocab_size=100352,
+        num_attention_heads=40, num_key_value_heads=8, num_local_experts=0, num_experts_per_tok=0,
+        shared_intermediate_size=8192, layers_block_type=["attention"] * 4, position_embedding_type="rope",
+    ).decoder  # fmt: skip
+    assert not read.recurrent and read.attention.rope.scaling is None and read.layers[0].feed == Mlp(8192)
+
+
+def test_hunyuan_a13b_has_lists_of_equal_numbers():
+    each = lambda number: [number] * 32  # noqa: E731
+    read = config(
+        model_type="hunyuan_v1_moe", hidden_size=4096, intermediate_size=3072, num_hidden_layers=32, vocab_size=128167,
+        num_attention_heads=32, num_key_value_heads=8, attention_head_dim=128, num_experts=64, moe_topk=each(8),
+        moe_intermediate_size=each(3072), num_shared_expert=each(1), use_qk_norm=True, use_mixed_mlp_moe=True,
+        rope_scaling=dict(type="dynamic", alpha=1000.0, factor=1.0), tie_word_embeddings=True,
+    ).decoder  # fmt: skip
+    assert {layer.feed for layer in read.layers} == {Mixture(64, 8, 3072, shared=3072, shared_gated=False)}
+    assert read.attention.qk_norm_rotated and read.attention.rope.theta > 1e7
+
+
+def test_ling_mini_2():
+    read = config(
+        model_type="bailing_moe", hidden_size=2048, intermediate_size=5120, num_hidden_layers=3, vocab_size=157184,
+        num_attention_heads=16, num_key_value_heads=4, head_dim=128, num_experts=256, num_experts_per_tok=8,
+        num_shared_experts=1, moe_intermediate_size=512, moe_shared_expert_intermediate_size=512, n_group=8,
+        topk_group=4, first_k_dense_replace=1, norm_topk_prob=True, routed_scaling_factor=2.5, score_function="sigmoid",
+        moe_router_enable_expert_bias=True, partial_rotary_factor=0.5, rope_theta=6e5, use_qk_norm=True,
+        use_qkv_bias=False, use_bias=False,
+    ).decoder  # fmt: skip
+    experts = Mixture(256, 8, 512, shared=512, shared_gated=False, scores=SigmoidScores(8, 4, 2.5))
+    assert [layer.feed for layer in read.layers] == [Mlp(5120), experts, experts]
+    assert (read.attention.rope.columns, read.attention.qk_norm) == (64, read.norm)
+
+
+def test_minicpm4_8b():
+    scaling = dict(rope_type="longrope", long_factor=[2.0] * 64, short_factor=[1.0] * 64)
+    read = config(
+        model_type="minicpm", hidden_size=4096, intermediate_size=16384, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=2, vocab_size=73448, scale_emb=12, scale_depth=1.4, dim_model_base=256, mup_denominator=32,
+        max_position_embeddings=32768, rope_scaling=scaling | dict(original_max_position_embeddings=32768),
+        tie_word_embeddings=False,
+    ).decoder  # fmt: skip
+    assert read.attention.rope.scaling == LongRope((1.0,) * 64, (2.0,) * 64, 32768, 1.0, False)
+    assert (read.embed_scale, read.logit_scale, read.attention.scale) == (12, 1 / 16, 128**-0.5)
+    assert read.layers[0].residual_scale == 1.4 / math.sqrt(32)
+
+
+def test_afm_4_5b():
+    read = config(
+        model_type="arcee", hidden_size=2560, intermediate_size=18432, num_hidden_layers=36, num_attention_heads=20,
+        num_key_value_heads=4, head_dim=128, vocab_size=128004, max_position_embeddings=65536, hidden_act="relu2",
+        rope_scaling=dict(rope_type="yarn", factor=20.0, original_max_position_embeddings=4096),
+    ).decoder  # fmt: skip
+    assert read.layers[0].feed == Mlp(18432, activation="relu2", gated=False)
+    assert isinstance(read.attention.rope.scaling, Yarn)
+
+
+@pytest.mark.parametrize("family,change,words", [
+    ("olmoe", dict(clip_qkv=8.0), ["clip_qkv 8.0", "supported: None"]),
+    ("mixtral", dict(hidden_act="gelu_pytorch_tanh"), ["hidden_act", "silu"]),
+    ("mixtral", dict(num_experts_per_tok=9), ["num_experts_per_tok (9)", "num_local_experts (8)"]),
+    ("hunyuan_v1_moe", dict(moe_topk=[1, 2]), ["moe_topk must be the same in all layers", "[1, 2]"]),
+    ("hunyuan_v1_moe", dict(use_cla=True), ["use_cla True"]),
+    ("bailing_moe", dict(score_function=None), ["score_function", "BailingMoeForCausalLM"]),
+    ("bailing_moe", dict(use_qk_norm=False), ["use_qk_norm False"]),
+    ("granitemoehybrid", dict(mamba_n_groups=2), ["mamba_n_groups 2", "supported: 1"]),
+    ("granitemoehybrid", dict(mamba_d_head=16), ["mamba_n_heads (8)", "mamba_d_head (16)", "(64)"]),
+    ("granitemoehybrid", dict(layer_types=["linear_attention"] * 2), ["no attention layer"]),
+    ("granitemoehybrid", dict(position_embedding_type="alibi"), ["position_embedding_type", "'alibi'"]),
+    ("minicpm", dict(num_experts=8), ["num_experts 8"]),
+    ("minicpm", dict(mup_denominator=8), ["mup_denominator 8", "supported: 2"]),
+    ("arcee", dict(hidden_act="silu"), ["hidden_act 'silu'", "'relu2'"]),
+    ("solar_open", dict(n_group=3), ["n_group (3)", "n_routed_experts (8)"]),
+])  # fmt: skip
+def test_variants_that_are_refused(family, change, words):
+    with pytest.raises(ConfigError) as error:
+        ModelConfig.from_hf(tiny_config(family, **change))
+    for word in words:
+        assert word in str(error.value)
