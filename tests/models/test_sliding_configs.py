@@ -144,7 +144,7 @@ def test_gemma4_has_two_kinds_of_heads():
     assert (decoder.embed_scale, decoder.logit_cap, decoder.tied) == (5376**0.5, 30.0, True)
     text = dict(GEMMA4_31B["text_config"])
     own = {"head_dim": text.pop("global_head_dim"), "num_key_value_heads": text.pop("num_global_key_value_heads")}
-    saved = GEMMA4_31B | {"text_config": text | {"per_layer_config": {str(i): own for i in range(5, 60, 6)}}}
+    saved = GEMMA4_31B | {"text_config": text | {"per_layer_config": {f"{i:02}": own for i in range(5, 60, 6)}}}
     assert ModelConfig.from_hf(saved) == config  # as transformers 5.23 writes it
     unified = GEMMA4_31B | {"text_config": GEMMA4_31B["text_config"] | {"model_type": "gemma4_unified_text"}}
     assert ModelConfig.from_hf(unified).decoder == decoder

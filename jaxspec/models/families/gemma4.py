@@ -153,8 +153,11 @@ def full(hf: reading.Config, norm: Norm, windows: list[int | None]) -> Attention
 
 
 def _of_full_layers(by_layer: Any, windows: list[int | None]) -> Mapping[str, Any]:
-    """The keys that full layers have of their own, as transformers 5.23 saves them: by number of the layer."""
+    """The keys that full layers have of their own, as transformers 5.23 saves them: by number of the layer, with zeros
+    before it so that all are as long."""
     numbers = [str(i) for i, window in enumerate(windows) if window is None]
+    if isinstance(by_layer, Mapping):
+        by_layer = {str(number).lstrip("0") or "0": own for number, own in by_layer.items()}
     own = by_layer.get(numbers[-1]) if isinstance(by_layer, Mapping) else None
     known = {"head_dim", "num_key_value_heads"}
     if not isinstance(own, Mapping) or not own.keys() <= known or by_layer != dict.fromkeys(numbers, own):
