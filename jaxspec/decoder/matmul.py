@@ -18,7 +18,7 @@ from jaxspec.decoder.functions import normed, weighted
 from jaxspec.decoder.low_rank import low_rank
 from jaxspec.decoder.padding import flat, padded
 from jaxspec.models import fp8
-from jaxspec.models.description import ClampedSwiglu, Norm
+from jaxspec.models.description import ClampedSwiglu, Norm, Table, beyond
 from jaxspec.models.weights import Format, FourBits, Fp8, Unquantised, Weight, matmul
 from jaxspec.pallas import hopper
 from jaxspec.pallas.dense import few_rows, four_wide, fp8_quantise, fp8_rows, fp8_tiles, fp8_wide, tile_matmul
@@ -407,16 +407,21 @@ PRODUCTS = (
 )
 
 
-def _not_quantised(weights: Sequence[Weight], *_: Any) -> str | None:
+ROOT_MEAN_SQUARE: Table = {Norm: frozenset({"eps", "centred"})}  # norms that are made in one with what quantises them
+
+
+def _not_quantised(weights: Sequence[Weight], x: Array, scale: Array, norm: Norm) -> str | None:
     if len(weights) != 1:
         return f"{len(weights)} readers"
+    if reason := beyond(norm, ROOT_MEAN_SQUARE):
+        return reason
     if weights[0].adapters is not None:
         return "rows with adapters, which read them unquantised"
     return None if quantises_rows(weights[0]) else f"a weight in {weights[0].format}"
 
 
 def _norm_refused(weights: Sequence[Weight], x: Array, scale: Array, norm: Norm) -> str | None:
-    if reason := _not_quantised(weights):
+    if reason := _not_quantised(weights, x, scale, norm):
         return reason
     rows, (weight,) = x.reshape(-1, x.shape[-1]), weights
     return _fp8_tiles_refused(Product(x, weight)) or fp8_quantise.norm_supported(*rows.shape, rows.dtype)

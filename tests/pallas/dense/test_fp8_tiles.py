@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.decoder.functions import normed, weighted
-from jaxspec.decoder.matmul import Quantised, gate, normed_for, product, project, reference
+from jaxspec.decoder.matmul import Quantised, Weighted, gate, normed_for, product, project, reference
 from jaxspec.models import fp8
 from jaxspec.models.description import Norm
 from jaxspec.models.weights import HALF, Fp8, Layout, Weight
@@ -250,6 +251,19 @@ def test_rows_are_quantised_before_their_norms_factor(monkeypatch, block, activa
     assert isinstance(made, Quantised) == (chosen["fp8_norm_quantise"] == 1) == activations
     np.testing.assert_allclose(out[0], expected, atol=2e-2 * np.abs(expected).max())
     assert not isinstance(normed_for([weight, weight], x, scale, norm), Quantised)
+
+
+def test_a_norm_with_fields_that_they_do_not_know_is_taken_by_itself():
+    """The plain path takes any norm, so those that are in one with the rounding must refuse by themselves."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Later(Norm):
+        squared: bool = False
+
+    x, values, scales = operands(2, 256, 128, 128, 128)
+    weight, scale = Weight(values, Fp8(128, True), Layout((128,)), scales), jnp.ones(256, jnp.bfloat16)
+    made = [type(normed_for([weight], x, scale, norm)) for norm in (Norm(1e-6, centred=True), Later(1e-6))]
+    assert made[0] is Weighted and made[1] is type(x)
 
 
 def test_what_is_not_for_them_is_named():
