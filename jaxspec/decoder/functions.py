@@ -31,8 +31,8 @@ def whole_float32(dtype: Any) -> contextlib.AbstractContextManager:
 
 @jax.named_scope("norm")
 def normed(x: Float[Array, "*b d"], weight: Float[Array, "... d"], norm: Norm) -> Float[Array, "*b d"]:
-    """Root-mean-square norm (https://arxiv.org/abs/1910.07467). The weight broadcasts against x."""
-    return (centred_rms_norm if norm.centred else rms_norm)(x, weight, norm.eps)
+    """Root-mean-square norm (https://arxiv.org/abs/1910.07467), or a layer norm. The weight broadcasts against x."""
+    return (layer_norm if norm.mean else centred_rms_norm if norm.centred else rms_norm)(x, weight, norm.eps)
 
 
 def rms_norm(x: Float[Array, "*b d"], weight: Float[Array, "... d"], eps: float) -> Float[Array, "*b d"]:
@@ -47,6 +47,14 @@ def centred_rms_norm(x: Float[Array, "*b d"], weight: Float[Array, "... d"], eps
     x32 = x.astype(jnp.float32)
     x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     return (x32 * (1 + weight.astype(jnp.float32))).astype(x.dtype)
+
+
+def layer_norm(x: Float[Array, "*b d"], weight: Float[Array, "... d"], eps: float) -> Float[Array, "*b d"]:
+    """Layer norm without a bias (https://arxiv.org/abs/1607.06450), in float32 until it is weighted."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (x32 * weight.astype(jnp.float32)).astype(x.dtype)
 
 
 def weighted(

@@ -39,8 +39,8 @@ from jaxspec.parallel.peers import summed
 from jaxspec.parallel.sharding import devices, embed, total
 
 IMPLEMENTS = implementing({
-    Decoder: {"reports_experts", "layer_inputs"}, Absent: set(), Norm: {"centred"},
-    Layer: {"pre_norm", "post_norm", "residual_scale", "input_width", "output_scaled"},
+    Decoder: {"reports_experts", "layer_inputs"}, Absent: set(), Norm: {"centred", "mean"},
+    Layer: {"pre_norm", "post_norm", "residual_scale", "input_width", "output_scaled", "parallel"},
     LayerInputs: {"width", "vocab_size", "padding"},
     Mlp: {"bias", "activation", "gated"},
     Rope: {"columns", "interleaved"},
@@ -95,7 +95,7 @@ class Plain(Ops):
         projected = lambda x: add_product(x, mixed, weights, "out", valid)  # noqa: E731
         if by_request_of(layer) > 1:
             projected = lambda _: mixed  # noqa: E731
-        return added(layer, weights, "attn_post_norm", x, projected), None
+        return added(layer, weights, "attn_post_norm", x, projected), x if layer.parallel else None
 
     def finish(self, layer, weights, after, x, mixed):
         x, given = super().finish(layer, weights, after, x, mixed)
@@ -105,9 +105,9 @@ class Plain(Ops):
 
     def feed(self, layer, weights, after, x, given):
         if not (self.reports and isinstance(layer.feed, Mixture)):
-            return feed(layer, weights, x, self.positions), None
+            return feed(layer, weights, x, self.positions, beside=given), None
         chosen: list[Array] = []
-        x = feed(layer, weights, x, self.positions, chosen)
+        x = feed(layer, weights, x, self.positions, chosen, given)
         return x, Chosen(*chosen)
 
 
@@ -180,13 +180,15 @@ def feed(
     x: Float[Array, "b t d"],
     positions: Int[Array, "b _"],
     report: list[Array] | None = None,
+    beside: Float[Array, "b t d"] | None = None,
 ) -> Float[Array, "b t d"]:
     """x + feed(norm(x)). Padding, at negative positions, is no row of an MLP and chooses no expert. `report`: as in
-    `mixture`."""
+    `mixture`. `beside`: in a parallel layer, the residual stream before the mixing, which is normed for both."""
     if isinstance(layer.feed, Mixture) and layer.feed.beside:
         return x + normed(side_by_side(layer, weights, x, positions, report), weights["mlp_post_norm"], layer.norm)
     readers = [] if isinstance(layer.feed, Mixture) else [weights["gate_up" if layer.feed.gated else "up"]]
-    rows = normed_for(readers, x, weights["mlp_norm"], layer.norm) if layer.pre_norm else x
+    rows, name = (x, "mlp_norm") if beside is None else (beside, "attn_norm")
+    rows = normed_for(readers, rows, weights[name], layer.norm) if layer.pre_norm else rows
     if isinstance(layer.feed, Mixture):
         mixed = lambda x: mixture(layer.feed, weights, x, rows, positions, report)  # noqa: E731
         return added(layer, weights, "mlp_post_norm", x, mixed)

@@ -20,10 +20,12 @@ Table = Mapping[type, frozenset[str]]  # by kind of description, the fields that
 
 @dataclass(frozen=True)
 class Norm:
-    """A root-mean-square norm. `centred`: its weight is an offset from one, applied in float32 (as Qwen3-Next's)."""
+    """A root-mean-square norm. `centred`: its weight is an offset from one, applied in float32 (as Qwen3-Next's).
+    `mean`: the mean is subtracted first (a layer norm without a bias, as Cohere's)."""
 
     eps: float
     centred: bool = False
+    mean: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,16 +97,13 @@ class Kind(Protocol):
     @property
     def memory(self) -> Memory:
         """Memory of the past. Layers whose memory is equal share an array."""
-        ...
 
     @property
     def columns(self) -> int:
         """Columns of its matrices, each as long as the model is wide: the weights that a token is multiplied by."""
-        ...
 
     def divided(self, share: Share) -> Kind:
         """Describe the part of one of several devices. **Raises:** as `share`, for a number that can't be divided."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -420,7 +419,7 @@ class Layer:
     output is normed before it is added ("attn_post_norm", "mlp_post_norm"). `residual_scale`: what it is multiplied by.
     `input_width`: that of the layer's own input, which is multiplied by the activation of a gate ("input_gate"),
     projected ("input_out"), normed ("input_norm") and added; 0: it has none. `output_scaled`: the whole output is
-    multiplied by a learnt number ("layer_scale").
+    multiplied by a learnt number ("layer_scale"). `parallel`: x + mixing(norm(x)) + feed(norm(x)), by one "attn_norm".
     """
 
     mixing: Kind | Absent
@@ -431,6 +430,7 @@ class Layer:
     residual_scale: float = 1.0
     input_width: int = 0
     output_scaled: bool = False
+    parallel: bool = False
 
 
 @dataclass(frozen=True)

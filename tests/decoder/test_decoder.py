@@ -78,7 +78,7 @@ TABLES = {
 
 # Of each field, another value than the plainest decoder's, and who computes that. Whoever adds a field decides here.
 FIELDS = {
-    Norm: {"eps": (1e-5, ALL), "centred": (True, {EVERY, FUSED, FP8, TILES})},
+    Norm: {"eps": (1e-5, ALL), "centred": (True, {EVERY, FUSED, FP8, TILES}), "mean": (True, {EVERY})},
     RopeScaling: {
         "factor": (2.0, ALL),
         "low_freq_factor": (2.0, ALL),
@@ -193,6 +193,7 @@ FIELDS = {
         "residual_scale": (0.5, {EVERY}),
         "input_width": (8, {EVERY}),
         "output_scaled": (True, {EVERY}),
+        "parallel": (True, {EVERY}),
     },
     Decoder: {
         "vocab_size": (1024, {EVERY, FEW, FUSED, STREAM, FP8, TILES, FP8S}),

@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 from transformers import (
     ArceeConfig,
     AutoModelForCausalLM,
+    Cohere2Config,
     Ernie4_5Config,
     Exaone4Config,
     Gemma3TextConfig,
@@ -199,6 +200,14 @@ VARIANTS = {
         rope_parameters={**LONGROPE, "partial_rotary_factor": 1.0, "original_max_position_embeddings": 64},
     ),
     "minicpm-untied": GraniteConfig(**SIZES, **MUP, attention_multiplier=12**-0.5),
+    "cohere2-tied": Cohere2Config(
+        **SIZES, sliding_window=20, sliding_window_pattern=2, logit_scale=1.5, rope_parameters=LLAMA3, **IDS
+    ),
+    "cohere2-untied": Cohere2Config(
+        **SIZES | dict(num_attention_heads=2), sliding_window=7, attention_bias=True, tie_word_embeddings=False,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"], layer_norm_eps=EPS, logit_scale=0.75,
+        **IDS,
+    ),
 }  # fmt: skip
 # MiniCPM is Granite's class under names of its own.
 MINICPM = dict(

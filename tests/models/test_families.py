@@ -29,7 +29,7 @@ FAMILIES = {
     "qwen3": {"rope_scaling": {**YARN, "attention_factor": 0.8}},
     "gpt_oss": {"rope_scaling": YARN | {"truncate": False}},  # the first layer has a window
     # In two layers of what these have: one that doesn't rotate, or sees a window, and one that does, or sees all.
-    **{family: {"num_hidden_layers": 2} for family in ("exaone4", "smollm3")},
+    **{family: {"num_hidden_layers": 2} for family in ("cohere2", "exaone4", "smollm3")},
     "olmo3": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
     # A window; other heads, of another width; then both kinds again, over the first ones' keys and values.
     "gemma4": GEMMA4_ALL | {"num_key_value_heads": 4, "vocab_size_per_layer_input": VOCAB},

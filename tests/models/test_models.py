@@ -49,7 +49,7 @@ NUMBERS = (
     "arcee", "ernie4_5", "exaone4", "granite", "hunyuan_v1_dense", "minicpm", "olmo2", "olmo3", "phi3", "seed_oss",
     "smollm3",
 )  # fmt: skip
-SECOND = {f"{family}-untied" for family in (*NUMBERS, "gemma3", "gemma4", "mistral")}
+SECOND = {f"{family}-untied" for family in (*NUMBERS, "cohere2", "gemma3", "gemma4", "mistral")}
 SECOND |= {
     "dots1-single", "exaone-moe-tied", "glm4-moe-single", "glm4-tied", "gpt-oss-stacked", "granitemoe-tied",
     "granitemoe-untied", "granitemoeshared-untied", "hunyuan-moe-tied", "hy-v3-tied", "mixtral-single", "olmoe-stacked",
@@ -63,8 +63,8 @@ LAYERS = (0, 2)  # whose outputs the expected `hidden_*` tensors hold
 LATENTS = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"}
 UNBIASED = LATENTS | {"bailing_moe", "mimo_v2_flash", "mixtral"}
 NO_HEAD_DIM = {  # of whose configs it isn't a key
-    "exaone4", "granite", "granitemoe", "granitemoeshared", "minicpm", "olmo2", "olmo3", "olmoe", "phi3", "qwen2",
-    "smollm3",
+    "cohere2", "exaone4", "granite", "granitemoe", "granitemoeshared", "minicpm", "olmo2", "olmo3", "olmoe", "phi3",
+    "qwen2", "smollm3",
 }  # fmt: skip
 NO_BIASES = UNBIASED | {"exaone4", "exaone_moe", "minimax_m2", "phi3"}  # in which the key has no effect
 NO_BIAS = NO_BIASES | {"minicpm", "mistral"}  # whose goldens have none

@@ -15,6 +15,7 @@ from jaxspec.models.description import (
     Mixture,
     Mlp,
     Norm,
+    NoRotation,
     PagedRows,
     Rope,
 )
@@ -32,6 +33,8 @@ from tests.support.tiny import tiny_config
     ("qwen2", {"sliding_window": 512, "max_window_layers": 1, "use_sliding_window": True}, [None, 512]),
     ("qwen2", {"use_sliding_window": True}, [None, None]),
     ("qwen2", {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}, [4096, 4096]),
+    ("cohere2", {}, [20, None]),
+    ("cohere2", {"sliding_window": None}, [None, None]),
     ("gemma3", {}, [20, None]),
     ("gemma4", {"layer_types": ["full_attention", "sliding_attention"]}, [None, None]),  # the last sees all
     ("gpt_oss", {}, [20, None]),
@@ -50,6 +53,7 @@ def test_windows_by_layer(family, keys, windows):
     ("qwen2", {"layer_types": ["full_attention"]}, "layer_types must name 2 layers"),
     ("qwen2", {"layer_types": ["full_attention", "chunked"]}, "each full_attention or sliding_attention; got"),
     ("qwen2", {"max_window_layers": "x"}, "max_window_layers must be"),
+    ("cohere2", {"use_qk_norm": True}, "use_qk_norm True is not supported for model_type 'cohere2'; supported: False"),
     ("gemma3", {"sliding_window": None}, "sliding_window must be a positive integer"),
     ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported"),
     ("gemma3", {"rope_parameters": {"rope_theta": 1e6}}, "rope_parameters are by kind of layer"),
@@ -65,6 +69,39 @@ def test_windows_by_layer(family, keys, windows):
 def test_windows_that_make_no_sense(family, keys, words):
     with pytest.raises(ConfigError, match=words):
         ModelConfig.from_hf(tiny_config(family, **keys))
+
+
+COMMAND_R7B = {  # as published, but for keys that change nothing here
+    "architectures": ["Cohere2ForCausalLM"],
+    "eos_token_id": 255001,
+    "head_dim": 128,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "logit_scale": 0.25,
+    "max_position_embeddings": 132096,
+    "model_type": "cohere2",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rope_theta": 50000,
+    "rotary_pct": 1.0,
+    "torch_dtype": "bfloat16",
+    "use_gated_activation": True,
+    "use_parallel_block": True,
+    "use_qk_norm": False,
+    "vocab_size": 256000,
+}
+
+
+def test_command_r7b_rotates_where_it_sees_a_window():
+    decoder = ModelConfig.from_hf(COMMAND_R7B).decoder
+    assert decoder.tied and decoder.logit_scale == 0.25 and decoder.norm == Norm(1e-5, mean=True)
+    window, whole = decoder.layers[2:4]
+    assert (window.mixing.window, window.mixing.rope) == (4096, Rope(5e4, interleaved=True))
+    assert (whole.mixing.window, whole.mixing.rope.scaling) == (None, NoRotation())
+    assert decoder.layers == (window, window, window, whole) * 8 and window.parallel
+    silent = {key: value for key, value in COMMAND_R7B.items() if key != "logit_scale"}
+    assert ModelConfig.from_hf(silent).decoder.logit_scale == 0.0625
 
 
 GEMMA3_4B = {  # as published: all else is the config class's own

@@ -33,6 +33,7 @@ CHAT_TEMPLATE = (
 ARCHITECTURES = {
     "arcee": "ArceeForCausalLM",
     "bailing_moe": "BailingMoeV2ForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "dots1": "Dots1ForCausalLM",
@@ -142,6 +143,7 @@ EXTRA = {
         linear_num_heads=8,
         linear_head_dim=16,
     ),
+    "cohere2": dict(sliding_window=20, sliding_window_pattern=2, logit_scale=0.25),
     "exaone4": dict(sliding_window=20, sliding_window_pattern=2),
     "gemma3": dict(query_pre_attn_scalar=24, sliding_window=20, sliding_window_pattern=2, rope_local_base_freq=100.0),
     "gemma4": GEMMA4,
