@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from jaxspec.config.request import RequestError, StructuredOutput, shown
@@ -18,7 +19,9 @@ from jaxspec.structured.regex import with_classes
 from jaxspec.structured.schema import member, resolve, types
 from jaxspec.structured.texts import FORMAT_PATTERNS, escape, whole
 from server.parsers import PARSERS, REASONING_PARSERS
+from server.parsers.deepseek import DeepseekV3, DeepseekV31
 from server.parsers.hermes import Hermes
+from server.parsers.kimi_k2 import KimiK2
 from server.parsers.llama3_json import Llama3Json
 from server.parsers.mistral import Mistral
 from server.parsers.qwen3_coder import Qwen3Coder
@@ -162,6 +165,21 @@ def _mistral(lark: _Lark, functions: Sequence[Mapping[str, Any]], parallel: bool
     return f"{lark.literal('[TOOL_CALLS]', '[')} {_sequence(lark, call, ', ', parallel)} {lark.literal(']')}"
 
 
+def _section(lark: _Lark, functions: Sequence[Mapping[str, Any]], parallel: bool, kind: type[DeepseekV31]) -> str:
+    """Calls in a section: each call's head and tail are the format's, and the number of one is any."""
+
+    def one(function: Mapping[str, Any]) -> str:
+        head = [
+            "/[0-9]{1,3}/" if part == "{number}" else lark.literal(part.replace("{name}", function["name"]))
+            for part in kind.HEAD
+        ]
+        return " ".join([*head, lark.json(_arguments(function)), lark.literal(*kind.TAIL)])
+
+    call = lark.choice([one(function) for function in functions])
+    more = f"({lark.literal(chr(10))}? {call})*" if parallel else ""
+    return f"{lark.literal(kind.SECTION)} {call} {more} {lark.literal(kind.SECTION_END)}"
+
+
 def _coder(lark: _Lark, functions: Sequence[Mapping[str, Any]], parallel: bool) -> str:
     said = lark.choice([_xml(lark, function) for function in functions])
     call = lark.rule(f"{lark.literal('<tool_call>', chr(10))} {said} {lark.literal(chr(10), '</tool_call>')}")
@@ -301,4 +319,10 @@ def _thought(lark: _Lark, reasoning: str | None, thinking: str | None) -> str:
     return f"({lark.literal(kind.OPENS)} {body} {space})?"
 
 
-_CALLS = {Hermes: _hermes, Qwen3Coder: _coder, Llama3Json: _llama, Mistral: _mistral}
+_CALLS = {
+    Hermes: _hermes,
+    Qwen3Coder: _coder,
+    Llama3Json: _llama,
+    Mistral: _mistral,
+    **{kind: partial(_section, kind=kind) for kind in (DeepseekV3, DeepseekV31, KimiK2)},
+}

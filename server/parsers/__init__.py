@@ -15,9 +15,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from server.parsers.deepseek import DeepseekV3, DeepseekV31
 from server.parsers.gemma4 import Gemma4, Gemma4Thoughts
 from server.parsers.harmony import Harmony
 from server.parsers.hermes import Hermes
+from server.parsers.kimi_k2 import KimiK2
 from server.parsers.llama3_json import Llama3Json
 from server.parsers.mistral import Mistral
 from server.parsers.qwen3_coder import Qwen3Coder
@@ -40,6 +42,9 @@ PARSERS: dict[str, type[ToolScanner]] = {
     "qwen3_coder": Qwen3Coder,
     **dict.fromkeys(("llama3_json", "llama3"), Llama3Json),
     "mistral": Mistral,
+    **dict.fromkeys(("deepseek_v3", "deepseekv3"), DeepseekV3),
+    **dict.fromkeys(("deepseek_v31", "deepseekv31"), DeepseekV31),
+    "kimi_k2": KimiK2,
     "gemma4": Gemma4,
     **dict.fromkeys(("harmony", "gpt_oss", "openai"), Harmony),
 }
@@ -60,6 +65,9 @@ TOOL_DEFAULTS: tuple[tuple[str, str | None, str], ...] = (
     ("<function=", None, "qwen3_coder"),
     ("<tool_call>", None, "hermes"),
     ("[TOOL_CALLS]", None, "mistral"),
+    ("<|tool_calls_section_begin|>", None, "kimi_k2"),
+    ("```json", "deepseek", "deepseek_v3"),
+    ("<｜tool▁calls▁begin｜>", None, "deepseek_v31"),
     ("<|python_tag|>", None, "llama3_json"),
     ('"parameters": dictionary of argument name', None, "llama3_json"),
 )

@@ -21,6 +21,7 @@ from server.parsers import parse
 from tests.server.fake import byte_tokenizer
 from tests.server.parsers.cases import tool
 from tests.server.parsers.marked_texts import MARKED_TEXTS
+from tests.server.parsers.section_cases import CLOSES, KIMI_CLOSES, KIMI_OPENS, OPENS, kimi, v3, v31
 from tests.server.parsers.test_marked_texts import MARKS
 
 END = 258
@@ -35,7 +36,10 @@ for each in TOOLS[:2]:
 TOOLS[0]["function"]["parameters"]["required"] = ["kind"]
 TOOLS[1]["function"]["parameters"]["$defs"] = {"k": KINDS}
 SCHEMAS = {each["function"]["name"]: each["function"].get("parameters", {"maxProperties": 0}) for each in TOOLS}
-FORMATS = ["hermes", "qwen3_coder", "llama3_json", "mistral"]
+SECTIONS = {
+    "deepseek_v3": (OPENS, v3, CLOSES), "deepseek_v31": (OPENS, v31, CLOSES), "kimi_k2": (KIMI_OPENS, kimi, KIMI_CLOSES)
+}  # fmt: skip
+FORMATS = ["hermes", "qwen3_coder", "llama3_json", "mistral", *SECTIONS]
 
 
 def matcher(wanted) -> LLMatcher:
@@ -143,6 +147,9 @@ def call(format, arguments, name="f") -> str:
         }
         said = "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in texts.items())
         return f"<tool_call>\n<function={name}>\n{said}</function>\n</tool_call>"
+    if format in SECTIONS:
+        opens, write, closes = SECTIONS[format]
+        return opens + write(name, said) + closes
     body = f'{{"name": "{name}", "{"parameters" if format == "llama3_json" else "arguments"}": {said}}}'
     marks = {"hermes": ("<tool_call>\n", "\n</tool_call>"), "mistral": ("[TOOL_CALLS][", "]")}.get(format, ("", ""))
     return body.join(marks)

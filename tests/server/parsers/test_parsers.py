@@ -20,9 +20,10 @@ from tests.server.parsers.hermes_cases import HERMES
 from tests.server.parsers.llama3_json_cases import LLAMA
 from tests.server.parsers.mistral_cases import MISTRAL
 from tests.server.parsers.qwen3_coder_cases import CODER
+from tests.server.parsers.section_cases import SECTIONS, kimi
 from tests.server.parsers.think_cases import THINK
 
-CASES = THINK + HERMES + CODER + LLAMA + MISTRAL + HARMONY
+CASES = THINK + HERMES + CODER + LLAMA + MISTRAL + SECTIONS + HARMONY
 TABLE = pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.format}: {case.name}")
 
 
@@ -78,6 +79,9 @@ MARKUP = [
     *("<|python_tag|>", "<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "assistant", "analysis"),
     *("final", " to=functions.search", '{"name": "search", "arguments": {', '{"name": "search"', '"arguments"'),
     *('"query"', '{"', '"}', "}}", "{", "}", "[", "]", ",", ":", ";", '"', "\\", '\\"'),
+    *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "function", "<｜tool▁sep｜>", "```json"),
+    *("<｜tool▁call▁end｜>", "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "functions.search:0"),
+    "<|tool_call_argument_begin|>",
     *("\\u00e9", "\\ud83d", "\\ude00", "\n", " ", "null", "1", "x", "add", "<", "/", ">", "|", "é☃"),
 ]
 REPLIES = st.lists(st.sampled_from(MARKUP), max_size=24)
@@ -163,7 +167,9 @@ def test_arguments_stream_as_they_come():
     assert [p.text for p in coder.push(" words\n")] == [" words"], "a newline waits, it may be the marker's"
 
 
-@pytest.mark.parametrize("format", ["hermes", "qwen3_coder", "llama3_json", "mistral", "harmony", "qwen3"])
+@pytest.mark.parametrize(
+    "format", ["hermes", "qwen3_coder", "llama3_json", "mistral", "deepseek_v3", "kimi_k2", "harmony", "qwen3"]
+)
 def test_nothing_that_a_model_repeats_takes_long(format):
     """Text that begins a call again and again is read once, not from each beginning to the end."""
     repeated = [part for part in MARKUP if len(part) > 1]
@@ -172,6 +178,11 @@ def test_nothing_that_a_model_repeats_takes_long(format):
         text, started = part * (20_000 // len(part)), time.process_time()
         parse(format, [text])
         assert time.process_time() - started < 1, part
+
+
+def test_kimis_ids_are_the_models_own():
+    (begun, *_) = Parser(None, "kimi_k2").push(kimi("search", "{}", 3))
+    assert (begun.text, begun.id) == ("search", "functions.search:3")
 
 
 def test_ids_are_unique_and_mistral_gets_its_own_kind():
