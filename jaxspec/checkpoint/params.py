@@ -268,7 +268,7 @@ def _scales(param: Param, found: dict[str, np.ndarray]) -> jax.Array:
     A block's scale is repeated for each g of its outputs, g being the most that fusing and interleaving keep together;
     that of a whole matrix for all outputs.
     """
-    blocks, layout = param.format.block is not None, param.layout
+    blocks, layout = param.format.per_scale("outputs") != 1, param.layout
     size, each = layout.unit if blocks else 1, []
     outputs = param.stored_values().values()
     for (name, _), (*_, rows, _) in zip(param.scales, outputs, strict=True):

@@ -21,9 +21,10 @@ import pytest
 
 import jaxspec
 from jaxspec import LLM, SamplingParams
+from jaxspec.checkpoint.params import assemble
 from jaxspec.decoder.forward import PATHS
 from jaxspec.models.families import MODELS
-from jaxspec.models.weights import formats
+from jaxspec.models.weights import WHOLE, formats, linear
 from jaxspec.scheduling.audit import audit
 from tests.proof import family
 from tests.proof.fixed_point import FixedPoint
@@ -131,3 +132,23 @@ if __name__ == "__main__":
     assert jax.device_count() == 2
     MODELS["proof"] = family
     print(json.dumps(said(LLM(sys.argv[1], "ngram", tp_size=2, **OPTIONS))))
+
+
+@dataclasses.dataclass(frozen=True)
+class ByOutput(FixedPoint):
+    """Bytes with a scale for each output, as compressed-tensors' int8 has them."""
+
+    def dequantise(self, values, scales):
+        return values.astype(np.float32) * scales
+
+
+def test_a_checkpoint_may_hold_a_format_with_scales_by_output():
+    param = linear(4, {"q.weight": 6, "k.weight": 2}, split=WHOLE)
+    stored = tuple((f"{name}_scale", (rows, 1)) for name, (rows, _) in param.stored_values().items())
+    declared = dataclasses.replace(param, format=ByOutput(), scales=stored)
+    draw = np.random.default_rng(0)
+    found = {name: draw.integers(-9, 9, shape).astype(np.int8) for name, shape in declared.stored_values().items()}
+    found |= {name: draw.random(shape, np.float32) for name, shape in stored}
+    weight = assemble(declared, found, "float32")
+    whole = np.concatenate([found[name] * found[f"{name}_scale"] for name in declared.sources])
+    np.testing.assert_array_equal(weight.dequantised(np.float32), whole.T)
