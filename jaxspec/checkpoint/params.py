@@ -18,12 +18,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jaxspec.checkpoint.check import CheckpointError
 from jaxspec.checkpoint.reserve import Reserved, reserved
 from jaxspec.checkpoint.stored import Computed, Readers
-from jaxspec.models import fp8, mxfp4
+from jaxspec.models import mxfp4
 from jaxspec.models.fp8 import BLOCK
 from jaxspec.models.weights import Format, FourBits, Fp8, Layout, Mxfp4, Param, Unquantised
 from jaxspec.parallel import sharding
@@ -147,9 +147,11 @@ def _divided(
     here = [(i, each) for i, each in enumerate(mesh.devices) if each.process_index == jax.process_index()]
     own_of = {rank: sharding.own_sources(param, rank, size) for rank, _ in here}
     needed = sorted({i for own in own_of.values() for i in own})
-    sources = {i: host[i] for i in needed}
-    if not sharding.of_rows(param) or any(isinstance(each, Computed) for each in sources.values()):
+    sources, whole = {i: host[i] for i in needed}, _needs_whole(param)
+    if whole or not sharding.of_rows(param) or any(isinstance(each, Computed) for each in sources.values()):
         sources = dict(zip(needed, readers.read(sources.values()), strict=True))
+    by_input = 1 if param.stacked and param.transpose else -1  # the axis of a source's inputs
+    magnitudes = {i: _magnitudes(source, by_input) for i, source in sources.items()} if whole else {}
     for rank, device in here:
         one = sharding.local_param(param, size, rank)
         own = [sharding.cut(param, i, sources[i], rank, size) for i in own_of[rank]]
@@ -157,11 +159,38 @@ def _divided(
         own_scales = {names[i]: sharding.cut(param, i, scales[names[i]], rank, size, scale=True) for i in scaled}
         if param.order:
             own_scales[param.order] = scales[param.order]
+        largest = [sharding.own_experts(param, magnitudes[i], rank, size) for i in own_of[rank]] if whole else []
         own = _on_host(one, own, readers)
         with at_once, jax.default_device(device):
             own = [part if isinstance(part, np.ndarray) else jax.device_put(part, device) for part in own]
-            made.append(jax.block_until_ready(places[rank].moved(_placed(one, own, own_scales, dtype))))
+            largest = _of_outputs(largest, param.layout, param.stacked) if whole else None
+            made.append(jax.block_until_ready(places[rank].moved(_placed(one, own, own_scales, dtype, largest))))
     return sharding.joined(param, made, mesh)
+
+
+def _needs_whole(param: Param) -> bool:
+    """Whether devices quantise parts of a weight, and need more of it than their own."""
+    divided = param.split.along in ("outputs", "inputs")
+    return divided and param.format.quantised and not param.scales and param.format.needs_whole(param.split.along)
+
+
+def _magnitudes(source: Any, axis: int) -> Any:
+    """The largest magnitudes along an axis."""
+    if isinstance(source, jax.Array):
+        return jnp.max(jnp.abs(source), axis)
+    # By their bits, which integers order by magnitude for each sign: abs of numpy's bfloat16 takes 20 times as long.
+    found = [source.view(f"{kind}{source.itemsize}").max(axis).view(source.dtype) for kind in "iu"]
+    return np.maximum(*np.abs(np.float32(found)))
+
+
+@partial(jax.jit, static_argnames=("layout", "stacked"))
+def _of_outputs(magnitudes: list[jax.Array], layout: Layout, stacked: bool) -> jax.Array:
+    """Magnitudes of sources in order of the whole weight's outputs, f32[*e, n]."""
+    whole = [each.astype(jnp.float32) for each in magnitudes]
+    if stacked:
+        whole = jnp.concatenate(whole).reshape(-1, sum(layout.splits))
+        whole = jnp.split(whole, list(itertools.accumulate(layout.splits))[:-1], axis=-1)
+    return layout.pack(whole)
 
 
 def _on_host(param: Param, parts: list[Any], readers: Readers) -> list[Any]:
@@ -175,13 +204,17 @@ def _on_host(param: Param, parts: list[Any], readers: Readers) -> list[Any]:
     return [stack.reshape(*stack.shape[:2], -1)]  # the bytes of MXFP4 have an axis of blocks
 
 
-def _placed(param: Param, host: list[Any], scales: dict[str, np.ndarray], dtype: str) -> Any:
-    """The parameter on the default device, of what `_on_host` gives."""
+def _placed(
+    param: Param, host: list[Any], scales: dict[str, np.ndarray], dtype: str, largest: jax.Array | None = None
+) -> Any:
+    """The parameter on the default device, of what `_on_host` gives. `largest`: as of `Format.quantise`."""
     # A copy, because on a CPU an array may share the host's memory.
-    return _made(param, [jax.device_put(each, may_alias=False) for each in host], scales, dtype)
+    return _made(param, [jax.device_put(each, may_alias=False) for each in host], scales, dtype, largest)
 
 
-def _made(param: Param, sources: list[jax.Array], scales: dict[str, np.ndarray], dtype: str) -> Any:
+def _made(
+    param: Param, sources: list[jax.Array], scales: dict[str, np.ndarray], dtype: str, largest: jax.Array | None
+) -> Any:
     if param.depthwise:
         sources = [source[:, 0] for source in sources]
     if any(param.unit_axes):
@@ -202,7 +235,7 @@ def _made(param: Param, sources: list[jax.Array], scales: dict[str, np.ndarray],
         lacking = param.shape[-1] - values.shape[-1] if param.least else 0
         return param.made(jnp.pad(values, ((0, 0), (0, lacking))) if lacking else values)
     if not param.scales:
-        return param.made(*_quantised(sources, param.layout, param.format))
+        return param.made(*_quantised(sources, param.layout, param.format, largest))
     values = sources[0] if param.stacked else _fused_rows(sources, param.layout)
     return param.made(values, _scales(param, scales))
 
@@ -288,41 +321,56 @@ def _scales(param: Param, found: dict[str, np.ndarray]) -> jax.Array:
 
 
 @partial(jax.jit, static_argnames=("layout", "format"))
-def _quantised(sources: list[jax.Array], layout: Layout, format: Format) -> tuple[jax.Array | None, ...]:
+def _quantised(
+    sources: list[jax.Array], layout: Layout, format: Format, largest: jax.Array | None = None
+) -> tuple[jax.Array | None, ...]:
     """Values, scales and factors of unquantised sources, each [outputs, inputs], or of a stack of experts' fused ones.
 
-    Each source is quantised by itself, so the result is that of a checkpoint quantised beforehand. In FP8 without
-    blocks each output has a scale.
+    In blocks each source is quantised by itself, so the result is that of a checkpoint quantised beforehand. `largest`:
+    as of `Format.quantise`, of each expert.
     """
-    if isinstance(format, FourBits) and sources[0].ndim == 3:
-        return jax.lax.map(format.quantise, sources[0])
-    if not isinstance(format, Fp8):
-        return format.quantise(sources[0] if sources[0].ndim == 3 else _fused_rows(sources, layout))
-    block = format.block
-    size = layout.unit if block else 1
-
-    def one(source):
-        if block is None:
-            return fp8.quantise_outputs(source)
-        values, scales = fp8.quantise_blocks(source)
-        return values, jnp.repeat(scales, BLOCK // size, axis=0)[: len(source) // size]
-
     if sources[0].ndim == 2:
-        values, scales = zip(*map(one, sources), strict=True)
-        return _fused_rows(values, layout), _fused_rows(scales, layout.per(size))
-
-    def expert(matrix):  # one after the other: float32 numbers of a whole stack would take four times its memory
-        ends = list(itertools.accumulate(layout.splits))[:-1]
-        values, scales = zip(*map(one, jnp.split(matrix, ends)), strict=True)
-        return _fused_rows(values, layout), _fused_rows(scales, layout.per(size))
-
-    return jax.lax.map(expert, sources[0])
+        return _matrix(sources, layout, format, largest)
+    ends = list(itertools.accumulate(layout.splits))[:-1]
+    expert = lambda of: _matrix(jnp.split(of[0], ends), layout, format, of[1])  # noqa: E731
+    # One after the other: float32 numbers of a whole stack would take four times its memory.
+    return jax.lax.map(expert, (sources[0], largest))
 
 
-def quantised(param: Param, values: jax.Array) -> Any:
-    """The weight in the format of its declaration, of values as an unquantised one has them."""
-    sources = [values] if param.stacked else [part.T for part in param.layout.unpack(values)]
-    return param.made(*_quantised(sources, param.layout, param.format))
+def _matrix(
+    sources: list[jax.Array], layout: Layout, format: Format, largest: jax.Array | None
+) -> tuple[jax.Array | None, ...]:
+    if not isinstance(format, Fp8) or format.block is None:
+        return format.quantise(_fused_rows(sources, layout), *([] if largest is None else [largest]))
+    size = layout.unit
+    made = [format.quantise(source) for source in sources]
+    scales = [jnp.repeat(scales, BLOCK // size, axis=0)[: len(values) // size] for values, scales in made]
+    return _fused_rows([values for values, _ in made], layout), _fused_rows(scales, layout.per(size))
+
+
+def quantised(param: Param, values: jax.Array, like: Any = None) -> Any:
+    """The weight in the format of its declaration, of values as an unquantised one has them. `like`: a weight that is
+    divided among devices as the values are."""
+    if not isinstance(values.sharding, NamedSharding):
+        return _of_values(param, values)
+    mesh, spec = values.sharding.mesh, values.sharding.spec
+    own = sharding.local_param(param, mesh.size)
+
+    def make(part):
+        largest = (
+            sharding.largest(param, _magnitudes(part, -1 if param.stacked else 0)) if _needs_whole(param) else None
+        )
+        return _of_values(own, part, largest)
+
+    return jax.jit(sharding.spread(make, mesh, (spec,), sharding.specs_of(like)))(values)
+
+
+def _of_values(param: Param, values: jax.Array, largest: jax.Array | None = None) -> Any:
+    if param.stacked:
+        sources = [_whole(values, param.layout, False)]
+    else:
+        sources = [part.T for part in param.layout.unpack(values)]
+    return param.made(*_quantised(sources, param.layout, param.format, largest))
 
 
 def dummy(declared: Any, dtype: str, seed: int, mesh: Mesh | None = None) -> Any:

@@ -221,9 +221,10 @@ def _fitted(declared: Any, old: Any, given: Any, whose: str) -> list[Any]:
             raise CheckpointError(f"{name} must be a Weight, got {type(leaf).__name__}")
         if isinstance(before, Weight) and before.quantised and not leaf.quantised:
             _check_makes(before, name)
-            if leaf.values.shape != param.shape:
-                raise CheckpointError(f"{name} is {list(leaf.values.shape)}, the engine's is {list(param.shape)}")
-            leaf = quantised(dataclasses.replace(param, format=before.format), leaf.values)
+            wanted = (before.outputs, before.inputs) if param.stacked else (before.inputs, before.outputs)
+            if leaf.values.shape != (wanted := (*before.values.shape[:-2], *wanted)):
+                raise CheckpointError(f"{name} is {list(leaf.values.shape)}, the engine's is {list(wanted)}")
+            leaf = quantised(dataclasses.replace(param, format=before.format), leaf.values, before)
         out.append(_placed(leaf, before, name, param.shape))
     return out
 

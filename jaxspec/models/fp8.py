@@ -32,9 +32,13 @@ def quantise_blocks(weight: Float[Array, "n k"]) -> tuple[Float[Array, "n k"], F
     return values[:n, :k], scales
 
 
-def quantise_outputs(weight: Float[Array, "n k"]) -> tuple[Float[Array, "n k"], Float[Array, "n 1"]]:
-    """Values and scales of a weight, one for each output."""
-    scales = _scales(jnp.max(jnp.abs(weight.astype(jnp.float32)), axis=1, keepdims=True))
+def quantise_outputs(
+    weight: Float[Array, "n k"], largest: Float[Array, " n"] | None = None
+) -> tuple[Float[Array, "n k"], Float[Array, "n 1"]]:
+    """Values and scales of a weight, one for each output. `largest`: magnitudes of the whole outputs of parts."""
+    if largest is None:
+        largest = jnp.max(jnp.abs(weight.astype(jnp.float32)), axis=1)
+    scales = _scales(largest[:, None])
     return _e4m3(weight.astype(jnp.float32) / scales), scales
 
 

@@ -79,14 +79,18 @@ def group_of(inputs: int) -> int | None:
     return group if group % BLOCK == 0 else None
 
 
-def quantise(weight: Float[Array, "*e n k"], group: int) -> tuple[UInt8[Array, "*e n k2"], Float[Array, "*e s n"]]:
+def quantise(
+    weight: Float[Array, "*e n k"], group: int, largest: Float[Array, "*e n"] | None = None
+) -> tuple[UInt8[Array, "*e n k2"], Float[Array, "*e s n"]]:
     """Values and bfloat16 scales of a symmetric weight, whose numbers go to the nearest.
 
     A scale makes a group's largest magnitude 7.5, as compressed-tensors does, so that the range from -8 to 7 is used
-    whole. It is rounded before numbers are divided by it.
+    whole. It is rounded before numbers are divided by it. `largest`: magnitudes of whole outputs, if these are parts of
+    them and all inputs are one group.
     """
     groups = weight.astype(jnp.float32).reshape(*weight.shape[:-1], -1, group)
-    scales = (jnp.max(jnp.abs(groups), axis=-1) / 7.5).astype(jnp.bfloat16)
+    largest = jnp.max(jnp.abs(groups), axis=-1) if largest is None else largest[..., None]
+    scales = (largest / 7.5).astype(jnp.bfloat16)
     scales = jnp.where(scales > 0, scales, jnp.bfloat16(1))
     parts = jnp.round(groups / scales.astype(jnp.float32)[..., None]) + MIDDLE
     parts = jnp.clip(parts, 0, 15).astype(jnp.uint8).reshape(weight.shape)

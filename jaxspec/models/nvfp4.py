@@ -64,17 +64,19 @@ def dequantise(
 
 
 def quantise(
-    weight: Float[Array, "*e n k"],
+    weight: Float[Array, "*e n k"], largest: Float[Array, "*e m"] | None = None
 ) -> tuple[UInt8[Array, "*e n k2"], UInt8[Array, "*e u ng"], Float[Array, "*e n"]]:
     """Values, scales and factors of a weight whose inputs are a multiple of 32, one factor for each matrix.
 
-    The factor makes the largest scale of a matrix the largest number of e4m3, as ModelOpt does.
+    The factor makes the largest scale of a matrix the largest number of e4m3, as ModelOpt does. `largest`: magnitudes
+    of all outputs of the whole matrix, if this is a part of it.
     """
     groups = weight.astype(jnp.float32).reshape(*weight.shape[:-1], -1, GROUP)
-    largest = jnp.max(jnp.abs(groups), axis=-1) / mxfp4.LARGEST
-    factor = jnp.max(largest, axis=(-2, -1)) / fp8.LARGEST
+    of_groups = jnp.max(jnp.abs(groups), axis=-1)
+    of_matrix = jnp.max(of_groups, axis=(-2, -1)) if largest is None else jnp.max(largest, axis=-1)
+    factor = of_matrix / mxfp4.LARGEST / fp8.LARGEST
     factor = jnp.where(factor > 0, factor, 1.0)[..., None, None]
-    scales = jnp.clip(largest / factor, LEAST, fp8.LARGEST).astype(fp8.E4M3)
+    scales = jnp.clip(of_groups / mxfp4.LARGEST / factor, LEAST, fp8.LARGEST).astype(fp8.E4M3)
     parts = groups / (scales.astype(jnp.float32) * factor)[..., None]
     values = mxfp4.packed(parts).reshape(*weight.shape[:-1], -1)
     return int4.by_lane(values), _by_unit(code(scales)), jnp.broadcast_to(factor[..., 0], weight.shape[:-1])

@@ -53,8 +53,18 @@ class Format:
         """How many neighbouring "outputs" or "inputs" share a scale; None: all of them."""
         return 1
 
-    def quantise(self, rows: Float[Array, "*e n k"]) -> tuple[Array, Array | None]:
-        """Values and scales of outputs [n, k], as `Weight` has them; what a checkpoint's numbers become on load."""
+    def needs_whole(self, along: str) -> bool:
+        """Whether the "outputs" or "inputs" that one of several devices has can't be quantised by themselves."""
+        return self.per_scale(along) is None
+
+    def quantise(
+        self, rows: Float[Array, "n k"], largest: Float[Array, " m"] | None = None
+    ) -> tuple[Array | None, ...]:
+        """Values and scales of outputs, as `Weight` has them; what a checkpoint's numbers become on load.
+
+        `largest`: the largest magnitude in each output of the whole matrix, where rows are one device's part of it that
+        `needs_whole`. Others aren't given it.
+        """
         raise NotImplementedError
 
     def dequantise(self, values: Array, scales: Array | None, *more: Array) -> Float[Array, "*e n k"]:
@@ -87,6 +97,9 @@ class Fp8(Format):
 
     def per_scale(self, along):
         return self.block if self.block or along == "inputs" else 1
+
+    def quantise(self, rows, largest=None):
+        return fp8.quantise_blocks(rows) if self.block else fp8.quantise_outputs(rows, largest)
 
     def dequantise(self, values, scales):
         return fp8.dequantise(values, scales, self.block)
@@ -153,8 +166,8 @@ class Int4(FourBits):
     def per_scale(self, along):
         return self.group if along == "inputs" else 1
 
-    def quantise(self, rows):
-        return int4.quantise(rows, self.group or rows.shape[-1])
+    def quantise(self, rows, largest=None):
+        return int4.quantise(rows, self.group or rows.shape[-1], largest)
 
     def placed(self, values, scales):
         by_input = jnp.moveaxis(scales, -3, -1)  # [groups, n, outputs]
@@ -174,8 +187,11 @@ class Nvfp4(FourBits):
     def per_scale(self, along):
         return nvfp4.GROUP if along == "inputs" else 1
 
-    def quantise(self, rows):
-        return nvfp4.quantise(rows)
+    def needs_whole(self, along):
+        return True  # for the factor
+
+    def quantise(self, rows, largest=None):
+        return nvfp4.quantise(rows, largest)
 
     def placed(self, values, scales):
         return *nvfp4.arrange(values, scales[..., 0]), scales[..., 0, 1].astype(jnp.float32)

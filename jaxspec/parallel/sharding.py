@@ -71,6 +71,9 @@ def check_params(declared: Any, size: int) -> None:
         block, among = param.format.per_scale(param.split.along) or 1, size // param.split.groups
         if param.split.along == "inputs":
             block = max(block, param.format.inputs_together)
+        instead = "an unquantised checkpoint"
+        if not param.scales:
+            instead = "another --quantization (of a drafter, --draft-quantization) or none"
         more = ", or --ep-size to divide experts whole" if param.stacked else ""
         for i in range(len(param.split.parts)):
             for units, width in _parts(param, i):
@@ -84,8 +87,7 @@ def check_params(declared: Any, size: int) -> None:
                 if start % block or (stop % block and stop != whole):
                     raise ConfigError(
                         f"--tp-size {size}: {param.sources[i]} would be cut into {stop - start} {param.split.along}, "
-                        f"and blocks of {block} share a scale, which can't be cut. Use fewer devices, an unquantised "
-                        f"checkpoint{more}"
+                        f"and blocks of {block} share a scale, which can't be cut. Use fewer devices, {instead}{more}"
                     )
 
 
@@ -146,12 +148,8 @@ def cut(param: Param, i: int, tensor: Any, rank: int, size: int, scale: bool = F
     (`of_rows`) aren't read here unless they are in several pieces.
     """
     split, of = param.split, jnp if isinstance(tensor, jax.Array) else np
-    if split.groups > 1:
-        group, rank = divmod(rank, size // split.groups)
-        size //= split.groups
-        if len(param.sources) == 1:  # all experts in one tensor
-            held = len(tensor) // split.groups
-            tensor = tensor[group * held : (group + 1) * held]
+    tensor, among = own_experts(param, tensor, rank, size), size // split.groups
+    rank, size = rank % among, among
     if split.along == "whole" or (split.along == "once" and rank == 0):
         return tensor
     if split.along == "once":
@@ -166,6 +164,14 @@ def cut(param: Param, i: int, tensor: Any, rank: int, size: int, scale: bool = F
         piece = tensor[(slice(None),) * axis + (slice(start // grain, -(-stop // grain)),)]
         pieces.append(of.pad(piece, [(0, lack if j == axis else 0) for j in range(piece.ndim)]) if lack else piece)
     return pieces[0] if len(pieces) == 1 else of.concatenate(pieces, axis=axis)
+
+
+def own_experts(param: Param, tensor: Any, rank: int, size: int) -> Any:
+    """Experts of a device's group that a tensor has: all, unless it has all groups'."""
+    if len(param.sources) > 1 or (groups := param.split.groups) == 1:
+        return tensor
+    held, group = len(tensor) // groups, rank // (size // groups)
+    return tensor[group * held : (group + 1) * held]
 
 
 def _parts(param: Param, i: int) -> Parts:
@@ -431,6 +437,15 @@ def logits_of_my_requests(logits: Float[Array, "b *q v"], vocab: int | None = No
     padding = _each(len(logits)) * devices() - len(logits)
     logits = jnp.pad(logits, [(0, padding), *[(0, 0)] * (logits.ndim - 1)])
     return jax.lax.all_to_all(logits, AXIS, 0, logits.ndim - 1, tiled=True)[..., :vocab]
+
+
+def largest(param: Param, magnitudes: Float[Array, "*e n"]) -> Float[Array, "*e m"]:
+    """The largest magnitudes of a parameter's outputs, of those in this device's part. Where outputs are divided, of
+    all of them."""
+    if param.split.along == "outputs":
+        magnitudes = magnitudes.max(-1, keepdims=True)
+    every, among = jax.lax.all_gather(magnitudes, AXIS), devices() // param.split.groups
+    return jax.lax.dynamic_slice_in_dim(every, jax.lax.axis_index(AXIS) // among * among, among).max(0)
 
 
 def my_requests(tree: Any) -> Any:

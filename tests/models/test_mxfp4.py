@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import tempfile
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,15 +16,18 @@ import jaxspec
 from jaxspec import LLM, SamplingParams
 from jaxspec.bench.floors import ModelCost
 from jaxspec.checkpoint import CheckpointError, load_model
+from jaxspec.checkpoint.params import quantised
 from jaxspec.decoder.forward import PATHS, choose
 from jaxspec.decoder.path import Call
+from jaxspec.engine import weights
 from jaxspec.models import mxfp4
-from jaxspec.models.weights import Fp8, Mxfp4, Unquantised, formats
+from jaxspec.models.weights import Fp8, Int4, Mxfp4, Nvfp4, Unquantised, formats
 from tests.checkpoint.test_checkpoint import edit_json
 from tests.checkpoint.test_quantisation import spoil
 from tests.support.engines import CROWDED, check_greedy
 from tests.support.quantised import BF16, E2M1, MXFP4, write_mxfp4
 from tests.support.quantised import mxfp4 as packed_by_numpy
+from tests.support.sample import rare
 from tests.support.tiny import tiny_checkpoint
 
 TOKENS = np.random.default_rng(0).integers(0, 64, (2, 40)).tolist()
@@ -93,13 +98,15 @@ def test_logits_are_those_of_the_dequantised_model(tmp_path):
     assert layer["experts_gate_up"].inputs == 64 and layer["experts_gate_up"].outputs == 64
 
 
-def test_a_dequantised_checkpoint_is_made_fp8_on_load():
-    model, whole = load(source(), quantization="fp8"), load(source())
+@pytest.mark.parametrize("name,format", [("fp8", Fp8(128)), ("nvfp4", Nvfp4()), rare("int4", Int4(64))])
+def test_a_dequantised_checkpoint_is_quantised_on_load_or_when_it_is_updated(name, format):
+    model, whole = load(source(), quantization=name), load(source())
     stack, was = (each.params["layers"][0]["experts_gate_up"] for each in (model, whole))
-    assert stack.format == Fp8(128) and isinstance(model.params["layers"][0]["router"].format, Unquantised)
-    np.testing.assert_allclose(
-        stack.dequantised("float32"), was.unquantised, atol=2**-4 * float(jnp.abs(was.values).max())
-    )
+    assert stack.format == format and isinstance(model.params["layers"][0]["router"].format, Unquantised)
+    error = stack.dequantised("float32") - was.unquantised
+    assert float(error.std()) < 0.11 * float(was.values.std())
+    declared = dataclasses.replace(weights.declared(whole)["layers"][0]["experts_gate_up"], format=format)
+    jax.tree.map(np.testing.assert_array_equal, quantised(declared, was.values), stack)
 
 
 def test_dummy_weights_are_packed(folder):

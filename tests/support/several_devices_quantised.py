@@ -4,12 +4,15 @@ experts in MXFP4, weights of four bits, and GGUF.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from types import SimpleNamespace as Leaf
 
 import gguf
 import jax
+import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
@@ -18,13 +21,17 @@ from safetensors.numpy import load_file
 import jaxspec
 from jaxspec.checkpoint import params
 from jaxspec.checkpoint.gguf import packing
+from jaxspec.config.engine_config import ON_LOAD
 from jaxspec.drafters import own_weights
+from jaxspec.engine import weights
+from jaxspec.models.weights import WHOLE, Fp8, Int4, Layout, Nvfp4, Param, by_inputs, by_outputs, expert_stack, linear
 from jaxspec.parallel import sharding
 from tests.checkpoint.test_four_bits import AWQ, COMPRESSED, GPTQ, MODELOPT, NVFP4, four_bits
 from tests.checkpoint.test_gguf import write_gguf
 from tests.engine.test_host_cache import alone, conversations, said
 from tests.support import engines, hybrids, quantised
 from tests.support.hosting import host_cache
+from tests.support.sample import some
 from tests.support.several_devices import BATCHES, EIGHT, HYBRID, PROMPTS, VOCAB, check, engine
 from tests.support.tiny import tiny_checkpoint
 
@@ -58,7 +65,7 @@ def test_two_devices_get_the_parts_of_what_one_reads(kind, tmp_path, monkeypatch
     """In every format that a file may have, GGUF's of four bits as they are on a GPU. Sources and scales are compared
     as they go to devices, which compiles nothing."""
     monkeypatch.setattr(packing, "kernels_here", lambda: True)
-    host = lambda param, sources, scales, _: Leaf(param=param, of=[*sources, *scales.values()])  # noqa: E731
+    host = lambda param, sources, scales, *_: Leaf(param=param, of=[*sources, *scales.values()])  # noqa: E731
     monkeypatch.setattr(params, "_placed", host)
     monkeypatch.setattr(params.Reserved, "moved", lambda _, made: made)
     monkeypatch.setattr(params.sharding, "joined", lambda param, made, mesh: Leaf(of=made))
@@ -74,6 +81,64 @@ def test_two_devices_get_the_parts_of_what_one_reads(kind, tmp_path, monkeypatch
             if whole.param.stacked:  # each device has its rows of gate, then those of up
                 made, expected = np.sort(made, axis=1), np.sort(expected, axis=1)
             np.testing.assert_array_equal(made, expected, whole.param.sources[0])
+
+
+def weights_of_every_kind():
+    """Declarations that devices divide: of heads that several share, fused, in groups, and experts stored either way.
+    Two and four devices have whole blocks and groups of most."""
+    heads = by_outputs(((4, 128),), ((2, 256),), ((2, 256),))
+    pairs, groups = Layout((512,), grouped=(1, 1)), Layout((1024,), grouped=(128, 128))
+    up = {"experts.{}.up": 512, "experts.{}.gate": 512}
+    stack = functools.partial(Param, (4, 512, 256), ("s",), whole="s", transpose=True)
+    return {
+        "qkv": linear(256, {"q": 512, "k": 512, "v": 512}, split=heads),
+        "gate_up": linear(256, {"gate": 512, "up": 512}, 32, split=by_outputs(((512, 1),), ((512, 1),))),
+        "out": linear(512, {"o": 256}, split=by_inputs(4, 128)),
+        "keys_values": Param((256, 1024), ("kv",), groups, transpose=True, split=by_outputs(((4, 256),))),
+        "whole": linear(256, {"latents": 64}, split=WHOLE),
+        "experts": expert_stack(4, 256, "e", up, by_outputs(((512, 1),), ((512, 1),))),
+        "experts_in_groups": expert_stack(4, 256, "e", up, by_outputs(((512, 1),), ((512, 1),), groups=2)),
+        "experts_by_inputs": expert_stack(4, 512, "d", {"experts.{}.down": 256}, by_inputs(512)),
+        "pairs": stack(layout=pairs, split=by_outputs(((256, 2),))),
+        "pairs_in_groups": stack(layout=pairs, split=by_outputs(((256, 2),), groups=2)),
+        "stack_by_inputs": dataclasses.replace(stack(layout=Layout((256,)), split=by_inputs(512)), shape=(4, 256, 512)),
+    }
+
+
+KINDS = ("qkv", "gate_up", "out", "keys_values", "whole", "experts", "experts_in_groups", "experts_by_inputs", "pairs")
+KINDS += ("pairs_in_groups", "stack_by_inputs")
+MADE = Nvfp4(), Fp8(None), Fp8(128), Int4(None), Int4(128), Int4(32)  # of formats
+OFTEN = [(Nvfp4(), name, 2, False) for name in ("qkv", "out", "experts", "pairs_in_groups")]
+OFTEN += [(Fp8(None), "out", 2, True), (Int4(None), "experts_by_inputs", 2, False), (Fp8(128), "gate_up", 2, False)]
+
+
+@pytest.mark.parametrize("format,name,size,made_up", some(OFTEN, MADE, KINDS, (2, 4), (False, True)))
+def test_devices_quantise_their_parts_as_one_does_the_whole(format, name, size, made_up):
+    """Compare numbers bit for bit, also where all inputs of an output or a whole matrix share a scale."""
+    mesh, rng = sharding.mesh_of(size), np.random.default_rng(0)
+    param = dataclasses.replace(weights_of_every_kind()[name], format=format)
+    shapes = param.stored_values().items()
+    given = {source: rng.standard_normal(shape).astype(ml_dtypes.bfloat16) for source, shape in shapes}
+    make = functools.partial(params.assemble, param, given, "float32")
+    make = functools.partial(params.dummy, param, "float32", 0) if made_up else make
+    one, several = make(mesh=None), make(mesh=mesh)
+    numbers = jax.jit(lambda param, weight: params._sources(param, weight.dequantised("float32"))[1], static_argnums=0)
+    expected, (like, _) = numbers(param, one), params._sources(param, jnp.zeros(param.shape))
+    for rank in range(size):
+        part = jax.tree.map(lambda x, rank=rank: np.asarray(x.addressable_shards[rank].data), several)
+        for i, found in enumerate(numbers(sharding.local_param(param, size, rank), part)):
+            np.testing.assert_array_equal(found, sharding.cut(like, i, np.asarray(expected[i]), rank, size))
+
+
+@pytest.mark.parametrize("family,to,groups", some([("llama", "nvfp4", 1)], ("llama", "qwen3_moe"), ON_LOAD, (1, 2)))
+def test_an_update_is_quantised_as_on_load(family, to, groups):
+    """Give values that are divided among devices already."""
+    sizes = LOADED | {"moe_intermediate_size": 256}
+    options = {"tp_size": 2, "ep_size": groups if family == "qwen3_moe" else 1, "progress": False}
+    read = functools.partial(jaxspec.load_model, str(tiny_checkpoint(family, **sizes)), **options)
+    plain, model = read(), read(quantization=to)
+    found = weights._fitted(weights.declared(model), model.params, plain.params, "target")
+    jax.tree.map(np.testing.assert_array_equal, found, weights._leaves(model.params))
 
 
 @pytest.mark.exhaustive
