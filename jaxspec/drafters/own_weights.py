@@ -142,7 +142,8 @@ def _fp8_copy(head: jax.Array, axis: int) -> Weight:
 
 @partial(jax.jit, static_argnames="axis")
 def _quantised(head: Float[Array, "a b"], axis: int) -> Weight:
-    """In blocks, some outputs at a time: a quarter of a million in float32 would take as much as a small model."""
+    """In blocks of the whole vocabulary, some outputs at a time: a quarter of a million in float32 would take as much
+    as a small model."""
     outputs = head.shape[axis]
     at_once = math.gcd(outputs, COPIED_OUTPUTS)
     if at_once % BLOCK:
@@ -151,9 +152,11 @@ def _quantised(head: Float[Array, "a b"], axis: int) -> Weight:
 
     def some(first):
         part = jax.lax.dynamic_slice_in_dim(head, first, at_once, axis)
-        values, scales = fp8.quantise_blocks(part.T if axis else part)
-        return values, jnp.repeat(scales, BLOCK // size, axis=0)[: at_once // size]
+        return part.T if axis else part
 
-    values, scales = jax.lax.map(some, jnp.arange(0, outputs, at_once))
+    starts = jnp.arange(0, outputs, at_once)
+    largest = jax.lax.map(lambda first: fp8.magnitudes(some(first), size), starts)
+    of_blocks = sharding.largest_of_blocks(largest.reshape(outputs // size, -1), BLOCK // size).reshape(largest.shape)
+    values, scales = jax.lax.map(lambda of: fp8.quantise_blocks(some(of[0]), of[1]), (starts, of_blocks))
     values, scales = (each.reshape(-1, each.shape[-1]) for each in (values, scales))
     return Weight(values, Fp8(BLOCK), Layout((outputs,)), scales)

@@ -22,14 +22,29 @@ LARGEST = 448.0  # of e4m3
 BLOCK = 128  # inputs and outputs of a block in checkpoints
 
 
-def quantise_blocks(weight: Float[Array, "n k"]) -> tuple[Float[Array, "n k"], Float[Array, "a b"]]:
-    """Values and scales of a weight in blocks of 128 x 128, the last ones of what is left. No scale is zero."""
+def quantise_blocks(
+    weight: Float[Array, "n k"], largest: Float[Array, "a b"] | None = None
+) -> tuple[Float[Array, "n k"], Float[Array, "a b"]]:
+    """Values and scales of a weight in blocks of 128 x 128, the last ones of what is left. No scale is zero.
+
+    `largest`: magnitudes of the blocks, where n / a outputs are a part of one.
+    """
     n, k = weight.shape
-    whole = jnp.pad(weight.astype(jnp.float32), ((0, -n % BLOCK), (0, -k % BLOCK)))
-    blocks = whole.reshape(-(-n // BLOCK), BLOCK, -1, BLOCK)
-    scales = _scales(jnp.max(jnp.abs(blocks), axis=(1, 3)))
-    values = _e4m3(blocks / scales[:, None, :, None]).reshape(whole.shape)
-    return values[:n, :k], scales
+    blocks = _blocks(weight, BLOCK if largest is None else n // len(largest))
+    scales = _scales(jnp.max(jnp.abs(blocks), axis=(1, 3)) if largest is None else largest)
+    values = _e4m3(blocks / scales[:, None, :, None])
+    return values.reshape(-1, values.shape[2] * BLOCK)[:n, :k], scales
+
+
+def magnitudes(weight: Float[Array, "n k"], outputs: int) -> Float[Array, "a b"]:
+    """The largest magnitudes of so many outputs and a block of inputs."""
+    return jnp.max(jnp.abs(_blocks(weight, outputs)), axis=(1, 3))
+
+
+def _blocks(weight: Float[Array, "n k"], outputs: int) -> Float[Array, "a o b i"]:
+    n, k = weight.shape
+    whole = jnp.pad(weight.astype(jnp.float32), ((0, -n % outputs), (0, -k % BLOCK)))
+    return whole.reshape(-(-n // outputs), outputs, -1, BLOCK)
 
 
 def quantise_outputs(

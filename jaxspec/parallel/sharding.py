@@ -448,6 +448,14 @@ def largest(param: Param, magnitudes: Float[Array, "*e n"]) -> Float[Array, "*e 
     return jax.lax.dynamic_slice_in_dim(every, jax.lax.axis_index(AXIS) // among * among, among).max(0)
 
 
+def largest_of_blocks(magnitudes: Float[Array, "a b"], per_block: int) -> Float[Array, "a b"]:
+    """The largest magnitude of each one's block, which has so many neighbours, also other devices'."""
+    every = jax.lax.all_gather(magnitudes, AXIS, tiled=True) if devices() > 1 else magnitudes
+    blocks = jnp.pad(every, ((0, -len(every) % per_block), (0, 0))).reshape(-1, per_block, every.shape[1]).max(1)
+    first = jax.lax.axis_index(AXIS) * len(magnitudes) if devices() > 1 else 0
+    return jax.lax.dynamic_slice_in_dim(jnp.repeat(blocks, per_block, axis=0), first, len(magnitudes))
+
+
 def my_requests(tree: Any) -> Any:
     """Rows of the requests that this device decides for, from arrays [b, ...] that all devices have."""
     if devices() == 1:

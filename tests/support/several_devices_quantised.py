@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file
 
 import jaxspec
@@ -139,6 +139,19 @@ def test_an_update_is_quantised_as_on_load(family, to, groups):
     plain, model = read(), read(quantization=to)
     found = weights._fitted(weights.declared(model), model.params, plain.params, "target")
     jax.tree.map(np.testing.assert_array_equal, found, weights._leaves(model.params))
+
+
+@pytest.mark.parametrize("axis,size", some([(0, 2)], (0, 1), (2, 4)))
+def test_copies_of_a_head_have_the_blocks_of_one_device(axis, size):
+    """Parts of 192 tokens end within a block."""
+    head = np.random.default_rng(0).standard_normal((192 * size, 160), np.float32)
+    head = head.T if axis else head
+    spec = PartitionSpec(*[None] * axis, sharding.AXIS)
+    divided = jax.device_put(head, NamedSharding(sharding.mesh_of(size), spec))
+    one, several = own_weights._fp8_copy(jnp.asarray(head), axis), own_weights._fp8_copy(divided, axis)
+    np.testing.assert_array_equal(several.values, one.values)
+    each = np.repeat(np.asarray(one.scales), 192 * size // len(one.scales), axis=0)
+    np.testing.assert_array_equal(np.repeat(np.asarray(several.scales), 64, axis=0), each)
 
 
 @pytest.mark.exhaustive
