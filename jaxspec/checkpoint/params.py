@@ -236,7 +236,8 @@ def _made(
         return param.made(jnp.pad(values, ((0, 0), (0, lacking))) if lacking else values)
     if not param.scales:
         return param.made(*_quantised(sources, param.layout, param.format, largest))
-    values = sources[0] if param.stacked else _fused_rows(sources, param.layout)
+    in_order = param.stacked and not param.layout.grouped  # a copy of a stack would take its memory once more
+    values = sources[0] if in_order else _fused_rows(sources, param.layout)
     return param.made(values, _scales(param, scales))
 
 
@@ -304,11 +305,13 @@ def _scales(param: Param, found: dict[str, np.ndarray]) -> jax.Array:
     blocks, layout = param.format.per_scale("outputs") != 1, param.layout
     size, each = layout.unit if blocks else 1, []
     outputs = param.stored_values().values()
-    for (name, _), (*_, rows, _) in zip(param.scales, outputs, strict=True):
-        scales = np.asarray(found.pop(name), np.float32)
+    by_input = param.stacked and param.transpose  # values and scales
+    for (name, _), shape in zip(param.scales, outputs, strict=True):
+        scales, rows = np.asarray(found.pop(name), np.float32), shape[-1 if by_input else -2]
         if not np.isfinite(scales).all():
             raise CheckpointError(f"{name} has scales that aren't finite numbers; download the file again")
         if blocks:
+            scales = np.swapaxes(scales, 1, 2) if by_input else scales
             scales = np.repeat(scales, BLOCK // size, axis=-2)[..., : rows // size, :]
         elif param.sources == (param.whole,):
             scales = np.broadcast_to(scales.reshape(param.shape[0], -1, 1), (*param.shape[:2], 1))
@@ -316,7 +319,7 @@ def _scales(param: Param, found: dict[str, np.ndarray]) -> jax.Array:
             scales = np.broadcast_to(scales.reshape(-1, 1), (rows, 1))
         each.append(scales)
     if param.stacked:
-        return jnp.asarray(np.concatenate(each).reshape(param.shape[0], -1, each[0].shape[-1]))
+        each = [np.concatenate(each).reshape(param.shape[0], -1, each[0].shape[-1])]
     return _fused_rows([jnp.asarray(scales) for scales in each], layout.per(size))
 
 

@@ -214,7 +214,8 @@ def as_stored(param: Param, found: Mapping[str, TensorInfo], how: Quantization, 
         raise CheckpointError(
             f"{where}: {stored[0]} is quantised and {other[0]} isn't. They are one matmul here: quantise both or none"
         )
-    scales = tuple(_scale(source, shape, found, how) for source, shape in param.stored_values().items())
+    by_input = param.stacked and param.transpose
+    scales = tuple(_scale(source, shape, found, how, by_input) for source, shape in param.stored_values().items())
     return dataclasses.replace(param, format=_e4m3(param, how.block, activations), scales=scales)
 
 
@@ -297,14 +298,16 @@ def as_mxfp4(param: Param, where: str) -> Param:
 
 
 def _scale(
-    source: str, shape: tuple[int, ...], found: Mapping[str, TensorInfo], how: Quantization
+    source: str, shape: tuple[int, ...], found: Mapping[str, TensorInfo], how: Quantization, by_input: bool
 ) -> tuple[str, tuple[int, ...]]:
-    """Name and shape of the tensor that holds a source's scales."""
+    """Name and shape of the tensor of a source's scales. `by_input`: experts' matrices are [inputs, outputs]."""
     names = [f"{source}_{ending}" for ending in ("scale_inv", "scale")]
     name = next((name for name in names if name in found), names[how.kind != "block"])
     *stack, rows, inputs = shape
     if how.kind == "block":
         return name, (*stack, -(-rows // BLOCK), -(-inputs // BLOCK))
+    if by_input and how.kind == "channel":
+        return name, (*stack, 1, inputs)
     full = (*stack, rows, 1) if how.kind == "channel" else (*stack, 1)
     # Exporters differ in axes of one.
     as_found = found[name].shape if name in found else full

@@ -67,9 +67,10 @@ KINDS = "gpt_oss", "qwen3_moe"
 
 @pytest.mark.parametrize("family,layout", [
     *(("llama", layout) for layout in LAYOUTS),
-    *((family, "fp8") for family in KINDS),
+    *((family, "fp8") for family in KINDS), ("gpt_oss", "compressed channels"),
     *(rare(family, "fp8") for family in sorted(ARCHITECTURES.keys() - {"llama", *KINDS})),
     rare("qwen3_moe", "compressed channels"), rare("qwen3_moe", "compressed tensors"),
+    rare("gpt_oss", "compressed tensors"), rare("qwen3_vl_moe", "compressed channels"),
 ])  # fmt: skip
 def test_logits_are_those_of_the_dequantised_model(tmp_path, family, layout):
     quant, whole = write(source(family), tmp_path, **LAYOUTS[layout])

@@ -76,6 +76,9 @@ def write(
                 whole[name] = whole[name] / spread(scales, tensor.shape) * spread(rounded, tensor.shape)
                 scales = rounded
             tensors[name], tensors[name + suffix] = values, scales.reshape(-1) if kind == "tensor" else scales
+        elif "experts" in name and tensor.ndim == 3:  # each [inputs, outputs]
+            made = zip(*(quantised(matrix.T, kind) for matrix in tensor), strict=True)
+            tensors[name], tensors[name + suffix], whole[name] = (np.stack(each).swapaxes(1, 2) for each in made)
     return _folders(source, into, "fp8", tensors, whole, config)
 
 
