@@ -25,11 +25,12 @@ from jaxspec.models.weights import FourBits, Fp8, Int4, Mxfp4, Nvfp4, Param
 
 INT4, MXFP4, NVFP4, MODELOPT = "int4", "mxfp4", "nvfp4", "modelopt"
 F8, U8 = "F8_E4M3", "U8"  # one byte an element; quantised weights alone are stored so, and MXFP4's scales
+E8M0 = "F8_E8M0"  # scales of FP8 that are powers of two ("scale_fmt": "ue8m0")
 KINDS = ("block", "channel", "tensor")  # what has an FP8 scale: 128 x 128 numbers, an output, a whole matrix
 _INSTEAD = (
     "use the model's FP8 or unquantised checkpoint (with --quantization fp8, the latter is made FP8 while it loads)"
 )
-_UNUSED = re.compile(r".*\.(input_scale|input_global_scale|k_scale|v_scale|q_scale|output_scale|kv_scale)")
+_UNUSED = re.compile(r".*\.((input|output|q|k|v|kv)_scale|input_global_scale|input_scale_ub|(\w+_)?activation_scale)")
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Quantization:
     @property
     def dtypes(self) -> tuple[str, ...]:
         """Dtypes of one byte in which quantised weights and their scales are stored."""
-        return {MXFP4: (U8,), INT4: (), NVFP4: (U8, F8)}.get(self.kind, (F8,))
+        return {MXFP4: (U8,), INT4: (), NVFP4: (U8, F8)}.get(self.kind, (F8, E8M0))
 
     def keeps(self, module: str) -> bool:
         """Whether a module isn't quantised."""
@@ -76,6 +77,8 @@ def read(hf: Mapping[str, Any], file: Path) -> Quantization | None:
     match config.get("quant_method"):
         case "fp8":
             return _fp8(config, file)
+        case "fbgemm_fp8":
+            return Quantization("channel", names(config, "modules_to_not_convert", file))
         case "compressed-tensors":
             return _compressed(config, file)
         case "mxfp4":

@@ -28,7 +28,7 @@ from jaxspec.models.weights import Fp8, Layout, Unquantised, Weight, formats, ma
 from tests.checkpoint.test_checkpoint import edit_json
 from tests.support import hybrids
 from tests.support.engines import CROWDED
-from tests.support.quantised import BF16, BLOCKS, E4M3, KEPT, compressed, quantised, read, save, write
+from tests.support.quantised import BF16, BLOCKS, E4M3, E8M0, KEPT, compressed, quantised, read, save, write
 from tests.support.sample import rare
 from tests.support.tiny import ARCHITECTURES, tiny_checkpoint
 
@@ -54,6 +54,8 @@ LAYOUTS = {
     "fp8": {},
     "weight_scale": {"suffix": "_scale"},
     "bfloat16 scales": {"scale_dtype": BF16},
+    "powers of two": {"scale_dtype": E8M0, "config": BLOCKS | {"scale_fmt": "ue8m0"}},
+    "fbgemm": {"kind": "channel", "suffix": "_scale", "config": {"quant_method": "fbgemm_fp8"}},
     "compressed blocks": {"suffix": "_scale", "config": compressed("block", block_structure=[128, 128])},
     "compressed channels": {"kind": "channel", "suffix": "_scale", "config": compressed("channel")},
     "compressed tensors": {"kind": "tensor", "suffix": "_scale", "config": compressed("tensor")},
@@ -357,11 +359,12 @@ def test_scales_that_are_not_needed_are_left(tmp_path, caplog):
     """Leave scales of activations, which are quantised by their own magnitude."""
     folder, whole = write(source("llama"), tmp_path, "tensor", compressed("tensor"), "_scale")
     names = [f"model.layers.0.{name}" for name in ("mlp.up_proj.input_scale", "self_attn.q_scale")]
+    names += [f"model.layers.0.mlp.down_proj.{name}" for name in ("activation_scale", "input_scale_ub")]
     tensors = read(folder / "model.safetensors") | {name: np.ones(1, np.float32) for name in names}
     save(tensors, folder / "model.safetensors")
     with caplog.at_level("INFO", "jaxspec"):
         model = load(folder)
-    assert f"2 scales like {names[0]} are not used" in caplog.text
+    assert f"4 scales like {names[2]} are not used" in caplog.text
     np.testing.assert_allclose(jaxspec.logits(model, TOKENS), jaxspec.logits(load(whole), TOKENS), atol=1e-3)
 
 

@@ -14,10 +14,10 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import load_file
 
-E4M3, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16
+E4M3, E8M0, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu, ml_dtypes.bfloat16
 NAMES = {
-    np.dtype(E4M3): "F8_E4M3", np.dtype(BF16): "BF16", np.dtype(np.float32): "F32", np.dtype(np.float16): "F16",
-    np.dtype(np.uint8): "U8", np.dtype(np.int32): "I32", np.dtype(np.int64): "I64",
+    np.dtype(E4M3): "F8_E4M3", np.dtype(E8M0): "F8_E8M0", np.dtype(BF16): "BF16", np.dtype(np.float32): "F32",
+    np.dtype(np.float16): "F16", np.dtype(np.uint8): "U8", np.dtype(np.int32): "I32", np.dtype(np.int64): "I64",
 }  # fmt: skip
 # Of matrices, those that published checkpoints leave as they are.
 KEPT = re.compile(
