@@ -23,7 +23,17 @@ from typing import Any
 import numpy as np
 
 from jaxspec.checkpoint.check import CheckpointError, TensorInfo
-from jaxspec.checkpoint.quantization import INT4, MODELOPT, NVFP4, U8, Quantization, config_of, names, refusal
+from jaxspec.checkpoint.quantization import (
+    INT4,
+    MODELOPT,
+    NVFP4,
+    U8,
+    Quantization,
+    config_of,
+    modelopt_algorithms,
+    names,
+    refusal,
+)
 from jaxspec.checkpoint.stored import Computed, Shared
 from jaxspec.config.engine_config import ANY_ON_LOAD
 from jaxspec.config.json_values import shown
@@ -312,7 +322,8 @@ def read(hf: Mapping[str, Any], file: Path) -> Packed | None:
 
 
 def _read_awq(config: Mapping[str, Any], file: Path) -> Packed:
-    bits, version = config.get("bits", config.get("w_bit", 4)), str(config.get("version", "gemm")).lower()
+    bits, version = config.get("bits", config.get("w_bit", 4)), config.get("version") or config.get("checkpoint_format")
+    version = str(version or "gemm").lower()
     if bits != 4 or version != "gemm":
         said = f"awq in {shown(bits)} bits, version {shown(version)}, not in 4 bits of version gemm"
         raise CheckpointError(refusal(file, said))
@@ -350,9 +361,7 @@ def _read_auto_round(config: Mapping[str, Any], file: Path) -> Packed:
 
 def _read_modelopt(config: Mapping[str, Any], file: Path) -> Packed | None:
     """NVFP4, alone or beside weights in FP8. None for what `quantization.read` reads, or refuses by name."""
-    algorithms = {config.get("quant_algo")}
-    if algorithms == {"MIXED_PRECISION"} and isinstance(layers := config.get("quantized_layers"), Mapping):
-        algorithms = {each.get("quant_algo") if isinstance(each, Mapping) else None for each in layers.values()}
+    algorithms = modelopt_algorithms(config)
     if not algorithms & {"NVFP4", "W4A16_NVFP4"} or not algorithms <= {"NVFP4", "W4A16_NVFP4", "FP8"}:
         return None
     return Packed(MODELOPT, 4, nvfp4.GROUP, kept=names(config, "ignore", file))

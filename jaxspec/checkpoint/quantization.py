@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxspec.checkpoint.check import CheckpointError, TensorInfo
 from jaxspec.config.json_values import shown
-from jaxspec.models import int4, mxfp4
+from jaxspec.models import int4, mxfp4, nvfp4
 from jaxspec.models.fp8 import BLOCK
 from jaxspec.models.weights import FourBits, Fp8, Int4, Mxfp4, Nvfp4, Param
 
@@ -83,14 +83,14 @@ def read(hf: Mapping[str, Any], file: Path) -> Quantization | None:
             return _compressed(config, file)
         case "mxfp4":
             return Quantization(MXFP4, names(config, "modules_to_not_convert", file))
-        case "modelopt" if config.get("quant_algo") == "FP8":
+        case "modelopt" if modelopt_algorithms(config) == {"FP8"}:
             return Quantization("tensor", names(config, "ignore", file))
         case "modelopt" if config.get("quant_algo") is None:
             return None  # scales of keys and values alone
         case method:
             name = method if isinstance(method, str) else shown(method)
-            if isinstance(algorithm := config.get("quant_algo"), str):
-                name += f" {algorithm}"
+            if isinstance(config.get("quant_algo"), str):
+                name += f" {' beside '.join(sorted(modelopt_algorithms(config)))}"
             if isinstance(bits := config.get("bits", config.get("w_bit")), int):
                 name += f" in {bits} bits"
             raise CheckpointError(refusal(file, name))
@@ -113,6 +113,20 @@ def of_modelopt(written: Mapping[str, Any], file: Path) -> dict[str, Any]:
     if not isinstance(config, Mapping):
         raise CheckpointError(f"{file}: quantization must be a mapping, got {shown(config)}")
     return {**config, "quant_method": MODELOPT, "ignore": config.get("exclude_modules")}
+
+
+def modelopt_algorithms(config: Mapping[str, Any]) -> set[str]:
+    """Names of the formats that a checkpoint's layers have, NVFP4's with its group where that isn't 16 inputs."""
+    layers = config.get("quantized_layers")
+    if config.get("quant_algo") != "MIXED_PRECISION" or not isinstance(layers, Mapping) or not layers:
+        layers = {"": config}
+
+    def algorithm(layer: Any) -> str:
+        layer = layer if isinstance(layer, Mapping) else {}
+        name, group = str(layer.get("quant_algo")), layer.get("group_size")
+        return f"{name} in groups of {shown(group)}" if "NVFP4" in name and group not in (None, nvfp4.GROUP) else name
+
+    return set(map(algorithm, layers.values()))
 
 
 def _fp8(config: Mapping[str, Any], file: Path) -> Quantization:

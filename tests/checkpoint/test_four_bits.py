@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import jaxspec
 from jaxspec import LLM, SamplingParams
@@ -23,7 +23,7 @@ from jaxspec.models import int4, nvfp4
 from jaxspec.models.weights import Fp8, Int4, Nvfp4, Unquantised, formats, linear
 from tests.checkpoint.test_packed import CONFIGS, GOLDEN, TOOLS, edit, pack, packed_and_plain
 from tests.support.engines import CROWDED, check_greedy
-from tests.support.quantised import E2M1, read, save
+from tests.support.quantised import E2M1, quantised, read, save
 from tests.support.sample import rare
 
 TOKENS = np.random.default_rng(0).integers(0, 64, (2, 20)).tolist()
@@ -176,6 +176,29 @@ def test_modelopts_own_file_says_how_weights_are_packed(tmp_path):
     (packed / "hf_quant_config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="quantization must be a mapping, got None"):
         load(packed)
+
+
+@pytest.mark.parametrize("rest", ["FP8 alone", rare("NVFP4")])
+def test_layers_of_modelopt_may_be_in_several_formats(rest, tmp_path):
+    """Attention is FP8 by matrix, the MLP NVFP4, or FP8 as well."""
+    packed, plain = four_bits(MODELOPT, tmp_path, family="llama")
+    tensors, whole = read(packed / "model.safetensors"), load_file(plain / "model.safetensors")
+    for name, tensor in whole.items():
+        if name.endswith("_proj.weight") and (rest != "NVFP4" or "self_attn" in name):
+            tensors[name], scales, whole[name] = quantised(tensor, "tensor")
+            tensors |= {f"{name}_scale": scales.reshape(()), name.replace("weight", "input_scale"): np.float32(1)}
+            tensors.pop(f"{name}_scale_2", None)
+    save(tensors, packed / "model.safetensors")
+    save_file(whole, plain / "model.safetensors")
+    kinds = {
+        name: "NVFP4" if f"{name}_scale_2" in tensors else "FP8" for name in whole if name.endswith("_proj.weight")
+    }
+    layers = {name.removesuffix(".weight"): {"quant_algo": kind} for name, kind in kinds.items()}
+    mixed = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    edit(packed, quantization_config=mixed)
+    model = load(packed, fp8_activations=False)
+    assert {Fp8(None), Unquantised()} | ({Nvfp4()} if rest == "NVFP4" else set()) == set(formats(model.params))
+    np.testing.assert_allclose(jaxspec.logits(model, TOKENS), jaxspec.logits(load(plain), TOKENS), rtol=0, atol=1e-4)
 
 
 def test_a_head_stays_packed(tmp_path):

@@ -180,6 +180,7 @@ AUTO_ROUND = {"quant_method": "auto-round", "packing_format": "auto_round:auto_g
 
 @pytest.mark.parametrize("kind,keys,says", [
     (AWQ, {"version": "gemv"}, "awq in 4 bits, version 'gemv', not in 4 bits of version gemm"),
+    (AWQ, {"version": None, "checkpoint_format": "gemv_fast"}, "version 'gemv_fast', not in 4 bits of version gemm"),
     (AWQ, {"group_size": 0}, "awq with group_size 0, not a number of inputs or -1"),
     (GPTQ, {"bits": 3}, "gptq in 3 bits, checkpoint_format 'gptq', not in 4 or 8 bits of gptq or gptq_v2"),
     (GPTQ, {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin', not in"),

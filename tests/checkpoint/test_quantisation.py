@@ -409,6 +409,9 @@ def test_layers_whose_heads_differ_have_scales_by_group(tmp_path):
     ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
     ({"quant_method": "mxfp8"}, "mxfp8"),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "modelopt NVFP4_AWQ"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "modelopt NVFP4 in groups of 32"),
+    ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {
+        "a": {"quant_algo": "FP8"}, "b": {"quant_algo": "W4A16_AWQ"}}}, "modelopt FP8 beside W4A16_AWQ"),
     ({"quant_method": ["?"]}, r"\['\?'\]"),
     ({}, None),
     (BLOCKS | {"weight_block_size": [64, 64]}, r"fp8 with weight_block_size \[64, 64\], not \[128, 128\]"),
