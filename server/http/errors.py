@@ -1,7 +1,7 @@
 """OpenAI's error format, Anthropic's where its API is spoken, and the one place that turns an exception into it.
 
-Invariant: every response that isn't a success has the body `{"error": {"message", "type", "param", "code"}}`, or under
-`MESSAGES` that of `as_anthropic`, and none carries a traceback.
+Invariant: every response that isn't a success has the body `{"error": {"message", "type", "param", "code"}}`, or for
+Anthropic's clients that of `as_anthropic`, and none carries a traceback.
 """
 
 from __future__ import annotations
@@ -87,7 +87,10 @@ def error_response(
 
 
 def speaks_anthropic(scope: Scope) -> bool:
-    return scope["path"] == MESSAGES or scope["path"].startswith(f"{MESSAGES}/")
+    """Whether a request is Anthropic's by its path, or by the header that its clients send to every route."""
+    if scope["path"] == MESSAGES or scope["path"].startswith(f"{MESSAGES}/"):
+        return True
+    return any(name == b"anthropic-version" for name, _ in scope["headers"])
 
 
 def _sendable(text: str) -> str:

@@ -14,6 +14,7 @@ from pydantic import Field
 
 from jaxspec.config.request import RequestError
 from server.protocol.base import Open, check_text, shown
+from server.protocol.message_tools import CHANGES, read_change
 
 MAX_BLOCKS = 1000  # of one message, and of one result
 # Claude Code's first system block. Its hash changes with every request, so a prompt with it would never be cached.
@@ -28,6 +29,7 @@ RESULTS = (
 NEEDLESS = ("redacted_thinking", "fallback", "mcp_tool_listing")  # say nothing that a model here could use
 BY_ROLE = {
     "system": ("text",),
+    "system message": ("text", *CHANGES),
     "user": ("text", "image", "document", "search_result", "tool_result"),
     "assistant": ("text", "tool_use", "thinking", "compaction", *CALLS, *RESULTS, *NEEDLESS),
     "tool_result": ("text", "image", "document", "search_result", "tool_reference"),
@@ -83,6 +85,8 @@ def read(block: Any, role: str) -> dict[str, Any]:
             raise RequestError(f"a tool_use needs an object as its input, got {shown(given)}")
         function = {"name": _string(block, "name"), "arguments": json.dumps(given, ensure_ascii=False)}
         return {"type": kind, "call": {"id": _string(block, "id"), "type": "function", "function": function}}
+    if kind in CHANGES:
+        return {"type": kind, **read_change(kind, block.get("tool"))}
     if kind == "thinking":
         return {"type": kind, "thinking": _string(block, "thinking")}
     if kind == "compaction":  # the summary of what was said before, unless making it failed
@@ -96,7 +100,7 @@ def read(block: Any, role: str) -> dict[str, Any]:
 
 def system_text(blocks: list[dict[str, Any]]) -> str:
     """The text of system blocks, without the billing header."""
-    return "\n".join(filter(None, (BILLING.sub("", block["text"]) for block in blocks)))
+    return "\n".join(filter(None, (BILLING.sub("", block["text"]) for block in blocks if block["type"] == "text")))
 
 
 def parts(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,8 +1,9 @@
-"""`tools` and `tool_choice` of `/v1/messages` as those of a chat."""
+"""`tools` and `tool_choice` of `/v1/messages` as those of a chat, and changes of tools within a conversation."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field
@@ -14,6 +15,8 @@ from server.protocol.tools import MAX_TOOLS, Name
 log = logging.getLogger("jaxspec.server")
 
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+CHANGES = ("tool_addition", "tool_removal")  # blocks: from here on a tool can be called, or can't
+REFERENCES = ("tool_reference", "mcp_tool_reference", "mcp_toolset_reference")
 MAX_LOGGED = 32
 _skipped: set[str] = set()
 
@@ -57,6 +60,37 @@ def read_tools(value: Any) -> list[dict[str, Any]]:
         function = {key: tool[key] for key in ("name", "description", "strict") if tool.get(key) is not None}
         found.append({"type": "function", "function": function | {"parameters": {"type": "object", **schema}}})
     return found
+
+
+def read_change(kind: str, tool: Any) -> dict[str, Any]:
+    """The `name` of the tool that a block of `kind` adds or removes, and its `definition`, a chat's tool, where the
+    block has one. Both are None for tools of MCP servers, which the model never sees. **Raises:** `RequestError`."""
+    given = tool.get("type") if isinstance(tool, dict) else None
+    if given == "tool_definition" and kind == "tool_addition":
+        found = read_tools([tool.get("definition")])
+        return {"name": found[0]["function"].get("name") if found else None, "definition": found[0] if found else None}
+    if given not in REFERENCES:
+        allowed = "a tool_reference" if kind == "tool_removal" else "a tool_reference or tool_definition"
+        raise RequestError(f"a {kind} needs {allowed} as its tool, got {shown(tool)}")
+    name = tool.get("name") if given == "tool_reference" else None
+    if given == "tool_reference" and not isinstance(name, str):
+        raise RequestError(f"a tool_reference needs a string as its name, got {shown(name)}")
+    return {"name": name, "definition": None}
+
+
+def after_changes(tools: list[dict[str, Any]], changes: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A chat's tools at the end of a conversation with these changes. Tools that it defines come last."""
+    known, removed = list(tools), []
+    for change in changes:
+        if (name := change["name"]) is None:
+            continue
+        if change["type"] == "tool_removal":
+            removed.append(name)
+            continue
+        removed = [each for each in removed if each != name]
+        if change["definition"] is not None:
+            known = [tool for tool in known if tool["function"].get("name") != name] + [change["definition"]]
+    return [tool for tool in known if tool["function"].get("name") not in removed]
 
 
 def read_choice(value: Any) -> tuple[Any, bool]:

@@ -6,7 +6,7 @@ The chat grows at its end alone: a longer conversation's prompt begins with the 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 from pydantic import Field, PlainValidator
 
@@ -16,7 +16,7 @@ from server.protocol.chat import MAX_MESSAGES, Effort, Variables
 from server.protocol.described import checked_later
 from server.protocol.generation import Biases, Numbers, Sampled, StopString
 from server.protocol.message_blocks import Blocks, blocks_of, parts, read, system_text
-from server.protocol.message_tools import Choice, Tools, read_choice, read_tools
+from server.protocol.message_tools import CHANGES, Choice, Tools, after_changes, read_choice, read_tools
 
 # Where this route's fields stand in a chat's body, for errors that name them.
 PLACES = {
@@ -35,8 +35,19 @@ BUDGETS = ((4096, "low"), (16384, "medium"))  # tokens of thinking below which a
 
 
 class _Message(Open):
-    role: Literal["user", "assistant", "system"]
+    role: Literal["user", "assistant"]
     content: str | Blocks
+
+
+class _SystemConfig(Open):
+    effort: NotRequired[Any]
+
+
+class _SystemMessage(Open):
+    role: Literal["system"]
+    content: NotRequired[str | Blocks]
+    clear_at: NotRequired[Literal["next_user_message", "never"] | None]
+    output_config: NotRequired[_SystemConfig | None]
 
 
 class _Thinking(Open):
@@ -45,7 +56,7 @@ class _Thinking(Open):
     display: NotRequired[Literal["summarized", "omitted"] | None]
 
 
-Messages = Annotated[list[_Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+Messages = Annotated[list[_Message | _SystemMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
@@ -61,10 +72,27 @@ def _messages(value: Any) -> list[dict[str, Any]]:
             given = f"the role {shown(role)}" if role is not None else shown(message)
             raise RequestError(f"message {place} must have the role user, assistant or system, got {given}")
         try:
-            found.append({"role": role, "blocks": [read(block, role) for block in blocks_of(message.get("content"))]})
+            found.append(_system_message(message) if role == "system" else {"role": role, **_blocks(message, role)})
         except RequestError as error:
             raise RequestError(f"message {place}: {error}") from None
     return found
+
+
+def _blocks(message: dict[str, Any], role: str) -> dict[str, Any]:
+    return {"blocks": [read(block, role) for block in blocks_of(message.get("content"))]}
+
+
+def _system_message(message: dict[str, Any]) -> dict[str, Any]:
+    """A system message among the others: text, changes of tools, an effort from here on. `passing` ones are read with
+    the user's message before them alone."""
+    until, config = message.get("clear_at"), message.get("output_config")
+    if until not in (None, "never", "next_user_message"):
+        raise RequestError(f"clear_at must be next_user_message or never, got {shown(until)}")
+    if not isinstance(config, dict | None):
+        raise RequestError(f"output_config must be an object, got {shown(config)}")
+    refuse_misspelt(config or {}, ("effort",))
+    told = {"passing": until == "next_user_message", "effort": (config or {}).get("effort")}
+    return {"role": "system", **_blocks({"content": [], **message}, "system message"), **told}
 
 
 def _system(value: Any) -> str:
@@ -94,6 +122,8 @@ class CountTokensRequest(Body):
     """The body of `/v1/messages/count_tokens`: a message's, without a need for `max_tokens`."""
 
     LENIENT = True
+    # Unread, `thread` would answer the newest messages alone, and `compaction` the conversation that it summarises.
+    UNSUPPORTED: ClassVar[dict[str, tuple]] = {"thread": (), "compaction": ()}
 
     messages: Annotated[list[dict], PlainValidator(_messages, json_schema_input_type=Messages)]
     model: Text | None = None
@@ -114,8 +144,9 @@ class CountTokensRequest(Body):
         chat["messages"], origins = as_chat(self.system, self.messages)
         if chat["messages"][-1]["role"] == "assistant" and "tool_calls" not in chat["messages"][-1]:
             chat["continue_final_message"] = True
-        if self.tools:
-            chat["tools"] = self.tools
+        changes = [block for each in self.messages for block in each["blocks"] if block["type"] in CHANGES]
+        if tools := after_changes(self.tools or [], changes):
+            chat["tools"] = tools
         choice, parallel = self.tool_choice or (None, True)
         if choice is not None:
             chat["tool_choice"] = choice
@@ -139,6 +170,8 @@ class CountTokensRequest(Body):
         thinking = self.thinking or {}
         if thinking.get("type") == "disabled":
             return "none"
+        if later := [each["effort"] for each in self.messages if each.get("effort") is not None]:
+            return later[-1]
         if self.output_config is not None and self.output_config.effort is not None:
             return self.output_config.effort
         if thinking.get("type") != "enabled":
@@ -191,6 +224,7 @@ def as_chat(system: str | None, messages: list[dict[str, Any]]) -> tuple[list[di
     found: list[dict[str, Any]] = []
     origins: list[int] = []
     told: list[dict[str, Any]] = []  # parts of system messages that wait for a user's message
+    newest = max((place for place, each in enumerate(messages) if each["role"] == "user"), default=0)
 
     def add(place: int, message: dict[str, Any]) -> None:
         found.append(message)
@@ -208,7 +242,8 @@ def as_chat(system: str | None, messages: list[dict[str, Any]]) -> tuple[list[di
     for place, message in enumerate(messages):
         blocks = message["blocks"]
         if message["role"] == "system":
-            if not (text := system_text(blocks)):
+            text = system_text(blocks)
+            if not text or (message["passing"] and place < newest):
                 continue
             part = {"type": "text", "text": text}
             if not found:

@@ -16,6 +16,8 @@ from server.http.errors import ApiError, as_anthropic
 from server.http.json_reader import parse
 from server.parsers import ARGUMENTS, CALL, CONTENT, REASONING, Piece
 from server.protocol.base import check_text
+from server.replies.logprobs import TokenNames
+from server.replies.reasoning import ReasoningTokens
 from server.replies.reply import Job, Prompt, encode
 
 BLOCKS = {CONTENT: "text", REASONING: "thinking"}
@@ -31,6 +33,7 @@ class MessagesReply:
         params: SamplingParams,
         model: str,
         speech: Speech,
+        names: TokenNames,
         *,
         limit: int,
         stream: bool = False,
@@ -42,6 +45,7 @@ class MessagesReply:
         self._message = {"id": self.id, "type": "message", "role": "assistant", "model": model, "content": []}
         self._message |= {"stop_reason": None, "stop_sequence": None, "usage": None}
         self._calls = Calls()
+        self._reasoning = ReasoningTokens(speech, params, names.tokenizer) if speech.reasoning else None
         self._kind: str | None = None  # of the block that is open
         self._text: list[str] = []  # of it, or its arguments
         self._began = False
@@ -78,6 +82,8 @@ class MessagesReply:
 
     def _advance(self, delta: Delta) -> str:
         self._tokens += len(delta.token_ids)
+        if self._reasoning:
+            self._reasoning.take(delta)
         pieces = self._speech.read(self._parser, delta)
         self._calls.add(pieces)
         events = "".join([self._take(piece) for piece in pieces])
@@ -144,13 +150,14 @@ class MessagesReply:
             return "tool_use"
         return "stop_sequence" if isinstance(last.stop_reason, str) else "end_turn"
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> dict[str, Any]:
         """Tokens so far. Those of the prompt that the cache had don't count as input, as Anthropic has it."""
         return {
             "input_tokens": len(self._prompt.ids) - self._cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": self._cached,
             "output_tokens": self._tokens,
+            "output_tokens_details": {"thinking_tokens": self._reasoning.count if self._reasoning else 0},
         }
 
     # -- events --------------------------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ def add(app: FastAPI, serving: Serving) -> None:
                     settings = dataclasses.replace(settings, max_tokens=None)
                 options: dict[str, Any] = {"stream": bool(body.stream), "shows_thinking": body.shows_thinking}
                 name = lora or serving.name
-                return MessagesReply(prompt, settings, name, speech, limit=body.max_tokens, **options)
+                return MessagesReply(prompt, settings, name, speech, serving.texts, limit=body.max_tokens, **options)
 
             return await serving.answer(request, make(), body.stream, priority=body.priority, lora=lora)
 

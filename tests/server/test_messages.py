@@ -13,6 +13,7 @@ from server.app import create_app
 from server.chat.speech import PLAIN, Speech
 from server.protocol.messages import MessagesRequest
 from server.replies import Prompt
+from server.replies.logprobs import TokenNames
 from server.replies.messages import MessagesReply
 from tests.server.fake import CONTEXT, TEXT, byte_tokenizer
 from tests.server.live import serving
@@ -93,6 +94,7 @@ def test_text(http, fake):
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": 2,
         "output_tokens": len(TEXT.encode()),
+        "output_tokens_details": {"thinking_tokens": 0},
     }
     events = events_of(http.post(PATH, json=body | {"stream": True}))
     assert joined(events) == reply | {"id": events[0]["message"]["id"]}
@@ -129,9 +131,10 @@ def test_a_tool_is_used_and_its_result_goes_back(step):
 
 def said(parser, text, *, finish="stop", stop_reason=None, limit=50, shows=True):
     """A message's reply to one delta, whole."""
-    reply = MessagesReply(Prompt([1] * 9), SamplingParams(), "m", parser, limit=limit, shows_thinking=shows)
+    names = TokenNames(byte_tokenizer())
+    reply = MessagesReply(Prompt([1] * 9), SamplingParams(), "m", parser, names, limit=limit, shows_thinking=shows)
     told = {"finish_reason": finish, "stop_reason": stop_reason, "metrics": RequestMetrics(cached_tokens=4)}
-    reply.take(0, Delta("r", 0, text, list(range(40)), **told))
+    reply.take(0, Delta("r", 0, text, list(text.encode().ljust(40)), **told))
     return reply.whole()
 
 
@@ -139,7 +142,9 @@ THINK = Speech("qwen3", None, thinking="prompt")
 
 
 def test_thinking_has_a_signature_and_may_be_left_out():
-    thought, text = said(THINK, "hm\n</think>\n\nyes")["content"]
+    reply = said(THINK, "hm\n</think>\n\nyes")
+    thought, text = reply["content"]
+    assert reply["usage"]["output_tokens_details"] == {"thinking_tokens": 3}
     assert thought["thinking"].strip() == "hm" and thought["signature"] and text["text"].strip() == "yes"
     hidden, _ = said(THINK, "hm\n</think>\n\nyes", shows=False)["content"]
     assert hidden["thinking"] == "" and hidden["signature"] == thought["signature"]
@@ -250,6 +255,32 @@ def test_thinking_and_effort(given, effort):
     assert chat(ASK["messages"], **given).get("reasoning_effort") == effort
 
 
+def test_tools_change_within_a_conversation():
+    """Claude Code and the SDKs' tool runners add and remove tools by blocks of system messages."""
+    named = lambda kind, name: {"type": kind, "tool": {"type": "tool_reference", "name": name}}  # noqa: E731
+    late = {"type": "tool_definition", "definition": TOOL | {"name": "late", "defer_loading": True}}
+    hosted = {"type": "tool_definition", "definition": {"type": "web_search_20260318", "name": "web_search"}}
+    mcp = {"type": "tool_removal", "tool": {"type": "mcp_toolset_reference", "server_name": "s"}}
+    turns = [turn("user", text("a")), turn("system", text("note"), {"type": "tool_addition", "tool": late}, mcp)]
+    names = lambda turns: [each["function"]["name"] for each in chat(turns, tools=[TOOL]).get("tools", [])]  # noqa: E731
+    assert names(turns[:1]) == ["weather"] and names(turns) == ["weather", "late"]
+    assert roles(turns) == [("user", "a\nnote")]
+    turns.append(turn("system", named("tool_removal", "weather"), {"type": "tool_addition", "tool": hosted}))
+    assert names(turns) == ["late"]
+    assert names([*turns, turn("system", named("tool_removal", "late"))]) == []
+    assert names([*turns, turn("system", named("tool_addition", "weather"))]) == ["weather", "late"]
+
+
+def test_a_system_message_may_pass_and_set_the_effort():
+    hint = {"role": "system", "content": "hurry", "clear_at": "next_user_message"}
+    effort = {"role": "system", "output_config": {"effort": "low"}}
+    turns = [turn("user", text("a")), hint, effort]
+    assert roles(turns) == [("user", "a\nhurry")]
+    assert chat(turns, output_config={"effort": "high"})["reasoning_effort"] == "low"
+    turns += [turn("assistant", USE), turn("user", RESULT)]
+    assert roles(turns) == [("user", "a"), ("assistant", ""), ("tool", "7")]
+
+
 MARK = {"cache_control": {"type": "ephemeral", "ttl": "1h"}, "x_new": [1]}
 
 
@@ -319,6 +350,10 @@ def test_turns_that_anthropics_servers_made_are_read():
     ({"output_config": {"format": {"type": "json_schema", "schema": {}, "shema": {}}}}, "did you mean schema?"),
     ({"tools": [TOOL], "tool_choice": {"type": "auto", "disable_paralel_tool_use": True}}, "did you mean disable_"),
     ({"thinking": {"type": "enabled", "budget_token": 7}}, "did you mean budget_tokens?"),
+    ({"thread": {"type": "continue", "previous_message_id": "msg_1"}}, "thread is not supported"),
+    ({"compaction": {"type": "summarize"}}, "compaction is not supported"),
+    ({"messages": [{"role": "system", "content": "a", "clear_at": "now"}]}, "clear_at must be"),
+    ({"messages": [turn("system", {"type": "tool_removal", "tool": {"type": "x"}})]}, "needs a tool_reference as its"),
 ])  # fmt: skip
 def test_bad_fields(http, fake, change, says):
     response = http.post(PATH, json=ASK | change)
@@ -352,6 +387,8 @@ def test_names_keys_and_routes():
         assert (unknown.status_code, unknown.json()["error"]["type"]) == (404, "not_found_error")
         assert http.get(PATH, headers=headers).json()["type"] == "error" and http.head("/").status_code == 200
         assert http.post("/v1/responses", json=ASK, headers=headers).json()["error"]["param"], "OpenAI's elsewhere"
+        theirs = http.get("/v1/models/claude", headers=headers | {"anthropic-version": "2023-06-01"})
+        assert theirs.json()["error"]["type"] == "not_found_error" and theirs.headers["request-id"]
         page = http.get("/v1/models", headers=headers).json()
         assert [each["id"] for each in page["data"]] == ["mine", "other"] and page["has_more"] is False
         card = http.get("/v1/models/other", headers=headers).json()
@@ -385,6 +422,9 @@ RICH = ASK | {
     "thinking": {"type": "enabled", "budget_tokens": 9, "display": "omitted"},
     "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": {"type": "object"}}},
     "messages": [
+        {"role": "system", "content": "s", "clear_at": "never", "output_config": {"effort": "low"}},
+        turn("system", {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": TOOL}}),
+        turn("system", {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "f"}}),
         turn("user", text("a"), PIXEL, {"type": "document", "source": {"type": "text", "data": "d"}, "title": "t"}),
         turn("assistant", {"type": "thinking", "thinking": "t", "signature": "s"}, USE),
         turn("assistant", *({"type": kind, "name": "n", "input": {"a": [1]}, "content": "c"} for kind in FOREIGN)),
