@@ -6,6 +6,7 @@ Invariant: a block is used, or known not to matter, or refused by its type. Fiel
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from typing import Annotated, Any
@@ -19,6 +20,8 @@ from server.protocol.message_tools import CHANGES, read_change
 MAX_BLOCKS = 1000  # of one message, and of one result
 # Claude Code's first system block. Its hash changes with every request, so a prompt with it would never be cached.
 BILLING = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*\n?")
+# Begins a signature that has the text of thinking, for a client that leaves the text out and sends the block back.
+CARRIES = "jaxspec:"
 # Calls that Anthropic's servers made within an assistant's turn, and what came of them; here they are text.
 CALLS = ("server_tool_use", "mcp_tool_use")
 RESULTS = (
@@ -88,7 +91,7 @@ def read(block: Any, role: str) -> dict[str, Any]:
     if kind in CHANGES:
         return {"type": kind, **read_change(kind, block.get("tool"))}
     if kind == "thinking":
-        return {"type": kind, "thinking": _string(block, "thinking")}
+        return {"type": kind, "thinking": _string(block, "thinking") or _carried(block.get("signature"))}
     if kind == "compaction":  # the summary of what was said before, unless making it failed
         return _text("" if block.get("content") is None else _string(block, "content"))
     if kind in CALLS:
@@ -106,6 +109,21 @@ def system_text(blocks: list[dict[str, Any]]) -> str:
 def parts(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Checked blocks as parts of a chat's message, without empty texts."""
     return [block for block in blocks if block["type"] != "text" or block["text"]]
+
+
+def carrying(thought: str) -> str:
+    """A signature that has the text of thinking in it."""
+    return CARRIES + base64.b64encode(thought.encode()).decode()
+
+
+def _carried(signature: Any) -> str:
+    """The text in a signature; none in others. **Raises:** `RequestError`."""
+    if not isinstance(signature, str) or not signature.startswith(CARRIES):
+        return ""
+    try:
+        return base64.b64decode(signature.removeprefix(CARRIES), validate=True).decode()
+    except ValueError:
+        raise RequestError("a thinking block has another signature than it came with; send it back as it was") from None
 
 
 def _readable(value: Any) -> str:

@@ -16,6 +16,7 @@ from server.http.errors import ApiError, as_anthropic
 from server.http.json_reader import parse
 from server.parsers import ARGUMENTS, CALL, CONTENT, REASONING, Piece
 from server.protocol.base import check_text
+from server.protocol.message_blocks import carrying
 from server.replies.logprobs import TokenNames
 from server.replies.reasoning import ReasoningTokens
 from server.replies.reply import Job, Prompt, encode
@@ -25,7 +26,7 @@ BLOCKS = {CONTENT: "text", REASONING: "thinking"}
 
 class MessagesReply:
     """**Arguments:** `limit` is the client's `max_tokens`; `shows_thinking` False leaves the text of thinking out, as
-    `display: omitted` asks."""
+    `display: omitted` asks; the signature carries it then, so that the next turn's prompt has it."""
 
     def __init__(
         self,
@@ -50,6 +51,7 @@ class MessagesReply:
         self._text: list[str] = []  # of it, or its arguments
         self._began = False
         self._tokens = self._cached = 0
+        self._estimated = 0  # tokens of thinking that events have told of
 
     def jobs(self) -> list[Job]:
         return [Job(self._prompt.ids, self._params, self.id, images=self._prompt.images)]
@@ -100,7 +102,10 @@ class MessagesReply:
             return events + self._delta("input_json_delta", partial_json=piece.text)
         if piece.kind == CONTENT:
             return events + self._delta("text_delta", text=piece.text)
-        return events + (self._delta("thinking_delta", thinking=piece.text) if self._shows_thinking else "")
+        if self._shows_thinking:
+            return events + self._delta("thinking_delta", thinking=piece.text)
+        more, self._estimated = self._thinking_tokens - self._estimated, self._thinking_tokens
+        return events + self._delta("thinking_delta", thinking="", estimated_tokens=more)  # clients give up on silence
 
     def _open(self, piece: Piece) -> str:
         """Add the block that a piece begins."""
@@ -123,7 +128,8 @@ class MessagesReply:
             block["input"] = _object(text)
         elif self._kind == REASONING:
             block["thinking"] = text if self._shows_thinking else ""
-            block["signature"] = hashlib.sha256(text.encode()).hexdigest()  # opaque, and accepted back unread
+            shown = self._shows_thinking  # then the signature is accepted back unread
+            block["signature"] = hashlib.sha256(text.encode()).hexdigest() if shown else carrying(text)
             events = self._delta("signature_delta", signature=block["signature"])
         else:
             block["text"] = text
@@ -157,8 +163,12 @@ class MessagesReply:
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": self._cached,
             "output_tokens": self._tokens,
-            "output_tokens_details": {"thinking_tokens": self._reasoning.count if self._reasoning else 0},
+            "output_tokens_details": {"thinking_tokens": self._thinking_tokens},
         }
+
+    @property
+    def _thinking_tokens(self) -> int:
+        return self._reasoning.count if self._reasoning else 0
 
     # -- events --------------------------------------------------------------------------------------------------------
 

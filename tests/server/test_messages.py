@@ -6,6 +6,7 @@ import re
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.request import Delta, RequestError, RequestMetrics, SamplingParams
@@ -147,7 +148,23 @@ def test_thinking_has_a_signature_and_may_be_left_out():
     assert reply["usage"]["output_tokens_details"] == {"thinking_tokens": 3}
     assert thought["thinking"].strip() == "hm" and thought["signature"] and text["text"].strip() == "yes"
     hidden, _ = said(THINK, "hm\n</think>\n\nyes", shows=False)["content"]
-    assert hidden["thinking"] == "" and hidden["signature"] == thought["signature"]
+    assert hidden["thinking"] == "" and text["text"].strip() == "yes"
+    for block in (thought, hidden):  # either way the next turn's prompt has it
+        assert chat([*ASK["messages"], turn("assistant", block, USE)])["messages"][1]["reasoning_content"] == "hm\n"
+    with pytest.raises(ValidationError, match="another signature"):
+        chat([turn("assistant", hidden | {"signature": hidden["signature"][:-2]})])
+
+
+def test_thinking_that_is_left_out_is_no_silence():
+    """A client ends a stream in which nothing comes for a while."""
+    fake = Scripted(EngineConfig(model="fake/model", context_length=4096), text="<think>let me see</think>yes", step=4)
+    with serving(create_app(fake, reasoning_parser="qwen3")) as url, httpx.Client(base_url=url) as http:
+        body = ASK | {"stream": True, "thinking": {"type": "adaptive", "display": "omitted"}}
+        events = events_of(http.post(PATH, json=body))
+    told = [each["delta"] for each in events if each.get("delta", {}).get("type") == "thinking_delta"]
+    assert len(told) > 2 and not any(each["thinking"] for each in told)
+    counted = joined(events)["usage"]["output_tokens_details"]["thinking_tokens"]
+    assert sum(each["estimated_tokens"] for each in told) == counted == len("let me see")
 
 
 @pytest.mark.parametrize("how,reason", [
