@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 
 import httpx
@@ -11,6 +12,10 @@ from openai import OpenAI
 from server.app import create_app
 from tests.server.fake import FakeLLM
 from tests.server.live import serving
+
+# A busy machine may take longer than httpx's five seconds, which no test is about.
+_waits = inspect.signature(httpx.get).parameters["timeout"].default
+_waits.connect = _waits.read = _waits.write = _waits.pool = 60.0
 
 
 @pytest.fixture(scope="session")

@@ -151,16 +151,20 @@ async def test_clients_that_leave_at_any_time_leave_nothing_behind(url, llm):
 
 
 def test_the_queue_is_bounded(llm, monkeypatch):
+    """Four requests run and one waits, none of which goes on before the others are refused."""
     monkeypatch.setattr(llm._admitted, "queued", 5 - llm.config.max_running_requests)
-    with serving(create_app(llm, served_name="tiny")) as url:
-        dispatch = llm.engine.runner.round
-        monkeypatch.setattr(llm.engine.runner, "round", lambda *args: (time.sleep(0.05), dispatch(*args))[1])
-        replies = ask_all(url, [QUICK] * 8)
-    refused = [reply for reply in replies if reply.status_code == 429]
-    assert 1 <= len(refused) <= 3 and all(reply.status_code in (200, 429) for reply in replies)
-    for reply in refused:
-        assert reply.headers["retry-after"] == "1" and reply.json()["error"]["code"] == "queue_full"
-    assert llm.stats()["refused_total"] >= len(refused)
+    go, before = threading.Event(), llm._admitted.refused
+    dispatch = llm.engine.runner.round
+    monkeypatch.setattr(llm.engine.runner, "round", lambda *args: (go.wait(60), dispatch(*args))[1])
+    one = lambda i: ask(url, QUICK, stream=bool(i % 2))  # noqa: E731
+    with serving(create_app(llm, served_name="tiny")) as url, meanwhile(one, *range(8)) as replies:
+        wait_for(lambda: llm._admitted.refused == before + 3)
+        go.set()
+    assert sorted(reply.status_code for reply in replies) == [200] * 5 + [429] * 3
+    for reply in replies:
+        if reply.status_code == 429:
+            assert reply.headers["retry-after"] == "1" and reply.json()["error"]["code"] == "queue_full"
+    assert llm.stats()["refused_total"] == before + 3
 
 
 @pytest.mark.parametrize("stream", [False, True])

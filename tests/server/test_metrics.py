@@ -196,10 +196,10 @@ def test_a_delta_costs_a_few_microseconds(metrics):
     watch, delta = metrics.watch(SamplingParams()), Delta("id", 0, token_ids=[1, 2, 3])
     fastest = float("inf")
     for _ in range(5):
-        start = time.perf_counter()
+        start = time.thread_time()
         for _ in range(2000):
             watch.see(delta)
-        fastest = min(fastest, time.perf_counter() - start)
+        fastest = min(fastest, time.thread_time() - start)
     assert fastest / 2000 < 5e-6
 
 

@@ -65,10 +65,9 @@ def test_nothing_is_encoded_for_clients_that_left(url, fake, path):
     with meanwhile(leave, 5, 5):
         wait_for(lambda: slow.running == 2)
         with meanwhile(leave, *[0.5] * 4):
-            start = time.monotonic()
             assert httpx.post(url + path, json=short).status_code == 200
-            assert time.monotonic() - start < 1, "short prompts don't wait for long ones"
-    wait_for(lambda: slow.running == 0, 5)
+            assert slow.running == 2, "short prompts don't wait for long ones"
+    wait_for(lambda: slow.running == 0)
     assert (slow.most, slow.ended) == (2, 2), "those who left before their turn had none"
     assert len(fake.started) == 1
     slow.stop = True

@@ -157,7 +157,7 @@ def test_a_slow_sender_is_cut_off(resolves, monkeypatch, reply):
     began = time.monotonic()
     with answering(reply, pause=0.05) as (port, _), pytest.raises(RequestError, match="longer to fetch"):
         fetch(f"http://{HOST}:{port}/a", {f"{HOST}:{port}"})
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 4  # all of it takes 5 s
 
 
 def test_the_flags(tmp_path):
