@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -151,3 +152,16 @@ def test_modules_that_must_not_know_others(modules, never):
     inside = lambda module, name: module == name or module.startswith(name + ".")  # noqa: E731
     mine = {module: others for module, others in imports().items() if inside(module, f"jaxspec.{modules}")}
     assert mine and not [module for module, others in mine.items() if any(inside(other, never) for other in others)]
+
+
+def test_the_picture_of_the_house_has_every_room_below_those_that_import_it():
+    """All but those that the table puts above all others."""
+    house = (ROOT / "docs" / "architecture.md").read_text().split("\n## The house\n")[1]
+    picture = house.split("```")[1].splitlines()
+    floor = {room: number for number, line in enumerate(picture) for room in re.findall(r"(\w+)/", line)}
+    rooms = set(ROOMS) - {*FILES, "bench", "train"}
+    assert floor.keys() == rooms | {"server"}
+    for module, found in imports().items():
+        own, *imported = [name.partition("jaxspec.")[2].split(".")[0] for name in (module, *found)]
+        above = [other for other in rooms.intersection(imported) if own in rooms and floor[other] < floor[own]]
+        assert not above, f"{module} imports from {above}, which the picture has above it"

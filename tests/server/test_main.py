@@ -4,7 +4,6 @@ import errno
 import gc
 import re
 import socket
-import subprocess
 import sys
 import threading
 
@@ -13,7 +12,6 @@ import pytest
 from server import __main__ as main
 from server.cli.options import parse
 from tests.server.fake import FakeLLM
-from tests.server.live import as_here
 from tests.support.tiny import tiny_checkpoint
 
 
@@ -60,26 +58,32 @@ def test_programs_that_are_being_compiled_do_not_hold_up_the_end(monkeypatch, na
     assert ends[0] == ("ended" if name == "other" else "left", 0)
 
 
-def test_options_that_do_not_fit_the_machine_end_with_status_2_and_a_line():
+@pytest.fixture
+def quiet(monkeypatch):
+    """Starting a server changes nothing of this process."""
+    monkeypatch.setattr(main.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(main.faulthandler, "enable", lambda *_: None)
+    monkeypatch.setattr(main._watcher, "start", lambda *_: None)
+    monkeypatch.setattr(main.logs, "set_up", lambda *_: None)
+
+
+def test_options_that_do_not_fit_the_machine_end_with_status_2_and_a_line(quiet, capfd):
     """Before weights are on their way, whose progress bar would stand on the same line."""
     given = ["--model", str(tiny_checkpoint()), "--port", "0", "--max-total-tokens", "99999999999"]
-    ended = subprocess.run([sys.executable, "-m", "server", *given], capture_output=True, text=True, env=as_here())
-    assert ended.returncode == 2 and "Traceback" not in ended.stderr
-    assert re.search(r"^python -m server: --max-total-tokens 99999999999 does not fit: .* or less", ended.stderr, re.M)
+    assert main.main(given) == 2
+    said = capfd.readouterr().err
+    assert re.search(r"^python -m server: --max-total-tokens 99999999999 does not fit: .* or less", said, re.M)
 
 
 @pytest.mark.parametrize("error", [
     MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory"), RuntimeError("can't start new thread"),
     ValueError("another"),
 ])  # fmt: skip
-def test_a_start_that_gets_no_memory_ends_with_status_2_and_a_line(monkeypatch, capsys, error):
+def test_a_start_that_gets_no_memory_ends_with_status_2_and_a_line(monkeypatch, quiet, capsys, error):
     def start(args):
         raise error
 
     monkeypatch.setattr(main, "_start", start)
-    monkeypatch.setattr(main.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(main._watcher, "start", lambda *_: None)
-    monkeypatch.setattr(main.logs, "set_up", lambda *_: None)
     monkeypatch.setattr(main.resource, "getrlimit", lambda _: (3 * 2**30, 3 * 2**30))
     if isinstance(error, ValueError):
         with pytest.raises(ValueError):
