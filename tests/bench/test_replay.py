@@ -5,12 +5,13 @@ import pytest
 
 from jaxspec import LLM, SamplingParams
 from jaxspec.bench.replay import Replay
+from tests.support.sample import rare
 
 PROMPTS = [list(range(1, 21)), list(range(40, 61))]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=["1", "4"])
+@pytest.fixture(scope="module", params=[rare("1"), "4"])  # four rounds a program, and one where one is left
 def llm(request, tiny):
     options = {"context_length": 256, "chunked_prefill_size": 32, "max_running_requests": 3, "skip_warmup": True}
     options |= {"few_programs": True, "disable_prefix_cache": True}

@@ -53,7 +53,7 @@ def test_a_convolution_is_causal_and_each_row_has_its_kernel():
     np.testing.assert_allclose(convolve(jnp.float32(x), jnp.float32(kernels)), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("size", [40, 3000, 9999])
+@pytest.mark.parametrize("size", [40, rare(3000), 9999])
 def test_the_largest_are_those_of_a_sort(size, monkeypatch):
     monkeypatch.setattr(candidates, "CHUNK", 32)
     x = drawn.normal(jax.random.key(size), (2, 3, size))

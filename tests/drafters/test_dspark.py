@@ -60,12 +60,17 @@ def test_the_golden_heads_are_of_all_kinds():
     assert [drafter.draft_ids for drafter in drafters] == [None, None, 24, None]
 
 
+@pytest.mark.exhaustive  # the package's shorter blocks are in test_dflash.py
 def test_fewer_drafts_come_from_shorter_blocks():
     model, loaded, expected = golden("dspark", "deepspec")
-    ids = expected["ids_7"].tolist()[:-1]
-    short = jaxspec.propose(model, loaded, ids, 2)
+    short = jaxspec.propose(model, loaded, expected["ids_7"].tolist()[:-1], 2)
     assert short.count == 2 and len(short.tokens) == 2
     assert np.abs(short.logits[0] - expected["logits_7"][0]).max() > 1e-3  # rows see the rows behind them
+
+
+def test_more_drafts_than_a_block_has_are_refused():
+    model, loaded, expected = golden("dspark", "deepspec")
+    ids = expected["ids_7"].tolist()[:-1]
     with pytest.raises(ConfigError, match=r"--num-draft-tokens 6: this DSpark .* blocks of 5 .* drafts 1 to 5"):
         jaxspec.propose(model, loaded, ids, 6)
 

@@ -204,8 +204,9 @@ def test_dummy_weights_need_a_config_alone(tmp_path):
     loaded = load_drafter(f"eagle3:{tmp_path}", target(), options)
     ids = np.asarray(loaded.params["target_ids"])
     assert len(ids) == len(set(ids)) == 40 and ids.max() < 96
-    prompt = [1, 2] * 75  # as long as the goldens' own, whose program this is
-    assert set(jaxspec.propose(target(), loaded, prompt, 4).tokens.tolist()) <= set(ids.tolist())
+    stored = load(GOLDEN / "specforge-eagle3")
+    assert loaded.drafter == stored.drafter
+    assert jax.tree.map(jnp.shape, loaded.params) == jax.tree.map(jnp.shape, stored.params)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
@@ -319,7 +320,7 @@ def _features(model, layers, tokens):
     return tuple(jaxspec.hidden_states(model, [tokens], layers))
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("kind", ["eagle", rare("eagle3")])
 def test_blocks_of_a_prompt_make_what_the_whole_makes(kind):
     """In whatever order they come, and beside those of another request; what is kept by slot is the last one's."""
     model = lossless.engine("qwen3", "none").engine.runner.model
@@ -399,7 +400,7 @@ def test_text_and_caches_are_the_same_however_many_drafts_a_round_has(kind, monk
     assert widths.took_turns(llm)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("kind", [rare("eagle"), "eagle3"])  # EAGLE drafts trees in test_eagle_trees.py
 def test_interrupted_requests_draft_on_as_if_nothing_had_happened(kind):
     """Rounds and accepted drafts of each request are the same after preemption, a prefix hit, and in chunks."""
     llm = lossless.engine("qwen3", f"{heads.folder_for(kind)}")

@@ -28,6 +28,7 @@ from tests.support.engines import (
     VOCAB,
     assert_own,
     checkpoint,
+    engine,
     expected_meanings,
     idle,
     mixed_load,
@@ -36,14 +37,10 @@ from tests.support.engines import (
     set_overlap,
     set_rounds,
     tokens,
+    uncompiled,
     unharmed,
 )
-from tests.support.engines import engine as shared_engine
-from tests.support.sample import one_in, rare
-
-
-def engine(draft):
-    return shared_engine(draft, warm=draft == "ngram")
+from tests.support.sample import rare, some
 
 
 # A draft model's texts are in test_lossless.py, its samples in tests/rounds.
@@ -158,6 +155,8 @@ def test_a_preempted_request_keeps_its_text(llm):
 def test_texts_are_the_same_whoever_is_preempted_by_priority():
     llm = LLM(checkpoint(), "ngram", schedule_policy="priority-high-first", num_draft_tokens=3, **OPTIONS)
     core = llm.engine
+    core.runner.programs = engine("ngram").engine.runner.programs  # the same, compiled
+    set_rounds(llm, 1)
     prompts = [tokens(n, 5) for n in (20, 21, 22, 23)]
     each = params(temperature=1.0, seed=3, max_tokens=30)
     alone = [said(llm.generate([prompt], each)[0]) for prompt in prompts]
@@ -200,8 +199,9 @@ def test_no_seed_draws_a_new_one(llm):
 # -- the fast path ran -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive  # test_soak.py has it under load, the test below of the programs' names
 def test_nothing_compiles_after_warm_up():
-    llm = engine("ngram")
+    llm = engine("ngram", warm=True)
     before = llm.engine.stats()["compiles_total"]
     prompts, settings = mixed_load()
     llm.generate(prompts, settings)
@@ -217,6 +217,19 @@ def test_nothing_compiles_after_warm_up():
     stats = llm.engine.stats()
     assert stats["preemptions_total"] > 0
     assert stats["compiles_total"] == before
+    idle(llm.engine)
+
+
+def test_a_warm_up_makes_every_program_that_a_load_asks_for(monkeypatch):
+    llm = engine("ngram")
+    llm.generate(*mixed_load())
+    set_rounds(llm, 4)
+    llm.generate([tokens(9)], params())
+    set_rounds(llm, 1)
+    asked = set(llm.engine.runner.programs._compiled)
+    made = uncompiled(monkeypatch)
+    LLM(checkpoint(), "ngram", **OPTIONS | {"num_draft_tokens": 3, "skip_warmup": False})
+    assert len(asked) > 8 and asked <= set(made)
     idle(llm.engine)
 
 
@@ -269,7 +282,7 @@ def test_a_batch_runs_in_the_cheapest_mode_that_serves_it():
 # -- pages balance -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("llm,seed", one_in(2, DRAFTERS, range(3)), indirect=["llm"])
+@pytest.mark.parametrize("llm,seed", some([("ngram", 0), ("ngram", 2)], DRAFTERS, range(3)), indirect=["llm"])
 def test_pages_balance_after_finishes_aborts_and_preemptions(llm, seed):
     rng, core = random.Random(seed), llm.engine
     prompts, settings = mixed_load()
@@ -386,7 +399,7 @@ def test_self_draft_accepts_everything(n):
         options = OPTIONS | {"max_running_requests": 1, "num_draft_tokens": n}
         llm = LLM(checkpoint(), f"standalone:{checkpoint()}", **options)
     cases = (1, 0.0), (33, 0.0), (64, 1.0)
-    for length, temperature in cases if n == 3 else cases[:2]:  # sampled rounds take longest to compile
+    for length, temperature in cases if n == 1 else cases[:2]:  # sampled rounds take longest to compile
         settings = params(temperature=temperature, seed=6, max_tokens=50)
         (out,) = llm.generate([tokens(length, 6)], settings)
         assert out.metrics.accept_length == n + 1
@@ -400,7 +413,7 @@ def test_self_draft_accepts_everything(n):
 
 
 def test_special_tokens_kept_by_name_are_in_the_text():
-    kept = params(kept_special_tokens=["<|im_start|>"], logit_bias={257: 100.0}, max_tokens=3)
+    kept = params(kept_special_tokens=["<|im_start|>"], logit_bias={257: 100.0}, max_tokens=3, logprobs=0)
     skipped = dataclasses.replace(kept, kept_special_tokens=())
     found = [out.text for out in engine("none").generate([tokens(9)] * 2, [kept, skipped])]
     assert found == ["<|im_start|>" * 3, ""]
@@ -463,9 +476,10 @@ def test_requests_without_speculation_run_among_those_with_it():
 def test_a_requests_figures_add_up():
     llm, bias = engine(COUNT_UP), {65 + i: 100.0 - 5 * i for i in range(9)}
     before = llm.engine.stats()
-    settings = params(max_tokens=30, logit_bias=bias, repetition_penalty=2.0, n=2)
+    reported = {"max_tokens": 30, "logprobs": 0}  # by a program that is there
+    settings = params(logit_bias=bias, repetition_penalty=2.0, n=2, **reported)
     (out,) = llm.generate([tokens(10)], settings)
-    (plain,) = llm.generate([tokens(10)], params(max_tokens=30, speculative=False))
+    (plain,) = llm.generate([tokens(10)], params(speculative=False, **reported))
     after, metrics = llm.engine.stats(), out.metrics
     drafted, accepted = (
         [b - a for a, b in zip(before[key], after[key], strict=True)]

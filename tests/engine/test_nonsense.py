@@ -224,7 +224,8 @@ def test_an_index_that_points_elsewhere(folder):
 # safetensors
 
 
-def test_a_safetensors_header_with_nonsense_in_any_place(folder):
+@pytest.mark.parametrize("half", [0, rare(1)])
+def test_a_safetensors_header_with_nonsense_in_any_place(folder, half):
     file = folder / "model.safetensors"
     whole = file.read_bytes()
     (length,) = struct.unpack("<Q", whole[:8])
@@ -232,7 +233,7 @@ def test_a_safetensors_header_with_nonsense_in_any_place(folder):
     name = next(iter(header.keys() - {"__metadata__"}))
     paths = sorted((path for path in places(header) if not path or path[0] in (name, "__metadata__")), key=repr)
     shapes = [[2**63], [2**32, 2**32], [0], [-1], [32] * 100]
-    for path, nonsense in itertools.product(paths, NONSENSE + shapes):
+    for path, nonsense in list(itertools.product(paths, NONSENSE + shapes))[half::2]:  # of an odd number: in turn
         text = json.dumps(changed(header, path, nonsense)).encode()
         file.write_bytes(struct.pack("<Q", len(text)) + text + data)
         examine(folder)
