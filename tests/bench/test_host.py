@@ -1,5 +1,6 @@
 """The host benchmark measures the loop that it says it measures: the real one, with all requests running."""
 
+import functools
 import json
 
 import pytest
@@ -10,6 +11,11 @@ from jaxspec.scheduling.audit import audit
 from tests.support.sample import rare
 
 TINY = ["--prompt-tokens", "20", "--new-tokens", "12", "--context-length", "128", "--rounds", "40"]
+
+
+@functools.cache
+def shared_engine():
+    return host.make_engine(arguments("--requests", "3"))
 
 
 def arguments(*extra):
@@ -35,7 +41,7 @@ def test_the_command_prints_a_row_per_number_of_requests_and_writes_the_figures(
 
 @pytest.mark.parametrize("sampled", [False, rare(True)])
 def test_requests_run_their_course_through_the_real_loop(sampled):
-    engine = host.make_engine(arguments("--requests", "3", *(["--sampled"] if sampled else [])))
+    engine = host.make_engine(arguments("--requests", "3", "--sampled")) if sampled else shared_engine()
     load = host.Load(engine, 20, 12, sampled)
     load.measure(3, rounds=40)
     stats = engine.stats()
@@ -50,8 +56,7 @@ def test_requests_run_their_course_through_the_real_loop(sampled):
 
 
 def test_a_finished_request_got_every_token_it_asked_for():
-    engine = host.make_engine(arguments("--requests", "2"))
-    gained = {}
+    engine, gained = shared_engine(), {}
     for number, limit in enumerate((1, 7)):
         params = host.SamplingParams(temperature=0.0, max_tokens=limit, ignore_eos=True)
         engine.add(engine.prepare(list(b"hello"), params, str(number)))
@@ -64,10 +69,9 @@ def test_a_finished_request_got_every_token_it_asked_for():
 def test_more_weights_reach_the_program_with_more_layers():
     """Dispatch costs depend on the number of arguments, so none may be optimised away."""
     counts = []
-    for layers in (1, 3):
-        engine = host.make_engine(arguments("--requests", "1", "--layers", str(layers)))
+    for engine in (shared_engine(), host.make_engine(arguments("--requests", "3", "--layers", "3"))):
         runner = engine.runner
-        program = runner.programs._program("round_greedy", 1, runner.state)
+        program = runner.programs._program("round_greedy", 3, runner.state)
         kept = len(host.jax.tree.leaves(program.input_shardings[0]))
         counts.append(kept)
         assert kept >= len(host.jax.tree.leaves((runner.model.params, runner.state)))

@@ -103,10 +103,10 @@ def test_a_server_of_its_own_compared_with_the_engine_alone(tiny, tmp_path, monk
 
 
 def test_an_engine_of_this_process_alone(tiny, tmp_path):
-    argv = [*tiny, "--concurrency", "2", *LOAD, "--via", "offline", "--skip-warmup", "--few-programs"]
+    argv = [*tiny, "--draft", "ngram", "--concurrency", "3", *LOAD, "--via", "offline"]  # whose programs are there
     document = command(tmp_path / "x.json", *argv, "--request-rate", "100")
     (row,) = document["rows"]
-    assert row["load"] == "offline 2, 100/s" and (row["completed"], row["output_tokens"]) == (6, 72)
+    assert row["load"] == "offline 3, 100/s" and (row["completed"], row["output_tokens"]) == (6, 72)
     assert "of_offline" not in row and document["facts"]["devices"] == ["cpu:0 cpu"]
 
 

@@ -25,7 +25,7 @@ def data(tmp_path):
 
 
 def folder():
-    return str(tiny_checkpoint(vocab=BYTE_VOCAB, tokenizer=True))
+    return str(tiny_checkpoint(vocab=BYTE_VOCAB, tokenizer=True, num_hidden_layers=1))
 
 
 @pytest.mark.parametrize("drafts", [["ngram"], rare(["none", "ngram"])], ids=",".join)

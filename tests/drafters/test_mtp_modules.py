@@ -132,7 +132,7 @@ def test_rows_are_the_same_however_the_text_comes(family, split):
     rng = np.random.default_rng(0)
     tokens, features = rng.integers(0, 64, 41), rng.standard_normal((40, drafter.config.hidden_size), np.float32)
     table, prefill = np.arange(1, 9), jax.jit(drafter.prefill)
-    repeated = lambda x, t: np.resize(x, (t, *x.shape[1:]))  # noqa: E731
+    blocks = max(len(call) for call in SPLITS[split])
 
     def run(calls):
         state, slot = drafter.init_state(PageLayout(9, 8, "float32"), 3), 0
@@ -140,11 +140,11 @@ def test_rows_are_the_same_however_the_text_comes(family, split):
             if call == "another":
                 state, slot = {**state, "hidden": tuple(x + 7 for x in state["hidden"])}, 1
                 continue
-            t = max(end - begin for begin, end in call)
-            fill = lambda x, call=call, t=t: np.stack([repeated(x[begin:end], t) for begin, end in call])  # noqa: E731
-            starts = np.array([begin for begin, _ in call])
-            rows = Rows(starts, np.array([end for _, end in call]) - starts, np.stack([table] * len(call)))
-            batch = PrefillBatch(np.full(len(call), slot), fill(tokens[:-1]), fill(tokens[1:]), rows)
+            call = call + [(0, 0)] * (blocks - len(call))  # padding, as in an engine's program
+            fill = lambda x, call=call: np.stack([np.resize(x[begin:end], (40, *x.shape[1:])) for begin, end in call])  # noqa: E731
+            starts, ends = np.array(call).T
+            rows = Rows(starts, ends - starts, np.where(ends[:, None], table, 0))
+            batch = PrefillBatch(np.where(ends, slot, 2), fill(tokens[:-1]), fill(tokens[1:]), rows)
             state = prefill(params, state, jax.tree.map(jnp.asarray, batch), (jnp.asarray(fill(features)),))
         return state, slot
 

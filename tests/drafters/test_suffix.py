@@ -207,19 +207,23 @@ def test_a_draft_ends_where_the_text_is_divided(device):
     assert drafted(device, [0, 1, 2, 3]) == []  # one in 12 each
 
 
-def test_the_oldest_response_makes_room():
-    device = Device(Suffix(4, max_depth=10, max_requests=4, max_response=16, max_matches=8))
+@pytest.fixture(scope="module")
+def small():
+    """A device with room for four responses of six tokens."""
+    return Device(Suffix(4, max_depth=10, max_requests=4, max_response=6, max_matches=8))
+
+
+def test_the_oldest_response_makes_room(small):
     responses = [[10 * i + k for k in range(1, 8)] for i in range(1, 7)]
-    finished(device, *responses)
-    kept = [drafted(device, [0, *response[:3]]) == response[3:6] for response in responses]
+    finished(small, *responses)
+    kept = [drafted(small, [0, *response[:3]]) == response[3:6] for response in responses]
     assert kept == [False, False, True, True, True, True]
 
 
-def test_a_response_is_kept_up_to_its_limit():
-    device = Device(Suffix(4, max_depth=10, max_requests=4, max_response=6, max_matches=8))
-    finished(device, list(range(1, 30)))
-    assert drafted(device, [0, 3, 4, 5]) == [6]
-    assert drafted(device, [0, 4, 5, 6]) == []
+def test_a_response_is_kept_up_to_its_limit(small):
+    finished(small, list(range(1, 30)))
+    assert drafted(small, [0, 3, 4, 5]) == [6]
+    assert drafted(small, [0, 4, 5, 6]) == []
 
 
 def test_a_request_that_returns_to_another_length_starts_a_row_of_its_own(device):

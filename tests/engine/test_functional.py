@@ -111,7 +111,7 @@ def test_ngram_proposes_what_followed(model):
 
 
 def test_no_match_proposes_nothing(model):
-    assert jaxspec.propose(model, load_drafter("ngram", model), [1], 2).count == 0
+    assert jaxspec.propose(model, load_drafter("ngram", model), [1], 3).count == 0
 
 
 @pytest.mark.parametrize("prompt,n", [rare(PROMPT, 4), rare(PROMPT * 5, 1), rare([7], 2)])

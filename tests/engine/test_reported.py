@@ -72,15 +72,15 @@ def test_rows_are_those_of_the_text(llm):
     stopped = SamplingParams(temperature=0, max_tokens=1, **ASKED)
     (out,) = llm.generate([tokens(5)], stopped)
     assert out.completions[0].hidden_states.shape[0] == out.completions[0].routed_experts.shape[0] == 5
-    (out,) = llm.generate([tokens(5)], SamplingParams(max_tokens=2, return_routed_experts=True))
+    (out,) = llm.generate([tokens(5)], SamplingParams(temperature=0, max_tokens=2, return_routed_experts=True))
     assert out.completions[0].hidden_states is None and out.completions[0].routed_experts.shape == (6, 2, 2)
-    (out,) = llm.generate([tokens(5)], SamplingParams(max_tokens=2))
+    (out,) = llm.generate([tokens(5)], SamplingParams(temperature=0, max_tokens=2))
     assert out.completions[0].routed_experts is None
 
 
 def test_an_aborted_request_has_its_rows(llm):
     engine = llm.engine
-    request = engine.prepare(tokens(20), SamplingParams(max_tokens=40, ignore_eos=True, **ASKED))
+    request = engine.prepare(tokens(20), SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, **ASKED))
     engine.add(request)
     shown = 0
     while shown < 6:
@@ -90,7 +90,7 @@ def test_an_aborted_request_has_its_rows(llm):
     engine.add(waiting := engine.prepare(tokens(20), SamplingParams(**ASKED)))
     (last,) = engine.abort(waiting.id)
     assert last.hidden_states.shape[0] == 0
-    llm.generate([tokens(3)], SamplingParams(max_tokens=1))
+    llm.generate([tokens(3)], SamplingParams(temperature=0, max_tokens=1))
 
 
 @pytest.mark.exhaustive

@@ -1,12 +1,13 @@
 """Load test: 64 clients stream over HTTP, many of them hanging up, over too few slots and pages; then all must balance.
 
 Every request is deterministic (greedy, or with a seed) and one of a fixed number of cases, so whatever completed can be
-run again afterwards, alone, by an engine without drafter, prefix cache or neighbours, and must have said the same.
+run again afterwards, alone, by an engine without drafts, prefix cache or neighbours, and must have said the same.
 `make soak` runs ten minutes ($SOAK_SECONDS) with a draft model, and ten with the demo model on texts that repeat
 themselves, whose n-grams are accepted; a short run with ngram is part of `make test`.
 """
 
 import asyncio
+import dataclasses
 import json
 import os
 import re
@@ -220,7 +221,8 @@ def soak(draft: str, work: list[Case], seconds: float, model: str | None = None,
     crowded = DEMO if model == demo.NAME else CROWDED
     model = model or str(checkpoint("llama"))
     name = draft if draft == "ngram" else f"standalone:{draft_folder('llama', 'noisy')}"
-    llm = AsyncLLM(model, name, num_draft_tokens=3, **OPTIONS, **crowded)
+    options = OPTIONS | crowded | {"model": model, "draft": name, "num_draft_tokens": 3}
+    llm = AsyncLLM(**options)
     try:
         with serving(create_app(llm)) as url:
             tally, memory = asyncio.run(load(url, llm, work, seconds, clients))
@@ -239,7 +241,9 @@ def soak(draft: str, work: list[Case], seconds: float, model: str | None = None,
     assert all(stats["dispatches"][f"{kind}_{mode}"] for kind in ("first", "round") for mode in modes)
     assert stats["preemptions_total"] and stats["cached_tokens_total"], "pages never ran short, or were never shared"
     assert stats["accepted_per_position"][-1], "no round had all of its drafts accepted"
-    compared = check_answers(tally, work, model)
+    plain = LLM(**options | {"disable_prefix_cache": True, "skip_warmup": True})
+    plain.engine.runner.programs = llm.engine.runner.programs  # the same, compiled
+    compared = check_answers(tally, work, plain)
     growth, late = memory[-1] - memory[2], memory[-1] - memory[4]
     assert growth < MEGABYTES_GROWTH, f"memory grew by {growth:.0f} MiB: {[round(m) for m in memory]}"
     assert late < MEGABYTES_FLAT or seconds < 60, f"memory isn't flat in the second half: {[round(m) for m in memory]}"
@@ -264,14 +268,12 @@ def check_balance(llm: AsyncLLM) -> None:
     assert llm.stats()["free_pages"] == stats["total_pages"]
 
 
-def check_answers(tally: Tally, work: list[Case], model: str) -> int:
-    """Each repeatable case that completed said what it says alone. Returns how many."""
-    options = OPTIONS | {"disable_prefix_cache": True, "skip_warmup": True, "max_running_requests": 2}
-    plain = LLM(model, **options)
+def check_answers(tally: Tally, work: list[Case], plain: LLM) -> int:
+    """Each repeatable case that completed said what it says alone, without drafts. Returns how many."""
     repeatable = {index: answer for index, answer in tally.answers.items() if work[index].repeatable}
     for index, answer in repeatable.items():
         case = work[index]
-        out = plain.generate([case.prompt], case.params())[0]
+        out = plain.generate([case.prompt], dataclasses.replace(case.params(), speculative=False))[0]
         alone = Answer([c.text for c in out.completions], [c.finish_reason for c in out.completions])
         alone.tokens = sum(len(c.token_ids) for c in out.completions)
         alone.logprobs = answer.logprobs

@@ -13,6 +13,7 @@ from examples import medusa
 from jaxspec import LLM, RequestError, SamplingParams, load_drafter, load_model
 from jaxspec.drafters.base import Drafter
 from tests.support import heads
+from tests.support.engines import assert_own
 from tests.support.hybrids import checkpoint as hybrid_checkpoint
 from tests.support.sample import rare
 from tests.support.tiny import BYTE_VOCAB, tiny_checkpoint
@@ -23,7 +24,7 @@ OPTIONS = dict(page_size=8, context_length=128, max_running_requests=2, skip_war
 
 @pytest.fixture(scope="module")
 def folder():
-    return tiny_checkpoint()
+    return tiny_checkpoint(num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -36,13 +37,14 @@ def hybrid():
     return load_model(str(hybrid_checkpoint("qwen3_5", 64, 2)), progress=False)
 
 
-@pytest.mark.parametrize("kind", ["model", "hybrid"])
+@pytest.mark.parametrize("kind", [rare("model"), "hybrid"])  # a hybrid has both kinds of layers
 def test_steps_equal_whole_texts(kind, request):
     """Rows that don't stand leave nothing behind, in pages or in states."""
     model = request.getfixturevalue(kind)
     whole = np.asarray(jaxspec.logits(model, TEXTS))
-    states = np.asarray(jaxspec.hidden_states(model, TEXTS, (1,)))
-    begun = jaxspec.prefill(model, TEXTS[:, :9], [9, 6], capacity=40, layers=(1,))
+    last = (len(model.config.decoder.layers) - 1,)
+    states = np.asarray(jaxspec.hidden_states(model, TEXTS, last))
+    begun = jaxspec.prefill(model, TEXTS[:, :9], [9, 6], capacity=40, layers=last)
     np.testing.assert_allclose(begun.logits[0], whole[0, :9], atol=1e-5)
     np.testing.assert_allclose(begun.hidden[:, 1, :6], states[:, 1, :6], atol=1e-5)
     cache, standing = begun.cache, [9, 6]
@@ -66,15 +68,15 @@ def test_a_tree_is_its_paths(model):
     parents = np.array([[0, 0, 1, 2]])
     out = jaxspec.step(model, cache, tokens, parents)
     np.testing.assert_allclose(out.logits[0, [0, 2, 4]], whole[0, 9:12], atol=1e-5)
-    other = np.concatenate([TEXTS[0, :10], [3, 5]])[None]
-    np.testing.assert_allclose(out.logits[0, [1, 3]], jaxspec.logits(model, other)[0, 10:], atol=1e-5)
+    other = np.concatenate([TEXTS[0, :10], [3, 5], TEXTS[0, :8]])[None]  # as long, so that one program serves both
+    np.testing.assert_allclose(out.logits[0, [1, 3]], jaxspec.logits(model, other)[0, 10:12], atol=1e-5)
     chosen = jnp.array([[TEXTS[0, 10], 0, TEXTS[0, 11], 0, TEXTS[0, 12]]])
     walk = lambda *of: jaxspec.verify.walk(*of, jaxspec.verify.Tree.of(jnp.asarray(parents), 2))  # noqa: E731
     path, count = jax.jit(walk)(chosen, jnp.asarray(tokens[:, 1:]), jnp.array([4]))
     assert path[0].tolist() == [0, 2, 4] and count.tolist() == [3]
     cache = jaxspec.keep(out.cache, count, path)
-    out = jaxspec.step(model, cache, TEXTS[:1, 12:15])
-    np.testing.assert_allclose(out.logits[0], whole[0, 12:15], atol=1e-5)
+    out = jaxspec.step(model, cache, TEXTS[:1, 12:17], np.arange(4)[None])
+    np.testing.assert_allclose(out.logits[0], whole[0, 12:17], atol=1e-5)
 
 
 def test_the_functions_go_through_transformations(model):
@@ -128,8 +130,8 @@ def test_drafts_along_a_text_are_those_of_each_beginning(folder, model, method):
     """Where the text is the model's own, they are `propose`'s."""
     draft = {
         "ngram": "ngram",
-        "eagle3": f"eagle3:{heads.random_eagle3(folder, tuple(range(64)), (0, 1))}",
-        "standalone": f"standalone:{tiny_checkpoint('llama', seed=5)}",
+        "eagle3": f"eagle3:{heads.random_eagle3(folder, tuple(range(64)), (0, 0))}",
+        "standalone": f"standalone:{tiny_checkpoint('llama', seed=5, num_hidden_layers=1)}",
     }[method]
     drafter = load_drafter(draft, model)
     text = [7, 8, 9, 7, 8]
@@ -146,7 +148,7 @@ def test_drafts_along_a_text_are_those_of_each_beginning(folder, model, method):
 
 
 def test_sampled_drafts_have_their_probabilities(model):
-    drafter = load_drafter(f"standalone:{tiny_checkpoint('llama', seed=5)}", model)
+    drafter = load_drafter(f"standalone:{tiny_checkpoint('llama', seed=5, num_hidden_layers=1)}", model)
     cold, warm, same = (
         jaxspec.propose_along(model, drafter, TEXTS, 2, temperature=t, seed=3, distributions=True)
         for t in (0, 1.5, 1.5)
@@ -201,22 +203,20 @@ def test_a_class_takes_a_path_and_its_options(model):
     assert load_drafter(name, model).params["path"] is None
 
 
-def test_an_engine_takes_what_is_loaded(folder, model):
+def test_an_engine_takes_what_is_loaded(model):
     drafter = load_drafter("ngram", model)
-    llm, named = LLM(model, drafter, **OPTIONS), LLM(str(folder), "ngram", **OPTIONS)
-    settings = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
-    said = [each.generate([[1, 2, 3, 1, 2]], settings)[0].token_ids for each in (llm, named)]
-    assert said[0] == said[1]
-    assert llm.engine.runner.draft is drafter
+    llm = LLM(model, drafter, **OPTIONS)
+    assert_own(model, llm.generate([[1, 2, 3, 1, 2]], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)))
+    assert llm.engine.runner.model is model and llm.engine.runner.draft is drafter
 
 
 def test_a_notebook_of_cells_runs(folder, monkeypatch, capsys):
-    monkeypatch.setenv("MODEL", str(tiny_checkpoint("qwen3", BYTE_VOCAB, 5, tokenizer=True)))
+    monkeypatch.setenv("MODEL", str(tiny_checkpoint("qwen3", BYTE_VOCAB, 5, tokenizer=True, num_hidden_layers=1)))
     runpy.run_path("examples/idea.py")
     assert capsys.readouterr().out.count("tokens") == 2
 
 
 def test_a_papers_heads_are_trained_and_served():
     """The example, on a tiny model: its texts are plain decoding's, whatever its drafts are worth."""
-    folder = tiny_checkpoint("qwen3", BYTE_VOCAB, 5, tokenizer=True)
+    folder = tiny_checkpoint("qwen3", BYTE_VOCAB, 5, tokenizer=True, num_hidden_layers=1)
     assert medusa.main(str(folder), 5, **OPTIONS | {"context_length": 256}) >= 1

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import gc
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -200,11 +201,11 @@ def test_memory_is_given_back_and_texts_are_the_same():
 
 
 class Callers:
-    """An `AsyncLLM` over a small engine, and requests that are begun before something happens."""
+    """An `AsyncLLM` over a shared engine, and requests that are begun before something happens."""
 
-    def __init__(self, draft="ngram"):
-        drafts = {} if draft == "none" else {"num_draft_tokens": 3}
-        self.llm = AsyncLLM(checkpoint(), draft.replace("self", checkpoint()), max_running_requests=3, **SMALL | drafts)
+    def __init__(self, llm):
+        with mock.patch("jaxspec.engine.async_llm.Engine", lambda options, **_: llm.engine):
+            self.llm = AsyncLLM()
 
     async def __aenter__(self):
         return self
@@ -235,19 +236,21 @@ def own(model, prompt, found):
 
 
 @pytest.mark.parametrize("updates, at_once", [(4, 3), pytest.param(50, 64, marks=pytest.mark.exhaustive)])
-async def test_no_request_is_lost_and_none_mixes_versions(updates, at_once):
-    async with Callers(SELF) as callers:
-        llm, models, versions = callers.llm, {"default": callers.llm.engine.runner.model}, []
+async def test_no_request_is_lost_and_none_mixes_versions(updates, at_once, restored):
+    async with Callers(restored(engine(SELF))) as callers:
+        llm, versions = callers.llm, []
+        rollout, model = llm.engine.rollout, llm.engine.runner.model
+        models, before = {rollout.version: model}, rollout.figures()["updates"]
         tasks, prompts = [], [tokens(7 + i % 12, i) for i in range(updates * at_once)]
         for step in range(updates):
             versions += [list(models)[-1]] * at_once
             some = prompts[at_once * step : at_once * (step + 1)]
             tasks += await callers.begin(some, wait=not step, max_tokens=20)
-            new = jax.tree.map(lambda x, step=step: x * (1.1 + step), models["default"].params)
+            new = jax.tree.map(lambda x, step=step: x * (1.1 + step), model.params)
             asked = asyncio.create_task(llm.control("update", target=new, draft=new, version=str(step)))
-            while llm.engine.rollout.figures()["updates"] <= step:
+            while rollout.figures()["updates"] - before <= step:
                 await asyncio.sleep(0.001)
-            models[str(step)] = dataclasses.replace(models["default"], params=new)
+            models[str(step)] = dataclasses.replace(model, params=new)
         outs = await asyncio.gather(*tasks)
         assert (await asked)["weight_version"] == str(updates - 1)
         assert [last.metrics.weight_version for _, last in outs] == versions
@@ -258,8 +261,8 @@ async def test_no_request_is_lost_and_none_mixes_versions(updates, at_once):
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
-async def test_requests_of_a_pause_go_on_under_the_new_weights_or_end(mode):
-    async with Callers() as callers:
+async def test_requests_of_a_pause_go_on_under_the_new_weights_or_end(mode, restored):
+    async with Callers(restored(engine("ngram"))) as callers:
         llm = callers.llm
         (task,) = await callers.begin(PROMPTS[:1], max_tokens=100)
         state = await llm.control("pause", mode=mode)

@@ -38,7 +38,8 @@ LONG = {"prompt": "abcabcabcabc", "max_tokens": 1000, "temperature": 0, "ignore_
 
 @functools.cache
 def checkpoint() -> str:
-    return str(tiny_checkpoint(vocab=BYTE_VOCAB, tokenizer=True, max_position_embeddings=2048, num_hidden_layers=1))
+    """The model of server/test_drills.py, whose programs these are."""
+    return str(tiny_checkpoint(vocab=BYTE_VOCAB, tokenizer=True, max_position_embeddings=4096, num_hidden_layers=1))
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +47,7 @@ def llm():
     with pytest.MonkeyPatch.context() as patch:
         for name, value in as_here().items():
             patch.setenv(name, value)
-        options = ENGINE | {"context_length": 2048, "max_queued_requests": 64}
-        llm = DataParallelLLM(checkpoint(), "ngram", dp_size=2, **options)
+        llm = DataParallelLLM(checkpoint(), "ngram", dp_size=2, max_queued_requests=64, **ENGINE)
     yield llm
     llm.close()
 
@@ -223,7 +223,7 @@ async def test_a_caller_that_leaves_or_aborts_frees_its_engine(llm):
         llm.abort("mine")
         last = delta
     assert last.finish_reason == "abort"
-    again = llm.generate([4], SamplingParams(max_tokens=1, ignore_eos=True), "mine")
+    again = llm.generate([4], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True), "mine")
     assert [d.finish_reason async for d in again][-1] == "length"
     await asyncio.to_thread(wait_for, lambda: not any(counts(llm, "num_running")))
     assert llm._admitted.held == 0 and not llm._ids and not llm._streams and counts(llm, "held") == [0, 0]

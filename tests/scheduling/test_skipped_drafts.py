@@ -129,9 +129,10 @@ def test_a_next_turn_continues_from_what_the_drafter_missed_only_while_rounds_re
     metrics = turn(text, Always(3, 0.0))
     assert metrics.cached_tokens == known and not metrics.drafted_tokens
     test_eagle.check_caches(llm)
-    metrics = turn(text, Always(3, 0.0), temperature=1e-9, seed=1)  # a seed's text has the same drafts at any load
-    assert metrics.cached_tokens == 8 and metrics.drafted_tokens
-    assert turn(text, Always(3, 0.0), fixed_drafts=True).drafted_tokens, "a request may ask for them"
+    metrics = turn(text, Always(3, 0.0), fixed_drafts=True)
+    assert metrics.cached_tokens == 8 and metrics.drafted_tokens, "a request may ask for them"
+    seeded = replace(greedy, temperature=1.0, seed=1)
+    assert llm.engine.prepare(text, seeded).fixed_drafts, "a seed's text has the same drafts at any load"
     assert llm.engine.flush_cache()
     monkeypatch.setattr(llm.engine, "chooser", Always(3, 0.0))
     llm.generate([prompt], greedy)

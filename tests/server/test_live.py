@@ -25,7 +25,7 @@ def llm():
     more = json.loads(os.environ.get("JAXSPEC_LIVE", "{}"))
     make = DataParallelLLM if "dp_size" in more else AsyncLLM
     llm = make(
-        str(tiny_checkpoint(vocab=BYTE_VOCAB, tokenizer=True, max_position_embeddings=4096)),
+        str(tiny_checkpoint(vocab=BYTE_VOCAB, tokenizer=True, max_position_embeddings=4096, num_hidden_layers=1)),
         "ngram",
         **ENGINE | more,
     )

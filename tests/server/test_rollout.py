@@ -67,7 +67,7 @@ def test_slime_updates_from_disk_in_a_pause(live):
     assert live.get("/get_weight_version").json() == {"weight_version": "7"}
     meta = generate(live)
     assert meta["weight_version"] == "7" and meta["cached_tokens"] == 0
-    text = post(live, "/v1/completions", {"prompt": PROMPT, "max_tokens": 2})
+    text = post(live, "/v1/completions", {"prompt": PROMPT, "max_tokens": 2, "logprobs": 0})
     assert text["weight_version"] == "7"
 
 
@@ -125,7 +125,8 @@ def test_every_route_that_acts_on_all_requests_is_guarded():
 
 
 def test_hidden_states_are_the_prompts_then_one_a_token(live):
-    asked = {"input_ids": PROMPT, "sampling_params": SAMPLING | {"ignore_eos": True}, "return_hidden_states": True}
+    asked = {"input_ids": PROMPT, "sampling_params": SAMPLING | {"ignore_eos": True}, "return_logprob": True}
+    asked["return_hidden_states"] = True
     out = post(live, "/generate", asked)
     prompt, *rows = out["meta_info"]["hidden_states"]
     assert len(prompt) == len(PROMPT) and len(rows) == len(out["output_ids"]) - 1
@@ -160,7 +161,9 @@ def test_tokens_in_and_tokens_out(live):
     assert done == "[DONE]" and parts[-1]["usage"] == out["usage"] and parts[0]["choices"][0]["prompt_logprobs"]
     streamed = [token for part in parts for each in part["choices"] for token in each["token_ids"]]
     assert streamed == choice["token_ids"]
-    unlimited = post(live, "/inference/v1/generate", TOKENS | {"sampling_params": {"seed": 1, "ignore_eos": True}})
+    unlimited = post(
+        live, "/inference/v1/generate", TOKENS | {"sampling_params": {"seed": 1, "ignore_eos": True, "logprobs": 0}}
+    )
     assert len(unlimited["choices"][0]["token_ids"]) == SMALL["context_length"] - len(PROMPT)
 
 
@@ -177,14 +180,15 @@ def test_the_prefix_cache_is_shared_with_requests_of_one_salt(live):
     """By vLLM's name of the field on each route, and by SGLang's."""
     prompt, cached = tokens(24, 5), []
     for salt in ("a", "a", "b", None, None, "b"):
-        asked = {"token_ids": prompt, "cache_salt": salt, "sampling_params": {"max_tokens": 1}}
+        asked = {"token_ids": prompt, "cache_salt": salt, "sampling_params": {"max_tokens": 1, "logprobs": 0}}
         out = post(live, "/inference/v1/generate", asked)
         cached.append(out["usage"]["prompt_tokens_details"]["cached_tokens"])
     assert cached == [0, 16, 0, 0, 16, 16]
-    out = post(live, "/generate", {"input_ids": prompt, "extra_key": "a", "sampling_params": {"max_new_tokens": 1}})
+    asked = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1}, "return_logprob": True}
+    out = post(live, "/generate", asked | {"extra_key": "a"})
     assert out["meta_info"]["cached_tokens"] == 16
     for salt, wanted in (("a", 16), ("c", 0)):
-        out = post(live, "/v1/completions", {"prompt": prompt, "cache_salt": salt, "max_tokens": 1})
+        out = post(live, "/v1/completions", {"prompt": prompt, "cache_salt": salt, "max_tokens": 1, "logprobs": 0})
         assert out["usage"]["prompt_tokens_details"]["cached_tokens"] == wanted
     reply = live.post("/generate", json={"input_ids": prompt, "extra_key": ["a", "b"]})
     assert reply.status_code == 400 and reply.json()["error"]["param"] == "extra_key"

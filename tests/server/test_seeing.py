@@ -37,10 +37,12 @@ def image(pixels: np.ndarray) -> dict:
 
 
 @pytest.fixture(scope="module", params=DRAFTS)
-def seeing(request):
+def seeing(request, plain):
     """A server that reads pictures, and its engine."""
     drafts = {} if request.param == "none" else {"num_draft_tokens": 3}
     llm = AsyncLLM(str(seeing_checkpoint()), request.param, **OPTIONS, **drafts)
+    if request.param == "ngram":
+        llm.engine.runner.programs = plain.llm.engine.runner.programs  # the same, compiled
     with contextlib.closing(llm), serving(create_app(llm, "seeing")) as url:
         yield url, llm
 
@@ -67,10 +69,11 @@ def offline(llm: LLM, *pixels: np.ndarray) -> Prompt:
 @pytest.fixture(scope="module")
 def plain():
     """Texts of plain decoding offline, from token ids with pictures."""
-    llm = LLM(str(seeing_checkpoint()), **OPTIONS)
+    llm = LLM(str(seeing_checkpoint()), "ngram", num_draft_tokens=3, **OPTIONS)
 
     def text(*pixels: np.ndarray) -> str:
-        return llm.generate([offline(llm, *pixels)], SamplingParams(temperature=0, max_tokens=LONG))[0].text
+        params = SamplingParams(temperature=0, max_tokens=LONG, speculative=False)
+        return llm.generate([offline(llm, *pixels)], params)[0].text
 
     text.llm = llm
     return text

@@ -15,7 +15,7 @@ from jaxspec.structured.grammar import Grammars
 from server.app import create_app
 from server.chat.speech import Speech
 from tests.server.fake import byte_tokenizer
-from tests.server.live import serving
+from tests.server.live import ENGINE, serving
 from tests.support.tiny import BYTE_VOCAB, tiny_checkpoint
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
@@ -118,9 +118,8 @@ class Item(BaseModel):
 
 @pytest.fixture(scope="module")
 def engine_url():
-    folder = tiny_checkpoint(vocab=BYTE_VOCAB, tokenizer=True)
-    options = {"max_running_requests": 2, "max_total_tokens": 2048, "chunked_prefill_size": 64}
-    llm = AsyncLLM(str(folder), "ngram", context_length=1024, skip_warmup=True, few_programs=True, **options)
+    folder = tiny_checkpoint(vocab=BYTE_VOCAB, tokenizer=True, max_position_embeddings=4096, num_hidden_layers=1)
+    llm = AsyncLLM(str(folder), "ngram", **ENGINE)
     with serving(create_app(llm, served_name="tiny")) as address:
         yield address
     llm.close()

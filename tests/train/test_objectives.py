@@ -39,15 +39,24 @@ def target():
     return load_model(str(GOLDEN / "eagle" / "target"), "float32", progress=False)
 
 
-def drafted(target, method, n, folder=None):
-    """A drafter, its proposal after a prompt, and a batch in which the text goes on as it drafted."""
-    loaded = load_drafter(f"{method}:{folder or GOLDEN / 'trained' / method}", target)
-    ids = np.load(GOLDEN / "trained" / f"{'eagle3' if method == 'eagle3' else 'dflash'}.npz")["ids"]
-    prop = jaxspec.propose(target, loaded, ids[:PROMPT].tolist(), n)
-    row = [*ids[-BEFORE:], *ids[:PROMPT], prop.next_token, *prop.tokens, 3, 1]
+def load(target, method, folder=None):
+    return load_drafter(f"{method}:{folder or GOLDEN / 'trained' / method}", target)
+
+
+def batch_of(ids, answer):
+    """A row with the end of one text, then a prompt and this answer."""
+    row = [*ids[-BEFORE:], *ids[:PROMPT], *answer]
     first = [0] * BEFORE + [BEFORE] * (len(row) - BEFORE)
     answer = [i >= BEFORE + PROMPT for i in range(len(row))]
-    return loaded, prop, Batch(jnp.array([row]), jnp.array([first]), jnp.array([answer]))
+    return Batch(jnp.array([row]), jnp.array([first]), jnp.array([answer]))
+
+
+def drafted(target, method, n, folder=None):
+    """A drafter, its proposal after a prompt, and a batch in which the text goes on as it drafted."""
+    loaded = load(target, method, folder)
+    ids = np.load(GOLDEN / "trained" / f"{'eagle3' if method == 'eagle3' else 'dflash'}.npz")["ids"]
+    prop = jaxspec.propose(target, loaded, ids[:PROMPT].tolist(), n)
+    return loaded, prop, batch_of(ids, [prop.next_token, *prop.tokens, 3, 1])
 
 
 @pytest.mark.exhaustive  # MTP's chain, below, is unrolled alike
@@ -188,7 +197,7 @@ def test_a_trained_lilicorr_block_is_the_drafted_path_and_has_the_papers_losses(
 
 
 def test_rounds_are_counted_where_an_answer_can_be_drafted(target):
-    loaded, _, batch = drafted(target, "eagle3", 4)
+    loaded, batch = load(target, "eagle3"), batch_of(list(range(20)), range(7))
     ours = Eagle3Objective(loaded.drafter, target.config, "float32", "soft", steps=3)
     split = lambda params, names: {k: v for k, v in params.items() if (k in names)}  # noqa: E731
     trained = split(loaded.params, ("fc", "layer", "norm", "head"))
@@ -203,7 +212,7 @@ def test_rounds_are_counted_where_an_answer_can_be_drafted(target):
 
 
 def test_anchors_begin_blocks_of_answers_only(target):
-    loaded, _, batch = drafted(target, "dflash", 5)
+    loaded, batch = load(target, "dflash"), batch_of(list(range(20)), range(8))
     ours = DFlashObjective(loaded.drafter, target.config, "float32", "soft", anchors=64)
     anchors, drawn = ours._draw(batch, jax.random.split(jax.random.key(1), 1))
     last = batch.tokens.shape[1] - 1
@@ -222,7 +231,7 @@ def test_acceptance_counts_unbroken_chains():
 
 def test_steps_too_small_for_a_gradient_are_refused(target, monkeypatch):
     monkeypatch.setattr(objective, "kernels_here", lambda: None)  # as on a Hopper GPU
-    loaded, _, batch = drafted(target, "dflash", 5)
+    loaded, batch = load(target, "dflash"), batch_of(list(range(20)), range(8))
     with pytest.raises(TrainError, match="a step has 29 rows, and takes more than"):
         DFlashObjective(loaded.drafter, target.config, "float32", "soft").read(target.params, batch)
 
@@ -237,7 +246,7 @@ def test_a_hybrid_reads_each_text_of_a_batch_as_it_would_alone(target):
     hybrid = load_model(str(tiny_checkpoint("qwen3_next", vocab=64)), "float32", progress=False)
     texts = [Text(np.arange(n) * step % 60 + 1, ((1, n),)) for n, step in ((23, 7), (23, 11))]
     batch = pack(texts, 32, 2, 0, alone=True).batch(0)
-    reader = Objective(drafted(target, "eagle3", 2)[0].drafter, hybrid.config, "float32", "soft")
+    reader = Objective(load(target, "eagle3").drafter, hybrid.config, "float32", "soft")
     reader = dataclasses.replace(reader, drafter=dataclasses.replace(reader.drafter, feature_layers=(0, 1)))
     logits = np.asarray(unembed(hybrid.params, jax.jit(reader.read)(hybrid.params, batch).last, hybrid.config.decoder))
     for tokens, first, found in zip(batch.tokens, batch.first, logits, strict=True):
