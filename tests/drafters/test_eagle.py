@@ -423,6 +423,15 @@ def test_interrupted_requests_draft_on_as_if_nothing_had_happened(kind):
     assert counts(together) == counts(alone)
 
 
+def test_rounds_that_rest_leave_text_and_caches_as_they_are(monkeypatch):
+    """Run tests of tests/scheduling/test_skipped_drafts.py, which imports this file, with the engine that is here."""
+    from tests.scheduling import test_skipped_drafts as skipped
+
+    with monkeypatch.context() as patch:
+        skipped.test_text_is_plain_and_no_drafts_follow_what_the_drafter_missed("eagle3", True, patch)
+    skipped.test_a_next_turn_continues_from_what_the_drafter_missed_only_while_rounds_rest(monkeypatch)
+
+
 # -- sampling ----------------------------------------------------------------------------------------------------------
 
 

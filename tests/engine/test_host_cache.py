@@ -69,7 +69,8 @@ def from_disk(outs):
     return sum(out.metrics.cached_on_disk for out in outs)
 
 
-@pytest.mark.parametrize("draft", ["hybrid", *map(rare, ("ngram", "eagle3", "dflash", "dspark", engines.SELF))])
+# A hybrid's pages and states, with its drafter's, are in test_hybrid.py, whose engine they are.
+@pytest.mark.parametrize("draft", [*map(rare, ("hybrid", "ngram", "eagle3", "dflash", "dspark", engines.SELF))])
 def test_what_comes_back_is_what_a_cold_start_computes(draft):
     """Rounds are compared too: a drafter whose cache didn't come back would draft worse. Then many at once."""
     llm, vocab = engine(draft)
@@ -93,7 +94,7 @@ def test_what_comes_back_is_what_a_cold_start_computes(draft):
     assert [out.token_ids for out in alone(llm, following)] == [out.token_ids for out in turned]
 
 
-@pytest.mark.parametrize("draft", [rare("ngram"), "hybrid", rare("eagle3")])
+@pytest.mark.parametrize("draft", [*map(rare, ("ngram", "hybrid", "eagle3"))])
 def test_a_later_start_finds_what_left_the_memory_drafts_and_states_included(draft, tmp_path):
     llm, vocab = engine(draft)
     prompts = conversations(vocab)[:4]
@@ -145,7 +146,7 @@ def flipped(block):
     block.data = jax.device_put(words, block.data.sharding)
 
 
-@pytest.mark.parametrize("draft", [rare("ngram"), "hybrid"])
+@pytest.mark.parametrize("draft", [*map(rare, ("ngram", "hybrid"))])
 def test_a_changed_bit_costs_a_page_and_nothing_else(draft):
     llm, vocab = engine(draft)
     prompts = conversations(vocab)
@@ -184,7 +185,7 @@ def test_a_copy_that_fails_loses_cached_pages_alone(to_host, error, monkeypatch)
         assert said(alone(llm, conversations(vocab, 1)[:4])) == said(other)
 
 
-@pytest.mark.parametrize("draft", [rare("ngram"), "hybrid"])
+@pytest.mark.parametrize("draft", [*map(rare, ("ngram", "hybrid"))])
 def test_memory_is_bounded_by_the_option_and_the_oldest_go_first(draft, monkeypatch):
     llm, vocab = engine(draft)
     prompts, most = conversations(vocab), []

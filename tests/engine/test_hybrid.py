@@ -181,6 +181,16 @@ def test_cached_prefixes_continue_as_cold_ones(family, draft, count):
     assert sum(out.metrics.preemptions for out in outs) > count / 100
 
 
+def test_pages_and_states_come_back_from_the_host(tmp_path, monkeypatch):
+    """Run the tests of test_host_cache.py, which imports this file, with the engine that is here."""
+    from tests.engine import test_host_cache as host
+
+    host.test_what_comes_back_is_what_a_cold_start_computes("hybrid")
+    host.test_a_later_start_finds_what_left_the_memory_drafts_and_states_included("hybrid", tmp_path)
+    host.test_a_changed_bit_costs_a_page_and_nothing_else("hybrid")
+    host.test_memory_is_bounded_by_the_option_and_the_oldest_go_first("hybrid", monkeypatch)
+
+
 def test_a_stale_snapshot_would_show(monkeypatch):
     """Show that the test above can fail: where states aren't kept, so that slots are stale, texts go wrong."""
     llm = engine("qwen3_5", "mtp")
