@@ -277,6 +277,9 @@ class ModelCard(Object):
     type: Literal["model"]
     display_name: str
     created_at: str
+    lifecycle: Literal["active"]
+    max_input_tokens: int
+    max_tokens: int
 
 
 class ModelList(Object):

@@ -36,6 +36,9 @@ def add(app: FastAPI, serving: Serving) -> None:
             type="model",
             display_name=name,
             created_at=now.strftime("%Y-%m-%dT%H:%M:%SZ"),
+            lifecycle="active",
+            max_input_tokens=llm.config.context_length - 1,
+            max_tokens=llm.config.context_length - 1,
         )
 
     running = {409: {"description": "Requests are running"}}

@@ -410,6 +410,8 @@ def test_names_keys_and_routes():
         assert [each["id"] for each in page["data"]] == ["mine", "other"] and page["has_more"] is False
         card = http.get("/v1/models/other", headers=headers).json()
         assert (card["type"], card["object"], card["display_name"]) == ("model", "model", "other")
+        limits = card["max_input_tokens"], card["max_tokens"]
+        assert card["lifecycle"] == "active" and limits == (CONTEXT - 1, CONTEXT - 1)
         assert card["created_at"].endswith("Z") and (page["first_id"], page["last_id"]) == ("mine", "other")
 
 
