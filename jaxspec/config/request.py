@@ -108,8 +108,8 @@ class StructuredOutput:
     - `name`: the field that errors name, as the client wrote it, in place of one of the first four.
     - `schemas`: lowered schemas within a `grammar`, as (label, text): errors name the one at fault, and its part.
 
-    **Attributes:** `kind`, which of the four it is; `text`, that as text; `prefix`, see `after`; `field`, its `name` or
-    its kind; `label`, what messages call it.
+    **Attributes:** `kind`, which of the four it is; `text`, that as text; `prefix`, see `after`; `others`, see
+    `unless`; `field`, its `name` or its kind; `label`, what messages call it.
 
     **Raises:** `RequestError` naming the field. Whether a grammar compiles is known when its request is prepared.
     """
@@ -125,6 +125,7 @@ class StructuredOutput:
     kind: str = field(init=False)
     text: str = field(init=False, repr=False)
     prefix: tuple[str, str] | None = field(default=None, init=False)
+    others: tuple[tuple[str, ...], tuple[str, ...]] | None = field(default=None, init=False)
 
     def __post_init__(self, json, regex, choice, grammar):
         named = {"json": json, "regex": regex, "choice": choice, "grammar": grammar}
@@ -174,6 +175,13 @@ class StructuredOutput:
         behind = copy.copy(self)
         object.__setattr__(behind, "prefix", (opens, closes))
         return behind
+
+    def unless(self, openings: Sequence[str], markers: Sequence[str]) -> StructuredOutput:
+        """Copy in whose place another text may stand. It begins with one of `openings`, as a call's marker, is free
+        from there on, and may have `markers` that are tokens of their own."""
+        free = copy.copy(self)
+        object.__setattr__(free, "others", (tuple(openings), tuple(markers)))
+        return free
 
 
 def _too_long(text: str) -> str:

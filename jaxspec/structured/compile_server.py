@@ -27,7 +27,7 @@ from typing import Any
 from llguidance import LLMatcher, LLTokenizer
 
 from jaxspec.structured.limits import COMPILE_SECONDS, TooCostly, parser_limits
-from jaxspec.structured.source import at_fault, behind, source
+from jaxspec.structured.source import at_fault, beside_free_text, source
 
 NARROWING_SECONDS = COMPILE_SECONDS / 2  # of CPU time, in which a refused grammar's part at fault is looked for
 WALL_SECONDS = 4 * COMPILE_SECONDS  # on a busy machine
@@ -111,8 +111,8 @@ def _work(job: socket.socket, vocabulary: LLTokenizer, added: dict[str, int]) ->
     began = _cpu_seconds()
     try:
         text = source(wanted)
-        if wanted.prefix is not None:
-            text = behind(text, *wanted.prefix, added)
+        if wanted.prefix is not None or wanted.others is not None:
+            text = beside_free_text(text, wanted, added)
         matcher = LLMatcher(vocabulary, text, log_level=0, limits=parser_limits(wanted.kind))
         taken = _cpu_seconds() - began
         threading.stack_size(STEP_STACK_BYTES)

@@ -92,12 +92,20 @@ def _parts(schema: dict[str, Any], definitions: dict[str, Any]) -> Iterator[tupl
                 yield f"/{key}/{name}".rstrip("/"), part
 
 
-def behind(base: str, opens: str, closes: str, tokens: Mapping[str, int]) -> str:
-    """A grammar behind free text between markers: see `StructuredOutput.after`. A marker that is one of the added
-    `tokens` is written as that token, since special ones aren't text."""
+def beside_free_text(base: str, wanted: StructuredOutput, tokens: Mapping[str, int]) -> str:
+    """A grammar behind free text between markers, or with free text in its place: see `StructuredOutput.after` and
+    `unless`. A marker that is one of the added `tokens` is written as that token, since special ones aren't text."""
     mark = lambda marker: f"<[{tokens[marker]}]>" if marker in tokens else json.dumps(marker)  # noqa: E731
-    ends = f"inner: ANY {mark(closes)}" if closes in tokens else f"inner[suffix={mark(closes)}]: ANY"
-    start = f"start: block? @body\nblock: {mark(opens)} inner SPACE" if opens else "start: inner SPACE @body"
-    around = f"%llguidance {{}}\n{start}\n{ends}\nANY: /(.|\\n)*/\nSPACE: /[ \\t\\r\\n]{{0,8}}/\n"
+    rules, start = ["ANY: /(.|\\n)*/", "SPACE: /[ \\t\\r\\n]{0,8}/"], "@body"
+    if wanted.others is not None:
+        openings, markers = (" | ".join(map(mark, each)) for each in wanted.others)
+        start = "(other | @body)"
+        rules.append(f"other: ({openings}) (ANY ({markers}))* ANY")
+    if wanted.prefix is not None:
+        opens, closes = wanted.prefix
+        start = f"block? {start}" if opens else f"inner SPACE {start}"
+        rules += [f"block: {mark(opens)} inner SPACE"] if opens else []
+        rules.append(f"inner: ANY {mark(closes)}" if closes in tokens else f"inner[suffix={mark(closes)}]: ANY")
+    around = "\n".join(["%llguidance {}", f"start: {start}", *rules, ""])
     (body,) = json.loads(base)["grammars"] if base.startswith('{"grammars"') else [{"lark_grammar": base}]
     return json.dumps({"grammars": [{"lark_grammar": around}, {**body, "name": "body"}]})

@@ -61,7 +61,8 @@ class Speech:
 
     def parser(self, params: SamplingParams) -> Parser:
         """A new parser, for one choice that is sampled so."""
-        return Parser(self.reasoning, self.tools_format, self.tools, self.thinking, params.structured is not None)
+        constrained, free_calls = params.structured is not None, self.grammar is None
+        return Parser(self.reasoning, self.tools_format, self.tools, self.thinking, constrained, free_calls)
 
     @property
     def custom(self) -> frozenset[str]:
@@ -86,10 +87,8 @@ class Speech:
         return "tool_calls" if called and not calls.cut(last) else last.finish_reason
 
     def sampling(self, params: SamplingParams) -> SamplingParams:
-        """`params` so that the text has the calls that are demanded, and the markers that the parsers look for, which
-        may be special tokens. **Raises:** `RequestError` if the text is constrained already."""
-        if self.grammar is not None and params.structured is not None:
-            raise RequestError("tool_choice demands a call, and the request a text of another form", "tool_choice")
+        """`params` so that the text has the calls that are demanded, in place of any other form, and the markers that
+        the parsers look for, which may be special tokens."""
         markers: list[str] = []
         if self.reasoning and issubclass(kind := REASONING_PARSERS[self.reasoning], Think):
             markers += (kind.OPENS, kind.CLOSES)
@@ -97,8 +96,15 @@ class Speech:
             markers += REASONING_PARSERS[self.reasoning].MARKERS
         if self.tools_format:
             markers += PARSERS[self.tools_format].MARKERS
-        structured = self.grammar or (params.structured and self._behind_reasoning(params.structured))
+        structured = self.grammar or (params.structured and self._behind_reasoning(self._or_calls(params.structured)))
         return params.read_as(tuple(dict.fromkeys(markers)), structured)
+
+    def _or_calls(self, grammar: StructuredOutput) -> StructuredOutput:
+        """A grammar is of what the model says: it may call a tool instead, where the request offers some."""
+        if not self.tools or self.tools_format is None:
+            return grammar
+        markers = PARSERS[self.tools_format].MARKERS
+        return grammar.unless(markers[:1], markers)
 
     def _behind_reasoning(self, grammar: StructuredOutput) -> StructuredOutput:
         """A grammar is of what the model answers: it may reason before."""

@@ -79,7 +79,7 @@ class Parser:
     **Arguments:** `reasoning` and `tools_format` are names of `REASONING_PARSERS` and `PARSERS`, or None for text that
     is to pass as it is. `tools`: the request's, as OpenAI writes them; None if they aren't known. `thinking`: "prompt"
     where the prompt ended in the opening marker of reasoning, "off" where it closed an empty block, else None.
-    `constrained`: the reply follows a grammar, so that texts end where that says.
+    `constrained`: the reply follows a grammar, so that texts end where that says; with `free_calls`, calls don't.
 
     `cut`, set before `finish`: the reply ended before the model ended it. Otherwise arguments that the model left open
     are closed, so that they are JSON.
@@ -94,6 +94,7 @@ class Parser:
         tools: Sequence[Mapping[str, Any]] | None = None,
         thinking: str | None = None,
         constrained: bool = False,
+        free_calls: bool = False,
     ):
         first = REASONING_PARSERS[reasoning] if reasoning else None
         second = PARSERS[tools_format] if tools_format else None
@@ -101,8 +102,10 @@ class Parser:
             first, second = None, Harmony
         self._think = first(thinking) if first else None
         self._tools: Scanner | None = second(tools) if second else None
-        for scanner in filter(None, (self._think, self._tools)):
-            scanner.constrained = constrained
+        if self._think:
+            self._think.constrained = constrained
+        if self._tools:
+            self._tools.constrained = constrained and not free_calls
 
     @property
     def past_reasoning(self) -> bool:

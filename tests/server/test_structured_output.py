@@ -220,10 +220,32 @@ def test_a_demanded_call_is_made(real, choice, stream):
     assert name == "now" and 0 <= json.loads(arguments)["a"] <= 9
 
 
-def test_a_demanded_call_and_a_format_are_too_much(real):
-    tools = [{"type": "function", "function": {"name": "now"}}]
-    with pytest.raises(openai.BadRequestError, match="another form"):
-        real.chat.completions.create(**CHAT, tools=tools, tool_choice="required", response_format=NAMED)
+NOW = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
+
+
+def test_a_demanded_call_comes_in_place_of_a_format(real):
+    asked = {"tools": [NOW], "tool_choice": "required", "parallel_tool_calls": False, "response_format": NAMED}
+    (call,) = real.chat.completions.create(**CHAT, **asked, max_tokens=150).choices[0].message.tool_calls
+    assert call.function.name == "now"
+
+
+@pytest.mark.parametrize("format,call", [
+    ("hermes", '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'),
+    ("qwen3_coder", "<tool_call>\n<function=now>\n</function>\n</tool_call>"),
+    ("llama3_json", '<|python_tag|>{"name": "now", "parameters": {}}'),
+    ("mistral", '[TOOL_CALLS][{"name": "now", "arguments": {}}]'),
+])  # fmt: skip
+def test_beside_tools_a_reply_follows_the_format_or_calls(format, call):
+    """As at OpenAI: agents ask for a form of their last answer, and for tools on the way to it."""
+    tokenizer = byte_tokenizer()
+    speech = Speech("qwen3", format, [NOW])
+    wanted = speech.sampling(SamplingParams(structured=StructuredOutput(json=SCHEMA))).structured
+    compiled = Grammars(tokenizer, BYTE_VOCAB, [258]).compile(wanted)
+    said = ('{"a":1}', call, f"{call}\n{call}", f"<think>hm</think>\n\n{call}")
+    for text in (*said, "now", '{"b":1}', f"<think>hm{call}"):
+        (_, matcher), tokens = compiled.take(), tokenizer.encode(text)
+        whole = matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+        assert whole == (text in said), text
 
 
 @pytest.mark.parametrize("thinking,grammar_is", [
