@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.checkpoint.check import CheckpointError, TensorInfo
+from jaxspec.checkpoint.check import CheckpointError, TensorInfo, read_json
 from jaxspec.config.json_values import shown
 from jaxspec.models import int4, mxfp4, nvfp4
 from jaxspec.models.fp8 import BLOCK
@@ -107,12 +107,23 @@ def config_of(hf: Mapping[str, Any], file: Path) -> Mapping[str, Any] | None:
     return config
 
 
-def of_modelopt(written: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """The `quantization_config` that ModelOpt's own file stands for. **Raises:** `CheckpointError` if it has none."""
-    config = written.get("quantization")
-    if not isinstance(config, Mapping):
-        raise CheckpointError(f"{file}: quantization must be a mapping, got {shown(config)}")
-    return {**config, "quant_method": MODELOPT, "ignore": config.get("exclude_modules")}
+def beside_config(folder: Path) -> dict[str, Any] | None:
+    """The `quantization_config` that a tool's own file stands for, as ModelOpt writes and older AutoGPTQ and AutoAWQ
+    did; None if there is none. **Raises:** `CheckpointError`."""
+    for name, method in (
+        ("hf_quant_config.json", MODELOPT),
+        ("quantize_config.json", "gptq"),
+        ("quant_config.json", "awq"),
+    ):
+        if not (file := folder / name).is_file():
+            continue
+        config = read_json(file)
+        if method != MODELOPT:
+            return {"quant_method": method, **config}
+        if not isinstance(own := config.get("quantization"), Mapping):
+            raise CheckpointError(f"{file}: quantization must be a mapping, got {shown(own)}")
+        return {**own, "quant_method": MODELOPT, "ignore": own.get("exclude_modules")}
+    return None
 
 
 def modelopt_algorithms(config: Mapping[str, Any]) -> set[str]:

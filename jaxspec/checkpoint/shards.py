@@ -40,7 +40,6 @@ _MAPS = ("d2t", "t2d")  # maps between vocabularies, which drafters come with
 _INTEGERS = {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1}  # theirs
 _SAFETENSORS = "model.safetensors"
 _BIN = "pytorch_model.bin"
-_MODELOPT = "hf_quant_config.json"  # where ModelOpt writes quantization_config, if not in config.json
 _TOKENIZER_JSON = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -60,9 +59,9 @@ class ModelFolder:
         self.path = folder
         self.config_file = config_file
         self.hf = read_json(config_file)
-        beside = config_file.parent / _MODELOPT
-        if quantization.config_of(self.hf, config_file) is None and beside.is_file():
-            self.hf = {**self.hf, "quantization_config": quantization.of_modelopt(read_json(beside), beside)}
+        in_config = quantization.config_of(self.hf, config_file) is not None
+        if not in_config and (own := quantization.beside_config(config_file.parent)) is not None:
+            self.hf = {**self.hf, "quantization_config": own}
         self.packed = packed.read(self.hf, config_file)
         self.quantization = self.packed.quantization if self.packed else quantization.read(self.hf, config_file)
         self.files, self._index = find_shards(folder) if weights else ((), None)

@@ -122,6 +122,17 @@ def test_a_checkpoint_is_read_as_its_dequantised_weights(kind, tmp_path, caplog)
     assert jaxspec.logits(ours, [[5, 6, 7]]).shape == (1, 3, 64) and "made fp8 as they are read" in caplog.text
 
 
+@pytest.mark.parametrize("kind,name", [(GPTQ, "quantize_config.json"), (AWQ, "quant_config.json")])
+def test_older_checkpoints_say_in_another_file_how_they_are_packed(kind, name, tmp_path):
+    packed, plain = packed_and_plain(kind, tmp_path, family="llama")
+    older = {"w_bit": 4, "q_group_size": 16, "version": "GEMM", "zero_point": True}
+    older = {"bits": 4, "group_size": 16, "desc_act": False, "sym": False} if kind == GPTQ else older
+    edit(packed, quantization_config=None)
+    (packed / name).write_text(json.dumps(older))
+    ours, expected = (load_model(str(folder), progress=False).params for folder in (packed, plain))
+    jax.tree.map(np.testing.assert_array_equal, ours, expected)
+
+
 def test_a_weight_may_lie_in_two_files(tmp_path):
     folder, plain = packed_and_plain(GPTQ, tmp_path)
     tensors = load_file(folder / "model.safetensors")
