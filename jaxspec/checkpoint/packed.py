@@ -29,6 +29,7 @@ from jaxspec.checkpoint.quantization import (
     NVFP4,
     U8,
     Quantization,
+    compressed,
     config_of,
     modelopt_algorithms,
     names,
@@ -62,7 +63,7 @@ class Packed:
 
     `kind`: AWQ, GPTQ, COMPRESSED, or of NVFP4 that of compressed-tensors or MODELOPT. `group`: inputs that share a
     scale; None: all of them. `less`: what was taken from zero points before they were stored. `kept`: names of modules
-    that aren't quantised, as of `Quantization`. Of kind GGUF are files of `gguf`, which read themselves.
+    that aren't quantised, and `fp8`, as of `Quantization`. Of kind GGUF are files of `gguf`, which read themselves.
     """
 
     kind: str
@@ -70,6 +71,7 @@ class Packed:
     group: int | None
     less: int = 0
     kept: tuple[str, ...] = field(default=(), compare=False)
+    fp8: str | None = None
 
     @property
     def floats(self) -> bool:
@@ -80,9 +82,9 @@ class Packed:
     def quantization(self) -> Quantization | None:
         """The format in which weights stay; None if they are all dequantised."""
         if self.floats:
-            return Quantization(NVFP4, self.kept, self.group)
+            return Quantization(NVFP4, self.kept, self.group, fp8=self.fp8)
         stay = self.bits == 4 and (self.group is None or self.group % int4.BLOCK == 0)
-        return Quantization(INT4, self.kept, self.group, self.kind in (AWQ, GPTQ)) if stay else None
+        return Quantization(INT4, self.kept, self.group, self.kind in (AWQ, GPTQ), self.fp8) if stay else None
 
     def stays(self, quantization: str | None) -> bool:
         """Whether weights stay packed with this `--quantization`: not as FP8, and those of GGUF, of which only some are
@@ -364,18 +366,24 @@ def _read_modelopt(config: Mapping[str, Any], file: Path) -> Packed | None:
     algorithms = modelopt_algorithms(config)
     if not algorithms & {"NVFP4", "W4A16_NVFP4"} or not algorithms <= {"NVFP4", "W4A16_NVFP4", "FP8"}:
         return None
-    return Packed(MODELOPT, 4, nvfp4.GROUP, kept=names(config, "ignore", file))
+    fp8 = "tensor" if "FP8" in algorithms else None
+    return Packed(MODELOPT, 4, nvfp4.GROUP, fp8=fp8, kept=names(config, "ignore", file))
 
 
 def _read_compressed(config: Mapping[str, Any], file: Path) -> Packed | None:
-    """None for what `quantization.read` reads, or refuses by name."""
+    """Packed weights, alone or beside FP8. None for what `quantization.read` reads, or refuses by name."""
     groups = config.get("config_groups")
     _check_transforms(config.get("transform_config"), file)
-    found, formats = set(), set()
-    for group in groups.values() if isinstance(groups, Mapping) else ():
-        weights = group.get("weights") if isinstance(group, Mapping) else None
+    found, formats, fp8 = set(), set(), {}
+    for name, group in groups.items() if isinstance(groups, Mapping) else ():
+        weights = group.get("weights") if isinstance(group, Mapping) else {}
+        if weights is None:
+            continue
         if not isinstance(weights, Mapping):
             return None
+        if (weights.get("num_bits"), weights.get("type")) == (8, "float"):
+            fp8[name] = group
+            continue
         formats.add(group.get("format") or config.get("format"))
         bits, strategy, size = weights.get("num_bits"), weights.get("strategy"), weights.get("group_size")
         if (bits, weights.get("type"), strategy, size) == (4, "float", "tensor_group", nvfp4.GROUP):
@@ -389,7 +397,10 @@ def _read_compressed(config: Mapping[str, Any], file: Path) -> Packed | None:
     written = {NVFP4: {"nvfp4-pack-quantized"}, COMPRESSED: {"pack-quantized"}}
     if len(found) != 1 or formats != written[(made := found.pop())[0]]:
         return None
-    return Packed(*made, kept=names(config, "ignore", file))
+    made = Packed(*made, kept=names(config, "ignore", file))
+    if not fp8 or made.quantization is None:
+        return None if fp8 else made
+    return dataclasses.replace(made, fp8=compressed({**config, "config_groups": fp8}, file).kind)
 
 
 def _check_transforms(config: Any, file: Path) -> None:

@@ -38,7 +38,8 @@ class Quantization:
     """FP8 weights of which each block of 128 x 128, each output, or each matrix has a scale: `kind`.
 
     Or, of kind "mxfp4", stacks of experts' weights in MXFP4. Or, of kind "int4" or "nvfp4", weights of four bits of
-    which `group` inputs share a scale, or all of them if that is None, and with `zeros` a zero point.
+    which `group` inputs share a scale, or all of them if that is None, and with `zeros` a zero point; `fp8` is the kind
+    of FP8 weights beside these, if there are any.
 
     `kept` are names of modules that aren't quantised: a whole name, its first or its last parts, with `*` for any
     characters, or a regular expression behind `re:`.
@@ -48,16 +49,23 @@ class Quantization:
     kept: tuple[str, ...] = ()
     group: int | None = None
     zeros: bool = False
+    fp8: str | None = None
+
+    @property
+    def kind_of_fp8(self) -> str | None:
+        """The kind of scales that FP8 weights have; None: there are none."""
+        return self.kind if self.kind in KINDS else self.fp8
 
     @property
     def block(self) -> int | None:
-        """Inputs that share a scale; None: all of them."""
-        return BLOCK if self.kind == "block" else None
+        """Inputs that share a scale of FP8; None: all of them."""
+        return BLOCK if self.kind_of_fp8 == "block" else None
 
     @property
     def dtypes(self) -> tuple[str, ...]:
         """Dtypes of one byte in which quantised weights and their scales are stored."""
-        return {MXFP4: (U8,), INT4: (), NVFP4: (U8, F8)}.get(self.kind, (F8, E8M0))
+        of_fp8 = (F8, E8M0) if self.kind_of_fp8 else ()
+        return of_fp8 + {MXFP4: (U8,), NVFP4: (U8, F8)}.get(self.kind, ())
 
     def keeps(self, module: str) -> bool:
         """Whether a module isn't quantised."""
@@ -80,7 +88,7 @@ def read(hf: Mapping[str, Any], file: Path) -> Quantization | None:
         case "fbgemm_fp8":
             return Quantization("channel", names(config, "modules_to_not_convert", file))
         case "compressed-tensors":
-            return _compressed(config, file)
+            return compressed(config, file)
         case "mxfp4":
             return Quantization(MXFP4, names(config, "modules_to_not_convert", file))
         case "modelopt" if modelopt_algorithms(config) == {"FP8"}:
@@ -149,8 +157,14 @@ def _fp8(config: Mapping[str, Any], file: Path) -> Quantization:
     return Quantization("tensor" if block is None else "block", names(config, "modules_to_not_convert", file))
 
 
-def _compressed(config: Mapping[str, Any], file: Path) -> Quantization | None:
+def compressed(config: Mapping[str, Any], file: Path) -> Quantization | None:
+    """Read compressed-tensors' description of FP8 weights. Groups without weights are of keys, values and scores.
+
+    **Raises:** `CheckpointError` for any other format.
+    """
     groups = config.get("config_groups")
+    if isinstance(groups, Mapping):
+        groups = {name: g for name, g in groups.items() if not isinstance(g, Mapping) or g.get("weights") is not None}
     if groups == {}:
         return None  # scales of keys and values alone
     if not isinstance(groups, Mapping) or not groups or not all(isinstance(g, Mapping) for g in groups.values()):
@@ -330,13 +344,13 @@ def _scale(
 ) -> tuple[str, tuple[int, ...]]:
     """Name and shape of the tensor of a source's scales. `by_input`: experts' matrices are [inputs, outputs]."""
     names = [f"{source}_{ending}" for ending in ("scale_inv", "scale")]
-    name = next((name for name in names if name in found), names[how.kind != "block"])
+    name = next((name for name in names if name in found), names[how.kind_of_fp8 != "block"])
     *stack, rows, inputs = shape
-    if how.kind == "block":
+    if how.kind_of_fp8 == "block":
         return name, (*stack, -(-rows // BLOCK), -(-inputs // BLOCK))
-    if by_input and how.kind == "channel":
+    if by_input and how.kind_of_fp8 == "channel":
         return name, (*stack, 1, inputs)
-    full = (*stack, rows, 1) if how.kind == "channel" else (*stack, 1)
+    full = (*stack, rows, 1) if how.kind_of_fp8 == "channel" else (*stack, 1)
     # Exporters differ in axes of one.
     as_found = found[name].shape if name in found else full
     return name, as_found if math.prod(as_found) == math.prod(full) else full

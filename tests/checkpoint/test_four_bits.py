@@ -178,26 +178,35 @@ def test_modelopts_own_file_says_how_weights_are_packed(tmp_path):
         load(packed)
 
 
-@pytest.mark.parametrize("rest", ["FP8 alone", rare("NVFP4")])
-def test_layers_of_modelopt_may_be_in_several_formats(rest, tmp_path):
-    """Attention is FP8 by matrix, the MLP NVFP4, or FP8 as well."""
-    packed, plain = four_bits(MODELOPT, tmp_path, family="llama")
+@pytest.mark.parametrize("layout,kind,alone", [
+    (COMPRESSED, "channel", False), (MODELOPT, "tensor", True), rare(MODELOPT, "tensor", False),
+    rare(NVFP4, "block", False), rare(NVFP4, "tensor", False),
+])  # fmt: skip
+def test_layers_may_be_in_fp8_beside_four_bits(layout, kind, alone, tmp_path):
+    """Attention is FP8; or all is, `alone`, as ModelOpt says it for each layer. Rows keep their dtype."""
+    packed, plain = four_bits(layout, tmp_path, family="llama")
     tensors, whole = read(packed / "model.safetensors"), load_file(plain / "model.safetensors")
-    for name, tensor in whole.items():
-        if name.endswith("_proj.weight") and (rest != "NVFP4" or "self_attn" in name):
-            tensors[name], scales, whole[name] = quantised(tensor, "tensor")
-            tensors |= {f"{name}_scale": scales.reshape(()), name.replace("weight", "input_scale"): np.float32(1)}
-            tensors.pop(f"{name}_scale_2", None)
+    layers = {}
+    for name in [name for name in whole if name.endswith("_proj.weight")]:
+        module = name.removesuffix(".weight")
+        layers[module] = {"quant_algo": "NVFP4"}
+        if alone or "self_attn" in name:
+            tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(module)}
+            tensors[name], scales, whole[name] = quantised(whole[name], kind)
+            tensors |= {f"{name}_scale": scales.squeeze() if kind == "tensor" else scales}
+            layers[module] = {"quant_algo": "FP8"}
     save(tensors, packed / "model.safetensors")
     save_file(whole, plain / "model.safetensors")
-    kinds = {
-        name: "NVFP4" if f"{name}_scale_2" in tensors else "FP8" for name in whole if name.endswith("_proj.weight")
-    }
-    layers = {name.removesuffix(".weight"): {"quant_algo": kind} for name, kind in kinds.items()}
-    mixed = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
-    edit(packed, quantization_config=mixed)
+    config = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    if layout != MODELOPT:
+        config = json.loads((packed / "config.json").read_text())["quantization_config"]
+        fp8 = {"format": "float-quantized", "weights": {"num_bits": 8, "type": "float", "strategy": kind}}
+        four = config["config_groups"]["group_0"] | {"format": config["format"]}
+        config |= {"format": "mixed-precision", "config_groups": {"group_0": four, "group_1": fp8}}
+    edit(packed, quantization_config=config)
     model = load(packed, fp8_activations=False)
-    assert {Fp8(None), Unquantised()} | ({Nvfp4()} if rest == "NVFP4" else set()) == set(formats(model.params))
+    both = {Fp8(128 if kind == "block" else None), *([] if alone else [FORMAT[layout]])}
+    assert set(formats(model.params)) == both | {Unquantised()}
     np.testing.assert_allclose(jaxspec.logits(model, TOKENS), jaxspec.logits(load(plain), TOKENS), rtol=0, atol=1e-4)
 
 

@@ -186,6 +186,7 @@ def rotated(location):
     return {"transform_config": {"config_groups": {"R": {"type": "hadamard", "apply": [{"location": location}]}}}}
 
 
+FP8 = {"c": {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}}
 AUTO_ROUND = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}
 
 
@@ -198,6 +199,7 @@ AUTO_ROUND = {"quant_method": "auto-round", "packing_format": "auto_round:auto_g
     (GPTQ, {"dynamic": {"+:.*down.*": {"bits": 8}}}, "settings of its own for .*down.* \\(dynamic\\)"),
     (COMPRESSED, groups(bits=3), "compressed-tensors pack-quantized, 3-bit int with strategy 'group' of 16 inputs"),
     (COMPRESSED, groups(16, 32), "4-bit int with strategy 'group' of 16 inputs beside 4-bit .* of 32 inputs"),
+    (COMPRESSED, {"config_groups": groups(bits=8)["config_groups"] | FP8}, "8-bit int .* inputs beside 8-bit float"),
     (COMPRESSED, groups(activations=8), "4-bit int with strategy 'group' of 16 inputs and 8-bit activations"),
     (COMPRESSED, rotated("input"), "compressed-tensors with transforms at input"),
     (GPTQ, AUTO_ROUND | {"packing_format": "auto_round:exl2"}, "auto-round of 'int' packed as 'auto_round:exl2', not"),
@@ -216,6 +218,7 @@ def test_other_layouts_are_refused_by_name(kind, keys, says, tmp_path):
     (AUTO_ROUND | {"bits": 4, "group_size": 32}, Packed(GPTQ, 4, 32, less=1)),
     (AUTO_ROUND | {"bits": 4, "group_size": 32, "packing_format": "auto_round:auto_awq"}, Packed(AWQ, 4, 32)),
     (CONFIGS[COMPRESSED] | rotated("weight_input"), Packed(COMPRESSED, 4, 16)),  # a rotation of weights is in them
+    (CONFIGS[COMPRESSED] | {"config_groups": {"keys": {"targets": ["LlamaAttention"], "weights": None}}}, None),
     (CONFIGS[COMPRESSED] | {"config_groups": {}}, None),  # an unquantised model with scales of keys and values
     ({"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}, None),
 ])  # fmt: skip
