@@ -405,7 +405,8 @@ class Param:
 
     A stack of experts' weights, `[experts, out, in]`, has one matrix or several an expert for sources, with the rows of
     `layout.splits`, one under the other; or else the tensor `whole`, which holds them all already, as
-    `[experts, in, out]` if `transpose`. An MXFP4 one is `[experts, out, in / 32, 16]` bytes there.
+    `[experts, in, out]` if `transpose`. `apart` are matrices one by one that may stand in its place. An MXFP4 stack is
+    `[experts, out, in / 32, 16]` bytes there.
 
     `exact`: never quantised on load. `format`: that of the weight. If it is quantised, `scales` names the tensor of
     each source's scales with its shape, or is empty: then sources are quantised as they are loaded. `order` names the
@@ -423,6 +424,7 @@ class Param:
     dtype: str | None = None
     init: str = "normal"  # "normal" (fan-in scaled) | "ones" | "zeros", for dummy weights
     whole: str = ""
+    apart: tuple[str, ...] = ()
     exact: bool = False
     format: Format = Unquantised()
     scales: tuple[tuple[str, tuple[int, ...]], ...] = ()
@@ -467,8 +469,13 @@ class Param:
         return {name: (out, 1, taps) for name, (out, taps) in shapes.items()} if self.depthwise else shapes
 
     def as_found(self, names: Container[str]) -> Param:
-        """Declaration made of `whole` if that is what a checkpoint with these tensors has, else this one."""
-        return dataclasses.replace(self, sources=(self.whole,)) if self.whole in names else self
+        """Declaration made of `whole`, or of tensors `apart`, if a checkpoint with these tensors has them so; else this
+        one."""
+        if self.whole in names:
+            return dataclasses.replace(self, sources=(self.whole,))
+        if any(name in names for name in self.apart):
+            return dataclasses.replace(self, sources=self.apart, apart=(), whole="", transpose=False)
+        return self
 
 
 def is_param(leaf: Any) -> bool:

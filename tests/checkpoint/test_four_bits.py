@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 from functools import partial
 
 import jax
@@ -25,6 +26,7 @@ from tests.checkpoint.test_packed import CONFIGS, GOLDEN, TOOLS, edit, pack, pac
 from tests.support.engines import CROWDED, check_greedy
 from tests.support.quantised import E2M1, quantised, read, save
 from tests.support.sample import rare
+from tests.support.tiny import tiny_checkpoint
 
 TOKENS = np.random.default_rng(0).integers(0, 64, (2, 20)).tolist()
 E4M3 = ml_dtypes.float8_e4m3fn
@@ -208,6 +210,31 @@ def test_layers_may_be_in_fp8_beside_four_bits(layout, kind, alone, tmp_path):
     both = {Fp8(128 if kind == "block" else None), *([] if alone else [FORMAT[layout]])}
     assert set(formats(model.params)) == both | {Unquantised()}
     np.testing.assert_allclose(jaxspec.logits(model, TOKENS), jaxspec.logits(load(plain), TOKENS), rtol=0, atol=1e-4)
+
+
+def test_experts_that_a_family_stacks_may_be_packed_one_by_one(tmp_path):
+    """Qwen3-VL's, as llm-compressor writes them."""
+    source, pack = tiny_checkpoint("qwen3_vl_moe", moe_intermediate_size=32, num_hidden_layers=1), pack_as(NVFP4)
+    stored, whole = {}, load_file(source / "model.safetensors")
+    for name, tensor in list(whole.items()):
+        prefix, _, part = name.rpartition(".experts.")
+        if not prefix:
+            stored[name] = tensor
+            continue
+        meant, parts = [], ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
+        for expert, matrix in enumerate(tensor):
+            made = [pack(NVFP4, each) for each in np.split(matrix.T, len(parts))]
+            meant.append(np.concatenate([each for _, each in made]).T)
+            for each, (values, _) in zip(parts, made, strict=True):
+                stored |= {f"{prefix}.experts.{expert}.{each}.{key}": value for key, value in values.items()}
+        whole[name] = np.stack(meant)
+    for folder, tensors in ((tmp_path / "packed", stored), (tmp_path / "plain", whole)):
+        shutil.copytree(source, folder)
+        save(tensors, folder / "model.safetensors")
+    edit(tmp_path / "packed", quantization_config=CONFIG[NVFP4])
+    model, plain = load(tmp_path / "packed"), load(tmp_path / "plain")
+    assert model.params["layers"][0]["experts_gate_up"].format == Nvfp4()
+    np.testing.assert_allclose(jaxspec.logits(model, TOKENS), jaxspec.logits(plain, TOKENS), rtol=0, atol=1e-4)
 
 
 def test_a_head_stays_packed(tmp_path):

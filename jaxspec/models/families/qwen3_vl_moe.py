@@ -1,4 +1,5 @@
-"""Qwen3-VL with experts, which are stacked in its checkpoints, each matrix transposed."""
+"""Qwen3-VL with experts, which are stacked in its checkpoints, each matrix transposed; quantised ones have them one by
+one."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ def read(hf: reading.Config) -> Decoder:
 def _transposed(mixture: Mixture, d: int, prefix: str) -> Tensors:
     tree = mixture_tensors(mixture, d, prefix)
     for name in ("experts_gate_up", "experts_down"):
-        tree[name] = dataclasses.replace(tree[name], sources=(tree[name].whole,), transpose=True)
+        param = tree[name]
+        tree[name] = dataclasses.replace(param, sources=(param.whole,), apart=param.sources, transpose=True)
     return tree
 
 
