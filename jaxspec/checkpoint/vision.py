@@ -1,4 +1,4 @@
-"""A vision tower's weights, out of the checkpoint of its model. They aren't quantised, as in published files."""
+"""A vision tower's weights, out of the checkpoint of its model. Quantised ones are dequantised."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ import numpy as np
 from jaxspec.checkpoint.check import CheckpointError
 from jaxspec.checkpoint.gguf.file import GgufFile
 from jaxspec.checkpoint.params import THREADS
+from jaxspec.checkpoint.quantization import U8
 from jaxspec.checkpoint.shards import ModelFolder
 from jaxspec.checkpoint.stored import Readers
+from jaxspec.models.fp8 import BLOCK, E4M3
 from jaxspec.models.vision import Tower
 
 BOUND = 1e4
@@ -43,17 +45,33 @@ def load(tower: Tower, files: ModelFolder | GgufFile, dtype: str, load_format: s
             f"{key.replace(inner, f'{inner}{layer}.')}; download the model again, or remove vision_config from its "
             "config.json to serve text alone"
         )
-    stored = files.stored()
+    stored = files.stored({name for name, info in files.tensors().items() if name in wanted and info.dtype == U8})
+    scales = {name: next((s for s in (f"{name}_scale_inv", f"{name}_scale") if s in stored), None) for name in wanted}
     with Readers(THREADS) as readers:
         read = readers.read([stored[name] for name in wanted])
     for name, tensor in zip(wanted, read, strict=True):
         key, layer = wanted[name]
+        if tensor.dtype == E4M3:
+            if scales[name] is None:
+                raise CheckpointError(f"{files.path}: {name} is stored as FP8 and has no scales; download it again")
+            tensor = _dequantised(tensor, files.tensor(scales[name]))
         shape = tower.shapes[key]
         if tensor.size != math.prod(shape) or tensor.shape[:1] != shape[:1]:
             raise CheckpointError(f"{files.path}: {name} has shape {list(tensor.shape)}, {list(shape)} is expected")
         host[key][layer] = np.asarray(tensor).reshape(shape)
     stacked = {key: np.stack(each) if key.startswith(tower.per_layer) else each[0] for key, each in host.items()}
     return {key: jnp.array(values, dtype) for key, values in stacked.items()}
+
+
+def _dequantised(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """FP8 values times their scales, of the matrix, of each output or of each block."""
+    rows, columns = values.shape
+    scales = np.float32(scales)
+    if scales.size in (1, rows):
+        scales = scales.reshape(-1, 1)
+    else:
+        scales = np.repeat(np.repeat(scales, BLOCK, axis=0), BLOCK, axis=1)[:rows, :columns]
+    return np.float32(values) * scales
 
 
 def _count(tower: Tower, key: str) -> int:

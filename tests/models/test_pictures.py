@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -15,10 +16,13 @@ from safetensors.numpy import load_file, save_file
 import jaxspec
 from jaxspec import CheckpointError, ConfigError
 from jaxspec.cache.mixers import WholeTexts
+from jaxspec.checkpoint import ModelFolder, vision
+from jaxspec.checkpoint.quantization import MODELOPT
 from jaxspec.decoder.forward import forward, unembed
 from jaxspec.decoder.towers import embed_pictures, places
 from jaxspec.images.placement import Placement
 from jaxspec.models.model_config import ModelConfig
+from tests.checkpoint.test_four_bits import CONFIG, pack_as
 from tests.support.picture_prompts import (
     DEEP,
     FAMILIES,
@@ -31,6 +35,7 @@ from tests.support.picture_prompts import (
     prompt,
     video,
 )
+from tests.support.quantised import BLOCKS, compressed, quantised, read, save
 from tests.support.sample import rare
 
 CLOSE = dict(rtol=0, atol=5e-4)
@@ -57,6 +62,31 @@ def test_embeddings_are_transformers_alone_and_beside_others(family):
     ends = np.cumsum([picture.tokens for picture in pictures])
     for i, end, picture in zip((2, 1, 0), ends, pictures, strict=True):
         np.testing.assert_allclose(rows[end - picture.tokens : end], expected(family)[f"embeddings_{i}"], **CLOSE)
+
+
+@pytest.mark.parametrize("kind", ["block", MODELOPT, rare("channel"), rare("tensor")])
+def test_a_quantised_tower_is_dequantised(kind, tmp_path):
+    tensors, pack, towers = read(GOLDEN / "qwen3_vl" / "model.safetensors"), pack_as(MODELOPT), []
+    config = {MODELOPT: CONFIG[MODELOPT], "block": BLOCKS}.get(kind) or compressed(kind)
+    stored, whole = dict(tensors), dict(tensors)
+    for name in [name for name in tensors if re.search(r"visual\.blocks\..*\.(qkv|proj|linear_fc\d)\.weight$", name)]:
+        matrix, module = np.float32(tensors[name]), name.removesuffix("weight")
+        if kind == MODELOPT:
+            if matrix.shape[1] % 32:
+                continue
+            parts, whole[name] = pack(kind, matrix)
+        else:
+            parts = dict(zip(("weight", "weight_scale"), (made := quantised(matrix, kind))[:2], strict=True))
+            whole[name] = made[2]
+        stored |= {module + part: np.asarray(value) for part, value in parts.items()}
+    for each, more in ((stored, {"quantization_config": config}), (whole, {})):
+        save(each, tmp_path / "model.safetensors")
+        hf = json.loads((GOLDEN / "qwen3_vl" / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(hf | more))
+        folder = ModelFolder(tmp_path, tmp_path / "config.json")
+        towers.append(vision.load(folder.config.tower, folder, "float32", "auto", 0))
+    assert len(stored) > len(whole)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), *towers)
 
 
 @pytest.mark.parametrize("family", WITH_VIDEO)

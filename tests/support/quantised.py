@@ -128,6 +128,7 @@ def read(file: Path) -> dict[str, np.ndarray]:
     return {
         name: np.frombuffer(raw[start + a : start + b], dtypes[each["dtype"]]).reshape(each["shape"])
         for name, each in header.items()
+        if name != "__metadata__"
         for a, b in [each["data_offsets"]]
     }
 
