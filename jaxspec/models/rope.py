@@ -115,7 +115,8 @@ def _llama3(settings: Config) -> RopeScaling:
 
 
 def _yarn(settings: Config, hf: Config) -> Yarn:
-    """Where the config doesn't give an attention factor, the paper's, as transformers computes it."""
+    """Where the config doesn't give an attention factor, the paper's, as transformers computes it, times `attn_factor`,
+    which vLLM and SGLang read (DeepSeek-R1-0528-Qwen3-8B has it)."""
     _need(settings, "yarn", "factor")
     given = {key: value for key, value in settings.items() if value is not None}
     longest = positive_float(hf, "max_position_embeddings", 2048.0)
@@ -123,6 +124,7 @@ def _yarn(settings: Config, hf: Config) -> Yarn:
     factor = positive_float(given, "factor", longest / original)
     mscale, of_all = given.get("mscale"), given.get("mscale_all_dim")
     default = _mscale(factor, mscale) / _mscale(factor, of_all) if mscale and of_all else _mscale(factor, 1)
+    default *= positive_float(given, "attn_factor", 1.0)
     return Yarn(
         factor=factor,
         original_max_position=int(original),

@@ -240,6 +240,10 @@ def test_scaling_that_a_model_page_tells_users_to_add():
     given = read(rope_type="yarn", factor=2.0, original_max_position_embeddings=1024, attention_factor=1.5, beta_slow=2)
     assert given.decoder.attention.rope.scaling == Yarn(2.0, 1024, attention_factor=1.5, beta_slow=2.0)
     assert given.max_position == 40960
+    inverse = read(
+        rope_type="yarn", factor=4.0, original_max_position_embeddings=32768, attn_factor=1 / 1.138629436111989
+    )
+    assert math.isclose(inverse.decoder.attention.rope.scaling.attention_factor, 1.0)  # DeepSeek-R1-0528-Qwen3-8B
     config = read(type="linear", factor=2.0)
     assert (config.decoder.attention.rope.scaling, config.max_position) == (LinearScaling(2.0), 81920)
     with pytest.raises(ConfigError, match="type linear lacks factor"):
@@ -264,7 +268,8 @@ def test_glm4_where_its_config_is_silent():
 
 def test_a_share_of_heads_that_rotates_is_read_or_refused():
     """Where heads rotate whole in transformers, it passes over the key, and other servers read it."""
-    partly = {"glm4", "glm4_moe", "mimo_v2_flash", "minimax_m2", "phi3", "qwen3_5", "qwen3_5_moe", "qwen3_next"}
+    partly = {"bailing_moe", "glm4", "glm4_moe", "mimo_v2_flash", "minimax_m2", "phi3", "qwen3_5", "qwen3_5_moe"}
+    partly |= {"qwen3_next", "solar_open"}
     for family in partly:
         assert ModelConfig.from_hf(tiny_config(family, partial_rotary_factor=0.5)).decoder.attention.rope.columns
     for family in MODELS.keys() - partly - {"nemotron_h"}:  # which doesn't rotate
@@ -418,8 +423,8 @@ def test_mimo_v2_that_is_refused(change, words):
 
 
 @pytest.mark.parametrize("change,words", [
-    (dict(model_type="gpt2"), ["'gpt2'", "mistral, nemotron_h, olmo2"]),
-    (dict(model_type=None), ["None", "mistral, nemotron_h, olmo2"]),
+    (dict(model_type="gpt2"), ["'gpt2'", "mixtral, nemotron_h, olmo2"]),
+    (dict(model_type=None), ["None", "mixtral, nemotron_h, olmo2"]),
     (dict(hidden_size=0), ["hidden_size", "positive integer", "0"]),
     (dict(num_hidden_layers="36"), ["num_hidden_layers", "'36'"]),
     (dict(vocab_size=True), ["vocab_size", "True"]),

@@ -118,6 +118,12 @@ def test_afm_4_5b():
     assert isinstance(read.attention.rope.scaling, Yarn)
 
 
+def test_dots1_whose_groups_are_null():
+    """As in the published config: all experts are one group."""
+    read = ModelConfig.from_hf(tiny_config("dots1", n_group=None, topk_group=None, scoring_func="noaux_tc")).decoder
+    assert read.mixture.scores == SigmoidScores(scale=1.5)
+
+
 @pytest.mark.parametrize("family,change,words", [
     ("olmoe", dict(clip_qkv=8.0), ["clip_qkv 8.0", "supported: None"]),
     ("mixtral", dict(hidden_act="gelu_pytorch_tanh"), ["hidden_act", "silu"]),

@@ -23,7 +23,9 @@ from tests.support.tiny import rewrite, tiny_config
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "hybrid"
 VARIANTS = sorted(path.stem for path in GOLDEN.glob("*.npz"))
 LENGTHS = (1, 7, 33, 150)
-MODULES = [name for name in VARIANTS if not name.startswith(("granitemoehybrid", "kimi_linear"))]  # which have an MTP module
+MODULES = [
+    name for name in VARIANTS if not name.startswith(("granitemoehybrid", "kimi_linear"))
+]  # which have an MTP module
 CHAINS = (1, 2, 7, 33, 150)  # the prompts after which they have drafts
 PROMPTS = (1, 7, 33, 64)  # whose continuations the goldens have
 CLOSE = dict(rtol=0, atol=2e-3)  # float32 noise of these models is about 1e-4

@@ -40,8 +40,8 @@ def mixture(hf: reading.Config) -> Mixture:
     """Keys as DeepSeek-V3 named them, but for the experts' number."""
     reading.silu_experts(hf)
     key = "n_routed_experts" if "n_routed_experts" in hf else "num_local_experts"
-    experts, chosen, groups = positive(hf, key), positive(hf, "num_experts_per_tok"), positive(hf, "n_group")
-    best, width = positive(hf, "topk_group"), positive(hf, "moe_intermediate_size")
+    experts, chosen, groups = positive(hf, key), positive(hf, "num_experts_per_tok"), positive(hf, "n_group", 1)
+    best, width = positive(hf, "topk_group", 1), positive(hf, "moe_intermediate_size")
     if experts % groups or best > groups:
         raise ConfigError(
             f"config.json: n_group ({groups}) must divide {key} ({experts}), and topk_group ({best}) be at most n_group"
