@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
-from jaxspec.models.description import Attention, LatentAttention, Norm
+from jaxspec.models.description import Attention, LatentAttention, Norm, ScaleByPosition
 from jaxspec.models.rope_scaling import LinearScaling, LongRope, NoRotation, Proportional, RopeScaling, Yarn
 
 
@@ -169,6 +169,16 @@ def rope(
         return jnp.concatenate([rotated, rest], axis=-1).astype(x.dtype)
     first, second, rest = jnp.split(x.astype(jnp.float32), [half, 2 * half], axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1).astype(x.dtype)
+
+
+def scaled_by_position(
+    x: Float[Array, "b t n h"], positions: Int[Array, "b t"], scale: ScaleByPosition | None
+) -> Float[Array, "b t n h"]:
+    """Queries times their `position_scale`; padding rows, whose positions are negative, stay."""
+    if scale is None:
+        return x
+    periods = jnp.floor(jnp.maximum(positions, 0).astype(jnp.float32) / scale.period)
+    return x * (1 + scale.beta * jnp.log1p(periods)).astype(x.dtype)[..., None, None]
 
 
 def causal_attention(

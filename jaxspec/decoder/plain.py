@@ -33,6 +33,7 @@ from jaxspec.models.description import (
     Mlp,
     Norm,
     Rope,
+    ScaleByPosition,
     SigmoidScores,
 )
 from jaxspec.parallel.peers import summed
@@ -43,7 +44,7 @@ IMPLEMENTS = implementing({
     Layer: {"pre_norm", "post_norm", "residual_scale", "input_width", "output_scaled", "parallel"},
     LayerInputs: {"width", "vocab_size", "padding"},
     Mlp: {"bias", "activation", "gated"},
-    Rope: {"columns", "interleaved"},
+    Rope: {"columns", "interleaved"}, ScaleByPosition: {"beta", "period"},
     Mixture: {*MIXTURE, "shared_gated", "scores", "bias", "router_bias", "activation", "groups", "gated", "latent",
               "beside"},
     ClampedSwiglu: {"alpha", "limit"}, SigmoidScores: {"groups", "top_groups", "scale"},

@@ -107,6 +107,15 @@ class Kind(Protocol):
 
 
 @dataclass(frozen=True)
+class ScaleByPosition:
+    """Factor of a query, 1 + beta log(1 + floor(position / period)): Llama 4's and Ministral 3's, by which long texts'
+    attention stays as sharp as short ones'."""
+
+    beta: float
+    period: int
+
+
+@dataclass(frozen=True)
 class Attention:
     """Causal attention, grouped heads.
 
@@ -118,6 +127,7 @@ class Attention:
     each value head, without a weight. `k_is_v`: values are the keys' projection, before any norm and rotation.
     `shared`: keys and values are those of the last layer before it that is like it and has its own. `value_dim`: the
     width of a value head; None: `head_dim`. `value_scale`: what values are multiplied by. `pool`: as of `PagedRows`.
+    `position_scale`: what queries are multiplied by, beside `scale`.
     """
 
     heads: int
@@ -139,6 +149,7 @@ class Attention:
     value_dim: int | None = None
     value_scale: float = 1.0
     pool: int = 0
+    position_scale: ScaleByPosition | None = None
 
     @property
     def values(self) -> int:
@@ -175,6 +186,7 @@ class LatentAttention:
     makes `key_dim` more columns of its key, and a value of `value_dim`, of the latent. Queries are made of a normed
     latent of their own, `query_latent` wide; None: of the layer's input. `scale`: what scores are multiplied by.
     `norm`: of both latents. `by_request`: devices that divide the requests, each with all heads (`--dp-attention`).
+    `position_scale`: as of `Attention`.
     """
 
     heads: int
@@ -186,6 +198,7 @@ class LatentAttention:
     norm: Norm
     query_latent: int | None = None
     by_request: int = 1
+    position_scale: ScaleByPosition | None = None
 
     @property
     def memory(self) -> PagedRows:

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxspec.config.json_values import positive, positive_float, shown
 from jaxspec.config.options import ConfigError
-from jaxspec.models.description import Decoder, Rope
+from jaxspec.models.description import Decoder, Rope, ScaleByPosition
 from jaxspec.models.rope_scaling import LinearScaling, LongRope, Proportional, RopeScaling, Yarn
 
 Config = Mapping[str, Any]
@@ -69,7 +69,8 @@ def rope_settings(hf: Config) -> tuple[dict[str, Any], Any]:
 
 
 def of_context(decoder: Decoder, length: int) -> Decoder:
-    """The decoder of an engine whose texts have at most so many tokens: it decides between LongRoPE's divisors."""
+    """The decoder of an engine whose texts have at most so many tokens: it decides between LongRoPE's divisors, and
+    drops scales of queries that would all be one."""
     layers = []
     for layer in decoder.layers:
         rope = getattr(layer.mixing, "rope", None)
@@ -77,8 +78,20 @@ def of_context(decoder: Decoder, length: int) -> Decoder:
             scaling = dataclasses.replace(scaling, extended=length > scaling.original_max_position)
             mixing = dataclasses.replace(layer.mixing, rope=dataclasses.replace(rope, scaling=scaling))
             layer = dataclasses.replace(layer, mixing=mixing)
+        if (scale := getattr(layer.mixing, "position_scale", None)) and length <= scale.period:
+            layer = dataclasses.replace(layer, mixing=dataclasses.replace(layer.mixing, position_scale=None))
         layers.append(layer)
     return dataclasses.replace(decoder, layers=tuple(layers))
+
+
+def position_scale(hf: Config) -> ScaleByPosition | None:
+    """Read the factor of queries, under the name that Mistral's configs have for it."""
+    settings, _ = rope_settings(hf)
+    if not settings.get("llama_4_scaling_beta"):
+        return None
+    _need(settings, "yarn", "original_max_position_embeddings")
+    period = positive(settings, "original_max_position_embeddings")
+    return ScaleByPosition(positive_float(settings, "llama_4_scaling_beta"), period)
 
 
 def _scaling(

@@ -7,8 +7,9 @@ import math
 import pytest
 
 from jaxspec.config.options import ConfigError
-from jaxspec.models.description import Mamba2, Mixture, Mlp, SigmoidScores
+from jaxspec.models.description import Mamba2, Mixture, Mlp, ScaleByPosition, SigmoidScores
 from jaxspec.models.model_config import ModelConfig
+from jaxspec.models.rope import of_context
 from jaxspec.models.rope_scaling import LongRope, NoRotation, Yarn
 from tests.support.tiny import tiny_config
 
@@ -118,8 +119,35 @@ def test_afm_4_5b():
     assert isinstance(read.attention.rope.scaling, Yarn)
 
 
+def test_ministral_3_scales_the_queries_of_long_texts():
+    read = ModelConfig.from_hf({
+        "model_type": "mistral3", "vision_config": {}, "torch_dtype": "bfloat16",
+        "text_config": dict(
+            model_type="ministral3", hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, head_dim=128,
+            num_attention_heads=32, num_key_value_heads=8, vocab_size=131072, max_position_embeddings=262144,
+            rope_parameters=dict(
+                type="yarn", rope_theta=1e6, factor=16.0, original_max_position_embeddings=16384, beta_fast=32.0,
+                beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1,
+            ),
+        ),
+    }).decoder  # fmt: skip
+    assert read.attention.position_scale == ScaleByPosition(0.1, 16384)
+    assert read.attention.rope.scaling == Yarn(16.0, 16384, 1.0)
+    assert of_context(read, 16384).attention.position_scale is None and of_context(read, 16385) == read
+
+
+def test_mistral_4_whose_share_of_columns_is_of_whole_heads():
+    rope = dict(rope_type="yarn", rope_theta=1e4, factor=8.0, original_max_position_embeddings=32, mscale_all_dim=1.0)
+    rope |= dict(mscale=1.0, llama_4_scaling_beta=0.1, partial_rotary_factor=1 / 3)
+    read = ModelConfig.from_hf(tiny_config("mistral4", rope_parameters=rope)).decoder
+    assert (read.attention.rope.columns, read.attention.position_scale) == (4, ScaleByPosition(0.1, 32))
+    assert (read.mixture.scores, read.mixture.renormalised, read.mixture.shared) == ("softmax", True, 24)
+    with pytest.raises(ConfigError, match=r"partial_rotary_factor .0.5. must be the share of qk_rope_head_dim .4."):
+        ModelConfig.from_hf(tiny_config("mistral4", rope_parameters=rope | dict(partial_rotary_factor=0.5)))
+
+
 def test_dots1_whose_groups_are_null():
-    """As in the published config: all experts are one group."""
+    """All experts are one group then, as in the published config."""
     read = ModelConfig.from_hf(tiny_config("dots1", n_group=None, topk_group=None, scoring_func="noaux_tc")).decoder
     assert read.mixture.scores == SigmoidScores(scale=1.5)
 

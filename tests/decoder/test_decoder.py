@@ -30,6 +30,7 @@ from jaxspec.models.description import (
     Mlp,
     Norm,
     Rope,
+    ScaleByPosition,
     SigmoidScores,
     beyond,
 )
@@ -112,6 +113,7 @@ FIELDS = {
         "value_dim": (64, {EVERY}),
         "value_scale": (0.7, {EVERY}),
         "pool": (1, {EVERY}),
+        "position_scale": (ScaleByPosition(0.1, 64), {EVERY}),
     },
     LatentAttention: {
         "heads": (16, {EVERY}),
@@ -123,6 +125,7 @@ FIELDS = {
         "norm": (Norm(1e-5), {EVERY}),
         "query_latent": (None, {EVERY}),
         "by_request": (2, {EVERY}),
+        "position_scale": (ScaleByPosition(0.1, 64), {EVERY}),
     },
     LinearScaling: {"factor": (2.0, ALL)},
     NoRotation: {},

@@ -36,6 +36,7 @@ from transformers import (
     GraniteConfig,
     HunYuanDenseV1Config,
     LlamaConfig,
+    Ministral3Config,
     MistralConfig,
     Olmo2Config,
     Olmo3Config,
@@ -207,6 +208,13 @@ VARIANTS = {
         **SIZES | dict(num_attention_heads=2), sliding_window=7, attention_bias=True, tie_word_embeddings=False,
         layer_types=["full_attention", "sliding_attention", "sliding_attention"], layer_norm_eps=EPS, logit_scale=0.75,
         **IDS,
+    ),
+    "ministral3-untied": Ministral3Config(
+        **SIZES, **IDS, head_dim=16, rms_norm_eps=EPS, rope_parameters=YARN | dict(llama_4_scaling_beta=0.7),
+    ),
+    "ministral3-tied": Ministral3Config(
+        **SIZES, **IDS, head_dim=16, tie_word_embeddings=True, sliding_window=33,
+        rope_parameters=YARN | dict(original_max_position_embeddings=32, llama_4_scaling_beta=0.4, mscale=1.0),
     ),
 }  # fmt: skip
 # MiniCPM is Granite's class under names of its own.

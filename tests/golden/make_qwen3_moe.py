@@ -30,6 +30,8 @@ from transformers import (
     HYV3Config,
     MiMoV2FlashConfig,
     MiniMaxM2Config,
+    Mistral4Config,
+    Mistral4ForCausalLM,
     MixtralConfig,
     OlmoeConfig,
     Qwen2MoeConfig,
@@ -311,6 +313,14 @@ VARIANTS = {
             mlp_layer_types=["sparse", "dense", "sparse"],
         ),
     ),
+    "mistral4": (
+        "single",
+        Mistral4Config(
+            **LATENT,
+            **dict(q_lora_rank=28, pad_token_id=0),
+            rope_parameters={**YARN, "mscale": 1.0, "llama_4_scaling_beta": 0.7, "partial_rotary_factor": 0.4},
+        ),
+    ),
 }
 
 LAYOUTS = {  # names of checkpoints where they aren't transformers' own
@@ -411,7 +421,8 @@ def main() -> None:
         torch.manual_seed(seed)
         config._attn_implementation = "eager"
         config._experts_implementation = "eager"
-        model = AutoModelForCausalLM.from_config(config).float().eval()
+        make = Mistral4ForCausalLM if name.startswith("mistral4") else AutoModelForCausalLM.from_config
+        model = make(config).float().eval()
         randomise(model, config.tie_word_embeddings)
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("e_score_correction_bias"):

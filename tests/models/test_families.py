@@ -22,6 +22,7 @@ LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
 MIXTURES = ("bailing_moe", "dots1", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "mixtral", "olmoe")
 MIXTURES += ("exaone_moe", "qwen2_moe", "solar_open")
+GROWING = {**YARN, "rope_theta": 1e4, "llama_4_scaling_beta": 0.3}
 FAMILIES = {
     "llama": {"rope_scaling": YARN, "attention_bias": True},
     "mistral": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
@@ -38,6 +39,8 @@ FAMILIES = {
     "granitemoehybrid": {"num_hidden_layers": 2},  # a state, and attention
     **{family: {} for family in ("ernie4_5", "granite", "hunyuan_v1_dense", "olmo2", "seed_oss")},
     **{family: {} for family in MIXTURES},
+    "ministral3": {"rope_parameters": GROWING},
+    "mistral4": {"rope_parameters": GROWING, "first_k_dense_replace": 0},
     "arcee": {},
     "minicpm": {},
 }
@@ -51,12 +54,12 @@ OPTIONS = SMALL | {"dtype": "float32", "max_running_requests": 4, "num_draft_tok
 
 
 # Of a standalone drafter's weights: most of its drafts are right.
-NOISE = dict.fromkeys(MIXTURES, 0.01) | dict.fromkeys(("granitemoe", "granitemoeshared"), 0.02)
+NOISE = dict.fromkeys((*MIXTURES, "mistral4"), 0.01) | dict.fromkeys(("granitemoe", "granitemoeshared"), 0.02)
 NOISE |= {"granite": 0.1, "olmo3": 0.03, "exaone4": 0.02, "mimo_v2_flash": 0.01}
 noisy = functools.cache(shaken)
 OFTEN = (("olmo3", "ngram"), ("granite", "standalone"))
 HEADLESS = {"arcee", "ernie4_5", "granite", "granitemoehybrid", "minicpm", "olmo2", "seed_oss"}
-HEADLESS |= {*MIXTURES}  # of these, random heads accept nothing, by chance
+HEADLESS |= {*MIXTURES, "ministral3", "mistral4"}  # of these, random heads accept nothing, by chance
 
 
 def cases():

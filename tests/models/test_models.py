@@ -43,7 +43,8 @@ FEW = {
 FEWER = {"gemma3-tied", "llama-biases", "qwen3-moe-stacked"}
 KINDS = [pytest.param(name, marks=() if name in FEWER else pytest.mark.exhaustive) for name in VARIANTS]
 SOME = [pytest.param(name, marks=() if name in FEW else pytest.mark.exhaustive) for name in VARIANTS]
-RELATIVE = [one for one in SOME if not one.values[0].startswith("hunyuan")]  # which norms heads it has turned
+RELATIVE = [one for one in SOME if not one.values[0].startswith(("hunyuan", "ministral3", "mistral4"))]
+# Hunyuan norms heads that it has turned, and the latest Mistrals scale queries by their position.
 # Of families that differ from Llama in a few numbers, one golden's texts are enough.
 NUMBERS = (
     "arcee", "ernie4_5", "exaone4", "granite", "hunyuan_v1_dense", "minicpm", "olmo2", "olmo3", "phi3", "seed_oss",
@@ -52,21 +53,21 @@ NUMBERS = (
 SECOND = {f"{family}-untied" for family in (*NUMBERS, "cohere2", "gemma3", "gemma4", "mistral")}
 SECOND |= {
     "dots1-single", "exaone-moe-tied", "glm4-moe-single", "glm4-tied", "gpt-oss-stacked", "granitemoe-tied",
-    "granitemoe-untied", "granitemoeshared-untied", "hunyuan-moe-tied", "hy-v3-tied", "mixtral-single", "olmoe-stacked",
-    "phi3-longrope-short", "qwen2-moe-single", "solar-open-tied",
+    "granitemoe-untied", "granitemoeshared-untied", "hunyuan-moe-tied", "hy-v3-tied", "ministral3-tied",
+    "mixtral-single", "olmoe-stacked", "phi3-longrope-short", "qwen2-moe-single", "solar-open-tied",
 }  # fmt: skip
 EACH = [pytest.param(name, marks=pytest.mark.exhaustive if name in SECOND else ()) for name in VARIANTS]
 LENGTHS = (1, 2, 7, 16, 17, 64, 150)
 CONTINUED = 48  # tokens of each expected `greedy_*`
 LAYERS = (0, 2)  # whose outputs the expected `hidden_*` tensors hold
 # Latent attention: all heads have one latent; configs have no head_dim, and no head is tied in all but one golden.
-LATENTS = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"}
+LATENTS = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "mistral4"}
 UNBIASED = LATENTS | {"bailing_moe", "mimo_v2_flash", "mixtral"}
 NO_HEAD_DIM = {  # of whose configs it isn't a key
     "cohere2", "exaone4", "granite", "granitemoe", "granitemoeshared", "minicpm", "olmo2", "olmo3", "olmoe", "phi3",
     "qwen2", "smollm3",
 }  # fmt: skip
-NO_BIASES = UNBIASED | {"exaone4", "exaone_moe", "minimax_m2", "phi3"}  # in which the key has no effect
+NO_BIASES = UNBIASED | {"exaone4", "exaone_moe", "minimax_m2", "ministral3", "phi3"}  # in which the key has no effect
 NO_BIAS = NO_BIASES | {"minicpm", "mistral"}  # whose goldens have none
 CLOSE = dict(rtol=0, atol=5e-4)  # float32 noise is about 1e-5 here
 

@@ -40,6 +40,7 @@ EIGHT = dict(num_attention_heads=8, intermediate_size=64, moe_intermediate_size=
 EIGHT |= dict(linear_num_key_heads=8, linear_num_value_heads=16, attention_bias=True, mlp_bias=True)
 UNBIASED = {
     "mimo_v2_flash",
+    "mistral4",
     "mixtral",
     "hy_v3",
     "deepseek_v2",

@@ -59,8 +59,10 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mimo_v2_flash": "MiMoV2FlashForCausalLM",
     "minicpm": "MiniCPMForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
     "minimax_m2": "MiniMaxM2ForCausalLM",
     "mistral": "MistralForCausalLM",
+    "mistral4": "Mistral4ForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
@@ -133,6 +135,7 @@ EXTRA = {
     "deepseek_v2": LATENT | dict(q_lora_rank=None),
     "deepseek_v3": LATENT | dict(n_group=4, topk_group=2),
     "glm4_moe_lite": LATENT,
+    "mistral4": LATENT,
     "kimi_k2": LATENT | dict(n_group=1, topk_group=1),
     "kimi_linear": LATENT
     | dict(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxspec.decoder.fixed_order import in_order, row_norm
-from jaxspec.decoder.functions import cos_sin, cos_sin_by_axis, normed, rms_norm, rope
+from jaxspec.decoder.functions import cos_sin, cos_sin_by_axis, normed, rms_norm, rope, scaled_by_position
 from jaxspec.decoder.mixings.kind import Mixing, Weights
 from jaxspec.models.description import ROPE_SCALINGS, Attention, Layer, Norm, Rope, beyond
 from jaxspec.pallas import hopper
@@ -60,6 +60,7 @@ def _mix_in_steps(layer, weights, i, qkv, positions, mixer, cache, dtype, table)
         v = rms_norm(v, jnp.ones(a.head_dim, v.dtype), a.v_norm.eps)
     if a.value_scale != 1:
         v = v * jnp.asarray(a.value_scale, v.dtype)
+    q = scaled_by_position(q, positions, a.position_scale)
     q, k, v = _scaled(a, q), *(_widened(a, x) for x in (k, v))
     if isinstance(cache, dict):
         cache = {**cache, _kept(a): (k, v)}
@@ -220,7 +221,7 @@ ATTENTION = Mixing(
     implements={
         "plain": _HEADS
         | {"qk_norm_all", "qk_norm_rotated", "gated", "bias", "out_bias", "window", "scale", "sinks"}
-        | {"v_norm", "k_is_v", "shared", "value_dim", "value_scale", "pool"},
+        | {"v_norm", "k_is_v", "shared", "value_dim", "value_scale", "pool", "position_scale"},
         "few_rows": _HEADS | {"bias", "out_bias", "window", "sinks"},
         "fused_norms": _HEADS | {"gated", "window", "scale"},
         "weight_stream": _HEADS | {"bias", "window", "scale"},

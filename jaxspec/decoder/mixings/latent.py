@@ -11,7 +11,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxspec.decoder.functions import cos_sin, normed, rope
+from jaxspec.decoder.functions import cos_sin, normed, rope, scaled_by_position
 from jaxspec.decoder.matmul import project, valid_count
 from jaxspec.decoder.mixings.kind import Mixing
 
@@ -22,7 +22,8 @@ def mix(layer, weights, i, made, positions, mixer, cache, dtype=None):
     q, latent, key = jnp.split(latents, [latents.shape[-1] - a.memory.width, latents.shape[-1] - a.rope.columns], -1)
     if a.query_latent:
         q = project(normed(q, weights["query_norm"], a.norm), weights["queries"], valid_count(positions))
-    q, turned = jnp.split(q.reshape(b, t, a.heads, a.query_dim), [a.key_dim], axis=-1)
+    q = scaled_by_position(q.reshape(b, t, a.heads, a.query_dim), positions, a.position_scale)
+    q, turned = jnp.split(q, [a.key_dim], axis=-1)
     table = cos_sin(positions, a)
     turned, key = rope(turned, positions, a, table), rope(key[:, :, None], positions, a, table)[:, :, 0]
     keys, values = jnp.split(weights["keys_values"].dequantised(q.dtype), [a.heads * a.key_dim], axis=1)
@@ -34,5 +35,6 @@ def mix(layer, weights, i, made, positions, mixer, cache, dtype=None):
     return out.reshape(b, t, -1), cache
 
 
-_FIELDS = frozenset({"heads", "latent", "key_dim", "value_dim", "rope", "scale", "norm", "query_latent", "by_request"})
+_FIELDS = frozenset({"heads", "latent", "key_dim", "value_dim", "rope", "scale", "norm", "query_latent"})
+_FIELDS |= {"by_request", "position_scale"}
 LATENT_ATTENTION = Mixing(projections=("latents",), mix=mix, implements={"plain": _FIELDS})

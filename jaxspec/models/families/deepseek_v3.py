@@ -15,7 +15,7 @@ from jaxspec.models import reading
 from jaxspec.models.declaring import decoder_tensors as tensors
 from jaxspec.models.description import Decoder, LatentAttention, Layer, Mixture, Norm
 from jaxspec.models.families.glm4_moe import mixture
-from jaxspec.models.rope import rope, score_scale
+from jaxspec.models.rope import position_scale, rope, score_scale
 
 __all__ = ["read", "tensors"]
 
@@ -78,4 +78,5 @@ def latent_attention(hf: reading.Config) -> LatentAttention:
         scale=score_scale(hf) / math.sqrt(plain + rotating),
         norm=LATENT_NORM,
         query_latent=None if hf.get("q_lora_rank") is None else positive(hf, "q_lora_rank"),
+        position_scale=position_scale(hf),
     )
