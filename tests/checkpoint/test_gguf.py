@@ -42,7 +42,7 @@ def write_gguf(path: Path, hf: dict, tensors: dict[str, np.ndarray], quant=None,
     """Write a file as llama.cpp's converter does: names by the gguf package's table; for Llama and Mistral, which it
     calls "llama", the rows of q and k interleaved; 1 added to Gemma's norms."""
     renamed = {"mistral": "llama", "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe", "minimax_m2": "minimax-m2"}
-    renamed["gpt_oss"] = "gpt-oss"
+    renamed |= {"gpt_oss": "gpt-oss", "mixtral": "llama"}
     family = renamed.get(hf["model_type"], hf["model_type"])
     heads = {"q": hf["num_attention_heads"], "k": hf["num_key_value_heads"]}
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == family)
@@ -66,11 +66,12 @@ def write_gguf(path: Path, hf: dict, tensors: dict[str, np.ndarray], quant=None,
     if family == "gpt-oss":
         writer.add_sliding_window(hf["sliding_window"])
         tensors = parted(tensors)
-    if family in ("gpt-oss", "qwen3moe", "glm4moe", "minimax-m2"):
+    if family in ("gpt-oss", "qwen3moe", "glm4moe", "minimax-m2") or hf["model_type"] == "mixtral":
         counts = [hf.get(key) for key in ("n_routed_experts", "num_local_experts", "num_experts")]
         writer.add_expert_count(next(filter(None, counts)))
         writer.add_expert_used_count(hf["num_experts_per_tok"])
-        writer.add_expert_feed_forward_length(hf.get("moe_intermediate_size", hf["intermediate_size"]))
+        if family != "llama":
+            writer.add_expert_feed_forward_length(hf.get("moe_intermediate_size", hf["intermediate_size"]))
     if family == "glm4moe":
         writer.add_expert_shared_count(1)
         writer.add_leading_dense_block_count(1)
@@ -237,6 +238,7 @@ def stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     ("glm4_moe", {"num_hidden_layers": 3, "attention_bias": True, "num_nextn_predict_layers": 1}),
     ("glm4_moe", {"use_qk_norm": True, "tie_word_embeddings": True}),
     ("minimax_m2", {}),
+    ("mixtral", {}),
     ("gpt_oss", {"rope_scaling": YARN}),
     ("gpt_oss", {"rope_parameters": {}, "attention_bias": False, "tie_word_embeddings": True}),
     ("llama", {}),
@@ -392,6 +394,7 @@ def test_gguf_of_gemma_3_27b_scales_queries_by_its_width(tmp_path, layers, scale
 @pytest.mark.parametrize("family, metadata, message", [
     ("gemma3", {"ARCH__final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported"),
     ("glm4", {"ARCH__rope__dimension_sections": [4, 4, 0, 0]}, "rotary positions in sections"),
+    ("qwen3", {"ARCH__expert_count": 8}, "qwen3 with 8 experts is not supported; .* are: gemma4, gpt-oss, qwen3moe"),
     ("glm4", {"ARCH__nextn_predict_layers": 1}, "1 layers that predict further tokens"),
 ])  # fmt: skip
 def test_gguf_variants_of_newer_families_that_are_not_supported(tmp_path, family, metadata, message):
@@ -402,7 +405,7 @@ def test_gguf_variants_of_newer_families_that_are_not_supported(tmp_path, family
 
 @pytest.mark.parametrize("metadata, message", [
     ({"split__count": 3}, "one of 3 parts"),
-    ({"ARCH__expert_count": 8}, "llama with 8 experts is not supported; .* are: gemma4, gpt-oss, qwen3moe"),
+    ({"ARCH__expert_count": 8}, "the metadata lacks llama.expert_used_count"),  # which makes it a Mixtral
     ({"ARCH__rope__scaling__yarn_log_multiplier": 0.1}, r"scaling.yarn_log_multiplier 0.1\d* is not supported"),
     ({"ARCH__rope__scaling__yarn_ext_factor": 0.5}, "scaling.yarn_ext_factor 0.5 is not supported; supported: 1"),
     ({"ARCH__rope__scaling__attn_factor": 2.0}, "scaling.attn_factor 2.0 is not supported"),

@@ -61,6 +61,12 @@ def test_granite_4_h_tiny():
     assert (read.embed_scale, read.layers[0].residual_scale, read.logit_scale) == (12, 0.22, 1 / 6)
 
 
+def test_granite_4_hybrids_are_of_one_device():
+    """All heads of a state-space layer are one group, whose norm is over them all."""
+    with pytest.raises(ConfigError, match="--tp-size 2: 1 groups of state-space heads can't be divided"):
+        ModelConfig.from_hf(tiny_config("granitemoehybrid")).on_one_of(2)
+
+
 def test_granite_4_micro_has_no_states():
     read = config(
         model_type="granitemoehybrid", hidden_size=2560, intermediate_size=8192, num_hidden_layers=4, vocab_size=100352,

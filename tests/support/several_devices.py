@@ -269,7 +269,7 @@ def test_a_model_loaded_for_one_device_is_refused():
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("family", sorted(MODELS))
+@pytest.mark.parametrize("family", sorted(set(MODELS) - {"granitemoehybrid"}))  # whose heads are one group
 def test_each_family_with_ngrams(family, size):
     check(checkpoint(family), "ngram", size, structured=True)
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from jaxspec.checkpoint import pooling
 from jaxspec.checkpoint.check import CheckpointError, TensorInfo
 from jaxspec.checkpoint.gguf import packing
 from jaxspec.checkpoint.gguf import tokenizer as gguf_tokenizer
+from jaxspec.checkpoint.gguf.architectures import ARCHITECTURES, GATING, LAYER, MIXTRAL, TOP
 from jaxspec.checkpoint.gguf.header import GgufTensor, read_header
 from jaxspec.checkpoint.packed import GGUF, Packed
 from jaxspec.checkpoint.pooling import Pooling
@@ -33,142 +33,6 @@ from jaxspec.decoder.functions import rope_frequencies
 from jaxspec.models.model_config import ModelConfig, end_tokens
 from jaxspec.text.tokenizer import Tokenizer
 
-
-@dataclass(frozen=True)
-class _Architecture:
-    """How llama.cpp's converter stores one architecture."""
-
-    family: str = ""  # model_type, where it has another name
-    interleaved: bool = False  # rows of q and k are in the interleaved rotary order; in the checkpoint they aren't
-    centred: bool = False  # norms' weights are stored with 1 added
-    partial: bool = False  # `rope.dimension_count` may be less than the head width
-    names: Mapping[str, str] = field(
-        default_factory=dict
-    )  # of parts of a layer, or of tensors, where `_LAYER` has others
-    experts: bool = False  # the family has experts
-    # Experts' tensors that the checkpoint has with inputs first and outputs of all of these alternating.
-    alternating: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    own_ropes: bool = False  # each kind of layer has heads and a rope of its own
-
-
-# By general.architecture. Mistral is "llama" too.
-_ARCHITECTURES = {
-    "llama": _Architecture(interleaved=True),
-    "qwen2": _Architecture(),
-    "qwen3": _Architecture(),
-    "gemma3": _Architecture(
-        centred=True,
-        names={
-            "post_attention_norm": "post_attention_layernorm",
-            "ffn_norm": "pre_feedforward_layernorm",
-            "post_ffw_norm": "post_feedforward_layernorm",
-        },
-    ),
-    "glm4": _Architecture(
-        partial=True,
-        names={
-            "post_attention_norm": "post_self_attn_layernorm",
-            "post_ffw_norm": "post_mlp_layernorm",
-            "ffn_up": "mlp.gate_up_proj",
-        },
-    ),
-    "gemma4": _Architecture(
-        experts=True,
-        own_ropes=True,
-        names={
-            "post_attention_norm": "post_attention_layernorm",
-            "ffn_norm": "pre_feedforward_layernorm",
-            "post_ffw_norm": "post_feedforward_layernorm",
-            "post_ffw_norm_1": "post_feedforward_layernorm_1",
-            "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
-            "post_ffw_norm_2": "post_feedforward_layernorm_2",
-            "ffn_gate_inp": "router.proj",
-            "ffn_gate_inp.scale": "router.scale",
-            "ffn_gate_up_exps.weight": "experts.gate_up_proj",
-            "ffn_gate_exps": "experts.{}.gate_proj",
-            "ffn_up_exps": "experts.{}.up_proj",
-            "ffn_down_exps.weight": "experts.down_proj",
-            "ffn_down_exps.scale": "router.per_expert_scale",
-            "layer_output_scale.weight": "layer_scalar",
-            "inp_gate": "per_layer_input_gate",
-            "proj": "per_layer_projection",
-            "post_norm": "post_per_layer_input_norm",
-        },
-    ),
-    "gpt-oss": _Architecture(
-        "gpt_oss",
-        experts=True,
-        names={
-            "post_attention_norm": "post_attention_layernorm",
-            "attn_sinks.weight": "self_attn.sinks",
-            "ffn_gate_inp": "mlp.router",
-        },
-        alternating={
-            "mlp.experts.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
-            "mlp.experts.gate_up_proj_bias": ("ffn_gate_exps.bias", "ffn_up_exps.bias"),
-            "mlp.experts.down_proj": ("ffn_down_exps.weight",),
-            "mlp.experts.down_proj_bias": ("ffn_down_exps.bias",),
-        },
-    ),
-    "qwen3moe": _Architecture("qwen3_moe", experts=True),
-    "glm4moe": _Architecture(
-        "glm4_moe",
-        partial=True,
-        experts=True,
-        names={
-            "post_attention_norm": "post_attention_layernorm",
-            "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
-        },
-    ),
-    "minimax-m2": _Architecture(
-        "minimax_m2",
-        partial=True,
-        experts=True,
-        names={
-            "ffn_gate_inp": "block_sparse_moe.gate",
-            "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias",
-            "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
-            "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
-            "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
-        },
-    ),
-}
-_TOP = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "per_layer_token_embd": "model.embed_tokens_per_layer",
-    "per_layer_model_proj": "model.per_layer_model_projection",
-    "per_layer_proj_norm": "model.per_layer_projection_norm",
-}
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "mlp.gate",
-    # Of all experts in one tensor, in checkpoints one by one.
-    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
-    "ffn_up_exps": "mlp.experts.{}.up_proj",
-    "ffn_down_exps": "mlp.experts.{}.down_proj",
-    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-    "ffn_up_shexp": "mlp.shared_experts.up_proj",
-    "ffn_down_shexp": "mlp.shared_experts.down_proj",
-}
-_GATING = {
-    "gemma4": 1,
-    "gpt-oss": 3,
-    "qwen3moe": 1,
-    "glm4moe": 2,
-    "minimax-m2": 2,
-}  # expert_gating_func: a softmax, sigmoids, a softmax of the chosen
 _ROPE_FACTORS = "rope_freqs.weight"
 # What llama.cpp takes for Gemma 3 where the metadata is silent: every sixth layer sees all of the text, and only the
 # 27B, known by its layers, scales queries by the model's width a head.
@@ -186,12 +50,14 @@ class GgufFile:
         self.path = path
         self._metadata, self._places = read_header(path)
         self._architecture = self._metadata.get("general.architecture")
-        if not isinstance(self._architecture, str) or self._architecture not in _ARCHITECTURES:
+        if not isinstance(self._architecture, str) or self._architecture not in ARCHITECTURES:
             raise CheckpointError(
                 f"{path}: architecture {shown(self._architecture)} is not supported in GGUF files; "
-                f"supported: {', '.join(_ARCHITECTURES)}"
+                f"supported: {', '.join(ARCHITECTURES)}"
             )
-        self._stored = _ARCHITECTURES[self._architecture]
+        self._stored = ARCHITECTURES[self._architecture]
+        if self._architecture == "llama" and self._value("expert_count", 0):
+            self._stored = MIXTRAL
         if (parts := self._metadata.get("split.count", 0)) not in (0, 1):
             raise CheckpointError(f"{path} is one of {shown(parts)} parts; join them with llama-gguf-split --merge")
         try:
@@ -307,10 +173,10 @@ class GgufFile:
             layer, part, kind = match.groups()
             if whole := self._stored.names.get(f"{part}.{kind}"):
                 return f"model.layers.{layer}.{whole}"
-            known = self._stored.names.get(part) or _LAYER.get(part)
+            known = self._stored.names.get(part) or LAYER.get(part)
             return f"model.layers.{layer}.{known}.{kind}" if known else name
         part, _, kind = name.rpartition(".")
-        return f"{_TOP[part]}.{kind}" if part in _TOP else name
+        return f"{TOP[part]}.{kind}" if part in TOP else name
 
     def _weights(self) -> dict[str, GgufTensor]:
         layer = lambda name: int(found[1]) if (found := re.match(r"blk\.(\d+)\.", name)) else -1  # noqa: E731
@@ -389,7 +255,8 @@ class GgufFile:
 
     def _experts(self) -> dict[str, Any]:
         """Keys of experts, under the names of the families that have some."""
-        experts, width = self._count("expert_count"), self._count("expert_feed_forward_length")
+        experts = self._count("expert_count")
+        width = self._count("expert_feed_forward_length", self._feed_width())
         own = {
             "num_experts_per_tok": self._count("expert_used_count"),
             "moe_intermediate_size": width,
@@ -411,7 +278,7 @@ class GgufFile:
                     "sliding_window": self._count("attention.sliding_window"),
                     "rope_parameters": {"truncate": False} if self._rope_scaling() else {},
                 }
-            case "minimax-m2":
+            case "minimax-m2" | "llama":
                 return own | {"num_local_experts": experts, "intermediate_size": width}
         return own | {"n_routed_experts": experts}
 
@@ -516,13 +383,13 @@ class GgufFile:
     def _refuse_variants(self) -> None:
         """Variants that share an architecture's name but not its forward."""
         if not self._stored.experts and (experts := self._value("expert_count", 0)):
-            mixtures = ", ".join(name for name, each in _ARCHITECTURES.items() if each.experts)
+            mixtures = ", ".join(name for name, each in ARCHITECTURES.items() if each.experts)
             raise CheckpointError(
                 f"{self.path}: {self._architecture} with {shown(experts)} experts is not supported; architectures with "
                 f"experts that are: {mixtures}"
             )
         gating = self._value("expert_gating_func", 0)
-        if gating not in (0, known := _GATING.get(self._architecture, 0)):
+        if gating not in (0, known := GATING.get(self._architecture, 0)):
             raise CheckpointError(
                 f"{self.path}: {self._architecture}.expert_gating_func {shown(gating)} is not supported; supported: "
                 f"{known}"
