@@ -117,8 +117,9 @@ def chosen_experts(
 def corrected_experts(
     m: Mixture, logits: Float[Array, "r e"], correction: Float[Array, " e"], positions: Int[Array, " r"]
 ) -> tuple[Int[Array, "r k"], Float[Array, "r k"]]:
-    """The experts with the best corrected sigmoids, and their weights, float32; see `SigmoidScores`."""
-    s, scores = m.scores, jax.nn.sigmoid(logits)
+    """The experts with the best corrected scores, and their weights, float32; see `SigmoidScores`."""
+    s = m.scores
+    scores = jax.nn.softmax(logits) if s.function == "softmax" else jax.nn.sigmoid(logits)
     choice = scores + correction
     if s.groups > 1:
         groups = choice.reshape(len(choice), s.groups, -1)

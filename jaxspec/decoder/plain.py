@@ -47,7 +47,7 @@ IMPLEMENTS = implementing({
     Rope: {"columns", "interleaved"}, ScaleByPosition: {"beta", "period"},
     Mixture: {*MIXTURE, "shared_gated", "scores", "bias", "router_bias", "activation", "groups", "gated", "latent",
               "beside"},
-    ClampedSwiglu: {"alpha", "limit"}, SigmoidScores: {"groups", "top_groups", "scale"},
+    ClampedSwiglu: {"alpha", "limit"}, SigmoidScores: {"groups", "top_groups", "scale", "function"},
 })  # fmt: skip
 
 

@@ -371,12 +371,13 @@ class SigmoidScores:
 
     A learnt correction of each (weight "router_correction") counts in the choice, not in the weights. The experts stand
     in `groups` of equal size, of which a token has those in the `top_groups` whose two best are best together. `scale`:
-    what the weights are multiplied by.
+    what the weights are multiplied by. `function`: "softmax" in ERNIE 4.5, over all experts.
     """
 
     groups: int = 1
     top_groups: int = 1
     scale: float = 1.0
+    function: Literal["sigmoid", "softmax"] = "sigmoid"
 
 
 @dataclass(frozen=True)

@@ -152,6 +152,18 @@ def test_mistral_4_whose_share_of_columns_is_of_whole_heads():
         ModelConfig.from_hf(tiny_config("mistral4", rope_parameters=rope | dict(partial_rotary_factor=0.5)))
 
 
+def test_ernie_4_5_21b_a3b():
+    read = config(
+        model_type="ernie4_5_moe", hidden_size=2560, intermediate_size=12288, num_hidden_layers=3, vocab_size=103424,
+        num_attention_heads=20, num_key_value_heads=4, head_dim=128, moe_num_experts=64, moe_k=6,
+        moe_num_shared_experts=2, moe_intermediate_size=1536, moe_layer_start_index=1, moe_layer_end_index=27,
+        moe_layer_interval=1, moe_use_aux_free=True, use_bias=False, rope_theta=5e5, num_nextn_predict_layers=1,
+    )  # fmt: skip
+    experts = Mixture(64, 6, 1536, shared=3072, shared_gated=False, scores=SigmoidScores(function="softmax"))
+    assert [layer.feed for layer in read.decoder.layers] == [Mlp(12288), experts, experts]
+    assert read.decoder.attention.rope.interleaved and read.decoder.tied and read.mtp_layers == 0
+
+
 def test_dots1_whose_groups_are_null():
     """All experts are one group then, as in the published config."""
     read = ModelConfig.from_hf(tiny_config("dots1", n_group=None, topk_group=None, scoring_func="noaux_tc")).decoder

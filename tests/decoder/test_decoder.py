@@ -169,7 +169,12 @@ FIELDS = {
     Int4: {"group": (None, {EVERY, FEW, FUSED}), "zeros": (True, {EVERY, FEW, FUSED}), "ordered": (True, {EVERY})},
     Nvfp4: {},
     ClampedSwiglu: {"alpha": (1.0, {EVERY, FEW}), "limit": (3.0, {EVERY, FEW})},
-    SigmoidScores: {"groups": (2, {EVERY}), "top_groups": (2, {EVERY}), "scale": (2.5, {EVERY})},
+    SigmoidScores: {
+        "function": ("softmax", {EVERY}),
+        "groups": (2, {EVERY}),
+        "top_groups": (2, {EVERY}),
+        "scale": (2.5, {EVERY}),
+    },
     Mixture: {
         "experts": (16, {EVERY, FEW, FUSED, FP8, TILES}),
         "per_token": (4, {EVERY, FEW, FUSED, FP8, TILES}),

@@ -21,6 +21,7 @@ from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
     Dots1Config,
+    Ernie4_5_MoeConfig,
     ExaoneMoeConfig,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
@@ -313,6 +314,25 @@ VARIANTS = {
             mlp_layer_types=["sparse", "dense", "sparse"],
         ),
     ),
+    "ernie4-5-moe": (
+        "ernie",
+        Ernie4_5_MoeConfig(
+            **SIZES, head_dim=16, moe_intermediate_size=24, moe_k=3, moe_num_experts=8, tie_word_embeddings=False
+        ),
+    ),
+    "ernie4-5-moe-tied": (
+        "ernie",
+        Ernie4_5_MoeConfig(
+            **SIZES,
+            head_dim=16,
+            moe_intermediate_size=24,
+            moe_k=3,
+            moe_num_experts=8,
+            moe_num_shared_experts=1,
+            moe_layer_end_index=1,
+            rms_norm_eps=EPS,
+        ),
+    ),
     "mistral4": (
         "single",
         Mistral4Config(
@@ -335,6 +355,7 @@ LAYOUTS = {  # names of checkpoints where they aren't transformers' own
         "mlp.e_score_correction_bias": "mlp.expert_bias",
         "shared_experts": "shared_mlp",
     },
+    "ernie": {"gate.moe_statics": "moe_statics"},
     "bailing": {
         "embed_tokens": "word_embeddings",
         "self_attn.o_proj": "attention.dense",
@@ -427,6 +448,10 @@ def main() -> None:
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.3 * torch.randn(buffer.shape))
+        if layout == "ernie":  # of whose scores one in eight is the mean
+            for parameter_name, parameter in model.named_parameters():
+                if parameter_name.endswith("e_score_correction_bias"):
+                    parameter.data.mul_(0.3)
         save(model, layout, HERE / "checkpoints" / name)
         tensors = expected(model)
         save_file(tensors, HERE / "expected" / f"{name}.safetensors")

@@ -21,7 +21,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0 + i for i in range(8)]}
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
 MIXTURES = ("bailing_moe", "dots1", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "mixtral", "olmoe")
-MIXTURES += ("exaone_moe", "qwen2_moe", "solar_open")
+MIXTURES += ("ernie4_5_moe", "exaone_moe", "qwen2_moe", "solar_open")
 GROWING = {**YARN, "rope_theta": 1e4, "llama_4_scaling_beta": 0.3}
 FAMILIES = {
     "llama": {"rope_scaling": YARN, "attention_bias": True},

@@ -52,9 +52,9 @@ NUMBERS = (
 )  # fmt: skip
 SECOND = {f"{family}-untied" for family in (*NUMBERS, "cohere2", "gemma3", "gemma4", "mistral")}
 SECOND |= {
-    "dots1-single", "exaone-moe-tied", "glm4-moe-single", "glm4-tied", "gpt-oss-stacked", "granitemoe-tied",
-    "granitemoe-untied", "granitemoeshared-untied", "hunyuan-moe-tied", "hy-v3-tied", "ministral3-tied",
-    "mixtral-single", "olmoe-stacked", "phi3-longrope-short", "qwen2-moe-single", "solar-open-tied",
+    "dots1-single", "ernie4-5-moe-tied", "exaone-moe-tied", "glm4-moe-single", "glm4-tied", "gpt-oss-stacked",
+    "granitemoe-tied", "granitemoe-untied", "granitemoeshared-untied", "hunyuan-moe-tied", "hy-v3-tied",
+    "ministral3-tied", "mixtral-single", "olmoe-stacked", "phi3-longrope-short", "qwen2-moe-single", "solar-open-tied",
 }  # fmt: skip
 EACH = [pytest.param(name, marks=pytest.mark.exhaustive if name in SECOND else ()) for name in VARIANTS]
 LENGTHS = (1, 2, 7, 16, 17, 64, 150)
@@ -62,7 +62,7 @@ CONTINUED = 48  # tokens of each expected `greedy_*`
 LAYERS = (0, 2)  # whose outputs the expected `hidden_*` tensors hold
 # Latent attention: all heads have one latent; configs have no head_dim, and no head is tied in all but one golden.
 LATENTS = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "mistral4"}
-UNBIASED = LATENTS | {"bailing_moe", "mimo_v2_flash", "mixtral"}
+UNBIASED = LATENTS | {"bailing_moe", "ernie4_5_moe", "mimo_v2_flash", "mixtral"}
 NO_HEAD_DIM = {  # of whose configs it isn't a key
     "cohere2", "exaone4", "granite", "granitemoe", "granitemoeshared", "minicpm", "olmo2", "olmo3", "olmoe", "phi3",
     "qwen2", "smollm3",
@@ -312,7 +312,7 @@ def test_gemma3_is_read_from_a_multimodal_checkpoint(before, after, tmp_path):
 def test_parameters_name_each_checkpoint_tensor_once(family, tied, bias):
     keys = dict.fromkeys(("attention_bias", "attention_out_bias", "mlp_bias", "use_bias"), bias)
     keys["attention_bias"] = bias and family not in UNBIASED  # which refuse it
-    keys["use_bias"] = bias and family != "bailing_moe"  # the same
+    keys["use_bias"] = bias and family not in ("bailing_moe", "ernie4_5_moe")  # the same
     keys["mlp_bias"] = bias and family not in ("deepseek_v2", "hy_v3")  # which refuse it
     hf = tiny_config(family, tie_word_embeddings=tied, **keys)
     declared = jax.tree.leaves(
