@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src.dispatch import runtime_tokens  # jax waits for them at exit, and prints a failed callback's error again
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
@@ -558,6 +559,22 @@ def _without_adapters(params: Any) -> Any:
     if not isinstance(params, Mapping) or "adapters" not in params:
         return params
     return {name: each for name, each in params.items() if name != "adapters"}
+
+
+def settle(owner: Any) -> None:
+    """Wait for every program that made `owner.state`: jax aborts a process that ends while one still runs.
+
+    Arrays that a failed program had consumed are deleted, and there is nothing to wait for. What it should have made
+    raises its error, which whoever reads its result gets.
+    """
+    for x in jax.tree.leaves(owner.state):
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            if not x.is_deleted():
+                x.block_until_ready()
+    try:
+        jax.effects_barrier()
+    except jax.errors.JaxRuntimeError:
+        runtime_tokens.clear()
 
 
 def programs_there(programs: Programs) -> str:

@@ -6,6 +6,7 @@ module:function`).
 
 from __future__ import annotations
 
+import re
 import traceback
 from importlib import import_module
 from types import ModuleType
@@ -13,6 +14,7 @@ from types import ModuleType
 from jaxspec.config.options import ConfigError
 
 _NAMED: dict[str, str] = {}  # a flag and its value: the file of the module that they name
+_FRAME = re.compile(r'File "(.+)", line (\d+), in (.+)')  # of a traceback
 
 
 def import_own(said: str, name: str) -> ModuleType:
@@ -32,10 +34,14 @@ def import_own(said: str, name: str) -> ModuleType:
 
 def blame(error: BaseException | None) -> str | None:
     """Say in one line where code of the user's failed; None for an error elsewhere. A call that its signature doesn't
-    allow counts as its own."""
+    allow counts as its own. An error in a callback of a program is text, within the program's error."""
     while error is not None:
+        for file, line, function in reversed(_FRAME.findall(str(error))):
+            if said := _naming(file):
+                told = str(error).strip().splitlines()[-1]
+                return f"{said} fails: {told} ({file}, line {line}, in {function})"
         for frame in reversed(traceback.extract_tb(error.__traceback__)):
-            if said := " or ".join(said for said, file in _NAMED.items() if file == frame.filename):
+            if said := _naming(frame.filename):
                 return f"{said} fails: {_told(error)} ({frame.filename}, line {frame.lineno}, in {frame.name})"
         if isinstance(error, TypeError):  # "Own.loss() takes 2 ...", "... class Own without ..."
             words = str(error).replace(".", " ").replace("(", " ").replace("'", " ").split()
@@ -44,6 +50,11 @@ def blame(error: BaseException | None) -> str | None:
                     return f"{said} fails: {_told(error)}"
         error = error.__cause__
     return None
+
+
+def _naming(path: str) -> str:
+    """The flags that name a module of this file, with their values."""
+    return " or ".join(said for said, file in _NAMED.items() if file == path)
 
 
 def _told(error: BaseException) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 
+from jaxspec.compiling.programs import settle
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.json_values import shown
 from jaxspec.config.options import ConfigError
@@ -451,7 +452,7 @@ class AsyncLLM:
                 finally:
                     self._step_began = None
             self._fail(EngineDead("the engine was closed"))
-            self.engine.settle()
+            settle(self.engine.runner)
         except BaseException as error:
             log.critical("the engine loop failed; no request can be served any more", exc_info=error)
             self.error = error

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ import jax
 import numpy as np
 
 from jaxspec.compiling.ladder import of_rounds, sizes_of
+from jaxspec.compiling.programs import settle
 from jaxspec.compiling.round_timing import group
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.request import REPORTS, Delta, LogitsError, RequestError, RequestMetrics, sources_of
@@ -133,6 +135,7 @@ class Engine:
         self._watch = Watch(self.runner.draft.name, self.runner.model.name, self.runner.draft.card)
         self._decode_log = DecodeLog(self.config.decode_log_interval)
         self.counts.compiles_at_start = self.runner.compiles["compiles"]
+        weakref.finalize(self, settle, self.runner)
 
     def limit_between(self, ms: float | None) -> None:
         """Limit the time between two rounds from now on; None: there is no limit."""
@@ -215,13 +218,18 @@ class Engine:
 
         The results of one dispatch are due at the next. They come one after the other, so that a round's tokens, say,
         aren't held back by the prompts behind it: a step waits for the first alone, and the next one goes on there.
+
+        One that raises leaves no program running.
         """
-        deltas, began = [], time.monotonic()
-        prompts = 0 if self._due else self._dispatch(deltas, began)
-        waited = False
-        while self._due and not (waited and not self._in_flight[0].result.is_ready()):
-            self._due, waited = self._due - 1, True
-            self._read(deltas, keep=len(self._in_flight) - 1)
+        deltas, began, waited = [], time.monotonic(), False
+        try:
+            prompts = 0 if self._due else self._dispatch(deltas, began)
+            while self._due and not (waited and not self._in_flight[0].result.is_ready()):
+                self._due, waited = self._due - 1, True
+                self._read(deltas, keep=len(self._in_flight) - 1)
+        except Exception:
+            settle(self.runner)
+            raise
         if moved := prompts + sum(len(delta.token_ids) for delta in deltas):
             self.counts.step_tokens.observe(moved)
         if self.timeline is not None:
@@ -570,13 +578,6 @@ class Engine:
         if self.host_cache is not None:
             self.host_cache.reset()
         self.runner.reset()
-
-    def settle(self) -> None:
-        """Wait for every dispatched program: jax aborts a process that ends while one still runs.
-
-        Arrays that a failed program had consumed are deleted, and there is nothing to wait for.
-        """
-        jax.block_until_ready([x for x in jax.tree.leaves(self.runner.state) if not x.is_deleted()])
 
     def stats(self) -> dict[str, Any]:
         """Figures since start, cheap, from any thread."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec.checkpoint import Model
+from jaxspec.compiling.programs import settle
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.json_values import shown
 from jaxspec.config.request import Completion, Delta, RequestError, RequestMetrics, RequestOutput, SamplingParams
@@ -114,7 +115,7 @@ class LLM:
                 aborted = [request for request in requests if self.engine.abort(request.id)]
                 if aborted:  # the prefix tree may name pages whose prefill was planned and not dispatched
                     self.engine.flush_cache()
-                self.engine.settle()
+                settle(self.engine.runner)
         return [_output(request, builders[request.id]) for request in requests]
 
     def chat(

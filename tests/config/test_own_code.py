@@ -1,6 +1,7 @@
 """Modules of the user's: an error in one is a line that says where."""
 
 import itertools
+import traceback
 
 import pytest
 
@@ -46,4 +47,6 @@ def test_what_fails_within_is_blamed(module):
     with pytest.raises(TypeError) as caught:
         own.odd(1)
     assert ":Own?depth=2 fails: TypeError: Own.odd() takes 1" in blame(caught.value)
+    text = "".join(traceback.format_exception(caught.value.__cause__ or wrapped.__cause__))
+    assert blame(RuntimeError(f"INTERNAL: CpuCallback error calling callback: {text}")) == said
     assert blame(ValueError("of ours")) is None and blame(TypeError("int() takes 1")) is None

@@ -3,6 +3,9 @@
 Each test leaves the engine idle, as in `tests.engine.test_engine`.
 """
 
+import dataclasses
+import gc
+import logging
 import math
 import re
 import signal
@@ -10,13 +13,17 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import RequestError, SamplingParams
+from jaxspec import LLM, RequestError, SamplingParams
 from jaxspec.config.request import LogitsError
+from jaxspec.drafters.base import Drafter, Proposal
+from jaxspec.drafters.loading import LoadedDrafter
 from jaxspec.text.tokenizer import TokenizerError
-from tests.support.engines import SELF, engine, idle, params, said, tokens, unharmed
+from tests.support.engines import OPTIONS, SELF, checkpoint, engine, idle, params, said, tokens, unharmed
 from tests.support.faults import damaged
 from tests.support.sample import rare
 from tests.support.tiny import tiny_checkpoint
@@ -121,6 +128,53 @@ def test_a_second_ctrl_c_does_not_wait_for_the_step(interruptible, monkeypatch):
         llm.generate([tokens(30)], params())
     assert reached == ["the first"]
     idle(llm.engine)
+
+
+@dataclasses.dataclass(frozen=True)
+class Slow(Drafter):
+    """Prompts take it a while, and rounds fail in a callback."""
+
+    num_draft_tokens: int = 1
+
+    def init_state(self, layout, num_slots):
+        return jnp.zeros(1)
+
+    def prefill(self, params, state, batch, features):
+        return jax.lax.fori_loop(0, 20_000_000, lambda _, x: jnp.sin(x), state)
+
+    def propose(self, params, state, batch):
+        def fail(_):
+            raise ValueError("no draft")
+
+        return Proposal(jax.pure_callback(fail, batch.length[:, None], batch.length), batch.length), state
+
+
+def test_nothing_runs_behind_a_step_that_failed_nor_behind_an_engine(monkeypatch, caplog):
+    """jax aborts a process that ends meanwhile, and raises a callback's error once more at exit."""
+    caplog.set_level(logging.CRITICAL + 1)  # a record of the callback's error would keep the engine
+    llm = LLM(checkpoint(), LoadedDrafter("slow", Slow(), {}), **OPTIONS)
+    core = llm.engine
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no draft"):
+        llm.generate([1, 2], params())
+    jax.effects_barrier()
+
+    def prefill(core):
+        core.add(core.prepare([1, 2], params()))
+        core.runner.prefill(core.scheduler.plan().prefill, core.scheduler.table)
+        return core.runner.state.draft
+
+    running = prefill(core)
+    assert not running.is_ready()
+    monkeypatch.setattr(core, "_dispatch", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        core.step()
+    assert running.is_ready()
+    core.recover()
+    running = prefill(core)
+    monkeypatch.undo()
+    del llm, core
+    gc.collect()
+    assert running.is_ready()
 
 
 INTERRUPTED = """

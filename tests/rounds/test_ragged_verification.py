@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxspec import LLM, SamplingParams
+from jaxspec.compiling.programs import settle
 from jaxspec.config.options import ConfigError
 from jaxspec.drafters.base import Proposal
 from jaxspec.rounds.packing import empty_slots
@@ -191,7 +192,7 @@ def test_packed_rounds_leave_what_others_do(family, draft, vocab, layers, mode):
     while core.busy and core.counts.totals["generation_tokens"] < 20:
         core.step()
     seqs = core.scheduler.running
-    core.settle()
+    settle(core.runner)
     runner = core.runner
     programs, drafter = runner.programs, runner._drafter
     packed = runner._pack([seq.slot for seq in seqs], core.scheduler.table, 4)
