@@ -399,7 +399,7 @@ def _draft_share(draft: str, options: EngineConfig, n: int, folder: Path) -> str
     if draft in ("none", "auto"):
         return draft
     cls, source, _ = parse_draft(draft, options.model, "dummy")
-    if source is None:
+    if source is None or cls not in DRAFTERS.values():
         return draft
     files = locate(source, load_format="dummy")
     written, query = _written(files, source, n, folder, options.draft_quantization), re.search(r"\?.*", draft)

@@ -138,7 +138,7 @@ def check_drafter(options: EngineConfig) -> None:
     cls, source, _ = parse_draft(options.draft, options.model, options.load_format)
     _check_weights(cls, options)
     _check_devices(cls, options)
-    if source is not None:
+    if source is not None and cls in DRAFTERS.values():  # a class of the user's reads what it likes
         locate(source, load_format=options.load_format)
     if cls in (Standalone, MtpModules):
         target = resolve(options.model, options.revision, load_format=options.load_format)

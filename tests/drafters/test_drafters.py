@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from jaxspec import ConfigError, EngineConfig, load_drafter, load_model
 from jaxspec.checkpoint import ModelFolder
 from jaxspec.drafters.base import DraftBatch, Drafter, Proposal
+from jaxspec.drafters.loading import check_drafter
 from jaxspec.drafters.ngram import Ngram
 from jaxspec.drafters.registry import KNOWN, Known
 from jaxspec.drafters.standalone import Standalone
@@ -144,6 +145,10 @@ def test_what_is_refused(model, draft, words):
         load_drafter(draft, model, EngineConfig(draft="ngram"))
     for word in words:
         assert word in str(error.value)
+
+
+def test_a_class_of_ones_own_reads_any_file():
+    check_drafter(EngineConfig(draft=f"{__name__}:Deep:{__file__}"))
 
 
 def test_a_module_that_fails_to_import_says_why(model, tmp_path, monkeypatch):
