@@ -54,7 +54,8 @@ class Combined(Drafter):
     def __post_init__(self):
         if self.second.topk > 1:
             raise ConfigError(
-                f"--topk {self.second.topk}: a drafter of trees can't be combined with another one; drop --topk"
+                f"{type(self.second).__name__} drafts trees (topk is {self.second.topk}), which can't be combined with "
+                "a lookup; drop --topk, or the lookup"
             )
         object.__setattr__(self, "num_draft_tokens", max(each.num_draft_tokens for each in self.both))
 

@@ -99,5 +99,5 @@ def test_names_of_both_sides():
         check_drafter(EngineConfig(draft="suffix+eagle4"))
     target, draft = drafting("eagle")
     options = EngineConfig(draft=f"ngram+{draft}", topk=2, num_steps=2, num_draft_tokens=4)
-    with pytest.raises(ConfigError, match="a drafter of trees can't be combined"):
+    with pytest.raises(ConfigError, match=r"Eagle drafts trees \(topk is 2\), which can't"):
         load_drafter(options.draft, target, options)
