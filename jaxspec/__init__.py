@@ -94,6 +94,11 @@ def _attribute(module: str, name: str) -> Any:
     return getattr(import_module(module), name)
 
 
+def _names(module: str) -> list[str]:
+    """For a notebook's completion and `help`."""
+    return dir(import_module(module))
+
+
 # Names under which a user's drafter, or an experiment, imports these.
 for _name, _home in (
     ("jaxspec.draft", "jaxspec.drafters.base"),
@@ -101,5 +106,5 @@ for _name, _home in (
     ("jaxspec.verify", "jaxspec.sampling.acceptance"),
 ):
     sys.modules[_name] = ModuleType(_name, f"`{_home}` by the name under which a user imports it.")
-    sys.modules[_name].__getattr__ = partial(_attribute, _home)
+    sys.modules[_name].__getattr__, sys.modules[_name].__dir__ = partial(_attribute, _home), partial(_names, _home)
 draft, options, verify = sys.modules["jaxspec.draft"], sys.modules["jaxspec.options"], sys.modules["jaxspec.verify"]

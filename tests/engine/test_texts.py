@@ -171,6 +171,7 @@ def test_the_expected_length_is_the_mean_of_block_verification():
     rng = np.random.default_rng(1)
     p, q = (jax.nn.softmax(2 * rng.standard_normal((1, n, 8))) for n in (4, 3))
     drafts, count, many = jnp.array([[1, 5, 2]]), jnp.array([3]), 4000
+    assert {"block", "expected_length"} <= set(dir(jaxspec.verify))
     length = jax.jit(lambda q: jaxspec.verify.expected_length(p, drafts, count, q)[0])
     seeds = jnp.stack([jnp.zeros(many, jnp.uint32), jnp.arange(many, dtype=jnp.uint32)], axis=1)
     each = lambda x: jnp.broadcast_to(x, (many, *x.shape[1:]))  # noqa: E731
