@@ -1,6 +1,8 @@
 """`python -m jaxspec.bench`: one subcommand for each thing measured. Each prints a table and can write JSON and PNG.
 
-`report` turns the JSON files into markdown.
+A benchmark's module has `add_arguments(parser)`; `run(args, result)`, which adds rows; `TABLES` of them, the first
+printed row by row; and `plot(document, figure)`. Its docstring is the help. `report` turns the files of --json into
+markdown.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 import builtins
 import json
+from pathlib import Path
 
 import pytest
 
@@ -94,6 +95,11 @@ def test_every_benchmark_draws(name, tmp_path):
     document = {"benchmark": name, "arguments": {"model": "m"}, "facts": FACTS, "rows": ROWS[name]}
     plots.draw(bench.SUBCOMMANDS[name].plot, document, tmp_path / "new" / "x.png")
     assert (tmp_path / "new" / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_document_names_every_benchmark():
+    said = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()
+    assert not [name for name in bench.SUBCOMMANDS if f"bench {name}" not in said and f"`{name}`" not in said]
 
 
 def test_without_matplotlib_the_command_says_so_before_it_measures(monkeypatch, capsys):
