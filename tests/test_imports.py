@@ -22,6 +22,7 @@ ORDER = """
     config models text images scheduling pallas parallel decoder cache checkpoint sampling drafters rounds structured
     compiling engine replicas cli bench train __main__
 """
+FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
 FILES = ("__main__", "cli")  # that are no rooms
 ROOMS = ORDER.split()
 
@@ -30,7 +31,7 @@ ROOMS = ORDER.split()
 def sources() -> dict[str, list[ast.AST]]:
     """By file of ours, the parts of its text that tests here look at."""
     files = [path for folder in ("jaxspec", "server") for path in (ROOT / folder).rglob("*.py")]
-    kinds = ast.Import, ast.ImportFrom, ast.Call, ast.MatchClass
+    kinds = ast.Import, ast.ImportFrom, ast.Call, ast.MatchClass, *FUNCTIONS
     parts = lambda path: [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)]  # noqa: E731
     return {path.relative_to(ROOT).as_posix(): parts(path) for path in files}
 
@@ -89,15 +90,24 @@ def test_no_arrow_goes_up():
 
 
 def test_rooms_are_few_and_small():
-    package, files = ROOT / "jaxspec", defaultdict(list)
-    for path in package.rglob("*.py"):
-        files[path.parent.relative_to(package).as_posix()].append(path.name)
-    assert sorted(files["."]) == sorted(["__init__.py", *(f"{name}.py" for name in FILES)])
-    rooms = {folder.split("/")[0] for folder in files} - {"."}
+    files = defaultdict(list)
+    for path in sources():
+        folder, _, name = path.rpartition("/")
+        files[folder].append(name)
+    assert sorted(files["jaxspec"]) == sorted(["__init__.py", *(f"{name}.py" for name in FILES)])
+    rooms = {folder.split("/")[1] for folder in files if folder.startswith("jaxspec/")}
     assert rooms == set(ROOMS) - {*FILES} and len(rooms) <= 19
     sizes = {folder: len(set(names) - {"__init__.py", "__main__.py"}) for folder, names in files.items()}
-    grow = {"bench", "models/families"}  # a file a benchmark, a file a family
+    grow = {"jaxspec/bench", "jaxspec/models/families"}  # a file a benchmark, a file a family
     assert not {folder: size for folder, size in sizes.items() if size > 20 and folder not in grow}
+
+
+def test_files_and_functions_are_short():
+    long = {path for path in sources() if (ROOT / path).read_text().count("\n") > 600}
+    assert not long, "split these"
+    functions = [(path, node) for path, nodes in sources().items() for node in nodes if isinstance(node, FUNCTIONS)]
+    long = {f"{path}:{node.lineno}" for path, node in functions if node.end_lineno - node.lineno >= 80}
+    assert len(functions) > 1000 and not long, "of more than 80 lines"
 
 
 def test_each_room_says_its_sentence():

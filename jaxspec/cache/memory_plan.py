@@ -231,13 +231,7 @@ def plan_memory(
     **Raises:** `ConfigError` with the arithmetic when nothing is left for a single page.
     """
     together = page_size * by_request  # tokens of a page of each part
-    device, usable = memory or device_memory(devices) or (None, None)
-    budget = None
-    if device:
-        free = usable - other_bytes
-        budget = min(int(device * mem_fraction), free - workspace_bytes - _trials(usable))
-        if memory is None and _pool_share() is None:
-            budget = min(budget, int(free * mem_fraction / CLAIMED_SHARE))
+    device, budget = _budget(mem_fraction, workspace_bytes, other_bytes, devices, memory)
     weights = weight_bytes + draft_weight_bytes
     if max_snapshots is None:
         room = SNAPSHOT_BYTES if budget is None else int((budget - weights) * SNAPSHOT_SHARE)
@@ -276,3 +270,17 @@ def plan_memory(
         draft_window=draft_window,
         by_request=by_request,
     )
+
+
+def _budget(
+    mem_fraction: float, workspace_bytes: int, other_bytes: int, devices: int, memory: tuple[int, int] | None
+) -> tuple[int | None, int | None]:
+    """The device's bytes, and those for weights, slots and pages; None where the device doesn't say."""
+    device, usable = memory or device_memory(devices) or (None, None)
+    if not device:
+        return device, None
+    free = usable - other_bytes
+    budget = min(int(device * mem_fraction), free - workspace_bytes - _trials(usable))
+    if memory is None and _pool_share() is None:
+        budget = min(budget, int(free * mem_fraction / CLAIMED_SHARE))
+    return device, budget

@@ -78,6 +78,48 @@ def _is_word(text: str) -> bool:
     return len(text.split()) == 1
 
 
+class _Structure(NamedTuple):
+    """Marks, and what follows each; `takes` and `knows` as of `value_end`."""
+
+    marks: Sequence[Mark]
+    follows: Sequence[str]
+    takes: Callable[[str], bool]
+    knows: Callable[[str], bool]
+
+    def begins_call(self, i: int) -> bool:
+        marks = self.marks
+        return marks[i].kind == "tool_call" and self.follows[i] == "function" and self.knows(marks[i + 1].name)
+
+    def over(self, i: int) -> bool:
+        """Whether nothing but another call follows mark i."""
+        return self.follows[i] == "end" or (self.follows[i] == "tool_call" and self.begins_call(i + 1))
+
+    def end(self, i: int, keys: frozenset[str]) -> tuple[int, int, int | None] | None:
+        """If mark i may end a value: the cost, the next mark to read, and the mark that begins another value."""
+        marks, follows, mark = self.marks, self.follows, self.marks[i]
+        begins = next((n for n in (i, i + 1) if n < len(marks) and marks[n].kind == "parameter"), None)
+        fresh = begins is not None and marks[begins].name not in keys and self.takes(marks[begins].name)
+        if mark.kind == "/parameter":
+            if follows[i] == "parameter":
+                return (0, i + 2, i + 1) if fresh else None
+            if follows[i] == "/function":
+                return 0, i + 2 + (follows[i + 1] == "/tool_call"), None
+            if follows[i] == "/tool_call":
+                return LACKS, i + 2, None
+            return (2 * LACKS, i + 1, None) if self.over(i) else None
+        if i and marks[i - 1].kind == "/parameter" and follows[i - 1] == mark.kind:
+            return None  # the mark before ended the value, or none of them does
+        if mark.kind == "parameter":
+            return (LACKS, i + 1, i) if mark.own_line and fresh else None
+        if mark.kind == "/function":
+            last = i + (follows[i] == "/tool_call")
+            over = self.over(last)
+            return (LACKS if over else 5 * LACKS, last + 1, None) if mark.own_line or over else None
+        if mark.kind == "/tool_call":
+            return (2 * LACKS, i + 1, None) if self.over(i) else None
+        return (3 * LACKS, i, None) if self.begins_call(i) else None
+
+
 def value_end(
     text: str,
     marks: Sequence[Mark],
@@ -97,38 +139,7 @@ def value_end(
     between = [text[mark.end : end] for mark, end in zip(marks, ends, strict=True)]
     kinds = [*(mark.kind for mark in marks[1:]), "end" if ended else ""]
     follows = ["text" if gap.strip() else kind for gap, kind in zip(between, kinds, strict=True)]
-
-    def begins_call(i: int) -> bool:
-        return marks[i].kind == "tool_call" and follows[i] == "function" and knows(marks[i + 1].name)
-
-    def over(i: int) -> bool:
-        """Whether nothing but another call follows mark i."""
-        return follows[i] == "end" or (follows[i] == "tool_call" and begins_call(i + 1))
-
-    def structure(i: int, keys: frozenset[str]) -> tuple[int, int, int | None] | None:
-        """If mark i may end a value: the cost, the next mark to read, and the mark that begins another value."""
-        mark, after = marks[i], follows[i]
-        begins = next((n for n in (i, i + 1) if n < len(marks) and marks[n].kind == "parameter"), None)
-        fresh = begins is not None and marks[begins].name not in keys and takes(marks[begins].name)
-        if mark.kind == "/parameter":
-            if after == "parameter":
-                return (0, i + 2, i + 1) if fresh else None
-            if after == "/function":
-                return 0, i + 2 + (follows[i + 1] == "/tool_call"), None
-            if after == "/tool_call":
-                return LACKS, i + 2, None
-            return (2 * LACKS, i + 1, None) if over(i) else None
-        if i and marks[i - 1].kind == "/parameter" and follows[i - 1] == mark.kind:
-            return None  # the mark before ended the value, or none of them does
-        if mark.kind == "parameter":
-            return (LACKS, i + 1, i) if mark.own_line and fresh else None
-        if mark.kind == "/function":
-            last = i + (after == "/tool_call")
-            return (LACKS if over(last) else 5 * LACKS, last + 1, None) if mark.own_line or over(last) else None
-        if mark.kind == "/tool_call":
-            return (2 * LACKS, i + 1, None) if over(i) else None
-        return (3 * LACKS, i, None) if begins_call(i) else None
-
+    structure = _Structure(marks, follows, takes, knows)
     readings = [_Reading(0, 0, -none, True, 0, frozenset(), value, True)]
     for i, mark in enumerate(marks):
         found = [each for each in readings if each.at > i]
@@ -138,7 +149,7 @@ def value_end(
             longer, cost = each.text.with_mark(mark)
             doubts = each.doubts + (each.in_value and each.text.one_word and not each.text.marked)
             found.append(each._replace(cost=each.cost + cost, doubts=doubts, at=i + 1, text=longer))
-            if not each.in_value or (end := structure(i, each.keys)) is None:
+            if not each.in_value or (end := structure.end(i, each.keys)) is None:
                 continue
             cost, at, begins = end
             keys, behind, value_begins = each.keys, Value(), begins is not None
@@ -154,7 +165,7 @@ def value_end(
                 in_value=value_begins,
             )
             if each.first == -none:
-                reading = reading._replace(first=-i, settled=value_begins or at == i or over(at - 1))
+                reading = reading._replace(first=-i, settled=value_begins or at == i or structure.over(at - 1))
             if at == i:  # the mark is read again, behind the function
                 longer, _ = reading.text.with_mark(mark)
                 reading = reading._replace(text=longer, at=i + 1)

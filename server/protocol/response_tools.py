@@ -15,8 +15,8 @@ from typing import Any
 
 from jaxspec.config.request import RequestError
 from server.protocol.base import refuse_unknown, shown
-from server.protocol.custom_tools import INPUT, as_function
 from server.protocol.response_items import HOSTED, MAX_ITEMS
+from server.protocol.tools import INPUT, as_function
 
 log = logging.getLogger("jaxspec.server")
 

@@ -26,11 +26,11 @@ from server.protocol.base import (
     shown,
 )
 from server.protocol.chat import Effort, Variables, Verbosity
-from server.protocol.custom_tools import as_arguments
 from server.protocol.described import NULL, add_rules, any_of, checked_later, fields
 from server.protocol.generation import Biases, Sampled, Stop
 from server.protocol.response_items import MAX_ITEMS, Choice, Format, Input, Tools
 from server.protocol.response_tools import Toolbox, called
+from server.protocol.tools import as_arguments
 
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")

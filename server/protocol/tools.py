@@ -17,10 +17,10 @@ from pydantic import Field
 from jaxspec.config.request import RequestError
 from server.http.json_reader import parse
 from server.protocol.base import Open, check_text, refuse_unknown, shown, text_size
-from server.protocol.custom_tools import INPUT, as_arguments, as_function
 
 MAX_TOOLS = 128  # OpenAI's limit; also of the calls in one message
 MAX_TOOLS_LENGTH = 2**19  # characters of JSON
+INPUT = "input"  # the one argument of a custom tool, as a function of one string
 NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
 
 # What the API's description says of these fields; the functions below check them.
@@ -279,3 +279,29 @@ def callable_tools(
     if not isinstance(choice, Allowed):
         return tools, choice
     return callable_tools([tool for tool in tools or () if tool["function"]["name"] in asked], choice.mode)
+
+
+def as_function(tool: dict[str, Any], where: str) -> dict[str, Any]:
+    """A custom tool as a function of one string. Its grammar is told to the model, and a regex is its pattern too."""
+    form = tool.get("format") or {"type": "text"}
+    kind = form.get("type") if isinstance(form, dict) else None
+    text: dict[str, Any] = {"type": "string"}
+    says = tool.get("description") or ""
+    if kind == "grammar":
+        refuse_unknown(form, ("type", "syntax", "definition"), f"{where}: format: ")
+        syntax, definition = form.get("syntax"), form.get("definition")
+        if syntax not in ("lark", "regex") or not isinstance(definition, str):
+            raise RequestError(f"{where}: a grammar needs the syntax lark or regex, and a string as its definition")
+        says = f"{says}\nThe input follows this {syntax}:\n{definition}".strip()
+        text |= {"pattern": f"^(?:{definition})$"} if syntax == "regex" else {}
+    elif kind != "text":
+        raise RequestError(f"{where}: a format has the type text or grammar, got {shown(form)}")
+    else:
+        refuse_unknown(form, ("type",), f"{where}: format: ")
+    schema = {"type": "object", "properties": {INPUT: text}, "required": [INPUT], "additionalProperties": False}
+    return {"name": tool.get("name"), "description": says, "parameters": schema}
+
+
+def as_arguments(text: str) -> str:
+    """A custom tool's input as the arguments of its function."""
+    return json.dumps({INPUT: text}, ensure_ascii=False)

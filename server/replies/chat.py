@@ -12,7 +12,7 @@ from typing import Any
 from jaxspec.config.request import Delta, SamplingParams
 from server.chat.speech import PLAIN, Calls, Speech, was_cut
 from server.parsers import ARGUMENTS, CALL, CONTENT, REASONING, Parser, Piece
-from server.protocol.custom_tools import INPUT
+from server.protocol.tools import INPUT
 from server.replies.custom_input import CUSTOM_CALL, CUSTOM_INPUT, CustomCalls
 from server.replies.logprobs import chat_logprobs
 from server.replies.reasoning import ReasoningTokens

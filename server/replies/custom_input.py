@@ -10,7 +10,7 @@ from collections.abc import Sequence, Set
 from pydantic_core import from_json
 
 from server.parsers import ARGUMENTS, CALL, Piece
-from server.protocol.custom_tools import INPUT
+from server.protocol.tools import INPUT
 
 CUSTOM_CALL, CUSTOM_INPUT = "custom_call", "custom_input"  # pieces in place of `CALL` and `ARGUMENTS`
 

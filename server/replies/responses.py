@@ -14,8 +14,8 @@ from typing import Any
 from jaxspec.config.request import Delta, SamplingParams, TokenLogprobs
 from server.chat.speech import Calls, Speech
 from server.parsers import ARGUMENTS, CALL, CONTENT, REASONING, Piece
-from server.protocol.custom_tools import INPUT
 from server.protocol.response_tools import Origin
+from server.protocol.tools import INPUT
 from server.replies.custom_input import CustomInput
 from server.replies.logprobs import TokenNames, chat_logprobs
 from server.replies.reasoning import ReasoningTokens

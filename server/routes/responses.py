@@ -34,22 +34,13 @@ def add(app: FastAPI, serving: Serving) -> None:
             raise ApiError(404, message, param=param, code="response_not_found")
         return found
 
-    def resolved(item: dict[str, Any]) -> dict[str, Any]:
-        """An item, or the one that it refers to. **Raises:** `ApiError` for one that isn't kept."""
-        if (name := reference(item)) is None:
-            return item
-        if (found := store.item(name)) is None:
-            message = f"the item {name[:100]!r} is of no response that is kept; send the item itself"
-            raise ApiError(404, message, param="input", code="item_not_found")
-        return found
-
     @app.post("/v1/responses")
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         """Respond to text, or to a conversation's items."""
         lora = serving.check(body.model, lora=body.lora_path)
         before = body.previous_response_id
         history = [] if before is None else stored(before, "previous_response_id").items
-        given = [*history, *map(resolved, body.input)]
+        given = [*history, *(_resolved(store, item) for item in body.input)]
         with their_fields(PLACES, lambda _: ("input",)):  # a message has no one item
             chat = ChatRequest.model_validate(body.chat(given))
             params = chat.sampling(serving.sampling)
@@ -101,6 +92,16 @@ def add(app: FastAPI, serving: Serving) -> None:
         stored(name)
         store.remove(name)
         return {"id": name, "object": "response.deleted", "deleted": True}
+
+
+def _resolved(store: ResponseStore, item: dict[str, Any]) -> dict[str, Any]:
+    """An item, or the one that it refers to. **Raises:** `ApiError` for one that isn't kept."""
+    if (name := reference(item)) is None:
+        return item
+    if (found := store.item(name)) is None:
+        message = f"the item {name[:100]!r} is of no response that is kept; send the item itself"
+        raise ApiError(404, message, param="input", code="item_not_found")
+    return found
 
 
 def _head(body: ResponsesRequest, params: SamplingParams, model: str) -> dict[str, Any]:

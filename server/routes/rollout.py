@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Query
@@ -27,6 +28,11 @@ def add(app: FastAPI, serving: Serving) -> None:
     async def memory(action: str, tags: list[str] | None) -> None:
         await control(action, tags=None if tags is None else [tag for tag in tags if tag != GRAPHS])
 
+    _add_sglangs(app, control, memory)
+    _add_vllms(app, control, memory, serving.llm.flush_cache)
+
+
+def _add_sglangs(app: FastAPI, control: Callable[..., Any], memory: Callable[..., Any]) -> None:
     @app.post("/update_weights_from_disk", responses={400: {"description": "The weights stay as they were"}})
     async def update_weights_from_disk(body: UpdateFromDisk) -> JSONResponse:
         """Load weights from a folder. Requests before it finish on the old ones, unless there is a pause."""
@@ -81,6 +87,10 @@ def add(app: FastAPI, serving: Serving) -> None:
         await memory("restore", body.tags)
         return JSONResponse(None)
 
+
+def _add_vllms(
+    app: FastAPI, control: Callable[..., Any], memory: Callable[..., Any], flush_cache: Callable[[], Any]
+) -> None:
     @app.post("/sleep")
     async def sleep(level: Annotated[int, Query(ge=0, le=2)] = 1, tags: Tagged = None) -> JSONResponse:
         """Give memory back; at level 0 only pause. At level 2 too the weights are kept by the host."""
@@ -110,7 +120,7 @@ def add(app: FastAPI, serving: Serving) -> None:
             raise RequestError(f"mode must be one of {', '.join(PAUSES)}, got {mode!r}", "mode")
         await control("pause", mode=PAUSES[mode])
         if clear_cache:
-            await serving.llm.flush_cache()
+            await flush_cache()
         return {"status": "paused"}
 
     @app.post("/resume")
@@ -127,4 +137,4 @@ def add(app: FastAPI, serving: Serving) -> None:
     @app.post("/reset_prefix_cache")
     async def reset_prefix_cache() -> dict:
         """Empty the prefix tree, if no request runs."""
-        return {"success": await serving.llm.flush_cache()}
+        return {"success": await flush_cache()}
