@@ -220,6 +220,14 @@ def _sorted(
             left.append(f"{flag(name)} {value}: there can be but one here")
         else:
             ours[here] = _value(name, here, value)
+    _settle(ours, foreign, left)
+    if dotted:
+        foreign["speculative_config"] = _merged(foreign.get("speculative_config"), dotted)
+    return ours, foreign
+
+
+def _settle(ours: dict[str, str | None], foreign: dict[str, str | None], left: list[str]) -> None:
+    """Take out of `foreign` the options that several of theirs decide together."""
     if "master_addr" in foreign:
         ours["dist_init_addr"] = f"{foreign.pop('master_addr')}:{foreign.pop('master_port', MASTER_PORT)}"
     if (size := _host_gb(foreign, ours.get("tp_size") or "1", left)) is not None:
@@ -241,9 +249,6 @@ def _sorted(
             )
         else:
             left.append("--enable-expert-parallel: it divides experts among --tp-size GPUs, and there is one")
-    if dotted:
-        foreign["speculative_config"] = _merged(foreign.get("speculative_config"), dotted)
-    return ours, foreign
 
 
 def _divide_attention(ours: dict[str, str | None], left: list[str]) -> None:
