@@ -17,6 +17,7 @@ from typing import Any
 
 from server.parsers.deepseek import DeepseekV3, DeepseekV31
 from server.parsers.gemma4 import Gemma4, Gemma4Thoughts
+from server.parsers.glm45 import Glm45, MinimaxM2
 from server.parsers.harmony import Harmony
 from server.parsers.hermes import Hermes
 from server.parsers.kimi_k2 import KimiK2
@@ -32,7 +33,7 @@ __all__ = ["ARGUMENTS", "CALL", "CONTENT", "PARSERS", "REASONING", "REASONING_PA
 REASONING_PARSERS: dict[str, type[Think] | type[Harmony]] = {
     "qwen3": Qwen3,
     "deepseek_r1": DeepseekR1,
-    "think": Think,
+    **dict.fromkeys(("think", "glm45", "kimi_k2", "minimax_m2"), Think),
     "mistral": Magistral,
     "gemma4": Gemma4Thoughts,
     **dict.fromkeys(("harmony", "gpt_oss", "openai_gptoss"), Harmony),
@@ -45,6 +46,8 @@ PARSERS: dict[str, type[ToolScanner]] = {
     **dict.fromkeys(("deepseek_v3", "deepseekv3"), DeepseekV3),
     **dict.fromkeys(("deepseek_v31", "deepseekv31"), DeepseekV31),
     "kimi_k2": KimiK2,
+    **dict.fromkeys(("glm45", "glm47"), Glm45),
+    "minimax_m2": MinimaxM2,
     "gemma4": Gemma4,
     **dict.fromkeys(("harmony", "gpt_oss", "openai"), Harmony),
 }
@@ -63,6 +66,8 @@ TOOL_DEFAULTS: tuple[tuple[str, str | None, str], ...] = (
     ("<|channel|>", None, "harmony"),
     ("<|tool_call>", None, "gemma4"),
     ("<function=", None, "qwen3_coder"),
+    ("<arg_key>", None, "glm45"),
+    ("<minimax:tool_call>", None, "minimax_m2"),
     ("<tool_call>", None, "hermes"),
     ("[TOOL_CALLS]", None, "mistral"),
     ("<|tool_calls_section_begin|>", None, "kimi_k2"),

@@ -85,7 +85,7 @@ class Qwen3Coder(ToolScanner):
 
     def _value(self, schema: Any, root: Any, own_line: bool, takes: Callable[[str], bool]) -> Steps:
         """Read a value and the marker that closes it; its JSON is the call's."""
-        string, raw = _types(schema, root) == {"string"}, []
+        string, raw = text_alone(schema, root), []
 
         def say(text: str) -> None:
             if string:
@@ -181,6 +181,11 @@ def convert(text: str, schema: Any, root: Any) -> str:
             except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
                 continue
     return f'"{escape(text)}"'
+
+
+def text_alone(schema: Any, root: Any) -> bool:
+    """Whether a value is a string whatever it says, so that it can stream."""
+    return _types(schema, root) == {"string"}
 
 
 def _types(schema: Any, root: Any) -> frozenset[str]:

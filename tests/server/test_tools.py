@@ -496,6 +496,8 @@ def test_tools_without_a_parser_are_refused():
     ("qwen3_5_moe", "{% if tools %}<tool_call>\n<function=x>{% endif %}<think>", "qwen3", "qwen3_coder"),
     ("qwen2", "{%- if tools %}<tool_call>{% endif %}", None, "hermes"),
     ("llama", "{{ tools }}<|python_tag|>", None, "llama3_json"),
+    ("glm4_moe", "{{ tools }}<tool_call><arg_key><think>", "think", "glm45"),
+    ("minimax_m2", "{{ tools }}<minimax:tool_call>", None, "minimax_m2"),
     ("kimi_k2", "{{ tools }}<|tool_calls_section_begin|>", None, "kimi_k2"),
     ("deepseek_v3", "{{ tools }}<｜tool▁calls▁begin｜>", None, "deepseek_v31"),
     ("deepseek_v3", "{{ tools }}<｜tool▁calls▁begin｜>```json", None, "deepseek_v3"),

@@ -21,9 +21,10 @@ from tests.server.parsers.llama3_json_cases import LLAMA
 from tests.server.parsers.mistral_cases import MISTRAL
 from tests.server.parsers.qwen3_coder_cases import CODER
 from tests.server.parsers.section_cases import SECTIONS, kimi
+from tests.server.parsers.tagged_cases import TAGGED
 from tests.server.parsers.think_cases import THINK
 
-CASES = THINK + HERMES + CODER + LLAMA + MISTRAL + SECTIONS + HARMONY
+CASES = THINK + HERMES + CODER + LLAMA + MISTRAL + SECTIONS + TAGGED + HARMONY
 TABLE = pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.format}: {case.name}")
 
 
@@ -82,6 +83,8 @@ MARKUP = [
     *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "function", "<｜tool▁sep｜>", "```json"),
     *("<｜tool▁call▁end｜>", "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "functions.search:0"),
     "<|tool_call_argument_begin|>",
+    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<minimax:tool_call>", '<invoke name="', "</invoke>"),
+    *('<parameter name="', '">', "</minimax:tool_call>"),
     *("\\u00e9", "\\ud83d", "\\ude00", "\n", " ", "null", "1", "x", "add", "<", "/", ">", "|", "é☃"),
 ]
 REPLIES = st.lists(st.sampled_from(MARKUP), max_size=24)
@@ -168,7 +171,19 @@ def test_arguments_stream_as_they_come():
 
 
 @pytest.mark.parametrize(
-    "format", ["hermes", "qwen3_coder", "llama3_json", "mistral", "deepseek_v3", "kimi_k2", "harmony", "qwen3"]
+    "format",
+    [
+        "hermes",
+        "qwen3_coder",
+        "llama3_json",
+        "mistral",
+        "deepseek_v3",
+        "kimi_k2",
+        "glm45",
+        "minimax_m2",
+        "harmony",
+        "qwen3",
+    ],
 )
 def test_nothing_that_a_model_repeats_takes_long(format):
     """Text that begins a call again and again is read once, not from each beginning to the end."""
