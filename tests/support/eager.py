@@ -1,19 +1,23 @@
-"""Makes operations outside of programs cheap, those that only move numbers or change their type: NumPy does them.
+"""Makes operations outside of programs cheap, those that have one exact result: NumPy does them.
 
-jax compiles a program for each such operation and each shape: 10 ms and more, of arrays that a test makes or compares,
-which were a seventh of many files' time. What is replaced here are private functions of the jax that the lock names.
+jax compiles a program for each such operation and each shape: 15 ms and more, of arrays that a test makes or compares,
+which were a third of many files' time. Its own functions, such as `jnp.where`, are programs too: NumPy does those that
+round each number once at most, which is what XLA makes of them. What is replaced here are private functions of the jax
+that the lock names.
 """
 
 from __future__ import annotations
 
+import collections
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import core
+from jax._src import core, pjit
 from jax._src.array import ArrayImpl
 from jax._src.lax import lax, slicing
 from jax._src.literals import TypedNdArray
@@ -23,30 +27,17 @@ from jaxspec.checkpoint import params as loading
 
 # Between these numpy rounds as XLA does. Floats to integers aren't among them: what doesn't fit is another number then.
 FLOATS = {np.dtype(kind) for kind in (jnp.bfloat16, np.float16, np.float32)}
+E4M3 = np.dtype(jnp.float8_e4m3fn)
 INTEGERS = {np.dtype(kind) for kind in (bool, np.int8, np.int16, np.int32, np.uint8, np.uint16, np.uint32)}
 
-MOST_BYTES = 2**16  # of what is made: it is memory of NumPy's, which tests of a load's memory count
+OF_JAX = str(Path(jax.__file__).parent)
+MOST_BYTES = 2**22  # of what is made: more takes longer than a program
 
 
 def install() -> None:
-    moves = {
-        core.stage_p: lambda x: x,
-        lax.broadcast_in_dim_p: _broadcast,
-        lax.concatenate_p: lambda *each, dimension: np.concatenate(each, dimension),
-        lax.convert_element_type_p: _convert,
-        lax.iota_p: _iota,
-        lax.reshape_p: lambda x, new_sizes, dimensions, **_: None if dimensions is not None else x.reshape(new_sizes),
-        lax.rev_p: np.flip,
-        lax.squeeze_p: np.squeeze,
-        lax.transpose_p: np.transpose,
-        slicing.dynamic_slice_p: _dynamic_slice,
-        slicing.slice_p: _slice,
-    }
-    names = {lax.rev_p: {"dimensions": "axis"}, lax.squeeze_p: {"dimensions": "axis"}}
-    names |= {lax.transpose_p: {"permutation": "axes"}}
-    for primitive, move in moves.items():
-        renamed = names.get(primitive, {})
-        primitive.def_impl(functools.partial(_moved, primitive.impl, move, renamed))
+    for primitive in OPERATIONS:
+        primitive.def_impl(functools.partial(_alone, primitive, primitive.impl))
+    pjit._pjit_call_impl_python = functools.partial(_program, pjit._pjit_call_impl_python)
     # What fuses a checkpoint's tensors moves them alone: a program for each shape that a model has.
     loading._fused = _uncompiled(loading._fused)
     loading._fused_rows = _uncompiled(loading._fused_rows)
@@ -63,16 +54,71 @@ def _uncompiled(program: Callable) -> Callable:
     return run
 
 
-def _moved(otherwise: Callable, move: Callable, renamed: dict[str, str], *args: Any, **params: Any) -> Any:
-    """Return `move` of these arrays; where it gives None, or they aren't plain ones, do what jax does."""
+def _alone(primitive: core.Primitive, otherwise: Callable, *args: Any, **params: Any) -> Any:
+    """Return what NumPy makes of these arrays; where that isn't one exact result, do what jax does."""
     weak = "weak_type" in params  # which says what the result is
-    plain = all(_plain(x, weak) for x in args)
-    if plain and params.get("sharding") is None and get_abstract_mesh().empty:
-        arrays = [np.asarray(x) for x in args]
-        made = move(*arrays, **{renamed.get(name, name): value for name, value in params.items()})
+    if all(_plain(x, weak) for x in args) and get_abstract_mesh().empty:
+        made = _made(primitive, [np.asarray(x) for x in args], params)
         if made is not None and made.dtype != jax.dtypes.float0 and made.nbytes <= MOST_BYTES:
             return _put(made)
     return otherwise(*args, **params)
+
+
+def _program(otherwise: Callable, *args: Any, jaxpr: core.Jaxpr, **params: Any) -> Any:
+    """Return what NumPy makes of one of jax's own functions, in the form of `_pjit_call_impl_python`."""
+    made = _results(jaxpr, args) if (jaxpr.debug_info.func_filename or "").startswith(OF_JAX) else None
+    if made is None or not get_abstract_mesh().empty:
+        return otherwise(*args, jaxpr=jaxpr, **params)
+    return [_put(each) for each in made], None, None, []
+
+
+def _results(jaxpr: core.Jaxpr, args: Sequence[Any]) -> list[np.ndarray] | None:
+    """Results of a program outside of others, or None. What it is given is small, and so are they."""
+    if jaxpr.effects or not all(type(x) in (bool, int, float) or _plain(x, False) for x in args):
+        return None
+    avals = [var.aval for var in jaxpr.outvars]
+    sizes = [aval.size * aval.dtype.itemsize for aval in (*avals, *(var.aval for var in jaxpr.invars))]
+    if max(sizes, default=0) > MOST_BYTES or any(aval.weak_type for aval in avals):
+        return None
+    arrays = [np.asarray(x, var.aval.dtype) for x, var in zip(args, jaxpr.invars, strict=True)]
+    made = _evaluated(jaxpr, arrays, collections.Counter())
+    right = made is not None and all(x.dtype == aval.dtype for x, aval in zip(made, avals, strict=True))
+    return made if right else None
+
+
+def _evaluated(jaxpr: core.Jaxpr, arrays: Sequence[np.ndarray], rounded: collections.Counter) -> list | None:
+    """Operation by operation. None where one has no exact result, or where a second one rounds an array: a program may
+    leave out a rounding between two."""
+    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(np.asarray, jaxpr.consts), *arrays], strict=True))
+    read = lambda var: np.asarray(var.val, var.aval.dtype) if isinstance(var, core.Literal) else known[var]  # noqa: E731
+    for equation in jaxpr.eqns:
+        given = [read(var) for var in equation.invars]
+        if equation.primitive is pjit.jit_p:
+            made = _evaluated(equation.params["jaxpr"], given, rounded)
+        else:
+            one = _made(equation.primitive, given, equation.params)
+            made = None if one is None else [one]
+            rounded["times"] += made is not None and _rounds(equation.primitive, given, one)
+        if made is None or rounded["times"] > 1:
+            return None
+        known.update(zip(equation.outvars, made, strict=True))
+    return [read(var) for var in jaxpr.outvars]
+
+
+def _made(primitive: core.Primitive, arrays: list[np.ndarray], params: dict[str, Any]) -> np.ndarray | None:
+    if primitive not in OPERATIONS or params.get("sharding") is not None or params.get("out_sharding") is not None:
+        return None
+    with np.errstate(all="ignore"):
+        made = OPERATIONS[primitive](*arrays, **params)
+    return None if made is None else np.asarray(made)
+
+
+def _rounds(primitive: core.Primitive, given: list[np.ndarray], made: np.ndarray) -> bool:
+    if primitive is lax.convert_element_type_p:
+        return (
+            made.ndim > 0 and made.dtype not in INTEGERS and not np.array_equal(made.astype(given[0].dtype), given[0])
+        )
+    return primitive in ROUNDING and made.dtype in FLOATS
 
 
 def _put(made: np.ndarray) -> jax.Array:
@@ -88,7 +134,7 @@ def _put(made: np.ndarray) -> jax.Array:
 def _plain(x: Any, weak: bool) -> bool:
     """Whether an array is there, on no device that somebody chose, and unless `weak` of no Python number's type."""
     if isinstance(x, ArrayImpl):
-        return (weak or not x.weak_type) and not x._committed and not x.is_deleted() and x.is_ready()
+        return (weak or not x.weak_type) and not x._committed and not x.is_deleted()
     if isinstance(x, TypedNdArray):
         return weak or not x.weak_type
     return isinstance(x, np.ndarray | np.generic)
@@ -101,7 +147,8 @@ def _broadcast(x: np.ndarray, shape: tuple, broadcast_dimensions: tuple, **_: An
 
 def _convert(x: np.ndarray, new_dtype: Any, weak_type: bool, **_: Any) -> np.ndarray | None:
     to = np.dtype(new_dtype)
-    known = (x.dtype in INTEGERS and to in FLOATS | INTEGERS) or (x.dtype in FLOATS and to in FLOATS)
+    known = (x.dtype in INTEGERS and to in FLOATS | INTEGERS) or (x.dtype in FLOATS | {E4M3} and to in FLOATS)
+    known |= (x.dtype, to) == (np.float32, E4M3)  # of bfloat16 XLA rounds twice
     return x.astype(to) if known and not weak_type else None
 
 
@@ -119,3 +166,75 @@ def _slice(x: np.ndarray, start_indices: tuple, limit_indices: tuple, strides: t
 def _dynamic_slice(x: np.ndarray, *starts: np.ndarray, slice_sizes: tuple) -> np.ndarray:
     first = [min(max(int(start), 0), all - size) for start, all, size in zip(starts, x.shape, slice_sizes, strict=True)]
     return x[tuple(slice(start, start + size) for start, size in zip(first, slice_sizes, strict=True))]
+
+
+def _padded(x: np.ndarray, value: np.ndarray, padding_config: Sequence[tuple[int, int, int]]) -> np.ndarray | None:
+    if any(low < 0 or high < 0 or inner for low, high, inner in padding_config):
+        return None
+    return np.pad(x, [(low, high) for low, high, _ in padding_config], constant_values=value)
+
+
+def _round(x: np.ndarray, rounding_method: lax.RoundingMethod) -> np.ndarray | None:
+    return np.rint(x) if rounding_method == lax.RoundingMethod.TO_NEAREST_EVEN and x.dtype in FLOATS else None
+
+
+def _select(which: np.ndarray, *cases: np.ndarray) -> np.ndarray | None:
+    return np.where(which, cases[1], cases[0]) if which.dtype == bool else None
+
+
+def _of_numbers(function: Callable) -> Callable:
+    """The function of floats and integers that NumPy computes as XLA does, and of nothing else."""
+
+    def run(*arrays: np.ndarray, **_: Any) -> np.ndarray | None:
+        known = all(x.dtype in FLOATS | INTEGERS for x in arrays)
+        return np.asarray(function(*arrays)).astype(arrays[0].dtype, copy=False) if known else None
+
+    return run
+
+
+def _of_floats(function: Callable) -> Callable:
+    run = _of_numbers(function)
+    return lambda *arrays, **_: run(*arrays) if all(x.dtype in FLOATS for x in arrays) else None
+
+
+def _compared(function: Callable) -> Callable:
+    return lambda x, y, **_: function(x, y) if {x.dtype, y.dtype} <= FLOATS | INTEGERS else None
+
+
+def _reduced(function: Callable) -> Callable:
+    return lambda x, axes, **_: function(x, axis=tuple(axes)) if x.dtype in FLOATS | INTEGERS and x.size else None
+
+
+OPERATIONS: dict[core.Primitive, Callable[..., Any]] = {
+    core.stage_p: lambda x: x,
+    lax.broadcast_in_dim_p: _broadcast,
+    lax.concatenate_p: lambda *each, dimension: np.concatenate(each, dimension),
+    lax.convert_element_type_p: _convert,
+    lax.iota_p: _iota,
+    lax.pad_p: _padded,
+    lax.reshape_p: lambda x, new_sizes, dimensions, **_: None if dimensions is not None else x.reshape(new_sizes),
+    lax.rev_p: lambda x, dimensions: np.flip(x, dimensions),
+    lax.round_p: _round,
+    lax.select_n_p: _select,
+    lax.squeeze_p: lambda x, dimensions: np.squeeze(x, dimensions),
+    lax.transpose_p: lambda x, permutation: np.transpose(x, permutation),
+    slicing.dynamic_slice_p: _dynamic_slice,
+    slicing.slice_p: _slice,
+    lax.reduce_max_p: _reduced(np.max),
+    lax.reduce_min_p: _reduced(np.min),
+    **{primitive: _of_numbers(function) for primitive, function in (
+        (lax.abs_p, np.abs), (lax.add_p, np.add), (lax.max_p, np.maximum), (lax.min_p, np.minimum),
+        (lax.mul_p, np.multiply), (lax.neg_p, np.negative), (lax.sub_p, np.subtract),
+    )},
+    **{primitive: _of_floats(function) for primitive, function in (
+        (lax.ceil_p, np.ceil), (lax.div_p, np.divide), (lax.floor_p, np.floor), (lax.sqrt_p, np.sqrt),
+    )},
+    **{primitive: _compared(function) for primitive, function in (
+        (lax.eq_p, np.equal), (lax.ge_p, np.greater_equal), (lax.gt_p, np.greater), (lax.le_p, np.less_equal),
+        (lax.lt_p, np.less), (lax.ne_p, np.not_equal),
+    )},
+    **{primitive: lambda *arrays, _function=function, **_: _function(*arrays) for primitive, function in (
+        (lax.and_p, np.bitwise_and), (lax.not_p, np.invert), (lax.or_p, np.bitwise_or), (lax.xor_p, np.bitwise_xor),
+    )},
+}  # fmt: skip
+ROUNDING = {lax.add_p, lax.div_p, lax.mul_p, lax.sqrt_p, lax.sub_p}

@@ -25,6 +25,18 @@ OPERATIONS = {
     "slice": lambda x: x[1:, ::2, 1:3],
     "dynamic slice": lambda x: jax.lax.dynamic_slice(x, (1, -1, 9), (1, 2, 2)),
     "fused weights": lambda x: _fused([x.reshape(6, 4), x[::-1].reshape(6, 4)], True, Layout((6, 6), 2), "bfloat16"),
+    "float8": lambda x: (x - 2).astype(jnp.float8_e4m3fn),
+    "from float8": lambda x: x.astype(jnp.float8_e4m3fn).astype(jnp.bfloat16),
+    "a number's product": lambda x: x.astype(jnp.bfloat16) * 0.1,
+    "quotient": lambda x: x / (x - 1),
+    "root": lambda x: jnp.sqrt(x) - jnp.abs(x - 2),
+    "choice": lambda x: jnp.where(x > 1, x, -x) == jnp.clip(x, 0.5, 2),
+    "bits": lambda x: (x > 1) & ~(x < 2) | (x != 3) ^ (x <= 1),
+    "rounded": lambda x: jnp.round(x * 7 / 2) + jnp.floor(x) - jnp.ceil(x),
+    "reduced": lambda x: x.max((0, 2)) - x.min(),
+    "padded": lambda x: jnp.pad(x, ((0, 0), (1, 2), (0, 1)), constant_values=3),
+    "cropped": lambda x: jax.lax.pad(x, 0.0, ((0, 0, 0), (0, -1, 0), (0, 0, 1))),
+    "divided integers": lambda x: jnp.arange(-7, 7) // 3 + jax.lax.div(jnp.arange(-7, 7), 3),
     "weak": lambda x: jnp.asarray(1.5) + x[0, 0, :1],
 }
 
