@@ -75,7 +75,12 @@ def test_a_round_of_requests_with_adapters(programs, requests):
     made = programs("qwen3", "none", requests, width=1536, enable_lora=True, max_loras=6, max_lora_rank=16)
     few = {f"few_rows_{name}" for name in ("shrink", "heads", "gated", "add")}
     assert few <= kernels_of(made, "adapted_round_greedy", requests)
-    assert "few_rows_shrink" not in kernels_of(made, "round_greedy", requests)
+
+
+@pytest.mark.exhaustive  # whose kernels other rounds' programs have
+def test_a_round_without_adapters_has_none(programs):
+    made = programs("qwen3", "none", 8, width=1536, enable_lora=True, max_loras=6, max_lora_rank=16)
+    assert "few_rows_shrink" not in kernels_of(made, "round_greedy", 8)
 
 
 @pytest.mark.parametrize("activations,expected", [

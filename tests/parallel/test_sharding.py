@@ -78,7 +78,9 @@ def declared(family: str, **sizes):
     if model.recurrent and family not in ("granitemoehybrid", "kimi_linear"):
         trees.append(mtp.parameters(mtp.module_config(model)))
     if family == "gemma4":
-        trees.append(MODELS[family].tensors(config(family, **GEMMA4_ALL, **sizes).decoder))
+        trees.append(
+            MODELS[family].tensors(config(family, **GEMMA4_ALL, vocab_size_per_layer_input=67, **sizes).decoder)
+        )
     if family == "qwen3":
         trees.append(dflash_checkpoint.parameters(model, 2, 33, ("embed_tokens.weight",)))
     for tree in trees:

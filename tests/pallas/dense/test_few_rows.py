@@ -18,7 +18,7 @@ from jaxspec.pallas.dense.few_rows import top
 from jaxspec.pallas.dense.few_rows.share import share_out
 from tests.support import drawn
 from tests.support.kernels import assert_close, kernels
-from tests.support.sample import one_in, rare
+from tests.support.sample import rare
 
 EPS, LAYERS, PAGE = 1e-5, 2, 16
 INTERPRET = {"interpret": plgpu.InterpretGPUParams()}
@@ -374,7 +374,7 @@ WIDE = ("normed heads", "normed", "gated", "add", "scaled heads", "scaled normed
 
 def lowerings():
     """SmolLM2's sizes with the most rows, or the fewest where the most take jax seconds to lay out; gpt-oss' sizes for
-    biases; and wide ones. `make exhaustive` has all."""
+    biases. `make exhaustive` has all, and wide ones, which are lowered in FP8 here (test_few_rows_fp8.py)."""
     for kernel in KERNELS_OF:
         if "adapted" in kernel or kernel == "shrink":
             yield from (pytest.param(kernel, rows, QWEN3, marks=pytest.mark.exhaustive) for rows in (8, 32))
@@ -385,7 +385,7 @@ def lowerings():
         slow = "heads" in kernel or kernel == "keys and values"
         for rows, often in ((8, slow), (32 if "two" in kernel else 64, not slow)):
             yield pytest.param(kernel, rows, SMOLLM2, marks=() if often else pytest.mark.exhaustive)
-    yield from one_in(8, WIDE, [8], [QWEN3, MIXTURE])
+    yield from (rare(kernel, 8, sizes) for kernel in WIDE for sizes in (QWEN3, MIXTURE))
 
 
 @pytest.mark.parametrize("kernel,rows,sizes", list(lowerings()))

@@ -30,7 +30,7 @@ PROMPTS = [
 ]
 # What they have the other cases have together with something else.
 ALONE = {
-    *("all rows", "fp8, width 256, no scales", "window", "segments"),
+    *("all rows", "fp8, width 256, no scales", "window", "segments", "prompt, two tiles, window", "prompt, width 256"),
     *("block that sees ahead", "sinks", "prompt", "fp8, pair", "segments, three tiles, blocks"),
 }
 
