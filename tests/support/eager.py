@@ -59,8 +59,8 @@ def _alone(primitive: core.Primitive, otherwise: Callable, *args: Any, **params:
     weak = "weak_type" in params  # which says what the result is
     if all(_plain(x, weak) for x in args) and get_abstract_mesh().empty:
         made = _made(primitive, [np.asarray(x) for x in args], params)
-        if made is not None and made.dtype != jax.dtypes.float0 and made.nbytes <= MOST_BYTES:
-            return _put(made)
+        if made is not None and all(x.dtype != jax.dtypes.float0 and x.nbytes <= MOST_BYTES for x in made):
+            return [_put(x) for x in made] if primitive.multiple_results else _put(*made)
     return otherwise(*args, **params)
 
 
@@ -96,21 +96,22 @@ def _evaluated(jaxpr: core.Jaxpr, arrays: Sequence[np.ndarray], rounded: collect
         if equation.primitive is pjit.jit_p:
             made = _evaluated(equation.params["jaxpr"], given, rounded)
         else:
-            one = _made(equation.primitive, given, equation.params)
-            made = None if one is None else [one]
-            rounded["times"] += made is not None and _rounds(equation.primitive, given, one)
+            made = _made(equation.primitive, given, equation.params)
+            rounded["times"] += made is not None and _rounds(equation.primitive, given, made[0])
         if made is None or rounded["times"] > 1:
             return None
         known.update(zip(equation.outvars, made, strict=True))
     return [read(var) for var in jaxpr.outvars]
 
 
-def _made(primitive: core.Primitive, arrays: list[np.ndarray], params: dict[str, Any]) -> np.ndarray | None:
+def _made(primitive: core.Primitive, arrays: list[np.ndarray], params: dict[str, Any]) -> list[np.ndarray] | None:
     if primitive not in OPERATIONS or params.get("sharding") is not None or params.get("out_sharding") is not None:
         return None
     with np.errstate(all="ignore"):
         made = OPERATIONS[primitive](*arrays, **params)
-    return None if made is None else np.asarray(made)
+    if made is None:
+        return None
+    return [np.asarray(x) for x in (made if primitive.multiple_results else [made])]
 
 
 def _rounds(primitive: core.Primitive, given: list[np.ndarray], made: np.ndarray) -> bool:
@@ -201,6 +202,28 @@ def _compared(function: Callable) -> Callable:
     return lambda x, y, **_: function(x, y) if {x.dtype, y.dtype} <= FLOATS | INTEGERS else None
 
 
+def _unstacked(x: np.ndarray, axis: int) -> list[np.ndarray]:
+    return list(np.moveaxis(x, axis, 0))
+
+
+def _split(x: np.ndarray, sizes: Sequence[int], axis: int) -> list[np.ndarray]:
+    return np.split(x, np.cumsum(sizes)[:-1], axis)
+
+
+def _remainder(x: np.ndarray, y: np.ndarray) -> np.ndarray | None:
+    return np.fmod(x, y) if x.dtype in INTEGERS and (y != 0).all() else None
+
+
+def _sum(x: np.ndarray, axes: Sequence[int], **_: Any) -> np.ndarray | None:
+    return x.sum(tuple(axes), dtype=x.dtype) if x.dtype in INTEGERS else None
+
+
+def _divided(x: np.ndarray, y: np.ndarray) -> np.ndarray | None:
+    if x.dtype not in INTEGERS:
+        return np.divide(x, y) if x.dtype in FLOATS else None
+    return (x // y + ((x % y != 0) & ((x < 0) != (y < 0)))).astype(x.dtype) if (y != 0).all() else None
+
+
 def _reduced(function: Callable) -> Callable:
     return lambda x, axes, **_: function(x, axis=tuple(axes)) if x.dtype in FLOATS | INTEGERS and x.size else None
 
@@ -210,24 +233,32 @@ OPERATIONS: dict[core.Primitive, Callable[..., Any]] = {
     lax.broadcast_in_dim_p: _broadcast,
     lax.concatenate_p: lambda *each, dimension: np.concatenate(each, dimension),
     lax.convert_element_type_p: _convert,
+    lax.div_p: _divided,
     lax.iota_p: _iota,
     lax.pad_p: _padded,
     lax.reshape_p: lambda x, new_sizes, dimensions, **_: None if dimensions is not None else x.reshape(new_sizes),
+    lax.rem_p: _remainder,
     lax.rev_p: lambda x, dimensions: np.flip(x, dimensions),
     lax.round_p: _round,
     lax.select_n_p: _select,
+    lax.split_p: _split,
     lax.squeeze_p: lambda x, dimensions: np.squeeze(x, dimensions),
+    lax.stack_p: lambda *each, axis: np.stack(each, axis),
     lax.transpose_p: lambda x, permutation: np.transpose(x, permutation),
+    lax.unstack_p: _unstacked,
     slicing.dynamic_slice_p: _dynamic_slice,
     slicing.slice_p: _slice,
     lax.reduce_max_p: _reduced(np.max),
     lax.reduce_min_p: _reduced(np.min),
+    lax.reduce_and_p: lambda x, axes, **_: np.bitwise_and.reduce(x, axis=tuple(axes)),
+    lax.reduce_or_p: lambda x, axes, **_: np.bitwise_or.reduce(x, axis=tuple(axes)),
+    lax.reduce_sum_p: _sum,
     **{primitive: _of_numbers(function) for primitive, function in (
         (lax.abs_p, np.abs), (lax.add_p, np.add), (lax.max_p, np.maximum), (lax.min_p, np.minimum),
-        (lax.mul_p, np.multiply), (lax.neg_p, np.negative), (lax.sub_p, np.subtract),
+        (lax.mul_p, np.multiply), (lax.neg_p, np.negative), (lax.sign_p, np.sign), (lax.sub_p, np.subtract),
     )},
     **{primitive: _of_floats(function) for primitive, function in (
-        (lax.ceil_p, np.ceil), (lax.div_p, np.divide), (lax.floor_p, np.floor), (lax.sqrt_p, np.sqrt),
+        (lax.ceil_p, np.ceil), (lax.floor_p, np.floor), (lax.sqrt_p, np.sqrt),
     )},
     **{primitive: _compared(function) for primitive, function in (
         (lax.eq_p, np.equal), (lax.ge_p, np.greater_equal), (lax.gt_p, np.greater), (lax.le_p, np.less_equal),

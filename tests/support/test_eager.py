@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src import compiler
 
 from jaxspec.checkpoint.params import _fused
 from jaxspec.models.weights import Layout
@@ -36,16 +37,25 @@ OPERATIONS = {
     "reduced": lambda x: x.max((0, 2)) - x.min(),
     "padded": lambda x: jnp.pad(x, ((0, 0), (1, 2), (0, 1)), constant_values=3),
     "cropped": lambda x: jax.lax.pad(x, 0.0, ((0, 0, 0), (0, -1, 0), (0, 0, 1))),
-    "divided integers": lambda x: jnp.arange(-7, 7) // 3 + jax.lax.div(jnp.arange(-7, 7), 3),
+    "apart": lambda x: sum(jnp.split(x, (1, 3), axis=2)[1:2]) + jnp.stack(list(x.transpose(2, 0, 1))[:2], axis=-1),
+    "all of them": lambda x: (x > 1).all(0) | (x > 3).any(0) | ((x > 2).sum(0) % 2 == 1),
+    "divided integers": lambda x: jnp.arange(-7, 7) // 3 * 10 + jnp.arange(-7, 7) % 3,
     "weak": lambda x: jnp.asarray(1.5) + x[0, 0, :1],
 }
 
 
+JAXS = {"to integers", "flags", "in another order", "cropped", "weak"}  # which NumPy doesn't do
+
+
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_an_operation_is_jaxs(name):
+def test_an_operation_is_jaxs(monkeypatch, name):
     """Its bits, dtype, weak type and placement. In a program XLA does all of it."""
-    operation = OPERATIONS[name]
-    own, jaxs = operation(jnp.asarray(X)), jax.jit(operation)(X)
+    operation, compiled, compile_one = OPERATIONS[name], [], compiler.backend_compile_and_load
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler, "backend_compile_and_load", lambda *of: compiled.append(of) or compile_one(*of))
+        own = operation(jnp.asarray(X))
+    assert bool(compiled) == (name in JAXS)
+    jaxs = jax.jit(operation)(X)
     assert (own.dtype, own.shape, own.weak_type) == (jaxs.dtype, jaxs.shape, jaxs.weak_type)
     assert own.sharding == jaxs.sharding and own.committed == jaxs.committed
     np.testing.assert_array_equal(np.asarray(own, np.float32), np.asarray(jaxs, np.float32))
