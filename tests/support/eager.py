@@ -57,7 +57,7 @@ def _uncompiled(program: Callable) -> Callable:
 def _alone(primitive: core.Primitive, otherwise: Callable, *args: Any, **params: Any) -> Any:
     """Return what NumPy makes of these arrays; where that isn't one exact result, do what jax does."""
     weak = "weak_type" in params  # which says what the result is
-    if all(_plain(x, weak) for x in args) and get_abstract_mesh().empty:
+    if all(_plain(x, weak) for x in args) and _nothing_else_is_asked():
         made = _made(primitive, [np.asarray(x) for x in args], params)
         if made is not None and all(x.dtype != jax.dtypes.float0 and x.nbytes <= MOST_BYTES for x in made):
             return [_put(x) for x in made] if primitive.multiple_results else _put(*made)
@@ -66,10 +66,15 @@ def _alone(primitive: core.Primitive, otherwise: Callable, *args: Any, **params:
 
 def _program(otherwise: Callable, *args: Any, jaxpr: core.Jaxpr, **params: Any) -> Any:
     """Return what NumPy makes of one of jax's own functions, in the form of `_pjit_call_impl_python`."""
-    made = _results(jaxpr, args) if (jaxpr.debug_info.func_filename or "").startswith(OF_JAX) else None
-    if made is None or not get_abstract_mesh().empty:
+    of_jax = (jaxpr.debug_info.func_filename or "").startswith(OF_JAX)
+    made = _results(jaxpr, args) if of_jax and _nothing_else_is_asked() else None
+    if made is None:
         return otherwise(*args, jaxpr=jaxpr, **params)
     return [_put(each) for each in made], None, None, []
+
+
+def _nothing_else_is_asked() -> bool:
+    return get_abstract_mesh().empty and not jax.config.jax_debug_nans
 
 
 def _results(jaxpr: core.Jaxpr, args: Sequence[Any]) -> list[np.ndarray] | None:
