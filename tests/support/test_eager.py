@@ -7,6 +7,7 @@ import pytest
 from jax._src import compiler
 
 from jaxspec.checkpoint.params import _fused
+from jaxspec.compiling.xla_options import compile_counter
 from jaxspec.models.weights import Layout
 
 X = np.arange(24, dtype=np.float32).reshape(2, 3, 4) / 7
@@ -74,3 +75,12 @@ def test_what_is_made_shares_no_memory():
     part = x[0]
     jax.jit(lambda x: x + 1, donate_argnums=0)(x).block_until_ready()
     np.testing.assert_array_equal(part, X[0])
+
+
+def test_what_would_have_been_compiled_counts():
+    """Once for each shape, so that a server that computes outside of its programs is found out."""
+    compiled = compile_counter()
+    for size, expected in ((3, 1), (3, 0), (5, 1)):
+        x, before = jnp.zeros(size), compiled["compiles"]
+        x + x
+        assert compiled["compiles"] == before + expected
