@@ -236,7 +236,7 @@ def test_a_demanded_call_comes_in_place_of_a_format(real):
     ("mistral", '[TOOL_CALLS][{"name": "now", "arguments": {}}]'),
 ])  # fmt: skip
 def test_beside_tools_a_reply_follows_the_format_or_calls(format, call):
-    """As at OpenAI: agents ask for a form of their last answer, and for tools on the way to it."""
+    """Agents ask for a form of their last answer, and for tools on the way to it, as at OpenAI."""
     tokenizer = byte_tokenizer()
     speech = Speech("qwen3", format, [NOW])
     wanted = speech.sampling(SamplingParams(structured=StructuredOutput(json=SCHEMA))).structured
