@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxspec.config.request import RequestError, StructuredOutput, shown
 from jaxspec.structured.lowering import SchemaError, lower
@@ -20,6 +20,7 @@ from jaxspec.structured.schema import member, resolve, types
 from jaxspec.structured.texts import FORMAT_PATTERNS, escape, whole
 from server.parsers import PARSERS, REASONING_PARSERS
 from server.parsers.deepseek import DeepseekV3, DeepseekV31
+from server.parsers.glm45 import Glm45, MinimaxM2
 from server.parsers.hermes import Hermes
 from server.parsers.kimi_k2 import KimiK2
 from server.parsers.llama3_json import Llama3Json
@@ -31,9 +32,6 @@ from server.parsers.think import Think
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _OBJECT = {"type": "object", "properties": {}}
 TEXT = r"/(?s:.*)/"
-# A parameter's text in XML ends here, for the parser of a constrained reply too, so the text can't have it.
-CLOSES_VALUE = "\n</parameter>"
-UNMARKED = r"~/(?s:.*)\n<\/parameter>(?s:.*)/"
 # Texts that the parser may read as a value of another type.
 _READ_AS = {
     "null": r"/\s*([nN][uU][lL][lL]|[nN][oO][nN][eE])\s*/",
@@ -85,8 +83,32 @@ def tool_call_grammar(
     return StructuredOutput(grammar="\n".join(rules), name="tools", schemas=schemas)
 
 
+class _Tags(NamedTuple):
+    """Tags around a call, before a parameter's key, between it and its value, and behind that. A value's text ends at
+    `closes`, for the parser of a constrained reply too, so the text can't have it."""
+
+    opens: tuple[str, ...]
+    ends: tuple[str, ...]
+    key: tuple[str, ...] = ("<parameter=",)
+    value: tuple[str, ...] = (">\n",)
+    closes: str = "\n</parameter>"
+
+
+_CODER = _Tags(("<tool_call>", "\n", "<function={name}>", "\n"), ("</function>", "\n", "</tool_call>"))
+_GLM = _Tags(
+    ("<tool_call>", "{name}", "\n"),
+    ("</tool_call>",),
+    ("<arg_key>",),
+    ("</arg_key>", "\n", "<arg_value>"),
+    "</arg_value>",
+)
+_MINIMAX = _Tags(('<invoke name="{name}">\n',), ("</invoke>",), ('<parameter name="',), ('">',), "</parameter>")
+
+
 class _Lark:
     """Rules in Lark's syntax, and how to write what they are made of."""
+
+    tags = _CODER
 
     def __init__(self, tokens: Mapping[str, int]):
         self.tokens = tokens
@@ -108,6 +130,13 @@ class _Lark:
         name = f"T{len(self.rules)}"
         self.rules[name] = body
         return name
+
+    def between(self, before: Sequence[str], body: str, after: Sequence[str]) -> str:
+        """A terminal's `body` between texts. It is one terminal with these unless some are tokens of their own: of
+        several, the lexer would take the longest."""
+        if self.tokens.keys() & {*before, *after}:
+            return " ".join(filter(None, [self.literal(*before), self.terminal(body), self.literal(*after)]))
+        return self.terminal(" ".join(filter(None, [self.literal(*before), f"({body})", self.literal(*after)])))
 
     def json(self, schema: Mapping[str, Any]) -> str:
         """JSON by a lowered schema."""
@@ -181,20 +210,29 @@ def _section(lark: _Lark, functions: Sequence[Mapping[str, Any]], parallel: bool
 
 
 def _coder(lark: _Lark, functions: Sequence[Mapping[str, Any]], parallel: bool) -> str:
-    said = lark.choice([_xml(lark, function) for function in functions])
-    call = lark.rule(f"{lark.literal('<tool_call>', chr(10))} {said} {lark.literal(chr(10), '</tool_call>')}")
-    return _sequence(lark, call, "\n", parallel)
+    return _sequence(lark, lark.choice([_tagged(lark, function) for function in functions]), "\n", parallel)
 
 
-def _xml(lark: _Lark, function: Mapping[str, Any]) -> str:
-    """A call in XML: parameters in the schema's order, those that aren't required optional."""
+def _glm(lark: _Lark, functions: Sequence[Mapping[str, Any]], parallel: bool) -> str:
+    lark.tags = _GLM
+    return _coder(lark, functions, parallel)
+
+
+def _minimax(lark: _Lark, functions: Sequence[Mapping[str, Any]], parallel: bool) -> str:
+    lark.tags = _MINIMAX
+    calls = _coder(lark, functions, parallel)
+    return f"{lark.literal(MinimaxM2.SECTION, chr(10))} {calls} {lark.literal(chr(10), MinimaxM2.SECTION_END)}"
+
+
+def _tagged(lark: _Lark, function: Mapping[str, Any]) -> str:
+    """A call between tags: parameters in the schema's order, those that aren't required optional."""
     schema = _arguments(function)
     try:
         options = [_parameters(lark, each, schema) for each in _leaves(schema, schema)]
     except ValueError as error:
         raise RequestError(f"{_what(function)} in this format: {error}", "tools") from None
-    opening = lark.literal(f"<function={function['name']}>", "\n")
-    return f"{opening} ({' | '.join(options)}) {lark.literal('</function>')}"
+    opening = lark.literal(*(part.replace("{name}", function["name"]) for part in lark.tags.opens))
+    return f"{opening} ({' | '.join(options)}) {lark.literal(*lark.tags.ends)}"
 
 
 def _leaves(schema: Any, root: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -205,7 +243,7 @@ def _leaves(schema: Any, root: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _parameters(lark: _Lark, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
-    """An object's members. **Raises:** `ValueError` for a schema that parameters in XML can't follow."""
+    """An object's members. **Raises:** `ValueError` for a schema that parameters between tags can't follow."""
     if unable := schema.keys() & {"allOf", "minProperties", "maxProperties"}:
         raise ValueError(f"{min(unable)} can't be enforced")
     named, patterns, others = (
@@ -216,7 +254,7 @@ def _parameters(lark: _Lark, schema: Mapping[str, Any], root: Mapping[str, Any])
     for key in keys:
         value = _value(lark, member(named, patterns, others, key), root)
         if value and not set(key) & set("<>\n"):
-            parameter = f"{lark.literal(f'<parameter={key}>' + chr(10))} {value} {lark.literal(chr(10))}"
+            parameter = f"{lark.literal(*lark.tags.key, key, *lark.tags.value)} {value} {lark.literal(chr(10))}"
             parts.append(parameter if key in required else f"({parameter})?")
         elif key in required:
             raise ValueError(f"the parameter {key!r} can't be written")
@@ -226,7 +264,7 @@ def _parameters(lark: _Lark, schema: Mapping[str, Any], root: Mapping[str, Any])
     further = []
     for kind, each in {**{f" & {kind}": each for kind, each in kinds.items()}, free: others}.items():
         if value := _value(lark, each, root):
-            key = lark.terminal(rf'"<parameter=" (/[^<>\n]{{1,128}}/{taken}{kind}) ">\n"')
+            key = lark.between(lark.tags.key, rf"/[^<>\n]{{1,128}}/{taken}{kind}", lark.tags.value)
             further.append(f"{key} {value} {lark.literal(chr(10))}")
     parts += [f"({' | '.join(further)})*"] if further else []
     return " ".join(parts) or '""'
@@ -237,7 +275,7 @@ def _value(lark: _Lark, schema: Any, root: Mapping[str, Any]) -> str | None:
 
     Its parser reads a text as a string if the schema names that type before others, and else as JSON where it is some.
     """
-    definitions = {"$defs": root.get("$defs", {})}
+    definitions, closes = {"$defs": root.get("$defs", {})}, lark.tags.closes
     if schema is False:
         return None
     kinds = types(schema, root)
@@ -260,12 +298,13 @@ def _value(lark: _Lark, schema: Any, root: Mapping[str, Any]) -> str | None:
             in_json |= {kind} if kind in ("array", "object") or not (plain or listed is not None) else set()
     if in_json:
         beside = _of_types(schema, sorted(in_json), definitions)
-        options.append(f"{lark.json({**definitions, **(beside or {})})} {lark.literal(CLOSES_VALUE)}")
+        options.append(f"{lark.json({**definitions, **(beside or {})})} {lark.literal(closes)}")
     never = "" if schema in (True, {}) else "".join(f" & ~{_READ_AS[kind]}" for kind in sorted(others))
     never += f" & ~{_BEGINS_A_NUMBER}" if in_json & {"integer", "number"} else ""
-    scalars += [f"({_text(text)} & {UNMARKED}{never})" for text in texts]
-    if scalars:  # one terminal, since of several the lexer would take the longest
-        options.append(lark.terminal(f"({' | '.join(scalars)}) {json.dumps(CLOSES_VALUE)}"))
+    unmarked = f"~/(?s:.*){_in_lark(escape(closes))}(?s:.*)/"
+    scalars += [f"({_text(text)} & {unmarked}{never})" for text in texts]
+    if scalars:
+        options.append(lark.between((), " | ".join(scalars), (closes,)))
     return lark.choice(options) if options else None
 
 
@@ -324,5 +363,7 @@ _CALLS = {
     Qwen3Coder: _coder,
     Llama3Json: _llama,
     Mistral: _mistral,
+    Glm45: _glm,
+    MinimaxM2: _minimax,
     **{kind: partial(_section, kind=kind) for kind in (DeepseekV3, DeepseekV31, KimiK2)},
 }

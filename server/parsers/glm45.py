@@ -73,14 +73,20 @@ class Glm45(ToolScanner):
                 break
             self.arguments(f'{", " if begun else "{"}"{escape(key)}": ')
             begun = True
-            yield from self.space()
-            if self.VALUE and not (yield from self.literal(self.VALUE)):
+            if (yield from self._opens_value()):
+                sign = yield from self._value(member(*of, key), schema)
+            else:
                 self.arguments("null")
                 sign = yield from self.literal(self.KEY, self.CLOSES)
-            else:
-                sign = yield from self._value(member(*of, key), schema)
         if sign is not None or not self.cut:
             self.arguments("}" if begun else "{}")
+
+    def _opens_value(self) -> Generator[None, None, bool]:
+        """Read the tag that opens a value, where the format has one. Returns whether a value follows."""
+        if not self.VALUE:
+            return True
+        yield from self.space()
+        return (yield from self.literal(self.VALUE)) is not None
 
     def _value(self, schema: Any, root: Any) -> Generator[None, None, str | None]:
         """Read a value; its JSON is the call's. Returns the tag behind it, "" for none, None for a value cut off."""

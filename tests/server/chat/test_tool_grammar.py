@@ -22,6 +22,7 @@ from tests.server.fake import byte_tokenizer
 from tests.server.parsers.cases import tool
 from tests.server.parsers.marked_texts import MARKED_TEXTS
 from tests.server.parsers.section_cases import CLOSES, KIMI_CLOSES, KIMI_OPENS, OPENS, kimi, v3, v31
+from tests.server.parsers.tagged_cases import glm, minimax
 from tests.server.parsers.test_marked_texts import MARKS
 
 END = 258
@@ -39,7 +40,8 @@ SCHEMAS = {each["function"]["name"]: each["function"].get("parameters", {"maxPro
 SECTIONS = {
     "deepseek_v3": (OPENS, v3, CLOSES), "deepseek_v31": (OPENS, v31, CLOSES), "kimi_k2": (KIMI_OPENS, kimi, KIMI_CLOSES)
 }  # fmt: skip
-FORMATS = ["hermes", "qwen3_coder", "llama3_json", "mistral", *SECTIONS]
+TAGGED = {"glm45": "</arg_value>", "minimax_m2": "</parameter>"}  # by the tag that ends a value
+FORMATS = ["hermes", "qwen3_coder", "llama3_json", "mistral", *SECTIONS, *TAGGED]
 
 
 def matcher(wanted) -> LLMatcher:
@@ -120,7 +122,8 @@ def test_the_parser_reads_what_the_grammar_takes(format, text):
     reply = f"{thought}</think>\n\n{call(format, given, 'log')}"
     made, tokens = grammar_of(format).deep_copy(), list(reply.encode())
     taken = made.try_consume_tokens(tokens) == len(tokens) and made.is_accepting()
-    assert taken == (format != "qwen3_coder" or "\n</parameter>" not in text)
+    ends = {"qwen3_coder": "\n</parameter>", **TAGGED}.get(format)
+    assert taken == (ends is None or ends not in text)
     if taken:
         found = parse(f"qwen3+{format}", [reply], KNOWN, "prompt", constrained=True)
         assert found["reasoning_content"] == thought and found["content"] is None
@@ -140,11 +143,13 @@ def members(**properties):
 def call(format, arguments, name="f") -> str:
     """A call as models write it."""
     said = json.dumps(arguments, ensure_ascii=False)
-    if format == "qwen3_coder":
+    if format == "qwen3_coder" or format in TAGGED:
         texts = {
             key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
             for key, value in arguments.items()
         }
+        if format in TAGGED:
+            return glm(name, **texts) if format == "glm45" else minimax((name, texts))
         said = "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in texts.items())
         return f"<tool_call>\n<function={name}>\n{said}</function>\n</tool_call>"
     if format in SECTIONS:
@@ -218,6 +223,14 @@ def test_a_marker_that_is_a_token_is_that_token():
     made = matcher(tool_call_grammar(TOOLS, "hermes", special_ids={"<tool_call>": 257, "</tool_call>": 256}))
     body = list(b'\n{"name": "stop", "arguments": {}}\n')
     assert made.try_consume_tokens([257, *body, 256]) == len(body) + 2 and made.is_accepting()
+
+
+def test_a_value_ends_at_a_tag_that_is_a_token():
+    say = [tool("say", text={"type": "string"}, times={"type": "integer"})]
+    made = matcher(tool_call_grammar(say, "glm45", special_ids={"<arg_value>": 257, "</arg_value>": 256}))
+    before, between = list(b"<tool_call>say\n<arg_key>text</arg_key>\n"), list(b"\n<arg_key>times</arg_key>\n")
+    tokens = [*before, 257, *b"hi\n", 256, *between, 257, *b"3", 256, *b"\n</tool_call>"]
+    assert made.try_consume_tokens(tokens) == len(tokens) and made.is_accepting()
 
 
 def test_what_cannot_be_demanded_is_refused():

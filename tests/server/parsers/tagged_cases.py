@@ -51,6 +51,7 @@ TAGGED += [
          call("search", query='{"a": 1}', limit=7), call("get_time")),
     case("a closing tag in a value", "-", minimax(("search", {"query": "x</parameter>y"})),
          call("search", query="x</parameter>y")),
+    case("lines around a value", "-", minimax(("search", {"query": "\n a\n"})), call("search", query="\n a\n")),
     case("cut off", "-", '<minimax:tool_call>\n<invoke name="search">\n<parameter name="limit">4',
          ("search", '{"limit": "4')),
     plain("a section of text", "-", "<minimax:tool_call>\nnothing\n</minimax:tool_call>"),
