@@ -143,7 +143,8 @@ def _eagle3_config(c: ModelConfig, shape: Shape, vocabulary: int | None) -> dict
 
 def eagle3_layers(c: ModelConfig) -> tuple[int, ...]:
     """Layers that an EAGLE-3 drafter reads by default: near the target's beginning, middle and end."""
-    return 1, c.num_layers // 2 - 1, c.num_layers - 4
+    last = c.num_layers - 1
+    return tuple(min(max(layer, 0), last) for layer in (1, c.num_layers // 2 - 1, last - 3))
 
 
 def fresh_block(folder: Path, target: Model, shape: Shape, block: Block, seed: int) -> Fresh:

@@ -7,7 +7,7 @@ import pytest
 from jaxspec.checkpoint.params import assemble, dummy
 from jaxspec.models.families import MODELS
 from jaxspec.models.model_config import ModelConfig
-from jaxspec.train.export import checkpoint_tensors
+from jaxspec.train.export import checkpoint_tensors, eagle3_layers
 from tests.support.tiny import tiny_config
 
 
@@ -22,3 +22,8 @@ def test_what_is_written_is_read_back(family):
         assert {name: tensors[name].shape for name in param.sources} == param.stored()
     read = assemble(declared, tensors, "bfloat16")
     jax.tree.map(np.testing.assert_array_equal, read, params)
+
+
+@pytest.mark.parametrize("layers, read", [(1, (0, 0, 0)), (2, (1, 0, 0)), (8, (1, 3, 4)), (36, (1, 17, 32))])
+def test_eagle3_reads_layers_that_there_are(layers, read):
+    assert eagle3_layers(ModelConfig.from_hf(tiny_config(num_hidden_layers=layers))) == read
