@@ -11,6 +11,7 @@ from dataclasses import dataclass, is_dataclass
 from typing import Any, ClassVar
 
 import flax.struct
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -339,4 +340,16 @@ def proposed(drafter: Drafter, params: Any, state: Any, batch: DraftBatch) -> tu
         value = getattr(proposal, field)
         if value is not None and (value.ndim != 3 or value.shape[1] != drafts[1]):
             raise ConfigError(f"{name}: {field} must be {[*drafts, 'vocabulary']}, got {list(value.shape)}")
-    return result
+    return proposal, same_state(drafter, "propose", state, result[1])
+
+
+def same_state(drafter: Drafter, method: str, before: Any, after: Any) -> Any:
+    """Return `after`, the drafter's state as a method leaves it. **Raises:** `ConfigError` if it isn't `before` by
+    structure, shapes and dtypes, which are the same in all programs."""
+    was, now = (jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", state) for state in (before, after))
+    if was != now:
+        raise ConfigError(
+            f"{type(drafter).__name__}.{method} must return a state of init_state's structure, shapes and dtypes, "
+            f"{was}, got {now}"
+        )
+    return after

@@ -25,7 +25,16 @@ from jaxspec.config.options import ConfigError
 from jaxspec.config.request import MAX_LOGPROBS
 from jaxspec.decoder.forward import Hidden, forward, top_tokens, unembed
 from jaxspec.decoder.functions import row_of
-from jaxspec.drafters.base import DraftBatch, Drafter, PrefillBatch, Proposal, SkippedDrafter, Verified, proposed
+from jaxspec.drafters.base import (
+    DraftBatch,
+    Drafter,
+    PrefillBatch,
+    Proposal,
+    SkippedDrafter,
+    Verified,
+    proposed,
+    same_state,
+)
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas.sliced_rows import sliced
 from jaxspec.parallel import sharding
@@ -173,6 +182,7 @@ def prefill(
     seen = rows.replace(count=count - newest, axes=None, last_seen=None)
     shown = PrefillBatch(slots, tokens, next_tokens, seen, axes, following)
     draft = drafter.prefill(draft_params, state.draft, shown, hidden.features)
+    draft = same_state(drafter, "prefill", state.draft, draft)
     into = jnp.where(newest > 0, slots, len(state.hidden))  # out of range for all other blocks: their rows are dropped
     left = lambda x, old, row: old.at[into].set(row_of(x, row)[:, 0], mode="drop")  # noqa: E731
     final = left(hidden.last, state.hidden, last if every else None)
@@ -409,6 +419,7 @@ def conclude(
     emitted, done, broken = _stop(slots, outputs, accepted)
     commit = drafter.commit if masks is None else drafter.commit_others
     draft = commit(draft_params, state.draft, batch, Verified(tokens, outputs, emitted, features))
+    draft = same_state(drafter, "commit", state.draft, draft)
     advanced = _advance(state.slots, batch.slots, slots.length, outputs, emitted, done)
     state = state.replace(slots=advanced, draft=draft, reported=reported)
     if forced is not None:

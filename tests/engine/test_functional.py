@@ -167,6 +167,7 @@ class Wrong(Fixed):
             3: (Proposal(zeros(b, 3), zeros(b, 3)), state),
             4: (Proposal(zeros(b, 4), zeros(b), probs=zeros(b, 3, 7)), state),
             5: (Proposal(zeros(b, 5), zeros(b) + 9), state),
+            6: (Proposal(zeros(b, 6), zeros(b)), {"more": zeros(2)}),
         }[self.num_draft_tokens]
 
 
@@ -175,6 +176,7 @@ class Wrong(Fixed):
     (2, "Wrong.propose: tokens must be integers, got float32"),
     (3, "Wrong.propose: count must be [1], got [1, 3]"),
     (4, "Wrong.propose: probs must be [1, 4, 'vocabulary'], got [1, 3, 7]"),
+    (6, "Wrong.propose must return a state of init_state's structure, shapes and dtypes, {}, got {'more': 'int32[2]'}"),
 ])  # fmt: skip
 def test_a_proposal_that_is_none_is_named(model, n, says):
     drafter = load_drafter(f"{__name__}:Wrong", model)
