@@ -105,17 +105,15 @@ def main(argv: list[str] | None = None) -> int:
     except EngineDead as error:
         print(f"{called('serve', 'server')}: {error}", file=sys.stderr)
         return 1
-    except (MemoryError, OSError, RuntimeError) as error:
+    except Exception as error:
+        if said := blame(error):
+            print(f"{called('serve', 'server')}: {said}", file=sys.stderr)
+            return 2
         if not _lacks_memory(error):
             raise
         limit = resource.getrlimit(resource.RLIMIT_AS)[0]
         allowed = "" if limit == resource.RLIM_INFINITY else f"; RLIMIT_AS (`ulimit -v`) allows {limit / 2**20:.0f} MiB"
         print(f"{called('serve', 'server')}: the system gives this process no more memory{allowed}", file=sys.stderr)
-        return 2
-    except Exception as error:
-        if (said := blame(error)) is None:
-            raise
-        print(f"{called('serve', 'server')}: {said}", file=sys.stderr)
         return 2
     finally:
         _watcher.stop()

@@ -75,15 +75,26 @@ def test_options_that_do_not_fit_the_machine_end_with_status_2_and_a_line(quiet,
     assert re.search(r"^python -m server: --max-total-tokens 99999999999 does not fit: .* or less", said, re.M)
 
 
+def starts_with(error, monkeypatch):
+    def start(args):
+        raise error
+
+    monkeypatch.setattr(main, "_start", start)
+
+
+def test_an_error_of_code_of_ones_own_is_a_line(monkeypatch, quiet, capsys):
+    starts_with(OSError("no such store"), monkeypatch)
+    monkeypatch.setattr(main, "blame", lambda error: f"--draft mine:Own fails: {error}")
+    assert main.main(["--port", "0"]) == 2
+    assert capsys.readouterr().err.endswith(": --draft mine:Own fails: no such store\n")
+
+
 @pytest.mark.parametrize("error", [
     MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory"), RuntimeError("can't start new thread"),
     ValueError("another"),
 ])  # fmt: skip
 def test_a_start_that_gets_no_memory_ends_with_status_2_and_a_line(monkeypatch, quiet, capsys, error):
-    def start(args):
-        raise error
-
-    monkeypatch.setattr(main, "_start", start)
+    starts_with(error, monkeypatch)
     monkeypatch.setattr(main.resource, "getrlimit", lambda _: (3 * 2**30, 3 * 2**30))
     if isinstance(error, ValueError):
         with pytest.raises(ValueError):
