@@ -75,6 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             report.run(args.folder, {name: module.TABLES for name, module in SUBCOMMANDS.items()}, args.plot)
         else:
             _measure(SUBCOMMANDS[args.command], args, argv)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     except (BenchError, CheckpointError, ConfigError, DataError, RequestError, TokenizerError) as error:
         parser.exit(2, f"{parser.prog} {args.command}: {error}\n")
     except Exception as error:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 
 import pytest
 
@@ -30,16 +31,20 @@ def test_a_row_is_printed_and_saved_at_once(tmp_path, capsys):
     assert json.loads((tmp_path / "new" / "x.json").read_text())["notes"] == ["mind this"]
 
 
-def test_an_error_loses_no_row(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("error, status, said", [
+    (BenchError("the next one fails"), 2, "decode: the next one fails\n"), (KeyboardInterrupt(), 130, "interrupted\n"),
+])  # fmt: skip
+def test_an_error_or_an_interrupt_loses_no_row(tmp_path, monkeypatch, capsys, error, status, said):
     def run(args, result):
         result.add({"draft": "none"})
-        raise BenchError("the next one fails")
+        raise error
 
     monkeypatch.setattr(bench.SUBCOMMANDS["decode"], "run", run)
-    with pytest.raises(SystemExit):
-        bench.main(["decode", "--csv", str(tmp_path / "x.csv")])
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(bench.main(["decode", "--csv", str(tmp_path / "x.csv")]))
+    assert ended.value.code == status
     assert (tmp_path / "x.csv").read_text().split() == ["draft", "none"]
-    assert capsys.readouterr().err.endswith("decode: the next one fails\n")
+    assert capsys.readouterr().err.endswith(said)
 
 
 def test_an_error_before_any_row_leaves_earlier_files(tmp_path, monkeypatch):
