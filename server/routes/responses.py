@@ -34,13 +34,20 @@ def add(app: FastAPI, serving: Serving) -> None:
             raise ApiError(404, message, param=param, code="response_not_found")
         return found
 
+    def items_of(body: ResponsesRequest) -> list[dict[str, Any]]:
+        """The items of a request's whole conversation."""
+        before = body.previous_response_id
+        history = [] if before is None else stored(before, "previous_response_id").items
+        return [*history, *(_resolved(store, item) for item in body.input)]
+
+    async def prompt_of(body: ResponsesRequest, chat: ChatRequest) -> Prompt:
+        return await (_truncated if body.truncation == "auto" else Serving.chat_prompt)(serving, chat)
+
     @app.post("/v1/responses")
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         """Respond to text, or to a conversation's items."""
         lora = serving.check(body.model, lora=body.lora_path)
-        before = body.previous_response_id
-        history = [] if before is None else stored(before, "previous_response_id").items
-        given = [*history, *(_resolved(store, item) for item in body.input)]
+        given = items_of(body)
         with their_fields(PLACES, lambda _: ("input",)):  # a message has no one item
             chat = ChatRequest.model_validate(body.chat(given))
             params = chat.sampling(serving.sampling)
@@ -50,13 +57,21 @@ def add(app: FastAPI, serving: Serving) -> None:
                     store.put(response, [*map(_with_id, given), *response["output"]])
 
             async def make() -> ResponsesReply:
-                prompt = await (_truncated if body.truncation == "auto" else Serving.chat_prompt)(serving, chat)
+                prompt = await prompt_of(body, chat)
                 speech = serving.speech(chat, prompt)
                 settings, head = speech.sampling(params), _head(body, params, lora or serving.name)
                 options = {"stream": bool(body.stream), "done": keep, "origin": body.toolbox.origin}
                 return ResponsesReply(prompt, settings, serving.texts, head, speech, **options)
 
             return await serving.answer(request, make(), body.stream, body.store, body.priority, lora)
+
+    @app.post("/v1/responses/input_tokens")
+    async def input_tokens(body: ResponsesRequest) -> dict[str, Any]:
+        """The input tokens of a response."""
+        serving.check(body.model, lora=body.lora_path)
+        with their_fields(PLACES, lambda _: ("input",)):
+            prompt = await prompt_of(body, ChatRequest.model_validate(body.chat(items_of(body))))
+        return {"object": "response.input_tokens", "input_tokens": len(prompt.ids)}
 
     @app.get("/v1/responses/{name}")
     async def response(name: str, stream: bool = False) -> dict[str, Any]:

@@ -318,6 +318,8 @@ def test_a_response_is_gone_on_from(client, fake):
         "<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
     ), "the conversation without the former instructions"
     assert second.previous_response_id == first.id
+    count = client.responses.input_tokens.count(**MODEL, input="more", previous_response_id=first.id)
+    assert (count.object, count.input_tokens) == ("response.input_tokens", second.usage.input_tokens)
     *_, last = client.responses.create(**MODEL, input="third", previous_response_id=second.id, stream=True)
     assert prompt_text(fake).count("<|im_start|>user") == 3
     assert client.responses.retrieve(last.response.id).output_text == TEXT, "a streamed one is kept too"
