@@ -41,6 +41,8 @@ ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+# Anthropic's codes of fields that are refused, by which its SDKs' tool runners go on without them
+REFUSED_FIELDS = {"thread": "thread_unsupported_request"}
 MAX_MESSAGE = 2000  # characters: a message quotes what was sent, which may be megabytes
 
 
@@ -73,7 +75,9 @@ def as_anthropic(status: int, body: dict[str, Any], request_id: str | None = Non
     kind = ANTHROPIC_TYPES.get(status) or (INVALID if status < 500 else "api_error")
     field, message = error["param"], error["message"]
     message = f"{field}: {message}" if field and not message.startswith(field) else message
-    told = {"type": "error", "error": {"type": kind, "message": message}}
+    told: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": message}}
+    if code := REFUSED_FIELDS.get(field):
+        told["error"]["details"] = {"error_code": code}
     return told if request_id is None else told | {"request_id": request_id}
 
 
