@@ -57,6 +57,23 @@ def tools(url, model, tokenizer):
 
 
 @check
+def tool_runner(url, model, tokenizer):
+    """The runner asks for a thread first, and sends whole conversations once that is refused."""
+    called = []
+
+    @anthropic.beta_tool(name=TOOL["name"], description=TOOL["description"], input_schema=TOOL["input_schema"])
+    def weather(**arguments):
+        called.append(weather_arguments(arguments))
+        return "sunny, 21 degrees"
+
+    choice = {"type": "tool", "name": TOOL["name"], "disable_parallel_tool_use": True}
+    asked = {"model": model, "max_tokens": 128, "messages": WEATHER, "tools": [weather], "tool_choice": choice}
+    turns = list(client(url).beta.messages.tool_runner(**asked, max_iterations=2, **GREEDY))
+    assert len(turns) == 2 and called
+    return called[0]
+
+
+@check
 def count_tokens_and_models(url, model, tokenizer):
     count = client(url).messages.count_tokens(model=model, messages=FRANCE, tools=[TOOL]).input_tokens
     assert model in [each.id for each in client(url).models.list()]
