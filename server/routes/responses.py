@@ -23,21 +23,10 @@ LEADING = ("system", "developer")  # roles whose messages at a conversation's be
 def add(app: FastAPI, serving: Serving) -> None:
     store = ResponseStore()
 
-    def stored(name: str, param: str | None = None) -> Stored:
-        """**Raises:** `ApiError` for a response that isn't kept."""
-        found = store.get(name)
-        if found is None:
-            message = (
-                f"the response {name[:100]!r} is not kept: it was never made, was sent with store: false, failed, was "
-                "deleted, or had to make room; send the whole conversation as input"
-            )
-            raise ApiError(404, message, param=param, code="response_not_found")
-        return found
-
     def items_of(body: ResponsesRequest) -> list[dict[str, Any]]:
         """The items of a request's whole conversation."""
         before = body.previous_response_id
-        history = [] if before is None else stored(before, "previous_response_id").items
+        history = [] if before is None else _stored(store, before, "previous_response_id").items
         return [*history, *(_resolved(store, item) for item in body.input)]
 
     async def prompt_of(body: ResponsesRequest, chat: ChatRequest) -> Prompt:
@@ -76,7 +65,7 @@ def add(app: FastAPI, serving: Serving) -> None:
     @app.get("/v1/responses/{name}")
     async def response(name: str, stream: bool = False) -> dict[str, Any]:
         """A response that is kept. Its events aren't."""
-        found = stored(name)
+        found = _stored(store, name)
         if stream:
             raise ApiError(400, "a kept response can't be streamed again; leave stream out", param="stream")
         return found.response
@@ -89,7 +78,7 @@ def add(app: FastAPI, serving: Serving) -> None:
         after: str | None = None,
     ) -> dict[str, Any]:
         """The items that a kept response answers, those of the responses before it too; the newest first."""
-        found = stored(name)
+        found = _stored(store, name)
         items = found.items[: len(found.items) - len(found.response["output"])]
         items = items[::-1] if order == "desc" else items
         if after is not None:
@@ -104,9 +93,21 @@ def add(app: FastAPI, serving: Serving) -> None:
     @app.delete("/v1/responses/{name}")
     async def delete_response(name: str) -> dict[str, Any]:
         """Forget a response."""
-        stored(name)
+        _stored(store, name)
         store.remove(name)
         return {"id": name, "object": "response.deleted", "deleted": True}
+
+
+def _stored(store: ResponseStore, name: str, param: str | None = None) -> Stored:
+    """**Raises:** `ApiError` for a response that isn't kept."""
+    found = store.get(name)
+    if found is None:
+        message = (
+            f"the response {name[:100]!r} is not kept: it was never made, was sent with store: false, failed, was "
+            "deleted, or had to make room; send the whole conversation as input"
+        )
+        raise ApiError(404, message, param=param, code="response_not_found")
+    return found
 
 
 def _resolved(store: ResponseStore, item: dict[str, Any]) -> dict[str, Any]:
