@@ -354,7 +354,7 @@ def _matrix(
 def quantised(param: Param, values: jax.Array, like: Any = None) -> Any:
     """The weight in the format of its declaration, of values as an unquantised one has them. `like`: a weight that is
     divided among devices as the values are."""
-    if not isinstance(values.sharding, NamedSharding):
+    if like is None or not isinstance(values.sharding, NamedSharding):
         return _of_values(param, values)
     mesh, spec = values.sharding.mesh, values.sharding.spec
     own = sharding.local_param(param, mesh.size)
