@@ -18,7 +18,7 @@ from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.flags import add_engine_flags, engine_options
 from jaxspec.drafters.loading import check_drafter, load_drafter
 from jaxspec.engine.engine import Engine
-from jaxspec.models.description import PagedRows, Recurrence
+from jaxspec.models.memory import PagedRows, Recurrence
 from jaxspec.rounds.packing import fit
 from jaxspec.rounds.programs import GREEDY, SAMPLED
 

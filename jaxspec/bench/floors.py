@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxspec.cache.paged import kv_bytes_per_token
 from jaxspec.cache.recurrent import state_bytes
 from jaxspec.checkpoint import Model
-from jaxspec.models.description import PagedRows
+from jaxspec.models.memory import PagedRows
 from jaxspec.models.weights import Weight
 from jaxspec.pallas.experts.experts_mlp import expected_experts
 

@@ -44,10 +44,11 @@ from jaxspec.drafters.vocabulary import read_token_map
 from jaxspec.engine.adapters import Outline
 from jaxspec.engine.defaults import GPU, Defaults, resolve, shapes_of, small_model
 from jaxspec.engine.runner import Runner
-from jaxspec.models.description import Decoder, Mixture, Recurrence
+from jaxspec.models.description import Decoder, Mixture
 from jaxspec.models.families import MODELS
 from jaxspec.models.fp8 import BLOCK
 from jaxspec.models.local import by_request
+from jaxspec.models.memory import Recurrence
 from jaxspec.models.mxfp4 import BLOCK as MXFP4_BLOCK
 from jaxspec.pallas.experts.experts_mlp import expected_experts
 
@@ -322,6 +323,8 @@ def share(hf: Mapping[str, Any], n: int, quantization: str | None = None, dp_att
     dense = experts is None or hf.get("first_k_dense_replace") or hf.get("enable_moe_block")
     if hf.get("intermediate_size") and dense:
         mine["intermediate_size"] = _divided(hf, "intermediate_size", n, unit)
+    if hf.get("ple_layer_ids"):  # a table of n-grams, divided by its columns
+        mine["ple_embed_dim"] = _divided({"ple_embed_dim": hf["hidden_size"], **hf}, "ple_embed_dim", n)
     mine |= {name: -(-hf[name] // n) for name in VOCABULARIES if hf.get(name)}
     for name in (name for name in ("mask_token_id", "bos_token_id") if isinstance(hf.get(name), int)):
         mine[name] = min(hf[name], mine["vocab_size"] - 1)

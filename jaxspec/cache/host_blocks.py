@@ -35,14 +35,14 @@ def with_paged(cache: Cache, draft: Any, arrays: list[Array], counts: Collection
 
 def stateful(cache: Cache) -> list[Array]:
     """The arrays that have a row for each state slot; the records of a round aren't part of a snapshot."""
-    return jax.tree.leaves([(group.delta.state, group.windows) for group in cache.states])
+    return jax.tree.leaves([(group.delta and group.delta.state, group.windows) for group in cache.states])
 
 
 def with_stateful(cache: Cache, arrays: list[Array]) -> Cache:
     """The cache with others in place of `stateful`."""
     new, states = iter(arrays), []
     for group in cache.states:
-        delta = group.delta.replace(state=next(new))
+        delta = group.delta and group.delta.replace(state=next(new))
         states.append(group.replace(delta=delta, windows=None if group.windows is None else next(new)))
     return cache.replace(states=tuple(states))
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import flax.struct
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
@@ -18,6 +19,7 @@ from jaxspec.cache.recurrent import NOTHING, States, empty_states
 from jaxspec.decoder.functions import causal_attention
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas import hopper
+from jaxspec.pallas.attention.indexed_attention import indexed_attention
 from jaxspec.pallas.recurrence import accumulate, causal_conv, delta_pool, gated_delta, sequential
 from jaxspec.pallas.recurrence.causal_conv import empty_windows
 
@@ -76,11 +78,23 @@ class WholeTexts:
         slots = jnp.arange(b, dtype=jnp.int32), nothing, nothing, jnp.full((b,), t, jnp.int32)
         return causal_conv.reference_chunk(windows, jnp.int32(0), *slots, x, weight, mix, bias=bias)[0], cache
 
+    def before(self, cache, layer, x, back):
+        return jnp.zeros((len(x), back, x.shape[2]), x.dtype), cache
+
+    def attend_indexed(self, cache, layer, q, k, v, index):
+        positions = jnp.broadcast_to(jnp.arange(q.shape[1]), q.shape[:2])
+        return indexed_attention(q, index, index.rows, positions, lambda at: (_rows(k, at), _rows(v, at))), cache
+
     def recur(self, cache, layer, q, k, v, decay, beta, padded_rows):
         return _padded(_in_blocks(gated_delta.chunk, q, k, v, decay, beta), padded_rows), cache
 
     def accumulate(self, cache, layer, q, k, u, decay):
         return _in_blocks(accumulate.chunk, q, k, u, decay), cache
+
+
+def _rows(x: Array, at: Int[Array, "b t s"]) -> Array:
+    """The rows of a whole text that each of its rows names, [b, t, s, ...]."""
+    return jax.vmap(lambda x, at: jnp.take(x, at, axis=0, mode="clip"))(x, at)
 
 
 def _in_blocks(chunk: Callable[..., tuple[Array, Any]], q: Array, k: Array, v: Array, *gates: Array) -> Array:
@@ -129,6 +143,11 @@ class _OverCache:
     def attend_latent(self, cache, layer, q, rows, latent, scale):
         out, kv = self.rows.attend_latent(cache.kv[self.number], layer, q, rows, latent, scale)
         return out, cache.replace(kv=self._put(cache.kv, kv))
+
+    def attend_indexed(self, cache, layer, q, k, v, index):
+        kv, keys = cache.kv[self.number : self.number + 2]
+        out, *both = self.rows.attend_indexed(kv, keys, layer, q, k, v, index)
+        return out, cache.replace(kv=(*cache.kv[: self.number], *both, *cache.kv[self.number + 2 :]))
 
     def pages(self, cache):
         return cache.kv[self.number] if cache.kv else None
@@ -184,6 +203,11 @@ class PromptBlocks(_OverCache):
         out, windows = causal_conv.chunk(*of, x, weight, mix, self.rows.fixed > 0, bias)
         return out, self._with(cache, windows=windows)
 
+    def before(self, cache, layer, x, back):
+        of = cache.states[self.number].windows, layer, *self._blocks
+        out, windows = causal_conv.chunk_before(*of, x, back)
+        return out, self._with(cache, windows=windows)
+
     def recur(self, cache, layer, q, k, v, decay, beta, padded_rows):
         chunk = sequential.chunk if self.rows.fixed and not hopper.multiprocessors() else gated_delta.chunk
         out, delta = chunk(cache.states[self.number].delta, layer, *self._blocks, q, k, v, decay, beta)
@@ -207,6 +231,11 @@ class RoundRows(_OverCache):
     def convolve(self, cache, layer, x, weight, mix=None, bias=None):
         of = cache.states[self.number].windows, layer, self.slots, self.replay
         out, windows = causal_conv.step(*of, x, weight, mix, self.rows.fixed > 0, bias)
+        return out, self._with(cache, windows=windows)
+
+    def before(self, cache, layer, x, back):
+        of = cache.states[self.number].windows, layer, self.slots, self.replay
+        out, windows = causal_conv.step_before(*of, x, back)
         return out, self._with(cache, windows=windows)
 
     def recur(self, cache, layer, q, k, v, decay, beta, padded_rows):

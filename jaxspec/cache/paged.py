@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.models.description import PagedRows
+from jaxspec.models.memory import PagedRows
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas.attention import kv_write
+from jaxspec.pallas.attention.indexed_attention import Index, indexed_attention
 from jaxspec.pallas.attention.latent_attention import latent_attention
 from jaxspec.pallas.attention.paged_attention import paged_attention
 from jaxspec.parallel.collectives import AXIS
@@ -135,6 +136,23 @@ class Rows:
         if mask is not None:  # rows that follow those of the mask see nothing of them
             mask = jnp.pad(mask, ((0, 0), (0, q.shape[1] - mask.shape[1]), (0, 0)))
         return latent_attention(q, kv, layer, self.table, self._seen_from(q.shape[1]), latent, scale, mask), kv
+
+    def attend_indexed(
+        self, kv: KV, keys: KV, layer: Int[Array, ""], q: Array, k: Array, v: Array, index: Index
+    ) -> tuple[Array, KV, KV]:
+        """Write keys and values, and index keys into pages of theirs, then attend as `IndexedMixer` says."""
+        (b, t), size = k.shape[:2], kv.shape[4]
+        kv = self.write(kv, layer, k, v)
+        keys = kv_write.write_rows(keys, layer, *self._slots(keys, t), index.rows)
+
+        def read(at: Int[Array, "b t s"]) -> tuple[Array, Array]:
+            entry = jnp.clip(at // size, 0, self.table.shape[1] - 1)
+            page = jnp.take_along_axis(self.table[:, None], entry, axis=2)
+            found = kv[layer, page, :, :, at % size].astype(q.dtype)
+            return found[..., 0, :, :], found[..., 1, :, :]
+
+        rows = keys[layer, self.table, 0, 0].reshape(b, -1, keys.shape[5]).astype(q.dtype)
+        return indexed_attention(q, index, rows, self._kv_slots(t), read), kv, keys
 
     def only(self, asked: Bool[Array, " b"]) -> Rows:
         """Request the attention of these requests' rows alone, as `decoder.mixer.Mixer.only` says."""

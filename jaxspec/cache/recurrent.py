@@ -10,7 +10,7 @@ from __future__ import annotations
 import flax.struct
 import jax
 
-from jaxspec.models.description import Recurrence
+from jaxspec.models.memory import Recurrence
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas.recurrence import delta_pool
 from jaxspec.pallas.recurrence.causal_conv import Windows, empty_windows
@@ -21,10 +21,10 @@ NOTHING = -1  # as a state slot to start from: the state before any token; to ke
 
 @flax.struct.dataclass
 class States:
-    """The states of a group of layers after the tokens so far, by slot, and the newest inputs of their convolution,
-    None where there is none."""
+    """The states of a group of layers after the tokens so far, by slot, and the newest inputs of their convolution;
+    either is None where there is none."""
 
-    delta: DeltaPool
+    delta: DeltaPool | None
     windows: Windows | None
 
 
@@ -32,6 +32,9 @@ def empty_states(config: ModelConfig, slots: int, rows: int, dtype: str, state_d
     """States before any token, of each group, in `state_dtype`; a convolution's are inputs, in `dtype`."""
 
     def empty(memory: Recurrence, layers: int) -> States:
+        if not memory.value_heads:
+            kept = memory.channels, memory.taps, memory.dtype or dtype
+            return States(None, empty_windows(layers, slots, rows, *kept))
         delta = delta_pool.empty(
             layers,
             slots,
@@ -55,4 +58,4 @@ def state_bytes(config: ModelConfig, rows: int, dtype: str, state_dtype: str = "
     """Bytes of one state slot, and of the states in it alone, without the records of a round of `rows` rows."""
     slot = jax.eval_shape(lambda: empty_states(config, 1, rows, dtype, state_dtype))
     size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))  # noqa: E731
-    return size(slot), size([group.delta.state for group in slot])
+    return size(slot), size([group.delta.state for group in slot if group.delta])

@@ -16,7 +16,8 @@ from typing import Any
 from jaxspec.models.weights import Param
 
 _SHOWN = 12  # lines of one kind in a message
-_HARMLESS = re.compile(r".*\.rotary_emb\.inv_freq")  # recomputed from the config
+_HASHES = r"ple_embedding\.(layer_multipliers|ngram_heads_(vocab_sizes|offsets))"
+_HARMLESS = re.compile(rf".*\.(rotary_emb\.inv_freq|{_HASHES})")  # recomputed from the config; see `ngrams`
 _LFS = b"version https://git-lfs"  # what a pointer begins with: a clone without Git LFS has it in a large file's place
 
 

@@ -16,7 +16,8 @@ from jaxtyping import Array, Float
 
 from jaxspec.checkpoint.check import CheckpointError
 from jaxspec.checkpoint.shards import ModelFolder
-from jaxspec.models.description import Decoder, PagedRows
+from jaxspec.models.description import Decoder
+from jaxspec.models.memory import PagedRows
 from jaxspec.parallel import sharding
 
 # Behind `model.layers.N.self_attn.`, the first that is there: by compressed-tensors and vLLM, by ModelOpt, and as the

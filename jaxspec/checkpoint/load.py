@@ -21,6 +21,7 @@ from jaxspec.checkpoint.check import CheckpointError, TensorInfo, check
 from jaxspec.checkpoint.find import Source, resolve
 from jaxspec.checkpoint.gguf import packing
 from jaxspec.checkpoint.gguf.file import GgufFile
+from jaxspec.checkpoint.ngrams import check_hashes
 from jaxspec.checkpoint.params import THREADS, assemble, dummy
 from jaxspec.checkpoint.quantization import Quantization, as_stored, quantised_on_load, to_dequantise, unused
 from jaxspec.checkpoint.shards import ModelFolder
@@ -180,6 +181,7 @@ def load_model(
     _warn_of_tokens_beyond(source.name, config, tokenizer)
     if load_format != "dummy":
         scales = kv_scales.read_kv_scales(source.files, config.decoder, renamed)
+        check_hashes(source.files, config.decoder, renamed)
     tower = vision.load(config.tower, source.files, dtype, load_format, seed) if config.tower else None
     reader = source.files.image_reader(tokenizer) if tower is not None else None
     of = source.name, source.path, tokenizer, sampling, how, tp_size, scales, reader, tower

@@ -307,7 +307,7 @@ def _scales(param: Param, found: dict[str, np.ndarray]) -> jax.Array:
     outputs = param.stored_values().values()
     by_input = param.stacked and param.transpose  # values and scales
     for (name, _), shape in zip(param.scales, outputs, strict=True):
-        scales, rows = np.asarray(found.pop(name), np.float32), shape[-1 if by_input else -2]
+        scales, rows = np.asarray(found[name], np.float32), shape[-1 if by_input else -2]
         if not np.isfinite(scales).all():
             raise CheckpointError(f"{name} has scales that aren't finite numbers; download the file again")
         if blocks:

@@ -256,6 +256,8 @@ def as_stored(param: Param, found: Mapping[str, TensorInfo], how: Quantization, 
         raise CheckpointError(
             f"{where}: {stored[0]} is quantised and {other[0]} isn't. They are one matmul here: quantise both or none"
         )
+    if (shared := f"{param.whole}_scale") in found and param.sources != (param.whole,):  # one of all sources
+        return dataclasses.replace(param, format=Fp8(None), scales=((shared, (1,)),) * len(param.sources))
     by_input = param.stacked and param.transpose
     scales = tuple(_scale(source, shape, found, how, by_input) for source, shape in param.stored_values().items())
     return dataclasses.replace(param, format=_e4m3(param, how.block, activations), scales=scales)

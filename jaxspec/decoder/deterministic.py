@@ -38,7 +38,8 @@ from jaxspec.decoder.mixings.kind import Weights
 from jaxspec.decoder.padding import flat
 from jaxspec.decoder.path import Call, Path, implementing, layers_differ
 from jaxspec.decoder.stack import Ops
-from jaxspec.models.description import Decoder, Layer, Norm, Rope, beyond
+from jaxspec.models.description import Decoder, Layer, Norm, beyond
+from jaxspec.models.rope_scaling import Rope
 from jaxspec.models.weights import HALF, Weight
 from jaxspec.pallas import hopper
 from jaxspec.pallas.attention.decode_attention.plan import MAX_ROWS

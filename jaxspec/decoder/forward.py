@@ -15,7 +15,7 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.decoder import deterministic, plain, stack
+from jaxspec.decoder import deterministic, plain, stack, streams
 from jaxspec.decoder.deterministic import DETERMINISTIC
 from jaxspec.decoder.few_rows import FEW_ROWS, rope_table, sizes_fit
 from jaxspec.decoder.fp8_rows import FP8_ROWS
@@ -29,6 +29,7 @@ from jaxspec.decoder.mixings.kind import Weights
 from jaxspec.decoder.padding import flat, padded
 from jaxspec.decoder.path import NO_HOPPER, Call, Path
 from jaxspec.decoder.plain import PLAIN
+from jaxspec.decoder.streams import STREAMS
 from jaxspec.decoder.weight_stream import FP8_STREAM, WEIGHT_STREAM
 from jaxspec.models.description import Decoder, Norm, beyond
 from jaxspec.models.weights import Weight, matmul
@@ -69,7 +70,7 @@ def choose(decoder: Decoder, layers: Sequence[Weights], call: Call) -> tuple[Pat
             raise NotImplementedError(f"--deterministic has no kernels for {reason}. Drop the flag")
         return DETERMINISTIC, {}
     refused: dict[str, str] = {}
-    for path in PATHS:
+    for path in (STREAMS,) if decoder.streams else PATHS:
         if (reason := path.refuses(decoder, layers, call)) is None:
             return path, refused
         refused[path.name] = reason
@@ -132,6 +133,8 @@ def forward(
     layers (0-based) whose output, the un-normed residual stream, is returned in that order; the number after the last
     layer's is the final norm's output, and -1 the embedding's.
 
+    Of several residual streams, what is captured, and the final norm's output, is one row that they make.
+
     `requested`: i32[b], the one row of each sequence whose final state is needed, -1 for none; None: all rows. The last
     layer then computes keys and values of all rows, which later ones will see, but attention of the named sequences
     alone, and what follows of the named rows alone.
@@ -155,14 +158,20 @@ def forward(
         if decoder.layer_inputs:
             own = tokens if overrides is None else jnp.where(overrides[1] < 0, tokens, decoder.layer_inputs.padding)
             ops = dataclasses.replace(ops, inputs=plain.layer_inputs(decoder, params, own, x, ops.positions))
-        outputs, cache, experts = stack.run(ops, decoder, layers, x, cache, requested, _added(x, overrides))
+        if decoder.ngrams:
+            ops = dataclasses.replace(ops, tokens=tokens)
+        stream = jnp.tile(x, decoder.streams.count) if decoder.streams else x
+        outputs, cache, experts = stack.run(ops, decoder, layers, stream, cache, requested, _added(x, overrides))
+        if decoder.streams:
+            last, outputs = streams.as_one(decoder, params, outputs, ops.positions, capture)
     if decoder.deterministic:
         last = deterministic.row_norm(outputs[-1], params["norm"], decoder.norm)
-    else:
+    elif not decoder.streams:
         last = normed(outputs[-1], params["norm"], decoder.norm)
     if requested is not None and last.shape[1] > 1:  # of paths that compute whole layers
         last, outputs[-1] = row_of(last, requested), row_of(outputs[-1], requested)
-    return Hidden(last, tuple([*outputs, last, x][i] for i in capture), cache, outputs[-1], experts)
+    unnormed = None if decoder.streams else outputs[-1]
+    return Hidden(last, tuple([*outputs, last, x][i] for i in capture), cache, unnormed, experts)
 
 
 def overridden(x: Float[Array, "b t d"], overrides: Overrides | None) -> Float[Array, "b t d"]:

@@ -17,7 +17,8 @@ from jaxspec.decoder.mixings import mixing_of
 from jaxspec.decoder.mixings.kind import Weights
 from jaxspec.decoder.path import MIXTURE, Call, Path, implementing
 from jaxspec.decoder.stack import Ops
-from jaxspec.models.description import Decoder, Layer, Mixture, Norm, Rope
+from jaxspec.models.description import Decoder, Layer, Mixture, Norm
+from jaxspec.models.rope_scaling import Rope
 from jaxspec.models.weights import Weight
 from jaxspec.pallas.dense import fp8_rows
 from jaxspec.pallas.dense.add_norm import add_norm

@@ -24,7 +24,8 @@ from jaxspec.decoder.mixture_rows import add, given_first, given_to, mixture, op
 from jaxspec.decoder.padding import flat, padded, untimed, valid_rows
 from jaxspec.decoder.path import MIXTURE, Call, Path, implementing
 from jaxspec.decoder.stack import Ops
-from jaxspec.models.description import Decoder, Layer, Mixture, Mlp, Norm, Rope
+from jaxspec.models.description import Decoder, Layer, Mixture, Mlp, Norm
+from jaxspec.models.rope_scaling import Rope
 from jaxspec.models.weights import HALF, Weight
 from jaxspec.pallas.dense import few_rows
 

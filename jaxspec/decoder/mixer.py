@@ -65,6 +65,25 @@ class RecurrentMixer(Mixer, Protocol):
 
 
 @runtime_checkable
+class NGramMixer(RecurrentMixer, Protocol):
+    """One that gives what a group of layers was given by the rows before these, and keeps theirs."""
+
+    def before(self, cache, layer, x, back) -> tuple[Array, Any]:
+        """The `back` inputs before the rows' own, x [b t c] in the dtype that they are kept in: [b back c]. Zeros stand
+        for those before the text."""
+        ...
+
+
+@runtime_checkable
+class IndexedMixer(Mixer, Protocol):
+    """One that serves indexed attention too."""
+
+    def attend_indexed(self, cache, layer, q, k, v, index) -> tuple[Array, Any]:
+        """Attend as `Mixer.attend`, to the blocks that an `indexed_attention.Index` selects."""
+        ...
+
+
+@runtime_checkable
 class NormingMixer(RecurrentMixer, Protocol):
     """One whose rule may come with the gates before it and the norm after it, in one kernel."""
 

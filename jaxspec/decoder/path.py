@@ -13,7 +13,9 @@ from jaxspec.decoder.mixer import Mixer
 from jaxspec.decoder.mixings import MIXINGS
 from jaxspec.decoder.mixings.kind import Weights
 from jaxspec.decoder.stack import Ops
-from jaxspec.models.description import ROPE_SCALINGS, Decoder, Layer, Mlp, Norm, PagedRows, Rope, Table, beyond
+from jaxspec.models.description import Decoder, Layer, Mlp, Norm, Table, beyond
+from jaxspec.models.memory import PagedRows
+from jaxspec.models.rope_scaling import ROPE_SCALINGS, Rope
 from jaxspec.models.weights import formats
 from jaxspec.pallas import hopper
 from jaxspec.parallel.sharding import devices

@@ -32,10 +32,10 @@ from jaxspec.models.description import (
     Mixture,
     Mlp,
     Norm,
-    Rope,
     ScaleByPosition,
     SigmoidScores,
 )
+from jaxspec.models.rope_scaling import Rope
 from jaxspec.parallel.peers import summed
 from jaxspec.parallel.sharding import devices, embed, total
 

@@ -17,7 +17,8 @@ from jaxspec.decoder.mixings.kind import Weights
 from jaxspec.decoder.path import Call, Path, implementing, layers_differ
 from jaxspec.decoder.plain import Plain
 from jaxspec.decoder.stack import Ops
-from jaxspec.models.description import Decoder, Rope
+from jaxspec.models.description import Decoder
+from jaxspec.models.rope_scaling import Rope
 from jaxspec.models.weights import HALF, Weight, matmul
 from jaxspec.pallas.dense import weight_stream
 from jaxspec.pallas.dense.few_rows import GROUP

@@ -27,8 +27,9 @@ from jaxspec.decoder.matmul import product
 from jaxspec.drafters.chain import Chain
 from jaxspec.drafters.own_weights import borrowed, load_weights, made_up, own_dtype
 from jaxspec.models.declaring import layer_tensors
-from jaxspec.models.description import Mixture, PagedRows
+from jaxspec.models.description import Mixture
 from jaxspec.models.families import MODELS
+from jaxspec.models.memory import PagedRows
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.weights import WHOLE, linear, norm_scale
 from jaxspec.parallel.sharding import embed
@@ -137,6 +138,11 @@ def parameters(config: ModelConfig, modules: Modules = ONE) -> dict[str, Any]:
 
 def check(target: Model | Source, load_format: str) -> None:
     """**Raises:** `ConfigError` for a target without a module to draft with."""
+    if target.config.decoder.streams:
+        raise ConfigError(
+            f"--draft mtp: the MTP module of {target.name} (model_type {target.config.model_type}) reads all residual "
+            "streams, and isn't supported yet. Use --draft ngram, which needs nothing"
+        )
     if not found(target, load_format):
         raise ConfigError(
             f"--draft mtp: {target.name} (model_type {target.config.model_type}) brings no MTP module; Qwen3-Next, "
@@ -147,9 +153,9 @@ def check(target: Model | Source, load_format: str) -> None:
 
 def found(target: Model | Source, load_format: str) -> bool:
     """Whether the target brings a module to draft with: tensors in its checkpoint, or, without weights, any hybrid and
-    any model whose config counts one."""
+    any model whose config counts one. Modules of several residual streams aren't read."""
     config = target.config
-    may = config.recurrent or config.mtp_layers > 0
+    may = (config.recurrent or config.mtp_layers > 0) and config.decoder.streams is None
     if not may or load_format == "dummy":
         return may
     files, layers = locate(target.path) if target.path is not None else None, config.num_layers

@@ -114,6 +114,11 @@ def resolve(
             f"--topk {draft.drafter.topk}: {model.name} has linear attention, whose state goes from one token to "
             "the next, so drafts must be a chain. Drop --topk"
         )
+    if hasattr(model.config.decoder.attention, "further") and options.kv_cache_dtype.startswith("float8"):
+        raise ConfigError(
+            f"--kv-cache-dtype {options.kv_cache_dtype}: {model.name} selects what it attends to by keys that "
+            "it keeps in pages, and rounded ones would select other blocks. Drop it"
+        )
     for name in () if options.has_adapters else ("max_loras", "max_lora_rank", "lora_target_modules"):
         if getattr(options, name):
             raise ConfigError(f"{flag(name)} needs --lora-modules, --enable-lora or --lora-root. Add one, or drop it")

@@ -10,10 +10,11 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
-from jaxspec.models.rope_scaling import LinearScaling, LongRope, NoRotation, Proportional, RopeScaling, Yarn
+from jaxspec.models.memory import Memory, PagedRows, Recurrence
+from jaxspec.models.rope_scaling import Rope
 
 Table = Mapping[type, frozenset[str]]  # by kind of description, the fields that a path implements
 
@@ -26,63 +27,6 @@ class Norm:
     eps: float
     centred: bool = False
     mean: bool = False
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Rotary positions of base `theta`.
-
-    `columns`: how many of each head's first columns rotate; None: all. `interleaved`: neighbours among them are a pair
-    (GLM's), not the first half with the second. `sections`: how many pairs turn by a picture's frame, row and column,
-    interleaved as in Qwen3-VL; None: all turn by the place in the text.
-    """
-
-    theta: float
-    scaling: RopeScaling | LinearScaling | Yarn | LongRope | NoRotation | Proportional | None = None
-    columns: int | None = None
-    interleaved: bool = False
-    sections: tuple[int, int, int] | None = None
-
-
-@dataclass(frozen=True)
-class PagedRows:
-    """Memory of all tokens, in pages: of each token `streams` of `heads` rows, `width` wide.
-
-    Keys and values are two streams. A latent, of which both are made, is one. `pool`: layers of another one have pages
-    of their own, even where a device's part of theirs has equally many heads. `by_request`: how many devices have the
-    pages of as many parts of the requests; 1: each has all pages.
-    """
-
-    heads: int
-    width: int
-    streams: int = 2
-    pool: int = 0
-    by_request: int = 1
-
-    @property
-    def numbers(self) -> int:
-        """Numbers of a token."""
-        return self.streams * self.heads * self.width
-
-
-@dataclass(frozen=True)
-class Recurrence:
-    """Memory of fixed size: a state S [value_dim, key_dim] of each of `value_heads`, S = decay S + u k'.
-
-    Each of `key_heads` serves as many value heads. Before it may stand a convolution over `channels`, `taps` wide,
-    whose newest inputs are kept too. `channel_decay`: a decay is a number of each key channel, not of the head.
-    """
-
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    channels: int = 0
-    taps: int = 1
-    channel_decay: bool = False
-
-
-Memory = PagedRows | Recurrence
 
 
 # A device's part of `count` things, called `what` in errors: share(what, count, repeated=False). One may be `repeated`
@@ -179,6 +123,30 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class IndexedAttention(Attention):
+    """Causal attention to the blocks of tokens that an indexer likes best (Qwen's QSA), and to those after the last.
+
+    `ratio` tokens are a block. Its key is the mean of its tokens' index keys, `index_width` wide, normed and rotated as
+    its first token. A row scores each block that ends at it or before: the sum over `index_heads` queries of what is
+    positive of their products. It attends to the tokens of `budget // ratio` blocks at most.
+    """
+
+    index_heads: int = field(kw_only=True)
+    index_width: int = field(kw_only=True)
+    budget: int = field(kw_only=True)
+    ratio: int = field(kw_only=True)
+
+    @property
+    def further(self) -> tuple[Memory, ...]:
+        """Memory of the index keys, a group behind that of keys and values. Each device has all of it."""
+        return (PagedRows(1, self.index_width, streams=1),)
+
+    @property
+    def columns(self) -> int:
+        return super().columns + (self.index_heads + 1) * self.index_width
+
+
+@dataclass(frozen=True)
 class LatentAttention:
     """Causal attention over latents (MLA, https://arxiv.org/abs/2405.04434, section 2.1).
 
@@ -229,7 +197,8 @@ class LatentAttention:
 class DeltaRule:
     """Linear attention by a gated delta rule (https://arxiv.org/abs/2412.06464), over a state of fixed size.
 
-    Each of `key_heads` serves as many of `value_heads`; `taps` is the width of the convolution before them.
+    Each of `key_heads` serves as many of `value_heads`; `taps` is the width of the convolution before them. `gate`: the
+    activation of the outputs' gates.
     """
 
     key_heads: int
@@ -237,6 +206,7 @@ class DeltaRule:
     key_dim: int
     value_dim: int
     taps: int
+    gate: Literal["silu", "sigmoid"] = "silu"
 
     @property
     def channels(self) -> int:
@@ -426,6 +396,56 @@ class LayerInputs:
 
 
 @dataclass(frozen=True)
+class NGrams:
+    """Rows of a table by the hashes of each token's n-grams, added to the residual streams ahead of a layer.
+
+    There are n-grams of 2 to `longest` tokens, and of each length equally many `sizes`: the rows of the table that each
+    hash counts to, one behind the other, of `rows` in all, in `parts` tensors, `width` wide. The hash is the exclusive
+    or of the tokens' products with `multipliers`. An n-gram ends before the token `end`, in place of which, and of all
+    before it, stands `end`. What is looked up gives one value for all streams, and a key of each stream, which gates
+    it ("ngram_*"). A convolution of `taps` rows, `longest` apart, over `channels` adds what came before. `number`:
+    among the layers that have n-grams.
+    """
+
+    sizes: tuple[int, ...]
+    multipliers: tuple[int, ...]
+    rows: int
+    parts: int
+    width: int
+    taps: int
+    end: int
+    channels: int
+    number: int = 0
+
+    @property
+    def longest(self) -> int:
+        return len(self.multipliers)
+
+    @property
+    def reach(self) -> int:
+        """How many rows before its own the convolution takes."""
+        return (self.taps - 1) * self.longest
+
+    @property
+    def memories(self) -> tuple[Recurrence, Recurrence]:
+        """The newest tokens, and the newest inputs of the convolution."""
+        return Recurrence.newest(self.longest - 1, 1, "int32"), Recurrence.newest(self.reach, self.channels)
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Residual streams, `count` of them side by side, by which layers are connected ("hyper-connections").
+
+    A sub-layer takes the mean of the normed streams, each number times a gate of its own, made of all of them by way of
+    `rank` numbers. Its output is added to each stream, times a gate of the stream. After the last layer the same mean
+    is in place of the final norm.
+    """
+
+    count: int
+    rank: int
+
+
+@dataclass(frozen=True)
 class Layer:
     """x + mixing(norm(x)), then x + feed(norm(x)). Either may be absent.
 
@@ -434,6 +454,7 @@ class Layer:
     `input_width`: that of the layer's own input, which is multiplied by the activation of a gate ("input_gate"),
     projected ("input_out"), normed ("input_norm") and added; 0: it has none. `output_scaled`: the whole output is
     multiplied by a learnt number ("layer_scale"). `parallel`: x + mixing(norm(x)) + feed(norm(x)), by one "attn_norm".
+    `ngrams`: what is added to its input.
     """
 
     mixing: Kind | Absent
@@ -445,6 +466,14 @@ class Layer:
     input_width: int = 0
     output_scaled: bool = False
     parallel: bool = False
+    ngrams: NGrams | None = None
+
+    @property
+    def memories(self) -> tuple[Memory, ...]:
+        """Memories of the past that are the layer's own."""
+        own = () if self.mixing.memory is None or shares(self.mixing) else (self.mixing.memory,)
+        own = (*own, *getattr(self.mixing, "further", ()))
+        return own if self.ngrams is None else (*self.ngrams.memories, *own)
 
 
 @dataclass(frozen=True)
@@ -455,7 +484,7 @@ class Decoder:
     multiplied by. `logit_cap`: logits are squashed below it, cap * tanh(logit / cap); None: they aren't.
     `layer_inputs`: those that layers have of their own. `deterministic`: a row has the same bits whatever rows are
     beside it, and its attention sums so many tokens by themselves; 0: it needn't. `reports_experts`: a forward returns
-    the experts that mixtures chose.
+    the experts that mixtures chose. `streams`: the residual stream is several; None: one.
     """
 
     vocab_size: int
@@ -469,6 +498,7 @@ class Decoder:
     layer_inputs: LayerInputs | None = None
     deterministic: int = 0
     reports_experts: bool = False
+    streams: Streams | None = None
 
     @property
     def attention(self) -> Attention | LatentAttention | None:
@@ -482,8 +512,7 @@ class Decoder:
 
     def groups(self, sort: type) -> dict[Memory, int]:
         """Memories of this sort, in order of their first layers, and how many layers have each."""
-        own = [layer.mixing for layer in self.layers if not shares(layer.mixing)]
-        return dict(Counter(mixing.memory for mixing in own if isinstance(mixing.memory, sort)))
+        return dict(Counter(each for layer in self.layers for each in layer.memories if isinstance(each, sort)))
 
     @property
     def by_request(self) -> int:
@@ -522,6 +551,11 @@ class Decoder:
         return next((layer.feed for layer in self.layers if isinstance(layer.feed, Mixture)), None)
 
     @property
+    def ngrams(self) -> NGrams | None:
+        """N-grams of the first layer that has some."""
+        return next((layer.ngrams for layer in self.layers if layer.ngrams), None)
+
+    @property
     def routing(self) -> tuple[int, int]:
         """How many mixtures there are, and the experts that each chooses for a token."""
         mixtures = [layer.feed for layer in self.layers if isinstance(layer.feed, Mixture)]
@@ -531,17 +565,6 @@ class Decoder:
 def shares(mixing: Kind | Absent) -> bool:
     """Whether a layer reads keys and values that another layer has written."""
     return getattr(mixing, "shared", False)
-
-
-# Rope tables are made outside of kernels: who implements one scaling implements all.
-ROPE_SCALINGS: Table = {
-    RopeScaling: frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position"}),
-    LinearScaling: frozenset({"factor"}),
-    Yarn: frozenset({"factor", "original_max_position", "attention_factor", "beta_fast", "beta_slow", "truncate"}),
-    LongRope: frozenset({"short", "long", "original_max_position", "attention_factor", "extended"}),
-    NoRotation: frozenset(),
-    Proportional: frozenset({"pairs", "factor"}),
-}
 
 
 def beyond(description: Any, implements: Table) -> str | None:
@@ -561,9 +584,9 @@ def _beyond(description: Any, implements: Table) -> Iterator[str]:
         if kind not in implements:
             yield f"{kind.__name__}"
             return
-        for field in dataclasses.fields(description):
-            value = getattr(description, field.name)
-            if field.name in implements[kind]:
+        for each in dataclasses.fields(description):
+            value = getattr(description, each.name)
+            if each.name in implements[kind]:
                 yield from _beyond(value, implements)
-            elif value != field.default:
-                yield f"{kind.__name__}.{field.name}={value!r}"
+            elif value != each.default:
+                yield f"{kind.__name__}.{each.name}={value!r}"

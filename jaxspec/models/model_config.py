@@ -10,9 +10,10 @@ from typing import Any
 from jaxspec.config.engine_config import DTYPES
 from jaxspec.config.json_values import positive, shown
 from jaxspec.config.options import ConfigError
-from jaxspec.models.description import Decoder, PagedRows, Recurrence
+from jaxspec.models.description import Decoder
 from jaxspec.models.families import MODELS
 from jaxspec.models.local import local
+from jaxspec.models.memory import PagedRows, Recurrence
 from jaxspec.models.rope_scaling import LinearScaling, Yarn
 from jaxspec.models.vision import Tower
 

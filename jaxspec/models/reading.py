@@ -8,9 +8,9 @@ from typing import Any
 
 from jaxspec.config.json_values import positive, positive_float, shown
 from jaxspec.config.options import ConfigError
-from jaxspec.models.description import Attention, Decoder, Layer, Mixture, Mlp, Norm, Rope
+from jaxspec.models.description import Attention, Decoder, Layer, Mixture, Mlp, Norm
 from jaxspec.models.rope import rope
-from jaxspec.models.rope_scaling import NoRotation
+from jaxspec.models.rope_scaling import NoRotation, Rope
 
 Config = Mapping[str, Any]
 

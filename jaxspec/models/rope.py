@@ -9,8 +9,8 @@ from typing import Any
 
 from jaxspec.config.json_values import positive, positive_float, shown
 from jaxspec.config.options import ConfigError
-from jaxspec.models.description import Decoder, Rope, ScaleByPosition
-from jaxspec.models.rope_scaling import LinearScaling, LongRope, Proportional, RopeScaling, Yarn
+from jaxspec.models.description import Decoder, ScaleByPosition
+from jaxspec.models.rope_scaling import LinearScaling, LongRope, Proportional, Rope, RopeScaling, Yarn
 
 Config = Mapping[str, Any]
 

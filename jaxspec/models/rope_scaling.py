@@ -1,7 +1,8 @@
-"""Descriptions of how rotary positions are scaled, frozen and without arrays, as `description.Rope` has them."""
+"""Descriptions of rotary positions and of how they are scaled, frozen and without arrays."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -70,3 +71,30 @@ class Proportional:
 
     pairs: int
     factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary positions of base `theta`.
+
+    `columns`: how many of each head's first columns rotate; None: all. `interleaved`: neighbours among them are a pair
+    (GLM's), not the first half with the second. `sections`: how many pairs turn by a picture's frame, row and column,
+    interleaved as in Qwen3-VL; None: all turn by the place in the text.
+    """
+
+    theta: float
+    scaling: RopeScaling | LinearScaling | Yarn | LongRope | NoRotation | Proportional | None = None
+    columns: int | None = None
+    interleaved: bool = False
+    sections: tuple[int, int, int] | None = None
+
+
+# Rope tables are made outside of kernels: who implements one scaling implements all.
+ROPE_SCALINGS: Mapping[type, frozenset[str]] = {
+    RopeScaling: frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position"}),
+    LinearScaling: frozenset({"factor"}),
+    Yarn: frozenset({"factor", "original_max_position", "attention_factor", "beta_fast", "beta_slow", "truncate"}),
+    LongRope: frozenset({"short", "long", "original_max_position", "attention_factor", "extended"}),
+    NoRotation: frozenset(),
+    Proportional: frozenset({"pairs", "factor"}),
+}

@@ -348,7 +348,8 @@ def _score(
 ) -> Array:
     """The logits, f32[b, q, v], of the requests that this device decides for; in mode greedy the argmax of all,
     i32[b, q], as `tokens_if_finite` gives it. `spread`: from the rows of `hidden` to those of requests."""
-    if mode == GREEDY and not config.decoder.deterministic:  # there all modes have the same logits
+    fixed = config.decoder.deterministic  # there all modes have the same logits
+    if mode == GREEDY and not fixed and hidden.unnormed is not None:
         top = top_tokens(params, config.decoder.norm, params["norm"], hidden.unnormed)
         if top is not None:
             return spread(tokens_if_finite(*top))

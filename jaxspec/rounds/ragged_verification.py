@@ -164,6 +164,12 @@ class PackedRows(RoundRows):
         out, cache = super().convolve(cache, layer, self.packed.spread(x, self.width), weight, mix, bias)
         return jax.tree.map(self.packed.take, out), cache
 
+    def before(self, cache, layer, x, back):
+        x = self.packed.spread(x, self.width)
+        before, cache = super().before(cache, layer, x, back)
+        inputs, row = jnp.concatenate([before, x], axis=1), self.packed.row[:, None] + jnp.arange(back)
+        return inputs[self.packed.request[:, None], row], cache
+
     def recur(self, cache, layer, q, k, v, decay, beta, padded_rows):
         rows = (self.packed.spread(x, self.width) for x in (q, k, v, decay, beta))
         out, cache = super().recur(cache, layer, *rows, self.width)

@@ -17,9 +17,8 @@ from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError
 from jaxspec.decoder.functions import rope_frequencies
 from jaxspec.engine import functional
-from jaxspec.models.description import Rope
 from jaxspec.models.model_config import ModelConfig
-from jaxspec.models.rope_scaling import LinearScaling
+from jaxspec.models.rope_scaling import LinearScaling, Rope
 from jaxspec.models.weights import Int4
 from tests.checkpoint.test_checkpoint import assert_same, load
 from tests.support.sample import rare

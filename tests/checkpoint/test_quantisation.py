@@ -44,8 +44,8 @@ def load(folder, fp8_activations=False, **options):
 
 @functools.cache
 def source(family: str = "llama", **more) -> Path:
-    sizes = SIZES | (EXPERTS if "moe" in family or family == "qwen3_next" else {}) | more
-    if family in ("kimi_linear", "mimo_v2_flash", "qwen3_5", "qwen3_next", "qwen3_5_moe"):
+    sizes = SIZES | (EXPERTS if "moe" in family or family in ("qwen3_next", "qwen4_exp") else {}) | more
+    if family in ("kimi_linear", "mimo_v2_flash", "qwen3_5", "qwen3_next", "qwen3_5_moe", "qwen4_exp"):
         sizes["num_hidden_layers"] = 2
     return tiny_checkpoint(family, **sizes)
 
@@ -203,9 +203,11 @@ class RoundedRows(Unquantised):
     """Weights whose rows `quantise_by_numpy` rounds."""
 
 
-# Names of weights whose rows stay as they are: of experts and routers, and of gates and decays of linear attention. No
-# row is multiplied by `keys_values`.
-WHOLE_ROWS = re.compile("(experts|shared)_.*|router|ba|gates|steps|output_gates|keys_values")
+# Names of weights whose rows stay as they are: of experts and routers, of gates and decays of linear attention, of
+# streams, n-grams and indexers. No row is multiplied by `keys_values`.
+WHOLE_ROWS = re.compile(
+    "(experts|shared)_.*|router|ba|gates|steps|output_gates|keys_values|.*gates_(in|out)|.*_inject|ngram_.*|index"
+)
 
 
 def quantise_by_numpy(monkeypatch, params: dict) -> dict:
@@ -225,7 +227,7 @@ def quantise_by_numpy(monkeypatch, params: dict) -> dict:
     return params | {"layers": layers}
 
 
-FAMILIES = "deepseek_v3", "glm4_moe", "mimo_v2_flash", "minimax_m2", "nemotron_h", "qwen3_next"
+FAMILIES = "deepseek_v3", "glm4_moe", "mimo_v2_flash", "minimax_m2", "nemotron_h", "qwen3_next", "qwen4_exp"
 FAMILIES += "bailing_moe", "granitemoeshared", "hy_v3", "mixtral", "qwen2_moe"
 
 

@@ -18,7 +18,7 @@ from tests.support.tiny import tiny_config
 WIDE = dict(hidden_size=512, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=4, head_dim=128)
 WIDE |= dict(moe_intermediate_size=128, shared_expert_intermediate_size=128)  # of families that have them
 WIDE |= dict(linear_key_head_dim=128, linear_value_head_dim=128, mamba_head_dim=64, ssm_state_size=128)
-WIDE |= dict(kv_lora_rank=512, qk_rope_head_dim=64, linear_head_dim=128)
+WIDE |= dict(kv_lora_rank=512, qk_rope_head_dim=64, linear_head_dim=128, indexer_head_dim=128)
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
 FEW, DRAFTED = ("none", 27), ("ngram", 45)  # what drafts, and how many requests: 27 rows of a round, or 45 x 4
 
@@ -63,6 +63,7 @@ rarely = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
     rarely("nemotron_h", DRAFTED, {"portable_delta_step", "decode_attention"}),
     rarely("deepseek_v3", DRAFTED, {"latent_decode"}),
     rarely("kimi_linear", DRAFTED, {"portable_delta_step", "conv_step", "latent_decode"}),
+    rarely("qwen4_exp", DRAFTED, {"delta_step", "conv_step", "top_experts", "expert_stream"}),
     rarely("mistral", FEW, {"weight_stream", "write_heads", "decode_attention"}),  # each layer sees a window
     rarely("gemma3", DRAFTED, {"tile_matmul", "decode_attention"}),
 ])  # fmt: skip

@@ -17,13 +17,12 @@ from jaxspec.models.description import (
     Mixture,
     Mlp,
     Norm,
-    Rope,
     SigmoidScores,
 )
 from jaxspec.models.families import MODELS
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.rope import of_context
-from jaxspec.models.rope_scaling import LinearScaling, LongRope, NoRotation, RopeScaling, Yarn
+from jaxspec.models.rope_scaling import LinearScaling, LongRope, NoRotation, Rope, RopeScaling, Yarn
 from tests.support.tiny import tiny_config
 
 LLAMA3 = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192, rope_type="llama3")
@@ -269,7 +268,7 @@ def test_glm4_where_its_config_is_silent():
 def test_a_share_of_heads_that_rotates_is_read_or_refused():
     """Where heads rotate whole in transformers, it passes over the key, and other servers read it."""
     partly = {"bailing_moe", "glm4", "glm4_moe", "mimo_v2_flash", "minimax_m2", "phi3", "qwen3_5", "qwen3_5_moe"}
-    partly |= {"qwen3_next", "solar_open"}
+    partly |= {"qwen3_next", "qwen4_exp", "solar_open"}
     for family in partly:
         assert ModelConfig.from_hf(tiny_config(family, partial_rotary_factor=0.5)).decoder.attention.rope.columns
     for family in MODELS.keys() - partly - {"nemotron_h"}:  # which doesn't rotate

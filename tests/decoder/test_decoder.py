@@ -14,6 +14,7 @@ from jaxspec.decoder.fused_norms import FUSED_NORMS
 from jaxspec.decoder.mixings.attention import HEADS_WRITTEN
 from jaxspec.decoder.path import NO_HOPPER, Call
 from jaxspec.decoder.plain import PLAIN
+from jaxspec.decoder.streams import STREAMS
 from jaxspec.decoder.weight_stream import WEIGHT_STREAM
 from jaxspec.models.description import (
     Absent,
@@ -21,6 +22,7 @@ from jaxspec.models.description import (
     ClampedSwiglu,
     Decoder,
     DeltaRule,
+    IndexedAttention,
     KimiDelta,
     LatentAttention,
     Layer,
@@ -28,15 +30,16 @@ from jaxspec.models.description import (
     Mamba2,
     Mixture,
     Mlp,
+    NGrams,
     Norm,
-    Rope,
     ScaleByPosition,
     SigmoidScores,
+    Streams,
     beyond,
 )
 from jaxspec.models.families import MODELS
 from jaxspec.models.model_config import ModelConfig
-from jaxspec.models.rope_scaling import LinearScaling, NoRotation, Proportional, RopeScaling, Yarn
+from jaxspec.models.rope_scaling import LinearScaling, NoRotation, Proportional, Rope, RopeScaling, Yarn
 from jaxspec.models.weights import Format, Fp8, Int4, Mxfp4, Nvfp4, is_param
 from tests.support.tiny import tiny_config
 
@@ -52,6 +55,7 @@ PLAINEST = {
     Rope: Rope(1e4),
     Attention: Attention(8, 4, 128, Rope(1e4)),
     LatentAttention: LatentAttention(8, 512, 128, 128, Rope(1e4, columns=64), 0.07, NORM, 1536),
+    IndexedAttention: IndexedAttention(8, 4, 128, Rope(1e4), index_heads=4, index_width=64, budget=64, ratio=4),
     DeltaRule: DeltaRule(2, 4, 128, 128, 4),
     KimiDelta: KimiDelta(8, 128, 4),
     Mamba2: Mamba2(8, 64, 2, 128, 4),
@@ -65,16 +69,21 @@ PLAINEST = {
     Int4: Int4(128),
     Nvfp4: Nvfp4(),
     LayerInputs: LayerInputs(8, 512),
+    NGrams: NGrams((11, 13), (3, 5), 24, 2, 8, 3, 1, 1024),
+    Streams: Streams(2, 8),
     Layer: Layer(Attention(8, 4, 128, Rope(1e4)), Mlp(1024), NORM),
     Decoder: Decoder(512, 512, (Layer(Attention(8, 4, 128, Rope(1e4)), Mlp(1024), NORM),), NORM),
 }
 EVERY, FEW, FUSED, STREAM, FP8, HEADS = ["plain", "few_rows", "fused_norms", "weight_stream", "fp8_rows", "heads"]
 FP8S, TILES = "fp8_stream", "fp8_tiles"
 ALL = {EVERY, FEW, FUSED, STREAM, FP8, TILES, FP8S, HEADS}
+STREAMED = "streams"  # computes what the plain path does, but for what layers do with one stream
+NOT_STREAMED = {"parallel", "post_norm", "residual_scale", "input_width", "output_scaled", "layer_inputs"}
+INDEXED = {"heads", "kv_heads", "head_dim", "rope", "qk_norm", "gated", "index_heads", "index_width", "budget", "ratio"}
 FORMATS = Fp8, Mxfp4, Int4, Nvfp4
 TABLES = {
-    path.name: path.implements | {each: each.implements[path.name] for each in FORMATS if path.name in each.implements}
-    for path in PATHS
+    name: path.implements | {each: each.implements[path.name] for each in FORMATS if path.name in each.implements}
+    for name, path in (*((path.name, path) for path in PATHS), ("streams", STREAMS))
 } | {HEADS: HEADS_WRITTEN}
 
 # Of each field, another value than the plainest decoder's, and who computes that. Whoever adds a field decides here.
@@ -144,7 +153,20 @@ FIELDS = {
         "key_dim": (64, {EVERY, FUSED, FP8, TILES}),
         "value_dim": (64, {EVERY, FUSED, FP8, TILES}),
         "taps": (3, {EVERY, FUSED, FP8, TILES}),
+        "gate": ("sigmoid", {EVERY}),
     },
+    NGrams: {
+        "sizes": ((5, 7), {STREAMED}),
+        "multipliers": ((7, 9), {STREAMED}),
+        "rows": (32, {STREAMED}),
+        "parts": (4, {STREAMED}),
+        "width": (4, {STREAMED}),
+        "taps": (2, {STREAMED}),
+        "end": (2, {STREAMED}),
+        "channels": (512, {STREAMED}),
+        "number": (1, {STREAMED}),
+    },
+    Streams: {"count": (4, {STREAMED}), "rank": (4, {STREAMED})},
     KimiDelta: {"heads": (4, {EVERY}), "width": (64, {EVERY}), "taps": (3, {EVERY})},
     Mamba2: {
         "heads": (4, {EVERY}),
@@ -202,6 +224,7 @@ FIELDS = {
         "input_width": (8, {EVERY}),
         "output_scaled": (True, {EVERY}),
         "parallel": (True, {EVERY}),
+        "ngrams": (NGrams((11, 13), (3, 5), 24, 2, 8, 3, 1, 1024), {STREAMED}),
     },
     Decoder: {
         "vocab_size": (1024, {EVERY, FEW, FUSED, STREAM, FP8, TILES, FP8S}),
@@ -215,7 +238,18 @@ FIELDS = {
         "logit_cap": (30.0, {EVERY, FEW, FUSED, STREAM, FP8, TILES, FP8S}),
         "deterministic": (256, set()),  # a path of its own
         "reports_experts": (True, {EVERY}),
+        "streams": (Streams(2, 8), {STREAMED}),
     },
+}
+FIELDS[IndexedAttention] = {
+    name: (value, {EVERY} if name in INDEXED else set())
+    for name, (value, _) in {
+        **FIELDS[Attention],
+        "index_heads": (2, ()),
+        "index_width": (32, ()),
+        "budget": (32, ()),
+        "ratio": (8, ()),
+    }.items()
 }
 
 
@@ -229,6 +263,8 @@ def test_every_field_of_every_description_is_decided_on():
 @pytest.mark.parametrize("kind,field", [(kind, field) for kind, fields in FIELDS.items() for field in fields])
 def test_a_path_refuses_what_it_does_not_implement(kind, field):
     value, implementing = FIELDS[kind][field]
+    if EVERY in implementing and field not in NOT_STREAMED and kind is not LayerInputs:
+        implementing = implementing | {STREAMED}
     changed = dataclasses.replace(PLAINEST[kind], **{field: value})
     for name, table in TABLES.items():
         reason = beyond(changed, table)

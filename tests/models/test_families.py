@@ -35,6 +35,7 @@ FAMILIES = {
     # A window; other heads, of another width; then both kinds again, over the first ones' keys and values.
     "gemma4": GEMMA4_ALL | {"num_key_value_heads": 4, "vocab_size_per_layer_input": VOCAB},
     "kimi_linear": {"num_hidden_layers": 2},  # a state, and latents
+    "qwen4_exp": {"num_hidden_layers": 2},  # a state behind n-grams, and blocks that an indexer selects
     "mimo_v2_flash": {"num_hidden_layers": 2},  # all of the text; a window, with sinks and other heads
     "granitemoehybrid": {"num_hidden_layers": 2},  # a state, and attention
     **{family: {} for family in ("ernie4_5", "granite", "hunyuan_v1_dense", "olmo2", "seed_oss")},
@@ -57,7 +58,7 @@ OPTIONS = SMALL | {"dtype": "float32", "max_running_requests": 4, "num_draft_tok
 NOISE = dict.fromkeys((*MIXTURES, "mistral4"), 0.01) | dict.fromkeys(("granitemoe", "granitemoeshared"), 0.02)
 NOISE |= {"granite": 0.1, "olmo3": 0.03, "exaone4": 0.02, "mimo_v2_flash": 0.01}
 noisy = functools.cache(shaken)
-OFTEN = (("olmo3", "ngram"), ("granite", "standalone"))
+OFTEN = (("olmo3", "ngram"), ("granite", "standalone"), ("qwen4_exp", "ngram"))
 HEADLESS = {"arcee", "ernie4_5", "granite", "granitemoehybrid", "minicpm", "olmo2", "seed_oss"}
 HEADLESS |= {*MIXTURES, "ministral3", "mistral4"}  # of these, random heads accept nothing, by chance
 
@@ -69,7 +70,7 @@ def cases():
             # llama is test_lossless.py's, YaRN test_models.py's, gpt_oss test_mxfp4.py's, EAGLE-3 test_eagle.py's,
             # gemma4 test_assistant.py's
             # A state can't take a draft of its own back; of that random head, too, nothing is accepted.
-            stateful = family in ("granitemoehybrid", "kimi_linear")
+            stateful = family in ("granitemoehybrid", "kimi_linear", "qwen4_exp")
             if (draft == "standalone" and stateful) or (family, draft) == ("olmo3", "dflash"):
                 continue
             often = (family, draft) in OFTEN

@@ -9,9 +9,10 @@ import pytest
 import jaxspec
 from jaxspec import LLM
 from jaxspec.config.options import ConfigError
-from jaxspec.models.description import Norm, PagedRows, Rope, SigmoidScores
+from jaxspec.models.description import Norm, SigmoidScores
+from jaxspec.models.memory import PagedRows
 from jaxspec.models.model_config import ModelConfig
-from jaxspec.models.rope_scaling import Yarn
+from jaxspec.models.rope_scaling import Rope, Yarn
 from tests.models.test_families import GREEDY, OPTIONS, PROMPTS, VOCAB, YARN
 from tests.support import heads, quantised
 from tests.support.engines import check_greedy

@@ -31,7 +31,7 @@ from tests.support.sample import rare
 from tests.support.tiny import EXTRA, tiny_config
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
-HYBRIDS = {"granitemoehybrid", "kimi_linear", "nemotron_h", "qwen3_5", "qwen3_5_moe", "qwen3_next"}
+HYBRIDS = {"granitemoehybrid", "kimi_linear", "nemotron_h", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp"}
 VARIANTS = sorted(folder.name for folder in (GOLDEN / "checkpoints").iterdir())
 PLAIN = sorted(name for name, family in MODELS.items() if name not in HYBRIDS)
 # For what layers share, whatever their sizes and scaling.

@@ -15,10 +15,10 @@ import pytest
 from jaxspec.checkpoint.load import text_name
 from jaxspec.config.options import ConfigError
 from jaxspec.drafters import mtp
-from jaxspec.models.description import Attention, Decoder, DeltaRule, Layer, Mlp, Norm, Rope
+from jaxspec.models.description import Attention, Decoder, DeltaRule, Layer, Mlp, Norm
 from jaxspec.models.families import MODELS
 from jaxspec.models.model_config import ModelConfig
-from jaxspec.models.rope_scaling import Yarn
+from jaxspec.models.rope_scaling import Rope, Yarn
 from jaxspec.models.weights import Param
 
 TEXT = dict(

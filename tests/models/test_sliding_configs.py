@@ -9,18 +9,10 @@ import pytest
 
 from jaxspec.checkpoint.load import text_name
 from jaxspec.config.options import ConfigError
-from jaxspec.models.description import (
-    Attention,
-    ClampedSwiglu,
-    Mixture,
-    Mlp,
-    Norm,
-    NoRotation,
-    PagedRows,
-    Rope,
-)
+from jaxspec.models.description import Attention, ClampedSwiglu, Mixture, Mlp, Norm
+from jaxspec.models.memory import PagedRows
 from jaxspec.models.model_config import ModelConfig
-from jaxspec.models.rope_scaling import LinearScaling, Proportional, Yarn
+from jaxspec.models.rope_scaling import LinearScaling, NoRotation, Proportional, Rope, Yarn
 from tests.support.tiny import tiny_config
 
 

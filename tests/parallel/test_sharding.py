@@ -51,6 +51,7 @@ UNBIASED = {
     "qwen3_5",
     "qwen3_5_moe",
     "qwen3_next",
+    "qwen4_exp",
 }
 # What is whole on each device, and what one device adds to a sum. All else is divided.
 WHOLE = {
@@ -59,6 +60,9 @@ WHOLE = {
     *("router", "router_bias", "router_correction", "shared_gate", "fc", "embed_norm", "hidden_norm"),
     *("latent_in", "latent_out", "layer_scale"),
     *("router_norm", "expert_scale", "mlp_own_norm", "experts_norm", "experts_own_norm"),
+    *("attn_gates_in", "attn_gates_out", "attn_inject", "mlp_gates_in", "mlp_gates_out", "mlp_inject"),
+    *("gates_in", "gates_out", "index", "index_q_norm", "index_k_norm", "ngram_key", "ngram_value", "ngram_conv"),
+    *("ngram_key_norm", "ngram_query_norm", "ngram_conv_norm"),
     *("input_gate", "input_out", "input_norm", "layer_projection", "layer_projection_norm"),
 }
 ONCE = {"out_bias", "down_bias", "experts_down_bias"}
@@ -75,7 +79,7 @@ def declared(family: str, **sizes):
     """By name, what a family declares, its MTP module's and a DFlash drafter's beside it."""
     model = config(family, **sizes)
     trees = [MODELS[family].tensors(model.decoder)]
-    if model.recurrent and family not in ("granitemoehybrid", "kimi_linear"):
+    if model.recurrent and family not in ("granitemoehybrid", "kimi_linear", "qwen4_exp"):
         trees.append(mtp.parameters(mtp.module_config(model)))
     if family == "gemma4":
         trees.append(

@@ -8,7 +8,8 @@ import jax
 
 from jaxspec.models import reading
 from jaxspec.models.declaring import decoder_tensors
-from jaxspec.models.description import Attention, Layer, Rope
+from jaxspec.models.description import Attention, Layer
+from jaxspec.models.rope_scaling import Rope
 from jaxspec.models.weights import is_param
 from tests.proof import running_mean
 from tests.proof.fixed_point import FixedPoint

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxspec.decoder.mixings import MIXINGS
 from jaxspec.decoder.mixings.kind import Mixing
-from jaxspec.models.description import Recurrence
+from jaxspec.models.memory import Recurrence
 from jaxspec.models.weights import Layout, Param, by_inputs, by_outputs, linear
 
 

@@ -20,8 +20,8 @@ from jaxspec.cache.recurrent import NOTHING
 from jaxspec.checkpoint.params import dummy
 from jaxspec.decoder.forward import forward, unembed
 from jaxspec.engine.deterministic import widened
-from jaxspec.models.description import Recurrence
 from jaxspec.models.families import MODELS
+from jaxspec.models.memory import Recurrence
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.weights import Weight
 from tests.support.tiny import tiny_checkpoint

@@ -32,8 +32,9 @@ from jaxspec.compiling.lowering import Given, Process
 from jaxspec.compiling.lowering_process import lowering_of
 from jaxspec.engine import defaults
 from jaxspec.engine.runner import Runner
-from jaxspec.models.description import Decoder, Recurrence
+from jaxspec.models.description import Decoder
 from jaxspec.models.families import MODELS
+from jaxspec.models.memory import Recurrence
 from jaxspec.pallas import hopper
 from jaxspec.parallel.peers import Peers, Workspaces
 from jaxspec.scheduling.audit import audit
@@ -85,7 +86,7 @@ def checkpoint(family: str, **more) -> Path:
     """A tiny model of this family whose every part eight devices divide."""
     if family == "gpt_oss":
         return tiny_checkpoint(family, VOCAB, 2, tokenizer=True, num_attention_heads=8)
-    more |= HYBRID if family.startswith(("qwen3_5", "qwen3_next")) else {}
+    more |= HYBRID if family.startswith(("qwen3_5", "qwen3_next", "qwen4")) else {}
     more |= {"attention_bias": True, "mlp_bias": True} if family == "llama" else {}
     return tiny_checkpoint(family, VOCAB, 2, tokenizer=True, **EIGHT | more)
 
@@ -149,7 +150,7 @@ def gather(x: np.ndarray, shape: tuple[int, ...], decoder: Decoder, size: int) -
     the convolution's channels, which each device has some of its queries, keys and values of, in order."""
     for axis, (a, b) in enumerate(zip(shape, x.shape, strict=True)):
         x = np.take(x, np.arange(a) * (b // a), axis=axis)
-    rule = next(iter(decoder.groups(Recurrence)), None)
+    rule = next((each for each in decoder.groups(Recurrence) if each.value_heads), None)
     if rule is not None and shape and shape[-1] == rule.channels:
         keys = rule.key_heads * rule.key_dim // size
         parts = np.split(x.reshape(*shape[:-1], size, -1), [keys, 2 * keys], axis=-1)

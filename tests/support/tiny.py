@@ -79,6 +79,7 @@ ARCHITECTURES = {
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
     "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
     "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen4_exp": "Qwen4ExpForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "solar_open": "SolarOpenForCausalLM",
@@ -202,6 +203,26 @@ EXTRA = {
     "qwen3_moe": dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True),
     "qwen3_next": LINEAR | EXPERTS,
     "qwen3_vl_moe": dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24),
+    "qwen4_exp": LINEAR
+    | EXPERTS
+    | dict(
+        hc_count=2,
+        hc_lowrank=8,
+        ple_layer_ids=[1],
+        ple_embed_dim=32,
+        ple_conv_kernel_size=3,
+        heads_per_ngram=2,
+        ngram_vocab_size_base=20,
+        make_ngram_vocab_size_divisible_by=8,
+        split_ngram_parts=2,
+        indexer_n_heads=6,
+        indexer_kv_heads=1,
+        indexer_head_dim=12,
+        indexer_budget=16,
+        indexer_compress_ratio=4,
+        output_gate_type="sigmoid",
+        eos_token_id=1,
+    ),
     "smollm3": dict(no_rope_layer_interval=2),
 }
 

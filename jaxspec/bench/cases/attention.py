@@ -14,7 +14,8 @@ from jaxspec.bench.cases.case import BLOCK, PAGE, Case
 from jaxspec.cache.paged import Rows
 from jaxspec.decoder.mixer import OnlyAttention
 from jaxspec.decoder.mixings import attention
-from jaxspec.models.description import Attention, Layer, Mlp, Norm, Rope
+from jaxspec.models.description import Attention, Layer, Mlp, Norm
+from jaxspec.models.rope_scaling import Rope
 from jaxspec.pallas.attention.paged_attention import paged_attention, reference
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128

@@ -14,7 +14,8 @@ from jaxtyping import Array, Float
 from jaxspec.decoder.fixed_order import in_order, row_norm
 from jaxspec.decoder.functions import cos_sin, cos_sin_by_axis, normed, rms_norm, rope, scaled_by_position
 from jaxspec.decoder.mixings.kind import Mixing, Weights
-from jaxspec.models.description import ROPE_SCALINGS, Attention, Layer, Norm, Rope, beyond
+from jaxspec.models.description import Attention, Layer, Norm, beyond
+from jaxspec.models.rope_scaling import ROPE_SCALINGS, Rope
 from jaxspec.pallas import hopper
 from jaxspec.pallas.attention import write_heads
 from jaxspec.pallas.attention.decode_attention.plan import HEAD_WIDTHS, MAX_GROUP
@@ -47,7 +48,7 @@ def _mix_in_steps(layer, weights, i, qkv, positions, mixer, cache, dtype, table)
         qkv = qkv.sum(0).astype(dtype)
     if a.shared:
         return _mix_shared(layer, weights, i, qkv, positions, mixer, cache, table)
-    q, k, v, gates = _split(a, qkv)
+    q, k, v, gates = split(a, qkv)
     rotated = lambda: (rope(q, positions, a, table), rope(k, positions, a, table))  # noqa: E731
     if a.qk_norm_rotated:
         q, k = rotated()
@@ -65,7 +66,7 @@ def _mix_in_steps(layer, weights, i, qkv, positions, mixer, cache, dtype, table)
     if isinstance(cache, dict):
         cache = {**cache, _kept(a): (k, v)}
     out, cache = mixer.attend(cache, i, q, k, v, a.window, **sinks(a, weights))
-    return _gated(out if a.value_dim is None else out[..., : a.value_dim], cache, gates)
+    return gated(out if a.value_dim is None else out[..., : a.value_dim], cache, gates)
 
 
 def _widened(a: Attention, x: Float[Array, "b t m h"]) -> Float[Array, "b t m w"]:
@@ -98,7 +99,7 @@ def _kept(a: Attention) -> str:
     return f"window {a.window}"
 
 
-def _split(
+def split(
     a: Attention, qkv: Float[Array, "b t d"]
 ) -> tuple[Float[Array, "b t n h"], Float[Array, "b t m h"], Float[Array, "b t m v"], Float[Array, "b t n h"] | None]:
     """Queries, keys and values by head, and the gates of gated attention."""
@@ -122,7 +123,7 @@ def normed_together(x: Float[Array, "b t n h"], weight: Float[Array, " d"], norm
     return (x32 * jax.lax.rsqrt(mean + norm.eps) * weight.reshape(x.shape[2:])).astype(x.dtype)
 
 
-def _gated(
+def gated(
     out: Float[Array, "b t n h"], cache: Any, gates: Float[Array, "b t n h"] | None
 ) -> tuple[Float[Array, "b t k"], Any]:
     if gates is not None:
@@ -182,16 +183,16 @@ def fixed(layer, weights, i, made, positions, mixer, cache, dtype, table, in_par
         return mix(layer, weights, i, [qkv], positions, mixer, cache, dtype, table)
     if in_parts:
         qkv = in_order(qkv).astype(dtype).reshape(b, t, -1)
-    q, k, v, gates = _split(a, qkv)
+    q, k, v, gates = split(a, qkv)
     if a.qk_norm:
         q, k = row_norm(q, weights["q_norm"], a.qk_norm), row_norm(k, weights["k_norm"], a.qk_norm)
-    return _gated(*mixer.attend(cache, i, rope(q, positions, a, table), rope(k, positions, a, table), v, None), gates)
+    return gated(*mixer.attend(cache, i, rope(q, positions, a, table), rope(k, positions, a, table), v, None), gates)
 
 
 def _fixed_by_xla(layer, weights, i, qkv, positions, mixer, cache, table):
     """Mix with norms and rope a few tokens at a time: their bits would depend on how many there are."""
     a = layer.mixing
-    q, k, v, gates = _split(a, qkv + weights["qkv_bias"] if a.bias else qkv)
+    q, k, v, gates = split(a, qkv + weights["qkv_bias"] if a.bias else qkv)
 
     def heads(q, k, positions, *table):
         if a.qk_norm:
@@ -200,7 +201,7 @@ def _fixed_by_xla(layer, weights, i, qkv, positions, mixer, cache, table):
 
     rows = sliced(heads, SLICE, *(x.reshape(-1, *x.shape[2:]) for x in (q, k, positions, *table)))
     q, k = (x.reshape(*v.shape[:2], *x.shape[1:]) for x in rows)
-    return _gated(*mixer.attend(cache, i, q, k, v, None), gates)
+    return gated(*mixer.attend(cache, i, q, k, v, None), gates)
 
 
 def _fixed_refuses(layer: Layer, rows: int) -> str | None:

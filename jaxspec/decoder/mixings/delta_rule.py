@@ -21,6 +21,8 @@ from jaxspec.pallas.recurrence.gated_norm import gated_norm
 from jaxspec.pallas.recurrence.gates_and_norm import Around
 from jaxspec.pallas.sliced_rows import SLICE, sliced
 
+GATES = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
+
 
 @jax.named_scope("delta_rule")
 def mix(layer, weights, i, made, positions, mixer, cache, dtype=None):
@@ -34,6 +36,8 @@ def mix(layer, weights, i, made, positions, mixer, cache, dtype=None):
 def _not_in_one(layer, weights, i, qkv, qkvz, ba, mixer, cache) -> str | None:
     """Why no kernel has the rule with the gates before it and the norm after it, or None if one does."""
     q, _, v = qkv
+    if layer.mixing.gate != "silu":
+        return f"gates by {layer.mixing.gate}"
     return mixer.unnormed(cache, q, v) if isinstance(mixer, NormingMixer) else "a mixer without"
 
 
@@ -48,7 +52,7 @@ def _in_steps(layer, weights, i, qkv, qkvz, ba, mixer, cache):
     beta, a, _ = jnp.split(ba[:, :t], (rule.value_heads, 2 * rule.value_heads), axis=-1)
     read, cache = mixer.recur(cache, i, *qkv, _decay(weights, a), jax.nn.sigmoid(beta), r)
     z = qkvz[..., rule.channels :]
-    return _normed(read, z, weights["read_norm"], layer.norm.eps).reshape(b, r, -1), cache
+    return _normed(read, z, weights["read_norm"], layer.norm.eps, rule.gate).reshape(b, r, -1), cache
 
 
 RULE = Implementation("delta_step", HOPPER, _not_in_one, _in_one), Implementation("plain", ANY, nothing, _in_steps)
@@ -59,10 +63,10 @@ def _decay(weights: Weights, a: Float[Array, "*b n"]) -> Float[Array, "*b n"]:
 
 
 def _normed(
-    read: Float[Array, "*b n v"], z: Float[Array, "*b _"], scale: Float[Array, " v"], eps: float
+    read: Float[Array, "*b n v"], z: Float[Array, "*b _"], scale: Float[Array, " v"], eps: float, gate: str = "silu"
 ) -> Float[Array, "*b n v"]:
-    """norm(read) * silu(z), in z's dtype."""
-    gates = jax.nn.silu(z.astype(jnp.float32).reshape(read.shape))
+    """norm(read) * gate(z), in z's dtype."""
+    gates = GATES[gate](z.astype(jnp.float32).reshape(read.shape))
     return (rms_norm(read.astype(jnp.float32), scale.astype(jnp.float32), eps) * gates).astype(z.dtype)
 
 
@@ -109,7 +113,10 @@ _FIELDS = frozenset({"key_heads", "value_heads", "key_dim", "value_dim", "taps"}
 DELTA_RULE = Mixing(
     projections=("qkvz", "ba"),
     mix=mix,
-    implements=dict.fromkeys(("plain", "fused_norms", "fp8_rows", "fp8_tiles", "deterministic"), _FIELDS),
+    implements={
+        "plain": _FIELDS | {"gate"},
+        **dict.fromkeys(("fused_norms", "fp8_rows", "fp8_tiles", "deterministic"), _FIELDS),
+    },
     exact=frozenset({"ba"}),
     padding=True,
     fixed=fixed,

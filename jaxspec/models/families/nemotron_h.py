@@ -21,19 +21,9 @@ from jaxspec.models.declaring import (
     mlp_tensors,
     renamed,
 )
-from jaxspec.models.description import (
-    Absent,
-    Attention,
-    Decoder,
-    Layer,
-    Mamba2,
-    Mixture,
-    Mlp,
-    Norm,
-    NoRotation,
-    Rope,
-)
+from jaxspec.models.description import Absent, Attention, Decoder, Layer, Mamba2, Mixture, Mlp, Norm
 from jaxspec.models.families import glm4_moe
+from jaxspec.models.rope_scaling import NoRotation, Rope
 from jaxspec.models.weights import (
     ONCE,
     bias,

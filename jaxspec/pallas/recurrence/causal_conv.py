@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from jaxspec.models.description import Recurrence
+from jaxspec.models.memory import Recurrence
 from jaxspec.pallas.operation import ANY, HOPPER, Implementation, choose, nothing
 from jaxspec.pallas.recurrence import conv_chunk as chunk_kernel
 from jaxspec.pallas.recurrence import conv_step as step_kernel
@@ -82,13 +82,43 @@ def _step(windows, layer, slots, replay, x, weight, mix, fixed, bias) -> tuple[H
     return step_kernel.conv_step(windows, layer, slots, replay, x, weight, key_heads=mix.key_heads, eps=L2_EPS)
 
 
+def step_before(
+    windows: Windows,
+    layer: Int[Array, ""],
+    slots: Int[Array, " b"],
+    replay: Int[Array, " b"],
+    x: Shaped[Array, "b t c"],
+    back: int,
+) -> tuple[Shaped[Array, "b k c"], Windows]:
+    """The `back` inputs before a round's rows x, and the windows after them."""
+    before = windows[layer, slots[:, None], replay[:, None] + jnp.arange(back)]
+    return before, windows.at[layer, slots, : back + x.shape[1]].set(jnp.concatenate([before, x], axis=1))
+
+
+def chunk_before(
+    windows: Windows,
+    layer: Int[Array, ""],
+    slots: Int[Array, " b"],
+    source: Int[Array, " b"],
+    keep: Int[Array, " b"],
+    count: Int[Array, " b"],
+    x: Shaped[Array, "b t c"],
+    back: int,
+) -> tuple[Shaped[Array, "b k c"], Windows]:
+    """The `back` inputs before each of a prompt's blocks, zeros before a text, and the windows after them; slots as in
+    `chunk`."""
+    before, num_slots = _before(windows, layer, slots, source, keep, count, x, back), windows.shape[1]
+    tail, targets = _tail(before, x, count), _targets(slots, keep, num_slots)
+    targets = jnp.where(targets < 0, num_slots, targets)
+    return before, windows.at[layer, targets, :back].set(jnp.concatenate([tail, tail]), mode="drop")
+
+
 def reference_step(windows, layer, slots, replay, x, weight, mix, fixed=False, bias=None):
     """`step` in plain jnp."""
-    (taps, channels), t = weight.shape, x.shape[1]
-    before = windows[layer, slots[:, None], replay[:, None] + jnp.arange(taps - 1)]
+    taps, channels = weight.shape
     x = x[..., :channels].astype(windows.dtype)
-    windows_after = windows.at[layer, slots, : taps - 1 + t].set(jnp.concatenate([before, x], axis=1))
-    return _heads(before, x, weight, mix, fixed, bias), windows_after
+    before, windows = step_before(windows, layer, slots, replay, x, taps - 1)
+    return _heads(before, x, weight, mix, fixed, bias), windows
 
 
 def _heads(before, x, weight, mix, fixed, bias):
@@ -144,12 +174,9 @@ def _chunk(windows, layer, slots, source, keep, count, x, weight, mix, fixed, bi
 
 def reference_chunk(windows, layer, slots, source, keep, count, x, weight, mix, fixed=False, bias=None):
     """`chunk` in plain jnp."""
-    (taps, channels), num_slots = weight.shape, windows.shape[1]
+    taps, channels = weight.shape
     x = x[..., :channels].astype(windows.dtype)
-    before = _before(windows, layer, slots, source, keep, count, x, taps - 1)
-    tail, targets = _tail(before, x, count), _targets(slots, keep, num_slots)
-    targets = jnp.where(targets < 0, num_slots, targets)
-    windows = windows.at[layer, targets, : taps - 1].set(jnp.concatenate([tail, tail]), mode="drop")
+    before, windows = chunk_before(windows, layer, slots, source, keep, count, x, taps - 1)
     return _heads(before, x, weight, mix, fixed, bias), windows
 
 

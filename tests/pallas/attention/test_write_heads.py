@@ -18,9 +18,10 @@ from jaxspec.decoder import forward as paths
 from jaxspec.decoder.functions import cos_sin, rms_norm, rope
 from jaxspec.decoder.mixings import attention
 from jaxspec.decoder.weight_stream import WEIGHT_STREAM
-from jaxspec.models.description import Attention, Rope
+from jaxspec.models.description import Attention
 from jaxspec.models.families import llama
 from jaxspec.models.model_config import ModelConfig
+from jaxspec.models.rope_scaling import Rope
 from jaxspec.pallas import hopper
 from jaxspec.pallas.attention import write_heads as op
 from jaxspec.pallas.attention.kv_write import stored

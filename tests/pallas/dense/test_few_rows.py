@@ -10,7 +10,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.decoder.functions import centred_rms_norm, cos_sin, rms_norm, rope
 from jaxspec.decoder.matmul import gate
-from jaxspec.models.description import Attention, Rope
+from jaxspec.models.description import Attention
+from jaxspec.models.rope_scaling import Rope
 from jaxspec.models.weights import HALF
 from jaxspec.pallas.attention.kv_write import stored
 from jaxspec.pallas.dense import few_rows as op
