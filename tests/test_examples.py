@@ -24,6 +24,7 @@ from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import flag
 from jaxspec.drafters.base import DraftBatch, PrefillBatch, Verified
 from jaxspec.drafters.registry import DRAFTERS
+from jaxspec.models.families import MODELS
 from jaxspec.train import loop
 from jaxspec.train.objective import Objective
 from server.cli.options import SERVER_DEFAULTS, make_parser
@@ -189,6 +190,12 @@ def test_readme_has_every_drafter():
     cells = re.findall(r"^\| (`.*?) \|", section(README, "Drafters"), re.M)
     methods = {method for cell in cells for method in re.findall(r"`(\w+)", cell)} - {"module"}
     assert methods == {"none", "auto", *DRAFTERS}
+
+
+def test_models_has_every_family_once_and_no_other():
+    cells = re.findall(r"^\|[^|]*\| (`.*?) \|", (ROOT / "docs" / "models.md").read_text(), re.M)
+    named = [name for cell in cells for name in re.findall(r"`(\w+)`", cell) if name != "model_type"]
+    assert sorted(named) == sorted(MODELS)
 
 
 def anchors(page):
