@@ -147,7 +147,16 @@ def add_template_argument(group: argparse._ActionsContainer) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """**Raises:** as `source` for a file that it couldn't read, before a model is loaded for it."""
+    """**Raises:** as `source` for a file that it couldn't read, before a model is loaded for it; `BenchError` for flags
+    that the dataset has no use for."""
+    unread = {"--data": args.data, "--category": args.category}
+    unread |= {"--tools": args.tools, "--chat-template-kwargs": args.chat_template_kwargs}
+    of_files = ("--data", "--category") if args.dataset == "agent" else tuple(unread)
+    if args.dataset not in files.FORMATS and (given := [name for name in of_files if unread[name]]):
+        raise BenchError(
+            f"--dataset {args.dataset} has no use for {given[0]}: leave it out, or name a file's format by --dataset, "
+            f"one of {', '.join(files.FORMATS)}"
+        )
     if args.dataset not in SYNTHETIC:
         _read(args)
 

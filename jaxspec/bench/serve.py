@@ -29,6 +29,7 @@ from jaxspec.bench.spawn import running_server
 from jaxspec.bench.traffic import Load
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.flags import add_engine_flags, checked, engine_options, positive
+from jaxspec.config.options import flag, options_of
 from jaxspec.engine.engine import Engine
 
 COLUMNS = (
@@ -64,7 +65,8 @@ _limits = checked(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    said = "of a running server (http://HOST:PORT, sent $JAXSPEC_API_KEY); without it one is started"
+    said = "of a running server (http://HOST:PORT, sent $JAXSPEC_API_KEY), whose first model or --model is asked"
+    said += "; without it one is started"
     add("--base-url", "--url", dest="url", metavar="URL", help=said)
     said = "random prompts' token ids are below this; needed by a server that isn't jaxspec"
     add("--vocab-size", type=positive, metavar="N", help=said)
@@ -84,6 +86,10 @@ def run(args: argparse.Namespace, result: Result) -> None:
             f"--via {args.via} needs the engine's flags: let the benchmark start the server, without --base-url"
         )
     options = engine_options(args)
+    defaults = {name: default for name, (_, default, _) in options_of(EngineConfig).items()}
+    given = [flag(name) for name in options.keys() - {"model", "seed"} if options[name] != defaults[name]]
+    if args.url and given:
+        raise BenchError(f"{min(given)} is an engine's flag, and the server of --base-url has its own: leave one out")
     options["max_running_requests"] = options["max_running_requests"] or max(args.concurrency)
     config = EngineConfig(**options)  # errors come before a server is started
     datasets.check(args)
@@ -111,9 +117,13 @@ async def over_http(url: str, args: argparse.Namespace, result: Result) -> list[
     try:
         models = await client.get("/v1/models")
         try:
-            model = models["data"][0]["id"]
+            names = [each["id"] for each in models["data"]]
+            first = names[0]
         except (KeyError, IndexError, TypeError) as error:
             raise BenchError(f"GET /v1/models names no model: {str(models)[:300]}") from error
+        model = first if args.model == EngineConfig.model and args.model not in names else args.model
+        if model not in names:
+            raise BenchError(f"--model {model} isn't served at {url}; it has {', '.join(map(str, names))}")
         info = await _info(client)
         result.fact(url=url, served_model=model)
         if info is not None:
@@ -151,7 +161,8 @@ async def _info(client: Client) -> Row | None:
         info = await client.get("/server_info")
     except BenchError:
         return None
-    return info if "compiles_total" in info.get("stats", ()) and "model_config" in info else None
+    ours = isinstance(info.get("stats"), dict) and "compiles_total" in info["stats"] and "model_config" in info
+    return info if ours else None
 
 
 def make_loads(args: argparse.Namespace, vocab: int) -> list[Load]:

@@ -99,6 +99,18 @@ def test_a_file_that_is_not_the_dataset(row, said, tmp_path):
     datasets.check(arguments())  # random prompts need no file
 
 
+@pytest.mark.parametrize("dataset, argv, said", [
+    ("random", ["--data", "q.jsonl"], "--dataset random has no use for --data: .* by --dataset, one of humaneval"),
+    ("shared-prefix", ["--tools", "2"], "no use for --tools"),
+    ("conversations", ["--chat-template-kwargs", '{"a": 1}'], "no use for --chat-template-kwargs"),
+    ("agent", ["--category", "qa"], "no use for --category"),
+])  # fmt: skip
+def test_flags_that_a_dataset_does_not_read_are_refused(dataset, argv, said):
+    with pytest.raises(BenchError, match=said):
+        datasets.check(arguments("--dataset", dataset, *argv))
+    datasets.check(arguments("--dataset", "agent", "--tools", "2"))  # it asks questions
+
+
 def test_a_missing_file(tmp_path):
     with pytest.raises(DataError, match="No such file"):
         datasets.source(arguments("--dataset", "gsm8k", "--data", str(tmp_path / "none.jsonl")), 1000)

@@ -131,7 +131,7 @@ def test_prompts_that_do_not_fit_fail_every_request(url, capsys):
 
 
 class Other(http.server.BaseHTTPRequestHandler):
-    """An OpenAI server that isn't jaxspec's: no /server_info, no unknown fields, spaces in its JSON."""
+    """An OpenAI server that isn't jaxspec's: no unknown fields, spaces in its JSON, other facts in /server_info."""
 
     protocol_version = "HTTP/1.1"
 
@@ -142,8 +142,8 @@ class Other(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def do_GET(self):
-        known = self.path == "/v1/models"
-        self._answer(200 if known else 404, b'{"data": [{"id": "other"}]}' if known else b"{}")
+        served = b'{"data": [{"id": "first"}, {"id": "other"}]}'
+        self._answer(200, served if self.path == "/v1/models" else b'{"stats": null}')
 
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -169,6 +169,7 @@ def other():
 
 def test_a_server_of_another_kind(other, tmp_path, capsys):
     argv = ["--concurrency", "2", *LOAD, "--goodput", "ttft:60000,e2e:60000", "--csv", str(tmp_path / "x.csv")]
+    argv += ["--model", "other"]  # the second that it has
     document = command(tmp_path / "x.json", "--base-url", f"{other}/v1", "--vocab-size", "50", *argv)
     (row,) = document["rows"]
     assert (row["completed"], row["good"], row["prompt_tokens"], row["output_tokens"]) == (6, 6, 120, 24)
@@ -178,10 +179,17 @@ def test_a_server_of_another_kind(other, tmp_path, capsys):
     assert float(line["ttft_p95_ms"]) == row["ttft_p95_ms"] <= row["ttft_max_ms"]
     (tmp_path / "q.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
     asked = ["--dataset", "gsm8k", "--data", str(tmp_path / "q.jsonl"), "--num-prompts", "2"]
-    assert command(tmp_path / "y.json", "--base-url", other, "--concurrency", "1", *asked)["rows"][0]["completed"] == 2
-    with pytest.raises(SystemExit):
-        bench.main(["serve", "--base-url", other])
-    assert "give --vocab-size" in capsys.readouterr().err
+    asked += ["--model", "other", "--concurrency", "1"]
+    assert command(tmp_path / "y.json", "--base-url", other, *asked)["rows"][0]["completed"] == 2
+    for argv, said in (
+        ([], "give --vocab-size"),
+        (["--vocab-size", "50"], "every request failed; the first: status 400: bad fields"),  # of the first model
+        (["--model", "third"], f"--model third isn't served at {other}; it has first, other"),
+        (["--draft", "ngram"], "--draft is an engine's flag, and the server of --base-url has its own: leave one out"),
+    ):
+        with pytest.raises(SystemExit):
+            bench.main(["serve", "--base-url", other, *argv])
+        assert said in capsys.readouterr().err
 
 
 def test_rates_peaks_and_goodput_of_known_replies():
