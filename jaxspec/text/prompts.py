@@ -1,8 +1,8 @@
 """Prompts from files, in the formats in which benchmarks and chats are published, recognised by their fields.
 
-A file holds one JSON object a line, or one list of them, and may be gzipped; or it is SPEED-Bench's Parquet; any other
-text is a prompt a line. A prompt is what the file says: only HumanEval's bare functions get a sentence, and where a
-question has several parts, they are joined. Answers in a file are never taken for a model's own.
+A file holds one JSON object a line, or one list of them, gzipped or not; or it is SPEED-Bench's Parquet; any other text
+is a prompt a line. A prompt is what the file says: only HumanEval's bare functions get a sentence, and where a question
+has several parts, they are joined. Answers in a file are never taken for a model's own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any
 Line = dict[str, Any]
 Message = dict[str, str]
 
-USER = "user", "human"
+USER, SYSTEM = ("user", "human"), ("system", "developer")
+GZIP = b"\x1f\x8b"  # such a file begins with
 NOT_JSON = ValueError, RecursionError  # the second: nested too deeply
 # What SPEED-Bench has in place of texts whose licences don't let it contain them.
 STUB = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
@@ -81,25 +82,43 @@ def _turns(line: Line) -> list[str]:
     return [turn["content"] if isinstance(turn, dict) else turn for turn in line["turns"]]  # Arena-Hard's are objects
 
 
+def _text(content: Any) -> Any:
+    """A message's content, its text parts joined as the server joins them."""
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        return "\n".join(part["text"] for part in content)
+    return content
+
+
 def _said(messages: list[dict[str, Any]]) -> list[tuple[str, Any]]:
-    """Who said what, in OpenAI's names or ShareGPT's."""
-    text = lambda each: each["content"] if "content" in each else each["value"]  # noqa: E731
-    return [(each.get("role") or each["from"], text(each)) for each in messages]
+    """Who said what, in OpenAI's names or ShareGPT's; None for answers, which may be calls without a text."""
+    said = []
+    for each in messages:
+        role, text = each.get("role") or each["from"], None
+        if role in USER + SYSTEM:
+            text = _text(each["content"] if "content" in each else each["value"])
+        said.append((role, text))
+    return said
 
 
-def _messages(line: Line) -> Prompt:
-    said = _said(line["messages"])
-    turns = tuple(text for role, text in said if role in USER and text)
-    return Prompt(turns, next((text for role, text in said if role == "system"), None))
+def _chat(said: list[tuple[str, Any]]) -> Prompt:
+    turns = tuple(text for role, text in said if role in USER and text not in ("", None))
+    return Prompt(turns, next((text for role, text in said if role in SYSTEM), None))
 
 
 def _conversation(line: Line) -> Prompt | None:
-    """ShareGPT's file also has conversations without turns, or that go on from a page before: they are skipped."""
+    """ShareGPT's file also has conversations without the user's words, or that go on from a page before: they are
+    skipped."""
     said = _said(line["conversations"])
-    system = said.pop(0)[1] if said and said[0][0] == "system" else None
-    if not said or said[0][0] not in USER:
-        return None
-    return Prompt(tuple(text for role, text in said if role in USER and text != ""), system)
+    first = next((role for role, _ in said if role not in SYSTEM), None)
+    chat = _chat(said)
+    return chat if first in USER and chat.turns else None
+
+
+def _asked(line: Line) -> str | list[str] | Prompt:
+    """A `prompt` may be a chat, as in TRL's and verl's files."""
+    prompt = line["prompt"]
+    chat = isinstance(prompt, list) and all(isinstance(each, dict) for each in prompt)
+    return _chat(_said(prompt)) if chat else prompt
 
 
 FORMATS = {
@@ -108,13 +127,13 @@ FORMATS = {
     "livecodebench": Format("LiveCodeBench", ("question_content",), _live_code_bench),
     "speed-bench": Format("SPEED-Bench", ("turns", "category", "sub_category"), _turns),
     "spec-bench": Format(None, ("turns",), _turns),  # and MT-Bench, Arena-Hard, DeepSpec's eval_datasets
-    "messages": Format(None, ("messages",), _messages),  # OpenAI's
+    "messages": Format(None, ("messages",), lambda line: _chat(_said(line["messages"]))),  # OpenAI's
     "sharegpt": Format("ShareGPT", ("conversations",), _conversation),
     "alpaca": Format("Alpaca", ("instruction",), _alpaca),
     "math": Format("MATH", ("problem",), lambda line: line["problem"]),
     "gsm8k": Format("GSM8K", ("question", "answer"), lambda line: line["question"]),
     "question": Format(None, ("question",), lambda line: line["question"]),
-    "prompt": Format(None, ("prompt",), lambda line: line["prompt"]),
+    "prompt": Format(None, ("prompt",), _asked),
 }
 
 
@@ -161,7 +180,7 @@ def _entries(path: Path) -> Iterator[tuple[str, Any]]:
         return
     try:
         data = path.read_bytes()
-        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")
+        text = (gzip.decompress(data) if data.startswith(GZIP) else data).decode("utf-8-sig")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise DataError(f"--data {path}: {getattr(error, 'strerror', None) or error}") from error
     whole = text.replace("\r\n", "\n").split("\n")  # other separators that Python knows may stand in a JSON string
@@ -210,7 +229,8 @@ def _recognise(line: Any, where: str, format_name: str | None) -> Format:
     if not isinstance(line, dict):
         raise DataError(f"{where} must be a JSON object, got {type(line).__name__}")
     for name, found in FORMATS.items():
-        if name == (format_name or name) and line.keys() >= set(found.fields):
+        here = line.keys() >= set(found.fields) and line[found.fields[0]] is not None  # joined tables have nulls
+        if here and name == (format_name or name):
             return found
     if format_name is not None:
         fields = ", ".join(FORMATS[format_name].fields)
@@ -220,7 +240,7 @@ def _recognise(line: Any, where: str, format_name: str | None) -> Format:
 
 
 def _names(line: Line) -> str:
-    return ", ".join(sorted(line)) or "none"
+    return ", ".join(sorted(name for name, value in line.items() if value is not None)) or "none"
 
 
 def _prompt(found: Format, line: Line, where: str, format_name: str | None) -> Prompt | None:

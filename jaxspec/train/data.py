@@ -6,7 +6,9 @@ The target wrote the tokens within `answers`. Only these are trained on, since o
 
 from __future__ import annotations
 
+import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from jaxspec.text.prompts import NOT_JSON
+from jaxspec.text.prompts import GZIP, NOT_JSON
 
 HELD_OUT = 50  # one text in so many is kept for evaluation
 MOST_HELD_OUT = 200
@@ -40,7 +42,8 @@ class Text:
 
 def holds_texts(path: Path) -> bool:
     """Whether a file is one of ours, with token ids in it."""
-    first = next(_lines(path), None) if path.suffix == ".jsonl" else None  # prompts may be gzipped, or Parquet
+    named = Path(path.name.removesuffix(".gz")).suffix == ".jsonl"  # prompts may be in Parquet
+    first = next(_lines(path), None) if named else None
     return first is not None and '"tokens"' in first[1][:20]
 
 
@@ -74,9 +77,11 @@ def count(texts: list[Text], vocab_size: int) -> Int[np.ndarray, " v"]:
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     try:
-        with path.open(encoding="utf-8-sig") as file:
+        with path.open("rb") as file:
+            opened = gzip.open if file.read(len(GZIP)) == GZIP else open
+        with opened(path, "rt", encoding="utf-8-sig") as file:
             yield from ((n, line.rstrip("\n")) for n, line in enumerate(file, 1) if line.strip())
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise TrainError(f"--data {path}: {getattr(error, 'strerror', None) or error}") from error
 
 

@@ -96,6 +96,23 @@ def test_a_list_is_known_by_its_contents(tmp_path, indent, suffix):
     assert [(each.turns, each.category) for each in read(file)[1]] == [(("A",), "ShareGPT"), (("B",), "b")]
 
 
+def test_chats_have_parts_calls_and_developers_and_joined_tables_have_nulls(tmp_path):
+    parts = [{"type": "text", "text": "Hi"}, {"type": "text", "text": "you"}]
+    calls = {"role": "assistant", "tool_calls": [{"id": "1"}]}
+    chat = [{"role": "developer", "content": "Be."}, {"role": "user", "content": parts}, calls]
+    lines = [
+        {"messages": chat, "prompt": None},
+        {"prompt": chat[:2]},  # as TRL and verl have it
+        {"messages": None, "conversations": None, "prompt": "A", "category": None},
+        {"turns": ["B"], "category": "c", "sub_category": None},
+    ]
+    file = tmp_path / "mine.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    prompts = read(file)[1]
+    assert [(each.system, each.turns) for each in prompts[:2]] == [("Be.", ("Hi\nyou",))] * 2
+    assert [each.turns for each in prompts[2:]] == [("A",), ("B",)]
+
+
 def test_lines_end_at_newlines_alone(tmp_path):
     """U+0085, U+2028 and others, at which Python's `splitlines` cuts, stand in JSON strings as they are."""
     text = "a\x0b\x0c\x1c\x85b\u2028c\u2029d"
@@ -114,6 +131,8 @@ def test_a_gzipped_file_and_categories_in_turn(tmp_path):
     rows = [{"category": c, "turns": [f"{c}{i}"]} for c, n in (("qa", 3), ("math", 1)) for i in range(n)]
     file.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
     name, prompts = read(file)
+    (tmp_path / "q.jsonl").write_bytes(file.read_bytes())
+    assert read(tmp_path / "q.jsonl") == (name, prompts), "its first bytes say that it is gzipped"
     turns = lambda some: [each.turns[0] for each in some]  # noqa: E731
     assert name == "q" and turns(prompts) == ["qa0", "qa1", "qa2", "math0"]
     assert turns(in_turn(prompts)) == ["qa0", "math0", "qa1", "qa2"]
@@ -144,7 +163,9 @@ def test_conversations_that_begin_with_an_answer_are_skipped(tmp_path):
     file = tmp_path / "sharegpt.json"
     ask, answer = {"from": "human", "value": "Hi?"}, {"from": "gpt", "value": "Hi."}
     told = {"from": "system", "value": "Be."}
-    file.write_text(json.dumps([{"conversations": each} for each in ([], [answer, ask], [told, ask], [ask, answer])]))
+    mute = [{"from": "human", "value": ""}, answer]
+    chats = [], [answer, ask], mute, [told], [told, ask], [ask, answer]
+    file.write_text(json.dumps([{"conversations": each} for each in chats]))
     assert [(each.turns, each.system) for each in read(file, "sharegpt")[1]] == [(("Hi?",), "Be."), (("Hi?",), None)]
     file.write_text('{"conversations": []}')
     with pytest.raises(DataError, match="has no prompts"):
@@ -181,6 +202,9 @@ def test_parquet_is_read_where_pyarrow_is(tmp_path, monkeypatch):
     (b'{"question": "a", "answer": ""}\n7', "line 2 must be a JSON object, got int"),
     (b'{"messages": [{"role": "assistant", "content": "x"}]}', "line 1: messages has no words of the user's"),
     (b'{"messages": [{"role": "user"}]}', "line 1 is not in the format messages"),
+    (b'{"prompt": null, "messages": null}', "line 1 has the fields none, which is no known format"),
+    (b'{"prompt": [{"role": "assistant", "content": "x"}]}', "line 1: prompt has no words of the user's"),
+    (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "text is wanted, not .*image_url"),
     (b'{"messages": "x"}', "line 1 is not in the format messages"),
     (b'{"messages": [{"role": "user", "content": [1]}]}', r"text is wanted, not \[1\]"),
 ])  # fmt: skip

@@ -1,5 +1,6 @@
 """Reading texts and packing them: what is taken, and what is said of others."""
 
+import gzip
 import json
 
 import numpy as np
@@ -21,8 +22,13 @@ def test_texts_come_back_as_written(tmp_path):
     path = tmp_path / "t.jsonl"
     path.write_text("".join(t.line() for t in texts))
     assert holds_texts(path) and not holds_texts(write(tmp_path / "p.jsonl", {"prompt": "x"}))
-    (tmp_path / "p.jsonl.gz").write_bytes(b"\x1f\x8b")  # prompts, which prompts.read opens
-    assert not holds_texts(tmp_path / "p.jsonl.gz")
+    for name in ("t.jsonl", "p.jsonl"):
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress((tmp_path / name).read_bytes()))
+    assert holds_texts(tmp_path / "t.jsonl.gz") and not holds_texts(tmp_path / "p.jsonl.gz")
+    assert [t.line() for t in read_texts(tmp_path / "t.jsonl.gz", 8)] == [t.line() for t in texts]
+    (tmp_path / "cut.jsonl").write_bytes((tmp_path / "t.jsonl.gz").read_bytes()[:20])
+    with pytest.raises(TrainError, match=r"--data .*cut\.jsonl: Compressed file ended"):
+        holds_texts(tmp_path / "cut.jsonl")
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())  # a byte order mark is no text
     back = read_texts(path, 8)
     assert [(t.tokens.tolist(), t.answers, t.category) for t in back] == [
