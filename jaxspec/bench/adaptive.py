@@ -359,6 +359,7 @@ def plot(document: Document, figure: Any) -> None:
     for axes, row in zip(grid[-1], moving, strict=False):
         for name, course in row["course"].items():
             plots.curve(axes, course, "s", "tokens_per_s", "k-" if name == AUTO else "--", label=name)
-        axes.set(xlabel="seconds", ylabel="tokens a second", ylim=(0, None))
+        axes.set(xlabel="seconds", ylabel="tokens a second")
+        plots.from_zero(axes)
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")

@@ -107,6 +107,7 @@ def plot(document: Document, figure: Any) -> None:
     for row in document["rows"]:
         margins = row.get("margins", [])
         axes.plot(range(1, len(margins) + 1), margins, "o-", label=f"{row['run']}: {row['differ']} differ")
-    axes.set(xlabel="texts that differ", ylabel="margin of the first difference, logits", ylim=(0, None))
+    axes.set(xlabel="texts that differ", ylabel="margin of the first difference, logits")
+    plots.from_zero(axes)
     plots.whole(axes.xaxis)
     axes.legend()

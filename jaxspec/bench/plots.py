@@ -44,17 +44,25 @@ def against(axes: Any, x: Sequence[int], xlabel: str, ylabel: str) -> None:
     axes.set_xscale("log", base=2)
     axes.minorticks_off()
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
-    axes.set(xlabel=xlabel, ylabel=ylabel, ylim=(0, None))
+    axes.set(xlabel=xlabel, ylabel=ylabel)
+    from_zero(axes)
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[0]:
         axes.legend()
+
+
+def from_zero(axes: Any) -> None:
+    """Values from zero, with room of the whole range above the highest: curves that are flat lie within it."""
+    axes.update_datalim([(1, 0)], updatex=False)
+    axes.autoscale_view(scalex=False)
+    axes.set_ylim(0, None)
 
 
 def whole(axis: Any) -> None:
     """Ticks of an axis at whole numbers only: drafts, requests, texts."""
     from matplotlib.ticker import MaxNLocator
 
-    axis.set_major_locator(MaxNLocator(integer=True))
+    axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
 def rotated(axes: Any, names: Sequence[str]) -> None:
@@ -69,7 +77,8 @@ def draw(plot: Callable[[Document, Any], None], document: Document, path: Path) 
     figure = Figure(figsize=INCHES, dpi=DOTS_PER_INCH, layout="constrained")
     plot(document, figure)
     facts = document["facts"]
-    what = document["arguments"].get("model"), *facts.get("devices", [])[:1], facts["commit"]
+    model = facts.get("served_model") or document["arguments"].get("model")
+    what = model, *facts.get("devices", [])[:1], facts["commit"]
     figure.suptitle(f"{document['benchmark']}: {', '.join(part for part in what if part)}", fontsize="medium")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

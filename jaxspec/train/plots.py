@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxspec.bench.plots import whole
 from jaxspec.train.data import TrainError
 from jaxspec.train.evaluate import Figures
 
@@ -27,15 +28,17 @@ def draw_loss(history: Sequence[dict[str, Any]], path: Path) -> None:
     figure = _figure(11, 4.5)
     loss, acceptance = figure.subplots(1, 2)
     steps = [record["step"] for record in history]
-    loss.plot(steps, [record["loss"] for record in history], linewidth=0.8)
+    look = {"linewidth": 0.8, "marker": "o" if len(steps) == 1 else ""}  # a line needs two
+    loss.plot(steps, [record["loss"] for record in history], **look)
     loss.set(xlabel="step", ylabel="loss", title="mean loss of a draft")
     for i in range(len(history[0]["accepted"]) if history else 0):
-        acceptance.plot(steps, [r["accepted"][i] for r in history], linewidth=0.8, label=f"draft {i + 1}")
+        acceptance.plot(steps, [r["accepted"][i] for r in history], **look, label=f"draft {i + 1}")
     acceptance.set(
         xlabel="step", ylabel="share of rounds", ylim=(0, 1), title="training: all drafts up to this one right"
     )
     acceptance.legend(fontsize="small")
     for axes in (loss, acceptance):
+        whole(axes.xaxis)
         axes.grid(alpha=0.3)
     figure.savefig(path)
 
@@ -53,8 +56,8 @@ def draw_acceptance(figures: Sequence[Figures], path: Path) -> None:
         for x, share in enumerate(each.accepted):
             shares.text(x, y, f"{share:.2f}", ha="center", va="center", color="black" if share > 0.5 else "white")
     shares.set_xticks(range(len(figures[0].accepted)), range(1, len(figures[0].accepted) + 1))
-    shares.set(xlabel="draft position")
-    figure.colorbar(image, ax=shares, label="share of rounds in which it stood")
+    shares.set(xlabel="draft, accepted with all before it")
+    figure.colorbar(image, ax=shares, label="share of rounds")
     figure.savefig(path)
 
 

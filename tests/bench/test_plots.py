@@ -80,6 +80,19 @@ def test_speed_ups_have_intervals_and_drafts_whole_numbers():
     assert mean["speedup"] == pytest.approx(1.5) and 1.2 < mean["speedup_low"] < 1.5 < mean["speedup_high"] < 2.0
 
 
+def test_flat_curves_lie_within_their_axes_and_the_title_names_the_server_s_model(tmp_path):
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    document = {"benchmark": "serve", "arguments": {"model": "m"}, "rows": ROWS["serve"], "facts": dict(FACTS)}
+    document["facts"]["served_model"] = "theirs"
+    bench.serve.plot(document, figure)
+    for axes in figure.axes:
+        highest = max(line.get_ydata()[0] for line in axes.lines)
+        assert axes.get_ylim() == (0, pytest.approx(1.05 * highest))
+    figures = []
+    plots.draw(lambda _, figure: figures.append(figure), document, tmp_path / "x.png")
+    assert figures[0].get_suptitle() == "serve: theirs, cpu:0 cpu"
+
+
 def test_scores_are_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     row = {"draft": "none", "concurrency": 8, "speedup": 1.0, "tokens_per_s": 5.0}

@@ -19,6 +19,14 @@ def test_charts_are_drawn(tmp_path):
         assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
 
 
+def test_a_single_record_is_drawn_as_a_point(tmp_path, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    monkeypatch.setattr(plots, "_figure", lambda *_: figure)
+    plots.draw_loss([{"step": 4, "loss": 5.0, "accepted": [0.5]}], tmp_path / "loss.png")
+    assert {line.get_marker() for axes in figure.axes for line in axes.lines} == {"o"}
+    assert {tick % 1 for tick in figure.axes[0].get_xticks()} == {0}
+
+
 def test_missing_matplotlib_is_told_before_training(monkeypatch):
     real = builtins.__import__
 
