@@ -20,6 +20,7 @@ from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from jaxspec.config.request import Busy, RequestError
+from jaxspec.engine.adapters import UNKNOWN
 from jaxspec.engine.async_llm import EngineDead, Overloaded, RequestFailed, RequestTimeout
 from server.protocol.base import shown
 
@@ -107,6 +108,8 @@ def describe(error: Exception, engine_error: BaseException | None) -> ApiError:
     """Turn `error`, raised while its request ran, into the client's. An unknown one's details go to the log alone."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, RequestError) and error.code == UNKNOWN:  # an adapter unloaded since the route's check
+        return ApiError(404, str(error), param="model", code=UNKNOWN)
     if isinstance(error, RequestError):
         return ApiError(400, str(error), param=error.param, code=error.code)
     if isinstance(error, EngineDead):

@@ -5,7 +5,8 @@ import dataclasses
 import httpx
 import pytest
 
-from jaxspec import ConfigError
+from jaxspec import ConfigError, RequestError
+from jaxspec.engine.adapters import UNKNOWN
 from server.app import create_app
 from tests.server.fake import FakeLLM
 from tests.server.live import serving
@@ -67,6 +68,16 @@ def test_generate_takes_one_for_each_prompt(served):
 def test_what_cant_be_served_is_refused_in_words(served, path, body, status, says):
     reply = served[1].post(path, json=body)
     assert reply.status_code == status and says in reply.json()["error"]["message"], reply.text
+
+
+def test_an_adapter_unloaded_since_the_check_is_not_found():
+    class Unloading(FakeLLM):
+        def prepare(self, prompt, params):
+            raise RequestError("the adapter 'sql' isn't loaded; loaded: none", "lora", UNKNOWN)
+
+    with serving(create_app(Unloading(adapters={"sql": "/a/sql"}))) as url:
+        reply = httpx.post(f"{url}/v1/completions", json={"prompt": "a", "model": "sql"})
+    assert reply.status_code == 404 and reply.json()["error"]["param"] == "model", reply.text
 
 
 def test_adapters_are_listed_with_their_parent(served):
