@@ -25,7 +25,7 @@ from server.parsers.llama3_json import Llama3Json
 from server.parsers.mistral import Mistral
 from server.parsers.qwen3_coder import Qwen3Coder
 from server.parsers.scan import ARGUMENTS, CALL, CONTENT, REASONING, Piece, Scanner, join
-from server.parsers.think import DeepseekR1, Magistral, Qwen3, Think
+from server.parsers.think import DeepseekR1, Glm45Thoughts, KimiK2Thoughts, Magistral, Qwen3, Think
 from server.parsers.tools import ToolScanner
 
 __all__ = ["ARGUMENTS", "CALL", "CONTENT", "PARSERS", "REASONING", "REASONING_PARSERS", "Parser", "Piece", "parse"]
@@ -33,7 +33,9 @@ __all__ = ["ARGUMENTS", "CALL", "CONTENT", "PARSERS", "REASONING", "REASONING_PA
 REASONING_PARSERS: dict[str, type[Think] | type[Harmony]] = {
     "qwen3": Qwen3,
     "deepseek_r1": DeepseekR1,
-    **dict.fromkeys(("think", "glm45", "kimi_k2", "minimax_m2"), Think),
+    "glm45": Glm45Thoughts,
+    "kimi_k2": KimiK2Thoughts,
+    **dict.fromkeys(("think", "minimax_m2"), Think),
     "mistral": Magistral,
     "gemma4": Gemma4Thoughts,
     **dict.fromkeys(("harmony", "gpt_oss", "openai_gptoss"), Harmony),
@@ -173,8 +175,10 @@ def parse(
 
 
 def reasoning_default(model_type: str, template: str | None) -> str | None:
-    """The reasoning format of a model with this chat template, or None where it has none that is known."""
-    return _first(REASONING_DEFAULTS, model_type, template)
+    """The reasoning format of a model with this chat template, or None where it has none that is known. With "think",
+    calls say which models end their reasoning by one."""
+    name, calls = _first(REASONING_DEFAULTS, model_type, template), tool_default(model_type, template)
+    return calls if name == "think" and calls in ("glm45", "kimi_k2") else name
 
 
 def tool_default(model_type: str, template: str | None) -> str | None:

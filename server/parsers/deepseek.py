@@ -20,17 +20,19 @@ _NAME = re.compile(r"[\w.:/-]*")
 
 
 class DeepseekV31(ToolScanner):
-    """`HEAD` and `TAIL` are around a call's name and its arguments, as models write them."""
+    """`HEAD` and `TAIL` are around a call's name and its arguments, as models write them. `SECTIONS` and
+    `SECTION_ENDS`: all spellings that are read."""
 
     SECTION, SECTION_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
     CALL, SEPARATOR, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
     MARKERS = (SECTION, SECTION_END, CALL, SEPARATOR, CALL_END)
+    SECTIONS, SECTION_ENDS = (SECTION,), (SECTION_END,)
     HEAD, TAIL = (CALL, "{name}", SEPARATOR), (CALL_END,)
 
     def run(self) -> Steps:
-        while stop := (yield from self.text(self.content, stops(self.SECTION, self.CALL))):
+        while stop := (yield from self.text(self.content, stops(*self.SECTIONS, self.CALL))):
             self.mark()
-            if stop == self.SECTION:
+            if stop in self.SECTIONS:
                 yield from self.literal(stop)
                 yield from self.space()
             if not (yield from self._call()):
@@ -40,7 +42,8 @@ class DeepseekV31(ToolScanner):
             while not closed:
                 self.mark()
                 yield from self.space()
-                closed = yield from self.closing(self.SECTION_END)
+                for end in self.SECTION_ENDS:
+                    closed = closed or (yield from self.closing(end))
                 if not closed and not (yield from self._call()):
                     self.back()
                     break

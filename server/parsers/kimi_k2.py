@@ -22,6 +22,8 @@ class KimiK2(DeepseekV31):
     SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
     CALL, SEPARATOR, CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
     MARKERS = (SECTION, SECTION_END, CALL, SEPARATOR, CALL_END)
+    SECTIONS = SECTION, "<|tool_call_section_begin|>"  # some write the singular
+    SECTION_ENDS = SECTION_END, "<|tool_call_section_end|>"
     HEAD, TAIL = (CALL, "functions.{name}:", "{number}", SEPARATOR), (CALL_END,)
 
     _id = ""

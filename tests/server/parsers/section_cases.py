@@ -64,5 +64,13 @@ SECTIONS += [
          + KIMI_CLOSES, call("get_time")),
     case("a dot in a name, no prefix", "-",
          "<|tool_call_begin|>a.b:0<|tool_call_argument_begin|>{}<|tool_call_end|>", call("a.b")),
+    case("a section in the singular", "vllm kimi_k2",
+         "<|tool_call_section_begin|>" + kimi("get_time", "{}") + "<|tool_call_section_end|> Done.", call("get_time"),
+         says=" Done."),
+    case("a section ends open reasoning", "vllm kimi_k2, sglang kimi_k2",
+         "<think>hm" + KIMI_OPENS + kimi("get_time", "{}") + KIMI_CLOSES, call("get_time"), thinks="hm",
+         format="kimi_k2+kimi_k2"),
+    case("a section mentioned in reasoning", "-", f"<think>no {KIMI_OPENS} yet</think>" + kimi("get_time", "{}"),
+         call("get_time"), thinks=f"no {KIMI_OPENS} yet", format="kimi_k2+kimi_k2"),
     plain("no arguments follow", "vllm kimi_k2", KIMI_OPENS + "<|tool_call_begin|>functions.f:0<|tool_call_end|>"),
 ]  # fmt: skip

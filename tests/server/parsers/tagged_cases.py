@@ -40,6 +40,10 @@ TAGGED = [
     plain("not a call", "-", "<tool_call>is a tag</tool_call>"),
     case("behind reasoning", "vllm glm4_moe", "<think>hm</think>\n" + glm("get_time"), call("get_time"), thinks="hm",
          format="think+glm45"),
+    case("a call ends open reasoning", "sglang glm45", "<think>hm\n" + glm("get_weather", city="Oslo"),
+         call("get_weather", city="Oslo"), thinks="hm\n", format="glm45+glm45"),
+    case("a call mentioned in reasoning", "-", "<think>a <tool_call>tag</think>" + glm("get_time"), call("get_time"),
+         thinks="a <tool_call>tag", format="glm45+glm45"),
 ]  # fmt: skip
 
 case, plain = cases_of("minimax_m2", TOOLS)
