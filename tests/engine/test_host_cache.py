@@ -185,6 +185,14 @@ def test_a_copy_that_fails_loses_cached_pages_alone(to_host, error, monkeypatch)
         assert said(alone(llm, conversations(vocab, 1)[:4])) == said(other)
 
 
+def test_a_page_that_finds_no_room_is_skipped_and_not_lost(monkeypatch):
+    llm, vocab = engine("ngram")
+    with host_cache(llm) as cache:
+        monkeypatch.setattr(cache.tier, "make_room", lambda size: False)  # as while loads read all blocks
+        alone(llm, conversations(vocab)[:2])
+        assert cache.tier.skipped and not cache.figures.lost_blocks
+
+
 @pytest.mark.parametrize("draft", [*map(rare, ("ngram", "hybrid"))])
 def test_memory_is_bounded_by_the_option_and_the_oldest_go_first(draft, monkeypatch):
     llm, vocab = engine(draft)

@@ -264,7 +264,7 @@ class HostCache:
     def _store(self, copies: list[Copy], kind: str) -> None:
         tier, most = self.tier, 1 if kind == STATES else self.bucket
         if not tier.make_room(sum(tier.bytes_of(copy) for copy in copies)):
-            self.figures.lost_blocks += len(copies)  # loads read all that is there
+            tier.skipped += len(copies)  # loads and writes read all that is there
             return
         rows = np.zeros(most, np.int32)
         rows[: len(copies)] = [copy.at for copy in copies]
