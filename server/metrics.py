@@ -86,7 +86,11 @@ COUNTERS = (
     ("host_cache_loads_total", "jaxspec_host_cache_loads", "Prompts for which pages came back from the host"),
     ("host_cache_declined_total", "jaxspec_host_cache_declined", "Reloads not made, since computing was faster"),
     ("host_cache_evicted_blocks_total", "jaxspec_host_cache_evicted", "Pages and snapshots dropped for newer ones"),
-    ("host_cache_skipped_blocks_total", "jaxspec_host_cache_skipped", "Pages that left and had no room on the way or in the host"),
+    (
+        "host_cache_skipped_blocks_total",
+        "jaxspec_host_cache_skipped",
+        "Pages that left and found no room there",
+    ),
     ("host_cache_lost_blocks_total", "jaxspec_host_cache_lost", "Pages and snapshots lost to failed copies"),
     ("host_cache_damaged_blocks_total", "jaxspec_host_cache_damaged", "Pages and snapshots with a wrong checksum"),
     ("disk_cache_written_bytes_total", "jaxspec_disk_cache_written_bytes", "Bytes written to the disk"),
