@@ -24,23 +24,23 @@ def add(app: FastAPI, serving: Serving) -> None:
         return [prompt.ids for prompt in await serving.prompts(body)]
 
     async def scored(body: ScoreRequest | RerankRequest, request: Request, **options: Any) -> Response:
-        serving.check(body.model)
+        lora = serving.check(body.model)
         pooling, pairs = serving.pooling, body.pairs
         if pooling is None:
             raise _generates(serving.name, "scores")
         if pooling.embeds and body.instruction is not None:
             raise RequestError("embeddings take no instruction; write it into the text", "instruction")
-        name = f"score-{request.state.request_id}"
+        name, model = f"score-{request.state.request_id}", lora or serving.name
 
         async def make() -> SimilarityReply | AnswerReply:
             if pooling.embeds:
                 prompts = await ids([text for pair in pairs for text in pair], None)
-                return SimilarityReply(prompts, name, serving.name, pooling, **options)
+                return SimilarityReply(prompts, name, model, pooling, **options)
             prompts = await ids([question(*pair, body.instruction) for pair in pairs], False)
-            return AnswerReply(prompts, _answers(), name, serving.name, **options)
+            return AnswerReply(prompts, _answers(), name, model, **options)
 
         with _field(body.paired if isinstance(body, ScoreRequest) else "documents"):
-            return await serving.answer(request, make(), None, False, body.priority, pooled=True)
+            return await serving.answer(request, make(), None, False, body.priority, lora, pooled=True)
 
     def _answers() -> tuple[int, int]:
         encoded = [serving.llm.tokenizer.encode(word, False) for word in serving.pooling.answers]
@@ -51,7 +51,7 @@ def add(app: FastAPI, serving: Serving) -> None:
     @app.post("/v1/embeddings", responses={200: {"model": Embeddings}})
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         """Embed texts. Longer inputs than the context are refused."""
-        serving.check(body.model)
+        lora = serving.check(body.model)
         if serving.pooling is None or not serving.pooling.embeds:
             raise _generates(serving.name, "embeddings", serving.pooling is not None)
         width = serving.llm.model_config.hidden_size
@@ -61,10 +61,10 @@ def add(app: FastAPI, serving: Serving) -> None:
         async def make() -> EmbeddingReply:
             prompts, name = await ids(body.input, body.add_special_tokens), f"embd-{request.state.request_id}"
             packed = body.encoding_format == "base64"
-            return EmbeddingReply(prompts, name, serving.name, serving.pooling, body.dimensions, packed)
+            return EmbeddingReply(prompts, name, lora or serving.name, serving.pooling, body.dimensions, packed)
 
         with _field("input"):
-            return await serving.answer(request, make(), None, False, body.priority, pooled=True)
+            return await serving.answer(request, make(), None, False, body.priority, lora, pooled=True)
 
     @app.post("/v1/score", responses={200: {"model": Scores}})
     @app.post("/score", include_in_schema=False)

@@ -17,7 +17,7 @@ def add(app: FastAPI, serving: Serving) -> None:
     @app.post("/inference/v1/generate")
     async def generate(body: TokensRequest, request: Request) -> Response:
         """Go on from token ids. The response has token ids alone."""
-        serving.check(body.model)
+        lora = serving.check(body.model)
         asked, experts = body.sampling_params, serving.llm.config.enable_return_routed_experts
         given = {"return_routed_experts": experts, "cache_salt": body.cache_salt}
         params = asked.params(serving.sampling, **given)
@@ -30,7 +30,7 @@ def add(app: FastAPI, serving: Serving) -> None:
             return TokensReply(
                 [prompt],
                 params,
-                serving.name,
+                lora or serving.name,
                 serving.ids,
                 id=body.request_id or request.state.request_id,
                 include_usage=bool(usage and usage.include_usage),
@@ -40,7 +40,7 @@ def add(app: FastAPI, serving: Serving) -> None:
                 no_tokens=params.no_tokens,
             )
 
-        return await serving.answer(request, make(), body.stream, priority=body.priority)
+        return await serving.answer(request, make(), body.stream, priority=body.priority, lora=lora)
 
     @app.post("/abort_requests")
     async def abort_requests(body: AbortRequests) -> JSONResponse:

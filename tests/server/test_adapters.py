@@ -36,6 +36,8 @@ def test_requests_name_an_adapter(served, body, adapter):
     reply = http.post("/v1/messages", json={"messages": MESSAGES, "max_tokens": 4, "model": "tiny", **body}).json()
     assert reply["model"] == (adapter or "tiny"), reply
     assert http.post("/v1/responses", json={"input": "hi", **body}).json()["model"] == (adapter or "tiny")
+    if "lora_path" not in body:
+        http.post("/inference/v1/generate", json={"token_ids": [1], "sampling_params": {}, **body})
     assert set(llm.loras) == {adapter}
 
 

@@ -34,7 +34,8 @@ golden = lambda name: [GOLDEN[f"{name}_{length}"] for length in LENGTHS]  # noqa
 
 @pytest.fixture(scope="module")
 def llm():
-    options = SMALL | {"max_running_requests": 3, "enable_return_hidden_states": True}
+    own = {"lora_modules": {"own": str(HERE / "adapters" / "qwen3")}}
+    options = SMALL | {"max_running_requests": 3, "enable_return_hidden_states": True} | own
     llm = AsyncLLM(str(FOLDER), **options)
     yield llm
     llm.close()
@@ -159,6 +160,21 @@ def test_documents_are_ranked(reranker, monkeypatch):
     assert len(http.post("/v2/rerank", json=body | {"top_n": 0}).json()["results"]) == 3, "vLLM's default: all"
     bare = http.post("/rerank", json=body | {"return_documents": False}).json()
     assert all("document" not in each for each in bare["results"])
+
+
+@pytest.mark.parametrize("path,body", [
+    ("embeddings", {"input": [1]}), ("score", {"text_1": "1", "text_2": "2"}),
+    ("rerank", {"query": "1", "documents": ["2"]}),
+])  # fmt: skip
+def test_a_text_is_judged_by_the_adapter_that_a_request_names(llm, monkeypatch, path, body):
+    monkeypatch.setattr(llm, "tokenizer", rules.byte_tokenizer(), raising=False)
+    with serving(create_app(llm, "embedder", pools=Pooling("last"))) as url:
+        base, own = (
+            httpx.post(f"{url}/v1/{path}", json={**body, "model": name}).json() for name in ("embedder", "own")
+        )
+    assert own["model"] == "own" and own["usage"] == base["usage"], own
+    results = "results" if path == "rerank" else "data"
+    assert own[results] != base[results]
 
 
 def test_a_model_that_generates_says_so(http):
