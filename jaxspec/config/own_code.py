@@ -24,9 +24,9 @@ def import_own(said: str, name: str) -> ModuleType:
     """
     try:
         module = import_module(name)
-    except ImportError:
-        raise
     except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
+            raise
         raise ConfigError(f"{said}: importing {name} fails: {_told(error)}") from error
     _NAMED[said] = str(module.__file__)
     return module

@@ -24,15 +24,21 @@ def module(tmp_path, monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("source, said", [("1 / 0", "ZeroDivisionError: division"), ("def f(", "SyntaxError: ")])
+@pytest.mark.parametrize("source, said", [
+    ("1 / 0", "ZeroDivisionError: division"),
+    ("def f(", "SyntaxError: "),
+    ("import jaxspec.nowhere", "ModuleNotFoundError: No module named 'jaxspec.nowhere'"),
+    ("from json import nothing", "ImportError: cannot import name 'nothing'"),
+])  # fmt: skip
 def test_a_module_that_fails(module, source, said):
     with pytest.raises(ConfigError, match=rf"^--draft own_code_\d+:Own\?depth=2: importing own_code_\d+ fails: {said}"):
         module(source)
 
 
 def test_a_module_that_is_not_there():
-    with pytest.raises(ImportError):
-        import_own("--loss nowhere:x", "nowhere")
+    for name in ("nowhere", "nowhere.mine", "json.mine"):
+        with pytest.raises(ImportError):
+            import_own(f"--loss {name}:x", name)
 
 
 def test_what_fails_within_is_blamed(module):
