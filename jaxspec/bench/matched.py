@@ -126,8 +126,8 @@ def command(args: argparse.Namespace, each: Contender) -> list[str]:
 
 
 def report(args: argparse.Namespace, documents: Sequence[Document], found: Sequence[Contender]) -> str:
-    """The table, which is written to `compare.md`, beside its figures and its chart. Plain decoding is the first of the
-    documents."""
+    """The table, and what may mislead in it, which is written to `compare.md`, beside its figures and its chart. Plain
+    decoding is the first of the documents."""
     plain = {(row["data"], row["concurrency"]): row for row in documents[0]["rows"]}
     rows = [row for document in documents for row in document["rows"]]
     for row in rows:
@@ -136,7 +136,7 @@ def report(args: argparse.Namespace, documents: Sequence[Document], found: Seque
     (args.output / "compare.json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     if not args.no_plots:
         plots.draw(accept.plot, whole, args.output / "compare.svg")
-    text = table(rows, found)
+    text = table(rows, found) + "".join(f"\n\n{note}." for note in whole["notes"])
     (args.output / "compare.md").write_text(text + "\n", encoding="utf-8")
     return text
 

@@ -102,7 +102,9 @@ def test_the_table_has_intervals_and_marks_the_best(contenders, tmp_path):
     a, b = (each.draft for each in contenders)
     args = argparse.Namespace(output=tmp_path, seed=0, no_plots=True)
     documents = [document("none", 1.0), document(a, 1.5, 2.5), document(b, 1.2, 2.8)]
+    documents[1]["notes"].append("a, X: programs compiled meanwhile: 2; its speed includes that")
     text = matched.report(args, documents, contenders)
+    assert text.endswith("|\n\na, X: programs compiled meanwhile: 2; its speed includes that.")
     assert "| a | 2.5 | 30 |" in text and text + "\n" == (tmp_path / "compare.md").read_text()
     assert "| X | all | 2.50 (2.00 to 3.00) | **2.80** (2.00 to 3.00) |" in text
     assert "| X | 1 | 100 | 150, **1.50x** (1.50 to 1.50) | 120, 1.20x (1.20 to 1.20) |" in text
