@@ -93,8 +93,11 @@ def _results(jaxpr: core.Jaxpr, args: Sequence[Any]) -> list[np.ndarray] | None:
         return None
     arrays = [np.asarray(x, var.aval.dtype) for x, var in zip(args, jaxpr.invars, strict=True)]
     made = _evaluated(jaxpr, arrays, collections.Counter())
-    right = made is not None and all(x.dtype == aval.dtype for x, aval in zip(made, avals, strict=True))
-    return made if right else None
+    if made is None or any(
+        x.dtype == jax.dtypes.float0 or x.dtype != aval.dtype for x, aval in zip(made, avals, strict=True)
+    ):
+        return None
+    return made
 
 
 def _evaluated(jaxpr: core.Jaxpr, arrays: Sequence[np.ndarray], rounded: collections.Counter) -> list | None:
