@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -98,8 +99,10 @@ class ModelConfig:
         whole, hf = hf, _text_model(hf)
         model_type = hf.get("model_type")
         if not isinstance(model_type, str) or model_type not in MODELS:
+            near = difflib.get_close_matches(str(model_type), MODELS, n=3)
+            among = f", among them {', '.join(near)}" if near else ""
             raise ConfigError(
-                f"model_type {shown(model_type)} is not supported; supported: {', '.join(sorted(MODELS))}"
+                f"model_type {shown(model_type)} is not supported; docs/models.md has the {len(MODELS)} that are{among}"
             )
         family = MODELS[model_type]
         hf = {**getattr(family, "DEFAULTS", {}), **hf}

@@ -305,7 +305,7 @@ def test_words_of_the_environment_are_kept_translated_or_named():
 
 
 @pytest.mark.parametrize("model_type,line,said", [
-    ("mamba", "{}", "model_type 'mamba' is not supported; supported: "),
+    ("mamba", "{}", "model_type 'mamba' is not supported; docs/models.md has the "),
     ("speculators", "{}", "is a drafter; name its target as the model: --model meta/target --draft "),
     (None, "RedHatAI/Qwen3-32B-speculator.eagle3",
      "--model RedHatAI/Qwen3-32B-speculator.eagle3 is a drafter; name its target as the model: --model qwen/qwen3-32b "
