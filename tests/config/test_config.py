@@ -422,8 +422,8 @@ def test_mimo_v2_that_is_refused(change, words):
 
 
 @pytest.mark.parametrize("change,words", [
-    (dict(model_type="gpt2"), ["'gpt2'", "mixtral, nemotron_h, olmo2"]),
-    (dict(model_type=None), ["None", "mixtral, nemotron_h, olmo2"]),
+    (dict(model_type="qwen3_5moe"), ["'qwen3_5moe'", "docs/models.md", "among them qwen3_5_moe, qwen3_moe"]),
+    (dict(model_type=None), ["None", "docs/models.md"]),
     (dict(hidden_size=0), ["hidden_size", "positive integer", "0"]),
     (dict(num_hidden_layers="36"), ["num_hidden_layers", "'36'"]),
     (dict(vocab_size=True), ["vocab_size", "True"]),
