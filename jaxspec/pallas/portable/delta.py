@@ -63,36 +63,36 @@ def step(
     hopper.count("portable_delta_step")
     t = q.shape[1]
     gates = [gate.astype(jnp.float32) for gate in (decay, beta) if gate is not None]
-    given = *jax.tree.leaves(pool), layer.reshape(1), slots, replay, q, k, v, *gates
-    state, out, new = _step(*given, interpret=interpret)
+    operands = pool.state, pool.updates, pool.keys, pool.decay, layer.reshape(1), slots, replay, q, k, v, *gates
+    state, updates, k, decay, out = _step(*operands, interpret=interpret)
     keys = pool.keys.at[layer, slots, :t].set(k)
-    updates = pool.updates.at[layer, slots, :t].set(new)
-    decays = pool.decay.at[layer, slots, :, :t].set(gates[0].swapaxes(1, 2))
+    decays = pool.decay.at[layer, slots, :, :t].set(decay.swapaxes(1, 2))
     return out, DeltaPool(state, keys, updates, decays)
 
 
 @partial(jax.jit, static_argnames="interpret")
-def _step(state, *rest, interpret):
-    v = rest[8]
-    b, t, n, width = v.shape
+def _step(*operands, interpret):
+    """States and updates, the new keys and decays, and what rows read.
+
+    Keys and decays come back as they are given: so XLA records them after the kernel has read those before, and needn't
+    copy the pool.
+    """
+    same, v = {0: 0, 1: 1, 8: 2, 10: 3}, operands[9]
+    b, _, n, width = v.shape
     return pl.pallas_call(
-        _rows,
-        out_shape=[
-            jax.ShapeDtypeStruct(state.shape, state.dtype),
-            jax.ShapeDtypeStruct(v.shape, v.dtype),
-            jax.ShapeDtypeStruct((b, t, n, width), jnp.float32),
-        ],
+        partial(_rows, interpret),
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*(operands[i] for i in same), v)],
         grid=(width // ROWS, n, b),
-        input_output_aliases={0: 0},
+        input_output_aliases=same,
         compiler_params=portable.triton().CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="portable_delta_step",
-    )(state, *rest)
+    )(*operands)
 
 
-def _rows(_, keys, updates, decays, layer, slots, replay, q, k, v, decay, *refs):
-    """Run `ROWS` rows of one request's state of one head."""
-    *beta, state, out, new = refs
+def _rows(interpret, _, __, keys, decays, layer, slots, replay, q, k, v, decay, *refs):
+    """Run `ROWS` rows of one request's state of one head. No other program has their updates."""
+    *beta, state, updates, _, _, out = refs
     first, n, b = pl.program_id(0) * ROWS, pl.program_id(1), pl.program_id(2)
     m = lax.div(n, jnp.int32(state.shape[2] // keys.shape[3]))
     at, rows = (layer[0], slots[b]), pl.ds(first, ROWS)
@@ -106,6 +106,8 @@ def _rows(_, keys, updates, decays, layer, slots, replay, q, k, v, decay, *refs)
     s = state[*at, n, rows, width].astype(jnp.float32)
     s = lax.fori_loop(0, replay[b], enter, s)
     state[*at, n, rows, width] = s.astype(state.dtype)
+    if not interpret:
+        portable.triton().debug_barrier()  # other threads of this program read what these write from here on
 
     def run(i, s):
         key, query = (x[b, i, m, width].astype(jnp.float32)[None] for x in (k, q))
@@ -114,7 +116,7 @@ def _rows(_, keys, updates, decays, layer, slots, replay, q, k, v, decay, *refs)
         if beta:
             update = beta[0][b, i, n] * (update - jnp.sum(s * key, axis=1))
         s = s + update[:, None] * key
-        new[b, i, n, rows] = update
+        updates[*at, i, n, rows] = update
         out[b, i, n, rows] = jnp.sum(s * query, axis=1).astype(out.dtype)
         return s
 
