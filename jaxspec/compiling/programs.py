@@ -541,7 +541,7 @@ class Programs:
             prompts = kind.removeprefix(ADAPTED) in ("prefill", "score")
             options |= xla_options.autotuning(self._params, size * (self.shapes.block if prompts else 1))
         with took(f"compiled {kind} {size}"), contextlib.nullcontext() if self._store is None else not_in_jax_cache():
-            program = self._compiled[kind, size] = lowered.compile(options)
+            program = self._compiled[kind, size] = xla_options.compiled(lowered, options, f"{kind} {size}")
         return program
 
     def _keep(self, state: State, one: One, program: Any, kernels: Counter) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import logging
 import os
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -27,6 +29,10 @@ NOTHING_TIMED = FEWER_CANDIDATES | NO_TRITON | {"xla_gpu_autotune_level": 0}
 # no candidate may run on one device while others wait for it in a kernel: a start over two H200s hung.
 WITH_PEERS = NOTHING_TIMED | {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
 MANY_ROWS = 8
+FULL = "RESOURCE_EXHAUSTED"  # XLA's word for a device without memory
+
+log = logging.getLogger("jaxspec")
+_in_turn = threading.Lock()
 
 
 def autotuning(weights: Any, rows: int) -> dict[str, int | bool]:
@@ -36,6 +42,28 @@ def autotuning(weights: Any, rows: int) -> dict[str, int | bool]:
         return {}
     options = FEWER_CANDIDATES | (NO_TRITON if rows >= MANY_ROWS else {})
     return {name: value for name, value in options.items() if name not in os.environ.get("XLA_FLAGS", "")}
+
+
+def compiled(lowered: jax.stages.Lowered, options: dict[str, Any], name: str) -> jax.stages.Compiled:
+    """Compile a program. XLA copies operands to try candidates on them, in many threads at once: those for which the
+    device has no room are compiled one after the other, and if that doesn't help, without trying any."""
+    try:
+        return lowered.compile(options)
+    except jax.errors.JaxRuntimeError as error:
+        if FULL not in str(error):
+            raise
+    with _in_turn:
+        try:
+            return lowered.compile(options)
+        except jax.errors.JaxRuntimeError as error:
+            if FULL not in str(error):
+                raise
+        log.warning(
+            "the device has no memory left to try kernels for %s, which may be slower for it; a lower "
+            "--mem-fraction-static or --max-total-tokens leaves some",
+            name,
+        )
+        return lowered.compile(options | NOTHING_TIMED)
 
 
 @functools.cache

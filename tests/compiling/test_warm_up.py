@@ -85,3 +85,28 @@ def test_a_program_that_fails_ends_a_warm_up(monkeypatch):
     with pytest.raises(RuntimeError, match="no room for this program"):
         LLM(checkpoint(), "ngram", **OPTIONS | {"skip_warmup": False, "few_programs": False})
     assert 0 < len(lowered) < 10
+
+
+class FullUntil:
+    """A lowered program whose compilation finds no memory so many times, unless nothing is tried."""
+
+    def __init__(self, times: int, words: str = xla_options.FULL):
+        self.times, self.words = times, words
+
+    def compile(self, options):
+        if self.times and options.get("xla_gpu_autotune_level") != 0:
+            self.times -= 1
+            raise jax.errors.JaxRuntimeError(f"{self.words}: while trying to allocate 1.17GiB")
+        return options
+
+
+@pytest.mark.parametrize("times,tried", [(0, True), (1, True), (2, False)])
+def test_programs_compile_where_there_is_no_room_to_try_kernels(caplog, times, tried):
+    made = xla_options.compiled(FullUntil(times), {"a": 1}, "round_greedy 8")
+    assert made == ({"a": 1} if tried else {"a": 1} | xla_options.NOTHING_TIMED)
+    assert ("no memory left to try kernels for round_greedy 8" in caplog.text) != tried
+
+
+def test_other_faults_of_a_compilation_are_not_tried_again():
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        xla_options.compiled(FullUntil(1, "INTERNAL"), {}, "round_greedy 8")
