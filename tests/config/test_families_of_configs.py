@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 
+import jax
 import pytest
 
 from jaxspec.config.options import ConfigError
 from jaxspec.models.description import Mamba2, Mixture, Mlp, ScaleByPosition, SigmoidScores
+from jaxspec.models.families import MODELS
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.rope import of_context
 from jaxspec.models.rope_scaling import LongRope, NoRotation, Yarn
@@ -164,6 +166,22 @@ def test_ernie_4_5_21b_a3b():
     assert read.decoder.attention.rope.interleaved and read.decoder.tied and read.mtp_layers == 0
 
 
+def test_k_exaone_236b_a23b():
+    """Its keys that transformers passes over say what the others do."""
+    windows = [128, 128, 128, 0]
+    read = config(
+        model_type="exaone_moe", hidden_size=6144, intermediate_size=18432, num_hidden_layers=4, vocab_size=153600,
+        num_attention_heads=64, num_key_value_heads=8, head_dim=128, num_experts=128, num_experts_per_tok=8,
+        num_shared_experts=1, moe_intermediate_size=2048, first_k_dense_replace=1, is_moe_layer=[0, 1, 1, 1],
+        n_group=1, topk_group=1, norm_topk_prob=True, routed_scaling_factor=2.5, scoring_func="sigmoid",
+        topk_method="noaux_tc", sliding_window=128, sliding_window_pattern="LLLG", sliding_windows=windows,
+        num_nextn_predict_layers=1, mtp_layer_types=["full_attention"], mtp_sliding_windows=[0], mtp_share_layers=False,
+    )  # fmt: skip
+    assert [layer.mixing.window or 0 for layer in read.decoder.layers] == windows
+    tensors = {name for each in jax.tree.leaves(MODELS["exaone_moe"].tensors(read.decoder)) for name in each.sources}
+    assert "model.layers.1.mlp.e_score_correction_bias" in tensors
+
+
 def test_dots1_whose_groups_are_null():
     """All experts are one group then, as in the published config."""
     read = ModelConfig.from_hf(tiny_config("dots1", n_group=None, topk_group=None, scoring_func="noaux_tc")).decoder
@@ -185,6 +203,8 @@ def test_dots1_whose_groups_are_null():
     ("minicpm", dict(num_experts=8), ["num_experts 8"]),
     ("minicpm", dict(mup_denominator=8), ["mup_denominator 8", "supported: 2"]),
     ("arcee", dict(hidden_act="silu"), ["hidden_act 'silu'", "'relu2'"]),
+    ("exaone_moe", dict(sliding_windows=[20, 40]), ["sliding_windows [20, 40]", "supported: [20, 0]"]),
+    ("exaone_moe", dict(swiglu_limits=[0.0, 7.0]), ["swiglu_limits [0.0, 7.0]", "supported: [0, 0]"]),
     ("solar_open", dict(n_group=3), ["n_group (3)", "n_routed_experts (8)"]),
 ])  # fmt: skip
 def test_variants_that_are_refused(family, change, words):

@@ -276,7 +276,7 @@ VARIANTS = {
         ),
     ),
     "exaone-moe": (
-        "single",
+        "exaone",
         ExaoneMoeConfig(
             **SIZES,
             **ROUTED,
@@ -290,7 +290,7 @@ VARIANTS = {
         ),
     ),
     "exaone-moe-tied": (
-        "single",
+        "exaone",
         ExaoneMoeConfig(
             **SIZES,
             **ROUTED,
@@ -356,6 +356,7 @@ LAYOUTS = {  # names of checkpoints where they aren't transformers' own
         "shared_experts": "shared_mlp",
     },
     "ernie": {"gate.moe_statics": "moe_statics"},
+    "exaone": {"gate.e_score_correction_bias": "e_score_correction_bias"},
     "bailing": {
         "embed_tokens": "word_embeddings",
         "self_attn.o_proj": "attention.dense",

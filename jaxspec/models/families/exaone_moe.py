@@ -6,10 +6,13 @@ Most layers see a window; the others don't rotate. Queries and keys are normed b
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
+from jaxspec.config.json_values import shown
+from jaxspec.config.options import ConfigError
 from jaxspec.models import reading
-from jaxspec.models.declaring import decoder_tensors as tensors
-from jaxspec.models.description import Decoder
+from jaxspec.models.declaring import Tensors, decoder_tensors, mixture_tensors, renamed
+from jaxspec.models.description import Decoder, Mixture
 from jaxspec.models.families import exaone4
 from jaxspec.models.families.deepseek_v3 import ROUTING, dense_layers
 from jaxspec.models.families.glm4_moe import mixture
@@ -38,4 +41,26 @@ def read(hf: reading.Config) -> Decoder:
         dataclasses.replace(layer, feed=layer.feed if dense(i) else experts, pre_norm=True, post_norm=False)
         for i, layer in enumerate(decoder.layers)
     ]
+    _check_layers(hf, decoder)
     return dataclasses.replace(decoder, layers=tuple(layers))
+
+
+def _check_layers(hf: reading.Config, decoder: Decoder) -> None:
+    """**Raises:** `ConfigError` for windows of several sizes or clamped MLPs, which K-EXAONE 2.0 has."""
+    windows = [layer.mixing.window or 0 for layer in decoder.layers]
+    for key, supported in (("sliding_windows", windows), ("swiglu_limits", [0] * len(windows))):
+        named = hf.get(key)
+        if named is not None and not (isinstance(named, list | tuple) and [each or 0 for each in named] == supported):
+            raise ConfigError(
+                f"{key} {shown(named)} is not supported for model_type {hf['model_type']!r}; supported: "
+                f"{shown(supported)}, by its other keys"
+            )
+
+
+def named_tensors(m: Mixture, d: int, prefix: str) -> Tensors:
+    """The mixture, whose correction stands beside the router."""
+    tree = mixture_tensors(m, d, prefix)
+    return tree | {"router_correction": renamed(tree["router_correction"], {"mlp.gate.": "mlp."})}
+
+
+tensors = partial(decoder_tensors, mixtures=named_tensors)
