@@ -49,6 +49,7 @@ MTP_PARTS = {  # parts of a module in DeepSeek's layout and MiMo-V2's, and in Qw
     "pre_mlp_layernorm.": "layers.0.post_attention_layernorm.",
     "self_attn.attention_sink_bias": "layers.0.self_attn.sinks",
 }
+MTP_OF_ERNIE = {"block": "", "emb_norm": "enorm.", "hidden_norm": "hnorm.", "linear_proj": "eh_proj."}  # in DeepSeek's
 MTP_HALVES = {  # parts of a module in Nemotron's layout, and in Qwen's
     "layers.0.enorm.": "pre_fc_norm_embedding.",
     "layers.0.hnorm.": "pre_fc_norm_hidden.",
@@ -341,7 +342,7 @@ def text_name(name: str, layers: int, sharing: Container[int] = ()) -> str | Non
     name = name.removeprefix("language_model.")  # of all, as Gemma 3 was first published
     if name.startswith(("layers.", "embed_tokens.", "norm.")):  # of a model without a head, as embeddings have it
         name = f"model.{name}"
-    if name.removeprefix("model.").startswith((*OTHER_PARTS, MTP)):
+    if name.removeprefix("model.").startswith((*OTHER_PARTS, MTP, "mtp_")):
         return None
     name = name.replace("model.language_model.", "model.", 1)
     if sharing and (own := KEYS_VALUES.fullmatch(name)) and int(own[1]) in sharing:
@@ -352,18 +353,24 @@ def text_name(name: str, layers: int, sharing: Container[int] = ()) -> str | Non
 def mtp_name(name: str, layers: int) -> str | None:
     """An MTP tensor's name in Qwen's layout, `mtp.*`; None for other tensors, and for copies of the model's own.
 
-    DeepSeek's layout has modules as further layers of the model, behind its `layers`, and MiMo-V2's below `model.mtp`.
-    Each has a projection and norms of its own; those of module 1 are called `mtp.layers.1.fc` and so on. Nemotron's
-    layout has a module's attention and its MLP as two layers, of one norm each.
+    DeepSeek's layout has modules as further layers of the model, behind its `layers`, MiMo-V2's below `model.mtp`, and
+    ERNIE's as `model.mtp_block` and others, by number. Each has a projection and norms of its own; those of module 1
+    are called `mtp.layers.1.fc` and so on. Nemotron's layout has a module's attention and its MLP as two layers, of one
+    norm each.
     """
     if name.startswith(MTP):
         theirs = next((theirs for theirs in MTP_HALVES if name.startswith(MTP + theirs)), "")
         return f"{MTP}{MTP_HALVES[theirs]}{name.removeprefix(MTP + theirs)}" if theirs else name
-    below = re.fullmatch(rf"model\.{MTP}layers\.(\d+)\.(.+)", name)
-    if (found := (int(below[1]), below[2]) if below else _further_layer(name, layers)) is None:
+    if below := re.fullmatch(rf"model\.{re.escape(MTP)}layers\.(\d+)\.(.+)", name):
+        found = int(below[1]), below[2]
+    elif ernies := re.fullmatch(rf"model\.mtp_({'|'.join(MTP_OF_ERNIE)})\.(\d+)\.(.+)", name):
+        found = int(ernies[2]), MTP_OF_ERNIE[ernies[1]] + ernies[3]
+    else:
+        found = _further_layer(name, layers)
+    if found is None:
         return None
     module, part = found
-    if part.startswith(("embed_tokens.", "shared_head.head.")):
+    if part.startswith(("embed_tokens.", "shared_head.head.", "shared_head.weight")):
         return None
     theirs = next((theirs for theirs in MTP_PARTS if part.startswith(theirs)), "")
     ours = MTP_PARTS.get(theirs, "layers.0.")

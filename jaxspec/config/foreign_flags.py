@@ -187,6 +187,7 @@ METHODS = {
     **dict.fromkeys(("gemma4_mtp", "frozen_kv_mtp"), "assistant"),
     "naive_eagle": "eagle",  # one draft a round
     **dict.fromkeys(("nextn", "deepseek_mtp", "qwen3_next_mtp", "qwen3_5_mtp", "glm4_moe_mtp", "mimo_mtp"), "mtp"),
+    **dict.fromkeys(("ernie_mtp", "exaone_moe_mtp", "hy_v3_mtp"), "mtp"),
     **dict.fromkeys(("draft_model", "draft"), "standalone"),
     **dict.fromkeys(("[ngram]", "lookahead", "prompt_lookup"), "ngram"),
 }

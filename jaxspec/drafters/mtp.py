@@ -5,9 +5,9 @@ position (after the last norm), and the token that follows. It was trained for o
 from its own normed output, as EAGLE's do, whose chains and caches these are (`chain`). Embedding and head are the
 target's. Where a checkpoint counts several modules, each drafts one token: `mtp_modules`.
 
-Names are `mtp.*` beside the model's own (Qwen3-Next, Qwen3.5, Nemotron 3), `model.mtp.*` (MiMo-V2), or those of a layer
-behind the model's last (DeepSeek's layout: GLM-4.5, DeepSeek-V3). Experts can be one by one there and stacked in the
-body, or the other way round.
+Names are `mtp.*` beside the model's own (Qwen3-Next, Qwen3.5, Nemotron 3, K-EXAONE), `model.mtp.*` (MiMo-V2),
+`model.mtp_block.*` and others (ERNIE 4.5), or those of a layer behind the model's last (DeepSeek's layout: GLM-4.5,
+DeepSeek-V3, Hy3, Ling 2). Experts can be one by one there and stacked in the body, or the other way round.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from jaxspec.checkpoint import MTP, Model, ModelFolder, Source, locate, mtp_name
@@ -52,6 +53,8 @@ class Modules(NamedTuple):
 
 
 ONE = Modules()
+BRING = "Qwen3-Next", "Qwen3.5", "GLM-4.5", "DeepSeek-V3", "MiMo-V2", "Nemotron 3 Super"
+BRING += "ERNIE 4.5", "Hy3", "Ling 2", "K-EXAONE"
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class Mtp(Chain):
             params = load_weights(declared, files, f"{target.name}, MTP", dtype, options, rename=own)
         theirs = borrowed(target, dtype)
         params |= {"embed": theirs["embed"], "head": theirs}
+        params |= {} if _normed(family) else borrowed(target, dtype, ("norm",))
         made = config, dtype, (target.config.num_layers,), options.num_draft_tokens or 3
         how = how._replace(chained=getattr(family, "MTP_CHAINED", True))
         return cls.made_of(how, *made), params
@@ -117,15 +121,16 @@ def module_config(target: ModelConfig) -> ModelConfig:
 def parameters(config: ModelConfig, modules: Modules = ONE) -> dict[str, Any]:
     """Declarations of the module's own params, for a config of one layer. Several modules have a list, `layers`, of
     their layers, or, where they are `separate`, of all that they have."""
-    d, centred = config.hidden_size, config.decoder.norm.centred
-    layers = [layer_tensors(config.decoder.layers[0], d, f"{MTP}layers.{i}.") for i in range(modules.count)]
+    d, centred, family = config.hidden_size, config.decoder.norm.centred, MODELS[config.model_type]
+    declare = getattr(family, "mtp_tensors", layer_tensors)
+    layers = [declare(config.decoder.layers[0], d, f"{MTP}layers.{i}.") for i in range(modules.count)]
 
     def beside(prefix: str) -> dict[str, Any]:
         return {
             "embed_norm": norm_scale(d, prefix + "pre_fc_norm_embedding.weight", centred),
             "hidden_norm": norm_scale(d, prefix + "pre_fc_norm_hidden.weight", centred),
             "fc": linear(2 * d, {prefix + "fc.weight": d}, exact=True, split=WHOLE),
-            "norm": norm_scale(d, prefix + "norm.weight", centred),
+            **({"norm": norm_scale(d, prefix + "norm.weight", centred)} if _normed(family) else {}),
         }
 
     if modules.count == 1:
@@ -136,6 +141,11 @@ def parameters(config: ModelConfig, modules: Modules = ONE) -> dict[str, Any]:
     return {"layers": [{**beside(prefix), "layer": layer} for prefix, layer in zip(prefixes, layers, strict=True)]}
 
 
+def _normed(family: ModuleType) -> bool:
+    """Whether a module has a norm of its own behind its layer; others take the model's."""
+    return getattr(family, "MTP_NORMED", True)
+
+
 def check(target: Model | Source, load_format: str) -> None:
     """**Raises:** `ConfigError` for a target without a module to draft with."""
     if target.config.decoder.streams:
@@ -143,12 +153,23 @@ def check(target: Model | Source, load_format: str) -> None:
             f"--draft mtp: the MTP module of {target.name} (model_type {target.config.model_type}) reads all residual "
             "streams, and isn't supported yet. Use --draft ngram, which needs nothing"
         )
-    if not found(target, load_format):
+    if found(target, load_format):
+        return
+    name, stored = f"{target.name} (model_type {target.config.model_type})", _stored(target, load_format)
+    if known := [each for each in stored if mtp_name(each, target.config.num_layers)]:
         raise ConfigError(
-            f"--draft mtp: {target.name} (model_type {target.config.model_type}) brings no MTP module; Qwen3-Next, "
-            "Qwen3.5, GLM-4.5, DeepSeek-V3, MiMo-V2 and Nemotron 3 Super checkpoints do, as tensors mtp.* or as a "
-            "layer behind the last. Use --draft ngram, which needs nothing"
+            f"--draft mtp: {name} has tensors of an MTP module, such as {known[0]}, and its config.json counts none; "
+            "give num_nextn_predict_layers there, or use --draft ngram"
         )
+    if unknown := [each for each in stored if "mtp" in each]:
+        raise ConfigError(
+            f"--draft mtp: the MTP module of {name} has tensors of no layout that is read, such as {unknown[0]}. Use "
+            "--draft ngram, which needs nothing"
+        )
+    raise ConfigError(
+        f"--draft mtp: {name} brings no MTP module; {', '.join(BRING)} checkpoints do, as tensors mtp.* or as a layer "
+        "behind the last. Use --draft ngram, which needs nothing"
+    )
 
 
 def found(target: Model | Source, load_format: str) -> bool:
@@ -158,8 +179,13 @@ def found(target: Model | Source, load_format: str) -> bool:
     may = (config.recurrent or config.mtp_layers > 0) and config.decoder.streams is None
     if not may or load_format == "dummy":
         return may
-    files, layers = locate(target.path) if target.path is not None else None, config.num_layers
-    return isinstance(files, ModelFolder) and any(mtp_name(name, layers) for name in files.tensors())
+    return any(mtp_name(name, config.num_layers) for name in _stored(target, load_format))
+
+
+def _stored(target: Model | Source, load_format: str) -> Iterable[str]:
+    """The names of the tensors in a target's folder, if it has one."""
+    files = locate(target.path) if target.path is not None and load_format != "dummy" else None
+    return files.tensors() if isinstance(files, ModelFolder) else ()
 
 
 def preferred(target: Model, load_format: str) -> bool:

@@ -92,10 +92,11 @@ def _in_format(declared: Any, how: Quantization | None, options: EngineConfig) -
     return in_format(declared, how, options.draft_quantization, options.load_format, options.fp8_activations == "on")
 
 
-def borrowed(target: Model, dtype: str) -> dict[str, Any]:
-    """The target's embedding and, unless it is tied to it, its head, in the drafter's dtype."""
+def borrowed(target: Model, dtype: str, names: tuple[str, ...] = ("head", "embed")) -> dict[str, Any]:
+    """The target's embedding and, unless it is tied to it, its head, or others of its params, in the drafter's
+    dtype."""
     params: Mapping[str, Any] = target.params
-    return {name: _in_dtype(params[name], dtype) for name in ("head", "embed") if name in params}
+    return {name: _in_dtype(params[name], dtype) for name in names if name in params}
 
 
 def _in_dtype(weight: jax.Array | Weight, dtype: str) -> jax.Array | Weight:

@@ -117,7 +117,7 @@ class ModelConfig:
             model_type=model_type,
             decoder=decoder,
             max_position=_longest(decoder, _positions(hf)),
-            mtp_layers=_mtp_layers(hf) if getattr(family, "MTP", True) else 0,
+            mtp_layers=_mtp_layers(hf),
             eos_token_ids=tuple(eos),
             bos_token_id=bos,
             dtype=_dtype(hf),

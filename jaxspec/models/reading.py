@@ -181,6 +181,13 @@ def mlps(hf: Config) -> list[Mlp | Mixture]:
     return [mlp] * positive(hf, "num_hidden_layers")
 
 
+def dense_mlp(decoder: Decoder) -> Mlp:
+    """The dense MLP of some layer, which an MTP module's equals. **Raises:** `ConfigError` if none has one."""
+    if mlp := next((layer.feed for layer in decoder.layers if isinstance(layer.feed, Mlp)), None):
+        return mlp
+    raise ConfigError("--draft mtp: this model's MTP modules have a dense MLP, and no layer says how wide it is")
+
+
 def mixtures(hf: Config, renormalised: bool) -> list[Mlp | Mixture]:
     """Each layer's experts, or its MLP if it has none. `renormalised`: the family's default for `norm_topk_prob`.
 

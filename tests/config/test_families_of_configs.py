@@ -163,7 +163,7 @@ def test_ernie_4_5_21b_a3b():
     )  # fmt: skip
     experts = Mixture(64, 6, 1536, shared=3072, shared_gated=False, scores=SigmoidScores(function="softmax"))
     assert [layer.feed for layer in read.decoder.layers] == [Mlp(12288), experts, experts]
-    assert read.decoder.attention.rope.interleaved and read.decoder.tied and read.mtp_layers == 0
+    assert read.decoder.attention.rope.interleaved and read.decoder.tied and read.mtp_layers == 1
 
 
 def test_k_exaone_236b_a23b():

@@ -22,8 +22,10 @@ from tests.support.tiny import rewrite, tiny_config
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "hybrid"
 VARIANTS = sorted(path.stem for path in GOLDEN.glob("*.npz"))
-# Pictures' models have the mixture, Kimi K2 one group, and a hybrid with experts what the dense one has.
+# Pictures' models have the mixture, Kimi K2 one group, and a hybrid with experts what the dense one has. Four mixtures
+# are in test_models.py, without their modules.
 SECOND = {"granitemoehybrid-dense", "kimi_linear-one-group", "qwen3_5_moe-text"}
+SECOND |= {"bailing_moe", "ernie4_5_moe", "exaone_moe", "hy_v3"}
 LENGTHS = (1, 7, 33, 150)
 NO_MODULES = ("granitemoehybrid", "kimi_linear", "qwen4_exp")
 MODULES = [name for name in VARIANTS if not name.startswith(NO_MODULES)]  # which have an MTP module
@@ -101,7 +103,12 @@ def test_the_engines_greedy_texts_are_transformers(variant, draft):
 
 
 @pytest.mark.parametrize("variant,length", each_variant_with(
-    CHAINS, often=[("glm4_moe", 33), ("mimo_v2_flash", 2)], variants=MODULES
+    CHAINS,
+    often=[
+        *(("glm4_moe", 33), ("mimo_v2_flash", 2), ("ernie4_5_moe", 33)),
+        *(("exaone_moe", 150), ("hy_v3", 7), ("bailing_moe", 1)),
+    ],
+    variants=MODULES,
 ))  # fmt: skip
 def test_chains_are_those_of_transformers_mtp_module(variant, length):
     model, expected = golden(variant)

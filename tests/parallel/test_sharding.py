@@ -79,7 +79,8 @@ def declared(family: str, **sizes):
     """By name, what a family declares, its MTP module's and a DFlash drafter's beside it."""
     model = config(family, **sizes)
     trees = [MODELS[family].tensors(model.decoder)]
-    if model.recurrent and family not in ("granitemoehybrid", "kimi_linear", "qwen4_exp"):
+    hybrid = model.recurrent and family not in ("granitemoehybrid", "kimi_linear", "qwen4_exp")
+    if hybrid or hasattr(MODELS[family], "mtp_tensors"):
         trees.append(mtp.parameters(mtp.module_config(model)))
     if family == "gemma4":
         trees.append(

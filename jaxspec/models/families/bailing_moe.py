@@ -6,12 +6,20 @@ Part of each head rotates. Checkpoints have q, k and v as one tensor.
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 from jaxspec.config.json_values import positive
 from jaxspec.config.options import ConfigError
 from jaxspec.models import reading
-from jaxspec.models.declaring import Tensors, attention_tensors, decoder_tensors, renamed
+from jaxspec.models.declaring import (
+    Tensors,
+    attention_tensors,
+    decoder_tensors,
+    layer_tensors,
+    mixture_tensors,
+    renamed,
+)
 from jaxspec.models.description import Attention, Decoder, Layer, Mixture
 from jaxspec.models.families.glm4_moe import mixture
 from jaxspec.models.weights import Layout, by_outputs
@@ -27,7 +35,6 @@ DEFAULTS = {
     "norm_topk_prob": True,
     "routed_scaling_factor": 1.0,
 }
-MTP = False
 ONLY = {
     "score_function": "sigmoid",
     "moe_router_enable_expert_bias": True,
@@ -71,11 +78,16 @@ def named_tensors(layer: Layer, d: int, prefix: str) -> Tensors:
     return {name: renamed(param, NAMES) for name, param in tree.items()}
 
 
+def named_experts(m: Mixture, d: int, prefix: str) -> Tensors:
+    """The mixture, whose correction has another name."""
+    tree, names = mixture_tensors(m, d, prefix), {"gate.e_score_correction_bias": "gate.expert_bias"}
+    return tree | {"router_correction": renamed(tree["router_correction"], names)}
+
+
+OWN = {"mixings": {Attention: named_tensors}, "mixtures": named_experts}
+mtp_tensors = partial(layer_tensors, **OWN)
+
+
 def tensors(decoder: Decoder) -> dict[str, Any]:
-    tree = decoder_tensors(decoder, {Attention: named_tensors})
-    tree["embed"] = renamed(tree["embed"], {"embed_tokens": "word_embeddings"})
-    for layer, arrays in zip(decoder.layers, tree["layers"], strict=True):
-        if isinstance(layer.feed, Mixture):
-            names = {"gate.e_score_correction_bias": "gate.expert_bias"}
-            arrays["router_correction"] = renamed(arrays["router_correction"], names)
-    return tree
+    tree = decoder_tensors(decoder, **OWN)
+    return tree | {"embed": renamed(tree["embed"], {"embed_tokens": "word_embeddings"})}

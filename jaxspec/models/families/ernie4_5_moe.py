@@ -30,7 +30,7 @@ DEFAULTS = {
     "moe_layer_end_index": -1,
     "moe_layer_interval": 1,
 }
-MTP = False
+MTP_NORMED = False
 
 
 def read(hf: reading.Config) -> Decoder:
@@ -53,6 +53,11 @@ def read(hf: reading.Config) -> Decoder:
     mlps = reading.mlps({**hf, "mlp_bias": False})
     layers = [Layer(attention, mixture if sparse(i) else mlp, norm) for i, mlp in enumerate(mlps)]
     return reading.decoder(hf, layers, norm)
+
+
+def mtp_layer(decoder: Decoder) -> Layer:
+    """The layer of an MTP module, which has a dense MLP."""
+    return dataclasses.replace(decoder.layers[0], feed=reading.dense_mlp(decoder))
 
 
 def named_tensors(m: Mixture, d: int, prefix: str) -> Tensors:

@@ -12,7 +12,7 @@ from jaxspec.config.json_values import shown
 from jaxspec.config.options import ConfigError
 from jaxspec.models import reading
 from jaxspec.models.declaring import Tensors, decoder_tensors, mixture_tensors, renamed
-from jaxspec.models.description import Decoder, Mixture
+from jaxspec.models.description import Decoder, Layer, Mixture
 from jaxspec.models.families import exaone4
 from jaxspec.models.families.deepseek_v3 import ROUTING, dense_layers
 from jaxspec.models.families.glm4_moe import mixture
@@ -29,7 +29,6 @@ DEFAULTS = {
     "norm_topk_prob": True,
     "routed_scaling_factor": 2.5,
 }
-MTP = False
 
 
 def read(hf: reading.Config) -> Decoder:
@@ -55,6 +54,14 @@ def _check_layers(hf: reading.Config, decoder: Decoder) -> None:
                 f"{key} {shown(named)} is not supported for model_type {hf['model_type']!r}; supported: "
                 f"{shown(supported)}, by its other keys"
             )
+
+
+def mtp_layer(decoder: Decoder) -> Layer:
+    """The layer of an MTP module: attention to all of the text, as in this model's other layers, and a dense MLP."""
+    layer, mixing = decoder.layers[0], decoder.layers[0].mixing
+    if mixing.window is not None:
+        mixing = dataclasses.replace(mixing, window=None, rope=reading.unrotated(mixing.rope))
+    return dataclasses.replace(layer, mixing=mixing, feed=reading.dense_mlp(decoder))
 
 
 def named_tensors(m: Mixture, d: int, prefix: str) -> Tensors:

@@ -9,7 +9,7 @@ from functools import partial
 
 from jaxspec.config.json_values import positive, positive_float
 from jaxspec.models import reading
-from jaxspec.models.declaring import Tensors, decoder_tensors, mixture_tensors, renamed
+from jaxspec.models.declaring import Tensors, decoder_tensors, layer_tensors, mixture_tensors, renamed
 from jaxspec.models.description import Decoder, Mixture, SigmoidScores
 from jaxspec.models.families import qwen3
 from jaxspec.models.families.deepseek_v3 import dense_layers
@@ -28,7 +28,6 @@ DEFAULTS = {
     "first_k_dense_replace": 1,
     "max_position_embeddings": 131072,
 }
-MTP = False
 
 
 def read(hf: reading.Config) -> Decoder:
@@ -54,3 +53,4 @@ def named_tensors(m: Mixture, d: int, prefix: str) -> Tensors:
 
 
 tensors = partial(decoder_tensors, mixtures=named_tensors)
+mtp_tensors = partial(layer_tensors, mixtures=named_tensors)

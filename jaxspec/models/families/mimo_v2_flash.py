@@ -13,7 +13,7 @@ from jaxspec.config.json_values import positive, positive_float
 from jaxspec.config.options import ConfigError
 from jaxspec.models import reading
 from jaxspec.models.declaring import Tensors, attention_tensors, decoder_tensors, renamed
-from jaxspec.models.description import Attention, Decoder, Layer, Mlp
+from jaxspec.models.description import Attention, Decoder, Layer
 from jaxspec.models.families.deepseek_v3 import ROUTING, dense_layers
 from jaxspec.models.families.glm4_moe import mixture
 from jaxspec.models.rope import rope_settings
@@ -96,10 +96,7 @@ def _attention(hf: reading.Config, kind: str, **more: Any) -> Attention:
 def mtp_layer(decoder: Decoder) -> Layer:
     """The layer of an MTP module: a window, and a dense MLP."""
     sees = next((layer for layer in decoder.layers if layer.mixing.window is not None), decoder.layers[0])
-    mlp = next((layer.feed for layer in decoder.layers if isinstance(layer.feed, Mlp)), None)
-    if mlp is None:
-        raise ConfigError("--draft mtp: MiMo-V2's modules have a dense MLP, and no layer of this model says how wide")
-    return dataclasses.replace(sees, feed=mlp)
+    return dataclasses.replace(sees, feed=reading.dense_mlp(decoder))
 
 
 def named_tensors(layer: Layer, d: int, prefix: str) -> Tensors:

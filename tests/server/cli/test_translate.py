@@ -101,6 +101,8 @@ HERE = "--model Qwen/Qwen3-8B"
      f"{HERE} --draft a/b --num-draft-tokens 5 --port 8000"),
     (f'''{VLLM} --speculative-config '{{"method":"qwen3_next_mtp","num_speculative_tokens":2}}' ''',
      f"{HERE} --draft mtp --num-draft-tokens 2 --port 8000"),
+    (f'''{VLLM} --speculative-config '{{"method":"ernie_mtp","num_speculative_tokens":1}}' ''',
+     f"{HERE} --draft mtp --num-draft-tokens 1 --port 8000"),
     (f'''{VLLM} --speculative_config '{{"method":"draft_model","model":"a/b"}}' --max-num-seqs 4''',
      f"{HERE} --max-running-requests 4 --draft standalone:a/b --port 8000"),
     (f'''{VLLM} --speculative-config='{{"method":"suffix","num_speculative_tokens":16,'''
