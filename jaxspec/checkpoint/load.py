@@ -358,6 +358,8 @@ def mtp_name(name: str, layers: int) -> str | None:
     are called `mtp.layers.1.fc` and so on. Nemotron's layout has a module's attention and its MLP as two layers, of one
     norm each.
     """
+    if name.startswith(f"{MTP}hyper_connection_mixer.block_inject_weight."):  # which nothing reads
+        return None
     if name.startswith(MTP):
         theirs = next((theirs for theirs in MTP_HALVES if name.startswith(MTP + theirs)), "")
         return f"{MTP}{MTP_HALVES[theirs]}{name.removeprefix(MTP + theirs)}" if theirs else name

@@ -133,7 +133,8 @@ def forward(
     layers (0-based) whose output, the un-normed residual stream, is returned in that order; the number after the last
     layer's is the final norm's output, and -1 the embedding's.
 
-    Of several residual streams, what is captured, and the final norm's output, is one row that they make.
+    Of several residual streams, what is captured, and the final norm's output, is one row that they make; all of them
+    behind the last layer, side by side, are number `decoder.last_streams`.
 
     `requested`: i32[b], the one row of each sequence whose final state is needed, -1 for none; None: all rows. The last
     layer then computes keys and values of all rows, which later ones will see, but attention of the named sequences
@@ -163,6 +164,7 @@ def forward(
         stream = jnp.tile(x, decoder.streams.count) if decoder.streams else x
         outputs, cache, experts = stack.run(ops, decoder, layers, stream, cache, requested, _added(x, overrides))
         if decoder.streams:
+            side_by_side = outputs[-1]
             last, outputs = streams.as_one(decoder, params, outputs, ops.positions, capture)
     if decoder.deterministic:
         last = deterministic.row_norm(outputs[-1], params["norm"], decoder.norm)
@@ -171,7 +173,8 @@ def forward(
     if requested is not None and last.shape[1] > 1:  # of paths that compute whole layers
         last, outputs[-1] = row_of(last, requested), row_of(outputs[-1], requested)
     unnormed = None if decoder.streams else outputs[-1]
-    return Hidden(last, tuple([*outputs, last, x][i] for i in capture), cache, unnormed, experts)
+    captured = [*outputs, last, *([side_by_side] if decoder.streams else []), x]
+    return Hidden(last, tuple(captured[i] for i in capture), cache, unnormed, experts)
 
 
 def overridden(x: Float[Array, "b t d"], overrides: Overrides | None) -> Float[Array, "b t d"]:
@@ -208,14 +211,16 @@ def run_layer(
     """The residual stream `x` after the layer of a decoder of one, before any norm, and the cache.
 
     `inputs`: rows side by side that queries, keys and values are made of, each with the scale of its norm, None if it
-    has none; by default `x` with the layer's first norm. Given rows may be followed by padding, r - t a request, and so
-    may be what is returned. It stays there from call to call: cutting it off and adding it would be kernels of its own.
+    has none; by default `x` with the layer's first norm, or what several streams are mixed to. Given rows may be
+    followed by padding, r - t a request, and so may be what is returned. It stays there from call to call: cutting it
+    off and adding it would be kernels of its own.
 
     `requested`: as in `forward`. Then that row of each sequence may be all that is returned.
     """
-    if inputs is None:
+    if inputs is None and not decoder.streams:
         inputs = [(x, weights["attn_norm"])]
-    widths = () if any(scale is None for _, scale in inputs) else tuple(rows.shape[2] for rows, _ in inputs)
+    plain = inputs is None or any(scale is None for _, scale in inputs)
+    widths = () if plain else tuple(rows.shape[2] for rows, _ in inputs)
     path, _ = choose(decoder, [weights], Call.of(positions, mixer, cache, widths))
     ops = _ops(path, decoder, [weights], positions, mixer)
     with whole_float32(x.dtype):

@@ -149,7 +149,7 @@ def run_one(
     ops: Ops,
     decoder: Decoder,
     weights: Weights,
-    inputs: Inputs,
+    inputs: Inputs | None,
     x: Float[Array, "b r d"],
     cache: Any,
     requested: Int[Array, " b"] | None,

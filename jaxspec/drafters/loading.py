@@ -92,8 +92,8 @@ def load_drafter(draft: str, model: Model, options: EngineConfig | None = None) 
         params = with_head_copy(params)
     if not isinstance(drafter.num_draft_tokens, int) or drafter.num_draft_tokens < 1:
         raise ConfigError(f"--draft {draft}: num_draft_tokens must be at least 1, got {drafter.num_draft_tokens!r}")
-    layers = model.config.num_layers
-    if bad := [i for i in drafter.feature_layers if not -1 <= i <= layers]:
+    layers, streams = model.config.num_layers, model.config.decoder.streams
+    if bad := [i for i in drafter.feature_layers if not -1 <= i <= layers + (streams is not None)]:
         raise ConfigError(
             f"--draft {draft}: feature_layers {bad} don't exist; {model.name} has layers 0 to {layers - 1}; -1 "
             f"stands for the embedding and {layers} for the final norm"

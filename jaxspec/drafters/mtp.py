@@ -54,7 +54,7 @@ class Modules(NamedTuple):
 
 ONE = Modules()
 BRING = "Qwen3-Next", "Qwen3.5", "GLM-4.5", "DeepSeek-V3", "MiMo-V2", "Nemotron 3 Super"
-BRING += "ERNIE 4.5", "Hy3", "Ling 2", "K-EXAONE"
+BRING += "ERNIE 4.5", "Hy3", "Ling 2", "K-EXAONE", "Qwen3.8-Flash-Next"
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,9 @@ class Mtp(Chain):
         theirs = borrowed(target, dtype)
         params |= {"embed": theirs["embed"], "head": theirs}
         params |= {} if _normed(family) else borrowed(target, dtype, ("norm",))
-        made = config, dtype, (target.config.num_layers,), options.num_draft_tokens or 3
+        decoder = target.config.decoder
+        read = decoder.last_streams if decoder.streams else target.config.num_layers
+        made = config, dtype, (read,), options.num_draft_tokens or 3
         how = how._replace(chained=getattr(family, "MTP_CHAINED", True))
         return cls.made_of(how, *made), params
 
@@ -122,6 +124,8 @@ def parameters(config: ModelConfig, modules: Modules = ONE) -> dict[str, Any]:
     """Declarations of the module's own params, for a config of one layer. Several modules have a list, `layers`, of
     their layers, or, where they are `separate`, of all that they have."""
     d, centred, family = config.hidden_size, config.decoder.norm.centred, MODELS[config.model_type]
+    if config.decoder.streams:
+        return family.mtp_parameters(config.decoder)
     declare = getattr(family, "mtp_tensors", layer_tensors)
     layers = [declare(config.decoder.layers[0], d, f"{MTP}layers.{i}.") for i in range(modules.count)]
 
@@ -148,10 +152,10 @@ def _normed(family: ModuleType) -> bool:
 
 def check(target: Model | Source, load_format: str) -> None:
     """**Raises:** `ConfigError` for a target without a module to draft with."""
-    if target.config.decoder.streams:
+    if target.config.decoder.streams and target.config.mtp_layers > 1:
         raise ConfigError(
-            f"--draft mtp: the MTP module of {target.name} (model_type {target.config.model_type}) reads all residual "
-            "streams, and isn't supported yet. Use --draft ngram, which needs nothing"
+            f"--draft mtp: {target.name} counts {target.config.mtp_layers} MTP modules that read several residual "
+            "streams; one is supported. Use --draft ngram, which needs nothing"
         )
     if found(target, load_format):
         return
@@ -174,9 +178,9 @@ def check(target: Model | Source, load_format: str) -> None:
 
 def found(target: Model | Source, load_format: str) -> bool:
     """Whether the target brings a module to draft with: tensors in its checkpoint, or, without weights, any hybrid and
-    any model whose config counts one. Modules of several residual streams aren't read."""
+    any model whose config counts one."""
     config = target.config
-    may = (config.recurrent or config.mtp_layers > 0) and config.decoder.streams is None
+    may = config.recurrent or config.mtp_layers > 0
     if not may or load_format == "dummy":
         return may
     return any(mtp_name(name, config.num_layers) for name in _stored(target, load_format))

@@ -28,6 +28,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxspec.cache.paged import Rows
 from jaxspec.decoder.functions import row_of
 from jaxspec.drafters.mtp import Mtp
+from jaxspec.drafters.mtp_streams import MtpStreams
 from jaxspec.drafters.vocabulary import Chained
 
 
@@ -55,7 +56,10 @@ class MtpModules(Mtp):
     @classmethod
     def made_of(cls, modules, *fields):
         """A chain of one's own outputs, if that is all there is, takes less."""
-        return Mtp(*fields) if modules.count == 1 else cls(*fields, *modules)
+        if modules.count > 1:
+            return cls(*fields, *modules)
+        config, *_ = fields
+        return (MtpStreams if config.decoder.streams else Mtp)(*fields)
 
     @property
     def reach(self):

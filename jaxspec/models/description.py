@@ -556,6 +556,11 @@ class Decoder:
         return next((layer.ngrams for layer in self.layers if layer.ngrams), None)
 
     @property
+    def last_streams(self) -> int:
+        """Number of all residual streams behind the last layer among what a forward captures."""
+        return len(self.layers) + 1
+
+    @property
     def routing(self) -> tuple[int, int]:
         """How many mixtures there are, and the experts that each chooses for a token."""
         mixtures = [layer.feed for layer in self.layers if isinstance(layer.feed, Mixture)]

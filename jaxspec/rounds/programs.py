@@ -105,11 +105,13 @@ def empty_state(
     rows = drafter.num_draft_tokens + 1
     slots = packing.empty_slots(num_slots, capacity, pictures > 0)
     cache = empty_cache(config, layout, num_slots + 1 + snapshots, rows, dtype, state_dtype, kv_scales)
-    last = lambda: jnp.zeros((num_slots + 1, config.hidden_size), dtype)  # noqa: E731
+    streams, every = config.decoder.streams, config.decoder.last_streams
+    last = lambda width=config.hidden_size: jnp.zeros((num_slots + 1, width), dtype)  # noqa: E731
+    wide = config.hidden_size * (streams.count if streams else 1)
     draft = drafter.init_state(layout, num_slots + 1)
     replay = jnp.zeros((num_slots + 1,), jnp.int32)
     forced = jnp.zeros((num_slots + 1, rows), jnp.int32)
-    features = tuple(last() for _ in drafter.feature_layers)
+    features = tuple(last(wide) if i == every else last() for i in drafter.feature_layers)
     embedded = jnp.zeros((pictures, config.tower.columns), dtype) if pictures else None
     reported = empty_reported(config, layout, dtype, hidden_states)
     return State(slots, cache, replay, draft, last(), features, forced, embedded, reported)

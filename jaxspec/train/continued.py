@@ -24,6 +24,7 @@ from jaxspec.drafters.eagle_checkpoint import canonical as eagle_name
 from jaxspec.drafters.eagle_checkpoint import find_eagle3
 from jaxspec.drafters.loading import load_drafter
 from jaxspec.drafters.mtp import Mtp
+from jaxspec.drafters.mtp_streams import MtpStreams
 from jaxspec.models.weights import Weight, formats
 from jaxspec.train.data import TrainError
 from jaxspec.train.export import Fresh, checkpoint_tensors, write_tensors
@@ -84,6 +85,8 @@ def untrainable(drafter: Any, params: Any) -> str | None:
     weights = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Weight))
     if any(each.quantised for each in formats(weights)):
         return "its weights are quantised"
+    if isinstance(drafter, MtpStreams):
+        return "it reads several residual streams"
     if isinstance(drafter, Eagle3 | Mtp):
         return None
     if not isinstance(drafter, DFlash):

@@ -82,6 +82,7 @@ def of(model, tp=1, **options):
     ("qwen3", {"quantization": "int4"}),
     ("qwen3_moe", {"max_total_tokens": 512}),
     ("qwen3_next", {"draft": "mtp", "load_format": "dummy"}),
+    ("qwen4_exp", {"draft": "mtp", "load_format": "dummy"}),  # a module that reads several streams
     ("gemma3", {"context_length": 64, "max_running_requests": 3}),
     ("gemma4", {"draft": "ngram"}),
     ("gpt_oss", {"draft": "suffix"}),

@@ -79,6 +79,8 @@ def test_the_published_sizes():
     (dict(eos_token_id=None), "n-grams .* end at eos_token_id"),
     (dict(seed="x"), "seed must be an integer"),
     (dict(layer_types=["sliding_attention"] * 48), "sliding"),
+    (dict(mtp={"rope_theta": 1e4}), "rope_theta 10000.0 of the MTP module is not supported; supported: 10000000"),
+    (dict(mtp_use_dedicated_embeddings=True), "mtp_use_dedicated_embeddings True of the MTP module"),
 ])  # fmt: skip
 def test_what_a_config_may_not_say(change, words):
     with pytest.raises(ConfigError, match=words):
@@ -152,7 +154,7 @@ def test_hashes_that_are_not_the_configs_are_refused(tmp_path, name):
 
 
 @pytest.mark.parametrize("draft,options,words", [
-    ("mtp", {}, "the MTP module .* isn't supported yet. Use --draft ngram"),
+    ("mtp", {}, "brings no MTP module.*Qwen3.8-Flash-Next.*Use --draft ngram"),
     ("ngram", {"kv_cache_dtype": "fp8"}, "--kv-cache-dtype float8_e4m3fn: .* rounded ones would select other blocks"),
     ("ngram", {"deterministic": True}, "deterministic"),
 ])  # fmt: skip

@@ -58,6 +58,7 @@ WHOLE = {
     *("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm", "q_norm", "k_norm", "read_norm", "norm"),
     *("latents", "query_norm", "latent_norm"),
     *("router", "router_bias", "router_correction", "shared_gate", "fc", "embed_norm", "hidden_norm"),
+    *("fc_embedding", "fc_hidden"),
     *("latent_in", "latent_out", "layer_scale"),
     *("router_norm", "expert_scale", "mlp_own_norm", "experts_norm", "experts_own_norm"),
     *("attn_gates_in", "attn_gates_out", "attn_inject", "mlp_gates_in", "mlp_gates_out", "mlp_inject"),
@@ -79,7 +80,7 @@ def declared(family: str, **sizes):
     """By name, what a family declares, its MTP module's and a DFlash drafter's beside it."""
     model = config(family, **sizes)
     trees = [MODELS[family].tensors(model.decoder)]
-    hybrid = model.recurrent and family not in ("granitemoehybrid", "kimi_linear", "qwen4_exp")
+    hybrid = model.recurrent and family not in ("granitemoehybrid", "kimi_linear")
     if hybrid or hasattr(MODELS[family], "mtp_tensors"):
         trees.append(mtp.parameters(mtp.module_config(model)))
     if family == "gemma4":

@@ -2,7 +2,7 @@
 
 Full attention sees the tokens of blocks that an indexer selects. A layer or more has a table of n-grams. Norms stand
 where streams are mixed, and nowhere else. Names are those of `Qwen4ExpForCausalLM`; public checkpoints have the text
-model beside a vision tower, which isn't read, and an MTP module, which isn't either.
+model beside a vision tower, which isn't read, and an MTP module.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from jaxspec.models.declaring import (
     convolution,
     decoder_tensors,
     delta_rule_tensors,
+    layer_tensors,
 )
 from jaxspec.models.description import Decoder, DeltaRule, IndexedAttention, Layer, NGrams, Norm, Streams
 from jaxspec.models.families import qwen3_next
@@ -64,6 +65,7 @@ def read(hf: reading.Config) -> Decoder:
             "silu (also called swish)"
         )
     decoder = qwen3_next.read({**hf, "output_gate_type": "silu"}, reading.mixtures(hf, renormalised=True))
+    _check_module(hf, decoder)
     streams = Streams(positive(hf, "hc_count"), positive(hf, "hc_lowrank"))
     if streams.count < 2:
         raise ConfigError("config.json: hc_count must be at least 2, got 1")
@@ -79,6 +81,21 @@ def read(hf: reading.Config) -> Decoder:
 
     layers = tuple(itertools.starmap(changed, enumerate(decoder.layers)))
     return dataclasses.replace(decoder, layers=layers, streams=streams)
+
+
+def _check_module(hf: reading.Config, decoder: Decoder) -> None:
+    """**Raises:** `ConfigError` for an MTP module that isn't made of what the model is."""
+    module = named if isinstance(named := hf.get("mtp"), Mapping) else {}
+    theta = decoder.attention.rope.theta
+    for of, key, value in (
+        (module, "rope_theta", theta),
+        (module, "mtp_use_hidden_state_from_layer", None),
+        (hf, "mtp_use_dedicated_embeddings", False),
+    ):
+        if (found := of.get(key)) not in (None, value):
+            raise ConfigError(
+                f"config.json: {key} {shown(found)} of the MTP module is not supported; supported: {value}"
+            )
 
 
 def indexer(hf: reading.Config, attention: Any) -> dict[str, int]:
@@ -212,21 +229,46 @@ def ngram_tensors(ngrams: NGrams, d: int, source: str, norm: Norm) -> Tensors:
     }
 
 
+MIXINGS = {
+    IndexedAttention: indexed_tensors,
+    DeltaRule: partial(delta_rule_tensors, projections=separate_projections),
+}
+
+
 def tensors(decoder: Decoder) -> dict[str, Any]:
     """The params pytree as declarations."""
-    mixings = {
-        IndexedAttention: indexed_tensors,
-        DeltaRule: partial(delta_rule_tensors, projections=separate_projections),
-    }
-    tree, streams, d = decoder_tensors(decoder, mixings, norms={}), decoder.streams, decoder.width
+    tree, streams, d = decoder_tensors(decoder, MIXINGS, norms={}), decoder.streams, decoder.width
     del tree["norm"]
     tree["streams"] = stream_tensors(streams, d, "model.hyper_connection_mixer.", decoder.norm)
     for i, (layer, own) in enumerate(zip(decoder.layers, tree["layers"], strict=True)):
-        for name in ("attn", "mlp"):
-            source = f"model.layers.{i}.{name}_hyper_connection."
-            own |= stream_tensors(streams, d, source, layer.norm, f"{name}_")
-            inject = {source + "block_inject_weight.weight": streams.count}
-            own[f"{name}_inject"] = linear(streams.count * d, inject, exact=True, split=WHOLE)
+        own |= sub_layers(streams, layer, d, f"model.layers.{i}.")
         if layer.ngrams:
             own |= ngram_tensors(layer.ngrams, d, f"model.layers.{i}.ple.", layer.norm)
     return tree
+
+
+def sub_layers(streams: Streams, layer: Layer, d: int, prefix: str) -> Tensors:
+    """The gates of a layer's two sub-layers, of their inputs and of their outputs."""
+    tree = {}
+    for name in ("attn", "mlp"):
+        source = f"{prefix}{name}_hyper_connection."
+        tree |= stream_tensors(streams, d, source, layer.norm, f"{name}_")
+        inject = {source + "block_inject_weight.weight": streams.count}
+        tree[f"{name}_inject"] = linear(streams.count * d, inject, exact=True, split=WHOLE)
+    return tree
+
+
+def mtp_parameters(decoder: Decoder) -> dict[str, Any]:
+    """The MTP module of a decoder of its one layer."""
+    (layer,), streams, d, norm = decoder.layers, decoder.streams, decoder.width, decoder.norm
+    prefix = "mtp.layers.0."
+    return {
+        "embed_norm": norm_scale(d, "mtp.pre_fc_norm_embedding.weight", norm.centred),
+        "hidden_norm": norm_scale(streams.count * d, "mtp.pre_fc_norm_hidden.weight", norm.centred),
+        **{
+            f"fc_{name}": linear(d, {f"mtp.fc_{name}.weight": d}, exact=True, split=WHOLE)
+            for name in ("embedding", "hidden")
+        },
+        "layer": layer_tensors(layer, d, prefix, MIXINGS, norms={}) | sub_layers(streams, layer, d, prefix),
+        "streams": stream_tensors(streams, d, "mtp.hyper_connection_mixer.", norm),
+    }
