@@ -57,8 +57,8 @@ class WholeTexts:
     def only(self, asked):
         return self
 
-    def attend(self, cache, layer, q, k, v, window, sinks=None):
-        return causal_attention(cache, layer, q, k, v, window, sinks)
+    def attend(self, cache, layer, q, k, v, window, sinks=None, cap=None):
+        return causal_attention(cache, layer, q, k, v, window, sinks, cap)
 
     def attend_latent(self, cache, layer, q, rows, latent, scale):
         q = (q.astype(jnp.float32) * (scale * q.shape[-1] ** 0.5)).astype(q.dtype)
@@ -136,8 +136,8 @@ class _OverCache:
     def taken(self, cache, at, valid):
         return self.replace(rows=self.rows.taken(cache.kv[self.number], at, valid))
 
-    def attend(self, cache, layer, q, k, v, window, sinks=None):
-        out, kv = self.rows.attend(cache.kv[self.number], layer, q, k, v, window, sinks, self._scales(cache))
+    def attend(self, cache, layer, q, k, v, window, sinks=None, cap=None):
+        out, kv = self.rows.attend(cache.kv[self.number], layer, q, k, v, window, sinks, self._scales(cache), cap)
         return out, cache.replace(kv=self._put(cache.kv, kv))
 
     def attend_latent(self, cache, layer, q, rows, latent, scale):

@@ -120,12 +120,13 @@ class Rows:
         window: int | None = None,
         sinks: Float[Array, " n"] | None = None,
         scales: Scales | None = None,
+        cap: float | None = None,
     ) -> tuple[Array, KV]:
         """Write these rows' keys and values, then attend to everything that each row sees.
 
         As in `decoder.mixer.Mixer`, with the pages as its cache.
         """
-        return self.look_back(self.write(kv, layer, k, v, scales), layer, q, window, sinks, scales)
+        return self.look_back(self.write(kv, layer, k, v, scales), layer, q, window, sinks, scales, cap)
 
     def attend_latent(
         self, kv: KV, layer: Int[Array, ""], q: Array, rows: Array, latent: int, scale: float
@@ -201,6 +202,7 @@ class Rows:
         window: int | None,
         sinks: Float[Array, " n"] | None = None,
         scales: Scales | None = None,
+        cap: float | None = None,
     ) -> tuple[Array, KV]:
         """Attend to everything that each row sees, once keys and values are written."""
         mask, depth, start = self.mask, self.depth, self._seen_from(q.shape[1])
@@ -208,13 +210,13 @@ class Rows:
             last = None if self.in_windows and window is None else self.last_seen
             if last is not None and self.asked is not None:
                 last = jnp.where(self.asked[:, None], last, -1)
-            seen = {"window": window, "sinks": sinks, "scales": scales, "last": last, "fixed": self.fixed}
+            seen = {"window": window, "sinks": sinks, "scales": scales, "last": last, "cap": cap, "fixed": self.fixed}
             return paged_attention(q, kv, layer, self.table, start, **seen), kv
         padding = (0, q.shape[1] - mask.shape[1])  # rows that follow those of the mask, and see nothing of them
         if window is not None:
             mask, depth = self._within(window), jnp.pad(depth, ((0, 0), padding))
         mask = jnp.pad(mask, ((0, 0), padding, (0, 0)))
-        return paged_attention(q, kv, layer, self.table, start, mask, window, depth, sinks, scales), kv
+        return paged_attention(q, kv, layer, self.table, start, mask, window, depth, sinks, scales, cap=cap), kv
 
     def _seen_from(self, t: int) -> Int[Array, " b"]:
         """The first of the KV slots whose rows see by themselves or by the mask; requests that aren't asked for see as

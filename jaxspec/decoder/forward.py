@@ -20,7 +20,7 @@ from jaxspec.decoder.deterministic import DETERMINISTIC
 from jaxspec.decoder.few_rows import FEW_ROWS, rope_table, sizes_fit
 from jaxspec.decoder.fp8_rows import FP8_ROWS
 from jaxspec.decoder.fp8_tiles import FP8_TILES
-from jaxspec.decoder.functions import normed, rope, row_of, whole_float32
+from jaxspec.decoder.functions import capped, normed, rope, row_of, whole_float32
 from jaxspec.decoder.fused_norms import FUSED_NORMS
 from jaxspec.decoder.low_rank import attached
 from jaxspec.decoder.matmul import logits
@@ -283,11 +283,6 @@ def unembed(params: dict[str, Any], hidden: Float[Array, "*b d"], decoder: Decod
     product = deterministic.unembed(params["head"], hidden) if decoder.deterministic else head_logits(params, hidden)
     product = product if decoder.logit_scale == 1 else product * decoder.logit_scale
     return product if decoder.logit_cap is None else capped(product, decoder.logit_cap)
-
-
-def capped(logits: Float[Array, "*b v"], cap: float) -> Float[Array, "*b v"]:
-    """Squash logits below a cap (https://arxiv.org/abs/2408.00118, section 2)."""
-    return jnp.tanh(logits / cap) * cap
 
 
 def head_logits(params: dict[str, Any], hidden: Float[Array, "*b d"]) -> Float[Array, "*b v"]:

@@ -181,6 +181,11 @@ def scaled_by_position(
     return x * (1 + scale.beta * jnp.log1p(periods)).astype(x.dtype)[..., None, None]
 
 
+def capped(x: Float[Array, "*b v"], cap: float) -> Float[Array, "*b v"]:
+    """Squash logits, or scores, below a cap (https://arxiv.org/abs/2408.00118, section 2)."""
+    return jnp.tanh(x / cap) * cap
+
+
 def causal_attention(
     cache: Any,
     layer: Int[Array, ""],
@@ -189,12 +194,14 @@ def causal_attention(
     v: Float[Array, "b t m h"],
     window: int | None = None,
     sinks: Float[Array, " n"] | None = None,
+    cap: float | None = None,
 ) -> tuple[Float[Array, "b t n h"], Any]:
     """Attention among the given tokens alone, each sequence starting at its row 0; `cache` passes through."""
     b, t, n, h = q.shape
     m = k.shape[2]
     q = q.reshape(b, t, m, n // m, h)
     scores = jnp.einsum("btmgh,bsmh->bmgts", q, k, preferred_element_type=jnp.float32) * h**-0.5
+    scores = scores if cap is None else capped(scores, cap)
     seen = jnp.tril(jnp.ones((t, t), bool))
     if window is not None:
         seen &= ~jnp.tril(seen, -window)

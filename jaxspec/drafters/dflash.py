@@ -27,7 +27,8 @@ from jaxspec.cache import ring
 from jaxspec.cache.paged import KV, Rows
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError, option
-from jaxspec.decoder.forward import Hidden, capped, forward, head_logits, top_tokens, write_keys_values
+from jaxspec.decoder.forward import Hidden, forward, head_logits, top_tokens, write_keys_values
+from jaxspec.decoder.functions import capped
 from jaxspec.decoder.matmul import product
 from jaxspec.drafters import dflash_checkpoint as checkpoint
 from jaxspec.drafters import eagle_tree

@@ -71,7 +71,7 @@ class Attention:
     each value head, without a weight. `k_is_v`: values are the keys' projection, before any norm and rotation.
     `shared`: keys and values are those of the last layer before it that is like it and has its own. `value_dim`: the
     width of a value head; None: `head_dim`. `value_scale`: what values are multiplied by. `pool`: as of `PagedRows`.
-    `position_scale`: what queries are multiplied by, beside `scale`.
+    `position_scale`: what queries are multiplied by, beside `scale`. `score_cap`: scores are squashed below it.
     """
 
     heads: int
@@ -94,6 +94,7 @@ class Attention:
     value_scale: float = 1.0
     pool: int = 0
     position_scale: ScaleByPosition | None = None
+    score_cap: float | None = None
 
     @property
     def values(self) -> int:

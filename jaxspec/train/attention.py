@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.cache.mixers import WholeTexts
+from jaxspec.decoder.functions import capped
 from jaxspec.decoder.mixer import OnlyAttention
 
 BLOCK = 256  # query rows whose scores exist at once
@@ -29,6 +30,7 @@ def span_attention(
     *,
     causal: bool = False,
     sinks: Float[Array, " n"] | None = None,
+    cap: float | None = None,
 ) -> Float[Array, "b a r n h"]:
     """Attention of `a` groups of `r` rows: each group sees positions `first` to `last` of k and v, and its own.
 
@@ -37,6 +39,7 @@ def span_attention(
     - `own`: keys and values `[b, a, o, m, h]` that only the group's rows see.
     - `causal`: group i sees nothing behind position i, so what lies behind a block of groups isn't looked at.
     - `sinks`: of each head, one more logit of its softmax, which no value belongs to.
+    - `cap`: scores are squashed below it.
 
     A group must see something. Scores are scaled by h**-0.5 and summed in float32; the result has q's dtype.
     """
@@ -48,13 +51,20 @@ def span_attention(
         keys = end if causal else k.shape[1]
         cut = lambda x, start=start, end=end: x[:, start:end]  # noqa: E731
         mine = None if own is None else tuple(map(cut, own))
-        parts.append(_mix(cut(q), k[:, :keys], v[:, :keys], cut(first), cut(last), mine, sinks))
+        parts.append(_mix(cut(q), k[:, :keys], v[:, :keys], cut(first), cut(last), mine, sinks, cap))
     return jnp.concatenate(parts, axis=1)
 
 
 @jax.checkpoint
 def _mix(
-    q: Array, k: Array, v: Array, first: Array, last: Array, own: Pair | None, sinks: Array | None = None
+    q: Array,
+    k: Array,
+    v: Array,
+    first: Array,
+    last: Array,
+    own: Pair | None,
+    sinks: Array | None = None,
+    cap: float | None = None,
 ) -> Array:
     """Heads come first and scores stay as they are multiplied, so that only what is small is ever transposed."""
     b, a, r, n, h = q.shape
@@ -64,6 +74,7 @@ def _mix(
     q = q.transpose(0, 3, 4, 1, 2, 5).reshape(b, m, g * a * r, h)
     k, v = (x.transpose(0, 2, 1, 3) for x in (k, v))
     scores = jnp.einsum("bmqh,bmsh->bmqs", q, k, preferred_element_type=jnp.float32).reshape(b, m, g, a, r, s)
+    scores = scores if cap is None else capped(scores, cap)
     seen = (jnp.arange(s) >= first[..., None]) & (jnp.arange(s) <= last[..., None])
     scores = jnp.where(seen[:, None, None, :, None], scores, _UNSEEN)
     if own is not None:
@@ -83,9 +94,9 @@ def _mix(
 def packed_attention(first: Int[Array, "b t"]) -> OnlyAttention:
     """Causal attention within texts, of which `first` is the row that each row's text begins at. No cache."""
 
-    def attention(cache, layer, q, k, v, window, sinks=None):
+    def attention(cache, layer, q, k, v, window, sinks=None, cap=None):
         near = first if window is None else jnp.maximum(first, jnp.arange(q.shape[1]) - window + 1)
-        return causal_attention(q, k, v, near, sinks=sinks), cache
+        return causal_attention(q, k, v, near, sinks=sinks, cap=cap), cache
 
     return OnlyAttention(attention)
 
@@ -104,7 +115,8 @@ def causal_attention(
     first: Int[Array, "b t"],
     own: Pair | None = None,
     sinks: Float[Array, " n"] | None = None,
+    cap: float | None = None,
 ) -> Float[Array, "b t n h"]:
     """Each row sees its text up to itself, and its own `own` [b, t, o, m, h]."""
     last = jnp.broadcast_to(jnp.arange(q.shape[1]), first.shape)
-    return span_attention(q[:, :, None], k, v, first, last, own, causal=True, sinks=sinks)[:, :, 0]
+    return span_attention(q[:, :, None], k, v, first, last, own, causal=True, sinks=sinks, cap=cap)[:, :, 0]

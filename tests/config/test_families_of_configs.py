@@ -29,6 +29,18 @@ def test_mixtral_8x7b():
     assert (read.attention.rope.theta, read.attention.window, read.attention.bias) == (1e6, None, False)
 
 
+def test_gemma_2_27b():
+    read = config(
+        model_type="gemma2", hidden_size=4608, intermediate_size=36864, num_hidden_layers=4, num_attention_heads=32,
+        num_key_value_heads=16, head_dim=128, vocab_size=256000, query_pre_attn_scalar=144, sliding_window=4096,
+        hidden_act="gelu_pytorch_tanh", hidden_activation="gelu_pytorch_tanh", attn_logit_softcapping=50.0,
+        final_logit_softcapping=30.0, cache_implementation="hybrid",
+    ).decoder  # fmt: skip
+    assert [layer.mixing.window for layer in read.layers] == [4096, None, 4096, None]
+    assert (read.attention.score_cap, read.attention.scale, read.logit_cap) == (50.0, 1 / 12, 30.0)
+    assert read.tied and read.embed_scale == 4608**0.5 and read.norm.centred and read.layers[0].post_norm
+
+
 def test_qwen2_57b_a14b():
     read = config(
         model_type="qwen2_moe", hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,

@@ -123,6 +123,7 @@ FIELDS = {
         "value_scale": (0.7, {EVERY}),
         "pool": (1, {EVERY}),
         "position_scale": (ScaleByPosition(0.1, 64), {EVERY}),
+        "score_cap": (50.0, {EVERY}),
     },
     LatentAttention: {
         "heads": (16, {EVERY}),

@@ -42,7 +42,9 @@ def test_greedy_texts_are_the_models_own_cached_or_cold(family, draft):
     assert 0 < accepted < drafted
 
 
-@pytest.mark.parametrize("family,window", [rare("gemma3", 2), rare("gpt_oss", 2), rare("gemma3", 20)])
+@pytest.mark.parametrize(
+    "family,window", [rare("gemma2", 2), rare("gemma3", 2), rare("gpt_oss", 2), rare("gemma3", 20)]
+)
 def test_trees_leave_the_text_as_it_is(family, window):
     model = load_model(str(tiny_checkpoint(family, VOCAB, 2, sliding_window=window)), progress=False)
     prompts = [prompt[:40] for prompt in PROMPTS]

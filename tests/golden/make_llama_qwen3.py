@@ -30,6 +30,7 @@ from transformers import (
     Cohere2Config,
     Ernie4_5Config,
     Exaone4Config,
+    Gemma2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
     Glm4Config,
@@ -215,6 +216,16 @@ VARIANTS = {
     "ministral3-tied": Ministral3Config(
         **SIZES, **IDS, head_dim=16, tie_word_embeddings=True, sliding_window=33,
         rope_parameters=YARN | dict(original_max_position_embeddings=32, llama_4_scaling_beta=0.4, mscale=1.0),
+    ),
+    # Caps so low that they bind, of scores and of logits; then none of scores.
+    "gemma2-tied": Gemma2Config(
+        **SIZES, head_dim=16, query_pre_attn_scalar=24, sliding_window=20, attn_logit_softcapping=0.8,
+        final_logit_softcapping=2.0,
+    ),
+    "gemma2-untied": Gemma2Config(
+        **SIZES, head_dim=32, query_pre_attn_scalar=32, sliding_window=7, attention_bias=True, rms_norm_eps=EPS,
+        tie_word_embeddings=False, layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        attn_logit_softcapping=None, rope_parameters=dict(rope_type="linear", rope_theta=500.0, factor=4.0),
     ),
 }  # fmt: skip
 # MiniCPM is Granite's class under names of its own.

@@ -31,6 +31,7 @@ FAMILIES = {
     "gpt_oss": {"rope_scaling": YARN | {"truncate": False}},  # the first layer has a window
     # In two layers of what these have: one that doesn't rotate, or sees a window, and one that does, or sees all.
     **{family: {"num_hidden_layers": 2} for family in ("cohere2", "exaone4", "smollm3")},
+    "gemma2": {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]},  # below caps
     "olmo3": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
     # A window; other heads, of another width; then both kinds again, over the first ones' keys and values.
     "gemma4": GEMMA4_ALL | {"num_key_value_heads": 4, "vocab_size_per_layer_input": VOCAB},
@@ -58,9 +59,9 @@ OPTIONS = SMALL | {"dtype": "float32", "max_running_requests": 4, "num_draft_tok
 NOISE = dict.fromkeys((*MIXTURES, "mistral4"), 0.01) | dict.fromkeys(("granitemoe", "granitemoeshared"), 0.02)
 NOISE |= {"granite": 0.1, "olmo3": 0.03, "exaone4": 0.02, "mimo_v2_flash": 0.01}
 noisy = functools.cache(shaken)
-OFTEN = (("olmo3", "ngram"), ("granite", "standalone"), ("qwen4_exp", "ngram"))
+OFTEN = (("olmo3", "ngram"), ("granite", "standalone"), ("qwen4_exp", "ngram"), ("gemma2", "standalone"))
 HEADLESS = {"arcee", "ernie4_5", "granite", "granitemoehybrid", "minicpm", "olmo2", "seed_oss"}
-HEADLESS |= {*MIXTURES, "ministral3", "mistral4"}  # of these, random heads accept nothing, by chance
+HEADLESS |= {*MIXTURES, "gemma2", "ministral3", "mistral4"}  # of these, random heads accept nothing, by chance
 
 
 def cases():

@@ -44,7 +44,7 @@ NUMBERS = (
     "arcee", "ernie4_5", "exaone4", "granite", "hunyuan_v1_dense", "minicpm", "olmo2", "olmo3", "phi3", "seed_oss",
     "smollm3",
 )  # fmt: skip
-SECOND = {f"{family}-untied" for family in (*NUMBERS, "cohere2", "gemma3", "gemma4", "llama", "mistral")}
+SECOND = {f"{family}-untied" for family in (*NUMBERS, "cohere2", "gemma2", "gemma3", "gemma4", "llama", "mistral")}
 SECOND |= {
     "deepseek-v3-tied", "dots1-single", "ernie4-5-moe-tied", "exaone-moe-tied", "glm4-moe-single", "glm4-tied",
     "gpt-oss-stacked", "granitemoe-tied", "granitemoe-untied", "granitemoeshared-untied", "hunyuan-moe-tied",
@@ -326,7 +326,7 @@ def test_parameters_name_each_checkpoint_tensor_once(family, tied, bias):
     with_biases |= {"seed_oss", "smollm3"}
     assert ("model.layers.1.mlp.down_proj.bias" in names) == (bias and family in with_biases)
     assert ("model.layers.0.self_attn.q_norm.weight" in names) == (
-        family.startswith("gemma")
+        family.startswith(("gemma3", "gemma4"))
         or family in ("dots1", "exaone4", "exaone_moe", "hy_v3", "minimax_m2", "olmo2", "olmo3", "olmoe", "qwen3")
         or family in ("qwen3_moe", *DEEP)
     )

@@ -27,6 +27,8 @@ from tests.support.tiny import tiny_config
     ("qwen2", {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}, [4096, 4096]),
     ("cohere2", {}, [20, None]),
     ("cohere2", {"sliding_window": None}, [None, None]),
+    ("gemma2", {}, [20, None]),
+    ("gemma2", {"sliding_window": None}, [None, None]),
     ("gemma3", {}, [20, None]),
     ("gemma4", {"layer_types": ["full_attention", "sliding_attention"]}, [None, None]),  # the last sees all
     ("gpt_oss", {}, [20, None]),
@@ -46,6 +48,9 @@ def test_windows_by_layer(family, keys, windows):
     ("qwen2", {"layer_types": ["full_attention", "chunked"]}, "each full_attention or sliding_attention; got"),
     ("qwen2", {"max_window_layers": "x"}, "max_window_layers must be"),
     ("cohere2", {"use_qk_norm": True}, "use_qk_norm True is not supported for model_type 'cohere2'; supported: False"),
+    ("gemma2", {"attn_logit_softcapping": 0}, "attn_logit_softcapping must be a positive number"),
+    ("gemma2", {"final_logit_softcapping": "x"}, "final_logit_softcapping must be a positive number"),
+    ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention True is not supported"),
     ("gemma3", {"sliding_window": None}, "sliding_window must be a positive integer"),
     ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported"),
     ("gemma3", {"rope_parameters": {"rope_theta": 1e6}}, "rope_parameters are by kind of layer"),

@@ -41,6 +41,7 @@ ARCHITECTURES = {
     "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
     "exaone_moe": "ExaoneMoeForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "gemma4": "Gemma4ForCausalLM",
     "gemma4_unified": "Gemma4UnifiedForCausalLM",
@@ -151,6 +152,9 @@ EXTRA = {
     ),
     "cohere2": dict(sliding_window=20, sliding_window_pattern=2, logit_scale=0.25),
     "exaone4": dict(sliding_window=20, sliding_window_pattern=2),
+    "gemma2": dict(
+        query_pre_attn_scalar=24, sliding_window=20, attn_logit_softcapping=0.8, final_logit_softcapping=2.0
+    ),
     "gemma3": dict(query_pre_attn_scalar=24, sliding_window=20, sliding_window_pattern=2, rope_local_base_freq=100.0),
     "gemma4": GEMMA4,
     "gemma4_unified": GEMMA4,

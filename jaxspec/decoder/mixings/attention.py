@@ -65,7 +65,8 @@ def _mix_in_steps(layer, weights, i, qkv, positions, mixer, cache, dtype, table)
     q, k, v = _scaled(a, q), *(_widened(a, x) for x in (k, v))
     if isinstance(cache, dict):
         cache = {**cache, _kept(a): (k, v)}
-    out, cache = mixer.attend(cache, i, q, k, v, a.window, **sinks(a, weights))
+    more = sinks(a, weights) | ({} if a.score_cap is None else {"cap": a.score_cap})
+    out, cache = mixer.attend(cache, i, q, k, v, a.window, **more)
     return gated(out if a.value_dim is None else out[..., : a.value_dim], cache, gates)
 
 
@@ -222,7 +223,7 @@ ATTENTION = Mixing(
     implements={
         "plain": _HEADS
         | {"qk_norm_all", "qk_norm_rotated", "gated", "bias", "out_bias", "window", "scale", "sinks"}
-        | {"v_norm", "k_is_v", "shared", "value_dim", "value_scale", "pool", "position_scale"},
+        | {"v_norm", "k_is_v", "shared", "value_dim", "value_scale", "pool", "position_scale", "score_cap"},
         "few_rows": _HEADS | {"bias", "out_bias", "window", "sinks"},
         "fused_norms": _HEADS | {"gated", "window", "scale"},
         "weight_stream": _HEADS | {"bias", "window", "scale"},

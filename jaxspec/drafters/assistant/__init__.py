@@ -22,8 +22,8 @@ from jaxtyping import Array, Float, Int
 from jaxspec.cache.mixers import AttentionRows
 from jaxspec.checkpoint import ModelFolder, locate
 from jaxspec.config.options import ConfigError
-from jaxspec.decoder.forward import capped, head_logits, run_layer
-from jaxspec.decoder.functions import normed, row_of
+from jaxspec.decoder.forward import head_logits, run_layer
+from jaxspec.decoder.functions import capped, normed, row_of
 from jaxspec.decoder.matmul import product
 from jaxspec.drafters.assistant.checkpoint import (
     KINDS,

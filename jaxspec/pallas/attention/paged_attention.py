@@ -40,6 +40,7 @@ def paged_attention(
     sinks: Float[Array, " n"] | None = None,
     scales: Float[Array, "l 2 m"] | None = None,
     last: Int[Array, "b t"] | None = None,
+    cap: float | None = None,
     fixed: int = 0,
 ) -> Float[Array, "b t n h"]:
     """Causal attention of rows at KV slots `start + 0..t-1`, whose keys and values are already in `kv`.
@@ -51,42 +52,43 @@ def paged_attention(
     on the mask alone decides. Scores are scaled by h**-0.5 and summed in float32. `sinks`: one more logit of each
     head's softmax, which no value belongs to. `scales`: float32, by which the keys (0) and values (1) of each layer and
     head are multiplied. `last`: the last KV slot that each row sees, its own or a later one; there is no mask then.
-    `fixed`: a row's result has the same bits whatever rows and requests are beside it, as in `decode_attention`; calls
-    of up to `MAX_ROWS` rows differ from calls of more. There is no mask or window then.
+    `cap`: scores are squashed below it, cap * tanh(score / cap), before the softmax. `fixed`: a row's result has the
+    same bits whatever rows and requests are beside it, as in `decode_attention`; calls of up to `MAX_ROWS` rows differ
+    from calls of more. There is no mask or window then.
 
     Returns the mix of values, in q's dtype. Rows that see no KV slot, as those before slot 0, return zeros.
     """
-    call = q, kv, layer, table, start, mask, window, depth, sinks, scales, last, fixed
+    call = q, kv, layer, table, start, mask, window, depth, sinks, scales, last, cap, fixed
     if mask is not None or q.shape[1] <= (MAX_ROWS if fixed else DECODE_ROWS):
         return choose("paged attention", PAGED_ATTENTION, *call).run(*call)
     return choose("prompt attention", PROMPT_ATTENTION, *call).run(*call)
 
 
-SEES_LATER = "rows that see later ones"
+SEES_LATER, CAPPED = "rows that see later ones", "scores that are squashed below a cap"
 
 
-def _decode_refuses(q, kv, layer, table, start, mask, window, depth, sinks, scales, last, fixed) -> str | None:
-    if last is not None:
-        return SEES_LATER
+def _decode_refuses(q, kv, layer, table, start, mask, window, depth, sinks, scales, last, cap, fixed) -> str | None:
+    if last is not None or cap is not None:
+        return SEES_LATER if cap is None else CAPPED
     if q.dtype != jnp.bfloat16:
         return f"queries are {q.dtype.name}, not bfloat16"
     return decode_attention_fits(q.shape, kv.shape, kv.dtype, 0 if mask is None else mask.shape[2])
 
 
-def _decode(q, kv, layer, table, start, mask, window, depth, sinks, scales, last, fixed) -> Array:
+def _decode(q, kv, layer, table, start, mask, window, depth, sinks, scales, last, cap, fixed) -> Array:
     named = dict(mask=mask, window=window, depth=depth, sinks=sinks, scales=scales, fixed=fixed)
     return decode_attention(q, kv, layer, table, start, **named)
 
 
-def _prompt_refuses(q, kv, layer, table, start, mask, window, depth, sinks, scales, last, fixed) -> str | None:
-    if last is not None:
-        return SEES_LATER
+def _prompt_refuses(q, kv, layer, table, start, mask, window, depth, sinks, scales, last, cap, fixed) -> str | None:
+    if last is not None or cap is not None:
+        return SEES_LATER if cap is None else CAPPED
     if q.dtype != jnp.bfloat16:
         return f"queries are {q.dtype.name}, not bfloat16"
     return prompt_attention_fits(q.shape, kv.shape, kv.dtype)
 
 
-def _prompt(q, kv, layer, table, start, mask, window, depth, sinks, scales, last, fixed) -> Array:
+def _prompt(q, kv, layer, table, start, mask, window, depth, sinks, scales, last, cap, fixed) -> Array:
     named = {"window": window, "sinks": sinks, "scales": scales}
     return prompt_attention(q, kv, layer, table, start, **{name: x for name, x in named.items() if x is not None})
 
@@ -120,6 +122,7 @@ def reference(
     sinks=None,
     scales=None,
     last=None,
+    cap=None,
     *,
     block_tokens: int = BLOCK_TOKENS,
 ) -> Array:
@@ -131,8 +134,9 @@ def reference(
     position = kv_slots if mask is None or depth is None else start[:, None] + depth
     first = jnp.zeros_like(kv_slots) if window is None else position - window + 1
     if mask is not None:
-        return _masked_attention(q, kv, layer, table, start, first, mask, sinks, scales, block_tokens)
-    return span_attention(q, kv, layer, table, first, kv_slots if last is None else last, block_tokens, sinks, scales)
+        return _masked_attention(q, kv, layer, table, start, first, mask, sinks, scales, cap, block_tokens)
+    seen = first, kv_slots if last is None else last
+    return span_attention(q, kv, layer, table, *seen, block_tokens, sinks, scales, cap)
 
 
 def _portable_refuses(q, kv, *rest) -> str | None:
@@ -146,7 +150,8 @@ def _portable(*call) -> Array:
 
 
 def _portable_on_hopper_refuses(*call) -> str | None:
-    kernels_take = call[-2] is None and call[0].shape[3] in HEAD_WIDTHS
+    *_, last, cap, _ = call
+    kernels_take = last is None and cap is None and call[0].shape[3] in HEAD_WIDTHS
     return "rows that Hopper's kernels take" if kernels_take else _portable_refuses(*call)
 
 
@@ -160,7 +165,7 @@ PAGED_ATTENTION = (Implementation("decode_attention", HOPPER, _decode_refuses, _
 PROMPT_ATTENTION = (Implementation("prompt_attention", HOPPER, _prompt_refuses, _prompt), *_OTHERS)
 
 
-@partial(jax.jit, static_argnames="block_tokens")
+@partial(jax.jit, static_argnames=("block_tokens", "cap"))
 def span_attention(
     q: Float[Array, "b t n h"],
     kv: Float[Array, "l p k m s h"],
@@ -171,6 +176,7 @@ def span_attention(
     block_tokens: int = BLOCK_TOKENS,
     sinks: Float[Array, " n"] | None = None,
     scales: Float[Array, "l 2 m"] | None = None,
+    cap: float | None = None,
 ) -> Float[Array, "b t n h"]:
     """Attention of rows that each see KV slots `first` to `last`, in plain jnp; otherwise as `paged_attention`.
 
@@ -180,11 +186,11 @@ def span_attention(
     def seen(kv_slots):
         return (kv_slots >= first[..., None]) & (kv_slots <= last[..., None])
 
-    return _stream(q, kv, layer, table, seen, jnp.min(first), jnp.max(last), block_tokens, sinks, scales)
+    return _stream(q, kv, layer, table, seen, jnp.min(first), jnp.max(last), block_tokens, sinks, scales, cap)
 
 
-@partial(jax.jit, static_argnames="block_tokens")
-def _masked_attention(q, kv, layer, table, start, first, mask, sinks, scales, block_tokens):
+@partial(jax.jit, static_argnames=("block_tokens", "cap"))
+def _masked_attention(q, kv, layer, table, start, first, mask, sinks, scales, cap, block_tokens):
     """Attention of rows that see the KV slots from `first` up to `start`, and from there on those that the mask has."""
     w = mask.shape[2]
 
@@ -194,7 +200,8 @@ def _masked_attention(q, kv, layer, table, start, first, mask, sinks, scales, bl
         old = (new < 0)[:, None] & (kv_slots >= first[..., None])
         return old | (listed & (new < w)[:, None] & (new >= 0)[:, None])
 
-    return _stream(q, kv, layer, table, seen, jnp.min(first), jnp.max(start) + w - 1, block_tokens, sinks, scales)
+    ends = jnp.min(first), jnp.max(start) + w - 1
+    return _stream(q, kv, layer, table, seen, *ends, block_tokens, sinks, scales, cap)
 
 
 def _stream(
@@ -208,6 +215,7 @@ def _stream(
     block_tokens: int,
     sinks: Array | None,
     scales: Array | None,
+    cap: float | None,
 ) -> Array:
     """Attention of rows to the KV slots from `first` to `last` for which `seen` is true.
 
@@ -227,6 +235,7 @@ def _stream(
         k, v = rows[:, :, 0], rows[:, :, -1]  # each [b, pages, m, s, h]
         scores = jnp.einsum("btmgh,bpmsh->bmgtps", grouped, k.astype(q.dtype), preferred_element_type=jnp.float32)
         scores = scores if key_scale is None else scores * key_scale[..., None]
+        scores = scores if cap is None else jnp.tanh(scores / cap) * cap
         scores = scores.reshape(b, m, n // m, t, pages * s)
         scores = jnp.where(seen(i * pages * s + jnp.arange(pages * s))[:, None, None], scores, -jnp.inf)
         new_top = jnp.maximum(top, scores.max(-1))

@@ -46,6 +46,7 @@ class Plan:
     window: int | None
     itemsize: int  # bytes of a query's number
     parts: int = 1  # programs that divide a request's steps
+    cap: float | None = None  # that scores are squashed below
 
     @property
     def group(self) -> int:
@@ -121,6 +122,7 @@ def attention(
     sinks: Float[Array, " n"] | None = None,
     scales: Float[Array, "l 2 m"] | None = None,
     last: Int[Array, "b t"] | None = None,
+    cap: float | None = None,
     *,
     parts: int | None = None,
     interpret: bool = False,
@@ -130,7 +132,7 @@ def attention(
     (b, t, n, h), (p, _, m, s) = q.shape, kv.shape[1:5]
     masked_slots = 0 if mask is None else mask.shape[2]
     plan = Plan(b, t, n, m, h, p, s, table.shape[1], masked_slots, window, q.dtype.itemsize)
-    plan = replace(plan, parts=parts or division(plan))
+    plan = replace(plan, parts=parts or division(plan), cap=cap)
     given = dict(q=q.reshape(-1), table=table, start=start, layer=layer.reshape(1))
     if kv.dtype == FP8:
         kv = lax.bitcast_convert_type(kv, jnp.int8)  # which every card converts: see `fp8.numbers`
@@ -312,10 +314,11 @@ def _step(plan, ref, rows, q, b, head, masked, i, carry):
         x = ref["kv"].at[pl.ds(of * plan.page + within, plan.step), :][...]
         return x if x.dtype == q.dtype else fp8.numbers(x, q.dtype)
 
-    scale = plan.h**-0.5 * LOG2E
+    scale = plan.h**-0.5 * (LOG2E if plan.cap is None else 1 / plan.cap)
     if "scales" in ref:
         scale = scale * ref["scales"][layer * 2 * plan.m + head]
     scores = lax.dot_general(q, load(0), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32) * scale
+    scores = scores if plan.cap is None else jnp.tanh(scores) * (plan.cap * LOG2E)
     return add_step(carry, scores, seen(plan, ref, rows, b, i) if masked else None, partial(load, 1), q.dtype)
 
 

@@ -21,11 +21,13 @@ from tests.support.sample import one_in, rare
 LAYERS, LAYER, H = 2, 1, 8
 
 
-def dense(q, k, v, sinks=None):
-    """Attention of one row q f[n, h] over keys and values f[s, m, h]; `sinks` f[n] beside each head's scores."""
+def dense(q, k, v, sinks=None, cap=None):
+    """Attention of one row q f[n, h] over keys and values f[s, m, h]; `sinks` f[n] beside each head's scores, which are
+    below a `cap`."""
     n, h = q.shape
     k, v = (np.repeat(x.astype(np.float64), n // x.shape[1], axis=1) for x in (k, v))
     scores = np.einsum("nh,snh->ns", q.astype(np.float64), k) * h**-0.5
+    scores = scores if cap is None else cap * np.tanh(scores / cap)
     weights = np.exp(scores - scores.max(1, keepdims=True))
     total = weights.sum(1, keepdims=True)
     if sinks is not None:
@@ -104,6 +106,21 @@ def test_a_sink_takes_its_share_of_each_head(t, window):
             end = start[b] + i + 1
             seen = slice(max(end - window, 0) if window else 0, end)
             np.testing.assert_allclose(out[b, i], dense(q[b, i], k[seen], v[seen], sinks), atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_scores_stay_below_a_cap(tree):
+    """Rows of a chain, and of a tree that is one. With a window, within it."""
+    rng = np.random.default_rng(3)
+    kv, table, ((k, v),) = paged(rng, (70,), 2, page_size=8, entries=9)
+    q = 4 * rng.standard_normal((1, 5, 4, H), np.float32)
+    more = {"mask": jnp.tril(jnp.ones((1, 5, 5), bool)), "depth": jnp.arange(5)[None]} if tree else {}
+    given = q, jnp.asarray(kv), jnp.int32(LAYER), table, np.array([65], np.int32)
+    out = np.asarray(paged_attention(*given, **more, window=30, cap=0.7))
+    for i in range(5):
+        seen = slice(65 + i + 1 - 30, 65 + i + 1)
+        np.testing.assert_allclose(out[0, i], dense(q[0, i], k[seen], v[seen], cap=0.7), atol=2e-6, rtol=1e-5)
+    assert np.abs(out - np.asarray(paged_attention(*given, **more, window=30))).max() > 0.1
 
 
 @pytest.mark.parametrize("tree", [False, True])
@@ -280,7 +297,9 @@ def test_heads_wider_than_hoppers_kernels_take_the_portable_one(h, decode, promp
     monkeypatch.setattr(hopper, "kernels_here", lambda: None)
     for table, t, name in ((PAGED_ATTENTION, 4, decode), (PROMPT_ATTENTION, 64, prompt)):
         q, kv = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1, t, 8, h), (1, 3, 2, 1, 64, h)))
-        assert operation.choose("attention", table, q, kv, *[None] * 9, 0).name == name
+        assert operation.choose("attention", table, q, kv, *[None] * 10, 0).name == name
+        capped = "reference" if h == 1024 else "portable_on_hopper"
+        assert operation.choose("attention", table, q, kv, *[None] * 9, 50.0, 0).name == capped
 
 
 def test_rows_of_fixed_bits_need_a_kernel_on_a_gpu():

@@ -61,6 +61,17 @@ def test_rows_may_see_later_ones(window):
     assert np.abs(expected - np.float32(reference(**given | {"last": None}))).max() > 0.1
 
 
+@pytest.mark.parametrize("sizes", [dict(t=4, fp8=True, scaled=True), dict(t=5, masked_slots=5, window=40, sinks=True)])
+@pytest.mark.parametrize("parts", [1, 4])
+def test_scores_stay_below_a_cap(sizes, parts):
+    args, named = Case("", **sizes).inputs()
+    given = args | named | {"kv": args["kv"] if "fp8" in sizes else jnp.nan_to_num(args["kv"])}
+    expected = np.float32(reference(**given, cap=0.8))
+    out = np.float32(op.attention(**given, cap=0.8, parts=parts, interpret=True))
+    np.testing.assert_allclose(out, expected, atol=0.02)
+    assert np.abs(expected - np.float32(reference(**given))).max() > 0.1
+
+
 @pytest.mark.parametrize("capability,sizes", one_in(len(KINDS), KINDS, [
     dict(),
     dict(t=4, fp8=True, scaled=True),
@@ -70,12 +81,14 @@ def test_rows_may_see_later_ones(window):
     dict(t=64, h=256, page=16),
     dict(t=64, h=512, group=8),
     dict(t=40, masked_slots=40, group=7),
+    dict(t=64, h=256, cap=50.0),
 ]))  # fmt: skip
 def test_lowers_for_each_generation(capability, sizes):
+    cap, sizes = sizes.get("cap"), {name: size for name, size in sizes.items() if name != "cap"}
     args, named = Case("", entries=4, lengths=(90,), **sizes).inputs()
     window = named.pop("window", None)
     for parts in (1, 4):
-        run = partial(op.attention, window=window, parts=parts)
+        run = partial(op.attention, window=window, parts=parts, cap=cap)
         text = lowered(lambda args, named, run=run: run(**args, **named), args, named, capability=capability)
         assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == min(parts, 2)
 
