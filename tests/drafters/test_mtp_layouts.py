@@ -38,15 +38,15 @@ FAMILIES = {
 
 
 @functools.cache
-def checkpoint(family: str):
+def checkpoint(family: str, vocab: int = VOCAB):
     """A model of one layer, and a module with a copy of it, which takes the token alone.
 
     It computes what the model does, but without the text's first token: most drafts are right.
     """
     if family == "qwen4_exp":
-        return of_streams()
+        return of_streams(vocab)
     (layer, *norms, fc, last), more = FAMILIES[family]
-    source = tiny_checkpoint(family, VOCAB, 2, num_hidden_layers=1, num_nextn_predict_layers=1, **more)
+    source = tiny_checkpoint(family, vocab, 2, num_hidden_layers=1, num_nextn_predict_layers=1, **more)
     folder = shutil.copytree(source, source.with_name(source.name + "-mtp"))
     tensors = load_file(folder / "model.safetensors")
     d = len(tensors["model.norm.weight"])
@@ -58,9 +58,9 @@ def checkpoint(family: str):
     return folder
 
 
-def of_streams():
+def of_streams(vocab: int):
     """A model of a linear layer, whose part is small, and one of indexed attention, which is the module's, too."""
-    source = tiny_checkpoint("qwen4_exp", VOCAB, 2, mtp_num_hidden_layers=1)
+    source = tiny_checkpoint("qwen4_exp", vocab, 2, mtp_num_hidden_layers=1)
     folder = shutil.copytree(source, source.with_name(source.name + "-mtp"))
     tensors = load_file(folder / "model.safetensors")
     d, small = tensors["model.embed_tokens.weight"].shape[1], ("linear_attn.out_proj", "down_proj", "value_proj")

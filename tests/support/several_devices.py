@@ -38,6 +38,7 @@ from jaxspec.models.memory import Recurrence
 from jaxspec.pallas import hopper
 from jaxspec.parallel.peers import Peers, Workspaces
 from jaxspec.scheduling.audit import audit
+from tests.drafters import test_mtp_layouts as mtp_layouts
 from tests.engine.test_reported import run as reported
 from tests.support import heads, hybrids, widths
 from tests.support.tiny import BYTE_VOCAB, GEMMA4_ALL, tiny_checkpoint, tiny_config
@@ -388,6 +389,12 @@ def one_layer() -> Path:
 @pytest.mark.parametrize("family", hybrids.FAMILIES)
 def test_mtp_of_each_hybrid(family, size):
     check(hybrids.checkpoint(family, VOCAB, 2, **EIGHT | HYBRID), "mtp", size)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", [*mtp_layouts.FAMILIES, "qwen4_exp"])
+def test_mtp_of_each_layout(family):
+    check(mtp_layouts.checkpoint(family, VOCAB), "mtp", 2)
 
 
 @pytest.mark.exhaustive
