@@ -144,21 +144,23 @@ async def completion_prompts(body: CompletionRequest, tokenizer: Tokenizer | Non
         raise RequestError("this model has no tokenizer; send token ids as the prompt, and no echo", "prompt")
     special = True if body.add_special_tokens is None else body.add_special_tokens
 
-    def one(given: str | list[int], check: Check) -> Prompt:
+    several = len(body.prompt) > 1
+
+    def one(number: int, given: str | list[int], check: Check) -> Prompt:
         check()
-        if isinstance(given, str):
-            return Prompt(tokenizer.encode_within(given, context, special, check), given if body.echo else None)
-        if len(given) > context:
-            raise TooLong(len(given), context)
-        return Prompt(given, tokenizer.decode(given, skip_special_tokens=False) if body.echo else None)
+        with refusals(f"prompt[{number}]" if several else "prompt", context):
+            if isinstance(given, str):
+                return Prompt(tokenizer.encode_within(given, context, special, check), given if body.echo else None)
+            if len(given) > context:
+                raise TooLong(len(given), context)
+            return Prompt(given, tokenizer.decode(given, skip_special_tokens=False) if body.echo else None)
 
     def all_of_them(check: Check) -> list[Prompt]:
-        return [one(given, check) for given in body.prompt]
+        return [one(number, given, check) for number, given in enumerate(body.prompt)]
 
-    with refusals("prompt", context):
-        if body.echo or isinstance(body.prompt[0], str):
-            return await _threads(sum(map(len, body.prompt))).run(all_of_them)
-        return all_of_them(lambda: None)
+    if body.echo or isinstance(body.prompt[0], str):
+        return await _threads(sum(map(len, body.prompt))).run(all_of_them)
+    return all_of_them(lambda: None)
 
 
 def _threads(size: int) -> Workers:

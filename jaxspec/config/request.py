@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import json
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +65,17 @@ class RequestError(ValueError):
     def __init__(self, message: str, param: str | None = None, code: str | None = None):
         super().__init__(message)
         self.param, self.code = param, code
+
+
+@contextmanager
+def of_prompt(number: int | None) -> Iterator[None]:
+    """Let errors about `prompt` name the one of several that has this number: "prompt[2]"."""
+    try:
+        yield
+    except RequestError as error:
+        if number is None or error.param != "prompt":
+            raise
+        raise RequestError(str(error), f"prompt[{number}]", error.code) from error.__cause__
 
 
 class Busy(RuntimeError):

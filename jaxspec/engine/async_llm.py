@@ -25,7 +25,7 @@ from jaxspec.compiling.programs import settle
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.json_values import shown
 from jaxspec.config.options import ConfigError
-from jaxspec.config.request import Delta, LogitsError, RequestError, SamplingParams
+from jaxspec.config.request import Delta, LogitsError, RequestError, SamplingParams, of_prompt
 from jaxspec.engine.admission import Request
 from jaxspec.engine.engine import Engine
 from jaxspec.images.picture import Prompt
@@ -257,12 +257,13 @@ class AsyncLLM:
     async def check(self, requests: Sequence[tuple[str | list[int] | Prompt, SamplingParams]]) -> None:
         """Check prompts, each with its params.
 
-        **Raises:** `RequestError` for the first that can't be served; `Busy`.
+        **Raises:** `RequestError` for the first that can't be served, whose `param` is as of `of_prompt`; `Busy`.
         """
         for wanted in dict.fromkeys(params.structured for _, params in requests if params.structured is not None):
             await self.engine.compiled(wanted)
-        for each in requests:
-            self.engine.check(*each)
+        for number, each in enumerate(requests):
+            with of_prompt(number):
+                self.engine.check(*each)
 
     @property
     def devices(self) -> list[str]:

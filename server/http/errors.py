@@ -187,7 +187,8 @@ def _problem(item: dict[str, Any]) -> tuple[str, str | None]:
     place = _path(item["loc"][1:])  # loc[0] is "body"
     cause = (item.get("ctx") or {}).get("error")
     if isinstance(cause, RequestError):
-        param = f"{place}.{cause.param}" if place and cause.param else cause.param or place or None
+        own = cause.param or ""
+        param = f"{place}{'.' * bool(place and own and not own.startswith('['))}{own}" or None
         return (f"{place}: {cause}" if place else str(cause)), param
     if item["type"] == "missing":
         return f"{place} is required", place

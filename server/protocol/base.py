@@ -34,6 +34,16 @@ def check_text(text: str) -> str:
     return text
 
 
+def check_texts(texts: list[str]) -> list[str]:
+    """Check each text of a list; an error has its place: "[2]"."""
+    for place, text in enumerate(texts):
+        try:
+            check_text(text)
+        except RequestError as error:
+            raise RequestError(str(error), f"[{place}]") from None
+    return texts
+
+
 def text_size(value: Any) -> int:
     """Characters of all strings in a JSON value, keys included."""
     if isinstance(value, str):

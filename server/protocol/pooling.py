@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import chain
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator, model_validator
+from pydantic import Field, PlainValidator, ValidatorFunctionWrapHandler, WrapValidator, model_validator
 
 from jaxspec.config.request import RequestError
 from server.protocol.base import Body, Integer, Priority, Text, at_most, check_text, shown
@@ -19,17 +19,17 @@ PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), (
 SAME = {"use_activation": (True,), "mm_processor_kwargs": ({},), "truncate_prompt_tokens": ()}
 
 
-def _texts(value: Any) -> list[str]:
-    """One text or several. **Raises:** `RequestError`."""
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list) or not texts or not all(isinstance(each, str) for each in texts):
+def _texts(value: Any, listed: ValidatorFunctionWrapHandler) -> list[str]:
+    """One text or several; a list's errors name the place in it. **Raises:** `RequestError`."""
+    if isinstance(value, str):
+        return [check_text(value)]
+    if not isinstance(value, list) or not value:
         raise RequestError(f"must be a text, or a list of texts that isn't empty, got {shown(value)}")
-    if len(texts) > MAX_PAIRS:
-        raise RequestError(f"has {len(texts)} texts, at most {MAX_PAIRS} are allowed")
-    return [check_text(each) for each in texts]
+    return listed(value)
 
 
-Texts = Annotated[list[str], PlainValidator(_texts, json_schema_input_type=Text | Annotated[list[Text], Several])]
+Listed = Annotated[list[Text], Several, at_most(MAX_PAIRS, "texts")]
+Texts = Annotated[Listed, WrapValidator(_texts, json_schema_input_type=Text | Listed)]
 
 
 class EmbeddingRequest(Body):
@@ -83,14 +83,14 @@ class ScoreRequest(_Scored):
         return self
 
     @property
-    def paired(self) -> str:
-        """The field of each pair's second text."""
-        return self._given()[1]
-
-    @property
     def pairs(self) -> list[tuple[str, str]]:
         """**Raises:** `RequestError` for numbers of texts that don't agree."""
         return self._pairs(*(getattr(self, name) for name in self._given()))
+
+    def place(self, pair: int, side: int) -> str:
+        """The field of a pair's first text (0) or second, with the place of a list's."""
+        name = self._given()[side]
+        return f"{name}[{pair}]" if len(getattr(self, name)) > 1 else name
 
 
 class RerankRequest(_Scored):
@@ -104,3 +104,7 @@ class RerankRequest(_Scored):
     @property
     def pairs(self) -> list[tuple[str, str]]:
         return self._pairs([self.query], self.documents)
+
+    def place(self, pair: int, side: int) -> str:
+        """The field of a pair's first text (0) or second, with its place among the documents."""
+        return f"documents[{pair}]" if side else "query"

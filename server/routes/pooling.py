@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +17,8 @@ from server.protocol.pooling import EmbeddingRequest, RerankRequest, ScoreReques
 from server.protocol.response_models import Embeddings, Ranking, Scores
 from server.replies.pooling import AnswerReply, EmbeddingReply, SimilarityReply, question
 from server.routes.serving import Serving
+
+PROMPT = re.compile(r"prompt(?:\[(\d+)\])?")  # at fault: the only one, or that of a number
 
 
 def add(app: FastAPI, serving: Serving) -> None:
@@ -32,14 +35,21 @@ def add(app: FastAPI, serving: Serving) -> None:
             raise RequestError("embeddings take no instruction; write it into the text", "instruction")
         name, model = f"score-{request.state.request_id}", lora or serving.name
 
+        def place(pair: int) -> str:
+            """The longer text of a pair, which is one prompt."""
+            query, document = map(len, pairs[pair])
+            return body.place(pair, document >= query)
+
         async def make() -> SimilarityReply | AnswerReply:
             if pooling.embeds:
                 prompts = await ids([text for pair in pairs for text in pair], None)
                 return SimilarityReply(prompts, name, model, pooling, **options)
-            prompts = await ids([question(*pair, body.instruction) for pair in pairs], False)
+            with _fields(place):
+                prompts = await ids([question(*pair, body.instruction) for pair in pairs], False)
             return AnswerReply(prompts, _answers(), name, model, **options)
 
-        with _field(body.paired if isinstance(body, ScoreRequest) else "documents"):
+        # Two prompts a pair: its texts, or the two answers to one question.
+        with _fields(lambda k: body.place(*divmod(k, 2)) if pooling.embeds else place(k // 2)):
             return await serving.answer(request, make(), None, False, body.priority, lora, pooled=True)
 
     def _answers() -> tuple[int, int]:
@@ -63,7 +73,8 @@ def add(app: FastAPI, serving: Serving) -> None:
             packed = body.encoding_format == "base64"
             return EmbeddingReply(prompts, name, lora or serving.name, serving.pooling, body.dimensions, packed)
 
-        with _field("input"):
+        several = len(body.input) > 1
+        with _fields(lambda k: f"input[{k}]" if several else "input"):
             return await serving.answer(request, make(), None, False, body.priority, lora, pooled=True)
 
     @app.post("/v1/score", responses={200: {"model": Scores}})
@@ -82,12 +93,14 @@ def add(app: FastAPI, serving: Serving) -> None:
 
 
 @contextmanager
-def _field(name: str) -> Iterator[None]:
-    """Let errors of a prompt name the field that holds it."""
+def _fields(place: Callable[[int], str]) -> Iterator[None]:
+    """Let errors of a prompt name the field that holds it, by the prompt's number."""
     try:
         yield
     except RequestError as error:
-        raise RequestError(str(error), name if error.param == "prompt" else error.param, error.code) from error
+        if (found := PROMPT.fullmatch(error.param or "")) is None:
+            raise
+        raise RequestError(str(error), place(int(found[1] or 0)), error.code) from error
 
 
 def _generates(name: str, wanted: str, scores: bool = False) -> ApiError:

@@ -59,12 +59,13 @@ async def _prompts(serving: Serving, body: GenerateRequest) -> list[Prompt]:
     if not any(pictures):
         return await serving.prompts(CompletionRequest(prompt=texts))
     reader = serving.llm.image_reader
-    with refusals("prompt", context):
-        if body.text is not None:
-            texts = [reader.placeholder.stand(text, len(each)) for text, each in zip(texts, pictures, strict=True)]
-        prompts = await serving.prompts(CompletionRequest(prompt=texts))
-        work = zip(prompts, pictures, strict=True)
-        return [placed(prompt, reader, each, context) for prompt, each in work]
+    if body.text is not None:
+        texts = [reader.placeholder.stand(text, len(each)) for text, each in zip(texts, pictures, strict=True)]
+    prompts, found = await serving.prompts(CompletionRequest(prompt=texts)), []
+    for number, (prompt, each) in enumerate(zip(prompts, pictures, strict=True)):
+        with refusals(f"prompt[{number}]" if len(prompts) > 1 else "prompt", context):
+            found.append(placed(prompt, reader, each, context))
+    return found
 
 
 @contextmanager
@@ -77,10 +78,12 @@ def _their_fields(prompt: str) -> Iterator[None]:
         for ours, theirs in NAMES.items():
             message = re.sub(rf"\b{ours}\b", theirs, message)
         same = {name: name for name in ("rid", "priority", *REPORTS)}
-        own = {"request_id": "rid", "prompt": prompt, "cache_salt": "extra_key"}
+        own = {"request_id": "rid", "cache_salt": "extra_key"}
         param = (own | same).get(error.param)
         if (error.param or "").startswith("image_data"):
             param = error.param
+        if (error.param or "").startswith("prompt"):
+            param = prompt + error.param.removeprefix("prompt")
         if param is None and error.param:
             param = f"sampling_params.{NAMES.get(error.param, error.param)}"
         raise RequestError(message, param, error.code) from error

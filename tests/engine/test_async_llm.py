@@ -331,3 +331,11 @@ async def test_closing_the_engine_ends_its_streams(serve):
     assert not llm.stats()["ready"]
     state = jax.tree.leaves(llm.engine.runner.state)
     assert all(each.is_ready() for each in state), "a process that ends while a program runs is aborted"
+
+
+async def test_a_check_of_several_prompts_names_the_one_at_fault(serve):
+    llm = serve()
+    await llm.check([([1, 2], params()), ([3], params())])
+    with pytest.raises(RequestError, match="empty") as refused:
+        await llm.check([([1, 2], params()), ([], params())])
+    assert refused.value.param == "prompt[1]"

@@ -21,6 +21,7 @@ from jaxspec.config.request import (
     RequestMetrics,
     SamplingParams,
     TokenLogprobs,
+    of_prompt,
 )
 from jaxspec.engine.async_llm import EngineDead
 from jaxspec.engine.tiers import host_cache
@@ -83,8 +84,9 @@ class FakeLLM:
     devices = ("cpu:0 cpu",)
 
     async def check(self, requests: list[tuple[list[int], SamplingParams]]) -> None:
-        for prompt, params in requests:
-            self.prepare(prompt.tokens if isinstance(prompt, Prompt) else prompt, params)
+        for number, (prompt, params) in enumerate(requests):
+            with of_prompt(number):
+                self.prepare(prompt.tokens if isinstance(prompt, Prompt) else prompt, params)
 
     def prepare(self, prompt: list[int], params: SamplingParams) -> None:
         if bad := [token for token in prompt if not 0 <= token < self.vocab]:

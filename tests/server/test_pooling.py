@@ -28,6 +28,7 @@ HERE = Path(__file__).resolve().parents[1] / "golden"
 FOLDER = HERE / "checkpoints" / "qwen3-untied"
 LENGTHS, ANSWERS = (1, 7, 40), (11, 23)  # of make_pooling.py
 GOLDEN = np.load(HERE / "pooling.npz")
+JSON = {"Content-Type": "application/json"}  # whose text may spell what httpx would not encode
 IDS = [GOLDEN[f"ids_{length}"].tolist() for length in LENGTHS]
 golden = lambda name: [GOLDEN[f"{name}_{length}"] for length in LENGTHS]  # noqa: E731
 
@@ -140,10 +141,15 @@ def test_a_reranker_is_asked_in_its_own_words(reranker):
         ({"text_1": "a", "text_2": "b" * 5000}, "context_length_exceeded"),
         ({"text_1": ["a"] * 3000, "text_2": "b"}, "at most 1024"),
         ({"text_1": [], "text_2": []}, "text_1: must be a text, or a list of texts that isn't empty, got []"),
-        ({"text_1": "a", "text_2": [5]}, "text_2: must be a text, or a list of texts that isn't empty, got [5]"),
+        ({"text_1": 5, "text_2": "a"}, "text_1: must be a text, or a list of texts that isn't empty, got 5"),
+        ({"text_1": "a", "text_2": ["b", 5]}, '"param":"text_2[1]"'),
+        ({"text_1": ["a", "\ud800"], "text_2": ["b", "c"]}, '"param":"text_1[1]"'),
         ({"data_1": "a", "data_2": "b" * 5000}, '"param":"data_2"'),
+        ({"data_1": "a" * 5000, "data_2": ["b", "c"]}, '"param":"data_1"'),
+        ({"data_1": "a", "data_2": ["b", "c" * 5000]}, '"param":"data_2[1]"'),
+        ({"data_1": "a", "data_2": ["b", "c" * 3795]}, '"param":"data_2[1]"'),  # with its answer one too long
     ):
-        refused = http.post("/v1/score", json=body)
+        refused = http.post("/v1/score", content=json.dumps(body), headers=JSON)
         assert refused.status_code == 400 and says in refused.text, (body, refused.text)
     embed = http.post("/v1/embeddings", json={"input": "a"})
     assert embed.status_code == 400 and "scores pairs of texts" in embed.text
@@ -160,6 +166,27 @@ def test_documents_are_ranked(reranker, monkeypatch):
     assert len(http.post("/v2/rerank", json=body | {"top_n": 0}).json()["results"]) == 3, "vLLM's default: all"
     bare = http.post("/rerank", json=body | {"return_documents": False}).json()
     assert all("document" not in each for each in bare["results"])
+
+
+@pytest.mark.parametrize("path,body,param", [
+    ("score", {"text_1": "", "text_2": "1"}, "text_1"),
+    ("score", {"text_1": "1", "text_2": ""}, "text_2"),
+    ("score", {"queries": ["1", ""], "documents": ["2", "3"]}, "queries[1]"),
+    ("score", {"queries": ["1"], "items": ["2", ""]}, "items[1]"),
+    ("score", {"data_1": "1", "data_2": ["2", "3" * 400]}, "data_2[1]"),
+    ("rerank", {"query": "", "documents": ["1", "2"]}, "query"),
+    ("rerank", {"query": "1", "documents": ["2", ""]}, "documents[1]"),
+    ("rerank", {"query": "1", "documents": [""]}, "documents[0]"),
+    ("embeddings", {"input": ["1", ""]}, "input[1]"),
+    ("embeddings", {"input": [[5], [5, 999]]}, "input[1]"),
+    ("embeddings", {"input": ["1", "2" * 400]}, "input[1]"),
+    ("embeddings", {"input": ["1", "\ud800"]}, "input[1]"),
+])  # fmt: skip
+def test_an_error_names_the_text_at_fault(llm, monkeypatch, path, body, param):
+    monkeypatch.setattr(llm, "tokenizer", rules.byte_tokenizer(), raising=False)
+    with serving(create_app(llm, "embedder", pools=Pooling("last"))) as url:
+        refused = httpx.post(f"{url}/v1/{path}", content=json.dumps(body), headers=JSON)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == param, refused.text
 
 
 @pytest.mark.parametrize("path,body", [

@@ -32,7 +32,9 @@ def error(reply, status=400):
     ({"prompt": ["a", 1]}, "prompt", "list of strings"),
     ({"prompt": [True]}, "prompt", "list of token ids"),
     ({"prompt": ""}, "prompt", "0 tokens"),
-    ({"prompt": [[1], []]}, "prompt", "0 tokens"),
+    ({"prompt": [[1], []]}, "prompt[1]", "0 tokens"),
+    ({"prompt": ["a", "x" * 300, ""]}, "prompt[1]", "300 tokens"),
+    ({"prompt": ["a", "\ud800"]}, "prompt[1]", "lone surrogate"),
     ({"prompt": [1, 9999]}, "prompt", "9999"),
     ({"prompt": [-1]}, "prompt", "-1"),
     ({"prompt": "x" * 300}, "prompt", "300 tokens"),
@@ -310,3 +312,14 @@ def test_body_too_large(http, chunked):
     except httpx.WriteError:  # the server hung up while we were still sending
         return
     assert "larger than" in error(reply, 413)["message"]
+
+
+@pytest.mark.parametrize("field,prompts,param", [
+    ("text", ["a", ""], "text[1]"),
+    ("text", ["a", "\ud800"], "text[1]"),
+    ("input_ids", [[1], [99999]], "input_ids[1]"),
+    ("input_ids", [99999], "input_ids"),
+])  # fmt: skip
+def test_an_error_of_generate_names_the_prompt_at_fault(http, field, prompts, param):
+    body = json.dumps({field: prompts})
+    assert error(http.post("/generate", content=body, headers={"Content-Type": "application/json"}))["param"] == param
