@@ -18,6 +18,7 @@ from jaxspec.models.weights import LowRank
 from jaxspec.scheduling.adapter_places import AdapterPlaces
 from tests.support import lora
 from tests.support.engines import OPTIONS, checkpoint, idle, params, tokens
+from tests.support.hosting import host_cache
 from tests.support.sample import rare
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
@@ -89,6 +90,34 @@ def test_a_name_with_other_weights_meets_no_page_of_the_old_ones(served, tmp_pat
     llm.unload_adapter("x")
     with pytest.raises(RequestError, match="the adapter 'x' isn't loaded; loaded: 'a0', 'a1', 'a2'"):
         llm.generate(prompt, params(), lora="x")
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_pages_of_adapters_come_back_from_the_host_as_they_left(served, tmp_path, tier):
+    """One prompt is asked of the model and of two adapters, so pages that were exchanged would show. Then one name has
+    other weights, and meets no page of the old ones."""
+    llm, folders = served
+    names, prompt = [None, "a0", "z"], tokens(97)
+    llm.load_adapter("z", folders["a1"])
+    ask = lambda prompt: [llm.generate(prompt, params(max_tokens=9), lora=name)[0] for name in names]  # noqa: E731
+    came_back = lambda outs: [getattr(out.metrics, f"cached_on_{tier}") for out in outs]  # noqa: E731
+    with host_cache(llm, *((24, tmp_path) if tier == "disk" else ())) as cache:
+        cold = ask(prompt)
+        lora.assert_own(model(), folders, cold, [None, "a0", "a1"])
+        assert len({tuple(out.token_ids) for out in cold}) == 3
+        assert not any(out.metrics.cached_tokens for out in cold)
+        others = ask(tokens(97, seed=5))  # these pages drive out the first ones
+        for again in (ask(prompt), ask(prompt)):
+            assert texts(again) == texts(cold)
+            assert came_back(again) == [96, 96, 96]
+        assert texts(ask(tokens(97, seed=5))) == texts(others)
+        assert bool(cache.disk_figures.read_bytes) == (tier == "disk")
+        llm.load_adapter("z", folders["a2"], replace=True)
+        last = ask(prompt)
+        lora.assert_own(model(), folders, last, [None, "a0", "a2"])
+        assert came_back(last) == [96, 96, 0] and not last[2].metrics.cached_tokens
+        assert not (cache.figures.damaged_blocks or cache.figures.lost_blocks)
+    llm.unload_adapter("z")
 
 
 def test_an_adapter_may_be_replaced_and_unloaded_while_its_requests_run(served):

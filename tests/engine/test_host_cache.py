@@ -2,6 +2,7 @@
 The disk behind that: what a later start finds there, and what is lost when a disk fails."""
 
 import dataclasses
+import errno
 import os
 import shutil
 import threading
@@ -322,7 +323,7 @@ def test_files_that_changed_cost_pages_and_nothing_else(harm, running, tmp_path)
 
 
 @pytest.mark.parametrize("what", ["full", "removed"])
-def test_a_disk_that_fails_while_it_serves_costs_pages_and_nothing_else(what, tmp_path, monkeypatch):
+def test_a_disk_that_fails_while_it_serves_costs_pages_and_nothing_else(what, tmp_path, monkeypatch, caplog):
     llm, vocab = engine("ngram")
     prompts, others = conversations(vocab)[:3], conversations(vocab, 1)[:2]
     with host_cache(llm, FEW, tmp_path) as cache:
@@ -344,6 +345,14 @@ def test_a_disk_that_fails_while_it_serves_costs_pages_and_nothing_else(what, tm
             settle(llm)
         assert cache.disk_figures.lost_blocks
         assert said(alone(llm, prompts)) == said(cold)
+        settle(llm)
+        for path in cache.disk.folder.glob("?" * 32):
+            path.unlink()
+        alone(llm, others)
+        assert said(alone(llm, prompts)) == said(cold)
+    written, read = (f"file couldn't be {done}" for done in ("written", "read"))
+    found = [each for each in (written, read) for record in caplog.records if each in record.message]
+    assert found == ([written, read] if what == "full" else [read]), "one line for each kind"
 
 
 def test_other_weights_find_nothing_and_the_same_find_theirs(tmp_path, monkeypatch):
@@ -364,6 +373,22 @@ def test_other_weights_find_nothing_and_the_same_find_theirs(tmp_path, monkeypat
     assert identity(runner) == own
     with host_cache(llm, 20, tmp_path):
         assert from_disk(alone(llm, prompts))
+
+
+def test_files_of_another_engine_are_not_found():
+    """Unless the engines differ in the numbers of pages, slots and tokens alone."""
+
+    def of(draft="ngram", **options):
+        model = engines.checkpoint()
+        llm = LLM(model, draft.replace("self", model), num_draft_tokens=3, **engines.CROWDED | options)
+        return identity(llm.engine.runner)
+
+    own = of()
+    assert own == of(max_total_tokens=104, max_running_requests=2, context_length=96)
+    changes = [{"page_size": 16}, {"dtype": "bfloat16"}, {"kv_cache_dtype": "fp8"}, {"quantization": "int4"}]
+    changes += [{"quantization": "fp8", "fp8_activations": each} for each in ("on", "off")]
+    others = [of(**each) for each in changes] + [of("suffix"), of(engines.SELF), of("ngram?max_match=8")]
+    assert len({own, *others}) == 1 + len(others)
 
 
 def test_new_weights_leave_the_files_and_a_bound_holds(tmp_path):
@@ -434,6 +459,26 @@ def test_a_slow_disk_holds_up_nobody_else(tmp_path, monkeypatch):
             tokens += [token for delta in core.step() for token in delta.token_ids]
         assert tokens == cold[2].token_ids and not core.scheduler.loading
         gate.set()
+
+
+def test_a_full_disk_is_read_at_a_start_and_none_of_its_samples_stays(tmp_path, monkeypatch):
+    files = DiskFiles(str(tmp_path), jax.device_put)
+    save, calls = disk_files._save, []
+
+    def refuse(*given):
+        calls.append(given)
+        if len(calls) > 3:
+            raise OSError(error, os.strerror(error))
+        save(*given)
+
+    monkeypatch.setattr(disk_files, "_save", refuse)
+    error = errno.ENOSPC
+    assert files.speed(10) is None
+    error = errno.EROFS
+    with pytest.raises(ConfigError, match="Read-only file system"):
+        files.speed(10)
+    files.close()
+    assert [path.name for path in files.folder.iterdir()] == ["lock"]
 
 
 def test_two_engines_that_share_a_folder_have_files_of_their_own(tmp_path):

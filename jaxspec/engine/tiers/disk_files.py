@@ -7,6 +7,7 @@ can't be read or written raises nothing: its result has the error, and costs a c
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -39,6 +40,7 @@ log = logging.getLogger("jaxspec")
 HEADER = 1024  # bytes before a file's words
 PART = ".part"  # ends the name of a file that isn't whole
 MOST_SERVERS = 64  # that share a folder
+FULL = errno.ENOSPC, errno.EDQUOT
 READERS = 4  # threads: one alone copies at a fraction of a fast disk's speed
 SAMPLE = 8  # blocks whose reads are timed at start
 CLOSE_SECONDS = 5.0  # for reads and writes that go on; a disk may never answer
@@ -130,8 +132,11 @@ class DiskFiles:
             self.pending -= result.kind != "found"
             yield result
 
-    def speed(self, words: int) -> tuple[int, float]:
-        """Bytes of some files of so many words, and the seconds that reading them took."""
+    def speed(self, words: int) -> tuple[int, float] | None:
+        """Bytes of some files of so many words, and the seconds that reading them took; None on a full disk.
+
+        **Raises:** `ConfigError` if nothing can be written there.
+        """
         zeros, found = np.zeros(words, np.uint32), []
         blocks = [Block(b"speed%d" % i, b"", zeros.nbytes, False) for i in range(SAMPLE)]
         try:
@@ -141,6 +146,9 @@ class DiskFiles:
                     os.fsync(file.fileno())
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         except OSError as error:
+            self.delete([block.key for block in blocks])
+            if error.errno in FULL:  # of an earlier start's pages, say, which can be read
+                return None
             raise ConfigError(f"--disk-kv-path {self.folder}: {error}. Give another folder") from error
         started = time.monotonic()
         self.read(blocks)
@@ -159,14 +167,21 @@ class DiskFiles:
 
 def identity(runner: Runner) -> bytes:
     """A digest of all that pages depend on beside tokens: weights, by their bits; code, layout and devices."""
-    weights = jax.tree.leaves((runner.model.params, runner.model.tower, runner.draft.params))
+    weights, structure = jax.tree.flatten((runner.model.params, runner.model.tower, runner.draft.params))
     sums = jax.device_get([_sum(x) for x in weights])
-    of = lambda arrays: [(x.shape, str(x.dtype)) for x in arrays]  # noqa: E731
+    of = lambda arrays: [(x.shape[0], x.shape[2:], str(x.dtype)) for x in arrays]  # noqa: E731  # not how many rows
     layout = of(paged(runner.state.cache, runner.state.draft)), of(stateful(runner.state.cache))
     drafter, config, scales = runner.draft.drafter, runner.config, runner.model.kv_scales
     made_by = type(drafter).__qualname__, drafter, runner.model.config, config.tp_size, config.page_size
     rounding = config.deterministic, runner.shapes.block, jax.devices()[0].device_kind, source_digest()
-    parts = [int(x) for x in sums], layout, made_by, rounding, None if scales is None else scales.tolist()
+    parts = (
+        [int(x) for x in sums],
+        str(structure),
+        layout,
+        made_by,
+        rounding,
+        None if scales is None else scales.tolist(),
+    )
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()
 
 

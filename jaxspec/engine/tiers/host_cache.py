@@ -139,7 +139,7 @@ class HostCache:
         self._loads: deque[Loading] = deque()
         self._slices: deque[Slice] = deque()
         self._scheduler: Scheduler | None = None
-        self._warned, self._writing = False, 0
+        self._warned, self._writing = set[str](), 0  # kinds of failure that the log has; bytes on their way to the disk
         self._reserve()
         if not runner.config.skip_warmup:
             self._warm_up()
@@ -201,7 +201,14 @@ class HostCache:
                     *(tier.capacity // tier.page_bytes, gib(tier.page_bytes), tier.speed / 1e9),
                 )
         if self.disk is not None:
-            tier.disk.took(*self.disk.speed(tier.page_bytes // 4), at_start=True)
+            if (measured := self.disk.speed(tier.page_bytes // 4)) is None:
+                log.warning(
+                    "disk cache: %s is full: pages are read from there, and none written until it has room. Free some, "
+                    "or lower --disk-kv-gb",
+                    self.disk.folder,
+                )
+                return
+            tier.disk.took(*measured, at_start=True)
             log.info("disk cache: in %s, read at %.1f GB/s", self.disk.folder, tier.disk.speed / 1e9)
 
     def store(self, admitted: list[SequenceState]) -> None:
@@ -443,10 +450,10 @@ class HostCache:
         self._warn(what, error)
 
     def _warn(self, what: str, error: Exception) -> None:
-        (log.debug if self._warned else log.warning)(
+        (log.debug if what in self._warned else log.warning)(
             "host cache: %s: %s. Nothing but cached pages is lost", what, error
         )
-        self._warned = True
+        self._warned.add(what)
 
     def reset(self) -> None:
         """Forget what is on its way: the state that it came from, or was for, is gone."""
