@@ -2,8 +2,8 @@
 
 Offline, real weights. Each --draft has an engine of its own, and before them all plain decoding, unless --no-plain says
 that acceptance alone is wanted. Each serves every --data file's questions through the chat template, at each
---concurrency. Prefixes are forgotten in between. With --turns all, a conversation's later turns are asked, too, each
-after the model's answer to the one before.
+--concurrency. In between prefixes are forgotten, and drafters forget other requests unless --keep-memory. With --turns
+all, a conversation's later turns are asked, too, each after the model's answer to the one before.
 
 Tokens a round are all tokens of verify rounds over all rounds, the bonus included. Intervals hold 95% of 2,000
 bootstrap samples of the prompts. `accepted` is, of all rounds, the share in which draft i and all before it stood, so

@@ -1,6 +1,6 @@
 """Answers to the same prompts by one drafter after the other, plain decoding first, over devices and concurrencies.
 
-Each drafter has an engine of its own. Prefixes are forgotten in between.
+Each drafter has an engine of its own. In between prefixes are forgotten, and by a drafter all other requests.
 """
 
 from __future__ import annotations
@@ -94,6 +94,8 @@ def add_arguments(parser: argparse.ArgumentParser, several: bool = True) -> None
     """The engine's flags, of which `--draft` may be repeated and `--tp-size` is a list."""
     said = "a drafter, as the server takes it; several are compared"
     parser.add_argument("--draft", action="append", metavar="D", help=f"{said} ({'auto' if several else 'none'})")
+    kept = "let a drafter draft from its answers to the loads before, as suffix does and a long-running server's would"
+    parser.add_argument("--keep-memory", action="store_true", help=kept)
     sizes = "numbers of devices of a model, one after the other (%(default)s)"
     parser.add_argument("--tp-size", type=counts("1,2"), default="1", metavar="N,N,...", help=sizes)
     engines.add_arguments(parser, without=("draft", "tp_size"), load_format="auto")
@@ -147,7 +149,7 @@ def _answer(
 ) -> tuple[list[list[Reply]], float]:  # fmt: skip
     """Replies to all turns of each prompt, of the first `most` prompts, and the time that they took. Turn by turn, so
     that all prompts' first turns are answered before any second."""
-    engine.flush_cache()
+    (engine.flush_cache if args.keep_memory else engine.recover)()  # the second makes a drafter's state anew, too
     asked = benchmark.asked[:most]
     chats: list[list[dict[str, Any]]] = [prompt.opening() for prompt in asked]
     now, seconds = dict(enumerate(benchmark.opening[:most])), 0.0

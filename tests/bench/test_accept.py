@@ -77,6 +77,16 @@ def test_a_drafter_is_compared_with_plain_decoding(tiny, files, tmp_path, capsys
     assert "| drafter | Mine | GSM8K |" in capsys.readouterr().out
 
 
+def test_a_drafter_forgets_the_load_before_unless_it_is_to_remember(tiny, files, tmp_path):
+    out, found = tmp_path / "accept.json", []
+    options = [*tiny, "--draft", "suffix", "--no-plain", "--data", f"A={files[1]}", "--data", f"B={files[1]}", *OPTIONS]
+    for extra in ([], ["--keep-memory"]):
+        assert main(["accept", *options, *extra, "--json", str(out)]) == 0
+        found.append([row["tokens_per_round"] for row in json.loads(out.read_text())["rows"]])
+    fresh, kept = found
+    assert fresh[0] == fresh[1] < kept[1]
+
+
 @pytest.mark.parametrize("extra, message", [
     (["--data", "nowhere.jsonl"], "No such file"),
     (["--data", "A={0}", "--data", "A={1}"], "two --data files have one name"),
