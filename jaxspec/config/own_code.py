@@ -6,12 +6,15 @@ module:function`).
 
 from __future__ import annotations
 
+import logging
 import re
 import traceback
 from importlib import import_module
 from types import ModuleType
 
 from jaxspec.config.options import ConfigError
+
+log = logging.getLogger("jaxspec")
 
 _NAMED: dict[str, str] = {}  # a flag and its value: the file of the module that they name
 _FRAME = re.compile(r'File "(.+)", line (\d+), in (.+)')  # of a traceback
@@ -29,6 +32,7 @@ def import_own(said: str, name: str) -> ModuleType:
             raise
         raise ConfigError(f"{said}: importing {name} fails: {_told(error)}") from error
     _NAMED[said] = str(module.__file__)
+    logging.getLogger("jax._src.callback").addFilter(_shows_traceback)
     return module
 
 
@@ -50,6 +54,13 @@ def blame(error: BaseException | None) -> str | None:
                     return f"{said} fails: {_told(error)}"
         error = error.__cause__
     return None
+
+
+def _shows_traceback(record: logging.LogRecord) -> bool:
+    """Whether jax's own report of a callback that failed is logged: of code of the user's, which is blamed in one line,
+    at the level debug alone."""
+    error = record.exc_info[1] if record.exc_info else None
+    return blame(error) is None or log.isEnabledFor(logging.DEBUG)
 
 
 def _naming(path: str) -> str:

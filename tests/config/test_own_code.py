@@ -3,6 +3,7 @@
 import itertools
 import traceback
 
+import jax
 import pytest
 
 from jaxspec.config.options import ConfigError
@@ -39,6 +40,23 @@ def test_a_module_that_is_not_there():
     for name in ("nowhere", "nowhere.mine", "json.mine"):
         with pytest.raises(ImportError):
             import_own(f"--loss {name}:x", name)
+
+
+@pytest.mark.parametrize("level, lines", [("INFO", 0), ("DEBUG", 1)])
+def test_a_callback_that_fails_is_blamed_and_its_traceback_is_for_debugging(module, caplog, level, lines):
+    own = module("def inside(x): return 1 / 0\n")
+    caplog.set_level(level, "jaxspec")
+    with pytest.raises(Exception, match="inside") as caught:
+        jax.block_until_ready(jax.jit(lambda x: jax.pure_callback(own.inside, x, x))(1.0))
+    assert "fails: ZeroDivisionError: division by zero (" in blame(caught.value)
+    assert [each.name for each in caplog.records if "_callback failed" in each.message] == ["jax._src.callback"] * lines
+    with pytest.raises(Exception, match="elsewhere"):  # not the user's: jax reports it as ever
+        jax.block_until_ready(jax.jit(lambda x: jax.pure_callback(elsewhere, x, x))(1.0))
+    assert len([each for each in caplog.records if "_callback failed" in each.message]) == lines + 1
+
+
+def elsewhere(x):
+    return 1 / 0
 
 
 def test_what_fails_within_is_blamed(module):
