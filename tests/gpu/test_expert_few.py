@@ -68,11 +68,11 @@ def run_fp8(x, stacks, *rest):
 
 
 @pytest.mark.parametrize("tokens", range(1, ROWS + 1))
-@pytest.mark.parametrize("model", ["qwen3-30b-a3b", "qwen3.5-35b-a3b"])
-def test_fp8_experts_match_the_reference(model, tokens):
+@pytest.mark.parametrize("model,block", [("qwen3-30b-a3b", 128), ("qwen3.5-35b-a3b", 128), ("qwen3.5-35b-a3b", None)])
+def test_fp8_experts_match_the_reference(model, block, tokens):
     """Twice on the same data, with uniform and with lopsided routing: a missing wait would differ now and then."""
     for seed, skew in enumerate((0.0, 0.5)):
-        case = test_expert_fp8.draw(model, tokens, skew, seed)
+        case = test_expert_fp8.draw(model, tokens, skew, seed, block)
         got = run_fp8(*case)
         for _ in range(3):
             np.testing.assert_array_equal(got, run_fp8(*case))
@@ -110,13 +110,13 @@ def run_four(x, stacks, *rest):
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 8])
-@pytest.mark.parametrize("fp8", [False, True])
-def test_small_experts(tokens, fp8):
+@pytest.mark.parametrize("fp8,block", [(False, None), (True, 128), (True, None)])
+def test_small_experts(tokens, fp8, block):
     """Blocks without work, and hand-overs right away, over and over. A token without experts, too."""
     of, tolerance = (run_fp8, 1e-2) if fp8 else (run, 8e-3)
     for seed in range(5):
         x, stacks, ids, weights = bfloat16(random_case(tokens, 16, 3, d=2048, f=1 if fp8 else 256, seed=seed))
-        stacks = [test_expert_fp8.stack(16, 2048, 256, seed)] if fp8 else stacks
+        stacks = [test_expert_fp8.stack(16, 2048, 256, seed, block)] if fp8 else stacks
         assert_close(of(x, stacks, ids, weights), expected(x, stacks, ids, weights), tolerance)
         ids = ids.at[-1].set(NOBODY)
         got = of(x, stacks, ids, weights)

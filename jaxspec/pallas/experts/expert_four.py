@@ -30,7 +30,16 @@ from jaxtyping import Array, Float
 from jaxspec.models.weights import Weight
 from jaxspec.pallas.dense.few_rows import cluster
 from jaxspec.pallas.experts.expert_stream import SOURCE, TARGET, Items, silu_gated
-from jaxspec.pallas.experts.expert_tile import MAX_ROWS, TILE, TURNS_ROWS, Stage, Tile, each_stage, one_launch
+from jaxspec.pallas.experts.expert_tile import (
+    MAX_ROWS,
+    TILE,
+    TURNS_ROWS,
+    Stage,
+    Tile,
+    each_stage,
+    of_outputs,
+    one_launch,
+)
 from jaxspec.pallas.experts.four_loaders import Loader, loader_of
 from jaxspec.pallas.hopper import MULTIPROCESSORS
 from jaxspec.pallas.hopper.export import lower_once
@@ -336,13 +345,4 @@ class _Tile(Tile):
         return total
 
     def of_outputs(self, name, group):
-        """The expert's numbers for a group of outputs, f32[TILE]."""
-        found, first = None, 0
-        for stack, size in zip(self.weights, self.stage.stacks, strict=True):
-            expert = jnp.clip(self.expert - first, 0, size - 1)
-            of_outputs = stack[name].at[expert, pl.ds(group * TILE, TILE)]
-            own = plgpu.load(of_outputs, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False).astype(_f32)
-            mine = (self.expert >= first).astype(_f32)  # Mosaic can't choose between arrays by a scalar
-            found = own if found is None else own * mine + found * (1 - mine)
-            first += size
-        return found
+        return of_outputs([stack[name] for stack in self.weights], self.stage.stacks, self.expert, group)

@@ -6,8 +6,9 @@ rows, or two for prompts. A thread block takes 128 rows of an expert's weights, 
 item. An expert's weights are read once for each of its items, and blocks that no item needs end at once.
 
 The loop is that of `fp8_rows`. A ring holds pieces of the weights, 128 inputs each, and the rows' inputs that belong to
-them. A piece becomes bfloat16 on its way to the tensor cores (`upcast`), and its products are summed by themselves
-before they are multiplied by its scale. Two or three blocks share a multiprocessor, so that one converts while others
+them. A piece becomes bfloat16 on its way to the tensor cores (`upcast`). Where scales are of blocks, a piece's products
+are summed by themselves before they are multiplied by its scale. Where each output has one scale, the tensor cores add
+up all pieces, and the scales come last. Two or three blocks share a multiprocessor, so that one converts while others
 wait. At few rows there may be fewer blocks than multiprocessors, so two warpgroups of a block alternate between its
 pieces. Rows are the narrow side of the products. A block multiplies as many of them as the next power of two, and
 stores the item's own.
@@ -30,10 +31,20 @@ from jaxspec.models.fp8 import BLOCK
 from jaxspec.models.weights import Weight
 from jaxspec.pallas.dense import upcast
 from jaxspec.pallas.experts.expert_stream import SOURCE, TARGET, Items, silu_gated
-from jaxspec.pallas.experts.expert_tile import MAX_ROWS, TILE, TURNS_ROWS, Stage, Tile, each_stage, one_launch
+from jaxspec.pallas.experts.expert_tile import (
+    MAX_ROWS,
+    TILE,
+    TURNS_ROWS,
+    Stage,
+    Tile,
+    each_stage,
+    of_outputs,
+    one_launch,
+)
 from jaxspec.pallas.hopper.export import lower_once
 
 GROUPS = 2  # of a block: gate's and up's, or neighbours of `down`
+TURNS = 2  # sums of each group where tensor cores add up all pieces: one of even pieces, one of odd ones
 _i32, _f32 = jnp.int32, jnp.float32
 
 
@@ -43,10 +54,13 @@ def supported(dtype: Any, stacks: list[tuple[Weight, ...]]) -> str | None:
     for weight in weights:
         if weight.format.activations:
             return "FP8 weights whose activations are quantised, too"
-        if weight.format.block != BLOCK:
-            return f"FP8 weights whose scales aren't for {BLOCK} inputs each"
-        if weight.outputs // weight.scales.shape[1] % TILE:
-            return f"scales for {weight.outputs // weight.scales.shape[1]} outputs; supported: multiples of {TILE}"
+        block, unit = weight.format.block, weight.outputs // weight.scales.shape[1]
+        if block not in (None, BLOCK):
+            return f"scales for {block} inputs each; supported: {BLOCK}, and all of them"
+        if block is None and unit > 1:
+            return f"scales for {unit} outputs and all inputs; supported: one for each output"
+        if block and unit % TILE:
+            return f"scales for {unit} outputs; supported: multiples of {TILE}"
     if dtype != jnp.bfloat16:
         return f"rows in {jnp.dtype(dtype).name}; supported: bfloat16"
     (d, f), *others = [stack[1].values.shape[1:] for stack in stacks]
@@ -71,8 +85,16 @@ def mix(
         raise ValueError(f"the FP8 experts' kernel can't run: {reason}")
     if items.rows > MAX_ROWS:
         raise ValueError(f"the FP8 experts' kernel can't run: items of {items.rows} rows; supported: up to {MAX_ROWS}")
-    parts = [[(weight.values, weight.scales) for weight in part] for part in zip(*stacks, strict=True)]
-    return _mix(rows, parts, items, interpret=interpret)
+    return _mix(rows, operands(stacks), items, interpret=interpret)
+
+
+def operands(stacks: list[tuple[Weight, Weight]]) -> list[list[tuple[Array, Array]]]:
+    """Each stack's values and scales, first those of gate and up. Scales of outputs are [experts, outputs]."""
+
+    def of(weight: Weight) -> tuple[Array, Array]:
+        return weight.values, weight.scales if weight.format.block else weight.scales.reshape(len(weight.scales), -1)
+
+    return [[of(weight) for weight in part] for part in zip(*stacks, strict=True)]
 
 
 @lower_once("expert_fp8")
@@ -90,9 +112,9 @@ def _mix(rows, parts, items, *, interpret):
 
 @dataclass(frozen=True)
 class Fp8Stage(Stage):
-    """`unit`: outputs that share a scale."""
+    """`unit`: outputs that share a scale of a piece's inputs; None: each has one for all inputs."""
 
-    unit: int
+    unit: int | None
     piece = BLOCK
     groups = GROUPS
 
@@ -100,7 +122,8 @@ class Fp8Stage(Stage):
     def of(cls, name: str, source: int, shapes: list[tuple], scales: tuple, rows: int, alone: int = 0) -> Fp8Stage:
         _, outputs, inputs = shapes[0]
         width = outputs // GROUPS if name == "up" else outputs
-        unit, stacks = outputs // scales[1], tuple(shape[0] for shape in shapes)
+        unit = outputs // scales[1] if len(scales) > 2 else None
+        stacks = tuple(shape[0] for shape in shapes)
         return cls(name, source, inputs, width, stacks, rows, unit, alone=alone)
 
     @property
@@ -158,9 +181,49 @@ def _block(stages, rows_g, items_g, *refs, **scratch):
 
 
 class _Tile(Tile):
-    """Weights are (values, scales). A piece's products are summed by themselves, then multiplied by its scale."""
+    """Weights are (values, scales)."""
 
     def sums(self, height):
+        return self.sums_of_blocks(height) if self.stage.unit else self.sums_of_outputs(height)
+
+    def sums_of_outputs(self, height):
+        """Sum even pieces and odd ones apart, in two warpgroups or in one: so a row's result doesn't depend on how many
+        rows an item may have. `by_output` then has each group's scales."""
+        stage, scratch, own = self.stage, self.scratch, TURNS // self.stage.warpgroups
+        staged_s = scratch["staged_s"].at[self.turn] if "staged_s" in scratch else None
+        self.fetch_first(height, self.expert)
+        scales = [scales for _, scales in self.weights]
+        self.by_output = [of_outputs(scales, stage.stacks, self.expert, group) for group in self.groups]
+
+        def add(i, sums):
+            slot = lax.rem(i, _i32(stage.slots))
+            plgpu.barrier_wait(scratch["ready"].at[slot])
+            rows = scratch["rows_s"].at[slot, pl.ds(0, height)].transpose((1, 0))
+            for g, total in enumerate(sums):
+                plgpu.wgmma(total, upcast.load(scratch["weight_s"].at[slot, g], staged_s), rows)
+                plgpu.wgmma_wait(1)  # frees the registers of the numbers before
+            plgpu.wgmma_wait(0)
+            following = i + stage.slots
+            pl.when(following < stage.steps)(lambda: self.fetch(height, self.expert, following, slot))
+
+        def accumulate(*sums):
+            of = lambda n: sums[n * GROUPS : (n + 1) * GROUPS]  # noqa: E731
+            odd = stage.steps % TURNS
+
+            @pl.loop(_i32(0), self.turns if own == 1 else _i32(stage.steps // TURNS))
+            def _(turn):
+                for n in range(own):
+                    add(turn * TURNS + self.turn + n, of(n))
+
+            if odd and own > 1:
+                add(_i32(stage.steps - 1), of(0))
+            each = [sum_of[...] for sum_of in sums]
+            return [sum(each[g + GROUPS :: GROUPS], each[g]) for g in range(GROUPS)]
+
+        return pl.run_scoped(accumulate, *[plgpu.ACC((TILE, height), _f32)] * (own * GROUPS))
+
+    def sums_of_blocks(self, height):
+        """Sum each piece's products by themselves, and add these times the piece's scale."""
         stage, scratch, turn, apart = self.stage, self.scratch, self.turn, self.stage.warpgroups
         expert = self.expert
         staged_s = scratch["staged_s"].at[turn] if "staged_s" in scratch else None
@@ -187,6 +250,9 @@ class _Tile(Tile):
         return lax.fori_loop(_i32(0), self.turns, step, carried)[0]
 
     def finished(self, totals):
+        if not self.stage.unit:
+            across = [lax.broadcast_in_dim(scale, totals[0].shape, [0]) for scale in self.by_output]
+            totals = [total * scale for total, scale in zip(totals, across, strict=True)]
         if self.stage.name == "down":
             return totals
         return [silu_gated(*totals)]

@@ -103,6 +103,19 @@ def each_stage(stages: list[Any], items_g: Any, run: Callable[[int, Any, Any], N
         first = behind
 
 
+def of_outputs(arrays: list[Any], stacks: tuple[int, ...], expert: Any, group: Any) -> Any:
+    """An expert's numbers for a group of outputs, f32[TILE]; each stack of so many experts has an array of them,
+    [experts, outputs]."""
+    found, first = None, 0
+    for array, size in zip(arrays, stacks, strict=True):
+        own = array.at[jnp.clip(expert - first, 0, size - 1), pl.ds(group * TILE, TILE)]
+        own = plgpu.load(own, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False).astype(jnp.float32)
+        mine = (expert >= first).astype(jnp.float32)  # Mosaic can't choose between arrays by a scalar
+        found = own if found is None else own * mine + found * (1 - mine)
+        first += size
+    return found
+
+
 class Tile:
     """A thread block's work: its groups of columns of an item's rows.
 

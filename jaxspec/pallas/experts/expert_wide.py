@@ -2,7 +2,8 @@
 
 It computes what `expert_fp8` does, for experts that have many rows, with the inner loop of `pallas.dense.fp8_wide`: the
 tensor cores accumulate from an item's first inputs to its last without being drained, and the next weights are
-converted meanwhile. A weight times its scale is rounded to bfloat16 once.
+converted meanwhile. A weight times its block's scale is rounded to bfloat16 once; an output's scale for all inputs
+multiplies its sums.
 
 A multiprocessor takes one tile after the other: an item's rows, up to `MAX_ROWS`, times four groups of 64 of its
 expert's weight rows, two for each of two warpgroups: gate's and up's, or neighbours of `down`. A third warpgroup fills
@@ -25,9 +26,9 @@ from jaxspec.models.fp8 import BLOCK
 from jaxspec.models.weights import Weight
 from jaxspec.pallas.dense import scaled, tiles
 from jaxspec.pallas.dense.tiles import STEP, UNIT, Hands
-from jaxspec.pallas.experts.expert_fp8 import GROUPS, Fp8Stage
+from jaxspec.pallas.experts.expert_fp8 import GROUPS, Fp8Stage, operands
 from jaxspec.pallas.experts.expert_stream import ALIGN, COUNT, EXPERT, ROW_BLOCKS, SOURCE, TARGET, Items
-from jaxspec.pallas.experts.expert_tile import PROMPT_ROWS
+from jaxspec.pallas.experts.expert_tile import PROMPT_ROWS, of_outputs
 from jaxspec.pallas.hopper.export import lower_once
 
 MAX_ROWS = 128  # of an item
@@ -49,9 +50,9 @@ def supported(tokens: int, each: int, stacks: list[tuple[Weight, ...]]) -> str |
 def mix(
     rows: Float[Array, "r d"], stacks: list[tuple[Weight, Weight]], items: Items, *, interpret: Any = False
 ) -> Float[Array, "c d"]:
-    """Run each item's rows through its expert, as `expert_fp8.mix`, but with weights rounded to bfloat16."""
-    parts = [[(weight.values, weight.scales) for weight in part] for part in zip(*stacks, strict=True)]
-    return _mix(rows, parts, items, interpret=interpret)
+    """Run each item's rows through its expert, as `expert_fp8.mix`, but with weights times their blocks' scales rounded
+    to bfloat16."""
+    return _mix(rows, operands(stacks), items, interpret=interpret)
 
 
 @lower_once("expert_wide")
@@ -177,7 +178,9 @@ class _Weight(NamedTuple):
     staged_s: Any
 
     def scales_at(self, k: Any) -> list[Any]:
-        """Each group's scale of the k-th block of inputs."""
+        """Each group's scale of the k-th block of inputs, in a list; an empty one where outputs have scales."""
+        if not self.stage.unit:
+            return [[]] * GROUPS
 
         def scale(group):
             unit, found, first = lax.div(group * UNIT, _i32(self.stage.unit)), None, 0
@@ -185,14 +188,23 @@ class _Weight(NamedTuple):
                 own = scales[jnp.clip(self.unit.expert - first, 0, size - 1), unit, k]
                 found = own if found is None else jnp.where(self.unit.expert >= first, own, found)
                 first += size
-            return found
+            return [found]
 
         return [scale(group) for group in self.unit.groups(self.stage, self.warpgroup)]
+
+    @property
+    def by_output(self) -> list[Any]:
+        """Each group's scales of outputs, f32[UNIT]; none where scales are of blocks."""
+        if self.stage.unit:
+            return []
+        scales, stacks = [scales for _, scales in self.stacks], self.stage.stacks
+        groups = self.unit.groups(self.stage, self.warpgroup)
+        return [of_outputs(scales, stacks, self.unit.expert, group) for group in groups]
 
     def at(self, step: Any, g: int, scales: list[Any]) -> Any:
         """A step's weights of a group [UNIT, STEP] times their scale over `scaled.LEFT`, in bfloat16."""
         bytes_s = self.weight_s.at[self.hands.slot(step), self.warpgroup, g]
-        return scaled.load(bytes_s, [scales[g]], None if self.staged_s is None else self.staged_s.at[self.warpgroup])
+        return scaled.load(bytes_s, scales[g], None if self.staged_s is None else self.staged_s.at[self.warpgroup])
 
     def wait(self, step: Any) -> None:
         plgpu.barrier_wait(self.hands.full.at[self.hands.slot(step)])
@@ -204,6 +216,7 @@ class _Weight(NamedTuple):
 def _sums(weight: _Weight, rows_s: Any, height: int, step: Any) -> list[Any]:
     """Multiply an item's steps as they arrive: each group's outputs, f32[UNIT, height]."""
     shape, pairs, each = (UNIT, height), weight.stage.inputs // BLOCK, BLOCK // STEP
+    by_output = [lax.broadcast_in_dim(scales, shape, [0]) for scales in weight.by_output]
     rows = lambda step: rows_s.at[weight.hands.slot(step), pl.ds(0, height)].transpose((1, 0))  # noqa: E731
 
     def staged(k, carried):
@@ -249,7 +262,8 @@ def _sums(weight: _Weight, rows_s: Any, height: int, step: Any) -> list[Any]:
     else:
         start = plgpu.layout_cast(jnp.zeros(shape, _f32), plgpu.Layout.WGMMA)
         totals = lax.fori_loop(_i32(0), _i32(pairs), staged, ([start] * GROUPS, step))[0]
-    return [total * scaled.LEFT for total in totals]
+    totals = [total * scaled.LEFT for total in totals]
+    return [total * scales for total, scales in zip(totals, by_output, strict=True)] if by_output else totals
 
 
 def _finish(stage: Fp8Stage, unit: _Unit, warpgroup: Any, totals: list[Any], out_s: Any, out_g: Any) -> None:

@@ -71,15 +71,17 @@ def fp8_arrays(stacks):
     return [tuple(few_rows.Fp8Weight(weight.values, weight.scales) for weight in stack) for stack in stacks]
 
 
-@pytest.mark.parametrize("t,e,k,shared,d,f", [
-    rare(1, 6, 3, 256, 512, 256),  # blocks with half a tile, blocks with two
-    rare(1, 5, 2, 0, 512, 1280),  # an odd number of steps of `down`, more than the ring of hidden rows has slots
-    (3, 3, 2, 0, 512, 256),  # an odd number of tokens
-    rare(3, 7, 2, 256, 512, 256),  # an odd number of tokens, several experts' parts in a tile
-    rare(8, 4, 2, 256, 512, 256),  # experts of several tokens, and one of all
+@pytest.mark.parametrize("t,e,k,shared,d,f,unit", [
+    rare(1, 6, 3, 256, 512, 256, 128),  # blocks with half a tile, blocks with two
+    rare(1, 5, 2, 0, 512, 1280, 128),  # an odd number of steps of `down`, more than the ring of hidden rows has slots
+    (3, 3, 2, 0, 512, 256, 128),  # an odd number of tokens
+    rare(3, 7, 2, 256, 512, 256, 128),  # an odd number of tokens, several experts' parts in a tile
+    rare(8, 4, 2, 256, 512, 256, 128),  # experts of several tokens, and one of all
+    (1, 3, 1, 0, 512, 256, None),  # a scale for each output
+    rare(3, 7, 2, 256, 512, 256, None),
 ])  # fmt: skip
-def test_fp8_experts_match_numpy(few_blocks, t, e, k, shared, d, f):
-    (x, stacks, *rest), whole = fp8_case(t, e, k, d=d, f=f, shared=shared)
+def test_fp8_experts_match_numpy(few_blocks, t, e, k, shared, d, f, unit):
+    (x, stacks, *rest), whole = fp8_case(t, e, k, d=d, f=f, shared=shared, unit=unit)
     got = mix(x, fp8_arrays(stacks), *rest, fused=False, interpret=plgpu.InterpretGPUParams())
     assert_close(got, naive(*whole))
 
@@ -178,7 +180,8 @@ def mixtures():
     """One token and eight, of models with a shared expert and without; the others are lowered on a GPU too."""
     four = Int4(128), Nvfp4(), Int4(32, zeros=True)
     often = [("qwen3-30b-a3b", 1, None), ("qwen3.5-35b-a3b", 8, Fp8(128)), ("qwen3.5-35b-a3b", 1, Nvfp4())]
-    for case in itertools.product(MODELS, (1, 4, 8), (None, Fp8(128), *four)):
+    often.append(("qwen3-30b-a3b", 8, Fp8(None)))
+    for case in itertools.product(MODELS, (1, 4, 8), (None, Fp8(128), Fp8(None), *four)):
         yield pytest.param(*case, marks=() if case in often else pytest.mark.exhaustive)
 
 
@@ -187,8 +190,9 @@ def test_is_all_that_a_mixture_is_on_a_gpu(model, tokens, kind, monkeypatch):
     """Nothing stands before or after it, but for the counters' zeros."""
     monkeypatch.setattr(hopper, "kernels_here", lambda: None)
     d, before = MODELS[model][0], KERNELS["expert_few"]
-    x, stacks, ids, weights = shapes(model, tokens, bool(kind))
-    if isinstance(kind, FourBits):
+    four = isinstance(kind, FourBits)
+    x, stacks, ids, weights = shapes(model, tokens, None if four else kind)
+    if four:
         stacks = [test_expert_four.shapes(len(down.values), d, down.inputs, kind) for _, down in stacks]
     residual, scale = (jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in ((8, d), (d,)))
     run = lambda *given: experts_mlp.experts_mlp(*given[:-1], scale=given[-1])  # noqa: E731

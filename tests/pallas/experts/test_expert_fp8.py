@@ -18,7 +18,7 @@ from jaxspec.pallas.experts.expert_rows import FEWEST
 from jaxspec.pallas.experts.expert_stream import ALIGN, COUNT, SOURCE, Items
 from jaxspec.pallas.hopper import counting
 from tests.decoder.test_moe import naive, random_case
-from tests.pallas.experts.test_expert_stream import MODELS, backwards, bfloat16, shapes
+from tests.pallas.experts.test_expert_stream import SIZES, backwards, bfloat16, shapes
 from tests.support.kernels import assert_close, kernels
 from tests.support.quantised import quantised
 from tests.support.sample import rare
@@ -26,13 +26,15 @@ from tests.support.sample import rare
 INTERPRET = plgpu.InterpretGPUParams()
 
 
-def fp8_weight(stack: Weight, unit: int) -> tuple[Weight, Weight]:
-    """A stack in FP8, with a scale for each `unit` outputs, and the weights that it stands for."""
-    # Rows of different sizes: a scale that is taken from another block is far off.
-    sizes = np.repeat(np.exp(np.arange(stack.outputs // 128) % 3), 128)[:, None]
-    values, scales, whole = (np.stack(a) for a in zip(*(quantised(m * sizes, "block") for m in stack.values)))  # noqa: B905
-    scales = jnp.asarray(np.repeat(scales, 128 // unit, axis=1))
-    return Weight(jnp.asarray(values), Fp8(128), scales=scales), Weight(jnp.asarray(whole))
+def fp8_weight(stack: Weight, unit: int | None) -> tuple[Weight, Weight]:
+    """A stack in FP8, with a scale for each `unit` outputs and 128 inputs, or for each output, and the weights that it
+    stands for."""
+    # Rows of different sizes: a scale that is taken from another block, or another output, is far off.
+    kind, same = ("block", 128) if unit else ("channel", 1)
+    sizes = np.repeat(np.exp(np.arange(-(-stack.outputs // same)) % 3), same)[: stack.outputs, None]
+    values, scales, whole = (np.stack(a) for a in zip(*(quantised(m * sizes, kind) for m in stack.values)))  # noqa: B905
+    scales = jnp.asarray(np.repeat(scales, 128 // unit, axis=1) if unit else scales)
+    return Weight(jnp.asarray(values), Fp8(128 if unit else None), scales=scales), Weight(jnp.asarray(whole))
 
 
 def fp8_case(t, e, k, *, skew=0.0, d=256, f=128, shared=0, unit=128):
@@ -62,6 +64,9 @@ def interpret(monkeypatch, module):
     rare(5, 9, 4, {"d": 128, "unit": 64}),  # experts that nobody chose; a scale for each group of outputs
     (12, 4, 2, {"d": 128, "shared": 128}),  # an expert of another stack, in items of up to 16 rows
     rare(70, 3, 1, {"skew": 5}),  # all tokens at one expert, whose last item has few rows
+    (3, 3, 2, {"d": 384, "shared": 128, "unit": None}),  # a scale for each output, an odd number of pieces
+    rare(1, 4, 1, {"d": 640, "unit": None}),
+    rare(70, 3, 1, {"skew": 5, "unit": None}),
 ])  # fmt: skip
 def test_a_mixture_matches_numpy(interpreted, t, e, k, more):
     """Planning and adding up around the kernels. The last of several tokens is padding."""
@@ -96,17 +101,24 @@ def test_items_write_their_own_rows_alone(interpreted):
     assert_close(got[place], jax.jit(experts_mlp.reference)(rows, stacks, items)[place])
 
 
-@pytest.mark.parametrize("model,tokens", [rare("qwen3.5-35b-a3b", 32), ("qwen3-30b-a3b", 600)])
-def test_lowers_for_cuda_with_what_plans_for_it_and_what_moves_many_rows(model, tokens, monkeypatch):
+@pytest.mark.parametrize("model,tokens,scales", [
+    rare("qwen3.5-35b-a3b", 32, Fp8(128)),
+    ("qwen3-30b-a3b", 600, Fp8(128)),
+    ("glm-4.5-air", 8, Fp8(None)),
+    rare("qwen3.5-35b-a3b", 600, Fp8(None)),
+])  # fmt: skip
+def test_lowers_for_cuda_with_what_plans_for_it_and_what_moves_many_rows(model, tokens, scales, monkeypatch):
     monkeypatch.setattr(hopper, "kernels_here", lambda: None)
     expected = 1 + (tokens <= expert_plan.MOST) + 2 * (tokens >= FEWEST)
-    assert kernels(experts_mlp.experts_mlp, *shapes(model, tokens, fp8=True)) == expected
+    with counting() as chosen:
+        assert kernels(experts_mlp.experts_mlp, *shapes(model, tokens, scales)) == expected
+    assert chosen["expert_fp8"]
 
 
 @pytest.mark.parametrize("rows", [8, 16, 32, 64])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", SIZES)
 def test_two_or_three_blocks_have_room(model, rows):
-    d, f, *_ = MODELS[model]
+    d, f, *_ = SIZES[model]
     for stage in (Fp8Stage("up", SOURCE, d, f, (8,), rows, 128), Fp8Stage("down", SOURCE, f, d, (8,), rows, 128)):
         ring = stage.slots * 128 * (128 + 2 * rows)
         results = (2 * stage.parts + 8 * (stage.warpgroups - 1)) * rows * 64
@@ -121,7 +133,8 @@ def test_what_cannot_run_is_named():
     assert supported(jnp.bfloat16, stacks) is None
     assert "float32" in supported(jnp.float32, stacks)
     assert "quantised, too" in supported(jnp.bfloat16, of(format=Fp8(128, activations=True)))
-    assert "128 inputs each" in supported(jnp.bfloat16, of(format=Fp8(None)))
+    assert "64 inputs each" in supported(jnp.bfloat16, of(format=Fp8(64)))
+    assert "scales for 128 outputs and all inputs" in supported(jnp.bfloat16, of(format=Fp8(None)))
     narrow = [tuple(weight.replace(scales=jnp.repeat(weight.scales, 4, axis=1)) for weight in stacks[0])]
     assert "32 outputs" in supported(jnp.bfloat16, narrow)
     wider = fp8_case(2, 2, 2, d=128, f=256)[0][1]

@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxspec.decoder import feed, matmul
 from jaxspec.models.description import Mixture
 from jaxspec.models.fp8 import E4M3
-from jaxspec.models.weights import Fp8, Weight
+from jaxspec.models.weights import Weight
 from jaxspec.pallas import hopper
 from jaxspec.pallas.experts import expert_few, expert_plan, expert_stream, experts_mlp
 from jaxspec.pallas.experts.expert_rows import FEWEST
@@ -27,6 +27,7 @@ MODELS = {  # model width, expert width, experts, experts of a token, shared exp
     "qwen3.5-35b-a3b": (2048, 512, 256, 8, 1),
     "qwen3-next-80b-a3b": (2048, 512, 512, 10, 1),
 }
+SIZES = MODELS | {"glm-4.5-air": (4096, 1408, 128, 8, 1)}  # wider than `expert_few` takes
 
 
 @pytest.fixture
@@ -45,15 +46,16 @@ def backwards(items):
     return items.replace(table=items.table[: items.table[0, COUNT]][::-1])
 
 
-def shapes(model, tokens, fp8=False):
-    """Shapes of a mixture's rows, stacks, ids and weights."""
-    d, f, e, k, shared = MODELS[model]
+def shapes(model, tokens, fp8=None):
+    """Shapes of a mixture's rows, stacks, ids and weights, which may be in a format of FP8."""
+    d, f, e, k, shared = SIZES[model]
     of = jax.ShapeDtypeStruct
 
     def weight(e, n, k):
         if not fp8:
             return Weight(of((e, n, k), jnp.bfloat16))
-        return Weight(of((e, n, k), E4M3), Fp8(128), scales=of((e, n // 128, k // 128), jnp.float32))
+        scales = (n // 128, k // 128) if fp8.block else (n, 1)
+        return Weight(of((e, n, k), E4M3), fp8, scales=of((e, *scales), jnp.float32))
 
     stacks = [(weight(count, 2 * f, d), weight(count, d, f)) for count in (e, *[shared] * (shared > 0))]
     routing = of((tokens, k + shared), jnp.int32), of((tokens, k + shared), jnp.float32)

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxspec.models.weights import Fp8
 from jaxspec.pallas import hopper
 from jaxspec.pallas.dense import tiles
 from jaxspec.pallas.experts import expert_wide, experts_mlp
@@ -28,6 +29,7 @@ def interpreted(monkeypatch):
 @pytest.mark.parametrize("t,e,k,more", [
     (150, 2, 1, {"skew": 1}),  # items of two heights; a ring that goes round
     rare(140, 3, 2, {"shared": 128, "unit": 64}),  # an expert of another stack; a scale for each group of outputs
+    rare(140, 3, 2, {"shared": 128, "unit": None}),  # a scale for each output
 ])  # fmt: skip
 def test_a_mixture_matches_numpy(interpreted, t, e, k, more):
     """Planning and adding up around the kernel. The last token is padding."""
@@ -51,12 +53,16 @@ def test_items_write_their_own_rows_alone(interpreted):
     assert_close(got[place], jax.jit(experts_mlp.reference)(rows, stacks, items)[place])
 
 
-def test_prompts_take_it_by_their_rows_for_an_expert(monkeypatch):
+@pytest.mark.parametrize("model,scales", [("qwen3.5-35b-a3b", Fp8(128)), ("glm-4.5-air", Fp8(None))])
+def test_prompts_take_it_by_their_rows_for_an_expert(model, scales, monkeypatch):
     monkeypatch.setattr(hopper, "kernels_here", lambda: None)
-    given = shapes("qwen3.5-35b-a3b", 2048, fp8=True)
     with counting() as chosen:
-        assert kernels(experts_mlp.experts_mlp, *given) == 4
+        assert kernels(experts_mlp.experts_mlp, *shapes(model, 2048, scales)) == 4
     assert chosen["expert_wide"]
+
+
+def test_what_should_not_run_is_named():
+    given = shapes("qwen3.5-35b-a3b", 2048, Fp8(128))
     assert "5400 rows for 257 experts" in expert_wide.supported(600, 9, given[1])
     (_, stacks, *_), _ = fp8_case(2, 2, 2, d=384)
     assert "rows of 384" in expert_wide.supported(4096, 2, stacks)

@@ -185,7 +185,11 @@ def _operands(name, weights):
     for i, weight in enumerate(weights):
         if isinstance(weight, Weight):
             arrays = four.operands(weight)
+        elif isinstance(weight, Fp8Weight):
+            by_output = weight.scales.shape[1:] == (weight.values.shape[1], 1)
+            scales = {"_factors": weight.scales[..., 0]} if by_output else {"_scales": weight.scales}
+            arrays = {"": weight.values} | scales
         else:
-            arrays = {"": weight.values, "_scales": weight.scales} if isinstance(weight, Fp8Weight) else {"": weight}
+            arrays = {"": weight}
         held |= {f"{name}{what}{i}": array for what, array in arrays.items()}
     return held

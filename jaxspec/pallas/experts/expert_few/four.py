@@ -55,18 +55,8 @@ def scales_at(stored: FourBits, ref: Any, expert: Any, row: Any) -> Any:
 
 
 def factors_of(plan, factors_g, rows, interpret) -> Any:
-    """f32[TILE]: the factors of a tile's outputs, of which a warp's are those of expert and weight row `rows[warp]`."""
-    output = plgpu.broadcasted_iota(_i32, (TILE,), 0, layout=fp8.BY_OUTPUT)
-    warp, own, found, first = lax.div(output, _i32(COLUMNS)), jnp.zeros_like(output), None, 0
-    for factor_g, size in zip(factors_g, plan.stacks, strict=True):
-        place = lax.rem(output, _i32(COLUMNS))
-        for i, (expert, row) in enumerate(rows):
-            at = jnp.clip(expert - first, 0, size - 1) * factor_g.shape[1] + row
-            place, own = place + jnp.where(warp == i, at, 0), jnp.where(warp == i, expert, own)
-        each = fp8.gathered(factor_g, place, fp8.BY_OUTPUT, interpret)
-        found = each if found is None else jnp.where(own >= first, each, found)
-        first += size
-    return found * four_bits.LEFT
+    """The factors of a tile's outputs, as `fp8.of_outputs` has them."""
+    return fp8.of_outputs(plan, factors_g, rows, interpret) * four_bits.LEFT
 
 
 def added(scratch, scales, interpret, total, k, weight_s, rows, wait) -> Any:

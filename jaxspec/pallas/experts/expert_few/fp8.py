@@ -5,7 +5,7 @@ blocks are added in float32.
 
 A warp has 16 of a tile's 64 weight rows: of `up` half of gate's or of up's, of `down` an expert's `COLUMNS` outputs,
 which it multiplies by that expert's hidden rows. So all of a warp's products have one scale for each `BLOCK` of inputs.
-A lane keeps the scale of one block, prefetched a tile early.
+A lane keeps the scale of one block, prefetched a tile early. Scales of outputs, for all inputs, multiply a tile's sums.
 """
 
 from __future__ import annotations
@@ -67,6 +67,22 @@ def scales_of(plan, scales_g, outputs, rows, interpret):
     return found
 
 
+def of_outputs(plan, arrays, rows, interpret) -> Any:
+    """f32[TILE]: the numbers of a tile's outputs, of which a warp's are those of expert and weight row `rows[warp]`.
+    Each stack has an array, [experts, outputs]."""
+    output = plgpu.broadcasted_iota(_i32, (TILE,), 0, layout=BY_OUTPUT)
+    warp, own, found, first = lax.div(output, _i32(COLUMNS)), jnp.zeros_like(output), None, 0
+    for array, size in zip(arrays, plan.stacks, strict=True):
+        place = lax.rem(output, _i32(COLUMNS))
+        for i, (expert, row) in enumerate(rows):
+            at = jnp.clip(expert - first, 0, size - 1) * array.shape[1] + row
+            place, own = place + jnp.where(warp == i, at, 0), jnp.where(warp == i, expert, own)
+        each = gathered(array, place, BY_OUTPUT, interpret)
+        found = each if found is None else jnp.where(own >= first, each, found)
+        first += size
+    return found
+
+
 def gathered(ref, place, layout, interpret):
     """Load f32 from a whole array in memory: each number is at its own flat index `place`, an array of that layout."""
     if interpret:
@@ -113,9 +129,10 @@ def _shuffle(_, scales, block):
 
 def added(scratch, scales, interpret, total, k, weight_s, rows, wait) -> Any:
     """Add the products of the k-th step to the total. `rows`: a reference to its rows, and how far a warp's first one
-    is from the next warp's; None for the tokens' pairs. `wait`: until the weights are there."""
+    is from the next warp's; None for the tokens' pairs. `scales`: None where outputs have them. `wait`: until the
+    weights are there."""
     blocks = range(STEP // BLOCK)
-    by = [_of_outputs(scales, k * len(blocks) + b, interpret) for b in blocks]
+    by = [None if scales is None else _of_outputs(scales, k * len(blocks) + b, interpret) for b in blocks]
     if rows is None:
         factors = [plgpu.load(scratch["factors_s"].at[k, b], layout=BY_ROW, optimized=False) for b in blocks]
         wait()
@@ -126,7 +143,7 @@ def added(scratch, scales, interpret, total, k, weight_s, rows, wait) -> Any:
         rows_s, apart = rows
         (made,) = (_interpreted if interpret else registers.products)(Sizes(), weight_s, rows_s, apart=apart)
     for scale, each in zip(by, made, strict=True):
-        total = total + each * lax.broadcast_in_dim(scale, each.shape, [0])
+        total = total + (each if scale is None else each * lax.broadcast_in_dim(scale, each.shape, [0]))
     return total
 
 

@@ -268,8 +268,8 @@ def _consume(block: _Block, turn: int):
 
 
 def _scales(block: _Block, work: Work, name: str, i):
-    """Load what a tile of `up`, or a group of experts of `down`, has in memory: FP8's scales, NVFP4's factors; None for
-    other weights."""
+    """Load what a tile of `up`, or a group of experts of `down`, has in memory: FP8's scales, outputs' factors; None
+    for other weights."""
     plan, interpret, fp8_scales = block.plan, block.interpret, block.plan.fp8 and block.scales[name]
     if not fp8_scales and not block.factors[name]:
         return None
@@ -280,6 +280,8 @@ def _scales(block: _Block, work: Work, name: str, i):
         rows = turns.down_rows(plan, block.experts, work.count, i, block.number * COLUMNS)
     if plan.four:
         return four.factors_of(plan, block.factors[name], rows, interpret)
+    if not fp8_scales:
+        return fp8.of_outputs(plan, block.factors[name], rows, interpret)
     return fp8.scales_of(plan, fp8_scales, 2 * plan.f if name == "up" else plan.d, rows, interpret)
 
 
@@ -292,6 +294,8 @@ def _multiplied(block: _Block, turn: int, before, scales, inputs, rows, step, hi
         slot, factors = lax.rem(before, _i32(plan.scale_slots)), scales
         scales = four.Scales(scratch["scales_s"].at[slot], plan.four[hidden_step is not None])
         plgpu.barrier_wait(scratch["scale_full"].at[slot])
+    elif not block.scales["up" if hidden_step is None else "down"]:
+        scales, factors = None, scales
     total, step = turns.multiply(plan, scratch, turn, scales, inputs, step, hidden_step, block.interpret)
     if plan.four:
         plgpu.barrier_arrive(scratch["scale_empty"].at[slot])

@@ -208,7 +208,7 @@ def _fp8_refused(stacks: list[tuple[Fp8Weight, Fp8Weight]]) -> str | None:
         return f"FP8 experts of {most} inputs; supported: up to {LANES * BLOCK}"
     for weight in (weight for stack in stacks for weight in stack):
         (_, outputs, inputs), (_, units, blocks) = weight.values.shape, weight.scales.shape
-        if outputs // units % COLUMNS or inputs // blocks != BLOCK:
+        if (units, blocks) != (outputs, 1) and (outputs // units % COLUMNS or inputs // blocks != BLOCK):
             return f"scales for {outputs // units} outputs and {inputs // blocks} inputs"
     return None
 
