@@ -27,7 +27,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 
 from jaxspec.decoder.matmul import gating
 from jaxspec.models.description import ClampedSwiglu
-from jaxspec.models.weights import Int4, Mxfp4, Nvfp4, Weight
+from jaxspec.models.weights import Fp8, Int4, Mxfp4, Nvfp4, Weight
 from jaxspec.pallas import portable
 from jaxspec.pallas.experts import experts_mlp, top_experts
 from jaxspec.pallas.portable import attention, delta, four_bits, fp8, latent, pictures
@@ -128,6 +128,16 @@ def packed(tokens: int, width: int = 2880, e: int = 32, k: int = 4) -> tuple:
     return run, shape((tokens, width), jnp.bfloat16), [(weight(2 * width), weight(width), *biases)], *routing
 
 
+def mixes_fp8(block: int | None, tokens: int, d: int = 2048, f: int = 512, e: int = 256, k: int = 8) -> tuple:
+    def weight(e: int, n: int, k: int) -> Weight:
+        scales = shape((e, n // block, k // block) if block else (e, n, 1), jnp.float32)
+        return Weight(shape((e, n, k), FP8), Fp8(block), scales=scales)
+
+    stacks = [(weight(n, 2 * f, d), weight(n, d, f)) for n in (e, 1)]
+    routing = shape((tokens, k + 1), jnp.int32), shape((tokens, k + 1), jnp.float32)
+    return experts_mlp.experts_mlp, shape((tokens, d), jnp.bfloat16), stacks, *routing
+
+
 def stored(kind: Int4 | Nvfp4, outputs: int, inputs: int, *experts: int) -> Weight:
     """A weight of four bits, or a stack of experts'."""
     values, scales, *factors = jax.eval_shape(kind.quantise, shape((*experts, outputs, inputs), jnp.bfloat16))
@@ -187,6 +197,9 @@ def cases() -> Iterator[tuple[str, tuple]]:
     for rows in (1, 32, 128):
         widths = shape((rows, 4096), jnp.bfloat16), shape((6144, 4096), FP8), shape((48, 32), jnp.float32)
         yield f"FP8 weight, {rows} rows", (fp8.product, *widths)
+    for tokens in (1, 64, 2048):
+        yield f"experts in FP8, scales in blocks, {tokens} tokens", mixes_fp8(128, tokens)
+        yield f"experts in FP8, scales of outputs, {tokens} tokens", mixes_fp8(None, tokens, 4096, 1408, 128)
     for tokens in (1, 2048):
         yield f"experts in MXFP4, {tokens} tokens", packed(tokens)
     for kind in (Int4(128), Nvfp4()):

@@ -14,6 +14,7 @@ from jaxspec.pallas import hopper
 from jaxspec.pallas.experts import experts_mlp, top_experts
 from jaxspec.pallas.portable import fp8, router
 from tests.decoder.test_moe import random_case
+from tests.gpu.test_expert_fp8 import stack
 from tests.gpu.test_lossless import NEAR_TIE, logit_gap
 from tests.pallas.attention.test_decode_attention import CASES, Case
 from tests.pallas.dense.test_few_rows_four_bits import drawn
@@ -125,6 +126,19 @@ def test_a_mixture_in_four_bits_matches_numpy(t, e, k, more):
         got = jax.jit(partial(experts_mlp.experts_mlp, gating=gating(GPT_OSS)))(x, stacks, ids, weights)
     assert chosen["portable_four_bits"]
     assert_close(got, naive(x, ids, weights, whole, GPT_OSS))
+
+
+@pytest.mark.parametrize("t", [1, 9, 300])
+@pytest.mark.parametrize("d,f,block", [(2048, 512, 128), (4096, 1408, None), (2816, 704, None)])
+def test_fp8_experts_equal_the_plain_ones(d, f, block, t):
+    x, _, ids, weights = bfloat16(random_case(t, 16, 4, 0.3, d=d, f=1, seed=t))
+    given, outs = (x, [stack(16, d, f, t, block)], ids, weights), {}
+    for kernels in ("portable", "plain"):
+        with hopper.use_kernels(kernels), hopper.counting() as chosen:
+            outs[kernels] = jax.jit(experts_mlp.experts_mlp)(*given)
+            jax.clear_caches()
+        assert bool(chosen["portable_experts"]) == (kernels == "portable")
+    assert_close(outs["portable"], outs["plain"], 1e-2)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 40, 128])

@@ -220,12 +220,13 @@ def _few(call: Call, stacks: list[expert_few.Stack]) -> Float[Array, "n d"] | tu
 
 
 def _portable_refused(call: Call) -> str | None:
-    return _not_in(Unquantised, call) or portable_experts.supported(call.x.dtype, call.stacks)
+    return _not_in((Unquantised, Fp8), call) or portable_experts.supported(call.x.dtype, call.stacks)
 
 
 def _portable_few_refused(call: Call) -> str | None:
     most = portable_experts.FEW
-    return _portable_refused(call) or (f"{len(call.x)} tokens, more than {most}" if len(call.x) > most else None)
+    reason = _not_in(Unquantised, call) or _portable_refused(call)
+    return reason or (f"{len(call.x)} tokens, more than {most}" if len(call.x) > most else None)
 
 
 def _portable_few(call: Call) -> Float[Array, "n d"]:
@@ -255,7 +256,7 @@ _PORTABLE_FOUR = ExpertKernel(
     portable_four_bits.MAX_ROWS,
     QUANTISED_SPARE,
 )
-_PORTABLE = ExpertKernel(lambda call, rows, items: portable_experts.items(rows, call.arrays, items, call.gating))
+_PORTABLE = ExpertKernel(lambda call, rows, items: portable_experts.items(rows, call.stacks, items, call.gating))
 _REFERENCE = ExpertKernel(lambda call, rows, items: reference(rows, call.stacks, items, call.gating))
 
 EXPERTS = (

@@ -2,7 +2,8 @@
 
 Up to `FEW` tokens, each (token, expert) pair is computed by itself (`few`): a program takes a few hidden columns of a
 pair, and in a second launch a few outputs of a token, whose experts it adds up. So nothing is planned, gathered or
-combined. With more tokens, a program takes a tile of an item's products (`items`), rows of one expert.
+combined. With more tokens, or FP8 weights, a program takes a tile of an item's products (`items`), rows of one expert.
+FP8 numbers become the rows' dtype, and their scales multiply the sums of the inputs that share one.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
+from jaxspec.models.fp8 import BLOCK
+from jaxspec.models.weights import Weight
 from jaxspec.pallas import hopper, portable
 from jaxspec.pallas.experts.expert_stream import ALIGN, COUNT, EXPERT, ROW_BLOCKS, SOURCE, TARGET, Items
+from jaxspec.pallas.portable import fp8
 
 FEW = 8  # tokens
 LEAST_ROWS = 16  # of a product
@@ -27,10 +31,15 @@ Arrays = list[tuple[Array, Array]]  # of each stack: gate and up [e, 2f, d], or 
 
 
 def supported(dtype: Any, stacks: list) -> str | None:
-    """Why the kernels can't compute these unquantised `experts_mlp.Stack`s of rows of `dtype`, or None if they can."""
+    """Why the kernels can't compute these `experts_mlp.Stack`s, unquantised or all in one format of FP8, of rows of
+    `dtype`; None if they can."""
     if any(len(stack) > 2 for stack in stacks):
         return "experts with biases"
-    if dtypes := {w.values.dtype.name for stack in stacks for w in stack} - {jnp.dtype(dtype).name}:
+    weights = [weight for stack in stacks for weight in stack]
+    for fmt in (weight.format for weight in weights if weight.quantised):
+        if fmt.activations or fmt.block not in (None, BLOCK):
+            return f"weights in {fmt}"
+    if dtypes := {weight.dtype.name for weight in weights if not weight.quantised} - {jnp.dtype(dtype).name}:
         return f"weights in {dtypes.pop()} and rows in {jnp.dtype(dtype).name}"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return f"rows in {jnp.dtype(dtype).name}; bfloat16 and float16 are supported"
@@ -139,38 +148,45 @@ def _few_down(counts, k, outputs, step, ids_ref, weights_ref, hidden_ref, *refs)
 
 def items(
     rows: Float[Array, "r d"],
-    stacks: Arrays,
+    stacks: list[tuple[Weight, Weight]],
     work: Items,
     gating: Callable | None = None,
     interpret: bool = False,
 ) -> Float[Array, "c d"]:
-    """`experts_mlp.reference`. Rows that are no item's may hold anything."""
+    """`experts_mlp.reference`, of weights that are unquantised or FP8. Rows that are no item's may hold anything."""
     hopper.count("portable_experts")
-    return _items(rows, stacks, work, gating=gating, interpret=interpret)
+    return _items(rows, [tuple(map(_operands, stack)) for stack in stacks], work, gating=gating, interpret=interpret)
+
+
+def _operands(weight: Weight) -> tuple[Array, ...]:
+    """The array of a weight, or its FP8 numbers and their scales."""
+    return (fp8.bits(weight.values), weight.scales) if weight.quantised else (weight.values,)
 
 
 @partial(jax.jit, static_argnames=("gating", "interpret"))
 def _items(rows, stacks, work, *, gating, interpret):
-    d, f = rows.shape[1], stacks[0][1].shape[2]
-    counts, tile = tuple(len(down) for _, down in stacks), max(work.rows, LEAST_ROWS)
+    d, f = rows.shape[1], stacks[0][1][0].shape[2]
+    counts, tile = tuple(len(down[0]) for _, down in stacks), max(work.rows, LEAST_ROWS)
     most, capacity = len(work.table), work.capacity
     warps, columns = (8, 128) if tile >= 128 else (4, 64)
     params = portable.triton().CompilerParams(num_warps=warps, num_stages=3)
     launch = partial(pl.pallas_call, interpret=interpret, compiler_params=params)
+    # Bytes of an output's inputs that are loaded at once: as many as two sums' tiles leave room for.
+    step = 128 if len(stacks[0][0]) > 1 and tile < 128 else 64
     width = _divisor(f, 64)
     hidden = launch(
-        partial(_item_up, counts, tile, width, _divisor(d, 64), gating),
+        partial(_item_up, counts, tile, width, _divisor(d, step), gating),
         out_shape=jax.ShapeDtypeStruct((capacity, f), rows.dtype),
         grid=(f // width, most),
         name="portable_experts_up",
-    )(work.table, rows, *(gate_up for gate_up, _ in stacks))
+    )(work.table, rows, *(array for gate_up, _ in stacks for array in gate_up))
     width = _divisor(d, columns)
     return launch(
-        partial(_item_down, counts, tile, width, _divisor(f, 64)),
+        partial(_item_down, counts, tile, width, _divisor(f, step)),
         out_shape=jax.ShapeDtypeStruct((capacity, d), rows.dtype),
         grid=(d // width, most),
         name="portable_experts_down",
-    )(work.table, hidden, *(down for _, down in stacks))
+    )(work.table, hidden, *(array for _, down in stacks for array in down))
 
 
 def each_stack(counts: tuple[int, ...], table_ref: Any, item: Array, refs: Any, run: Callable) -> None:
@@ -207,27 +223,53 @@ def times(rows: Float[Array, "r k"], weight: Float[Array, "n k"]) -> Float[Array
     return lax.dot_general(rows, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
+def _sums(refs, expert, begins, width, step, rows_ref, index, mask):
+    """Multiply rows by `width` outputs of an expert's weight, from each of `begins` on."""
+    values, *scales = refs
+
+    def scaled(part, begin, first):
+        """Multiply products of inputs from `first` on by their scales."""
+        output = begin + jnp.arange(width, dtype=jnp.int32)
+        same, unit = jnp.full_like(output, 1), values.shape[1] // scales[0].shape[1]
+        block = same * lax.div(first, jnp.int32(BLOCK))
+        return part * scales[0][same * expert, lax.div(output, jnp.int32(unit)), block][None]
+
+    def product(rows, begin, first):
+        part = values[expert, pl.ds(begin, width), pl.ds(first, step)]
+        if not scales:
+            return times(rows, part)
+        part = times(rows, fp8.numbers(part, rows.dtype))
+        return scaled(part, begin, first) if scales[0].shape[2] > 1 else part
+
+    def body(i, sums):
+        rows = rows_of(rows_ref, index, mask, i * step, step)
+        return tuple(total + product(rows, begin, i * step) for total, begin in zip(sums, begins, strict=True))
+
+    zeros = (jnp.zeros((len(index), width), jnp.float32),) * len(begins)
+    sums = lax.fori_loop(0, values.shape[2] // step, body, zeros)
+    if scales and scales[0].shape[2] == 1:  # of all inputs
+        return [scaled(total, begin, jnp.int32(0)) for total, begin in zip(sums, begins, strict=True)]
+    return sums
+
+
+def _by_stack(refs: tuple[Any, ...], counts: tuple[int, ...]) -> list[tuple[Any, ...]]:
+    """Divide references among the stacks, equally many for each."""
+    each = len(refs) // len(counts)
+    return [refs[i : i + each] for i in range(0, len(refs), each)]
+
+
 def _item_up(counts, tile, width, step, gating, table_ref, rows_ref, *refs):
     """Compute some hidden columns of an item."""
     *refs, out_ref = refs
     item, first, begins = pl.program_id(1), pl.program_id(0) * width, parts_of(refs[0], out_ref.shape[1])
 
-    def run(ref, expert):
-        index, mask = tile_rows(table_ref, item, SOURCE, tile)
-
-        def body(i, sums):
-            rows, inputs = rows_of(rows_ref, index, mask, i * step, step), pl.ds(i * step, step)
-            return tuple(
-                total + times(rows, ref[expert, pl.ds(begin + first, width), inputs])
-                for total, begin in zip(sums, begins, strict=True)
-            )
-
-        zeros = (jnp.zeros((tile, width), jnp.float32),) * len(begins)
-        parts = lax.fori_loop(0, rows_ref.shape[1] // step, body, zeros)
+    def run(refs, expert):
+        outputs = [begin + first for begin in begins]
+        parts = _sums(refs, expert, outputs, width, step, rows_ref, *tile_rows(table_ref, item, SOURCE, tile))
         target, mask = tile_rows(table_ref, item, TARGET, tile)
         put(out_ref, target, mask, first, activated(gating, *parts))
 
-    each_stack(counts, table_ref, item, refs, run)
+    each_stack(counts, table_ref, item, _by_stack(refs, counts), run)
 
 
 def _item_down(counts, tile, width, step, table_ref, hidden_ref, *refs):
@@ -235,14 +277,9 @@ def _item_down(counts, tile, width, step, table_ref, hidden_ref, *refs):
     *refs, out_ref = refs
     item, first = pl.program_id(1), pl.program_id(0) * width
 
-    def run(ref, expert):
+    def run(refs, expert):
         index, mask = tile_rows(table_ref, item, TARGET, tile)
-
-        def body(i, total):
-            rows = rows_of(hidden_ref, index, mask, i * step, step)
-            return total + times(rows, ref[expert, pl.ds(first, width), pl.ds(i * step, step)])
-
-        total = lax.fori_loop(0, hidden_ref.shape[1] // step, body, jnp.zeros((tile, width), jnp.float32))
+        (total,) = _sums(refs, expert, [first], width, step, hidden_ref, index, mask)
         put(out_ref, index, mask, first, total)
 
-    each_stack(counts, table_ref, item, refs, run)
+    each_stack(counts, table_ref, item, _by_stack(refs, counts), run)

@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 
 from jaxspec.decoder.matmul import ACTIVATIONS
-from jaxspec.models.weights import Weight
-from jaxspec.pallas import portable
+from jaxspec.models.weights import Fp8, Weight
+from jaxspec.pallas import hopper, portable
 from jaxspec.pallas.experts import experts_mlp, top_experts
 from jaxspec.pallas.experts.expert_stream import COUNT
 from jaxspec.pallas.hopper import counting
 from jaxspec.pallas.portable import experts as op
 from jaxspec.pallas.portable import router
-from tests.decoder.test_moe import arrays, naive, random_case
+from tests.decoder.test_moe import naive, random_case
+from tests.pallas.experts.test_expert_fp8 import fp8_case
 from tests.pallas.experts.test_expert_stream import bfloat16, shapes
 from tests.pallas.experts.test_top_experts import CASES, inputs
 from tests.support.kernels import assert_close
@@ -48,6 +49,33 @@ def test_a_mixture_is_the_sum_of_its_pairs(interpreted, t, e, k, shared, skew):
     assert kernels == {"portable_experts_few" if t <= op.FEW else "portable_experts": 1}
 
 
+@pytest.mark.parametrize("t,more", [
+    (1, {"unit": None, "f": 64, "shared": 64}),  # a scale for each output, one of another stack
+    rare(70, {"unit": None, "skew": 5, "f": 64}),  # items that don't hold all rows of an expert
+    (9, {"unit": 64, "d": 256}),  # a scale for each block
+    rare(150, {"unit": 128, "d": 256}),  # items of 128 rows
+])  # fmt: skip
+def test_fp8_experts_match_numpy(interpreted, t, more):
+    case, whole = fp8_case(t, 3, 2 if "shared" in more else 1, **{"d": 128} | more)
+    with counting() as kernels:
+        got = jax.jit(experts_mlp.experts_mlp)(*case)
+    assert kernels == {"portable_experts": 1}
+    assert_close(got, naive(*whole))
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_fp8_experts_that_hopper_refuses_take_the_portable_kernel_there(gated, monkeypatch):
+    """Gemma's activation and width, and experts without a gate."""
+    monkeypatch.setattr(hopper, "kernels_here", lambda: None)
+    (x, [(up, down)], *routing), _ = fp8_case(3, 2, 1, d=128, f=192, unit=None)
+    if not gated:
+        up = up.replace(values=up.values[:, :192], scales=up.scales[:, :192])
+    run = partial(experts_mlp.experts_mlp, gating=ACTIVATIONS["gelu_tanh"] if not gated else lambda gate, up: gate * up)
+    with counting() as kernels:
+        text = lowered(run, x, [(up, down)], *routing, capability="9.0")
+    assert kernels["portable_experts"] and text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 2
+
+
 def test_tokens_without_experts_leave_the_residual_stream_as_it_is(interpreted):
     x, stacks, ids, weights = bfloat16(random_case(3, 4, 2, d=128, f=64))
     ids = ids.at[1].set(experts_mlp.NOBODY)
@@ -63,7 +91,7 @@ def test_items_beyond_the_count_write_nothing():
     x, stacks, ids, _ = bfloat16(random_case(40, 12, 2, d=64, f=64))
     rows, items, place = jax.jit(experts_mlp.plan, static_argnums=2)(x, ids, 12)
     table = items.table.at[items.table[0, COUNT] :].set(0)
-    got = op.items(rows, arrays(stacks), items.replace(table=table.at[:, COUNT].set(items.table[0, COUNT])), None, True)
+    got = op.items(rows, stacks, items.replace(table=table.at[:, COUNT].set(items.table[0, COUNT])), None, True)
     assert_close(got[place], experts_mlp.reference(rows, stacks, items)[place])
 
 
@@ -86,6 +114,13 @@ def test_another_activation(interpreted, tokens, gated):
 def test_lowers_for_each_generation(capability, model, tokens, monkeypatch):
     monkeypatch.setattr(portable, "kernels_here", lambda: None)
     text = lowered(experts_mlp.experts_mlp, *shapes(model, tokens), capability=capability)
+    assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 2
+
+
+@pytest.mark.parametrize("capability,scales,tokens", one_in(len(KINDS), KINDS, [Fp8(128), Fp8(None)], [8, 2048]))
+def test_fp8_experts_lower_for_each_generation(capability, scales, tokens, monkeypatch):
+    monkeypatch.setattr(portable, "kernels_here", lambda: None)
+    text = lowered(experts_mlp.experts_mlp, *shapes("qwen3.5-35b-a3b", tokens, scales), capability=capability)
     assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 2
 
 
@@ -122,5 +157,9 @@ def test_supported_says_why_not():
     assert op.supported("bfloat16", narrow[1]) == "widths 32 and 16; multiples of 64 are supported"
     mixed = bfloat16(random_case(1, 4, 2, d=64, f=64, shared=128))
     assert op.supported("bfloat16", mixed[1]) == "experts of different widths, 64, 128"
+    (_, stacks, *_), _ = fp8_case(2, 2, 1, d=128)
+    assert op.supported("float16", stacks) is None
+    quantised = [tuple(weight.replace(format=Fp8(128, activations=True)) for weight in stacks[0])]
+    assert op.supported("bfloat16", quantised) == "weights in Fp8(block=128, activations=True)"
     (gate_up, down), *_ = bfloat16(case)[1]
     assert op.supported("bfloat16", [(gate_up, down, 0, 0)]) == "experts with biases"
