@@ -71,7 +71,7 @@ class WholeTexts:
     def group(self, number):
         return self
 
-    def convolve(self, cache, layer, x, weight, mix=None, bias=None):
+    def convolve(self, cache, layer, x, weight, mix, bias=None):
         (b, t, _), (taps, channels) = x.shape, weight.shape
         nothing = jnp.full((b,), NOTHING, jnp.int32)
         windows = empty_windows(1, b, 0, channels, taps, x.dtype)
@@ -198,7 +198,7 @@ class PromptBlocks(_OverCache):
     def _blocks(self):
         return self.slots, self.source, self.keep, self.rows.count
 
-    def convolve(self, cache, layer, x, weight, mix=None, bias=None):
+    def convolve(self, cache, layer, x, weight, mix, bias=None):
         of = cache.states[self.number].windows, layer, *self._blocks
         out, windows = causal_conv.chunk(*of, x, weight, mix, self.rows.fixed > 0, bias)
         return out, self._with(cache, windows=windows)
@@ -228,7 +228,7 @@ class RoundRows(_OverCache):
     replay: Int[Array, " b"]
     number: int = flax.struct.field(pytree_node=False, default=0, kw_only=True)
 
-    def convolve(self, cache, layer, x, weight, mix=None, bias=None):
+    def convolve(self, cache, layer, x, weight, mix, bias=None):
         of = cache.states[self.number].windows, layer, self.slots, self.replay
         out, windows = causal_conv.step(*of, x, weight, mix, self.rows.fixed > 0, bias)
         return out, self._with(cache, windows=windows)
@@ -249,6 +249,14 @@ class RoundRows(_OverCache):
     def accumulate(self, cache, layer, q, k, u, decay):
         of = cache.states[self.number].delta, layer, self.slots, self.replay
         out, delta = accumulate.step(*of, q, k, u, decay)
+        return out, self._with(cache, delta=delta)
+
+    def unstepped(self, cache, q, x):
+        return accumulate.unstepped(cache.states[self.number].delta, q.shape, x.shape, q.dtype, x.dtype)
+
+    def accumulate_stepped(self, cache, layer, q, k, x, steps, limits):
+        of = cache.states[self.number].delta, layer, self.slots, self.replay
+        out, delta = accumulate.stepped(*of, q, k, x, steps, limits)
         return out, self._with(cache, delta=delta)
 
     def unnormed(self, cache, q, v):

@@ -42,12 +42,13 @@ class Mixer(Protocol):
 class RecurrentMixer(Mixer, Protocol):
     """One that serves recurrent layers too, over a state of fixed size."""
 
-    def convolve(self, cache, layer, x, weight, mix=None, bias=None) -> tuple[Any, Any]:
+    def convolve(self, cache, layer, x, weight, mix, bias=None) -> tuple[Any, Any]:
         """Each channel's causal convolution over its newest w rows, the last tap on the row itself, then SiLU.
 
-        `bias` [c], of channels without `mix`, is added before that. The channels are the first c columns of x [b t d],
-        `weight` is [w c]. They come out as [b t c]; or those of `mix`, a `Recurrence`, as its queries and keys
-        [b t m k] and values [b t n v]: queries and keys of length one, queries scaled by k**-0.5.
+        `weight` is [w c]. The channels are the first c columns of x [b t d], and come out as queries and keys [b t m k]
+        and values [b t n v] of `mix`, a `Recurrence`: queries and keys of length one, queries scaled by k**-0.5. Or
+        `mix` is `causal_conv.Channels`, which says where they stand: then `bias` [c] is added before SiLU, and its
+        parts are given.
         """
         ...
 
@@ -93,6 +94,19 @@ class NormingMixer(RecurrentMixer, Protocol):
 
     def recur_normed(self, cache, layer, q, k, v, around, eps) -> tuple[Array, Any]:
         """Recur with gates made of `around`, and what is read normed, with this `eps`, and gated."""
+        ...
+
+
+@runtime_checkable
+class SteppingMixer(RecurrentMixer, Protocol):
+    """One whose recurrence of a state space may come with the steps before it, in one kernel."""
+
+    def unstepped(self, cache, q, x) -> str | None:
+        """Why `accumulate_stepped` can't serve, or None if it can."""
+        ...
+
+    def accumulate_stepped(self, cache, layer, q, k, x, steps, limits) -> tuple[Array, Any]:
+        """Accumulate the updates that `steps` make of x [b t n v], and add skip x; see `pallas.accumulate.stepped`."""
         ...
 
 

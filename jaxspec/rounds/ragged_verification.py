@@ -28,6 +28,7 @@ from jaxspec.cache.paged import Rows
 from jaxspec.decoder.forward import Hidden, forward
 from jaxspec.drafters.base import DraftBatch, Drafter, Proposal
 from jaxspec.models.model_config import ModelConfig
+from jaxspec.pallas.recurrence.causal_conv import Channels
 from jaxspec.rounds.packing import Slots
 
 DECAY = 0.97  # of what a request's drafts came to, with each further round
@@ -152,6 +153,9 @@ class Packed:
         return x[:, 0][jnp.minimum(self.first[:, None] + jnp.arange(q), len(x) - 1)]
 
 
+PACKED = "the rows are packed"
+
+
 @flax.struct.dataclass
 class PackedRows(RoundRows):
     """`RoundRows` of packed rows. Recurrent layers, whose state goes from row to row, have each request's side by side,
@@ -160,7 +164,8 @@ class PackedRows(RoundRows):
     packed: Packed
     width: int = flax.struct.field(pytree_node=False)
 
-    def convolve(self, cache, layer, x, weight, mix=None, bias=None):
+    def convolve(self, cache, layer, x, weight, mix, bias=None):
+        mix = mix._replace(rows=self.width) if isinstance(mix, Channels) else mix
         out, cache = super().convolve(cache, layer, self.packed.spread(x, self.width), weight, mix, bias)
         return jax.tree.map(self.packed.take, out), cache
 
@@ -181,7 +186,10 @@ class PackedRows(RoundRows):
         return self.packed.take(out), cache
 
     def unnormed(self, cache, q, v):
-        return "the rows are packed"
+        return PACKED
+
+    def unstepped(self, cache, q, x):
+        return PACKED
 
 
 def run(

@@ -1,4 +1,4 @@
-"""Gated delta-rule attention on the device: the cases of the CPU's tests, sizes that are served, and how fast it is."""
+"""Gated delta-rule attention and state spaces on the device: the CPU tests' cases, sizes that are served, and speed."""
 
 import time
 from functools import partial
@@ -10,7 +10,7 @@ import pytest
 
 from jaxspec.pallas.hopper import counting
 from jaxspec.pallas.recurrence import gated_delta
-from tests.pallas.recurrence import test_delta_chunk, test_delta_step
+from tests.pallas.recurrence import test_accumulate, test_delta_chunk, test_delta_step, test_gated_norm
 
 pytestmark = pytest.mark.gpu
 
@@ -36,6 +36,17 @@ def test_a_round_equals_the_plain_one(case):
 @pytest.mark.parametrize("case", [*test_delta_step.AROUND, *STEPS[:-1]], ids=lambda case: case.name)
 def test_gates_and_norm_around_a_round_are_the_plain_ones(case):
     test_delta_step.check_around(case)
+
+
+@pytest.mark.parametrize("case", [*test_accumulate.SPACES, *test_accumulate.SERVED], ids=lambda case: case.name)
+def test_a_round_of_a_state_space_equals_the_plain_one(case):
+    test_accumulate.check_space(case)
+
+
+@pytest.mark.parametrize("b,t", [(1, 1), (8, 4), (128, 1)])
+@pytest.mark.parametrize("columns,groups", [(4096, 8), (3072, 1)])
+def test_the_norm_behind_a_state_space_is_the_plain_one(b, t, columns, groups):
+    test_gated_norm.check_grouped(b, t, columns, groups)
 
 
 @pytest.mark.parametrize("case", [*test_delta_chunk.CASES, *CHUNKS], ids=lambda case: case.name)

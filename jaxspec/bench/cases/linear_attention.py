@@ -11,7 +11,9 @@ import jax.numpy as jnp
 
 from jaxspec.bench.cases.case import BLOCK, Case
 from jaxspec.models.description import DeltaRule
+from jaxspec.pallas import hopper
 from jaxspec.pallas.recurrence import accumulate, causal_conv, delta_pool, gated_delta
+from jaxspec.pallas.recurrence.gates_and_norm import Steps
 
 
 def convolution(b: int, t: int, m: int, n: int, h: int, layers: int, dtype: str) -> Case:
@@ -110,14 +112,14 @@ def delta_chunk(count: int, length: int, m: int, n: int, h: int, layers: int, dt
 
 
 def state_step(b: int, t: int, m: int, n: int, h: int, k: int, layers: int, dtype: str) -> Case:
-    """A round of a state space, as `delta_step`: states of `n` heads, [h k]."""
+    """A round of a state space, as `delta_step`, from each row's steps: states of `n` heads, [h k]."""
     return Case(
         name=f"state space {b} x {t} row{'s' * (t > 1)}",
         group="state space",
         layers=layers,
-        build=partial(_updates, k, b, b, t, m, n, h, layers, dtype),
-        op=partial(_run_step, accumulate.step),
-        plain=partial(_run_step, accumulate.reference_step),
+        build=partial(_steps, k, b, b, t, m, n, h, layers, dtype),
+        op=_run_space,
+        plain=partial(_run_space, plain=True),
         in_place=True,
         size=2 * 4 * b * n * h * k,
         flops=2 * b * n * h * k * 3 * t,
@@ -144,6 +146,22 @@ def state_chunk(count: int, length: int, m: int, n: int, h: int, k: int, layers:
 def _updates(width: int, *sizes: Any):
     (slots, (q, k, v, decay, _)), pool = _delta(*sizes, width=width)
     return (slots, (q, k, v.astype(jnp.float32), decay)), pool
+
+
+def _steps(width: int, *sizes: Any):
+    (slots, (q, k, x, decay, beta)), pool = _delta(*sizes, width=width)
+    each = (jnp.full(decay.shape[2], value, jnp.float32) for value in (0, -2, 1))
+    return (slots, (q, k, x, Steps(beta.astype(x.dtype), *each))), pool
+
+
+def _run_space(layer: int, shared: Any, pool: Any, plain: bool = False) -> tuple[jax.Array, Any]:
+    slots, (q, k, x, steps) = shared
+    of, limits = (pool, jnp.int32(layer), slots, jnp.full(len(slots), q.shape[1] - 1), q, k), (0.0, float("inf"))
+    if not plain and (hopper.kernels_here() or accumulate.unstepped(pool, q.shape, x.shape, q.dtype, x.dtype)) is None:
+        return accumulate.stepped(*of, x, steps, limits)
+    updates, decay, skipped = accumulate.by_steps(x, steps, limits)
+    out, pool = (accumulate.reference_step if plain else accumulate.step)(*of, updates, decay)
+    return out + skipped, pool
 
 
 def _run_states(scan: Callable | None, layer: int, shared: Any, pool: Any) -> tuple[jax.Array, Any]:

@@ -1,18 +1,23 @@
 """A recurrence whose updates don't depend on the state: S <- decay S + u k', out = S q (Mamba 2's, and running means).
 
-`gated_delta` makes u of the state first, and its kernels for any NVIDIA GPU run this as well.
+`gated_delta` makes u of the state first, and its kernels for any NVIDIA GPU run this as well. On Hopper its kernel of
+rounds also runs a state space's, with the updates and decays made of its steps (`stepped`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas.operation import ANY, HOPPER, PORTABLE, Implementation, choose, nothing
 from jaxspec.pallas.portable import delta as portable_delta
 from jaxspec.pallas.recurrence.delta_pool import DeltaPool, decay_between, einsum, log_decay, scan_blocks
+from jaxspec.pallas.recurrence.delta_step import space_step, space_supported
+from jaxspec.pallas.recurrence.gates_and_norm import Steps
 
 
 def step(
@@ -54,6 +59,39 @@ ACCUMULATE_STEP = (
     Implementation("portable", PORTABLE, _step_refuses, _portable_step),
     Implementation("reference", ANY, nothing, reference_step, slow=True),
 )
+
+
+def stepped(
+    pool: DeltaPool,
+    layer: Int[Array, ""],
+    slots: Int[Array, " b"],
+    replay: Int[Array, " b"],
+    q: Float[Array, "b t m k"],
+    k: Float[Array, "b t m k"],
+    x: Float[Array, "b t n v"],
+    steps: Steps,
+    limits: tuple[float, float],
+) -> tuple[Float[Array, "b t n v"], DeltaPool]:
+    """Run `step` by the kernel, with updates and decays made of `steps`, and skip x added to what is read.
+
+    **Raises:** `ValueError` if `unstepped` has a reason.
+    """
+    return space_step(pool, layer, slots, replay, q, k, x, steps, limits)
+
+
+def unstepped(pool: DeltaPool, q_shape: tuple[int, ...], x_shape: tuple[int, ...], *dtypes: Any) -> str | None:
+    """Why `stepped` can't serve such queries and heads, or None if it can."""
+    return space_supported(q_shape, x_shape, pool.keys.shape[2], pool.state.dtype, pool.keys.dtype, *dtypes)
+
+
+def by_steps(
+    x: Float[Array, "b t n v"], steps: Steps, limits: tuple[float, float]
+) -> tuple[Float[Array, "b t n v"], Float[Array, "b t n"], Float[Array, "b t n v"]]:
+    """Updates, decays and skip x in plain jnp, float32: `stepped` has what `step` makes of the first two, and the
+    last."""
+    x, dt = x.astype(jnp.float32), steps.rows[:, : x.shape[1], -len(steps.skip) :].astype(jnp.float32)
+    step = jax.nn.softplus(dt + steps.step_bias).clip(*limits)
+    return x * step[..., None], jnp.exp(-jnp.exp(steps.decay_log) * step), steps.skip[:, None] * x
 
 
 def chunk(

@@ -10,6 +10,9 @@ Nothing is undone.
 
 from __future__ import annotations
 
+import itertools
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
@@ -20,11 +23,20 @@ from jaxspec.pallas.recurrence import conv_chunk as chunk_kernel
 from jaxspec.pallas.recurrence import conv_step as step_kernel
 from jaxspec.pallas.sliced_rows import SLICE, sliced
 
-NO_HEADS = "channels that aren't queries, keys and values"
+NO_HEADS = "channels of a state space"
 L2_EPS = 1e-6  # avoids a division by zero, the length of a query or key of zeros
 
 Windows = Float[Array, "l r s c"]  # s = w - 1 + q: what came before the last round, then its q rows
-Heads = tuple[Array, Array, Array]  # queries, keys and values
+Parts = tuple[Array, Array, Array]  # queries, keys and values; or those of `Channels`
+
+
+class Channels(NamedTuple):
+    """Channels that need no length of one: those of x from the column `first` on, in parts of these widths. Only the
+    first `rows` of each request are convolved; None: all."""
+
+    first: int
+    widths: tuple[int, ...]
+    rows: int | None = None
 
 
 def empty_windows(num_layers: int, num_slots: int, rows: int, channels: int, width: int, dtype) -> Windows:
@@ -52,19 +64,19 @@ def step(
     replay: Int[Array, " b"],
     x: Float[Array, "b t d"],
     weight: Float[Array, "w c"],
-    mix: Recurrence | None,
+    mix: Recurrence | Channels,
     fixed: bool = False,
     bias: Float[Array, " c"] | None = None,
-) -> tuple[Heads | Float[Array, "b t c"], Windows]:
-    """Convolve the first c columns of t new rows of each slot; the first `replay[r]` rows of its last round were
-    accepted.
+) -> tuple[Parts, Windows]:
+    """Convolve c columns of t new rows of each slot; the first `replay[r]` rows of its last round were accepted.
 
-    They are split as `split_heads` does if they are those of `mix`; else `bias` is added before SiLU. `fixed`: a row's
-    bits don't depend on how many rows there are. Returns the rows in the windows' dtype, and the windows after them.
+    They are the first ones, and split as `split_heads` does; or as `Channels` has them, with `bias` added before SiLU.
+    `fixed`: a row's bits don't depend on how many rows there are. Returns the rows in the windows' dtype, and the
+    windows after them.
 
     **Raises:** `ValueError` for more rows than a window has room for.
     """
-    t, room = x.shape[1], windows.shape[2] - len(weight) + 1
+    t, room = _rows(x, mix), windows.shape[2] - len(weight) + 1
     if t > room:
         raise ValueError(f"a step of {t} rows with windows for rounds of {room}; make them for {t} or more")
     call = windows, layer, slots, replay, x, weight, mix, fixed, bias
@@ -72,13 +84,17 @@ def step(
 
 
 def _step_refuses(windows, layer, slots, replay, x, weight, mix, fixed, bias) -> str | None:
-    if mix is None:
-        return NO_HEADS
     dtypes = windows.dtype, x.dtype, weight.dtype
+    if isinstance(mix, Channels):
+        dtypes += () if bias is None else (bias.dtype,)
+        return step_kernel.channels_supported(_rows(x, mix), mix.first, mix.widths, *dtypes)
     return step_kernel.supported(x.shape[1], mix.key_dim, mix.value_dim, *dtypes)
 
 
-def _step(windows, layer, slots, replay, x, weight, mix, fixed, bias) -> tuple[Heads, Windows]:
+def _step(windows, layer, slots, replay, x, weight, mix, fixed, bias) -> tuple[Parts, Windows]:
+    if isinstance(mix, Channels):
+        parts = mix._replace(rows=_rows(x, mix))._asdict()
+        return step_kernel.conv_channels(windows, layer, slots, replay, x, weight, bias, **parts)
     return step_kernel.conv_step(windows, layer, slots, replay, x, weight, key_heads=mix.key_heads, eps=L2_EPS)
 
 
@@ -115,16 +131,28 @@ def chunk_before(
 
 def reference_step(windows, layer, slots, replay, x, weight, mix, fixed=False, bias=None):
     """`step` in plain jnp."""
-    taps, channels = weight.shape
-    x = x[..., :channels].astype(windows.dtype)
+    taps, x = len(weight), _convolved(x, weight, mix).astype(windows.dtype)
     before, windows = step_before(windows, layer, slots, replay, x, taps - 1)
     return _heads(before, x, weight, mix, fixed, bias), windows
 
 
+def _convolved(x: Float[Array, "b t d"], weight: Float[Array, "w c"], mix: Recurrence | Channels) -> Array:
+    """The rows and columns of x that are convolved."""
+    first = mix.first if isinstance(mix, Channels) else 0
+    return x[:, : _rows(x, mix), first : first + weight.shape[1]]
+
+
+def _rows(x: Float[Array, "b t d"], mix: Recurrence | Channels) -> int:
+    rows = mix.rows if isinstance(mix, Channels) else None
+    return x.shape[1] if rows is None else rows
+
+
 def _heads(before, x, weight, mix, fixed, bias):
-    """Convolve rows, in heads if they are those of `mix`."""
+    """Convolve rows, in parts."""
     out = (_convolve_in_slices if fixed else _convolve)(before, x, weight.T, bias).astype(x.dtype)
-    return out if mix is None else (_split_in_slices if fixed else split_heads)(out, mix)
+    if isinstance(mix, Channels):
+        return tuple(jnp.split(out, list(itertools.accumulate(mix.widths))[:-1], axis=-1))
+    return (_split_in_slices if fixed else split_heads)(out, mix)
 
 
 CONVOLUTION_STEP = (
@@ -142,10 +170,10 @@ def chunk(
     count: Int[Array, " b"],
     x: Float[Array, "b t d"],
     weight: Float[Array, "w c"],
-    mix: Recurrence | None,
+    mix: Recurrence | Channels,
     fixed: bool = False,
     bias: Float[Array, " c"] | None = None,
-) -> tuple[Heads | Float[Array, "b t c"], Windows]:
+) -> tuple[Parts, Windows]:
     """Convolve blocks of t prompt tokens, in order; they read and write slots as `gated_delta.chunk` does.
 
     `mix`, `fixed` and `bias` as in `step`. A block that another of this call starts from must have a valid token.
@@ -156,7 +184,7 @@ def chunk(
 
 
 def _chunk_refuses(windows, layer, slots, source, keep, count, x, weight, mix, fixed, bias) -> str | None:
-    if mix is None:
+    if isinstance(mix, Channels):
         return NO_HEADS
     (b, t, _), taps = x.shape, len(weight)
     counted = max(b, chunk_kernel.FEWEST) if fixed else b  # then few rows go the way of many
@@ -164,7 +192,7 @@ def _chunk_refuses(windows, layer, slots, source, keep, count, x, weight, mix, f
     return chunk_kernel.supported(counted, t, taps, mix.key_dim, mix.value_dim, *dtypes)
 
 
-def _chunk(windows, layer, slots, source, keep, count, x, weight, mix, fixed, bias) -> tuple[Heads, Windows]:
+def _chunk(windows, layer, slots, source, keep, count, x, weight, mix, fixed, bias) -> tuple[Parts, Windows]:
     taps, channels = weight.shape
     before = _before(windows, layer, slots, source, keep, count, x[..., :channels], taps - 1)
     targets = _targets(slots, keep, windows.shape[1]).reshape(2, len(slots)).T
@@ -174,8 +202,7 @@ def _chunk(windows, layer, slots, source, keep, count, x, weight, mix, fixed, bi
 
 def reference_chunk(windows, layer, slots, source, keep, count, x, weight, mix, fixed=False, bias=None):
     """`chunk` in plain jnp."""
-    taps, channels = weight.shape
-    x = x[..., :channels].astype(windows.dtype)
+    taps, x = len(weight), _convolved(x, weight, mix).astype(windows.dtype)
     before, windows = chunk_before(windows, layer, slots, source, keep, count, x, taps - 1)
     return _heads(before, x, weight, mix, fixed, bias), windows
 

@@ -1,4 +1,5 @@
-"""How a round of the gated delta rule is shared out: `delta_step`'s blocks, their parts of the state, their memory."""
+"""How a round of the gated delta rule, or of a state space, is shared out: `delta_step`'s blocks, their parts of the
+state, their memory."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxspec.pallas.hopper import WGMMA_ROWS
 
 TILE = WGMMA_ROWS  # rows of a state that a warpgroup has at a time
-WIDTH = 128  # of keys and values
-HALVES = WIDTH // TILE  # tiles of a value head
+WIDTH = 128  # of keys, and of the delta rule's values
 MAX_ROWS = 16
-MAX_GROUP = 4  # value heads of a key head: 8 tiles, as many as a cluster has blocks
+MAX_TILES = 8  # of a key head: as many as a cluster has blocks
+MAX_GROUP = MAX_TILES * TILE // WIDTH  # value heads of a key head
 GATES = 2 * MAX_ROWS  # decays and betas of a head's rows: 128 bytes, what a bulk copy's target is aligned to
 PIECES = 2  # errors of 2^-18 of an element, so some 1e-6 of a product
 ENOUGH = 250  # blocks: about two for each multiprocessor
@@ -45,21 +46,34 @@ class Plan:
     interpreted: bool
     eps: float | None = None  # of the norm after it, if that is part of the kernel
     fixed: bool = False  # tokens enter the state one after the other, whichever round they belong to
+    value_width: int = WIDTH
+    limits: tuple[float, float] | None = None  # of a state space's steps
+    pieces: int = 1  # that a key head's value heads are cut into: each is as a key head, but for its records of keys
+
+    @property
+    def halves(self) -> int:
+        """Tiles of a value head."""
+        return self.value_width // TILE
+
+    @property
+    def gates(self) -> int:
+        """Numbers of a head in shared memory: decays and betas; of a state space its skip as well, which follows."""
+        return GATES if self.limits is None else 2 * GATES
 
     @property
     def share(self) -> int:
         """Tiles of one block and key head."""
-        return self.group * HALVES // self.division.splits
+        return self.group * self.halves // self.division.splits
 
     @property
     def heads(self) -> int:
         """Value heads that these tiles belong to."""
-        return max(self.share // HALVES, 1)
+        return max(self.share // self.halves, 1)
 
     @property
     def width(self) -> int:
         """Rows of each of these heads' states, or values, that a block has."""
-        return min(self.share, HALVES) * TILE
+        return min(self.share, self.halves) * TILE
 
     @property
     def parts(self) -> int:
@@ -72,7 +86,9 @@ class Plan:
         return -(-2 * self.t // 8) * 8
 
 
-def operands_supported(q_shape: tuple[int, ...], v_shape: tuple[int, ...], state_dtype, *dtypes) -> str | None:
+def operands_supported(
+    q_shape: tuple[int, ...], v_shape: tuple[int, ...], state_dtype, *dtypes, value_width: int = WIDTH
+) -> str | None:
     """Why no kernel takes queries [b, t, m, k] and values [b, t, n, v] over states of `state_dtype`; None if one may.
     `dtypes` are those of queries, keys and values."""
     (m, k), (n, v) = q_shape[2:], v_shape[2:]
@@ -80,21 +96,23 @@ def operands_supported(q_shape: tuple[int, ...], v_shape: tuple[int, ...], state
         return f"queries, keys or values in {wrong[0]}; supported: bfloat16"
     if jnp.dtype(state_dtype) not in (jnp.float32, jnp.bfloat16):
         return f"states in {jnp.dtype(state_dtype).name}; supported: float32 and bfloat16"
-    if (k, v) != (WIDTH, WIDTH):
-        return f"keys of width {k} and values of width {v}; supported: {WIDTH} and {WIDTH}"
+    if (k, v) != (WIDTH, value_width):
+        return f"keys of width {k} and values of width {v}; supported: {WIDTH} and {value_width}"
     return f"{n} value heads over {m} key heads; supported: whole groups" if n % m else None
 
 
-def division_of(key_heads: int, group: int, t: int, rows: int, dtype, whole: bool = False) -> Division:
+def division_of(
+    key_heads: int, group: int, t: int, rows: int, dtype, whole: bool = False, value_width: int = WIDTH
+) -> Division:
     """Choose the division for so many key heads of all requests: few blocks with many tiles each, if those are enough,
     and as many parts in flight as let two or three blocks share a multiprocessor.
 
     With one block a key head, the work that its tiles share is done once, and no block waits for others of a cluster.
     `whole`: no block has half a value head.
     """
-    tiles = group * HALVES
+    tiles = group * value_width // TILE
     splits = next((splits for splits in (1, group) if key_heads * splits >= ENOUGH), group if whole else tiles)
-    one = Plan(1, t, rows, 1, group, dtype, Division(splits, 1), False)
+    one = Plan(1, t, rows, 1, group, dtype, Division(splits, 1), False, value_width=value_width)
     taken = sum(
         -(-math.prod(shape) * jnp.dtype(dtype).itemsize // 1024) * 1024 for shape, dtype in _beside(one).values()
     )
@@ -113,7 +131,7 @@ def _beside(plan: Plan) -> dict[str, tuple[tuple[int, ...], Any]]:
         among_s=((plan.t, plan.both), jnp.float32),
         updates_s=((plan.rows, *mine), jnp.float32),  # then the new rows' updates
         decays_s=((plan.heads, GATES), jnp.float32),
-        gates_s=((plan.heads, GATES), jnp.float32),
+        gates_s=((plan.heads, plan.gates), jnp.float32),
         values_s=((plan.t, *mine), jnp.bfloat16),  # then the rows' results
     )
 

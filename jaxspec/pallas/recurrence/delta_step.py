@@ -14,6 +14,10 @@ A block has the value rows of one request and key head. With few requests it has
 cluster share them. Parts of the state go through a ring: a part is loaded, changed in place and written back. While its
 write drains, the next one is computed; only then is its slot filled again.
 
+A state space (`space_step`) has updates that don't depend on the state, u_t = step_t x_t, and o_t has skip x_t added.
+Its heads may be as wide as one tile. A key head with more tiles than a cluster has blocks is cut into pieces, whose
+keys' records are written once the kernel is over.
+
 With `fixed`, a row's results don't depend on how many rows a round has: see `delta_fixed`, which then does both halves.
 
 Invariant: records are overwritten after every block that reads them has read them.
@@ -36,9 +40,10 @@ from jaxtyping import Array, Float, Int
 from jaxspec.pallas.hopper.export import lower_once
 from jaxspec.pallas.recurrence import fixed_order, gates_and_norm
 from jaxspec.pallas.recurrence.delta_plan import (
-    HALVES,
+    GATES,
     MAX_GROUP,
     MAX_ROWS,
+    MAX_TILES,
     PIECES,
     TILE,
     WIDTH,
@@ -50,7 +55,7 @@ from jaxspec.pallas.recurrence.delta_plan import (
 )
 from jaxspec.pallas.recurrence.delta_pool import DeltaPool
 from jaxspec.pallas.recurrence.float32_products import product
-from jaxspec.pallas.recurrence.gates_and_norm import Around
+from jaxspec.pallas.recurrence.gates_and_norm import Around, Steps
 
 _i32 = jnp.int32
 
@@ -63,9 +68,18 @@ def supported(q_shape: tuple[int, ...], v_shape: tuple[int, ...], rows: int, sta
     (_, t, m, _), n = q_shape, v_shape[2]
     if n // m > MAX_GROUP:
         return f"{n} value heads over {m} key heads; supported: groups of up to {MAX_GROUP}"
-    if max(t, rows) > MAX_ROWS:
-        return f"{max(t, rows)} rows a request; supported: up to {MAX_ROWS}"
-    return None
+    return _rows_supported(t, rows)
+
+
+def space_supported(q_shape: tuple[int, ...], x_shape: tuple[int, ...], rows: int, state_dtype, *dtypes) -> str | None:
+    """Why the kernel can't serve such operands of a state space, as `supported`."""
+    width = WIDTH if x_shape[3] == WIDTH else TILE
+    reason = operands_supported(q_shape, x_shape, state_dtype, *dtypes, value_width=width)
+    return reason or _rows_supported(q_shape[1], rows)
+
+
+def _rows_supported(t: int, rows: int) -> str | None:
+    return f"{max(t, rows)} rows a request; supported: up to {MAX_ROWS}" if max(t, rows) > MAX_ROWS else None
 
 
 def delta_step(
@@ -115,22 +129,51 @@ def delta_step(
     )
 
 
-@lower_once("delta_step", "division", "padded_rows", "eps", "fixed")
-def _step(pool, layer, slots, replay, q, k, v, gates, *, eps, interpret, division, padded_rows, fixed):
-    b, t, n, _ = v.shape
+def space_step(
+    pool: DeltaPool,
+    layer: Int[Array, ""],
+    slots: Int[Array, " b"],
+    replay: Int[Array, " b"],
+    q: Float[Array, "b t m k"],
+    k: Float[Array, "b t m k"],
+    x: Float[Array, "b t n v"],
+    steps: Steps,
+    limits: tuple[float, float],
+    *,
+    interpret: Any = False,
+    division: Division | None = None,
+) -> tuple[Float[Array, "b t n v"], DeltaPool]:
+    """Run `accumulate.step` with the updates and decays that `steps` between these `limits` make of x, and add skip x.
+
+    Returns that in bfloat16, and the updated pool. All else as `delta_step`.
+
+    **Raises:** `ValueError` if `space_supported` has a reason against it.
+    """
+    dtypes = pool.state.dtype, q.dtype, k.dtype, pool.keys.dtype, x.dtype
+    if reason := space_supported(q.shape, x.shape, pool.keys.shape[2], *dtypes):
+        raise ValueError(f"delta_step doesn't support {reason}")
+    named = dict(division=division, padded_rows=x.shape[1], eps=0.0, fixed=False, limits=limits)
+    return _step(pool, layer, slots, replay, q, k, x, steps, **named, interpret=interpret)
+
+
+@lower_once("delta_step", "division", "padded_rows", "eps", "fixed", "limits")
+def _step(pool, layer, slots, replay, q, k, v, gates, *, eps, interpret, division, padded_rows, fixed, limits=None):
+    b, t, n, width = v.shape
     m = q.shape[2]
     rows, dtype = pool.keys.shape[2], pool.state.dtype
-    around = isinstance(gates, Around)
-    division = division or division_of(b * m, n // m, t, rows, dtype, around)
+    around, tiles = isinstance(gates, Around), n // m * width // TILE
+    pieces = next(p for p in range(1, tiles + 1) if (n // m) % p == 0 and tiles // p <= MAX_TILES)
+    division = division or division_of(b * m * pieces, n // m // pieces, t, rows, dtype, around, width)
     if fixed:  # a row's sums are over all columns
         division = replace(division, stages=max(1, division.stages // 2), columns=WIDTH)
-    plan = Plan(b, t, rows, m, n // m, dtype, division, bool(interpret), eps if around else None, fixed)
+    plan = Plan(b, t, rows, m * pieces, n // m // pieces, dtype, division, bool(interpret), eps if around else None,
+                fixed, width, limits, pieces)  # fmt: skip
     refs = [jax.new_ref(x) for x in jax.tree.leaves(pool)]
     out = plgpu.kernel(
         partial(_block, plan),
         kernel_name="delta_step",
         out_type=jax.ShapeDtypeStruct((b, padded_rows, *v.shape[2:]), v.dtype),
-        grid=(b, m),
+        grid=(b, plan.m),
         grid_names=("b", "m"),
         cluster=(division.splits,),
         cluster_names=("split",),
@@ -139,7 +182,10 @@ def _step(pool, layer, slots, replay, q, k, v, gates, *, eps, interpret, divisio
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
         interpret=interpret,
     )(layer.reshape(1), slots, replay, q, k, v, *gates, *refs)
-    return out, DeltaPool(*map(jax.freeze, refs))
+    pool = DeltaPool(*map(jax.freeze, refs))
+    if pieces > 1:  # blocks that no cluster joins read a key head's records
+        pool = pool.replace(keys=pool.keys.at[layer, slots, :t].set(k))
+    return out, pool
 
 
 class _Shared(NamedTuple):
@@ -193,29 +239,31 @@ def _block(plan: Plan, layer_g, slots_g, replay_g, q_g, k_g, v_g, *refs, state_s
     """Run one block, of one warpgroup: its tiles of one request and key head."""
     *gates_g, state_g, keys_g, updates_g, decays_g, out_g = refs
     b, m, split = (lax.axis_index(name) for name in ("b", "m", "split"))
+    key = m if plan.pieces == 1 else lax.div(m, _i32(plan.pieces))
     layer, slot, replay, own = layer_g[0], slots_g[b], replay_g[b], _Shared(**arrays)
     t = plan.t
     first = split * plan.share  # of the key head's tiles
-    head = m * plan.group + lax.div(first, _i32(HALVES))
+    head = m * plan.group + lax.div(first, _i32(plan.halves))
     # The block's value heads, and which of their rows it has.
     heads, width = pl.ds(head, plan.heads), decays_g.shape[3]
-    rows = pl.ds(lax.rem(first, _i32(HALVES)) * TILE if plan.share == 1 else 0, plan.width)
+    rows = pl.ds(lax.rem(first, _i32(plan.halves)) * TILE if plan.share == 1 else 0, plan.width)
     ring = _Ring(plan, partial(_part_of, plan, state_g, layer, slot, m, first), state_s, ready)
 
     # Keys and queries first: they needn't wait for the slot.
-    plgpu.copy_gmem_to_smem(k_g.at[b, :, m], own.rows_s.at[pl.ds(0, t)], brought)
-    plgpu.copy_gmem_to_smem(q_g.at[b, :, m], own.rows_s.at[pl.ds(t, t)], brought)
+    plgpu.copy_gmem_to_smem(k_g.at[b, :, key], own.rows_s.at[pl.ds(0, t)], brought)
+    plgpu.copy_gmem_to_smem(q_g.at[b, :, key], own.rows_s.at[pl.ds(t, t)], brought)
     copy_in = partial(plgpu.copy_gmem_to_smem, barrier=shared)
     gates = _load_gates(plan, gates_g, b, head)
+    skips = [] if plan.limits is None else [gates_g[-1][head + h] for h in range(plan.heads)]
     z = None if plan.eps is None else gates_and_norm.load_z(gates_g, b, t, plan.heads, head, plan.m * plan.group)
     copy_in(v_g.at[b, :, heads, rows], own.values_s)
-    copy_in(keys_g.at[layer, slot, :, m], own.keys_s)
+    copy_in(keys_g.at[layer, slot, :, key], own.keys_s)
     copy_in(updates_g.at[layer, slot, :, heads, rows], own.updates_s)
     for h in range(plan.heads):
         copy_in(decays_g.at[layer, slot, head + h], own.decays_s.at[h, pl.ds(0, width)])
     for part in range(ring.stages):
         ring.fetch(_i32(part))
-    _write_gates(plan, gates, own.gates_s, width)
+    _write_gates(plan, gates, skips, own.gates_s, width)
     plgpu.barrier_wait(brought)
     if plan.fixed:
         plgpu.commit_smem()  # the gates
@@ -230,7 +278,7 @@ def _block(plan: Plan, layer_g, slots_g, replay_g, q_g, k_g, v_g, *refs, state_s
         plgpu.barrier_wait(read)
     new = pl.ds(0, t)
     decays_g = [decays_g.at[layer, slot, head + h] for h in range(plan.heads)]
-    records = keys_g.at[layer, slot, new, m], updates_g.at[layer, slot, new, heads, rows], decays_g
+    records = keys_g.at[layer, slot, new, key], updates_g.at[layer, slot, new, heads, rows], decays_g
     _write_records(plan, split, first, (own.rows_s.at[new], own.updates_s.at[new], own.gates_s), records)
     if plan.eps is None:
         plgpu.copy_smem_to_gmem(own.values_s, out_g.at[b, new, heads, rows])
@@ -241,8 +289,8 @@ def _block(plan: Plan, layer_g, slots_g, replay_g, q_g, k_g, v_g, *refs, state_s
 
 def _tile(plan: Plan, ring: _Ring, replay: Any, own: _Shared, i: Any, carry: None) -> None:
     """One tile of the block's state: replay its records, run the new rows, and leave their updates and results."""
-    h = lax.div(i, _i32(HALVES)) if plan.share > 1 else 0
-    cut = pl.ds(lax.rem(i, _i32(HALVES)) * TILE if plan.share > 1 else 0, TILE)
+    h = lax.div(i, _i32(plan.halves)) if plan.share > 1 else 0
+    cut = pl.ds(lax.rem(i, _i32(plan.halves)) * TILE if plan.share > 1 else 0, TILE)
     columns, products = plan.division.columns, []
     for p in range(plan.parts):
         part, across = i * plan.parts + p, pl.ds(p * columns, columns)
@@ -273,8 +321,9 @@ def _write_records(plan: Plan, split, first, made, records):
     (keys_s, updates_s, gates_s), (keys_g, updates_g, decays_g) = made, records
     plgpu.copy_smem_to_gmem(updates_s, updates_g)
     # One of the two blocks that have half a head each.
-    pl.when(lax.rem(first, _i32(HALVES)) == 0)(lambda: _write_decays(plan, gates_s, decays_g))
-    pl.when(split == 0)(lambda: plgpu.copy_smem_to_gmem(keys_s, keys_g))
+    pl.when(lax.rem(first, _i32(plan.halves)) == 0)(lambda: _write_decays(plan, gates_s, decays_g))
+    if plan.pieces == 1:
+        pl.when(split == 0)(lambda: plgpu.copy_smem_to_gmem(keys_s, keys_g))
 
 
 def _write_decays(plan: Plan, gates_s, decays_g):
@@ -286,7 +335,7 @@ def _write_decays(plan: Plan, gates_s, decays_g):
 def _part_of(plan: Plan, state_g, layer, slot, m, first, part):
     """The reference to a part of the state, of the block whose tiles of the key head begin at `first`."""
     tile, across = first + lax.div(part, _i32(plan.parts)), lax.rem(part, _i32(plan.parts))
-    head, half = m * plan.group + lax.div(tile, _i32(HALVES)), lax.rem(tile, _i32(HALVES))
+    head, half = m * plan.group + lax.div(tile, _i32(plan.halves)), lax.rem(tile, _i32(plan.halves))
     columns = plan.division.columns
     return state_g.at[layer, slot, head, pl.ds(half * TILE, TILE), pl.ds(across * columns, columns)]
 
@@ -299,7 +348,8 @@ def _lanes():
 
 
 def _load_gates(plan: Plan, gates_g, b, head):
-    """Load the decay and the beta of each row of each of the block's value heads, by head and row.
+    """Load the decay and the beta, or a state space's step, of each row of each of the block's value heads, by head and
+    row.
 
     All loads are issued before the first is needed. A bulk copy can't do it: a head's numbers lie a row of heads apart.
     """
@@ -307,18 +357,24 @@ def _load_gates(plan: Plan, gates_g, b, head):
     if plan.eps is not None:
         ba_g, log_g, bias_g, *_ = gates_g
         return {(h, t): gates_and_norm.gates(ba_g.at[b], log_g, bias_g, t, head + h) for h, t in each}
+    if plan.limits is not None:
+        rows_g, *heads_g, _ = gates_g
+        return {(h, t): gates_and_norm.steps(rows_g.at[b], *heads_g, t, head + h, plan.limits) for h, t in each}
     decay_g, beta_g = (gate_g.at[b] for gate_g in gates_g)
     return {(h, t): (decay_g[t, head + h], beta_g[t, head + h]) for h, t in each}
 
 
-def _write_gates(plan: Plan, gates, gates_s, width):
-    """Put the decays of each head, and the betas behind them, into a row of `gates_s`. All threads write the same."""
+def _write_gates(plan: Plan, gates, skips, gates_s, width):
+    """Put the decays of each head, the betas or steps behind them, and a state space's skip, into a row of `gates_s`.
+    All threads write the same."""
     for (h, t), (decay, beta) in gates.items():
         gates_s[h, t] = decay
         gates_s[h, MAX_ROWS + t] = beta
     for h in range(plan.heads):
         for t in range(plan.t, width):  # the pool's columns after the last row's
             gates_s[h, t] = jnp.float32(1)
+    for h, skip in enumerate(skips):
+        gates_s[h, GATES] = skip
 
 
 def _write_products(plan: Plan, rows_s, kq_s, among_s):
@@ -365,15 +421,18 @@ def _run_rows(plan: Plan, products, values, among_s, gates_s):
     column = plgpu.broadcasted_iota(jnp.int32, products.shape, 1, layout=plgpu.Layout.WGMMA)
     take = lambda j: jnp.where(column == j, products, 0.0).sum(axis=1)  # noqa: E731
     decay = [gates_s[t] for t in range(plan.t)]
-    updates, outs, total = [], [], jnp.float32(1)
+    updates, outs, total, corrected = [], [], jnp.float32(1), plan.limits is None
     for t in range(plan.t):
         total = total * decay[t]
-        update, out = values[t] - take(t) * total, take(plan.t + t) * total
+        update = values[t] - take(t) * total if corrected else values[t]
+        out = take(plan.t + t) * total
         since = jnp.float32(1)
         for i in reversed(range(t)):
             since = since * decay[i + 1]
-            update = update - updates[i] * (since * among_s[i, t])
+            if corrected:
+                update = update - updates[i] * (since * among_s[i, t])
             out = out + updates[i] * (since * among_s[i, plan.t + t])
         updates.append(update * gates_s[MAX_ROWS + t])
-        outs.append(out + updates[t] * among_s[t, plan.t + t])
+        out = out + updates[t] * among_s[t, plan.t + t]
+        outs.append(out if corrected else out + values[t] * gates_s[GATES])
     return updates, outs

@@ -1,6 +1,7 @@
-"""Gates before the gated delta rule and the norm after it, computed inside `delta_step`.
+"""Gates before the gated delta rule and the norm after it, and a state space's steps, computed inside `delta_step`.
 
     beta = sigmoid(b);  alpha = exp(-exp(decay_log) softplus(a + decay_bias));  out = norm(read) silu(z)
+    step = softplus(dt + step_bias);  decay = exp(-exp(decay_log) step);  out = read + skip x
 
 XLA makes three or four kernels of this, each of which takes little longer than its launch.
 """
@@ -36,6 +37,18 @@ class Around(NamedTuple):
     scale: Float[Array, " v"]
 
 
+class Steps(NamedTuple):
+    """Operands of a state space's steps and skip, for rows of n heads.
+
+    `rows` end in each head's dt; padding rows may follow. `decay_log`, `step_bias` and `skip`: float32.
+    """
+
+    rows: Float[Array, "b r w"]
+    decay_log: Float[Array, " n"]
+    step_bias: Float[Array, " n"]
+    skip: Float[Array, " n"]
+
+
 def plain(around: Around, t: int) -> tuple[Float[Array, "b t n"], Float[Array, "b t n"], Float[Array, "b r nv"]]:
     """Decays, betas and silu(z) in plain jnp, all float32: the kernel's reference."""
     heads = len(around.decay_log)
@@ -52,6 +65,16 @@ def gates(ba_g: Any, log_g: Any, bias_g: Any, t: Any, head: Any) -> tuple[Any, A
     beta, a = ba_g[t, head], ba_g[t, heads + head] + bias_g[head].astype(_f32)
     softplus = jnp.maximum(a, 0.0) + jnp.log(1 + jnp.exp(-jnp.abs(a)))
     return jnp.exp(-jnp.exp(log_g[head].astype(_f32)) * softplus), 1 / (1 + jnp.exp(-beta))
+
+
+def steps(rows_g: Any, log_g: Any, bias_g: Any, t: Any, head: Any, limits: tuple[float, float]) -> tuple[Any, Any]:
+    """The decay and the step of a row and head, the step between these limits: two numbers."""
+    heads = log_g.shape[0]
+    dt = rows_g[t, rows_g.shape[1] - heads + head].astype(_f32) + bias_g[head]
+    small = jnp.exp(-jnp.abs(dt))
+    log = jnp.where(small < 2**-5, small * (1 - small * (1 / 2 - small / 3)), jnp.log(1 + small))  # of 1 + small
+    step = jnp.minimum(jnp.maximum(jnp.maximum(dt, 0.0) + log, limits[0]), limits[1])
+    return jnp.exp(-jnp.exp(log_g[head]) * step), step
 
 
 def _layout(rows: int) -> Any:

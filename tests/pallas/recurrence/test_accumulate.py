@@ -1,15 +1,24 @@
 """A recurrence of given updates against a loop over tokens in numpy: prompts in blocks, rounds with rejected rows."""
 
+from dataclasses import dataclass
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas import portable
 from jaxspec.pallas.hopper import counting
 from jaxspec.pallas.portable import delta as kernels
-from jaxspec.pallas.recurrence import accumulate, delta_pool
+from jaxspec.pallas.recurrence import accumulate, delta_pool, delta_step
+from jaxspec.pallas.recurrence.delta_plan import Division
+from jaxspec.pallas.recurrence.gates_and_norm import Steps
+from tests.pallas.recurrence import test_delta_step
+from tests.support.kernels import kernels as calls
 from tests.support.portable import KINDS, lowered
+from tests.support.sample import rare
 
 LAYER = jnp.int32(1)
 
@@ -111,3 +120,91 @@ def test_kernels_serve_mamba_2s_sizes_where_they_lower(capability, monkeypatch):
         text += lowered(run, pool, *rest[3:], capability=capability)
     assert counted == {"portable_delta_step": 1, "portable_delta_scan": 1}
     assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 2
+
+
+@dataclass(frozen=True)
+class Space:
+    """Rounds of a state space, as `test_delta_step.Case`: `group` heads `width` wide share keys and queries."""
+
+    name: str
+    t: int = 4
+    rows: int = 4
+    replay: tuple[int, ...] = (4, 0)
+    key_heads: int = 1
+    group: int = 2
+    width: int = 64
+    dtype: str = "float32"
+    division: tuple | None = (2, 2)
+    limits: tuple[float, float] = (0.0, float("inf"))
+
+    def inputs(self):
+        """A pool full of random states and records, the slots, and the operands of `accumulate.stepped` after them."""
+        b, n = len(self.replay), self.key_heads * self.group
+        named = {"key_heads": self.key_heads, "value_heads": n, "key_width": 128, "value_width": self.width}
+        pool = delta_pool.empty(2, b + 2, self.rows, **named, dtype=self.dtype, key_dtype="bfloat16")
+        rng = np.random.default_rng(0)
+        normal = lambda shape, dtype="bfloat16": jnp.asarray(rng.standard_normal(shape, np.float32), dtype)  # noqa: E731
+        pool = jax.tree.map(lambda x: normal(x.shape, x.dtype), pool)
+        pool = pool.replace(decay=jnp.exp(-jnp.abs(pool.decay)))
+        q, k = (normal((b, self.t, self.key_heads, 128)) / 8 for _ in range(2))
+        heads = (normal((n,), "float32") for _ in range(3))
+        steps = Steps(normal((b, self.t, 256 + n)), *heads)
+        slots = jnp.asarray(1 + rng.permutation(b), jnp.int32)
+        x = normal((b, self.t, n, self.width))
+        return pool, slots, (jnp.asarray(self.replay, jnp.int32), q, k, x, steps, self.limits)
+
+
+def check_space(case: Space, interpret=False):
+    """Results, states and records are those of the plain steps before the plain recurrence, in every head."""
+    pool, slots, (replay, q, k, x, steps, limits) = case.inputs()
+    updates, decay, skipped = accumulate.by_steps(x, steps, limits)
+    read, wanted = jax.jit(accumulate.reference_step)(pool, LAYER, slots, replay, q, k, updates, decay)
+    named = {"division": case.division and Division(*case.division), "interpret": interpret}
+    out, after = delta_step.space_step(pool, LAYER, slots, replay, q, k, x, steps, limits, **named)
+    assert out.dtype == jnp.bfloat16 and out.shape == x.shape
+    decays = test_delta_step.check_after(case, pool, slots, (read + skipped, wanted), out, after)
+    np.testing.assert_allclose(*(each[1, slots, :, : case.t] for each in decays), rtol=1e-5, atol=1e-6)
+
+
+SPACES = [
+    Space("one row", t=1, rows=1, replay=(1, 0)),
+    Space("all and some accepted", replay=(4, 3)),
+    Space("a key head in one block, whose tiles are in a ring", t=2, rows=5, replay=(2,), key_heads=2, division=(1, 3)),
+    Space("two heads in a block", t=5, rows=5, replay=(5,), group=4, division=(2, 2)),
+    Space("wide heads, and steps with limits", t=2, rows=2, replay=(1,), width=128, limits=(0.5, 1.0)),
+    Space("bfloat16", replay=(3,), dtype="bfloat16"),
+    Space("a key head in pieces", t=3, replay=(2, 4), group=16, division=(1, 2)),
+]
+
+
+@pytest.mark.parametrize("case", [
+    pytest.param(each, id=each.name, marks=pytest.mark.exhaustive if i in (0, 3, 5) else ())
+    for i, each in enumerate(SPACES)
+])  # fmt: skip
+def test_hoppers_kernel_equals_the_plain_steps_and_recurrence(case):
+    check_space(case, interpret=plgpu.InterpretGPUParams())
+
+
+SERVED = [
+    Space("Nemotron 3 Nano", 1, 1, (0,), 8, 8, division=None),
+    Space("Nemotron 3 Nano, drafts", 4, 4, (3, 0, 1), 8, 8, division=None),
+    Space("Nemotron 3 Nano, many", 4, 4, tuple(i % 5 for i in range(64)), 8, 8, division=None),
+    Space("Nemotron-H 8B, eight rows", 8, 8, (8, 2), 8, 16, division=None),
+    Space("Granite 4, 48 heads", 1, 4, (3,) * 9, 1, 48, division=None),
+]
+
+
+@pytest.mark.parametrize("case", [SERVED[0], rare(SERVED[1]), rare(SERVED[2]), rare(SERVED[3]), SERVED[4]])
+def test_hoppers_kernel_lowers_for_cuda(case):
+    pool, slots, (*rest, limits) = case.inputs()
+    run = jax.jit(partial(accumulate.stepped, limits=limits), donate_argnums=0)
+    assert calls(run, pool, LAYER, slots, *rest) == 1
+
+
+def test_what_hoppers_kernel_refuses_is_named():
+    pool, _, (_, q, _, x, *_) = Space("").inputs()
+    reason = lambda q, x: accumulate.unstepped(pool, q, x, "bfloat16", "bfloat16")  # noqa: E731
+    assert reason(q.shape, x.shape) is None
+    assert "values of width 80; supported: 128 and 64" in reason(q.shape, (*x.shape[:3], 80))
+    assert "17 rows" in reason((1, 17, *q.shape[2:]), x.shape)
+    assert "float32" in accumulate.unstepped(pool, q.shape, x.shape, "float32", "bfloat16")

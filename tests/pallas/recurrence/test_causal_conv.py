@@ -1,5 +1,7 @@
 """The causal convolution by slot against one convolution over each request's whole text."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,19 @@ import pytest
 from jaxspec.pallas.recurrence import causal_conv as op
 
 LAYERS, LAYER, SLOTS, C, W = 2, 1, 6, 12, 4
-step, chunk = (jax.jit(lambda *given, run=run: run(*given, None)) for run in (op.step, op.chunk))
+PARTS = op.Channels(3, (5, 7))
+
+
+@partial(jax.jit, static_argnums=0)
+def run(operation, *given):
+    """Run an operation on channels that stand behind other columns of x, and put their parts together."""
+    *slots, x, weight = given
+    parts, windows = operation(*slots, jnp.pad(x, ((0, 0), (0, 0), (3, 2)), constant_values=9), weight, PARTS)
+    assert [part.shape[2] for part in parts] == [5, 7]
+    return jnp.concatenate(parts, axis=-1), windows
+
+
+step, chunk = partial(run, op.step), partial(run, op.chunk)
 
 
 def convolve(text, weight):

@@ -14,7 +14,7 @@ from jaxspec.models.description import DeltaRule
 from jaxspec.pallas import hopper
 from jaxspec.pallas.hopper import KERNELS
 from jaxspec.pallas.recurrence import causal_conv
-from jaxspec.pallas.recurrence.conv_step import conv_step, supported
+from jaxspec.pallas.recurrence.conv_step import channels_supported, conv_channels, conv_step, supported
 from tests.support import drawn
 from tests.support.kernels import kernels
 from tests.support.sample import rare
@@ -49,6 +49,26 @@ def test_matches_the_plain_form(rows, replay):
     check(rows, replay, interpret=plgpu.InterpretGPUParams())
 
 
+def check_channels(rows: int, replay: tuple[int, ...], biased: bool = True, widths=(256, 128, 128), **options):
+    """Channels of a state space, which stand behind its gates and before its steps."""
+    mix = dataclasses.replace(MIX, key_heads=1, value_heads=sum(widths) // 128 - 2)
+    *given, weight = operands(rows, replay, mix)
+    bias = drawn.normal(jax.random.key(7), (mix.channels,), jnp.bfloat16) if biased else None
+    channels = causal_conv.Channels(128, widths, rows)
+    given[-1] = jnp.pad(given[-1], ((0, 0), (0, 3), (0, 0)), constant_values=jnp.nan)  # padding rows
+    got, window = conv_channels(*given, weight, bias, **channels._asdict(), **options)
+    parts, expected_window = causal_conv.reference_step(*given, weight, channels, bias=bias)
+    np.testing.assert_array_equal(window, expected_window)
+    for part, expected in zip(got, parts, strict=True):
+        assert part.shape == expected.shape
+        np.testing.assert_allclose(*(np.asarray(x, np.float64) for x in (part, expected)), rtol=2**-7, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows,replay,biased", [(1, (0, 1), True), (4, (3,), False), rare(8, (8, 2), True)])
+def test_channels_of_a_state_space_match_the_plain_form(rows, replay, biased):
+    check_channels(rows, replay, biased, interpret=plgpu.InterpretGPUParams())
+
+
 def test_a_round_takes_the_kernel_where_there_is_one(monkeypatch):
     monkeypatch.setattr(hopper, "kernels_here", lambda: None)
     before = KERNELS["conv_step"]
@@ -56,6 +76,10 @@ def test_a_round_takes_the_kernel_where_there_is_one(monkeypatch):
     narrow = dataclasses.replace(MIX, value_dim=64)
     jax.eval_shape(lambda *given: causal_conv.step(*given, narrow), *operands(4, (0, 3), narrow))
     assert KERNELS["conv_step"] == before + 1
+    channels = causal_conv.Channels(128, (256, 128, 128))
+    bias = jnp.zeros(512, jnp.bfloat16)
+    assert kernels(lambda *given: causal_conv.step(*given, channels, False, bias), *operands(4, (0, 3))) == 1
+    assert KERNELS["conv_step"] == before + 2
 
 
 def test_what_cannot_run_is_named():
@@ -63,3 +87,6 @@ def test_what_cannot_run_is_named():
     assert "float32" in supported(1, 128, 128, jnp.bfloat16, jnp.float32)
     assert "keys of width 64" in supported(1, 64, 128, jnp.bfloat16)
     assert "17 rows" in supported(17, 128, 128, jnp.bfloat16)
+    assert channels_supported(16, 4096, (4096, 1024, 1024), jnp.bfloat16) is None  # Nemotron 3 Nano's
+    assert "64 columns" in channels_supported(1, 128, (256, 64, 64), jnp.bfloat16)
+    assert "float32" in channels_supported(1, 128, (256, 128), jnp.float32)

@@ -12,8 +12,9 @@ from jaxspec.decoder.functions import normed, rms_norm
 from jaxspec.models.description import Norm
 from jaxspec.pallas.dense.add_norm import add_norm
 from jaxspec.pallas.dense.weight_stream import norm_fixed
-from jaxspec.pallas.recurrence.gated_norm import ROWS, gated_norm
+from jaxspec.pallas.recurrence.gated_norm import ROWS, gated_norm, grouped_norm, grouped_supported
 from tests.support import drawn
+from tests.support.kernels import kernels
 
 EPS = 1e-6
 
@@ -51,3 +52,32 @@ def test_lowers_for_cuda():
         jnp.zeros(128, jnp.bfloat16),
     )
     assert "mosaic_gpu" in run.trace(*of).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def check_grouped(b: int, t: int, columns: int, groups: int, interpret=False):
+    """With two rows of padding that nobody reads."""
+    read, rows, scale = draw(0, b, t, columns), draw(1, b, t + 2, columns + 192), draw(2, columns)
+    got = grouped_norm(read, rows, scale, groups=groups, eps=EPS, interpret=interpret)
+    assert got.shape == (b, t + 2, columns)
+    read, z, scale = (x.astype(jnp.float32) for x in (read, rows[:, :t, :columns], scale))
+    gated = (read * jax.nn.silu(z)).reshape(b, t, groups, -1)
+    near(got[:, :t], rms_norm(gated, scale.reshape(groups, -1), EPS).reshape(read.shape))
+
+
+@pytest.mark.parametrize("columns,groups", [(1024, 2), (3072, 1)])
+def test_the_norm_behind_a_state_space_is_the_plain_one(columns, groups):
+    check_grouped(3, 2, columns, groups, plgpu.InterpretGPUParams())
+
+
+@pytest.mark.parametrize("columns,groups", [(4096, 8), (3072, 1), (1024, 8)])
+def test_the_norm_behind_a_state_space_lowers_for_cuda(columns, groups):
+    """Nemotron 3 Nano's, and of others."""
+    of = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8, 4, columns), (8, 4, 2 * columns), (columns,)))
+    assert kernels(lambda *of: grouped_norm(*of, groups=groups, eps=EPS), *of) == 1
+    assert grouped_supported(8, 4, columns, groups, "bfloat16") is None
+
+
+def test_what_has_no_norm_behind_a_state_space_is_named():
+    assert "513 rows" in grouped_supported(513, 1, 4096, 8, "bfloat16")
+    assert "groups of 64 columns" in grouped_supported(1, 1, 512, 8, "bfloat16")
+    assert "float32" in grouped_supported(1, 1, 4096, 8, "bfloat16", "float32")
