@@ -24,19 +24,22 @@ from jaxspec.decoder.mixture_rows import add, given_first, given_to, mixture, op
 from jaxspec.decoder.padding import flat, padded, untimed, valid_rows
 from jaxspec.decoder.path import MIXTURE, Call, Path, implementing
 from jaxspec.decoder.stack import Ops
-from jaxspec.models.description import Decoder, Layer, Mixture, Mlp, Norm
+from jaxspec.models.description import Absent, ClampedSwiglu, Decoder, Layer, Mixture, Mlp, Norm, SigmoidScores
 from jaxspec.models.rope_scaling import Rope
 from jaxspec.models.weights import HALF, Weight
 from jaxspec.pallas.dense import few_rows
 
 IMPLEMENTS = implementing({
-    Mlp: {"bias", "activation"}, Mixture: MIXTURE, Norm: {"centred"}, Rope: {"columns"},
+    Absent: set(), Mlp: {"bias", "activation", "gated"}, Norm: {"centred"}, Rope: {"columns"},
+    Mixture: {*MIXTURE, "shared_gated", "scores", "activation", "gated"}, ClampedSwiglu: {"alpha", "limit"},
+    SigmoidScores: {"groups", "top_groups", "scale", "function"},
 })  # fmt: skip
 
 
 def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
     """Refuse a call, as `Path.fits`."""
-    if not all(layer.norm.centred for layer in decoder.layers):
+    halves = any(isinstance(layer.feed, Absent) for layer in decoder.layers)  # which have a norm for one product each
+    if not halves and not all(layer.norm.centred for layer in decoder.layers):
         return "norms that aren't zero-centred"  # not measured
     if call.inputs is not None and len(call.inputs) != 1:
         return "inputs that aren't one residual stream"
@@ -44,20 +47,31 @@ def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
     if reason := untimed(rows, call.devices):
         return reason
     for layer, weights in zip(decoder.layers, layers, strict=True):
-        dtype, quantised = weights["attn_norm"].dtype, any(map(_quantised, weights.values()))
+        dtype, quantised = weights[_first_norm(layer)].dtype, any(map(_quantised, weights.values()))
         for names in _together(layer, weights):
             columns, of = [weights[name].outputs for name in names], stored_as(weights[names[0]])
             if not quantised and (odd := [each for each in columns if each % few_rows.TILE]):
                 return f"{odd[0]} columns of unquantised weights"  # took longer than plain layers, docs/experiments.md
-            scaled = quantised and decoder.width > few_rows.NARROW
+            scaled = _takes_scaled(layer, quantised, decoder.width)
             if reason := few_rows.normed_supported(rows, decoder.width, columns, dtype, **of, scaled=scaled):
                 return reason
-        reason = _sum_refused(weights["out"], rows, dtype)
-        if quantised and not isinstance(layer.feed, Mixture):
+        reason = _sum_refused(weights["out"], rows, dtype) if "out" in weights else None
+        if quantised and not isinstance(layer.feed, Mixture | Absent):
             reason = reason or _mlp_refused(layer, weights, rows)
         if reason := reason or _scales_refused(weights):
             return reason
     return None
+
+
+def _first_norm(layer: Layer) -> str:
+    """Name the norm that a layer begins with."""
+    return "mlp_norm" if layer.mixing.memory is None else "attn_norm"
+
+
+def _takes_scaled(layer: Layer, quantised: bool, width: int) -> bool:
+    """Whether a layer's products take rows this wide as `few_rows.Scaled` whatever comes before them. With centred
+    norms they needn't: the kernel norms what comes unscaled."""
+    return (quantised or not layer.norm.centred) and width > few_rows.NARROW
 
 
 def _quantised(weight: Any) -> bool:
@@ -66,8 +80,9 @@ def _quantised(weight: Any) -> bool:
 
 def _together(layer: Layer, weights: Weights) -> list[tuple[str, ...]]:
     """The weights that make of a layer's normed rows what it mixes; those of one kernel together."""
-    names = mixing_of(layer).projections
-    return [(name,) for name in names] if any(_quantised(weights[name]) for name in names) else [names]
+    names = () if layer.mixing.memory is None else mixing_of(layer).projections
+    apart = not names or any(_quantised(weights[name]) for name in names)
+    return [(name,) for name in names] if apart else [names]
 
 
 def _sum_refused(weight: Weight, rows: int, dtype: Any) -> str | None:
@@ -78,6 +93,8 @@ def _sum_refused(weight: Weight, rows: int, dtype: Any) -> str | None:
 
 def _mlp_refused(layer: Layer, weights: Weights, rows: int) -> str | None:
     """Why an MLP can't be two kernels, or None if it can."""
+    if not layer.feed.gated:
+        return "an MLP without a gate"
     m, d, gate_up = layer.feed, weights["down"].outputs, weights["gate_up"]
     if not _quantised(gate_up):
         return "an unquantised MLP"  # took longer than the plain layer's, docs/experiments.md
@@ -106,14 +123,15 @@ class FusedNorms(Ops):
         return cls(positions, mixer, valid_rows(positions))
 
     def first(self, layer, weights, x, inputs):
-        x = flat(x)
-        if inputs is None and (isinstance(layer.feed, Mixture) or not _mlp_refused(layer, weights, len(x))):
-            return x, given_first(layer, weights, x, weights["attn_norm"])
-        return x, (x, weights["attn_norm"])
+        x, scale = flat(x), weights[_first_norm(layer)]
+        if inputs is None and (isinstance(layer.feed, Mixture | Absent) or not _mlp_refused(layer, weights, len(x))):
+            return x, given_first(layer, weights, x, scale)
+        return x, (x, scale)
 
     def after(self, decoder, layers):
         """After the last layer, the next round's first."""
-        return [{"attn_norm": each["attn_norm"]} for each in (*layers[1:], layers[0])]
+        each = list(zip(decoder.layers, layers, strict=True))
+        return [{"attn_norm": weights[_first_norm(layer)]} for layer, weights in (*each[1:], each[0])]
 
     def batched(self, x):
         return x.reshape(len(self.positions), -1, x.shape[1])
@@ -121,8 +139,8 @@ class FusedNorms(Ops):
     def project(self, layer, weights, x, given):
         """The products of `ba`, which go into exponents, are float32."""
         norm, made, mixing = {"eps": layer.norm.eps, "centred": layer.norm.centred}, [], mixing_of(layer)
-        quantised, wide = any(_quantised(weights[name]) for name in mixing.projections), x.shape[1] > few_rows.NARROW
-        if quantised and wide and not isinstance(given, few_rows.Scaled):
+        quantised = any(_quantised(weights[name]) for name in mixing.projections)
+        if _takes_scaled(layer, quantised, x.shape[1]) and not isinstance(given, few_rows.Scaled):
             given = few_rows.scale_rows(*given, layer.norm.centred)
         for names in _together(layer, weights):
             dtypes = tuple("float32" if name in mixing.exact else str(given[0].dtype) for name in names)
@@ -133,6 +151,11 @@ class FusedNorms(Ops):
     def mix(self, layer, weights, i, x, given, cache):
         mixed, cache = super().mix(layer, weights, i, x, given, cache)
         return flat(mixed), cache
+
+    def finish(self, layer, weights, after, x, mixed):
+        if isinstance(layer.feed, Absent):
+            return add(x, mixed, weights["out"], after and after["attn_norm"], layer.norm.centred)
+        return super().finish(layer, weights, after, x, mixed)
 
     def add(self, layer, weights, x, mixed):
         mixes = isinstance(layer.feed, Mixture)

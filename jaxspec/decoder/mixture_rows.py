@@ -12,7 +12,7 @@ from jaxspec.decoder import feed
 from jaxspec.decoder.functions import normed
 from jaxspec.decoder.matmul import quantises_rows
 from jaxspec.decoder.mixings.kind import Weights
-from jaxspec.models.description import Layer, Mixture
+from jaxspec.models.description import Layer, Mixture, SigmoidScores
 from jaxspec.models.weights import FourBits, Fp8, Mxfp4, Weight
 from jaxspec.pallas.dense import few_rows
 from jaxspec.pallas.experts import expert_few
@@ -139,6 +139,8 @@ def _routed_refuses(layer, weights, given, router, *_) -> str | None:
     """Why norm, router and choice can't be one kernel, or None if they can."""
     if not isinstance(given, few_rows.Scaled):
         return "rows that aren't scaled"
+    if isinstance(layer.feed.scores, SigmoidScores):
+        return "scores by a sigmoid"
     if layer.feed.shared:
         return "a shared expert, with which two kernels are faster"
     return one_router.supported(*given.rows.shape, router.shape[1], layer.feed.per_token, router.dtype)

@@ -84,7 +84,7 @@ class Ops:
 
     def finish(self, layer: Layer, weights: Weights, after: Any, x: Any, mixed: Any) -> tuple[Any, Any]:
         """The layer after its mixing: the residual stream, and what is given to the next layer."""
-        added = (x, None) if layer.mixing.memory is None else self.add(layer, weights, x, mixed)
+        added = (x, mixed) if layer.mixing.memory is None else self.add(layer, weights, x, mixed)
         return added if isinstance(layer.feed, Absent) else self.feed(layer, weights, after, *added)
 
 
@@ -169,9 +169,10 @@ def mixed_of(
     """Mix in the i-th layer of this group, as `Ops.mix`.
 
     `row`: i32[b], of each sequence the one row that goes on after the mixing, -1 where nobody reads any; None: all.
+    A layer that mixes nothing passes on what it is given.
     """
-    if layer.mixing.memory is None:  # it mixes nothing
-        return None, cache
+    if layer.mixing.memory is None:
+        return given, cache
     mixer = ops.mixer.group(group) if group else ops.mixer
     ops = dataclasses.replace(ops, mixer=mixer if row is None else mixer.only(row >= 0))
     return ops.mix(layer, weights, i, x, given, cache)

@@ -20,6 +20,7 @@ from jaxspec.decoder import matmul as matmul_module
 from jaxspec.decoder.few_rows import FEW_ROWS
 from jaxspec.decoder.fused_norms import FUSED_NORMS
 from jaxspec.decoder.low_rank import attached
+from jaxspec.decoder.mixings import mamba2
 from jaxspec.decoder.padding import untimed
 from jaxspec.decoder.path import NO_HOPPER, Call
 from jaxspec.drafters import dflash, eagle, mtp
@@ -386,6 +387,32 @@ def test_a_hybrids_single_request_is_what_it_is_among_idle_ones(monkeypatch, fam
         assert got.shape == expected.shape
         assert_close(got, padded, 1e-5)
         assert_close(got, expected, 2e-2)
+
+
+NEMOTRON = dict(
+    hybrid_override_pattern="M-EM*", n_groups=8, ssm_state_size=16, mamba_num_heads=64, mamba_head_dim=8,
+    n_routed_experts=64, num_experts_per_tok=4, moe_intermediate_size=64, moe_shared_expert_intermediate_size=128,
+    moe_latent_size=None,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("width,t", [(64, 1), rare(17 * 64, 1), rare(64, 4), (17 * 64, 3)])
+def test_layers_that_only_mix_or_only_feed_are_those_of_the_model(monkeypatch, width, t):
+    """Nemotron's: a norm is in one kernel with the products after it, whichever layer they are in."""
+    config, params = small_hybrid("nemotron_h", width, **NEMOTRON)
+    expected = hybrid_round(config, params, t, 1)
+    take_few_rows(monkeypatch)
+    run = mamba2.NORM[-1].run
+
+    def anything(m, read, *rest):  # in rows that fill up
+        return run(m, read, *rest).at[:, read.shape[1] :].set(jnp.nan)
+
+    monkeypatch.setattr(mamba2, "NORM", (dataclasses.replace(mamba2.NORM[-1], run=anything),))
+    before = KERNELS["few_rows_normed"], KERNELS["few_rows_add"]
+    got = hybrid_round(config, params, t, 1)
+    assert KERNELS["few_rows_normed"] > before[0]
+    for one, other in zip(got, expected, strict=True):
+        assert_close(one, other, 2e-2)
 
 
 @pytest.mark.exhaustive  # scaled rows and a hybrid's layers by themselves are in the tests above

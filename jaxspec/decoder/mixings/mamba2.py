@@ -80,5 +80,5 @@ NORM = Implementation("grouped_norm", HOPPER, _norm_refused, _grouped), Implemen
 
 _FIELDS = frozenset(Mamba2.__dataclass_fields__)
 MAMBA2 = Mixing(
-    projections=("in",), mix=mix, implements={"plain": _FIELDS}, padding=True
+    projections=("in",), mix=mix, implements={"plain": _FIELDS, "fused_norms": _FIELDS - {"bias"}}, padding=True
 )
