@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from jaxspec.decoder.matmul import ACTIVATIONS, Quantised, Weighted, gate, gating, matmul, project
 from jaxspec.decoder.mixings.kind import Weights
 from jaxspec.models.description import Mixture, Mlp, SigmoidScores
-from jaxspec.pallas.experts.experts_mlp import NOBODY, Gating, Stack, experts_mlp
+from jaxspec.pallas.experts.experts_mlp import NOBODY, Gating, Stack, experts_mlp, several_widths
 from jaxspec.pallas.experts.top_experts import top_experts
 from jaxspec.parallel.sharding import AXIS, devices
 
@@ -155,13 +155,27 @@ def mix_chosen(
     if m.shared == m.width:  # one expert more, that every token chooses
         stacks += shared
         each += 1
-    elif m.shared:  # no kernel takes experts of several widths
+    elif m.shared and m.groups == 1 and several_widths(rows, [*stacks, *shared], expert_gating(m)):
+        stacks += shared
+        ids, scores = _in_parts(m, ids, scores, m.shared // m.width)
+        each += m.shared // m.width
+    elif m.shared:
         own, shares = (array[:, each : each + 1] for array in (ids, scores))
         own = jnp.where(own == m.experts, 0, NOBODY)
         residual = experts_mlp(rows, shared, own, shares, 1, residual, expert_gating(m), tokens=valid)
     if m.groups > 1:
         ids = own_experts(ids, m.experts, m.groups)
     return experts_mlp(rows, stacks, ids, scores, each, residual, expert_gating(m), tokens=valid, **norm)
+
+
+def _in_parts(
+    m: Mixture, ids: Int[Array, "r w"], scores: Float[Array, "r w"], parts: int
+) -> tuple[Int[Array, "r k"], Float[Array, "r k"]]:
+    """The chosen experts and their weights, with the shared one, which comes after them, as so many of its parts."""
+    k = m.per_token
+    own = jnp.where(ids[:, k : k + 1] == m.experts, m.experts + jnp.arange(parts, dtype=ids.dtype), NOBODY)
+    weights = jnp.repeat(scores[:, k : k + 1], parts, axis=1)
+    return jnp.concatenate([ids[:, :k], own], axis=1), jnp.concatenate([scores[:, :k], weights], axis=1)
 
 
 def expert_gating(m: Mixture) -> Gating | None:

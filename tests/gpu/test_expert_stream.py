@@ -85,6 +85,29 @@ def test_other_activations_and_experts_without_a_gate(d, f, gated, tokens):
     check((x, [(up, down)], ids, weights), ["expert_stream"], gating, plain)
 
 
+@pytest.mark.parametrize("tokens", [1, 8, 32, 128])
+def test_an_expert_twice_as_wide_is_two(tokens):
+    """Nemotron 3 Nano's shared one, beside its 128 others."""
+    d, f = 2688, 1856
+    x, _, ids, weights = bfloat16(random_case(tokens, 128, 6, d=d, f=1, seed=tokens))
+    own = jnp.tile(jnp.array([[128, 129]]), (tokens, 1)), jnp.ones((tokens, 2), weights.dtype)
+    ids, weights = (jnp.concatenate(each, axis=1) for each in zip((ids, weights), own, strict=True))
+    keys, gating = jax.random.split(jax.random.key(0)), matmul.ACTIVATIONS["relu2"]
+    wide = [
+        (
+            Weight(jax.random.normal(keys[0], (e, n * f, d), jnp.bfloat16) * d**-0.5),
+            Weight(jax.random.normal(keys[1], (e, d, n * f), jnp.bfloat16) * f**-0.5),
+        )
+        for e, n in ((128, 1), (1, 2))
+    ]
+    up, down = (weight.values for weight in wide[1])
+    halves = up.reshape(2, f, d), down.reshape(d, 2, f).swapaxes(0, 1)
+    run = jax.jit(lambda x, stacks, *rest: experts_mlp.experts_mlp(x, stacks, *rest, gating=gating))
+    got = run(x, wide, ids, weights)
+    np.testing.assert_array_equal(got, run(x, wide, ids, weights))
+    assert_close(got, run(x, [wide[0], tuple(map(Weight, halves))], ids, weights))
+
+
 @pytest.mark.parametrize("some,more", [(1, (2, 4, 8)), (9, (16, 32, 128, 500))])
 def test_a_token_gets_the_same_in_any_company(some, more):
     """Bit for bit within a kernel: sums run over the inputs in one order, and the first token's experts come first. Up

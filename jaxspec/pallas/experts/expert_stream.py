@@ -112,8 +112,8 @@ def supported(dtype: Any, stacks: list[Stack]) -> str | None:
     if dtype != jnp.bfloat16:
         return f"weights are {jnp.dtype(dtype).name}, not bfloat16"
     (d, f), *others = [down.shape[1:] for _, down in stacks]
-    if others and others != [(d, f)] * len(others):
-        return f"experts of widths {f} and {others[0][1]} in one mixture"
+    if odd := [each for each in others if each[0] != d or each[1] % f]:
+        return f"experts of widths {f} and {odd[0][1]} in one mixture"
     if bad := [width for width in (d, f) if width % 64]:
         return f"width {bad[0]} is not a multiple of 64"
     return None
@@ -131,6 +131,7 @@ def stream(
     """Each item's rows through its expert, `down @ gating(gate, up)`, as `experts_mlp.reference`; all in bfloat16. No
     `gating`: `silu(gate) * up`. Experts without a gate have one of up alone.
 
+    An expert that is n times as wide as those of the first stack counts as n of them: its hidden columns are divided.
     Rows that no item has are arbitrary, NaN included. `sizes` overrides `tiling`. In interpret mode, which has no
     counters between blocks, each of the two matmuls is a kernel of its own.
 
@@ -168,13 +169,26 @@ class Stage:
         """The first of the expert's weight rows, each an output, of a unit's first or second tile."""
         return unit * columns + half * self.width if self.gated else (unit * 2 + half) * columns
 
+    def part(self, expert: Array, parts: int, inputs: Any) -> tuple[Array, Any, tuple[Any, Any]]:
+        """Where a stack whose experts count as so many each holds one of these: in which expert, at which inputs, and
+        after how many more outputs than `tile` says, for both tiles."""
+        if parts == 1:
+            return expert, inputs, (0, 0)
+        expert, part = lax.div(expert, _i32(parts)), lax.rem(expert, _i32(parts))
+        if self.name == "down":
+            return expert, pl.ds(inputs.start + part * self.inputs, inputs.size), (0, 0)
+        first = part * self.width
+        return expert, inputs, (first, first + (parts - 1) * self.width if self.gated else first)
+
 
 @lower_once("expert_stream", "names", "sizes", "gating")
 def _launch(rows, weights, items, *, names, sizes, gating, interpret):
     stages = [Stage.of(name, stack[0], sizes) for name, stack in zip(names, weights, strict=True)]
     tall = TILE_ROWS * sizes.warpgroups
+    axis = 1 if names[0] == "up" else 2  # of hidden columns
+    parts = [stack.shape[axis] // weights[0][0].shape[axis] for stack in weights[0]]
     return plgpu.kernel(
-        partial(_kernel, stages, sizes, gating, [len(stack) for stack in weights[0]]),
+        partial(_kernel, stages, sizes, gating, [(len(stack), n) for stack, n in zip(weights[0], parts, strict=True)]),
         kernel_name="expert_stream",
         out_type=[jax.ShapeDtypeStruct((items.capacity, stage.width), rows.dtype) for stage in stages],
         grid=(BLOCKS,),
@@ -260,24 +274,25 @@ class _Block:
 
 def _produce_weights(block: _Block):
     plgpu.set_max_registers(40, action="decrease")
-    sizes, scratch = block.sizes, block.scratch
+    stages, sizes, scratch = block.stages, block.sizes, block.scratch
 
     def begin(i, item, unit, steps):
         ring, full, expert = scratch["weight_s"], scratch["weight_full"], block.items_g[item, EXPERT]
 
-        def fetch_from(stack, expert, inputs, slot):
+        def fetch_from(stack, parts, expert, inputs, slot):
+            expert, inputs, firsts = stages[i].part(expert, parts, inputs)
             for half in range(2):
-                tile = pl.ds(block.stages[i].tile(unit, half, sizes.columns), sizes.columns)
+                tile = pl.ds(firsts[half] + stages[i].tile(unit, half, sizes.columns), sizes.columns)
                 plgpu.copy_gmem_to_smem(stack.at[expert, tile, inputs], ring.at[slot, half], full.at[slot])
 
         def fetch(inputs, slot):
             if len(block.stacks) == 1:
-                return fetch_from(block.weights[i][0], expert, inputs, slot)
+                return fetch_from(block.weights[i][0], 1, expert, inputs, slot)
             first = 0
-            for stack, size in zip(block.weights[i], block.stacks, strict=True):
-                mine = (expert >= first) & (expert < first + size)
-                pl.when(mine)(partial(fetch_from, stack, expert - first, inputs, slot))
-                first += size
+            for stack, (size, parts) in zip(block.weights[i], block.stacks, strict=True):
+                mine = (expert >= first) & (expert < first + size * parts)
+                pl.when(mine)(partial(fetch_from, stack, parts, expert - first, inputs, slot))
+                first += size * parts
 
         return fetch
 

@@ -71,9 +71,10 @@ def experts_mlp(
     alone where experts have no gate.
 
     Experts are numbered through all `stacks`, (gate_up [e, 2f, d], down [e, d, f]) each, or with their biases [e, 2f]
-    and [e, d] after them, which are added to the products. A token's must be distinct, or `NOBODY`. Each expert's
-    result is rounded to x's dtype before it is weighted, and the sum, in float32, at last. Columns from `each` on, if
-    it is given, hold no experts.
+    and [e, d] after them, which are added to the products. Where `several_widths` allows it, an expert n times as wide
+    as those of the first stack has n numbers, one for each part of its hidden columns. A token's must be distinct, or
+    `NOBODY`. Each expert's result is rounded to x's dtype before it is weighted, and the sum, in float32, at last.
+    Columns from `each` on, if it is given, hold no experts.
 
     With the `scale` of the norm after it the sums come as `Scaled` rows, too (`centred`: as in `few_rows.add_product`).
     That is for rows where `scaled` is true. `tokens`: the number of valid rows of `x`, `ids` and `weights`, which come
@@ -136,7 +137,7 @@ class ExpertKernel(NamedTuple):
     def mix(self, call: Call) -> Float[Array, "n d"] | tuple[Float[Array, "n d"], Scaled]:
         """The mixture: its items planned, multiplied and combined."""
         x, whole, stacks, ids, weights, each, residual, _, scale, centred = call
-        experts = sum(len(stack[1].values) for stack in stacks)
+        experts = sum(len(stack[1].values) * (stack[1].inputs // stacks[0][1].inputs) for stack in stacks)
         alone = self.unplanned and len(x) == 1 and len(whole) >= ALIGN and scale is not None
         if alone:
             rows, items, place = whole, Items(ids, ALIGN, each * ALIGN, each), ids
@@ -281,6 +282,16 @@ def scaled(residual: Float[Array, "n d"], each: int) -> bool:
     """Whether `experts_mlp` can give sums of rows like these, of so many experts each, as `Scaled` rows as well."""
     reason = expert_add.supported(len(residual), each, residual.shape[1], residual.dtype)
     return (reason or hopper.kernels_here()) is None
+
+
+def several_widths(x: Float[Array, "t d"], stacks: list[Stack], gating: Gating | None) -> bool:
+    """Whether a kernel here takes experts of these widths in one mixture, the wide ones in parts. Few tokens of experts
+    that SiLU gates have kernels of their own, which take one width."""
+    first, last = stacks[0][1], stacks[-1][1]
+    call = Call(x, x, stacks, None, None, 0, None, gating, None, False)
+    parts = last.inputs > first.inputs and last.inputs % first.inputs == 0
+    many = len(x) > expert_few.ROWS or _beyond_silu(call)
+    return parts and bool(many) and hopper.kernels_here() is None and _stream_refused(call) is None
 
 
 def combine(out: Float[Array, "r d"], place: Int[Array, "t k"], weights: Float[Array, "t k"]) -> Float[Array, "t d"]:

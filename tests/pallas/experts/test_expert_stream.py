@@ -94,11 +94,13 @@ def test_other_activations_and_experts_without_a_gate_match_the_reference(monkey
     assert_close(got[place], experts_mlp.reference(rows, stacks, items, gating)[place])
 
 
-@pytest.mark.parametrize("d,f,k,gated", [(2816, 704, 8, True), (2688, 1856, 6, False)])
+@pytest.mark.parametrize("d,f,k,gated", [(2816, 704, 8, True), (2688, 1856, 8, False)])
 def test_experts_of_gemma_4_and_nemotron_lower_for_cuda(d, f, k, gated, monkeypatch):
     monkeypatch.setattr(hopper, "kernels_here", lambda: None)
     of = jax.ShapeDtypeStruct
     stacks = [(Weight(of((128, (1 + gated) * f, d), jnp.bfloat16)), Weight(of((128, d, f), jnp.bfloat16)))]
+    if not gated:  # Nemotron's shared expert is two
+        stacks.append((Weight(of((1, 2 * f, d), jnp.bfloat16)), Weight(of((1, d, 2 * f), jnp.bfloat16))))
     gating = matmul.gating("gelu_tanh") if gated else matmul.ACTIVATIONS["relu2"]
     given = of((1, d), jnp.bfloat16), stacks, of((1, k), jnp.int32), of((1, k), jnp.float32)
     assert kernels(partial(experts_mlp.experts_mlp, gating=gating), *given) == 2  # the plan and the products
@@ -133,19 +135,40 @@ def test_lowers_for_cuda_with_what_plans_for_it_and_what_moves_many_rows(model, 
     assert kernels(experts_mlp.experts_mlp, *shapes(model, tokens)) == expected
 
 
-def test_a_shared_expert_of_another_width_has_a_call_of_its_own(monkeypatch):
-    """No kernel takes two widths: as one mixture, all of Nemotron's experts went to plain jnp."""
+@pytest.mark.parametrize("gated", [True, False])
+def test_an_expert_twice_as_wide_is_two(monkeypatch, gated):
+    """A shared one, whose hidden columns are cut in two, between others and in one kernel with them."""
+    d = f = 64
+    x, stacks, ids, _ = bfloat16(random_case(5, 4, 2, d=d, f=f, shared=2 * f, seed=1))
+    activation = "silu" if gated else "relu2"
+    gating = None if gated else matmul.ACTIVATIONS[activation]
+    if not gated:
+        stacks = [(Weight(up.values[:, : up.values.shape[1] // 2]), down) for up, down in stacks]
+    ids = jnp.concatenate([ids[:, :2], jnp.tile(jnp.array([[4, 5]]), (5, 1))], axis=1)
+    rows, items, place = jax.jit(experts_mlp.plan, static_argnums=2)(x, ids, 6)
+    monkeypatch.setattr(expert_stream, "BLOCKS", 1)
+    sizes = Tiling(items.rows, 32, 64, gated)
+    got = stream(rows, arrays(stacks), items, gating, sizes=sizes, interpret=plgpu.InterpretGPUParams())[place]
+    up, down = (weight.values for weight in stacks[1])
+    halves = up.reshape(1 + gated, 2, f, d).swapaxes(0, 1).reshape(2, -1, d), down.reshape(d, 2, f).swapaxes(0, 1)
+    divided = [stacks[0], tuple(map(Weight, halves))]
+    assert_close(got, experts_mlp.reference(rows, divided, items, gating)[place])
+
+
+@pytest.mark.parametrize("width,shared,calls", [(64, 128, 1), (128, 192, 2)])
+def test_a_shared_expert_of_another_width_is_several_or_has_a_call_of_its_own(monkeypatch, width, shared, calls):
+    """A width that isn't a multiple has no kernel in one mixture with the others."""
     monkeypatch.setattr(hopper, "kernels_here", lambda: None)
     of = jax.ShapeDtypeStruct
     weight = lambda *shape: Weight(of(shape, jnp.bfloat16))  # noqa: E731
-    named = dict(experts=8, per_token=3, width=64, shared_gated=False, activation="relu2", gated=False)
-    weights = {"experts_up": weight(8, 64, 128), "experts_down": weight(8, 128, 64)}
-    weights |= {"shared_up": weight(1, 128, 128), "shared_down": weight(1, 128, 128)}
+    named = dict(experts=8, per_token=3, width=width, shared_gated=False, activation="relu2", gated=False)
+    weights = {"experts_up": weight(8, width, 128), "experts_down": weight(8, 128, width)}
+    weights |= {"shared_up": weight(1, shared, 128), "shared_down": weight(1, 128, shared)}
     given = of((9, 128), jnp.bfloat16), of((9, 4), jnp.int32), of((9, 4), jnp.float32)
     with hopper.counting() as taken:
-        run = partial(feed.mix_chosen, Mixture(shared=128, **named), residual=None)
+        run = partial(feed.mix_chosen, Mixture(shared=shared, **named), residual=None)
         assert jax.eval_shape(run, weights, *given).shape == (9, 128)
-    assert taken["expert_stream"] == 2
+    assert taken["expert_stream"] == calls
 
 
 def test_a_few_items_have_narrow_tiles():
@@ -170,6 +193,7 @@ def test_what_cannot_run_is_named():
     assert "float32" in supported(jnp.float32, of(64))
     assert "width 96" in supported(jnp.bfloat16, of(96)[:1])
     assert "widths 128 and 64" in supported(jnp.bfloat16, of(128))
+    assert supported(jnp.bfloat16, arrays(random_case(2, 4, 2, d=64, f=64, shared=128)[1])) is None
     x, stacks, ids, _ = random_case(2, 4, 2)
     rows, items, _ = experts_mlp.plan(x, ids, 4)
     with pytest.raises(ValueError, match="float32, not bfloat16"):
