@@ -42,6 +42,11 @@ PROMPTS = {
 ROUNDS = {"top_experts", "expert_plan", "expert_stream", "conv_step", "delta_step", "decode_attention"}
 WHOLE_TILES = {"linear_num_key_heads": 16, "linear_num_value_heads": 32}  # of columns, as few rows want them
 FEW_ROWS = {"few_rows_normed", "few_rows_add", "conv_step", "delta_step", "decode_attention"}
+SPACES = {
+    **{"hybrid_override_pattern": "MEM*E", "n_groups": 8, "ssm_state_size": 128, "mamba_num_heads": 64},
+    **{"mamba_head_dim": 64, "n_routed_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 128},
+    **{"moe_shared_expert_intermediate_size": 256, "moe_latent_size": None},
+}
 ROWS, BLOCKS = 4, 4  # of a request
 
 
@@ -76,12 +81,26 @@ def serve(config: ModelConfig, params, requests: int):
     ("qwen3_5", WHOLE_TILES, 1, {"tile_matmul", "delta_chunk", "prompt_attention"}, FEW_ROWS),
 ])  # fmt: skip
 def test_prompts_and_rounds_are_as_exact_as_the_plain_path(monkeypatch, family, widths, requests, prompts, rounds):
-    """Against float32: two paths in bfloat16 are apart by what each is from that. A rounded sum sends one token in ten
-    to another expert, and what it writes is seen by those after it."""
+    assert served_exactly(monkeypatch, family, widths, requests) == [prompts, rounds]
+
+
+@pytest.mark.parametrize("requests", [1, 2, 3])
+def test_rounds_of_state_spaces_are_as_exact_as_the_plain_path(monkeypatch, requests):
+    """Nemotron's layers, of which up to eight rows have each norm with the product after it."""
+    _, rounds = served_exactly(monkeypatch, "nemotron_h", SPACES, requests)
+    few = {"few_rows_normed", "few_rows_add"} if requests < 3 else set()
+    assert {"conv_step", "delta_step", "grouped_norm", "expert_stream"} | few <= rounds
+
+
+def served_exactly(monkeypatch, family: str, widths: dict, requests: int) -> list[set[str]]:
+    """Check prompts and a round against float32, and name their kernels.
+
+    Two paths in bfloat16 are apart by what each is from that. A rounded sum sends one token in ten to another expert,
+    and what it writes is seen by those after it.
+    """
     config = ModelConfig.from_hf(tiny_config(family, **WIDTHS | widths))
     params = dummy(MODELS[config.model_type].tensors(config.decoder), "bfloat16", seed=0)
     ours = serve(config, params, requests)
-    assert [chosen for _, chosen in ours] == [prompts, rounds]
     switch_off(monkeypatch)
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
     plain, exact = serve(config, params, requests), serve(config, wide, requests)
@@ -91,3 +110,4 @@ def test_prompts_and_rounds_are_as_exact_as_the_plain_path(monkeypatch, family, 
             np.median(np.linalg.norm(x - expected, axis=1) / np.linalg.norm(expected, axis=1)) for x in (got, rounded)
         ]
         assert apart[0] <= 1.5 * apart[1], apart
+    return [chosen for _, chosen in ours]
