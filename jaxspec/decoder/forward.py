@@ -29,6 +29,7 @@ from jaxspec.decoder.mixings.kind import Weights
 from jaxspec.decoder.padding import flat, padded
 from jaxspec.decoder.path import NO_HOPPER, Call, Path
 from jaxspec.decoder.plain import PLAIN
+from jaxspec.decoder.post_norms import POST_NORMS
 from jaxspec.decoder.streams import STREAMS
 from jaxspec.decoder.weight_stream import FP8_STREAM, WEIGHT_STREAM
 from jaxspec.models.description import Decoder, Norm, beyond
@@ -40,7 +41,7 @@ from jaxspec.parallel.sharding import devices, embed
 
 Overrides = tuple[Float[Array, "n c"], Int[Array, "b t"]]  # as of `forward`
 
-PATHS = FEW_ROWS, FUSED_NORMS, WEIGHT_STREAM, FP8_STREAM, FP8_ROWS, FP8_TILES, PLAIN  # the fastest first
+PATHS = FEW_ROWS, FUSED_NORMS, POST_NORMS, WEIGHT_STREAM, FP8_STREAM, FP8_ROWS, FP8_TILES, PLAIN  # the fastest first
 
 
 @flax.struct.dataclass

@@ -91,7 +91,9 @@ class Fp8(Format):
 
     bytes_each: ClassVar[float | None] = 1
     implements: ClassVar = {
-        **dict.fromkeys(("plain", "few_rows", "fused_norms", "fp8_tiles"), frozenset({"block", "activations"})),
+        **dict.fromkeys(
+            ("plain", "few_rows", "fused_norms", "post_norms", "fp8_tiles"), frozenset({"block", "activations"})
+        ),
         **dict.fromkeys(("fp8_rows", "fp8_stream"), frozenset({"block"})),
     }
 
@@ -155,7 +157,7 @@ class Int4(FourBits):
     bytes_each: ClassVar[float | None] = 33 / 64
     implements: ClassVar = {
         "plain": frozenset({"group", "zeros", "ordered"}),
-        **dict.fromkeys(("few_rows", "fused_norms"), frozenset({"group", "zeros"})),
+        **dict.fromkeys(("few_rows", "fused_norms", "post_norms"), frozenset({"group", "zeros"})),
     }
 
     @property
@@ -182,7 +184,7 @@ class Nvfp4(FourBits):
     """E2M1 numbers, scales of each 16 inputs in a byte and float32 factors, as `jaxspec.models.nvfp4` has them."""
 
     bytes_each: ClassVar[float | None] = 9 / 16
-    implements: ClassVar = dict.fromkeys(("plain", "few_rows", "fused_norms"), frozenset())
+    implements: ClassVar = dict.fromkeys(("plain", "few_rows", "fused_norms", "post_norms"), frozenset())
 
     def per_scale(self, along):
         return nvfp4.GROUP if along == "inputs" else 1

@@ -28,6 +28,7 @@ FEW_ROWS = {  # model width, query heads, KV heads, their width, MLP width, whet
     (576, 9, 3, 64, 1536, False): (8, 32, 64),  # SmolLM2-135M's
     QWEN3: (8,),  # Qwen3-8B's
 }
+POST_NORMS = (2816, 1, 3), (2816, 2, 1), (5376, 1, 1)  # model width, parts, norms that follow: Gemma 4's 26B and 31B
 LAYER = 4096, 12288, 6144  # Qwen3-8B's model width, MLP width, columns of q, k and v
 ROWS = (1, 8, 9, 12, 16, 32, 128)
 MANY_ROWS = (256, 512, 1024, 2048)
@@ -122,6 +123,7 @@ def make_cases(small: bool) -> list[Case]:
         few = [(rows, widths) for widths, counts in FEW_ROWS.items() for rows in counts]
         cases += [matmuls.few_rows_layer(rows, *widths, layers=layers) for rows, widths in few]
         cases += [matmuls.few_rows_layer(rows, *QWEN3, layers=8, quantised=True) for rows in (8, 16, 32)]
+        cases += [matmuls.post_norms(8, *sizes, layers=layers) for sizes in POST_NORMS]
         cases += [matmuls.draft_chain(rows, 7, 151936, 256) for rows in (1, 8, 32, 128)]
         cases += divided.make_cases()
     return cases

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 
 from jaxspec.bench.cases.case import BLOCKS, EXACT, PAGE, Case
 from jaxspec.decoder import matmul
-from jaxspec.decoder.functions import rms_norm
+from jaxspec.decoder.functions import normed, rms_norm
 from jaxspec.decoder.markov import greedy_chain
 from jaxspec.decoder.mixture_rows import operand
 from jaxspec.models import fp8
+from jaxspec.models.description import Norm
 from jaxspec.models.weights import HALF, Format, Layout, Weight
-from jaxspec.pallas.dense import few_rows, markov_chain, weight_stream
+from jaxspec.pallas.dense import few_rows, markov_chain, post_norm, weight_stream
 
 EPS = 1e-6
 GIVEN = Layout()
@@ -215,6 +216,37 @@ def projections(
         )
 
     return [one("q, k, v", d, n), one("out", d, d), one("gate, up", d, 2 * f, gated=True), one("down", f, d)]
+
+
+def post_norms(rows: int, d: int, parts: int, following: int, layers: int) -> Case:
+    """The norms behind a sub-layer whose output is `parts` added up, and those that follow, as of Gemma 4's layers."""
+    norm = Norm(EPS)
+
+    def build(key):
+        def own(key):
+            keys = jax.random.split(key, 1 + parts)
+            x, *made = (jax.random.normal(each, (rows, d), "bfloat16") for each in keys)
+            scales = [jnp.ones(d, "bfloat16")] * (parts + 1 + following)
+            return x, made, scales[: parts if parts > 1 else 0], scales[0], scales[:following]
+
+        return (), [own(each) for each in jax.random.split(key, layers)]
+
+    def plain(layer, shared, own):
+        x, made, scales, scale, next_scales = own[layer]
+        made = [normed(part, each, norm) for part, each in zip(made, scales, strict=True)] if scales else made
+        return normed(x + normed(sum(made[1:], made[0]), scale, norm), next_scales[-1], norm)
+
+    return Case(
+        name=f"norms behind {parts} of {d}, {rows} row{'s' * (rows > 1)}",
+        group="norms",
+        layers=layers,
+        build=build,
+        op=lambda layer, shared, own: post_norm.post_norm(*own[layer], eps=EPS)[1][-1],
+        plain=plain,
+        size=2 * rows * d * (2 + parts + following),
+        flops=10 * rows * d,
+        kernel="post_norm",
+    )
 
 
 def draft_chain(rows: int, steps: int, tokens: int, rank: int) -> Case:

@@ -27,30 +27,35 @@ WARPS, LANES = 4, 32  # of a warpgroup
 TILE = 16  # heads that a warpgroup takes at once, or the most that divide how many there are
 UNEVEN = 0  # heads that four warps can't share out evenly, all in each warp: 16 have registers, but no GPU timed any
 WIDTH = 128  # of a head
+ROUND_WIDTHS = 128, 256, 512  # of heads in rounds of few rows
 
 _f32 = jnp.float32
 
 
-def supported(heads: int, kv_heads: int, width: int, rotated: int, pages: Any, *dtypes: Any) -> str | None:
+def supported(
+    heads: int, kv_heads: int, width: int, rotated: int, pages: Any, *dtypes: Any, few: bool = False
+) -> str | None:
     """Why the kernel can't take rows of so many heads, or None if it can.
 
-    `pages`: the pages' dtype; `dtypes`: all other operands'.
+    `pages`: the pages' dtype; `dtypes`: all other operands'. `few`: there are so few rows that wider heads, and one to
+    three heads that are in every warp, pay.
     """
+    widths, uneven = (ROUND_WIDTHS, WARPS - 1) if few else ((WIDTH,), UNEVEN)
     if jnp.dtype(pages) not in PAGES:
         return f"pages in {jnp.dtype(pages).name}; supported: bfloat16 and float8_e4m3fn"
     if wrong := [jnp.dtype(dtype).name for dtype in dtypes if jnp.dtype(dtype) != jnp.bfloat16]:
         return f"rows or norms in {wrong[0]}; supported: bfloat16"
-    if width != WIDTH:
-        return f"heads of width {width}; supported: {WIDTH}"
+    if width not in widths:
+        return f"heads of width {width}; supported: {', '.join(map(str, widths))}"
     if rotated != width:
         return f"{rotated} of {width} columns rotated"
-    if any(count % WARPS and count > UNEVEN for count in (heads, kv_heads)):
-        others = f", or up to {UNEVEN} others" if UNEVEN else ""
+    if any(count % WARPS and count > uneven for count in (heads, kv_heads)):
+        others = f", or up to {uneven} others" if uneven else ""
         return f"{heads} query and {kv_heads} KV heads; supported: multiples of {WARPS}{others}"
     return None
 
 
-@lower_once("write_heads", "eps")
+@lower_once("write_heads", "eps", "centred", "query_scale", "normed_values", "k_is_v")
 def write_heads(
     qkv: Float[Array, "parts r d"],
     cos: Float[Array, "r half"],
@@ -62,6 +67,10 @@ def write_heads(
     inverse_scales: Float[Array, "l 2 m"] | None = None,
     *,
     eps: float,
+    centred: bool = False,
+    query_scale: float = 1.0,
+    normed_values: bool = False,
+    k_is_v: bool = False,
     interpret: Any = False,
 ) -> tuple[Float[Array, "r n h"], Float[Array, "l p 2 m s h"]]:
     """Rotate queries, and write rotated keys and values into their pages in `layer`; rounded where plain layers round.
@@ -72,13 +81,18 @@ def write_heads(
     any. `kv_slots` are counted over all pages: row i's keys and values go to slot `kv_slots[i] % s` of page
     `kv_slots[i] // s`, converted by `kv_write.stored`; those of padding rows, whose KV slots are negative, go nowhere.
     `inverse_scales`: of each layer's keys (0) and values (1) by head, float32; None: they have no scales.
+
+    `centred`: norms are `decoder.functions.centred_rms_norm`. `query_scale` multiplies queries at last.
+    `normed_values`: each value head has a norm without a scale. `k_is_v`: `qkv` has no columns of values, which are the
+    keys' before any norm.
     """
     (parts, rows, columns), (kv_heads, _, width), ref = qkv.shape, kv.shape[3:], jax.new_ref(kv)
     heads, scales = columns // width, [] if inverse_scales is None else [inverse_scales]
+    options = eps, centred, query_scale, normed_values, k_is_v
     q = plgpu.kernel(
-        partial(_row, eps, bool(scales)),
+        partial(_row, options, bool(scales)),
         kernel_name="write_heads",
-        out_type=jax.ShapeDtypeStruct((rows, heads - 2 * kv_heads, width), jnp.bfloat16),
+        out_type=jax.ShapeDtypeStruct((rows, heads - (1 if k_is_v else 2) * kv_heads, width), jnp.bfloat16),
         grid=(rows,),
         grid_names=("row",),
         # Safe here: there is no shared memory, not even for sums, as a head lies within a warp.
@@ -88,8 +102,8 @@ def write_heads(
     return q, jax.freeze(ref)
 
 
-def _row(eps, scaled, qkv_g, cos_g, sin_g, layer_g, kv_slots_g, kv_g, *refs):
-    *norms_g, q_g = refs
+def _row(options, scaled, qkv_g, cos_g, sin_g, layer_g, kv_slots_g, kv_g, *refs):
+    (eps, centred, query_scale, normed_values, k_is_v), (*norms_g, q_g) = options, refs
     inverse_g = norms_g.pop(0) if scaled else None
     row, (heads, width), (kv_heads, page_size) = lax.axis_index("row"), q_g.shape[1:], kv_g.shape[3:5]
     halves = [pl.ds(at, width // 2) for at in (0, width // 2)]
@@ -99,7 +113,7 @@ def _row(eps, scaled, qkv_g, cos_g, sin_g, layer_g, kv_slots_g, kv_g, *refs):
     def load_heads(first, count):
         """Load `count` of the row's heads from `first` on, in tiles: which heads, counted from `first`, and the two
         halves of their columns, [heads, width / 2] each."""
-        size = math.gcd(count, TILE)
+        size = math.gcd(count, max(TILE * WIDTH // width, WARPS))
         layout = _layout(size, width // 2)
 
         def half_of(at, half):
@@ -108,7 +122,17 @@ def _row(eps, scaled, qkv_g, cos_g, sin_g, layer_g, kv_slots_g, kv_g, *refs):
 
         return [(pl.ds(at, size), [half_of(at, half) for half in halves]) for at in range(0, count, size)]
 
-    def turned(tiles, norm_g):
+    def unit(pair, dtype):
+        """Heads in float32, made as long as the root of their width; in `dtype`."""
+        first, second = pair
+        factor = lax.rsqrt(jnp.sum(first * first + second * second, axis=1) / width + eps)
+        factor = lax.broadcast_in_dim(factor, first.shape, [0])
+        return [(x * factor).astype(dtype) for x in pair]
+
+    def weighted(x, scale):
+        return (x * (1 + scale.astype(_f32))).astype(jnp.bfloat16) if centred else x * scale
+
+    def turned(tiles, norm_g, times=1.0):
         """Norm the heads of `load_heads`, if `norm_g` has a scale, and rotate them; yields tiles of that form."""
         shape = tiles[0][1][0].shape
         across = _layout(*shape).reduce(0)
@@ -118,11 +142,14 @@ def _row(eps, scaled, qkv_g, cos_g, sin_g, layer_g, kv_slots_g, kv_g, *refs):
         for of, pair in tiles:
             first, second = (x.astype(_f32) for x in pair)
             if scales:
-                factor = lax.rsqrt(jnp.sum(first * first + second * second, axis=1) / width + eps)
-                factor = lax.broadcast_in_dim(factor, shape, [0])
-                normed = [(x * factor).astype(jnp.bfloat16) for x in (first, second)]
-                first, second = ((x * scale).astype(_f32) for x, scale in zip(normed, scales, strict=True))
-            yield of, [x.astype(jnp.bfloat16) for x in (first * cos - second * sin, second * cos + first * sin)]
+                normed = unit((first, second), _f32 if centred else jnp.bfloat16)
+                first, second = (weighted(*each).astype(_f32) for each in zip(normed, scales, strict=True))
+            pair = [x.astype(jnp.bfloat16) for x in (first * cos - second * sin, second * cos + first * sin)]
+            yield of, pair if times == 1 else [(x.astype(_f32) * times).astype(jnp.bfloat16) for x in pair]
+
+    def values(tiles):
+        for of, pair in tiles:
+            yield of, unit([x.astype(_f32) for x in pair], jnp.bfloat16) if normed_values else pair
 
     def put(tiles, out_g, scales_g=None):
         for of, pair in tiles:
@@ -134,13 +161,14 @@ def _row(eps, scaled, qkv_g, cos_g, sin_g, layer_g, kv_slots_g, kv_g, *refs):
                 out_g[of, half] = stored(x, out_g.dtype, scale)
 
     kv_slot, layer = kv_slots_g[row], layer_g[0]
-    q, k, v = load_heads(0, heads), load_heads(heads, kv_heads), load_heads(heads + kv_heads, kv_heads)
-    put(turned(q, norms_g[:1]), q_g.at[row])
+    q, k = load_heads(0, heads), load_heads(heads, kv_heads)
+    v = k if k_is_v else load_heads(heads + kv_heads, kv_heads)
+    put(turned(q, norms_g[:1], query_scale), q_g.at[row])
 
     @pl.when(kv_slot >= 0)
     def _():
         page, slot = lax.div(kv_slot, jnp.int32(page_size)), lax.rem(kv_slot, jnp.int32(page_size))
-        for kind, tiles in enumerate((turned(k, norms_g[1:]), v)):
+        for kind, tiles in enumerate((turned(k, norms_g[1:]), values(v))):
             scales_g = None if inverse_g is None else inverse_g.at[layer, kind]
             put(tiles, kv_g.at[layer, page, kind, :, slot], scales_g)
 

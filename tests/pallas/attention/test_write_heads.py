@@ -15,10 +15,10 @@ from jaxspec.cache.mixers import Cache, PromptBlocks, WholeTexts
 from jaxspec.cache.paged import PageLayout, Rows
 from jaxspec.checkpoint.params import dummy
 from jaxspec.decoder import forward as paths
-from jaxspec.decoder.functions import cos_sin, rms_norm, rope
+from jaxspec.decoder.functions import cos_sin, normed, rms_norm, rope
 from jaxspec.decoder.mixings import attention
 from jaxspec.decoder.weight_stream import WEIGHT_STREAM
-from jaxspec.models.description import Attention
+from jaxspec.models.description import Attention, Norm
 from jaxspec.models.families import llama
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.rope_scaling import Rope
@@ -30,7 +30,7 @@ from jaxspec.pallas.hopper import KERNELS, counting
 from jaxspec.pallas.operation import ANY
 from tests.decoder.test_few_rows_layers import with_biases
 from tests.support import drawn
-from tests.support.kernels import kernels
+from tests.support.kernels import assert_close, kernels
 from tests.support.operations import anywhere
 from tests.support.sample import rare
 from tests.support.tiny import tiny_config
@@ -96,6 +96,61 @@ def check(
     np.testing.assert_array_equal(pages_got[1, :, 1], pages_want[1, :, 1])
     assert_rounded_alike(pages_got, pages_want, **({"rtol": 2**-3} if fp8 else {}))
     assert not fp8 or jnp.abs(pages_got).max() == 448
+
+
+def check_few(rows: int, heads: int, kv_heads: int, width: int, centred: bool = False, k_is_v: bool = False, **options):
+    """Heads of Gemma's widths, as rounds of few rows have them: norms of values, too, and queries that are scaled."""
+    keys, pages, scale, norm = (
+        jax.random.split(jax.random.key(rows + heads), 4),
+        2 + rows // 16,
+        3.7,
+        Norm(EPS, centred),
+    )
+    qkv = normal(keys[0], rows, heads + (1 if k_is_v else 2) * kv_heads, width)
+    kv, norms = normal(keys[1], LAYERS, pages, 2, kv_heads, 16, width), list(1 + 0.2 * normal(keys[2], 2, width))
+    kv_slots = jnp.arange(16, 16 + rows).at[::5].set(-1)
+    position, rotating = 1000 + jnp.arange(rows), Attention(heads, kv_heads, width, Rope(1e6))
+
+    @jax.jit
+    def plain(qkv, kv):
+        q, k = qkv[:, :heads], qkv[:, heads : heads + kv_heads]
+        v = rms_norm(k if k_is_v else qkv[:, heads + kv_heads :], jnp.ones(width, "bfloat16"), EPS)
+        q, k = (
+            rope(normed(x, of, norm)[None], position[None], rotating)[0] for x, of in ((q, norms[0]), (k, norms[1]))
+        )
+        q = (q.astype(jnp.float32) * scale).astype(q.dtype)
+        page = jnp.where(kv_slots < 0, pages, kv_slots // 16)
+        return q, kv.at[1, page, :, :, kv_slots % 16].set(jnp.stack([k, v], axis=1), mode="drop")
+
+    of = qkv.reshape(1, rows, -1), *cos_sin(position, rotating), kv, jnp.int32(1), kv_slots, norms
+    named = dict(eps=EPS, centred=centred, query_scale=scale, normed_values=True, k_is_v=k_is_v)
+    for got, want in zip(op.write_heads(*of, **named, **options), plain(qkv, kv), strict=True):
+        assert_close(got, want, 4e-3)  # XLA on a CPU leaves out some roundings
+
+
+FEW = [  # query heads, KV heads, width, centred, whether keys are values: Gemma 3's 1B and 12B, Gemma 4's 26B, 31B, E2B
+    rare(4, 1, 256, True, False),
+    rare(16, 8, 256, True, False),
+    (16, 2, 512, False, True),
+    rare(32, 4, 512, False, True),
+    rare(8, 1, 512, False, False),
+]
+
+
+@pytest.mark.parametrize("heads,kv_heads,width,centred,k_is_v", [*FEW, rare(32, 8, 128, False, False)])
+def test_heads_of_few_rows(heads, kv_heads, width, centred, k_is_v):
+    assert op.supported(heads, kv_heads, width, width, "bfloat16", few=True) is None
+    check_few(8, heads, kv_heads, width, centred, k_is_v, **INTERPRET)
+
+
+@pytest.mark.parametrize("heads,kv_heads,width,centred,k_is_v", FEW)
+def test_heads_of_few_rows_lower_for_cuda(heads, kv_heads, width, centred, k_is_v):
+    shape = lambda *sizes, dtype="bfloat16": jax.ShapeDtypeStruct(sizes, dtype)  # noqa: E731
+    columns, half = (heads + (1 if k_is_v else 2) * kv_heads) * width, shape(8, width // 2, dtype="float32")
+    pages = shape(2, 4, 2, kv_heads, 16, width), shape(dtype="int32"), shape(8, dtype="int32")
+    named = dict(eps=EPS, centred=centred, query_scale=16.0, normed_values=True, k_is_v=k_is_v)
+    run = lambda *of: op.write_heads(*of[:-2], of[-2:], **named)  # noqa: E731
+    assert kernels(run, shape(1, 8, columns), half, half, *pages, shape(width), shape(width)) == 1
 
 
 def assert_rounded_alike(got, want, rtol=2**-7):

@@ -299,11 +299,14 @@ def _prefetch(prefetch, block, blocks):
 
 
 def prepare(share, rows_g, scales_g, eps, rows_s, centred=False, *kept_g):
-    """Norm the rows into shared memory, if a block does that for itself, or return the factors of `Scaled` rows.
+    """Norm the rows into shared memory, if a block does that for itself, or return the factors of `Scaled` rows; None
+    without scales, of rows that are normed already.
 
     A factor is what each row's products are still to be multiplied by: f32[finished]. For `Scaled` rows `scales_g` are
     the sums of squares.
     """
+    if not scales_g:
+        return None
     if share.normed:
         return norm_rows(share, rows_g, scales_g, eps, rows_s, centred, *kept_g)
     (row_g,), (squares_g,) = rows_g, scales_g

@@ -5,7 +5,7 @@ and to each one's wait for memory. Here a layer is four of them and attention:
 
 - `heads`: norm, q, k and v, the norms of q and k if there are any, their rotation, keys and values into their pages;
 - `add_product`: the output projection and `down`, each added to the residual stream (`product`: without);
-- `gated`: norm, gate and up, silu(gate) * up;
+- `gated`: norm, gate and up, silu(gate) * up or another activation's;
 - `normed`: norm and any products, such as of the router of a mixture of experts, for which it keeps the rows.
 
 Beside the layers, `keys_values` makes keys and values of all of a drafter's layers, and `top_tokens` is norm, head and
@@ -30,7 +30,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -98,49 +98,57 @@ def scale_rows(x: Float[Array, "r d"], scale: Float[Array, " d"], centred: bool 
     return Scaled((wide * scale).astype(x.dtype), jnp.pad(squares, ((0, more), (0, 0))))
 
 
-@lower_once("few_rows_gated", "eps")
+@lower_once("few_rows_gated", "eps", "activation")
 def gated(
     x: Float[Array, "r d"],
-    scale: Float[Array, " d"] | Float[Array, "t r"],
+    scale: Float[Array, " d"] | Float[Array, "t r"] | None,
     weight: Float[Array, "d n"] | Fp8Weight | Weight,
     prefetch: Sequence[Float[Array, "_ _"]] = (),
     adapters: Adapters | tuple[()] = (),
     *,
     eps: float,
+    activation: Literal["silu", "gelu_tanh"] = "silu",
     interpret: Any = False,
 ) -> Float[Array, "r f"]:
-    """silu(gate) * up of the normed rows, f = n / 2; all in bfloat16, rounded where plain layers round.
+    """activation(gate) * up of the normed rows, f = n / 2; all in bfloat16, rounded where plain layers round.
 
     `x` and `scale` are rows and the scale of their norm, or `Scaled` rows and their squares: then the norm is rounded
-    once less. With an `Fp8WeightAndRows` they are `Scaled`. `prefetch`: weights that later kernels will read.
-    `adapters`: of `Scaled` rows.
+    once less. With an `Fp8WeightAndRows` they are `Scaled`. Or there is no scale, and rows are normed already.
+    `prefetch`: weights that later kernels will read. `adapters`: of `Scaled` rows.
     """
-    rows, columns = len(x), outputs(weight)
+    rows, columns, scales = len(x), outputs(weight), [] if scale is None else [scale]
     options = format_of(weight) | {"adapters": bool(adapters), "divided": not interpret}
-    share = share_out(rows, [x.shape[1]], columns, normed=scale.ndim == 1, **options)
+    share = share_out(rows, [x.shape[1]], columns, normed=_unscaled(scale), **options)
     return plgpu.kernel(
-        partial(_gated_tile, share, eps, len(adapters)),
+        partial(_gated_tile, share, eps, activation, len(scales), len(adapters)),
         kernel_name="few_rows_gated",
         out_type=jax.ShapeDtypeStruct((rows, columns // 2), x.dtype),
         **grid_of(share),
         scratch_types=scratch_of(share, interpret) | out_of(share),
         compiler_params=params(),
         interpret=interpret,
-    )(x, scale, *operands(weight), *adapters, *prefetch)
+    )(x, *scales, *operands(weight), *adapters, *prefetch)
 
 
-def _gated_tile(share, eps, added, x_g, scale_g, *refs, out_s, **scratch):
+def _unscaled(scale):
+    """Whether a block norms rows itself, by a scale of their columns."""
+    return scale is not None and scale.ndim == 1
+
+
+def _gated_tile(share, eps, activation, scales, added, x_g, *refs, out_s, **scratch):
     tile, refs = lax.axis_index("tile"), list(refs)
+    scales_g = [refs.pop(0) for _ in range(scales)]
     weights_g, out_g = [taken(share, refs)], refs.pop()
     adapters_g, prefetch_g = refs[:added], refs[added:]
     begun = begin(share, weights_g, [x_g], adapters_g, **scratch)
-    factor, rows = prepare(share, [x_g], [scale_g], eps, scratch["rows_s"]), pl.ds(first_row(share), share.finished)
+    factor, rows = prepare(share, [x_g], scales_g, eps, scratch["rows_s"]), pl.ds(first_row(share), share.finished)
 
     def finish(totals):
         to_rows(totals, out_s)
         for g in range(share.groups):
             gate, up = (from_rows(out_s, g * TILE + at, HALF) for at in (0, HALF))
-            value = (gate / (1 + jnp.exp(-gate))).astype(jnp.bfloat16).astype(_f32) * up
+            gate = gate / (1 + jnp.exp(-gate)) if activation == "silu" else jax.nn.gelu(gate, approximate=True)
+            value = gate.astype(jnp.bfloat16).astype(_f32) * up
             column = lax.div(column_of(share, share.columns, tile, g), _i32(2))
             out_g[rows, pl.ds(column, HALF)] = value.astype(jnp.bfloat16)
 
@@ -413,7 +421,7 @@ def _write_scaled(share, here, x, scale, rows_g, squares_g):
 @lower_once("few_rows_normed", "eps", "dtypes", "centred", "keep")
 def normed(
     x: Float[Array, "r d"],
-    scale: Float[Array, " d"] | Float[Array, "t r"],
+    scale: Float[Array, " d"] | Float[Array, "t r"] | None,
     weights: Sequence[Float[Array, "d _"] | Fp8Weight | Weight],
     bias: Float[Array, " n"] | None = None,
     *,
@@ -440,27 +448,29 @@ def normed(
     else:
         groups = next(n for n in range(1, MAX_GROUPS + 1) if sum(tiles_of(w, n) for w in weights) <= BLOCKS)
         columns = sum(tiles_of(w, groups) for w in weights) * groups * TILE
-    share = share_out(len(x), [x.shape[1]], columns, groups, normed=scale.ndim == 1, divided=not interpret, **of)
+    scales = [] if scale is None else [scale]
+    share = share_out(len(x), [x.shape[1]], columns, groups, normed=_unscaled(scale), divided=not interpret, **of)
     outs = [jax.ShapeDtypeStruct((len(x), outputs(w)), dtype) for w, dtype in zip(weights, dtypes, strict=True)]
     scratch = scratch_of(share, interpret)
     return plgpu.kernel(
-        partial(_normed_tile, share, eps, centred, len(weights), len(biases)),
+        partial(_normed_tile, share, eps, centred, len(scales), len(weights), len(biases)),
         kernel_name="few_rows_normed",
         out_type=outs + [jax.ShapeDtypeStruct(x.shape, x.dtype)] * keep,
         **grid_of(share),
         scratch_types=scratch,
         compiler_params=params(),
         interpret=interpret,
-    )(x, scale, *itertools.chain(*map(operands, weights)), *biases)
+    )(x, *scales, *itertools.chain(*map(operands, weights)), *biases)
 
 
-def _normed_tile(share, eps, centred, weights, biases, x_g, scale_g, *refs, **scratch):
+def _normed_tile(share, eps, centred, scales, weights, biases, x_g, *refs, **scratch):
     refs = list(refs)
+    scales_g = [refs.pop(0) for _ in range(scales)]
     weights_g = [taken(share, refs) for _ in range(weights)]
     biases_g, outs_g = refs[:biases], refs[biases:]
     tile = lax.axis_index("tile")
     begun, rows = begin(share, weights_g, [x_g], **scratch), pl.ds(first_row(share), share.finished)
-    factor = prepare(share, [x_g], [scale_g], eps, scratch["rows_s"], centred, *outs_g[weights:])
+    factor = prepare(share, [x_g], scales_g, eps, scratch["rows_s"], centred, *outs_g[weights:])
 
     def finish(totals):
         for i, ((_, first, end), out_g) in enumerate(zip(ranges(share, weights_g), outs_g[:weights], strict=True)):
