@@ -63,7 +63,7 @@ def forward(config, params, rows):
 def take_kernels(monkeypatch) -> None:
     """The path's kernels serve from here on, interpreted, and no other path does."""
     monkeypatch.setattr(forward_module, "PATHS", (dataclasses.replace(path.POST_NORMS, processors=0),))
-    monkeypatch.setattr(path, "HEADS", anywhere(path.HEADS))
+    monkeypatch.setattr(heads, "HEADS", anywhere(heads.HEADS))
     interpreted = (few_rows, "gated"), (few_rows, "normed"), (few_rows, "product")
     for module, name in (*interpreted, (post_norm, "post_norm"), (write_heads, "write_heads")):
         monkeypatch.setattr(module, name, partial(getattr(module, name), **INTERPRET))

@@ -26,7 +26,7 @@ from jaxspec.decoder.mixings.kind import Weights
 from jaxspec.decoder.mixture_rows import operand, quantised_refused, stored_as
 from jaxspec.decoder.padding import flat, padded, valid_rows
 from jaxspec.decoder.path import MIXTURE, Call, Path, implementing
-from jaxspec.decoder.post_norms.heads import HEADS, WRITTEN
+from jaxspec.decoder.post_norms import heads
 from jaxspec.decoder.stack import Ops
 from jaxspec.models.description import (
     Attention,
@@ -109,7 +109,7 @@ class PostNorms(Ops):
 
     @classmethod
     def of(cls, decoder, layers, positions, mixer):
-        kinds = dict.fromkeys(layer.mixing for layer in decoder.layers if not beyond(layer.mixing, WRITTEN))
+        kinds = dict.fromkeys(layer.mixing for layer in decoder.layers if not beyond(layer.mixing, heads.WRITTEN))
         return cls(positions, mixer, valid_rows(positions), tuple((a, rope_table(a, positions)) for a in kinds))
 
     def first(self, layer, weights, x, inputs):
@@ -132,7 +132,7 @@ class PostNorms(Ops):
         (name,) = mixing_of(layer).projections
         (made,) = few_rows.normed(given, None, [operand(weights[name])], eps=layer.norm.eps, dtypes=(str(x.dtype),))
         call = self, layer, weights, i, made, cache
-        return choose("heads of few rows", HEADS, *call).run(*call)
+        return choose("heads of few rows", heads.HEADS, *call).run(*call)
 
     def normed_sum(self, layer, x, parts, scale, following, own=(), output_scale=None, factors=()):
         """The residual stream and a sub-layer's normed output, and its norms by `following`, or itself if none."""
