@@ -49,13 +49,20 @@ def check_room(plan: MemoryPlan, config: EngineConfig) -> None:
     )
 
 
+def out_of_memory(error: Exception) -> bool:
+    """Whether an error says that a device or the host has no memory left."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+    )
+
+
 @contextmanager
 def explain_out_of_memory(plan: MemoryPlan, config: EngineConfig) -> Iterator[None]:
     """Start an engine in here. **Raises:** `ConfigError` in place of an allocation's error."""
     try:
         yield
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
-        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+        if not out_of_memory(error):
             raise
         raise ConfigError(
             f"memory ran out while the engine started: it needs {gib(plan.total)}, {_parts(plan)}, with "

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxspec.cache.memory_check import out_of_memory
 from jaxspec.checkpoint import kv_scales, packed, vision
 from jaxspec.checkpoint.check import CheckpointError, TensorInfo, check
 from jaxspec.checkpoint.find import Source, resolve
@@ -174,7 +175,7 @@ def load_model(
             options = {"rename": renamed, "progress": progress, "fp8_activations": fp8_activations, "mesh": mesh}
             params = read_params(declared, source.files, source.name, dtype, threads=load_threads, **options)
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
-        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+        if not out_of_memory(error):
             raise
         raise _no_room(source.name, declared, dtype, quantization if online else dtype, tp_size) from error
     sampling = _sampling(source.files.generation, source.name)

@@ -14,6 +14,8 @@ from typing import Any
 
 import jax
 
+from jaxspec.cache.memory_check import out_of_memory
+
 # XLA counts every in-place update of the cache as a cache of its own, finds that too many don't fit, and would compute
 # small arrays again and again to hold fewer at once: a seventh of the kernels of a round of a mixture's.
 OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
@@ -29,7 +31,6 @@ NOTHING_TIMED = FEWER_CANDIDATES | NO_TRITON | {"xla_gpu_autotune_level": 0}
 # no candidate may run on one device while others wait for it in a kernel: a start over two H200s hung.
 WITH_PEERS = NOTHING_TIMED | {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
 MANY_ROWS = 8
-FULL = "RESOURCE_EXHAUSTED"  # XLA's word for a device without memory
 
 log = logging.getLogger("jaxspec")
 _in_turn = threading.Lock()
@@ -50,13 +51,13 @@ def compiled(lowered: jax.stages.Lowered, options: dict[str, Any], name: str) ->
     try:
         return lowered.compile(options)
     except jax.errors.JaxRuntimeError as error:
-        if FULL not in str(error):
+        if not out_of_memory(error):
             raise
     with _in_turn:
         try:
             return lowered.compile(options)
         except jax.errors.JaxRuntimeError as error:
-            if FULL not in str(error):
+            if not out_of_memory(error):
                 raise
         log.warning(
             "the device has no memory left to try kernels for %s, which may be slower for it; a lower "

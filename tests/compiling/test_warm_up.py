@@ -90,7 +90,7 @@ def test_a_program_that_fails_ends_a_warm_up(monkeypatch):
 class FullUntil:
     """A lowered program whose compilation finds no memory so many times, unless nothing is tried."""
 
-    def __init__(self, times: int, words: str = xla_options.FULL):
+    def __init__(self, times: int, words: str = "RESOURCE_EXHAUSTED"):
         self.times, self.words = times, words
 
     def compile(self, options):
