@@ -6,7 +6,8 @@
 #
 # PART is of: texts train serve; all by default, in that order. On two H200s `texts train` takes LIMIT (270) seconds and
 # `serve` four minutes, which may be a call of its own, on another machine: OUT/packed.tar.xz has what it needs, and is
-# unpacked where OUT has no drafters. OUT must be the same path in both.
+# unpacked where OUT has no drafters. OUT must be the same path in both. On one H200 answers to 13,000 prompts take 90 s,
+# and `train` 391 with BUDGET=0.9m and ROWS=8 (LIMIT=1500).
 #
 # texts: the model answers PROMPTS, a file that scripts/training_prompts.py made, each GPU its share. Meanwhile the
 # training steps are compiled. train: each of DRAFTERS has a GPU for as long as is left for it, or BUDGET. serve: plain

@@ -2,8 +2,9 @@
 `LOCK compare ...`: as `python -m jaxspec.train compare ...`, whose trainings take turns, too.
 
 Its engine starts and compiles beside those of others, which takes most of the time, and waits for the lock on the file
-LOCK before anything is timed. Give each engine its share of the memory by XLA_PYTHON_CLIENT_MEM_FRACTION, and let
-nothing else run on those GPUs. Behind `--` is another benchmark of the same target, whose weights are loaded once.
+LOCK before anything is timed; and on LOCK.starting until none of the others is starting. Give each engine its share of
+the memory by XLA_PYTHON_CLIENT_MEM_FRACTION, and let nothing else run on those GPUs. Behind `--` is another benchmark
+of the same target, whose weights are loaded once.
 """
 
 import fcntl
@@ -18,11 +19,16 @@ from jaxspec.bench.__main__ import main
 
 
 def run(lock: str, commands: list[list[str]]) -> int:
-    with open(lock, "a") as file:
+    with open(lock, "a") as file, open(f"{lock}.starting", "a") as starting:
+
+        def wait() -> None:
+            fcntl.flock(starting, fcntl.LOCK_UN)
+            fcntl.flock(file, fcntl.LOCK_EX)  # nothing, once it is held
+            fcntl.flock(starting, fcntl.LOCK_EX)  # others' starts have ended, and no new one begins
 
         def locked(call: Callable) -> Callable:
             def wait_and_call(*args: Any, **options: Any) -> Any:
-                fcntl.flock(file, fcntl.LOCK_EX)  # nothing, once it is held
+                wait()
                 return call(*args, **options)
 
             return wait_and_call
@@ -31,7 +37,7 @@ def run(lock: str, commands: list[list[str]]) -> int:
 
         def started(*args: Any, **options: Any) -> Any:
             engine = start(*args, **options)
-            fcntl.flock(file, fcntl.LOCK_EX)
+            wait()
             return engine
 
         def loaded(config: Any) -> Any:
@@ -45,10 +51,12 @@ def run(lock: str, commands: list[list[str]]) -> int:
         traffic.serve, engines.load_target = locked(traffic.serve), loaded
         status = 0
         for arguments in commands:
+            fcntl.flock(starting, fcntl.LOCK_SH)
             compiles_first = arguments[0] in ("decode", "load")  # what its loads need, and times these alone
             engines.start = start if compiles_first else started
             status = (_train(locked) if arguments[0] == "compare" else main)(arguments) or status
-            fcntl.flock(file, fcntl.LOCK_UN)
+            for each in (starting, file):
+                fcntl.flock(each, fcntl.LOCK_UN)
             gc.collect()  # the engine's pages
         return status
 
