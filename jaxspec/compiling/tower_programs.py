@@ -40,7 +40,7 @@ class TowerPrograms:
     ):
         self.sizes, self._tower, self._rows, self._store = sizes, tower, rows, store
         self._params = jax.tree.map(partial(shape_of, sharded=mesh is not None), params)
-        read, self._there, self._options = partial(_read, tower), None, None
+        read, self._there, self._options = partial(_read, tower), None, {}
         if mesh is not None:
             self._options = xla_options.NOTHING_TIMED  # see `xla_options.WITH_PEERS`
             read = sharding.spread(read, mesh, sharding.EVERYWHERE, sharding.EVERYWHERE)
@@ -93,7 +93,8 @@ class TowerPrograms:
             return program
         cache = contextlib.nullcontext() if self._store is None else not_in_jax_cache()
         with hopper.use_kernels(self._kernels), hopper.counting() as kernels, cache:
-            program = self._jit.lower(*arguments).compile(self._options)
+            lowered = self._jit.lower(*arguments)
+            program = xla_options.compiled(lowered, self._options, f"pictures of {size} patches")
         if self._store is not None:
             self._store.save(key, arguments, program, kernels)
         return program

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxspec.checkpoint.vision import dummy
-from jaxspec.compiling import tower_programs
+from jaxspec.compiling import tower_programs, xla_options
 from jaxspec.compiling.tower_programs import TowerPrograms
 from jaxspec.decoder.towers import places
 from jaxspec.engine.async_llm import AsyncLLM
@@ -67,6 +67,21 @@ def test_programs_behind_a_start_have_the_kernels_requested_then(traced, monkeyp
     go.set()
     here._behind.join(30)
     assert not here.starting and traced == ["plain"] * len(SIZES) and here.largest is not None
+
+
+def test_a_tower_is_compiled_where_there_is_no_room_to_try_kernels(monkeypatch, caplog):
+    asked, compiled = [], jax.stages.Lowered.compile
+
+    def full(lowered, options=None):
+        asked.append(options)
+        if options.get("xla_gpu_autotune_level") != 0:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: while trying to allocate 1.17GiB")
+        return compiled(lowered)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", full)
+    assert programs().get(16, "float32") is not None
+    assert asked == [{}, {}, xla_options.NOTHING_TIMED]
+    assert "no memory left to try kernels for pictures of 16 patches" in caplog.text
 
 
 def test_prompts_with_pictures_wait_for_a_start_in_stages():
