@@ -339,7 +339,7 @@ def plan(
 
 
 def _plan(x, ids, num_experts, k, rows) -> tuple[Array, Items, Array]:
-    most, capacity = _most(len(x) * k, num_experts, rows)
+    most, capacity = most_items(len(x) * k, num_experts, rows)
     sizes = {"each": k, "experts": num_experts, "rows": rows, "items": most, "capacity": capacity}
     gathered, table, place = expert_plan.plan(x, ids, **sizes)
     return gathered, Items(table, rows, capacity), place
@@ -375,7 +375,7 @@ def rows_per_item(mean: float, spare: float = SPARE) -> int:
     return next((rows for rows in ITEM_ROWS if rows >= spare * mean), ITEM_ROWS[-1])
 
 
-def _most(pairs: int, num_experts: int, rows: int) -> tuple[int, int]:
+def most_items(pairs: int, num_experts: int, rows: int) -> tuple[int, int]:
     """The most items of up to `rows` rows that so many pairs need, and rows for them and for the last one's reads."""
     most = min(num_experts, pairs)
     return (pairs + most * (rows - 1)) // rows, -(-(pairs + most * (ALIGN - 1)) // ALIGN) * ALIGN + rows - ALIGN
@@ -385,7 +385,7 @@ def _by_expert(ids: Int[Array, "t k"], num_experts: int, rows: int) -> tuple[Ite
     """Cut each expert's pairs into items of up to `rows` rows. Returns them, and each pair's row of the result."""
     flat = ids.reshape(-1)
     per_item = rows // ALIGN
-    most, capacity = _most(flat.size, num_experts, rows)
+    most, capacity = most_items(flat.size, num_experts, rows)
     counts, rank = _ranks(flat, num_experts)
     blocks, tiles = _covering(counts, ALIGN), _covering(counts, rows)
     first_block, first_item = _before(blocks), _before(tiles)
