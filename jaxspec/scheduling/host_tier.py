@@ -214,10 +214,8 @@ class HostTier(KeptBlocks):
         digests = [(nodes or [start])[-1].digest]
         pages: list[Block] = []
         first = start.depth + len(nodes)
-        in_memory, from_disk = (
-            None,
-            self.capacity // 2 // self.page_bytes,
-        )  # pages before the disk's; the disk's at most
+        in_memory: int | None = None  # pages before the disk's
+        from_disk = self.capacity // 2 // self.page_bytes  # at most
         for end in range((first + 1) * size, min(limit, len(keys) - tree.reach) + 1, size):
             edge = tuple(keys[end - size : end + tree.reach])
             edges = (edge, (*edge, MISSED)) if missed else (edge,)

@@ -158,6 +158,7 @@ class DiskTier(KeptBlocks):
         size = block.size + self._overhead
         if block.key in self._blocks or not self.make_room(size):
             return False
+        self.gone = [key for key in self.gone if key != block.key]  # which are deleted once the writes are done
         self.enter(Block(block.key, block.parent, size, block.missed))
         return True
 

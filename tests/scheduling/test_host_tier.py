@@ -4,7 +4,7 @@ import pytest
 
 from jaxspec.scheduling.audit import audit
 from jaxspec.scheduling.host_tier import HostTier
-from jaxspec.scheduling.kept_blocks import DiskTier
+from jaxspec.scheduling.kept_blocks import Block, DiskTier
 from jaxspec.scheduling.scheduler import Scheduler
 from jaxspec.scheduling.sequence import SequenceState, Status
 
@@ -222,3 +222,11 @@ def test_a_slow_disk_leaves_a_prompt_what_is_in_the_memory():
         tier.disk.took(100, 100 / speed, at_start=True)
         assert serve(scheduler, range(33), copy=False).cached == found
         scheduler.trees[0].clear()
+
+
+def test_a_file_given_up_and_written_anew_is_not_deleted():
+    """A step deletes files after it has queued its writes."""
+    disk, (one, other) = DiskTier(1), (Block(key, b"", 1, False) for key in (b"one", b"other"))
+    disk.found(one)
+    assert disk.write(other) and disk.gone == [b"one"]
+    assert disk.write(one) and disk.gone == [b"other"] and disk.get(b"one") is not None
