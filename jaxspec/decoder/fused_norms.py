@@ -129,7 +129,8 @@ class FusedNorms(Ops):
         return x, (x, scale)
 
     def after(self, decoder, layers):
-        """After the last layer, the next round's first."""
+        """The next layer's norm. The last layer's result is normed as the first layer's input, which nobody reads: so
+        layers that are alike share a trace."""
         each = list(zip(decoder.layers, layers, strict=True))
         return [{"attn_norm": weights[_first_norm(layer)]} for layer, weights in (*each[1:], each[0])]
 

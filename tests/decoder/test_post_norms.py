@@ -137,6 +137,16 @@ def test_what_it_cannot_run_is_named():
     assert "an MLP 80 wide" in refusal(*small("gemma3", intermediate_size=80))
     assert "Mlp.bias=True" in refusal(*small_model(mlp_bias=True))
     assert refusal(*small_model()) == "layers without norms behind their sub-layers"
+    last = lambda config, **fields: dataclasses.replace(config.decoder, layers=(  # noqa: E731
+        *config.decoder.layers[:-1], dataclasses.replace(config.decoder.layers[-1], **fields)
+    ))  # fmt: skip
+    changed = lambda config, **fields: dataclasses.replace(config, decoder=last(config, **fields))  # noqa: E731
+    norm = dataclasses.replace(config.decoder.norm, eps=1.0)
+    assert refusal(changed(config, norm=norm), params) == "layers whose norms differ"
+    assert refusal(changed(config, pre_norm=False), params) == "norms before some layers alone"
+    experts, weights = small("gemma4", **GEMMA4 | EXPERTS)
+    alone = dataclasses.replace(experts.decoder.layers[-1].feed, beside=None)
+    assert refusal(changed(experts, feed=alone), weights) == "a mixture without an MLP beside it"
 
 
 def test_heads_that_the_kernel_cannot_take_are_named():

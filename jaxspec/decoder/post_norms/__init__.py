@@ -117,7 +117,8 @@ class PostNorms(Ops):
         return x, normed(x, weights["attn_norm"], layer.norm) if layer.pre_norm else x
 
     def after(self, decoder, layers):
-        """The next layer's norm, and the layer's own input if it has one. After the last, the next round's first."""
+        """The next layer's norm, and the layer's own input if it has one. The last layer's result is normed as the
+        first layer's input, which nobody reads: so layers that are alike share a trace."""
         norms = [{"attn_norm": each.get("attn_norm")} for each in (*layers[1:], layers[0])]
         if self.inputs is None:
             return norms

@@ -89,4 +89,5 @@ def test_what_cannot_run_is_named():
     assert "17 rows" in supported(17, 128, 128, jnp.bfloat16)
     assert channels_supported(16, 4096, (4096, 1024, 1024), jnp.bfloat16) is None  # Nemotron 3 Nano's
     assert "64 columns" in channels_supported(1, 128, (256, 64, 64), jnp.bfloat16)
+    assert "64 columns" in channels_supported(1, 64, (256, 128), jnp.bfloat16)
     assert "float32" in channels_supported(1, 128, (256, 128), jnp.float32)
