@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxspec.pallas import portable
 from jaxspec.pallas.hopper import counting
 from jaxspec.pallas.portable import delta as kernels
-from jaxspec.pallas.recurrence import accumulate, delta_pool, delta_step
+from jaxspec.pallas.recurrence import accumulate, delta_pool, delta_step, gates_and_norm
 from jaxspec.pallas.recurrence.delta_plan import Division
 from jaxspec.pallas.recurrence.gates_and_norm import Steps
 from tests.pallas.recurrence import test_delta_step
@@ -208,3 +208,13 @@ def test_what_hoppers_kernel_refuses_is_named():
     assert "values of width 80; supported: 128 and 64" in reason(q.shape, (*x.shape[:3], 80))
     assert "17 rows" in reason((1, 17, *q.shape[2:]), x.shape)
     assert "float32" in accumulate.unstepped(pool, q.shape, x.shape, "float32", "bfloat16")
+
+
+def test_hoppers_steps_are_exact_however_small():
+    """A step of 1e-6 is of log(1 + 1e-6), of which float32's sum loses the last digits."""
+    dt = np.array([-30, -14, -8, -3.5, -3.4, 0, 3, 90], np.float32)
+    zeros = jnp.zeros(len(dt), jnp.float32)
+    made = [gates_and_norm.steps(jnp.asarray(dt)[None], zeros, zeros, 0, i, (0.0, 100.0)) for i in range(len(dt))]
+    exact = np.log1p(np.exp(-np.abs(dt, dtype=np.float64))) + np.maximum(dt, 0)
+    np.testing.assert_allclose([step for _, step in made], exact, rtol=1e-5)
+    np.testing.assert_allclose([decay for decay, _ in made], np.exp(-exact), rtol=1e-5, atol=1e-30)
