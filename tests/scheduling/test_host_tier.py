@@ -230,3 +230,9 @@ def test_a_file_given_up_and_written_anew_is_not_deleted():
     disk.found(one)
     assert disk.write(other) and disk.gone == [b"one"]
     assert disk.write(one) and disk.gone == [b"other"] and disk.get(b"one") is not None
+
+
+def test_a_file_from_before_without_room_is_deleted():
+    disk = DiskTier(0)
+    disk.found(Block(b"one", b"", 1, False))
+    assert disk.gone == [b"one"] and not len(disk)
