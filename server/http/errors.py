@@ -22,7 +22,7 @@ from starlette.types import Scope
 from jaxspec.config.request import Busy, RequestError
 from jaxspec.engine.adapters import UNKNOWN
 from jaxspec.engine.async_llm import EngineDead, Overloaded, RequestFailed, RequestTimeout
-from server.protocol.base import shown
+from server.protocol.base import field_path, shown
 
 log = logging.getLogger("jaxspec.server")
 
@@ -187,9 +187,8 @@ def _problem(item: dict[str, Any]) -> tuple[str, str | None]:
     place = _path(item["loc"][1:])  # loc[0] is "body"
     cause = (item.get("ctx") or {}).get("error")
     if isinstance(cause, RequestError):
-        own = cause.param or ""
-        param = f"{place}{'.' * bool(place and own and not own.startswith('['))}{own}" or None
-        return (f"{place}: {cause}" if place else str(cause)), param
+        param = field_path(place, cause.param) or None
+        return (f"{param}: {cause}" if place else str(cause)), param
     if item["type"] == "missing":
         return f"{place} is required", place
     if item["type"] == "too_short" and item["ctx"]["min_length"] == 1:

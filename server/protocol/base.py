@@ -4,7 +4,8 @@ elements are read."""
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar, TypedDict
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -34,14 +35,28 @@ def check_text(text: str) -> str:
     return text
 
 
-def check_texts(texts: list[str]) -> list[str]:
-    """Check each text of a list; an error has its place: "[2]"."""
-    for place, text in enumerate(texts):
-        try:
-            check_text(text)
-        except RequestError as error:
-            raise RequestError(str(error), f"[{place}]") from None
-    return texts
+@contextmanager
+def at(place: str) -> Iterator[None]:
+    """Within, the field that errors name stands at a `place`: "content" or "[2]"."""
+    try:
+        yield
+    except RequestError as error:
+        raise RequestError(str(error), field_path(place, error.param), error.code) from None
+
+
+def field_path(place: str, field: str | None) -> str:
+    """The path of a `field` at a `place`; either may be empty, or begin with an index."""
+    dot = "." if place and field and not field.startswith("[") else ""
+    return f"{place}{dot}{field or ''}"
+
+
+def read_each[T](values: list[Any], read: Callable[[Any], T]) -> list[T]:
+    """`read` of each value of a list; an error has its place: "[2]"."""
+    found = []
+    for place, value in enumerate(values):
+        with at(f"[{place}]"):
+            found.append(read(value))
+    return found
 
 
 def text_size(value: Any) -> int:

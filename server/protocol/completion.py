@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, PlainValidator, model_validator
 
 from jaxspec.config.request import RequestError, SamplingParams
-from server.protocol.base import Integer, TokenId, check_text, check_texts, whole
+from server.protocol.base import Integer, TokenId, check_text, read_each, whole
 from server.protocol.generation import Generation
 
 OPENAI_MAX_TOKENS = 16  # of /v1/completions, when a request gives none
@@ -28,7 +28,7 @@ def as_prompts(value: Any) -> list[str] | list[list[int]]:
         if isinstance(value[0], str | list) and len(value) > MAX_COMPLETIONS:
             raise RequestError(f"has {len(value)} prompts, at most {MAX_COMPLETIONS} in one request; send several")
         if all(isinstance(item, str) for item in value):
-            return check_texts(value)
+            return read_each(value, check_text)
         if (ids := as_ids(value)) is not None:
             return [ids]
         prompts = [as_ids(item) if isinstance(item, list) else None for item in value]

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from jaxspec.config.request import RequestError
-from server.protocol.base import Open, check_text, shown
+from server.protocol.base import Open, at, check_text, read_each, shown
 from server.protocol.message_tools import CHANGES, read_change
 
 MAX_BLOCKS = 1000  # of one message, and of one result
@@ -36,6 +36,8 @@ BY_ROLE = {
     "user": ("text", "image", "document", "search_result", "tool_result"),
     "assistant": ("text", "tool_use", "thinking", "compaction", *CALLS, *RESULTS, *NEEDLESS),
     "tool_result": ("text", "image", "document", "search_result", "tool_reference"),
+    "document": ("text",),
+    "search_result": ("text",),
 }
 
 
@@ -46,15 +48,15 @@ class _Block(Open):
 Blocks = Annotated[list[_Block], Field(max_length=MAX_BLOCKS)]
 
 
-def blocks_of(content: Any) -> list[Any]:
-    """The blocks of a content, which may be a string. **Raises:** `RequestError`."""
+def read_blocks(content: Any, role: str) -> list[dict[str, Any]]:
+    """The checked blocks of a `role`'s content, which may be a string. **Raises:** `RequestError` at the block."""
     if isinstance(content, str):
-        return [{"type": "text", "text": content}]
+        return [_text(check_text(content))]
     if not isinstance(content, list):
-        raise RequestError(f"the content must be a string or a list of blocks, got {shown(content)}")
+        raise RequestError(f"must be a string or a list of blocks, got {shown(content)}")
     if len(content) > MAX_BLOCKS:
-        raise RequestError(f"the content has {len(content)} blocks, at most {MAX_BLOCKS} are allowed")
-    return content
+        raise RequestError(f"has {len(content)} blocks, at most {MAX_BLOCKS} are allowed")
+    return read_each(content, lambda block: read(block, role))
 
 
 def read(block: Any, role: str) -> dict[str, Any]:
@@ -62,8 +64,8 @@ def read(block: Any, role: str) -> dict[str, Any]:
     document as text. **Raises:** `RequestError`."""
     kind = block.get("type") if isinstance(block, dict) else None
     if kind not in BY_ROLE[role]:
-        given = f"a block of type {shown(kind)}" if isinstance(kind, str) else shown(block)
-        raise RequestError(f"{role} content has {given}, which is not supported; send {', '.join(BY_ROLE[role])}")
+        given = f"the type {shown(kind)}" if isinstance(kind, str) else shown(block)
+        raise RequestError(f"{role} content takes blocks of type {', '.join(BY_ROLE[role])}, got {given}")
     if kind == "text":
         return _text(_string(block, "text"))
     if kind == "image":
@@ -72,12 +74,12 @@ def read(block: Any, role: str) -> dict[str, Any]:
         return _document(block)
     if kind == "search_result":
         says = [_string(block, "title"), _string(block, "source")]
-        return _text("\n".join([*says, *(read(each, "system")["text"] for each in blocks_of(block.get("content")))]))
+        return _text("\n".join([*says, *_texts(block, kind)]))
     if kind == "tool_reference":
         return _text(f"The tool {_string(block, 'tool_name')} can be called now.")
     if kind == "tool_result":
-        content = block.get("content")
-        results = [read(each, "tool_result") for each in blocks_of("" if content is None else content)]
+        with at("content"):
+            results = read_blocks("" if block.get("content") is None else block["content"], kind)
         error = block.get("is_error") or False
         if not isinstance(error, bool):
             raise RequestError(f"a tool_result needs true or false as its is_error, got {shown(error)}")
@@ -146,6 +148,11 @@ def _text(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
+def _texts(block: dict[str, Any], role: str) -> list[str]:
+    with at("content"):
+        return [text["text"] for text in read_blocks(block.get("content"), role)]
+
+
 def _string(block: dict[str, Any], name: str) -> str:
     if not isinstance(block.get(name), str):
         raise RequestError(f"a {block['type']} block needs a string as its {name}, got {shown(block.get(name))}")
@@ -168,7 +175,8 @@ def _document(block: dict[str, Any]) -> dict[str, Any]:
     if kind == "text":
         body = _string(source, "data")
     elif kind == "content":
-        body = "\n".join(read(each, "system")["text"] for each in blocks_of(source.get("content")))
+        with at("source"):
+            body = "\n".join(_texts(source, "document"))
     else:
         raise RequestError(f"a document needs a source of type text or content, got {shown(kind)}; send PDFs as text")
     head = [_string(block, name) for name in ("title", "context") if block.get(name) is not None]

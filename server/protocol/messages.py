@@ -11,11 +11,24 @@ from typing import Annotated, Any, ClassVar, Literal, NotRequired
 from pydantic import Field, PlainValidator
 
 from jaxspec.config.request import MAX_STOPS, RequestError
-from server.protocol.base import Body, Integer, Object, Open, Priority, Text, at_most, must_be, refuse_misspelt, shown
+from server.protocol.base import (
+    Body,
+    Integer,
+    Object,
+    Open,
+    Priority,
+    Text,
+    at,
+    at_most,
+    must_be,
+    read_each,
+    refuse_misspelt,
+    shown,
+)
 from server.protocol.chat import MAX_MESSAGES, Effort, Variables
 from server.protocol.described import checked_later
 from server.protocol.generation import Biases, Numbers, Sampled, StopString
-from server.protocol.message_blocks import Blocks, blocks_of, parts, read, system_text
+from server.protocol.message_blocks import Blocks, parts, read_blocks, system_text
 from server.protocol.message_tools import CHANGES, Choice, Tools, after_changes, read_choice, read_tools
 
 # Where this route's fields stand in a chat's body, for errors that name them.
@@ -34,7 +47,7 @@ SAME = (
 BUDGETS = ((4096, "low"), (16384, "medium"))  # tokens of thinking below which a budget asks for an effort; else high
 
 
-class _Message(Open):
+class _Turn(Open):
     role: Literal["user", "assistant"]
     content: str | Blocks
 
@@ -56,30 +69,29 @@ class _Thinking(Open):
     display: NotRequired[Literal["summarized", "omitted"] | None]
 
 
-Messages = Annotated[list[_Message | _SystemMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+Messages = Annotated[list[_Turn | _SystemMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
-    """`messages`, each a role and checked blocks. **Raises:** `RequestError` that says which isn't one."""
+    """`messages`, each a role and checked blocks. **Raises:** `RequestError` at the first that isn't one."""
     if not isinstance(value, list) or not value:
         raise RequestError(f"must be a list of messages, not empty, got {shown(value)}")
     if len(value) > MAX_MESSAGES:
         raise RequestError(f"has {len(value)} messages, at most {MAX_MESSAGES} are allowed")
-    found = []
-    for place, message in enumerate(value):
-        role = message.get("role") if isinstance(message, dict) else None
-        if role not in ("user", "assistant", "system"):
-            given = f"the role {shown(role)}" if role is not None else shown(message)
-            raise RequestError(f"message {place} must have the role user, assistant or system, got {given}")
-        try:
-            found.append(_system_message(message) if role == "system" else {"role": role, **_blocks(message, role)})
-        except RequestError as error:
-            raise RequestError(f"message {place}: {error}") from None
-    return found
+    return read_each(value, _message)
+
+
+def _message(message: Any) -> dict[str, Any]:
+    role = message.get("role") if isinstance(message, dict) else None
+    if role not in ("user", "assistant", "system"):
+        given = f"the role {shown(role)}" if role is not None else shown(message)
+        raise RequestError(f"must have the role user, assistant or system, got {given}")
+    return _system_message(message) if role == "system" else {"role": role, **_blocks(message, role)}
 
 
 def _blocks(message: dict[str, Any], role: str) -> dict[str, Any]:
-    return {"blocks": [read(block, role) for block in blocks_of(message.get("content"))]}
+    with at("content"):
+        return {"blocks": read_blocks(message.get("content"), role)}
 
 
 def _system_message(message: dict[str, Any]) -> dict[str, Any]:
@@ -90,13 +102,14 @@ def _system_message(message: dict[str, Any]) -> dict[str, Any]:
         raise RequestError(f"clear_at must be next_user_message or never, got {shown(until)}")
     if not isinstance(config, dict | None):
         raise RequestError(f"output_config must be an object, got {shown(config)}")
-    refuse_misspelt(config or {}, ("effort",))
+    with at("output_config"):
+        refuse_misspelt(config or {}, ("effort",))
     told = {"passing": until == "next_user_message", "effort": (config or {}).get("effort")}
     return {"role": "system", **_blocks({"content": [], **message}, "system message"), **told}
 
 
 def _system(value: Any) -> str:
-    return system_text([read(block, "system") for block in blocks_of(value)])
+    return system_text(read_blocks(value, "system"))
 
 
 def _thinking(value: Any) -> dict[str, Any]:
@@ -135,6 +148,12 @@ class CountTokensRequest(Body):
     output_format: Object | None = None  # the beta's name of output_config.format
     chat_template_kwargs: Variables | None = None
 
+    @property
+    def places(self) -> dict[str, str]:
+        """Where this body's fields stand in a chat's, for errors that name them."""
+        beta = self.output_format is not None and not (self.output_config and self.output_config.format)
+        return PLACES | {"response_format": "output_format"} if beta else PLACES
+
     def chat(self) -> tuple[dict[str, Any], list[int]]:
         """The body of the chat that this is, and for each of its messages the number of the one that it came from.
 
@@ -161,7 +180,8 @@ class CountTokensRequest(Body):
                 raise RequestError(
                     f'must have "type": "json_schema" and a schema, got {shown(given)}', "response_format"
                 )
-            refuse_misspelt(given, ("type", "schema"))
+            with at("response_format"):
+                refuse_misspelt(given, ("type", "schema"))
             chat["response_format"] = {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}}
         return chat, origins
 

@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field, PlainValidator, ValidatorFunctionWrapHan
 
 from jaxspec.config.request import MAX_LOGPROBS, REPORTS, RequestError, SamplingParams, StructuredOutput
 from jaxspec.images.chats import Media
-from server.protocol.base import Body, Integer, Priority, Text, check_text, check_texts, describe_ranges, shown, whole
+from server.protocol.base import Body, Integer, Priority, Text, check_text, describe_ranges, read_each, shown, whole
 from server.protocol.completion import MAX_COMPLETIONS, Ids, Several, as_ids
 from server.protocol.described import NULL, add_rules, any_of, fields, is_true, null, one_of
 from server.protocol.generation import Sampled, check_limit
@@ -93,7 +93,7 @@ def _texts(value: Any) -> Any:
         return check_text(value)
     if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
         raise RequestError("must be a string or a list of strings, not empty")
-    return check_texts(value)
+    return read_each(value, check_text)
 
 
 def _one_or_each(

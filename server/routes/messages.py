@@ -14,7 +14,7 @@ from jaxspec.config.request import CONTEXT_EXCEEDED, RequestError
 from jaxspec.text.errors import TooLong
 from server.http.field_names import their_fields
 from server.protocol import ChatRequest
-from server.protocol.messages import PLACES, CountTokensRequest, MessagesRequest
+from server.protocol.messages import CountTokensRequest, MessagesRequest
 from server.replies import Prompt
 from server.replies.messages import MessagesReply
 from server.routes.serving import Serving
@@ -30,7 +30,7 @@ def add(app: FastAPI, serving: Serving) -> None:
     def chat_of(body: CountTokensRequest) -> Iterator[ChatRequest]:
         """The chat that a body means. Within, errors about it name the body's fields."""
         origins: list[int] = []
-        with their_fields(PLACES, lambda number: ("messages", origins[number], "content")):
+        with their_fields(body.places, lambda number: ("messages", origins[number], "content")):
             chat, origins[:] = body.chat()
             yield ChatRequest.model_validate(chat)
 
