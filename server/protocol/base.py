@@ -59,6 +59,13 @@ def read_each[T](values: list[Any], read: Callable[[Any], T]) -> list[T]:
     return found
 
 
+def as_text(value: Any) -> str:
+    """**Raises:** `RequestError` for another value than a text that UTF-8 can spell."""
+    if not isinstance(value, str):
+        raise RequestError(f"must be a string, got {shown(value)}")
+    return check_text(value)
+
+
 def text_size(value: Any) -> int:
     """Characters of all strings in a JSON value, keys included."""
     if isinstance(value, str):

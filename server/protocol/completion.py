@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from operator import countOf
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PlainValidator, model_validator
 
 from jaxspec.config.request import RequestError, SamplingParams
-from server.protocol.base import Integer, TokenId, check_text, read_each, whole
+from server.protocol.base import Integer, TokenId, as_text, check_text, read_each, shown, whole
 from server.protocol.generation import Generation
 
 OPENAI_MAX_TOKENS = 16  # of /v1/completions, when a request gives none
@@ -24,27 +24,37 @@ def as_prompts(value: Any) -> list[str] | list[list[int]]:
     by the engine, which knows it."""
     if isinstance(value, str):
         return [check_text(value)]
-    if isinstance(value, list) and value:
-        if isinstance(value[0], str | list) and len(value) > MAX_COMPLETIONS:
-            raise RequestError(f"has {len(value)} prompts, at most {MAX_COMPLETIONS} in one request; send several")
-        if all(isinstance(item, str) for item in value):
-            return read_each(value, check_text)
-        if (ids := as_ids(value)) is not None:
-            return [ids]
-        prompts = [as_ids(item) if isinstance(item, list) else None for item in value]
-        if None not in prompts:
-            return prompts
-    raise RequestError(
-        "must be a string, a list of strings, a list of token ids or a list of lists of token ids, none of them empty"
-    )
+    if not isinstance(value, list) or not value:
+        raise RequestError(
+            "must be a string, a list of strings, a list of token ids or a list of lists of token ids, none of them "
+            f"empty, got {shown(value)}"
+        )
+    if isinstance(value[0], str):
+        return read_prompts(value, as_text)
+    return read_prompts(value, as_ids) if isinstance(value[0], list) else [as_ids(value)]
 
 
-def as_ids(values: list[Any]) -> list[int] | None:
-    """Token ids as integers; None for a list that has something else."""
-    for each in (values, map(whole, values)):
-        if countOf(map(type, given := list(each)), int) == len(given):
+def read_prompts[T](values: list[Any], read: Callable[[Any], T]) -> list[T]:
+    """Prompts of one kind: the first's, to which `read` holds the others."""
+    if len(values) > MAX_COMPLETIONS:
+        raise RequestError(f"has {len(values)} prompts, at most {MAX_COMPLETIONS} in one request; send several")
+    return read_each(values, read)
+
+
+def as_ids(values: Any) -> list[int]:
+    """Token ids as integers. **Raises:** `RequestError`, with the place of the first that isn't one."""
+    if not isinstance(values, list):
+        raise RequestError(f"must be a list of token ids, got {shown(values)}")
+    for given in (values, list(map(whole, values))):
+        if countOf(map(type, given), int) == len(given):
             return given
-    return None
+    return read_each(values, _id)
+
+
+def _id(value: Any) -> int:
+    if type(found := whole(value)) is not int:
+        raise RequestError(f"must be a token id, an integer, got {shown(value)}")
+    return found
 
 
 class CompletionRequest(Generation):

@@ -27,9 +27,11 @@ from server.protocol.base import (
     Priority,
     Text,
     TokenId,
+    as_text,
     at_most,
     check_text,
     describe_ranges,
+    read_each,
     shown,
 )
 from server.protocol.described import add_rules, any_of, is_true, null
@@ -42,12 +44,13 @@ Biases = Annotated[dict[BiasedToken, Annotated[float, Field(ge=-100, le=100)]], 
 
 
 def _stop(value: Any) -> list[str]:
-    strings = [value] if isinstance(value, str) else value
-    if isinstance(strings, list) and len(strings) > MAX_STOPS:
-        raise RequestError(f"takes at most {MAX_STOPS} strings, got {len(strings)}")
-    if not isinstance(strings, list) or not all(isinstance(item, str) for item in strings):
+    if isinstance(value, str):
+        value = [check_text(value)]
+    if not isinstance(value, list):
         raise RequestError(f"must be a string or a list of strings, got {shown(value)}")
-    return [check_text(item) for item in strings if item]  # an empty one is none
+    if len(value) > MAX_STOPS:
+        raise RequestError(f"takes at most {MAX_STOPS} strings, got {len(value)}")
+    return [item for item in read_each(value, as_text) if item]  # an empty one is none
 
 
 def _logit_bias(value: Any) -> dict[int, float]:

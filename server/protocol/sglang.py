@@ -12,8 +12,19 @@ from pydantic import ConfigDict, Field, PlainValidator, ValidatorFunctionWrapHan
 
 from jaxspec.config.request import MAX_LOGPROBS, REPORTS, RequestError, SamplingParams, StructuredOutput
 from jaxspec.images.chats import Media
-from server.protocol.base import Body, Integer, Priority, Text, check_text, describe_ranges, read_each, shown, whole
-from server.protocol.completion import MAX_COMPLETIONS, Ids, Several, as_ids
+from server.protocol.base import (
+    Body,
+    Integer,
+    Priority,
+    Text,
+    as_text,
+    check_text,
+    describe_ranges,
+    read_each,
+    shown,
+    whole,
+)
+from server.protocol.completion import MAX_COMPLETIONS, Ids, Several, as_ids, read_prompts
 from server.protocol.described import NULL, add_rules, any_of, fields, is_true, null, one_of
 from server.protocol.generation import Sampled, check_limit
 from server.protocol.structured import Grammar, Regex, Schema, naming
@@ -91,9 +102,9 @@ def _texts(value: Any) -> Any:
     """A text, or a list of them."""
     if isinstance(value, str):
         return check_text(value)
-    if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
-        raise RequestError("must be a string or a list of strings, not empty")
-    return read_each(value, check_text)
+    if not isinstance(value, list) or not value:
+        raise RequestError(f"must be a string or a list of strings, not empty, got {shown(value)}")
+    return read_each(value, as_text)
 
 
 def _one_or_each(
@@ -103,14 +114,20 @@ def _one_or_each(
     that must be `unique`, no two are equal."""
     lowest, highest = -math.inf if least is None else least, math.inf if most is None else most
 
+    def one(value: Any, allowed: str = what) -> Any:
+        found = whole(value) if kind is int else value
+        if type(found) is not kind or (kind is int and not lowest <= found <= highest):
+            raise RequestError(f"must be {allowed}, got {shown(value)}")
+        return found
+
     def check(value: Any) -> Any:
-        values = [whole(each) if kind is int else each for each in (value if isinstance(value, list) else [value])]
-        if not all(type(each) is kind and (kind is not int or lowest <= each <= highest) for each in values):
-            raise RequestError(f"must be {what} or a list with one for each prompt, got {shown(value)}")
+        if not isinstance(value, list):
+            return one(value, f"{what} or a list with one for each prompt")
+        values = read_each(value, one)
         if unique and len(set(values)) < len(values):
             again = Counter(values).most_common(1)[0][0]
             raise RequestError(f"is {shown(again)} for several prompts; give each prompt one of its own")
-        return values if isinstance(value, list) else values[0]
+        return values
 
     described = Annotated[kind, Field(ge=least, le=most)]
     several = Annotated[list[described], Several, Field(json_schema_extra={"uniqueItems": unique})]
@@ -119,15 +136,11 @@ def _one_or_each(
 
 def _ids(value: Any) -> Any:
     """A list of token ids, or several. The engine checks them against the vocabulary."""
-    if isinstance(value, list) and value:
-        if isinstance(value[0], list) and len(value) > MAX_COMPLETIONS:
-            raise RequestError(f"has {len(value)} prompts, at most {MAX_COMPLETIONS} in one request; send several")
-        if (ids := as_ids(value)) is not None:
-            return ids
-        prompts = [as_ids(ids) if isinstance(ids, list) and ids else None for ids in value]
-        if None not in prompts:
-            return prompts
-    raise RequestError("must be a list of token ids or a list of such lists, none of them empty")
+    if not isinstance(value, list) or not value or [] in value:
+        raise RequestError(
+            f"must be a list of token ids or a list of such lists, none of them empty, got {shown(value)}"
+        )
+    return read_prompts(value, as_ids) if isinstance(value[0], list) else as_ids(value)
 
 
 def _images(value: Any) -> Any:
