@@ -31,7 +31,6 @@ from jaxspec.checkpoint.demo import cache_folder
 log = logging.getLogger("jaxspec")
 
 CHECKSUM_BYTES = hashlib.sha256().digest_size
-OWN_FOLDER = "name a folder of your own in $JAXSPEC_CACHE"
 
 
 def enable_compilation_cache() -> None:
@@ -100,7 +99,8 @@ class Executables:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except NotPrivate as error:
-            log.log(self._level(), "%s; until then each start compiles its programs", error)
+            said = "no program of it is run, so each start compiles them; $JAXSPEC_CACHE may name another folder"
+            log.log(self._level(), "%s; %s", error, said)
         except Exception as error:
             log.warning("%s can't be used, so the program is compiled again: %s", path, error)
         return None
@@ -143,9 +143,9 @@ def refuse_unless_private(path: Path, status: os.stat_result) -> None:
     A folder above it needs no look: whoever replaces `path` there becomes its owner.
     """
     if status.st_uid not in (os.geteuid(), 0):
-        raise NotPrivate(f"{path} belongs to user {status.st_uid}, so its programs aren't run; {OWN_FOLDER}")
+        raise NotPrivate(f"{path} belongs to user {status.st_uid}, not to this one")
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise NotPrivate(f"others can write to {path}, so its programs aren't run; run `chmod -R go-w` on it")
+        raise NotPrivate(f"others can write to {path}, until you run `chmod -R go-w` on it")
 
 
 def make_private(folder: Path) -> None:

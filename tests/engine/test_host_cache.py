@@ -521,6 +521,10 @@ def test_a_folder_that_cannot_be_is_refused_with_words(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="--disk-kv-path: no pages can be kept there"):
         DiskFiles(str(tmp_path / "file"), None)
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0").chmod(0o777)
+    with pytest.raises(ConfigError, match=r"there: others can write to \S*/0, until you run `chmod"):
+        DiskFiles(str(tmp_path), None)
     with pytest.raises(ConfigError, match="Give that a size, too, with --host-kv-gb"):
         engines.LLM(engines.checkpoint(), "ngram", **engines.SMALL | {"disk_kv_gb": 1.0})
     with pytest.raises(ConfigError, match="--disk-kv-path needs --disk-kv-gb"):
