@@ -206,7 +206,7 @@ class MessagesRequest(CountTokensRequest, Numbers):
 
     IGNORED = frozenset({"speed"})  # Anthropic's, and no misspelt seed
 
-    max_tokens: Annotated[Integer, Field(ge=1)]
+    max_tokens: Annotated[Integer, Field(ge=0)]  # 0: the prompt is cached, for requests that begin with it
     stop_sequences: (
         Annotated[list[StopString], Field(max_length=MAX_STOPS), at_most(MAX_STOPS, "strings"), must_be(list, "a list")]
         | None

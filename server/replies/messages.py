@@ -6,6 +6,7 @@ begins, and blocks count from 0.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import secrets
 from typing import Any
@@ -25,8 +26,10 @@ BLOCKS = {CONTENT: "text", REASONING: "thinking"}
 
 
 class MessagesReply:
-    """**Arguments:** `limit` is the client's `max_tokens`; `shows_thinking` False leaves the text of thinking out, as
-    `display: omitted` asks; the signature carries it then, so that the next turn's prompt has it."""
+    """**Arguments:** `limit` is the client's `max_tokens`, of which 0 shows nothing; `shows_thinking` False leaves the
+    text of thinking out, as `display: omitted` asks; the signature carries it then, so that the next turn's prompt has
+    it.
+    """
 
     def __init__(
         self,
@@ -83,6 +86,9 @@ class MessagesReply:
     # -- deltas to blocks ----------------------------------------------------------------------------------------------
 
     def _advance(self, delta: Delta) -> str:
+        if self._limit == 0:  # the engine always generates a token
+            end = "length" if delta.finish_reason == "stop" else delta.finish_reason
+            delta = dataclasses.replace(delta, text="", token_ids=[], finish_reason=end)
         self._tokens += len(delta.token_ids)
         if self._reasoning:
             self._reasoning.take(delta)

@@ -343,7 +343,7 @@ def test_turns_that_anthropics_servers_made_are_read():
 
 
 @pytest.mark.parametrize("change,says", [
-    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
     ({"max_tokens": None}, "max_tokens"),
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0]: must have the role"),
@@ -400,6 +400,17 @@ def test_a_long_prompt_says_so_and_a_large_limit_is_what_fits(http, fake):
     assert re.match(r"prompt is too long: \d+ tokens > ", http.post(PATH, json=enormous).json()["error"]["message"])
     assert http.post(PATH, json=ASK | {"max_tokens": 32000}).status_code == 200
     assert fake.started[-1][1].max_tokens is None
+
+
+@pytest.mark.parametrize("said", ["H", "Hello"])  # the engine's one token ends its text, or doesn't
+def test_no_tokens_cache_the_prompt_alone(http, fake, said):
+    fake.text = said
+    whole = http.post(PATH, json=ASK | {"max_tokens": 0}).json()
+    assert fake.started[-1][1].no_tokens and fake.started[-1][1].max_tokens == 1
+    assert (whole["content"], whole["stop_reason"], whole["usage"]["output_tokens"]) == ([], "max_tokens", 0)
+    events = events_of(http.post(PATH, json=ASK | {"max_tokens": 0, "stream": True}))
+    assert [event["type"] for event in events] == ["message_start", "ping", "message_delta", "message_stop"]
+    assert joined(events) == whole | {"id": events[0]["message"]["id"]}
 
 
 def test_names_keys_and_routes():
