@@ -161,6 +161,7 @@ class Body(BaseModel):
     IGNORED: ClassVar[frozenset[str]] = frozenset()
     # Fields that other servers know and that would change the answer, with the values of each that ask for nothing.
     UNSUPPORTED: ClassVar[dict[str, tuple]] = {}
+    RENAMED: ClassVar[dict[str, str]] = {}  # fields of other APIs, and what this one calls them
     LENIENT: ClassVar[bool] = False  # other fields pass unread, see `refuse_misspelt`
 
     @model_validator(mode="before")
@@ -180,6 +181,8 @@ class Body(BaseModel):
             elif name in cls.UNSUPPORTED:
                 if value not in cls.UNSUPPORTED[name]:
                     raise RequestError(f"{name} is not supported by this server; leave it out", name)
+            elif name in cls.RENAMED:
+                raise RequestError(f"unknown field {name!r}; here it is {cls.RENAMED[name]}", name)
             elif not cls.LENIENT:
                 near = difflib.get_close_matches(name, known, 1) if len(name) <= MAX_NAME else ()
                 hint = f"did you mean {near[0]}?" if near else f"known fields: {', '.join(sorted(known))}"

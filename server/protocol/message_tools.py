@@ -10,7 +10,7 @@ from pydantic import Field
 
 from jaxspec.config.request import RequestError
 from server.protocol.base import Open, refuse_misspelt, shown
-from server.protocol.tools import MAX_TOOLS, Name
+from server.protocol.tools import MAX_TOOLS, Name, read_tool
 
 log = logging.getLogger("jaxspec.server")
 
@@ -51,6 +51,9 @@ def read_tools(value: Any) -> list[dict[str, Any]]:
     for place, tool in enumerate(value):
         if not isinstance(tool, dict) or not isinstance(tool.get("type"), str | None):
             raise RequestError(f"tool {place} must have a name and an input_schema, got {shown(tool)}")
+        if tool.get("type") == "function":
+            own = '{"name": "NAME", "description": "...", "input_schema": {...}}'
+            raise RequestError(f"tool {place} has OpenAI's type function; here a tool is {own}")
         if tool.get("type") not in (None, "custom"):
             _log_skipped(tool["type"])
             continue
@@ -58,7 +61,8 @@ def read_tools(value: Any) -> list[dict[str, Any]]:
         if not isinstance(schema, dict):
             raise RequestError(f"tool {place} needs a JSON schema as its input_schema, got {shown(schema)}")
         function = {key: tool[key] for key in ("name", "description", "strict") if tool.get(key) is not None}
-        found.append({"type": "function", "function": function | {"parameters": {"type": "object", **schema}}})
+        given = {"type": "function", "function": function | {"parameters": {"type": "object", **schema}}}
+        found.append(read_tool(given, f"tool {place}"))
     return found
 
 

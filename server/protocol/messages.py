@@ -13,6 +13,7 @@ from pydantic import Field, PlainValidator
 from jaxspec.config.request import MAX_STOPS, RequestError
 from server.protocol.base import (
     Body,
+    CacheSalt,
     Integer,
     Object,
     Open,
@@ -42,8 +43,10 @@ PLACES = {
 # Fields that mean in a chat what they mean here, as far as this route has them.
 SAME = (
     *Sampled.model_fields,
-    *("model", "stream", "max_tokens", "seed", "min_tokens", "fixed_drafts", "chat_template_kwargs"),
+    *("model", "stream", "max_tokens", "seed", "min_tokens", "fixed_drafts", "cache_salt", "chat_template_kwargs"),
 )
+THINKING = ("enabled", "disabled", "adaptive", "between_tools")
+DISPLAYS = ("summarized", "omitted")
 BUDGETS = ((4096, "low"), (16384, "medium"))  # tokens of thinking below which a budget asks for an effort; else high
 
 
@@ -64,9 +67,9 @@ class _SystemMessage(Open):
 
 
 class _Thinking(Open):
-    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    type: Literal[*THINKING]
     budget_tokens: NotRequired[int]
-    display: NotRequired[Literal["summarized", "omitted"] | None]
+    display: NotRequired[Literal[*DISPLAYS] | None]
 
 
 Messages = Annotated[list[_Turn | _SystemMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -113,12 +116,13 @@ def _system(value: Any) -> str:
 
 
 def _thinking(value: Any) -> dict[str, Any]:
-    kinds = ("enabled", "disabled", "adaptive", "between_tools")
-    if not isinstance(value, dict) or value.get("type") not in kinds:
-        raise RequestError(f"must have the type {', '.join(kinds[:-1])} or {kinds[-1]}, got {shown(value)}")
+    if not isinstance(value, dict) or value.get("type") not in THINKING:
+        raise RequestError(f"must have the type {', '.join(THINKING[:-1])} or {THINKING[-1]}, got {shown(value)}")
     budget = value.get("budget_tokens")
     if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 0):
         raise RequestError(f"budget_tokens must be a number of tokens, got {shown(budget)}")
+    if (display := value.get("display")) not in (None, *DISPLAYS):
+        raise RequestError(f"display must be {' or '.join(DISPLAYS)}, got {shown(display)}")
     refuse_misspelt(value, ("type", "budget_tokens", "display"))
     return value
 
@@ -136,7 +140,8 @@ class CountTokensRequest(Body):
 
     LENIENT = True
     # Unread, `thread` would answer the newest messages alone, and `compaction` the conversation that it summarises.
-    UNSUPPORTED: ClassVar[dict[str, tuple]] = {"thread": (), "compaction": ()}
+    UNSUPPORTED: ClassVar[dict[str, tuple]] = {"thread": (), "compaction": (), "n": (1,)}
+    RENAMED: ClassVar[dict[str, str]] = {name: place for name, place in PLACES.items() if name != "prompt"}
 
     messages: Annotated[list[dict], PlainValidator(_messages, json_schema_input_type=Messages)]
     model: Text | None = None
@@ -220,6 +225,8 @@ class MessagesRequest(CountTokensRequest, Numbers):
     logit_bias: Annotated[Any, checked_later(Biases)] | None = None
     speculative: bool | None = None
     fixed_drafts: bool | None = None
+    store: bool | None = None
+    cache_salt: CacheSalt | None = None
     priority: Priority | None = None
     lora_path: Text | None = None  # SGLang's: an adapter's name
 

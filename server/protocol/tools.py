@@ -137,7 +137,7 @@ def read_tools(value: Any) -> list[dict[str, Any]]:
     """`tools`, each with its `type` and a function. **Raises:** `RequestError` for the first that isn't one, by its
     place."""
     _check_list(value, "tools")
-    tools = [_tool(tool, f"tool {place}") for place, tool in enumerate(value)]
+    tools = [read_tool(tool, f"tool {place}") for place, tool in enumerate(value)]
     kinds: dict[str, str] = {}
     for place, tool in enumerate(tools):
         if kinds.setdefault(name := tool["function"]["name"], tool["type"]) != tool["type"]:
@@ -158,7 +158,8 @@ def _check_list(value: Any, what: str) -> None:
         raise RequestError(f"has {len(value)} {what}, at most {MAX_TOOLS} are allowed")
 
 
-def _tool(tool: Any, where: str) -> dict[str, Any]:
+def read_tool(tool: Any, where: str) -> dict[str, Any]:
+    """A tool with its `type` and a function. **Raises:** `RequestError` that says `where` it stands."""
     kind = tool.get("type") if isinstance(tool, dict) else None
     if kind not in KINDS or not isinstance(tool.get(kind), dict):
         raise RequestError(

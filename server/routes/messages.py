@@ -65,7 +65,7 @@ def add(app: FastAPI, serving: Serving) -> None:
                 name = lora or serving.name
                 return MessagesReply(prompt, settings, name, speech, serving.texts, limit=body.max_tokens, **options)
 
-            return await serving.answer(request, make(), body.stream, priority=body.priority, lora=lora)
+            return await serving.answer(request, make(), body.stream, body.store, body.priority, lora)
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountTokensRequest) -> dict[str, int]:

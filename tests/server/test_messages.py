@@ -80,6 +80,7 @@ def joined(events):
 
 def test_text(http, fake):
     body = ASK | {"system": "Be brief.", "temperature": 0.5, "top_k": 3, "metadata": {"user_id": "me"}, "new_key": [1]}
+    body["cache_salt"] = "mine"
     headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "a,b", "X-Request-Id": "mine"}
     response = http.post(f"{PATH}?beta=true", json=body, headers=headers)
     assert response.status_code == 200 and response.headers["request-id"] == "mine"
@@ -88,7 +89,7 @@ def test_text(http, fake):
     assert (reply["type"], reply["role"], reply["model"]) == ("message", "assistant", "fake/model")
     assert (reply["stop_reason"], reply["stop_sequence"]) == ("end_turn", None)
     prompt, params = fake.started[-1]
-    assert (params.temperature, params.top_k, params.max_tokens) == (0.5, 3, 64)
+    assert (params.temperature, params.top_k, params.max_tokens, params.cache_salt) == (0.5, 3, 64, "mine")
     assert prompt_text(fake).startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhello<|im_end|>")
     assert reply["usage"] == {
         "input_tokens": len(prompt) - 2,
@@ -358,6 +359,12 @@ def test_turns_that_anthropics_servers_made_are_read():
     ({"messages": [turn("user", {"type": "tool_result"})]}, "tool_use_id"),
     ({"messages": [turn("system", text(""))]}, "empty"),
     ({"tools": [{"name": "f"}]}, "input_schema"),
+    ({"tools": [{"type": "bash_20250124", "name": "bash"}, TOOL | {"name": "a b"}]}, "tool 1 needs a name"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tool 0 has OpenAI's type function"),
+    ({"stop": ["a"]}, "here it is stop_sequences"),
+    ({"response_format": {"type": "json_object"}}, "here it is output_config.format"),
+    ({"n": 2}, "n is not supported"),
+    ({"thinking": {"type": "adaptive", "display": "all"}}, "display must be summarized or omitted, got 'all'"),
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
     (
         {"tools": [{"type": "web_search_20250305", "name": "s"}], "tool_choice": {"type": "tool", "name": "s"}},

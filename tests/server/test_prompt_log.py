@@ -54,11 +54,12 @@ def test_what_is_not_kept(tmp_path):
         path,
         ("/v1/chat/completions", CHAT | {"store": False}),
         ("/v1/completions", {"prompt": "x", "store": False}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5, "store": False}),
         ("/v1/completions", {"prompt": "late failure"}),
         ("/v1/completions", {"prompt": "x", "max_tokens": 1}),
         ("/v1/completions", {"prompt": "x", "max_tokens": -1}),
     )
-    assert codes == [200, 200, 500, 200, 400] and path.read_text() == ""
+    assert codes == [200, 200, 200, 500, 200, 400] and path.read_text() == ""
 
 
 def test_the_file_is_its_owners_and_is_appended_to(tmp_path):
