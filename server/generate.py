@@ -329,6 +329,6 @@ class EventStream(Response):
                 if text := self.reply.chunks(number, delta):
                     yield text
         except Exception as error:
-            yield self.reply.failed(describe(error, self.llm.error).body)
+            yield self.reply.failed(describe(error, self.llm.error))
             return
         yield self.reply.closing()

@@ -79,9 +79,9 @@ class MessagesReply:
         """The last event of a stream that went well."""
         return self._event("message_stop")
 
-    def failed(self, body: dict[str, Any]) -> str:
-        """The last event of a stream that failed, with an error's `body`."""
-        return self._event(**as_anthropic(500, body))
+    def failed(self, error: ApiError) -> str:
+        """The last event of a stream that failed."""
+        return self._event(**as_anthropic(error.status, error.body))
 
     # -- deltas to blocks ----------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from jaxspec.config.request import Delta, SamplingParams, TokenLogprobs
 from jaxspec.images import picture as engine
 from jaxspec.images.picture import PlacedPicture
 from jaxspec.text.detokenizer import Detokenizer
+from server.http.errors import ApiError
 from server.replies.logprobs import TokenNames, prompt_logprobs
 from server.replies.speculation import Speculation
 
@@ -96,7 +97,7 @@ class Answer(Protocol):
     def jobs(self) -> list[Job]: ...
     def chunks(self, prompt: int, delta: Delta) -> str: ...
     def closing(self) -> str: ...
-    def failed(self, body: dict[str, Any]) -> str: ...
+    def failed(self, error: ApiError) -> str: ...
     def take(self, prompt: int, delta: Delta) -> None: ...
     def whole(self) -> Any: ...
 
@@ -179,9 +180,9 @@ class Reply:
         last |= self._speculation.fields()
         return event(encode(last)) + DONE
 
-    def failed(self, body: dict[str, Any]) -> str:
-        """The last events of a stream that failed, with an error's `body`."""
-        return event(encode(body)) + DONE
+    def failed(self, error: ApiError) -> str:
+        """The last events of a stream that failed."""
+        return event(encode(error.body)) + DONE
 
     def take(self, prompt: int, delta: Delta) -> None:
         """Gather a delta for `whole`."""

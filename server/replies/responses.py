@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxspec.config.request import Delta, SamplingParams, TokenLogprobs
 from server.chat.speech import Calls, Speech
+from server.http.errors import ApiError
 from server.parsers import ARGUMENTS, CALL, CONTENT, REASONING, Piece
 from server.protocol.response_tools import Origin
 from server.protocol.tools import INPUT
@@ -82,11 +83,11 @@ class ResponsesReply:
         """The last event of a stream that went well: what became of the response is its name."""
         return self._event(f"response.{self._response['status']}", response=self._response)
 
-    def failed(self, body: dict[str, Any]) -> str:
-        """The last events of a stream that failed, with an error's `body`."""
-        error = {"code": "server_error", "message": body["error"]["message"]}
+    def failed(self, error: ApiError) -> str:
+        """The last events of a stream that failed."""
+        told = {"code": "server_error", "message": error.body["error"]["message"]}
         events = self._close("incomplete")
-        self._response |= {"status": "failed", "error": error, "usage": self._usage()}
+        self._response |= {"status": "failed", "error": told, "usage": self._usage()}
         return events + self._event("response.failed", response=self._response)
 
     # -- deltas to items -----------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxspec.config.request import Delta, TokenLogprobs
+from server.http.errors import ApiError
 from server.replies.logprobs import FLOOR, TokenNames
 from server.replies.reply import DONE, Job, cached_by_tier, encode, event, media_tokens
 from server.replies.speculation import Speculation
@@ -77,8 +78,8 @@ class GenerateReply:
     def closing(self) -> str:
         return DONE
 
-    def failed(self, body: dict[str, Any]) -> str:
-        return event(encode(body)) + DONE
+    def failed(self, error: ApiError) -> str:
+        return event(encode(error.body)) + DONE
 
     def _shown(self, index: int) -> dict[str, Any]:
         output, (prompt, choice) = self._outputs[index], divmod(index, self._n)

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.request import Delta, RequestError, RequestMetrics, SamplingParams
+from jaxspec.engine.async_llm import EngineDead, Overloaded, RequestTimeout
 from server.app import create_app
 from server.chat.speech import PLAIN, Speech
 from server.protocol.messages import MessagesRequest
@@ -445,17 +446,26 @@ def test_names_keys_and_routes():
 
 
 class Failing(Scripted):
+    fails: Exception = KeyError("a secret")
+
     async def _deltas(self, prompt, params):
         yield Delta("id", 0, "a", [97])
-        raise KeyError("a secret")
+        raise self.fails
 
 
-def test_an_error_ends_a_stream():
-    with serving(create_app(Failing(), "fake/model")) as url, httpx.Client(base_url=url) as http:
-        events = events_of(http.post(PATH, json=ASK | {"stream": True}))
-        assert events[-1]["type"] == "error" and events[-1]["error"]["type"] == "api_error"
-        told = http.post(PATH, json=ASK)
-        assert (told.status_code, told.json()["error"]["type"]) == (500, "api_error") and "secret" not in told.text
+def test_an_error_ends_a_stream_with_the_type_of_its_status():
+    with serving(create_app(engine := Failing(), "fake/model")) as url, httpx.Client(base_url=url) as http:
+        for error, status, kind in (
+            (engine.fails, 500, "api_error"),
+            (RequestTimeout("late"), 504, "timeout_error"),
+            (Overloaded("full"), 429, "rate_limit_error"),
+            (EngineDead("stopped"), 503, "overloaded_error"),
+        ):
+            engine.fails = error
+            events = events_of(http.post(PATH, json=ASK | {"stream": True}))
+            assert events[-1]["type"] == "error" and events[-1]["error"]["type"] == kind
+            told = http.post(PATH, json=ASK)
+            assert (told.status_code, told.json()["error"]["type"]) == (status, kind) and "secret" not in told.text
 
 
 VALUES = [
