@@ -6,6 +6,7 @@ Anthropic's clients that of `as_anthropic`, and none carries a traceback.
 
 from __future__ import annotations
 
+import difflib
 import logging
 import re
 from collections.abc import Iterator, Mapping
@@ -22,7 +23,7 @@ from starlette.types import Scope
 from jaxspec.config.request import Busy, RequestError
 from jaxspec.engine.adapters import UNKNOWN
 from jaxspec.engine.async_llm import EngineDead, Overloaded, RequestFailed, RequestTimeout
-from server.protocol.base import field_path, shown
+from server.protocol.base import MAX_NAME, MISSPELT, field_path, shown
 
 log = logging.getLogger("jaxspec.server")
 
@@ -165,7 +166,9 @@ def install(app: FastAPI) -> None:
     async def _http_error(request: Request, error: HTTPException) -> JSONResponse:
         where = f"{request.method} {request.url.path}"
         if error.status_code == 404:
-            message = f"no such route: {where}; routes: {', '.join(sorted(app.openapi()['paths']))}"
+            paths, path = sorted(app.openapi()["paths"]), request.url.path
+            near = difflib.get_close_matches(path, paths, 1, MISSPELT) if len(path) <= MAX_NAME else ()
+            message = f"no such route: {where}; {f'did you mean {near[0]}?' if near else f'routes: {", ".join(paths)}'}"
         elif error.status_code == 405:
             allowed = ", ".join(sorted(_methods(app, request)))
             message = f"{where} is not allowed; use {allowed}"

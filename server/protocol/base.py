@@ -22,7 +22,7 @@ ELSEWHERE = {
     "features": "send pictures as image_data, data: URLs, and their tokens in token_ids",
 }
 REQUEST_ID = r"[A-Za-z0-9._:/+=@-]{1,128}"  # of a client
-MAX_NAME = 64  # characters of an unknown field for which a known one is sought that is spelt alike
+MAX_NAME = 64  # characters of an unknown field or path for which a known one is sought that is spelt alike
 MISSPELT = 0.85  # likeness of names, by difflib: `nam` is a `name`
 
 

@@ -244,6 +244,10 @@ def test_wrong_model_names_the_served_one(client):
 
 def test_unknown_route_and_method(http):
     assert "/v1/chat/completions" in error(http.post("/v1/chat"), 404)["message"]
+    for path, near in (("/chat/completions", CHAT), ("/v1/v1/messages", "/v1/messages"), ("/v1/model", "/v1/models")):
+        message = error(http.post(path), 404)["message"]
+        assert message == f"no such route: POST {path}; did you mean {near}?"
+    assert "did you mean" not in error(http.post("/v1/completions" * 4000), 404)["message"]
     reply = http.get(TEXT)
     assert "use POST" in error(reply, 405)["message"] and reply.headers["allow"] == "POST"
     both = http.put("/flush_cache")
