@@ -3,6 +3,7 @@
 import contextlib
 import json
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from jaxspec.config.request import RequestError
 from server.http import json_reader
+from server.http.gate import MAX_BODY_BYTES
 from server.http.json_reader import MAX_DEPTH, MAX_DIGITS, MAX_ITEMS, MAX_KEY, MAX_STRING, MAX_VALUES
 from server.http.json_reader import walk as parse
 
@@ -178,3 +180,15 @@ def _outcome(read, body):
         return repr(read(body))
     except RequestError as error:
         return str(error)
+
+
+def test_the_documents_limits_are_these():
+    rows = f"""
+| bytes of a body | | {MAX_BODY_BYTES >> 20} MiB | 413 |
+| arrays and objects within one another | | {MAX_DEPTH} | 400 |
+| values in a body, token ids included | | {MAX_VALUES:,} | 400 |
+| values that aren't integers, and keys | | {MAX_ITEMS:,} | 400 |
+| one string; one key | | {MAX_STRING >> 20} MiB; {MAX_KEY >> 20} MiB | 400 |
+| digits of a number | | {MAX_DIGITS:,} | 400 |
+"""
+    assert rows in (Path(__file__).parents[3] / "docs/serving.md").read_text()
