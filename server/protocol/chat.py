@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from difflib import get_close_matches
+from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, FailFast, Field, PlainValidator, model_validator
@@ -138,6 +139,22 @@ class Message(Body):
         return {"role": self.role, "content": content} | {k: v for k, v in more.items() if v is not None}
 
 
+def in_call_order(messages: list[Message]) -> list[Message]:
+    """Put neighbouring results of tools in the order of their calls: a template that writes no ids pairs both by it.
+    They stay as they are if an id is there twice, or no call's."""
+    found: list[Message] = []
+    places: dict[str, int] = {}
+    for role, run in groupby(messages, lambda message: message.role):
+        run = list(run)
+        if role == "assistant":
+            ids = (call.get("id") for message in run for call in message.tool_calls or ())
+            places = {each: place for place, each in enumerate(ids)}
+        elif role == "tool" and len({each.tool_call_id for each in run} & places.keys()) == len(run):
+            run.sort(key=lambda message: places[message.tool_call_id])
+        found += run
+    return found
+
+
 def describe_chat(schema: dict[str, Any]) -> None:
     """Add to the JSON schema what `ChatRequest` checks of fields that belong together."""
     describe_generation(schema)
@@ -207,6 +224,7 @@ class ChatRequest(Generation):
                 "max_completion_tokens",
             )
         self.tools, self.tool_choice = callable_tools(self.tools, self.tool_choice)
+        self.messages = self.messages and in_call_order(self.messages)
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
         if self.add_generation_prompt and self.continue_final_message:

@@ -14,6 +14,7 @@ from openai import BadRequestError, OpenAI
 from jaxspec.text.tokenizer import Tokenizer
 from server.app import create_app
 from server.chat.speech import Formats
+from server.protocol import ChatRequest
 from tests.server.fake import FakeLLM, byte_tokenizer
 from tests.server.live import serving
 from tests.server.parsers.cases import AREA, WEATHER, coder, hermes
@@ -514,3 +515,19 @@ def test_formats_by_the_chat_template(model_type, template, reasoning, tools):
     assert (found.reasoning, found.tools) == (reasoning, tools)
     flags = Formats.of(model_type, template, "none", "mistral")
     assert (flags.reasoning, flags.tools) == (None, "mistral")
+
+
+@pytest.mark.parametrize("given,read", [
+    (("b", "a"), "ab"),
+    (("c", "b", "a"), "abc"),
+    (("b", "x", "a"), "bxa"),
+    (("b", "a", "b"), "bab"),
+])  # fmt: skip
+def test_results_stand_in_the_order_of_their_calls(given, read):
+    """Most templates write no ids, and pair calls and results by their order."""
+    calls = [{"id": each, "type": "function", "function": {"name": each, "arguments": "{}"}} for each in "abc"]
+    turns = [{"role": "assistant", "tool_calls": calls[:2]}, {"role": "assistant", "tool_calls": calls[2:]}]
+    results = [{"role": "tool", "tool_call_id": each, "content": each} for each in given]
+    more = [{"role": "user", "content": "x"}, {"role": "tool", "tool_call_id": "a", "content": "a"}]
+    body = ChatRequest.model_validate({"messages": [*turns, *results, *more]})
+    assert "".join(message.content or " " for message in body.messages) == f"  {read}xa"
