@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+from itertools import chain, groupby
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -36,7 +37,7 @@ BY_ROLE = {
     "user": ("text", "image", "document", "search_result", "tool_result"),
     "assistant": ("text", "tool_use", "thinking", "compaction", *CALLS, *RESULTS, *NEEDLESS),
     "tool_result": ("text", "image", "document", "search_result", "tool_reference"),
-    "document": ("text",),
+    "document": ("text", "image"),
     "search_result": ("text",),
 }
 
@@ -61,7 +62,7 @@ def read_blocks(content: Any, role: str) -> list[dict[str, Any]]:
 
 def read(block: Any, role: str) -> dict[str, Any]:
     """A block of a `role`'s content, checked: an image as the chat's part, a call with its arguments as a string, a
-    document as text. **Raises:** `RequestError`."""
+    document as its parts. **Raises:** `RequestError`."""
     kind = block.get("type") if isinstance(block, dict) else None
     if kind not in BY_ROLE[role]:
         given = f"the type {shown(kind)}" if isinstance(kind, str) else shown(block)
@@ -74,7 +75,9 @@ def read(block: Any, role: str) -> dict[str, Any]:
         return _document(block)
     if kind == "search_result":
         says = [_string(block, "title"), _string(block, "source")]
-        return _text("\n".join([*says, *_texts(block, kind)]))
+        with at("content"):
+            texts = read_blocks(block.get("content"), kind)
+        return _text("\n".join([*says, *(each["text"] for each in texts)]))
     if kind == "tool_reference":
         return _text(f"The tool {_string(block, 'tool_name')} can be called now.")
     if kind == "tool_result":
@@ -110,7 +113,8 @@ def system_text(blocks: list[dict[str, Any]]) -> str:
 
 def parts(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Checked blocks as parts of a chat's message, without empty texts."""
-    return [block for block in blocks if block["type"] != "text" or block["text"]]
+    found = chain.from_iterable(block["parts"] if block["type"] == "document" else [block] for block in blocks)
+    return [part for part in found if part["type"] != "text" or part["text"]]
 
 
 def carrying(thought: str) -> str:
@@ -148,11 +152,6 @@ def _text(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
-def _texts(block: dict[str, Any], role: str) -> list[str]:
-    with at("content"):
-        return [text["text"] for text in read_blocks(block.get("content"), role)]
-
-
 def _string(block: dict[str, Any], name: str) -> str:
     if not isinstance(block.get(name), str):
         raise RequestError(f"a {block['type']} block needs a string as its {name}, got {shown(block.get(name))}")
@@ -169,15 +168,21 @@ def _image(source: Any) -> dict[str, Any]:
 
 
 def _document(block: dict[str, Any]) -> dict[str, Any]:
-    """A document of text, behind its title and context."""
+    """A document's parts, texts and images, behind its title and context."""
     source = block.get("source")
     kind = source.get("type") if isinstance(source, dict) else None
     if kind == "text":
-        body = _string(source, "data")
+        body = [_text(_string(source, "data"))]
     elif kind == "content":
-        with at("source"):
-            body = "\n".join(_texts(source, "document"))
+        with at("source.content"):
+            body = read_blocks(source.get("content"), "document")
     else:
-        raise RequestError(f"a document needs a source of type text or content, got {shown(kind)}; send PDFs as text")
-    head = [_string(block, name) for name in ("title", "context") if block.get(name) is not None]
-    return _text("\n".join([*head, body]))
+        raise RequestError(
+            f"a document needs a source of type text or content, got {shown(kind)}; send a PDF's pages as those"
+        )
+    head = [_text(_string(block, name)) for name in ("title", "context") if block.get(name) is not None]
+    found: list[dict[str, Any]] = []
+    for kind, run in groupby(head + body, lambda part: part["type"]):
+        same = list(run)
+        found += [_text("\n".join(part["text"] for part in same))] if kind == "text" else same
+    return {"type": "document", "parts": found}

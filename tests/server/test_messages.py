@@ -257,6 +257,9 @@ def test_turns():
     assert roles([turn("user", text("a")), turn("assistant", USE), failed])[-1] == ("tool", "Error:\n7")
     prefill = [*ASK["messages"], turn("assistant", text("It is"))]
     assert chat(prefill)["continue_final_message"] is True and "continue_final_message" not in chat(ASK["messages"])
+    pages = {"type": "document", "title": "t", "source": {"type": "content", "content": [text("p"), PIXEL]}}
+    parts = as_chat_of([turn("user", pages, text("?"))])[0]["content"]
+    assert [each.get("text") for each in parts] == ["t\np", None, "?"] and parts[1]["type"] == "image_url"
     shown = as_chat_of([turn("user", text("what?"), PIXEL)])[0]["content"]
     assert shown[1] == {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 
@@ -352,8 +355,8 @@ def test_turns_that_anthropics_servers_made_are_read():
     ({"messages": [turn("user", text("a"), {"type": "video"})]}, "messages[0].content[1]: user content takes"),
     ({"messages": [turn("user", RESULT | {"content": [text("a"), {"type": "text"}]})]}, ".content[0].content[1]: a "),
     (
-        {"messages": [turn("user", {"type": "document", "source": {"type": "content", "content": [PIXEL]}})]},
-        "messages[0].content[0].source.content[0]: document content takes blocks of type text, got",
+        {"messages": [turn("user", {"type": "document", "source": {"type": "content", "content": [{"type": "a"}]}})]},
+        "messages[0].content[0].source.content[0]: document content takes blocks of type text, image, got",
     ),
     ({"messages": [turn("system", text("")) | {"output_config": {"efort": 1}}]}, "messages[0].output_config.efort: u"),
     ({"messages": [turn("user", text("a")), turn("assistant", text("b")), turn("user", PIXEL)]}, "messages[2].content"),
