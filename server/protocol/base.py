@@ -52,10 +52,12 @@ def field_path(place: str, field: str | None) -> str:
 
 def read_each[T](values: list[Any], read: Callable[[Any], T]) -> list[T]:
     """`read` of each value of a list; an error has its place: "[2]"."""
-    found = []
-    for place, value in enumerate(values):
-        with at(f"[{place}]"):
+    found: list[T] = []
+    try:
+        for value in values:
             found.append(read(value))
+    except RequestError as error:
+        raise RequestError(str(error), field_path(f"[{len(found)}]", error.param), error.code) from None
     return found
 
 

@@ -45,16 +45,11 @@ def as_ids(values: Any) -> list[int]:
     """Token ids as integers. **Raises:** `RequestError`, with the place of the first that isn't one."""
     if not isinstance(values, list):
         raise RequestError(f"must be a list of token ids, got {shown(values)}")
-    for given in (values, list(map(whole, values))):
-        if countOf(map(type, given), int) == len(given):
+    for each in (values, map(whole, values)):
+        if countOf(map(type, given := list(each)), int) == len(given):
             return given
-    return read_each(values, _id)
-
-
-def _id(value: Any) -> int:
-    if type(found := whole(value)) is not int:
-        raise RequestError(f"must be a token id, an integer, got {shown(value)}")
-    return found
+    place = next(place for place, each in enumerate(given) if type(each) is not int)
+    raise RequestError(f"must be a token id, an integer, got {shown(values[place])}", f"[{place}]")
 
 
 class CompletionRequest(Generation):
