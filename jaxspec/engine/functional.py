@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from jaxspec.cache.recurrent import NOTHING
 from jaxspec.checkpoint import Model
 from jaxspec.config.json_values import shown
 from jaxspec.config.options import ConfigError
-from jaxspec.config.request import RequestError
+from jaxspec.config.request import RequestError, SamplingParams
 from jaxspec.decoder.forward import Hidden, forward, unembed
 from jaxspec.drafters.base import DraftBatch, Proposal, Verified, proposed
 from jaxspec.drafters.loading import LoadedDrafter
@@ -28,6 +29,7 @@ from jaxspec.rounds import programs as rounds
 from jaxspec.rounds.packing import empty_slots, pack_blocks
 
 PAGE = 16
+ENCODE = "model.tokenizer.encode makes them of a text"
 SHORTEST = 32  # tokens that `propose` pads a prompt to, at least: to a power of two, so that few programs are compiled
 
 
@@ -42,7 +44,7 @@ def logits(model: Model, tokens: Int[Any, "b t"], *, params: Any = None) -> Floa
     one that `jaxspec.load_model` returns.
     """
     tokens = checked(model, tokens)
-    return plain_logits(model.config, model.params if params is None else params, tokens)
+    return plain_logits(model.config, own_params(model, params), tokens)
 
 
 def hidden_states(
@@ -58,7 +60,7 @@ def hidden_states(
     tokens, layers = checked(model, tokens), checked_layers(model, layers)
     if not layers:
         raise RequestError("layers must name at least one layer", "layers")
-    return _hidden_states(model.config, layers, model.params if params is None else params, tokens)
+    return _hidden_states(model.config, layers, own_params(model, params), tokens)
 
 
 def checked_layers(model: Model, layers: Any) -> tuple[int, ...]:
@@ -78,6 +80,12 @@ def checked_layers(model: Model, layers: Any) -> tuple[int, ...]:
 
 def checked(model: Model, tokens: Any) -> np.ndarray | Array:
     """Tokens i32[b, t] for this model. **Raises:** as `logits`."""
+    checked_model(model)
+    return integers("tokens", tokens, ("b", "t"), 0, model.config.vocab_size - 1, ENCODE)
+
+
+def checked_model(model: Any) -> None:
+    """**Raises:** `ConfigError` unless it is one that `jaxspec.load_model` returns, on one device."""
     if not isinstance(model, Model):
         named = repr(model) if isinstance(model, str) else "'Qwen/Qwen3-8B'"
         raise ConfigError(f"model must be a loaded one, got {shown(model)}; load it first: jaxspec.load_model({named})")
@@ -85,21 +93,52 @@ def checked(model: Model, tokens: Any) -> np.ndarray | Array:
         raise ConfigError(
             f"model was loaded with tp_size={model.tp_size}; these functions run on one device: load it with tp_size=1"
         )
-    if isinstance(tokens, jax.core.Tracer):
-        if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
-            raise RequestError(f"tokens must be int[b, t], got {tokens.dtype}{list(tokens.shape)}", "tokens")
-        return tokens.astype(jnp.int32)
+
+
+def fits(model: Model, name: str, length: int) -> None:
+    """**Raises:** `RequestError` for a text that is longer than the model's positions."""
+    if length > (most := model.config.max_position):
+        raise RequestError(f"{name}: {length} tokens are more than the model's {most} positions. Give fewer", name)
+
+
+def integers(
+    name: str, value: Any, shape: Sequence[int | str], least: int, most: int | np.ndarray, hint: str = ""
+) -> np.ndarray | Array:
+    """`value` as an i32 array of `shape`, in which letters stand for any size above 0; traced values stay unread.
+
+    **Raises:** `RequestError` for another shape or dtype, and for known values outside of `least` to `most`.
+    """
+    axes = ", ".join(map(str, shape))
+    wanted = f"{name} must be int[{axes}]" if shape else f"{name} must be an integer"
+    hint = f"; {hint}" if hint else ""
+    traced = any(isinstance(each, jax.core.Tracer) for each in jax.tree.leaves(value))
     try:
-        tokens = np.asarray(tokens)
+        array = jnp.asarray(value) if traced else np.asarray(value)
     except ValueError as error:
-        raise RequestError("tokens must be int[b, t]: sequences of one length, or one at a time", "tokens") from error
-    if tokens.ndim != 2 or tokens.size == 0 or not np.issubdtype(tokens.dtype, np.integer):
-        raise RequestError(f"tokens must be int[b, t], not empty; got {tokens.dtype}{list(tokens.shape)}", "tokens")
-    if tokens.min() < 0 or tokens.max() >= model.config.vocab_size:
-        raise RequestError(
-            f"token ids must be 0 to {model.config.vocab_size - 1}, got {tokens.min()} to {tokens.max()}", "tokens"
-        )
-    return tokens.astype(np.int32)
+        raise RequestError(f"{wanted}: sequences of one length, got {shown(value)}{hint}", name) from error
+    if not np.issubdtype(array.dtype, np.integer) or not _has_shape(array, shape):
+        given = shown(value) if array.dtype.kind in "OSU" else f"{array.dtype}[{', '.join(map(str, array.shape))}]"
+        raise RequestError(f"{wanted}, got {given}{hint}", name)
+    if traced:
+        return array.astype(jnp.int32)
+    if ((array < least) | (array > most)).any():
+        raise RequestError(f"{name} must be from {least} to {np.max(most)}, got {shown(value)}{hint}", name)
+    return array.astype(np.int32)
+
+
+def _has_shape(array: Any, shape: Sequence[int | str]) -> bool:
+    axes = zip(array.shape, shape, strict=False)
+    return array.ndim == len(shape) and all(n > 0 if isinstance(axis, str) else n == axis for n, axis in axes)
+
+
+def own_params(model: Model, params: Any) -> Any:
+    """`params`, or the model's own if None. **Raises:** `RequestError` for a tree that lacks some of the model's."""
+    if params is None:
+        return model.params
+    if not isinstance(params, Mapping) or (missing := sorted(model.params.keys() - params.keys())):
+        lacks = f"it lacks {', '.join(missing)}" if isinstance(params, Mapping) else f"got {shown(params)}"
+        raise RequestError(f"params must be a tree like model.params; {lacks}", "params")
+    return params
 
 
 def _forward(config, params, tokens, capture=()):
@@ -153,15 +192,9 @@ def propose(model: Model, drafter: LoadedDrafter, prompt_tokens: list[int], n: i
     **Raises:** as `logits`, and `ConfigError` if `drafter` isn't one that `jaxspec.load_drafter` returns, or can't
     draft `n` tokens.
     """
-    if not isinstance(prompt_tokens, list | tuple | np.ndarray | jax.Array) or not np.size(prompt_tokens):
-        raise RequestError(
-            f"prompt_tokens must be a list of token ids, at least one, got {shown(prompt_tokens)}", "prompt_tokens"
-        )
-    if isinstance(prompt_tokens, np.ndarray | jax.Array) and prompt_tokens.ndim != 1:
-        raise RequestError(
-            f"prompt_tokens must be int[t], got {prompt_tokens.dtype}{list(prompt_tokens.shape)}", "prompt_tokens"
-        )
-    prompt = checked(model, [prompt_tokens])[0]
+    checked_model(model)
+    prompt = integers("prompt_tokens", prompt_tokens, ("t",), 0, model.config.vocab_size - 1, ENCODE)
+    fits(model, "prompt_tokens", len(prompt))
     drafter = _resized(_loaded(drafter), n, model.config.max_position)
     length, lookahead = len(prompt), drafter.drafter.lookahead
     block = max(SHORTEST, 1 << (length - 1).bit_length())
@@ -245,12 +278,10 @@ def propose_along(
         raise RequestError("tokens must be known; propose_along is one compiled program already", "tokens")
     if tokens.shape[1] < 2:
         raise RequestError("tokens must be two or more: drafts follow the second token on, which is known", "tokens")
-    if not isinstance(start, int) or not 1 <= start < tokens.shape[1]:
-        raise RequestError(
-            f"start must be from 1 to {tokens.shape[1] - 1}, the texts' last, got {shown(start)}", "start"
-        )
-    if not temperature >= 0:
-        raise RequestError(f"temperature must be at least 0, got {shown(temperature)}", "temperature")
+    fits(model, "tokens", tokens.shape[1])
+    start = int(integers("start", start, (), 1, tokens.shape[1] - 1))
+    sampling = SamplingParams(temperature=temperature, seed=0 if seed is None else seed)  # which checks both
+    temperature, seed = sampling.temperature, sampling.seed
     drafter = _resized(_loaded(drafter), n, model.config.max_position)
     what = model.config, drafter.drafter, model.dtype, start, temperature > 0, distributions
     seeds = np.array([[seed >> 32 & 0xFFFFFFFF, i + seed & 0xFFFFFFFF] for i in range(len(tokens))], np.uint32)

@@ -26,7 +26,7 @@ from jaxspec.config.options import ConfigError
 from jaxspec.config.request import RequestError
 from jaxspec.decoder.forward import Hidden, forward
 from jaxspec.engine.deterministic import PROMPT_BLOCK, fixed_order
-from jaxspec.engine.functional import PAGE, checked, plain_logits
+from jaxspec.engine.functional import PAGE, checked, own_params, plain_logits
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas import hopper
 from jaxspec.rounds.programs import own_logprobs
@@ -87,7 +87,7 @@ def logprobs(
         return *jax.vjp(partial(_plain, any_order(model.config), tokens), params)[1](slope), None
 
     exact.defvjp(lambda params, tokens: (exact(params, tokens), (params, tokens)), slopes)
-    given = model.params if params is None else params
+    given = own_params(model, params)
     if any(isinstance(each, jax.core.Tracer) for each in jax.tree.leaves((given, tokens))):
         return exact(given, tokens)
     own = in_order(given)

@@ -13,6 +13,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxspec.cache.mixers import Cache, PromptBlocks, RoundRows, empty_cache
@@ -22,7 +23,7 @@ from jaxspec.checkpoint import Model
 from jaxspec.config.json_values import shown
 from jaxspec.config.request import RequestError
 from jaxspec.decoder.forward import forward, unembed
-from jaxspec.engine.functional import PAGE, checked, checked_layers, features_of
+from jaxspec.engine.functional import PAGE, checked, checked_layers, features_of, fits, integers, own_params
 from jaxspec.sampling.acceptance import Tree
 
 
@@ -41,6 +42,7 @@ class TextCache:
     rows: int = flax.struct.field(pytree_node=False)
     _cache: Cache
     _replay: Int[Array, " b"]  # rows of the last step that stand and that recurrent layers have yet to enter
+    _pending: Int[Array, ""]  # rows of the last step, until `keep` says how many of them stand
 
     @property
     def _table(self) -> Int[Array, "b p"]:
@@ -85,19 +87,17 @@ def prefill(
     """
     tokens, layers = checked(model, tokens), checked_layers(model, layers)
     b, t = tokens.shape
-    if not t <= capacity <= model.config.max_position:
+    most = model.config.max_position
+    fits(model, "tokens", t)
+    if not isinstance(capacity, int | np.integer) or not t <= capacity <= most:
         raise RequestError(
-            f"capacity must be from the {t} tokens given to the model's {model.config.max_position} positions, got "
-            f"{shown(capacity)}",
+            f"capacity must be from the {t} tokens given to the model's {most} positions, got {shown(capacity)}",
             "capacity",
         )
-    if rows < 1:
-        raise RequestError(f"rows must be at least 1, got {shown(rows)}", "rows")
-    lengths = jnp.full((b,), t, jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
-    if lengths.shape != (b,):
-        raise RequestError(f"lengths must be int[{b}], got {list(lengths.shape)}", "lengths")
-    params = model.params if params is None else params
-    return _prefill(model.config, model.dtype, capacity, rows, layers, params, tokens, lengths)
+    rows = int(integers("rows", rows, (), 1, most))
+    lengths = jnp.asarray(integers("lengths", np.full(b, t) if lengths is None else lengths, (b,), 1, t))
+    params = _without_derivative(own_params(model, params))
+    return _prefill(model.config, model.dtype, int(capacity), rows, layers, params, tokens, lengths)
 
 
 def step(
@@ -116,25 +116,24 @@ def step(
     `params` as of `prefill`.
 
     **Raises:** as `logits`; `RequestError` for more rows than the cache's, or a tree for a model whose state goes from
-    one token to the next. Rows beyond the cache's capacity aren't kept.
+    one token to the next.
     """
     tokens, layers = checked(model, tokens), checked_layers(model, layers)
-    (b, q), texts = tokens.shape, len(cache.length)
+    (b, q), texts = tokens.shape, len(_cache(cache).length)
     if b != texts or q > cache.rows:
         raise RequestError(
             f"tokens must be int[{texts}, q] with q at most {cache.rows}, the cache's rows, got [{b}, {q}]", "tokens"
         )
     if parents is not None:
-        parents = jnp.asarray(parents, jnp.int32)
         if model.config.recurrent:
             raise RequestError(
                 f"parents: {model.config.model_type} has recurrent layers, whose state goes from one token to the "
                 "next; step over a chain",
                 "parents",
             )
-        if parents.shape != (b, q - 1):
-            raise RequestError(f"parents must be int[{b}, {q - 1}], got {list(parents.shape)}", "parents")
-    return _step(model.config, layers, model.params if params is None else params, cache, tokens, parents)
+        parents = integers("parents", parents, (b, q - 1), 0, np.arange(q - 1), "a draft follows a row before its own")
+    params = _without_derivative(own_params(model, params))
+    return _step(model.config, layers, params, cache, tokens, parents)
 
 
 def keep(cache: TextCache, count: Int[Any, " b"], path: Int[Any, "b k"] | None = None) -> TextCache:
@@ -143,16 +142,45 @@ def keep(cache: TextCache, count: Int[Any, " b"], path: Int[Any, "b k"] | None =
     **Arguments:** `count`: i32[b], 0 to the step's rows. `path`: after a step over a tree, the rows of the accepted
     path from row 0 down, of which `count` stand (`jaxspec.verify.walk` returns both).
 
-    **Raises:** `RequestError` for a known count that no step can have.
+    **Raises:** `RequestError` for rows that the last step didn't have, and beyond the cache's capacity, if both are
+    known; under `jax.jit` and the like they aren't.
     """
-    count = jnp.asarray(count, jnp.int32)
-    if not isinstance(count, jax.core.Tracer) and ((count < 0) | (count > cache.rows)).any():
-        raise RequestError(f"count must be from 0 to the step's rows, {cache.rows} at most, got {count}", "count")
+    known = not any(isinstance(each, jax.core.Tracer) for each in (_cache(cache).length, cache._pending, count))
+    rows = int(cache._pending) if known else cache.rows
+    count = integers("count", count, (len(cache.length),), 0, rows, f"the last step had {rows} rows")
+    if known and (full := np.asarray(cache.length) + count > cache.capacity).any():
+        raise RequestError(
+            f"count {shown(count.tolist())} makes texts longer than the cache's capacity of {cache.capacity} tokens: "
+            f"{np.flatnonzero(full).tolist()}. Keep fewer rows, or begin by prefill with a larger capacity",
+            "count",
+        )
     kv = cache._cache
     if path is not None:
-        rows = Rows(cache.length, count, cache._table)
-        kv = kv.replace(kv=tuple(rows.compact(pages, jnp.asarray(path), count) for pages in kv.kv))
-    return cache.replace(length=cache.length + count, _cache=kv, _replay=count)
+        path = integers("path", path, (len(cache.length), "k"), 0, max(rows - 1, 0))
+        at = Rows(cache.length, jnp.asarray(count), cache._table)
+        kv = kv.replace(kv=tuple(at.compact(pages, jnp.asarray(path), jnp.asarray(count)) for pages in kv.kv))
+    nothing = jnp.zeros((), jnp.int32)
+    return cache.replace(length=cache.length + count, _cache=kv, _replay=jnp.asarray(count), _pending=nothing)
+
+
+def _cache(cache: Any) -> TextCache:
+    if not isinstance(cache, TextCache):
+        raise RequestError(f"cache must be that of a prefill, a step or keep, got {type(cache).__name__}", "cache")
+    return cache
+
+
+@jax.custom_jvp
+def _without_derivative(params: Any) -> Any:
+    return params
+
+
+@_without_derivative.defjvp
+def _refuse(primals, tangents):
+    raise RequestError(
+        "params: prefill and step have no derivative, since they attend over pages. Differentiate jaxspec.logits or "
+        "jaxspec.hidden_states over whole texts",
+        "params",
+    )
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
@@ -160,7 +188,8 @@ def _prefill(config, dtype, capacity, rows, layers, params, tokens, lengths):
     b = len(tokens)
     pages = -(-(capacity + rows) // PAGE)
     layout = PageLayout(b * pages + 1, PAGE, dtype)
-    cache = TextCache(lengths, capacity, rows, empty_cache(config, layout, b, rows, dtype), jnp.zeros((b,), jnp.int32))
+    empty, none = empty_cache(config, layout, b, rows, dtype), jnp.zeros((b,), jnp.int32)
+    cache = TextCache(lengths, capacity, rows, empty, none, jnp.zeros((), jnp.int32))
     at = Rows(jnp.zeros_like(lengths), lengths, cache._table)
     nothing = jnp.full((b,), NOTHING, jnp.int32)
     mixer = PromptBlocks(at, jnp.arange(b, dtype=jnp.int32), nothing, nothing)
@@ -175,6 +204,7 @@ def _step(config, layers, params, cache, tokens, parents):
         tree = Tree.of(parents, q - 1)
         at = at.replace(depth=tree.depth, mask=tree.follows)
     mixer = RoundRows(at, jnp.arange(b, dtype=jnp.int32), cache._replay)
+    cache = cache.replace(_pending=jnp.int32(q))
     return _run(config, layers, params, cache, tokens, at, mixer)
 
 

@@ -85,6 +85,18 @@ def test_tokens_that_are_refused(model, tokens):
             call(model, tokens)
 
 
+@pytest.mark.parametrize("tokens", ["text", ["text"], [1, 2]])
+def test_an_error_says_how_tokens_are_made(model, tokens):
+    with pytest.raises(RequestError, match=r"tokens must be int\[b, t\], got .*model.tokenizer.encode makes them"):
+        jaxspec.logits(model, tokens)
+
+
+def test_a_prompt_beyond_the_models_positions_is_refused(model):
+    drafter, most = load_drafter("ngram", model), model.config.max_position
+    with pytest.raises(RequestError, match=f"prompt_tokens: {most + 1} tokens are more than the model's {most}"):
+        jaxspec.propose(model, drafter, [1] * (most + 1), 2)
+
+
 @pytest.mark.parametrize("layers", [(3,), (-2,), (0, 5)])
 def test_layers_that_are_refused(model, layers):
     with pytest.raises(RequestError, match="layers 0 to 1"):

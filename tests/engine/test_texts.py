@@ -102,13 +102,24 @@ def test_the_embedding_is_layer_minus_one(model):
 @pytest.mark.parametrize(("call", "words"), [
     (lambda m, c: jaxspec.prefill(m, TEXTS, capacity=19), "capacity must be from the 20 tokens"),
     (lambda m, c: jaxspec.prefill(m, TEXTS, [3], capacity=40), r"lengths must be int\[2\]"),
-    (lambda m, c: jaxspec.prefill(m, TEXTS, capacity=40, rows=0), "rows must be at least 1"),
+    (lambda m, c: jaxspec.prefill(m, TEXTS, capacity=40, rows=0), "rows must be from 1 to 1024, got 0"),
+    (lambda m, c: jaxspec.prefill(m, TEXTS, capacity=40.0), "capacity must be .* got 40.0"),
+    (lambda m, c: jaxspec.prefill(m, TEXTS, [20, 21], capacity=40), r"lengths must be from 1 to 20, got \[20, 21\]"),
+    (lambda m, c: jaxspec.prefill(m, TEXTS, [1.5, 2], capacity=40), r"lengths must be int\[2\], got float64"),
+    (lambda m, c: jaxspec.prefill(m, TEXTS, capacity=40, params={"norm": 0}), "params must be .* lacks embed, head"),
+    (lambda m, c: jaxspec.step(m, jaxspec.step(m, c, TEXTS[:, :3]), TEXTS[:, :3]), "cache must be .* got Step"),
+    (lambda m, c: jaxspec.step(m, c, TEXTS[:, :3], [[0, 0], [0, 2]]), "parents must be from .* follows a row before"),
+    (lambda m, c: jaxspec.keep(jaxspec.step(m, c, TEXTS[:, :3]).cache, [1, 1], [[3], [0]]), "path must be from 0 to 2"),
+    (lambda m, c: jaxspec.keep(c.replace(length=c.length + 35, _pending=3), [2, 1]), r"capacity of 40 tokens: \[0\]"),
     (lambda m, c: jaxspec.step(m, c, TEXTS), r"tokens must be int\[2, q\] with q at most 16"),
     (lambda m, c: jaxspec.step(m, c, TEXTS[:1, :3]), r"tokens must be int\[2, q\]"),
     (lambda m, c: jaxspec.step(m, c, TEXTS[:, :3], [[0], [0]]), r"parents must be int\[2, 2\]"),
     (lambda m, c: jaxspec.step(m, c, TEXTS[:, :3], layers=(9,)), "don't exist"),
-    (lambda m, c: jaxspec.keep(c, [1, 17]), "count must be from 0 to the step's rows, 16 at most"),
+    (lambda m, c: jaxspec.keep(c, [1, 0]), "count must be from 0 to 0, .* the last step had 0 rows"),
+    (lambda m, c: jaxspec.keep(jaxspec.step(m, c, TEXTS[:, :3]).cache, [4, 0]), "count .* the last step had 3 rows"),
     (lambda m, c: jaxspec.keep(c, [-1, 1]), "count must be from 0"),
+    (lambda m, c: jax.grad(lambda p: jaxspec.prefill(m, TEXTS, capacity=40, params=p).logits.sum())(m.params),
+     "no derivative.* Differentiate jaxspec.logits"),
     (lambda m, c: jaxspec.propose_along(m, load_drafter("ngram", m), [[1]], 2), "tokens must be two or more"),
 ])  # fmt: skip
 def test_what_is_refused(model, call, words):
@@ -161,6 +172,8 @@ def test_sampled_drafts_have_their_probabilities(model):
 
 @pytest.mark.parametrize(("given", "words"), [
     (dict(start=0), "start must be"), (dict(start=20), "start must be"), (dict(temperature=-1), "temperature must be"),
+    (dict(start=True), "start must be an integer"), (dict(temperature="x"), "temperature must be"),
+    (dict(seed=1.5), "seed must be"),
 ])  # fmt: skip
 def test_what_propose_along_refuses(model, given, words):
     with pytest.raises(RequestError, match=words):
