@@ -168,7 +168,7 @@ def _row(args: argparse.Namespace, run: Run) -> Row:
 
 def plot(document: Document, figure: Any) -> None:
     """Tokens a round by benchmark, acceptance by position, and speed-up by concurrency; 95% intervals."""
-    length_axes, position_axes, speed_axes = figure.subplots(1, 3)
+    length_axes, position_axes, speed_axes = figure.subplots(1, 3)  # a drafter has one colour in all three
     rows = document["rows"]
     drafts = [draft for draft in dict.fromkeys(row["draft"] for row in rows) if draft != PLAIN]
     names = list(dict.fromkeys(row["data"] for row in rows))
@@ -176,24 +176,24 @@ def plot(document: Document, figure: Any) -> None:
         mine, label = [row for row in rows if row["draft"] == draft], _named(draft)
         wholes = {row["data"]: row["parts"][0] for row in mine if row.get("parts")}
         x = np.arange(len(wholes)) + (i - (len(drafts) - 1) / 2) * 0.8 / len(drafts)
+        colour = f"C{i}"
         heights = np.array([whole["tokens_per_round"] or 0.0 for whole in wholes.values()])
         ends = [[whole[end] or height for whole, height in zip(wholes.values(), heights, strict=True)]
                 for end in ("low", "high")]  # fmt: skip
         around = np.abs(np.array(ends) - heights)
-        length_axes.bar(x, heights, 0.8 / len(drafts), yerr=around, capsize=2, label=label)
+        length_axes.bar(x, heights, 0.8 / len(drafts), yerr=around, capsize=2, label=label, color=colour)
         rounds = np.array([whole["rounds"] for whole in wholes.values()])
         shares = np.array([whole["positions"] for whole in wholes.values()])
-        position_axes.plot(range(1, shares.shape[1] + 1), rounds @ shares / rounds.sum(), "o-", label=label)
+        position_axes.plot(range(1, shares.shape[1] + 1), rounds @ shares / rounds.sum(), "o-", color=colour)
         if speeds := _mean_speedups(mine):
-            plots.with_interval(speed_axes, speeds, "concurrency", "speedup", label)
+            plots.with_interval(speed_axes, speeds, "concurrency", "speedup", color=colour)
     plots.rotated(length_axes, names)
     length_axes.set(ylabel="tokens a round")
     position_axes.set(xlabel="draft", ylabel="share of rounds that accept it", ylim=(0, 1))
     plots.whole(position_axes.xaxis)
-    for axes in (length_axes, position_axes):
-        axes.legend(fontsize="small")
-    speed_axes.axhline(1.0, color="k", linestyle="--", label="plain")
-    plots.against(speed_axes, [row["concurrency"] for row in rows], "requests", "speed-up, geometric mean")
+    speed_axes.axhline(1.0, color="k", linestyle="--")
+    plots.against(speed_axes, [row["concurrency"] for row in rows], "requests", "speed-up over plain, geometric mean")
+    plots.legend_below(figure, length_axes)
 
 
 def _mean_speedups(rows: list[Row]) -> list[Row]:

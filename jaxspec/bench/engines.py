@@ -49,7 +49,7 @@ def start(
     """
     started = time.perf_counter()
     engine = make(args, requests, imposed, **how)
-    result.fact(ready_s=time.perf_counter() - started, **device_facts())
+    result.fact(ready_s=time.perf_counter() - started, dtype=engine.runner.model.dtype, **device_facts())
     if imposed is not None:
         rates = imposed.of(engine.runner.draft.drafter.longest)
         result.fact(imposed=imposed.said, expected_accept_length=forced.expected_length(rates))

@@ -11,7 +11,7 @@ import argparse
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -126,63 +126,103 @@ def command(args: argparse.Namespace, each: Contender) -> list[str]:
 
 
 def report(args: argparse.Namespace, documents: Sequence[Document], found: Sequence[Contender]) -> str:
-    """The table, and what may mislead in it, which is written to `compare.md`, beside its figures and its chart. Plain
-    decoding is the first of the documents."""
+    """The table, how it was made and what may mislead in it, which is written to `compare.md`, beside its figures and
+    its chart. Plain decoding is the first of the documents."""
     plain = {(row["data"], row["concurrency"]): row for row in documents[0]["rows"]}
-    rows = [row for document in documents for row in document["rows"]]
-    for row in rows:
-        row |= acceptance.speedup(plain[row["data"], row["concurrency"]], row, args.seed)
-    whole = documents[0] | {"rows": rows, "notes": [note for document in documents for note in document["notes"]]}
+    methods = [each.args.command for each in found]
+    names = {each.draft: each.args.command if methods.count(each.args.command) == 1 else each.name for each in found}
+    rows, notes = [], []
+    for document in documents:
+        for row in document["rows"]:
+            row |= acceptance.speedup(plain[row["data"], row["concurrency"]], row, args.seed)
+            rows.append(row | {"draft": names.get(row["draft"], row["draft"])})
+        draft = document["rows"][0]["draft"]
+        notes += [note.replace(draft, names.get(draft, draft)) for note in document["notes"]]
+    whole = documents[0] | {"rows": rows, "notes": notes}
     (args.output / "compare.json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     if not args.no_plots:
         plots.draw(accept.plot, whole, args.output / "compare.svg")
-    text = table(rows, found) + "".join(f"\n\n{note}." for note in whole["notes"])
+    text = "\n\n".join([table(rows, names, found), said(args, documents, found), *(f"{note}." for note in notes)])
     (args.output / "compare.md").write_text(text + "\n", encoding="utf-8")
     return text
 
 
-def table(rows: Sequence[Row], found: Sequence[Contender]) -> str:
+def said(args: argparse.Namespace, documents: Sequence[Document], found: Sequence[Contender]) -> str:
+    """How the figures were made, in the sentences that a paper needs below its table."""
+    each = [document["facts"] for document in documents]
+    devices = _all(", ".join(facts["devices"]) + f" ({facts.get('cores')} CPU cores)" for facts in each)
+    versions = _all(f"jaxspec {f['commit']}, jax {f.get('versions', {}).get('jax')}" for f in each)
+    runs = {drafter.name: json.loads((drafter.args.output / "run.json").read_text())["settings"] for drafter in found}
+    texts = _all(f"{run.get('texts')} texts (sha256 {str(run.get('data_sha256'))[:12]})" for run in runs.values())
+    kinds = _all(f"{drafter.args.batch_size} rows of {drafter.args.row_length} tokens" for drafter in found)
+    questions = {row["data"]: row["prompts"] for row in documents[0]["rows"]}
+    asked = ", ".join(f"{count} of {name}" for name, count in questions.items())
+    flag, value = args.budget
+    dtypes = _all(facts.get("dtype", "a dtype that wasn't noted") for facts in each)
+    return " ".join([
+        f"Target: {args.model}, served in {dtypes} on {devices}; {versions}.",
+        f"Training: {value} {flag.lstrip('-')} a drafter, in batches of {kinds}, on {texts}; seed {args.seed}.",
+        f"Serving: {args.num_draft_tokens} drafts a round, greedy, at most {args.max_new_tokens} new tokens; "
+        f"questions: {asked}.",
+        "Tokens a round are of verify rounds, the bonus included, at the first number of requests. Tokens a second are "
+        "output tokens, prompts' time included. In parentheses: 95% intervals, by 2,000 bootstrap samples of the "
+        "prompts; one prompt has none. They don't cover another training seed or another run's timing.",
+    ])  # fmt: skip
+
+
+def _all(values: Iterable[str]) -> str:
+    """The values that differ: one where all that the table is of were made alike."""
+    return " / ".join(dict.fromkeys(values))
+
+
+def table(rows: Sequence[Row], names: Mapping[str, str], found: Sequence[Contender]) -> str:
     """Markdown: the drafters; tokens a round by data set and category; tokens a second and speed-up. Intervals are of
-    95%, and the best of a line is bold."""
-    methods = [each.args.command for each in found]
-    short = lambda each: each.args.command if methods.count(each.args.command) == 1 else each.name  # noqa: E731
-    mine = {short(each): [row for row in rows if row["draft"] == each.draft] for each in found}
+    95%, and the best of a line is bold. `names`: what `rows` call the drafters, by `Contender.draft`."""
+    mine = {name: [row for row in rows if row["draft"] == name] for name in names.values()}
     facts = [[each.name, f"{fact['mb']:.1f}", str(fact["steps"])] for each in found for fact in [each.facts()]]
     parts = {
         name: {(row["data"], part["category"]): part for row in own for part in row.get("parts", ())}
         for name, own in mine.items()
     }
     speeds = {name: {(row["data"], row["concurrency"]): row for row in own} for name, own in mine.items()}
+    prompts = {key: part["prompts"] for own in parts.values() for key, part in own.items()}
     lengths = [
-        [*key, *_best([parts[name].get(key) for name in mine], "tokens_per_round", "low", "high", "{:.2f}")]
+        [*key, str(prompts[key]),
+         *_best([parts[name].get(key) for name in mine], "tokens_per_round", "low", "high", "{:.2f}")]
         for key in dict.fromkeys(key for own in parts.values() for key in own)
-    ]
+    ]  # fmt: skip
     plain = {(row["data"], row["concurrency"]): row for row in rows if row["draft"] == PLAIN}
     faster = [
-        [key[0], str(key[1]), f"{plain[key]['tokens_per_s']:.0f}",
+        [key[0], str(key[1]), _speed(plain[key]),
          *_best([speeds[name].get(key) for name in mine], "speedup", "speedup_low", "speedup_high", "{:.2f}x",
-                lambda row: f"{row['tokens_per_s']:.0f}, ")]
+                lambda row: f"{_speed(row)}, ")]
         for key in plain
     ]  # fmt: skip
     return "\n\n".join([
         _markdown(["drafter", "MB", "steps"], facts),
         "Tokens a round:",
-        _markdown(["data", "category", *mine], lengths),
+        _markdown(["data", "category", "prompts", *mine], lengths),
         "Tokens a second, and speed-up over plain decoding:",
         _markdown(["data", "requests", "plain", *mine], faster),
     ])  # fmt: skip
+
+
+def _speed(row: Row) -> str:
+    """Tokens a second, in three digits or more."""
+    return f"{row['tokens_per_s']:{'.0f' if row['tokens_per_s'] >= 100 else '.3g'}}"
 
 
 def _best(
     cells: Sequence[Row | None], key: str, low: str, high: str, form: str, before: Callable[[Row], str] = lambda row: ""
 ) -> list[str]:
     """A line's cells: each figure with its interval, the best in bold."""
-    best = max((cell[key] or 0 for cell in cells if cell), default=0)
+    figures = {cell[key] for cell in cells if cell and cell[key] is not None}
+    best = max(figures) if len(figures) > 1 else None  # where all are alike, none is the best
 
     def show(cell: Row | None) -> str:
         if cell is None or cell[key] is None:
             return "-"
-        bold = "**" if cell[key] == best and len(cells) > 1 else ""
+        bold = "**" if cell[key] == best else ""
         around = "" if cell[low] is None else f" ({cell[low]:.2f} to {cell[high]:.2f})"
         return f"{before(cell)}{bold}{form.format(cell[key])}{bold}{around}"
 

@@ -10,6 +10,7 @@ from jaxspec.bench.results import BenchError, Document, Row, check_writable
 
 DOTS_PER_INCH = 120
 INCHES = 11, 4.5
+LINE = 150  # small letters side by side
 
 
 def check(path: Path) -> None:
@@ -31,11 +32,11 @@ def curve(axes: Any, rows: Sequence[Row], x: str, y: str, look: str = "o-", **op
     return line
 
 
-def with_interval(axes: Any, rows: Sequence[Row], x: str, y: str, label: str) -> None:
-    """A line through the rows, with bars from `y`_low to `y`_high where there are any."""
+def with_interval(axes: Any, rows: Sequence[Row], x: str, y: str, **options: Any) -> None:
+    """A line through the rows, with bars from `y`_low to `y`_high where there are any. `options` are matplotlib's."""
     ends = [[row[y] if row.get(f"{y}_{end}") is None else row[f"{y}_{end}"] for row in rows] for end in ("low", "high")]
     around = [[abs(row[y] - end) for row, end in zip(rows, each, strict=True)] for each in ends]
-    axes.errorbar([row[x] for row in rows], [row[y] for row in rows], around, fmt="o-", capsize=3, label=label)
+    axes.errorbar([row[x] for row in rows], [row[y] for row in rows], around, fmt="o-", capsize=3, **options)
 
 
 def against(axes: Any, x: Sequence[int], xlabel: str, ylabel: str) -> None:
@@ -49,6 +50,14 @@ def against(axes: Any, x: Sequence[int], xlabel: str, ylabel: str) -> None:
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[0]:
         axes.legend()
+
+
+def legend_below(figure: Any, axes: Any) -> None:
+    """Put one legend, of what `axes` has, below all of `figure`, in as many columns as its longest label allows."""
+    handles, labels = axes.get_legend_handles_labels()
+    if labels:
+        columns = max(1, min(len(labels), LINE // (max(map(len, labels)) + 6)))
+        figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize="small")
 
 
 def from_zero(axes: Any) -> None:

@@ -112,5 +112,5 @@ def plot(document: Document, figure: Any) -> None:
     score_axes.set(ylabel="share of right answers, 95% intervals", ylim=(0, None))
     score_axes.legend()
     for draft in dict.fromkeys(row["draft"] for row in rows):
-        plots.with_interval(speed_axes, [r for r in rows if r["draft"] == draft], "concurrency", "speedup", draft)
+        plots.with_interval(speed_axes, [r for r in rows if r["draft"] == draft], "concurrency", "speedup", label=draft)
     plots.against(speed_axes, [row["concurrency"] for row in rows], "requests", "speed-up, 95% intervals")

@@ -75,6 +75,9 @@ def test_speed_ups_have_intervals_and_drafts_whole_numbers():
     lengths, positions, speeds = figure.axes
     assert len([each for each in speeds.containers if each.has_yerr]) == 2
     assert all(tick == int(tick) for tick in positions.get_xticks())
+    (legend,) = figure.legends  # below: in the axes it would lie over bars and lines
+    assert [text.get_text() for text in legend.get_texts()] == ["eagle3", "ngram"]
+    assert not any(axes.get_legend() for axes in figure.axes)
     assert {label.get_rotation() for label in lengths.get_xticklabels()} == {30}
     (mean, _) = bench.accept._mean_speedups([row for row in rows if row["draft"] == "ngram"])
     assert mean["speedup"] == pytest.approx(1.5) and 1.2 < mean["speedup_low"] < 1.5 < mean["speedup_high"] < 2.0

@@ -76,39 +76,70 @@ def test_budgets():
 
 
 def row(draft, data, requests, speed, length=None):
-    part = {"category": "all", "tokens_per_round": length, "low": 2.0, "high": 3.0}
+    part = {"category": "all", "prompts": 2, "tokens_per_round": length, "low": 2.0, "high": 3.0}
     parts = {"parts": [part]} if length else {}
     each = [(10, 1 / speed), (20, 2 / speed)]
-    return {"draft": draft, "data": data, "concurrency": requests, "tokens_per_s": 100 * speed, "each": each, **parts}
+    return {
+        "draft": draft,
+        "data": data,
+        "concurrency": requests,
+        "prompts": 2,
+        "tokens_per_s": 100 * speed,
+        "each": each,
+        **parts,
+    }
 
 
 @pytest.fixture
 def contenders(tmp_path):
-    made = [matched.Contender(name, argparse.Namespace(command=name, output=tmp_path / name)) for name in ("a", "b")]
+    shape = dict(batch_size=4, row_length=64)
+    names = "a", "b"
+    made = [matched.Contender(n, argparse.Namespace(command=n, output=tmp_path / n, **shape)) for n in names]
     for each in made:
         (each.args.output / "drafter").mkdir(parents=True)
         each.weights.write_bytes(bytes(2_500_000))
         (each.args.output / "metrics.jsonl").write_text('{"step": 1}\n{"step": 30}\n')
+        run = {"settings": {"texts": 90, "data_sha256": "0123456789abcdef"}}
+        (each.args.output / "run.json").write_text(json.dumps(run))
     return made
 
 
 def document(draft, speed, length=None):
-    facts = {"commit": None, "devices": []}
+    facts = {"commit": "c0", "devices": ["cuda:0 H200"], "cores": 16, "dtype": "bfloat16", "versions": {"jax": "0.9"}}
     rows = [row(draft, "X", 1, speed, length)]
     return {"benchmark": "accept", "rows": rows, "notes": [], "arguments": {}, "facts": facts}
 
 
 def test_the_table_has_intervals_and_marks_the_best(contenders, tmp_path):
     a, b = (each.draft for each in contenders)
-    args = argparse.Namespace(output=tmp_path, seed=0, no_plots=True)
+    budget = dict(budget=["--steps", "30"], num_draft_tokens=7, max_new_tokens=96)
+    args = argparse.Namespace(output=tmp_path, seed=0, no_plots=True, model="m", **budget)
     documents = [document("none", 1.0), document(a, 1.5, 2.5), document(b, 1.2, 2.8)]
-    documents[1]["notes"].append("a, X: programs compiled meanwhile: 2; its speed includes that")
+    documents[1]["notes"].append(f"{a}, X: programs compiled meanwhile: 2; its speed includes that")
     text = matched.report(args, documents, contenders)
-    assert text.endswith("|\n\na, X: programs compiled meanwhile: 2; its speed includes that.")
+    assert text.endswith("\n\na, X: programs compiled meanwhile: 2; its speed includes that.")
     assert "| a | 2.5 | 30 |" in text and text + "\n" == (tmp_path / "compare.md").read_text()
-    assert "| X | all | 2.50 (2.00 to 3.00) | **2.80** (2.00 to 3.00) |" in text
+    assert "| X | all | 2 | 2.50 (2.00 to 3.00) | **2.80** (2.00 to 3.00) |" in text
     assert "| X | 1 | 100 | 150, **1.50x** (1.50 to 1.50) | 120, 1.20x (1.20 to 1.20) |" in text
-    assert len(json.loads((tmp_path / "compare.json").read_text())["rows"]) == 3
+    assert [row["draft"] for row in json.loads((tmp_path / "compare.json").read_text())["rows"]] == ["none", "a", "b"]
+    assert "Target: m, served in bfloat16 on cuda:0 H200 (16 CPU cores); jaxspec c0, jax 0.9." in text
+    assert (
+        "Training: 30 steps a drafter, in batches of 4 rows of 64 tokens, on 90 texts (sha256 0123456789ab); seed 0."
+        in text
+    )
+    assert "7 drafts a round, greedy, at most 96 new tokens; questions: 2 of X." in text and "95% intervals" in text
+
+
+def test_where_drafters_were_made_otherwise_the_table_says_so(contenders, tmp_path):
+    """Processes may have shared the work, on other machines or at another commit. Where all are alike, none is best."""
+    contenders[1].args.batch_size = 8
+    budget = dict(budget=["--minutes", "8"], num_draft_tokens=7, max_new_tokens=96)
+    args = argparse.Namespace(output=tmp_path, seed=0, no_plots=True, model="m", **budget)
+    documents = [document("none", 1.0), *(document(each.draft, 1.5, 2.5) for each in contenders)]
+    documents[1]["facts"] = documents[1]["facts"] | {"commit": "c1", "dtype": "float32"}
+    text = matched.report(args, documents, contenders)
+    assert "in bfloat16 / float32 on" in text and "jaxspec c0, jax 0.9 / jaxspec c1, jax 0.9." in text
+    assert "Training: 8 minutes a drafter, in batches of 4 rows of 64 tokens / 8 rows" in text and "**" not in text
 
 
 @pytest.fixture
@@ -143,7 +174,7 @@ def test_one_command_trains_measures_and_writes(command, tmp_path, capsys):
     assert ["--no-plain" in each for each in benched] == [False, True, True]
     assert benched[1][benched[1].index("--num-draft-tokens") + 1] == "7"
     assert benched[1][benched[1].index("--batch-sizes") + 1] == "1,8,32" and "--few-programs" not in benched[1]
-    assert "**1.50x**" in (tmp_path / "compare.md").read_text() and "**1.50x**" in capsys.readouterr().out
+    assert "150, 1.50x" in (tmp_path / "compare.md").read_text() and "150, 1.50x" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         train.main([*argv, "a", "--benchmark", "nowhere.jsonl"])
     assert "nowhere.jsonl: No such file" in capsys.readouterr().err and len(trained) == 2
@@ -160,7 +191,7 @@ def test_processes_share_the_drafters_of_a_table(command, contenders, tmp_path):
     assert train.main([*argv, "b", "--until", "served"]) == 0 and len(benched) == 2
     assert not (tmp_path / "compare.md").exists()
     assert train.main([*argv, "a,b"]) == 0 and len(benched) == 3
-    assert "| X | 1 | 100 | 150, **1.50x** (1.50 to 1.50) | 150" in (tmp_path / "compare.md").read_text()
+    assert "| X | 1 | 100 | 150, 1.50x (1.50 to 1.50) | 150" in (tmp_path / "compare.md").read_text()
     contenders[0].weights.write_bytes(bytes(3))
     assert train.main([*argv, "a,b"]) == 0 and len(benched) == 4
     assert train.main([*argv, "a,b", "--requests", "1,4"]) == 0 and len(benched) == 7
