@@ -137,15 +137,16 @@ FORMATS = {
 }
 
 
-def read(path: Path, format_name: str | None = None) -> tuple[str, list[Prompt]]:
+def read(path: Path, format_name: str | None = None, flag: str = "--data") -> tuple[str, list[Prompt]]:
     """The name of a file's benchmark (else the file's own), and its prompts in the file's order. `format_name` None
     recognises each entry's format. A prompt without a category has the name for one.
+    `flag`: which names the file, for errors.
 
     **Raises:** `DataError` for a file that is missing, has no prompts, or an entry in no known format.
     """
-    name, title, prompts = path.name.split(".")[0], None, []
-    for place, entry in _entries(path):
-        where = f"--data {path}, {place}"
+    name, title, prompts, given = path.name.split(".")[0], None, [], f"{flag} {path}"
+    for place, entry in _entries(path, given):
+        where = f"{given}, {place}"
         if isinstance(entry, str):
             prompts.append(Prompt((entry,), category=name))
             continue
@@ -154,7 +155,7 @@ def read(path: Path, format_name: str | None = None) -> tuple[str, list[Prompt]]
         if prompt is not None:
             prompts.append(replace(prompt, category=str(entry.get("category") or title)))
     if not prompts:
-        raise DataError(f"--data {path} has no prompts")
+        raise DataError(f"{given} has no prompts")
     return title or name, prompts
 
 
@@ -173,16 +174,16 @@ def in_turn(prompts: Sequence[Prompt], only: Sequence[str] = ()) -> list[Prompt]
     return [prompt for prompt in itertools.chain.from_iterable(itertools.zip_longest(*chosen)) if prompt is not None]
 
 
-def _entries(path: Path) -> Iterator[tuple[str, Any]]:
-    """Each entry of a file, an object or a line of text, and its place."""
+def _entries(path: Path, given: str) -> Iterator[tuple[str, Any]]:
+    """Each entry of a file, an object or a line of text, and its place. `given`: the flag and the file, for errors."""
     if path.suffix == ".parquet":
-        yield from ((f"row {number}", row) for number, row in enumerate(_rows(path), 1))
+        yield from ((f"row {number}", row) for number, row in enumerate(_rows(path, given), 1))
         return
     try:
         data = path.read_bytes()
         text = (gzip.decompress(data) if data.startswith(GZIP) else data).decode("utf-8-sig")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise DataError(f"--data {path}: {getattr(error, 'strerror', None) or error}") from error
+        raise DataError(f"{given}: {getattr(error, 'strerror', None) or error}") from error
     whole = text.replace("\r\n", "\n").split("\n")  # other separators that Python knows may stand in a JSON string
     lines = [(f"line {number}", line) for number, line in enumerate(whole, 1) if line.strip()]
     first = lines[0][1].strip() if lines else ""
@@ -191,15 +192,13 @@ def _entries(path: Path) -> Iterator[tuple[str, Any]]:
         try:
             yield from ((f"entry {number}", entry) for number, entry in enumerate(json.loads(text), 1))
         except NOT_JSON as error:
-            raise DataError(f"--data {path} begins as a JSON list does, and isn't JSON: {error}") from error
+            raise DataError(f"{given} begins as a JSON list does, and isn't JSON: {error}") from error
     elif named or first == "{" or _object(first):
         for place, line in lines:
             try:
                 yield place, json.loads(line)
             except NOT_JSON as error:
-                raise DataError(
-                    f"--data {path}, {place} isn't JSON: {error}. Give an object a line, or a list"
-                ) from error
+                raise DataError(f"{given}, {place} isn't JSON: {error}. Give an object a line, or a list") from error
     else:
         yield from lines
 
@@ -213,16 +212,16 @@ def _object(text: str) -> bool:
     return isinstance(value[0] if isinstance(value, list) and value else value, dict)
 
 
-def _rows(path: Path) -> list[Line]:
+def _rows(path: Path, given: str) -> list[Line]:
     """**Raises:** `DataError` without the library that reads Parquet, or for a file that it can't read."""
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
-        raise DataError(f"--data {path}: reading Parquet needs pyarrow: install it with pip install pyarrow") from error
+        raise DataError(f"{given}: reading Parquet needs pyarrow: install it with pip install pyarrow") from error
     try:
         return parquet.read_table(path).to_pylist()
     except (OSError, ArrowException) as error:
-        raise DataError(f"--data {path}: {getattr(error, 'strerror', None) or error}") from error
+        raise DataError(f"{given}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _recognise(line: Any, where: str, format_name: str | None) -> Format:

@@ -157,15 +157,25 @@ def _compare(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     methods = [name for name in flags.commands(parser) if name not in flags.TOOLS]
     found = matched.contenders(args, partial(parse, parser), methods)
     files = [Path(each.rpartition("=")[2]) for each in args.benchmark]
-    titles = [prompts.read(file)[0] for file in files]  # errors come before training
+    titles = [prompts.read(file, flag="--benchmark")[0] for file in files]  # errors come before training
     names = [each.rpartition("=")[0] or title for each, title in zip(args.benchmark, titles, strict=True)]
     if len({*names}) < len(names):
         raise BenchError(f"two --benchmark files are called {max(names, key=names.count)}. Name them by NAME=FILE")
     if not args.no_plots:
         plots.check()
-    drafters, texts = [each for each in found if not each.plain], args.data
-    for each in drafters:
-        _check(each.args)  # all of them before hours of the first
+    drafters, texts, config = [each for each in found if not each.plain], args.data, resolve(args.model).config
+    for each in drafters:  # all of them before hours of the first
+        _check(each.args)
+        if not each.args.init:
+            try:
+                most = _check_shape(each.args, config)
+            except (ConfigError, TrainError) as error:
+                raise TrainError(f"--drafters {each.name}: {error}") from error
+            if most is not None and args.num_draft_tokens > most:
+                raise TrainError(
+                    f"--drafters {each.name}: its blocks have {most} drafts, and --num-draft-tokens is "
+                    f"{args.num_draft_tokens} for all. Lower it, or give a larger block-size there"
+                )
     if drafters and (texts == "self" or Path(texts).exists()):  # drafters that are trained need them no more
         with held(args.output, wait=True):  # whoever shares the drafters needs the same texts
             texts = str(_texts_file(args))
@@ -213,13 +223,13 @@ def _check(args: argparse.Namespace) -> None:
         locate(args.init)
 
 
-def _check_shape(args: argparse.Namespace, config: ModelConfig) -> None:
-    """Refuse a shape that can't be trained, before texts are written."""
+def _check_shape(args: argparse.Namespace, config: ModelConfig) -> int | None:
+    """Refuse a shape that can't be trained, before texts are written. Returns how many drafts a block has."""
     if args.command == "eagle3":
         _check_size(args.draft_vocab_size or 0, config.vocab_size, "--draft-vocab-size")
-        export.check_eagle3(args.output / "drafter", config, _shape(args, 1), args.draft_vocab_size or None)
-    else:
-        export.check_block(config, _shape(args, 3), _block_of(args, config, args.mask_token_id or 0))
+        export.check_eagle3(config, _shape(args, 1), args.draft_vocab_size or None)
+        return None
+    return export.check_block(config, _shape(args, 3), _block_of(args, config, args.mask_token_id or 0))
 
 
 def _train_on(path: Path, args: argparse.Namespace, settings: loop.Settings, facts: dict[str, Any]) -> None:

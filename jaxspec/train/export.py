@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,10 +120,11 @@ def fresh_eagle3(
     return dataclasses.replace(fresh, prefixes=("layers.0.", "midlayer."))
 
 
-def check_eagle3(folder: Path, c: ModelConfig, shape: Shape, vocabulary: int | None) -> None:
-    """Refuse what `fresh_eagle3` refuses, as far as it needs no weights. The folder gets the drafter's config."""
-    _write_config(folder, _eagle3_config(c, shape, vocabulary))
-    find_eagle3(str(folder), c, "dummy")
+def check_eagle3(c: ModelConfig, shape: Shape, vocabulary: int | None) -> None:
+    """Refuse what `fresh_eagle3` refuses, as far as it needs no weights."""
+    with tempfile.TemporaryDirectory() as folder:
+        _write_config(Path(folder), _eagle3_config(c, shape, vocabulary))
+        find_eagle3(folder, c, "dummy")
 
 
 def _eagle3_config(c: ModelConfig, shape: Shape, vocabulary: int | None) -> dict[str, Any]:
@@ -160,9 +162,10 @@ def fresh_block(folder: Path, target: Model, shape: Shape, block: Block, seed: i
     return _fresh(folder, drafter, drafter.parameters(), params, target)
 
 
-def check_block(c: ModelConfig, shape: Shape, block: Block) -> None:
-    """Refuse what `fresh_block` refuses, as far as it needs no weights."""
-    DRAFTERS[block.method].from_hf(_block_config(c, shape, block), c)
+def check_block(c: ModelConfig, shape: Shape, block: Block) -> int:
+    """Refuse what `fresh_block` refuses, as far as it needs no weights. Returns how many drafts a block has."""
+    drafter = DRAFTERS[block.method].from_hf(_block_config(c, shape, block), c)
+    return drafter.block_size - drafter.first
 
 
 def _block_config(c: ModelConfig, shape: Shape, block: Block) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from jaxspec.bench import matched
 from jaxspec.bench.results import BenchError
 from jaxspec.train import __main__ as train
 from jaxspec.train import flags
+from tests.support.tiny import tiny_checkpoint
 
 BASE = ["compare", "--model", "m", "--data", "d", "--batch-size", "4", "--learning-rate", "0.01", "--seed", "3"]
 
@@ -92,7 +93,7 @@ def row(draft, data, requests, speed, length=None):
 
 @pytest.fixture
 def contenders(tmp_path):
-    shape = dict(batch_size=4, row_length=64)
+    shape = dict(batch_size=4, row_length=64, init=None)
     names = "a", "b"
     made = [matched.Contender(n, argparse.Namespace(command=n, output=tmp_path / n, **shape)) for n in names]
     for each in made:
@@ -158,6 +159,8 @@ def command(tmp_path, monkeypatch, contenders):
 
     monkeypatch.setattr(train, "_train", trained.append)
     monkeypatch.setattr(train, "_check", lambda args: None)
+    monkeypatch.setattr(train, "_check_shape", lambda args, config: None)
+    monkeypatch.setattr(train, "resolve", lambda model: argparse.Namespace(config=None))
     monkeypatch.setattr(train, "bench", bench)
     made = {each.name: each for each in contenders} | {"none": matched.Contender.of_plain(contenders[0].args)}
     made["none"].args.output = tmp_path / "none"
@@ -177,7 +180,7 @@ def test_one_command_trains_measures_and_writes(command, tmp_path, capsys):
     assert "150, 1.50x" in (tmp_path / "compare.md").read_text() and "150, 1.50x" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         train.main([*argv, "a", "--benchmark", "nowhere.jsonl"])
-    assert "nowhere.jsonl: No such file" in capsys.readouterr().err and len(trained) == 2
+    assert "--benchmark nowhere.jsonl: No such file" in capsys.readouterr().err and len(trained) == 2
     with pytest.raises(SystemExit):
         train.main([*argv, "a", "--benchmark", f"X={tmp_path}/b.jsonl"])
     assert "two --benchmark files are called X" in capsys.readouterr().err and len(trained) == 2
@@ -197,12 +200,20 @@ def test_processes_share_the_drafters_of_a_table(command, contenders, tmp_path):
     assert train.main([*argv, "a,b", "--requests", "1,4"]) == 0 and len(benched) == 7
 
 
-def test_ones_own_code_of_all_drafters_is_looked_for_first(tmp_path, capsys):
+def test_all_drafters_are_checked_before_the_first_is_trained(tmp_path, capsys):
     (tmp_path / "b.jsonl").write_text('{"question": "q"}\n')
     argv = [*BASE, "--output", str(tmp_path), "--benchmark", str(tmp_path / "b.jsonl"), "--budget", "30", "--no-plots"]
-    with pytest.raises(SystemExit):
-        train.main([*argv, "--drafters", "eagle3,dflash?loss=nowhere:x"])
-    assert "compare: --loss nowhere:x must be module:name" in capsys.readouterr().err
+    argv[argv.index("--model") + 1] = str(tiny_checkpoint())
+    for drafter, words in (
+        ("dflash?loss=nowhere:x", "compare: --loss nowhere:x must be module:name"),
+        ("dflash?target-layers=99", "compare: --drafters dflash?target-layers=99: each of target_layer_ids must be"),
+        ("dspark?block-size=6", "dspark?block-size=6: its blocks have 6 drafts, and --num-draft-tokens is 7 for all"),
+        ("dflash2?block-size=6", "dflash2?block-size=6: its blocks have 5 drafts"),
+    ):
+        with pytest.raises(SystemExit):
+            train.main([*argv, "--drafters", f"eagle3?num-layers=1,{drafter}"])
+        assert words in capsys.readouterr().err
+    assert not list(tmp_path.glob("eagle3*"))
 
 
 def test_a_warm_up_beyond_the_run_is_said(tmp_path, capsys):
