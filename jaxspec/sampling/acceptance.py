@@ -7,6 +7,8 @@ the accepted drafts, then the bonus token.
 
 from __future__ import annotations
 
+from typing import Any
+
 import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
@@ -26,10 +28,9 @@ def match(
 
     Returns the yielded tokens (valid up to their number) and how many there are, 1 to q.
 
-    **Raises:** `ValueError` unless there is a choice for each draft, and one more.
+    **Raises:** `ValueError` for other shapes: each request has a choice for each draft, and one more.
     """
-    if chosen.shape[1] != drafts.shape[1] + 1:
-        raise ValueError(f"{drafts.shape[1]} drafts take {drafts.shape[1] + 1} choices, got {chosen.shape[1]}")
+    _shaped(count, drafts, chosen=(chosen, 2, 1))
     within = jnp.arange(drafts.shape[1]) < count[:, None]
     right = jnp.cumprod((drafts == chosen[:, :-1]) & within, axis=1)
     return chosen, right.sum(axis=1).astype(jnp.int32) + 1
@@ -77,12 +78,18 @@ def pass_rates(
     never above 1. `rate[:, j - 1]` is the probability that the first j pass, given that no longer prefix does. It needs
     the residual's sum of its row, so one pass over the vocabulary reads rows 1 to d - 1 of both distributions.
     """
-    d = drafts.shape[1]
+    _shaped(count, drafts, p=(p, 3, 1), draft_p=(draft_p, 3, 0))
+    if not (d := drafts.shape[1]):
+        raise ValueError("drafts must be int[b, d] with d at least 1. A round without drafts yields one token of p")
     at_draft = lambda x: jnp.take_along_axis(x, drafts[..., None], axis=-1)[..., 0]  # noqa: E731
-    target, drawn = at_draft(p[:, :-1]), jnp.maximum(at_draft(draft_p), jnp.finfo(draft_p.dtype).tiny)
+    target, drawn, least = at_draft(p[:, :-1]), at_draft(draft_p), jnp.finfo(draft_p.dtype).tiny
     weights = [jnp.ones_like(target[:, 0])]
     for j in range(d):
-        weights.append(jnp.minimum(weights[-1] * target[:, j] / drawn[:, j], 1.0))
+        mass = weights[-1] * target[:, j]
+        bound = jnp.maximum(drawn[:, j], least)
+        inside = (mass < bound) & (drawn[:, j] > least)  # elsewhere a quotient would have no slope
+        outside = jnp.select([mass >= bound, mass < bound], [1.0, 0.0], mass + drawn[:, j])  # NaN stays NaN
+        weights.append(jnp.where(inside, mass / jnp.where(inside, drawn[:, j], 1.0), outside))
     weight = jnp.stack(weights, axis=1)
     left = jnp.maximum(weight[:, 1:-1, None] * p[:, 1:-1] - draft_p[:, 1:], 0.0).sum(-1)
     inner = weight[:, 1:-1]
@@ -103,6 +110,24 @@ def expected_length(
     rate = pass_rates(p, drafts, count, draft_p)[1]
     none_from = jnp.cumprod((1 - rate)[:, ::-1], axis=1)[:, ::-1]  # that no prefix of j drafts or more passes
     return 1 + (1 - none_from).sum(axis=1)
+
+
+def _shaped(count: Any, drafts: Any, **others: tuple[Any, int, int]) -> None:
+    """Check that arrays suit `drafts` [b, d] and `count` [b]. Of `others`: each array, its number of axes, and how many
+    more rows than drafts it has. **Raises:** `ValueError` if one doesn't."""
+    for name, array in {"drafts": drafts, "count": count, **{name: each[0] for name, each in others.items()}}.items():
+        if not hasattr(array, "shape"):
+            raise ValueError(f"{name} must be an array, got {type(array).__name__}. Make it one by jnp.asarray")
+    if drafts.ndim != 2 or count.shape != drafts.shape[:1]:
+        raise ValueError(f"drafts must be int[b, d] and count int[b], got {[*drafts.shape]} and {[*count.shape]}")
+    for name, (array, axes, more) in others.items():
+        rows = drafts.shape[0], drafts.shape[1] + more
+        if array.ndim != axes or array.shape[:2] != rows:
+            wanted = ", ".join([*map(str, rows), *"v" * (axes - 2)])
+            raise ValueError(f"{drafts.shape[1]} drafts take {name} of [{wanted}], got {[*array.shape]}")
+    if len({each[0].shape[2:] for each in others.values()}) > 1:
+        sizes = " and ".join(f"{name} {[*each[0].shape]}" for name, each in others.items())
+        raise ValueError(f"{sizes} must be over one vocabulary")
 
 
 @flax.struct.dataclass

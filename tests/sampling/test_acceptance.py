@@ -118,9 +118,42 @@ def test_block_verification_follows_the_target(name):
         assert rate == 0
 
 
+ROUND = dict(count=jnp.array([3]), drafts=jnp.array([[5, 6, 7]]), p=(jnp.ones((1, 4, 7)), 3, 1))
+
+
+@pytest.mark.parametrize(("given", "says"), [
+    (dict(chosen=(jnp.array([[5, 6]]), 2, 1)), r"3 drafts take chosen of \[1, 4\], got \[1, 2\]"),
+    (dict(chosen=(jnp.ones((2, 4)), 2, 1)), r"got \[2, 4\]"),  # it was broadcast
+    (dict(count=3), "count must be an array, got int"),
+    (dict(count=jnp.array([3, 3])), r"count int\[b\], got \[1, 3\] and \[2\]"),
+    (dict(draft_p=(jnp.ones((1, 4, 7)), 3, 0)), r"take draft_p of \[1, 3, v\], got \[1, 4, 7\]"),
+    (dict(draft_p=(jnp.ones((1, 3, 6)), 3, 0)), r"p \[1, 4, 7\] and draft_p \[1, 3, 6\] must be over one vocabulary"),
+])  # fmt: skip
+def test_an_error_names_the_array_of_another_shape(given, says):
+    """Of a user's arrays: in the tests, annotations say so first."""
+    acceptance._shaped(**ROUND)
+    with pytest.raises(ValueError, match=says):
+        acceptance._shaped(**ROUND | given)
+
+
 def test_matching_takes_one_choice_more_than_drafts():
-    with pytest.raises(ValueError, match="3 drafts take 4 choices, got 2"):
+    with pytest.raises(ValueError, match=r"3 drafts take chosen of \[1, 4\], got \[1, 2\]"):
         acceptance.match(jnp.array([[5, 6]]), jnp.array([[5, 6, 7]]), jnp.array([3]))
+
+
+def test_rates_are_of_one_draft_or_more():
+    with pytest.raises(ValueError, match="d at least 1"):
+        acceptance.pass_rates(jnp.ones((1, 1, 7)), jnp.zeros((1, 0), jnp.int32), jnp.array([0]), jnp.ones((1, 0, 7)))
+
+
+def test_the_expected_length_has_a_slope_where_nothing_was_drawn():
+    """A draft that its drafter gives no probability, as one of a rule's or of a softmax that underflowed."""
+    p, drafts = jnp.full((1, 3, 4), 0.25).at[0, 1, 2].set(0.0), jnp.array([[1, 2]])
+    q = jnp.array([[[0.5, 0.0, 0.3, 0.2], [0.6, 0.4, 0.0, 0.0]]])
+    length = jax.jit(jax.value_and_grad(lambda q: acceptance.expected_length(p, drafts, jnp.array([2]), q)[0]))
+    value, slope = length(q)
+    assert value == 2.0 and np.isfinite(slope).all()  # the first stands, whatever was drawn; the second can't
+    assert np.isnan(length(q.at[0, 0, 1].set(np.nan))[0])
 
 
 def test_matching_follows_the_target():
