@@ -111,7 +111,8 @@ for i in range(40):
                 i=$((i + 1))
             done
             for each in ${SHIPPED-eagle3 dflash dspark}; do
-                on $((i % gpus)) "shipped-$each" python3 scripts/gpu/in_turn.py "$out/turn-$((i % gpus))" accept --draft "$each" \
+                draft=$each:jaxspec/drafters/shipped/smollm2-135m-instruct-$each  # whatever the model's file is called
+                on $((i % gpus)) "shipped-$each" python3 scripts/gpu/in_turn.py "$out/turn-$((i % gpus))" accept --draft "$draft" \
                     --model "$model" --data "Spec-Bench=$SPECBENCH" --data "GSM8K=$GSM8K" --no-plain --concurrency 1,8,32 \
                     --num-prompts "${QUESTIONS:-78}" --output-len "${TOKENS:-96}" --batch-sizes 1,8,32 \
                     --disable-structured-output --json "$out/shipped-$each.json"
