@@ -80,6 +80,7 @@ def test_a_closed_pipe_ends_it_without_a_traceback():
 @pytest.mark.parametrize("argv,says", [
     (["decod"], "no command 'decod'; did you mean decode?"),
     (["decode", "--promt-len", "3"], "unknown argument --promt-len; did you mean --prompt-len?"),
+    (["decode", "--xq", "3", "--yq"], "unknown arguments --xq, --yq; --help lists the flags"),
     (["decode", "--max-num-seqs", "3", "--x"], "--max-num-seqs; here it is --max-running-requests, --x; --help lists"),
     (["zzz"], "no command 'zzz'; there are decode, "),
 ])  # fmt: skip

@@ -102,10 +102,10 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
 def _refuse(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
     known = [name.lstrip("-").replace("-", "_") for action in parser._actions for name in action.option_strings]
     flags = [word.partition("=")[0] for word in unknown if word.startswith("-")] or list(unknown)
-    told = [
-        name + (meant(name.lstrip("-").replace("-", "_"), known, flag) or "; --help lists the flags") for name in flags
-    ]
-    parser.error(f"unknown argument{'s' * (len(told) > 1)} {', '.join(told)}")
+    hints = [meant(name.lstrip("-").replace("-", "_"), known, flag) for name in flags]
+    told = [name + hint for name, hint in zip(flags, hints, strict=True)]
+    listed = "" if all(hints) else "; --help lists the flags"
+    parser.error(f"unknown argument{'s' * (len(told) > 1)} {', '.join(told)}{listed}")
 
 
 def add_value(
