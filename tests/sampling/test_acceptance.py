@@ -130,7 +130,7 @@ ROUND = dict(count=jnp.array([3]), drafts=jnp.array([[5, 6, 7]]), p=(jnp.ones((1
     (dict(draft_p=(jnp.ones((1, 3, 6)), 3, 0)), r"p \[1, 4, 7\] and draft_p \[1, 3, 6\] must be over one vocabulary"),
 ])  # fmt: skip
 def test_an_error_names_the_array_of_another_shape(given, says):
-    """Of a user's arrays: in the tests, annotations say so first."""
+    """They are a user's arrays: in the tests, annotations say so first."""
     acceptance._shaped(**ROUND)
     with pytest.raises(ValueError, match=says):
         acceptance._shaped(**ROUND | given)
