@@ -481,6 +481,28 @@ def test_a_full_disk_is_read_at_a_start_and_none_of_its_samples_stays(tmp_path, 
     assert [path.name for path in files.folder.iterdir()] == ["lock"]
 
 
+def test_a_disk_whose_files_cannot_be_read_ends_a_start(tmp_path, monkeypatch):
+    def refuse(*given):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    files = DiskFiles(str(tmp_path), jax.device_put)
+    monkeypatch.setattr(disk_files, "_load", refuse)
+    with pytest.raises(ConfigError, match="a file couldn't be read"):
+        files.speed(10)
+    files.close()
+
+
+@pytest.mark.parametrize("name", ["_claimed", "_save", "_load"])
+def test_a_disk_that_never_answers_ends_a_start(name, tmp_path, monkeypatch):
+    gate = threading.Event()
+    monkeypatch.setattr(disk_files, "START_SECONDS", 0.2)
+    monkeypatch.setattr(disk_files, "CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(disk_files, name, lambda *given: gate.wait(20))
+    with pytest.raises(ConfigError, match=r"hasn't answered in 0.2 s. Give another folder"):
+        DiskFiles(str(tmp_path), jax.device_put).speed(10)
+    gate.set()
+
+
 def test_two_engines_that_share_a_folder_have_files_of_their_own(tmp_path):
     made = [DiskFiles(str(tmp_path), jax.device_put) for _ in range(2)]
     assert [each.folder.name for each in made] == ["0", "1"]

@@ -20,7 +20,10 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +47,7 @@ FULL = errno.ENOSPC, errno.EDQUOT
 READERS = 4  # threads: one alone copies at a fraction of a fast disk's speed
 SAMPLE = 8  # blocks whose reads are timed at start
 CLOSE_SECONDS = 5.0  # for reads and writes that go on; a disk may never answer
+START_SECONDS = 30.0  # for each step of a start, after which the disk counts as one that doesn't answer
 
 
 @dataclass(eq=False)
@@ -96,8 +100,8 @@ class DiskFiles:
 
     def __init__(self, root: str | None, place: Callable[[np.ndarray], jax.Array]):
         try:
-            self.folder, lock = _claimed(Path(root).expanduser() if root else cache_folder() / "kv")
-            there = [path for path in self.folder.iterdir() if path.name != "lock"]
+            at = Path(root).expanduser() if root else cache_folder() / "kv"
+            self.folder, lock, there = _in_time(partial(_claimed, at))
         except (OSError, NotPrivate) as error:
             raise ConfigError(f"--disk-kv-path: no pages can be kept there: {error}. Give another folder") from error
         self.pending = 0  # reads and writes whose results aren't known
@@ -135,30 +139,35 @@ class DiskFiles:
     def speed(self, words: int) -> tuple[int, float] | None:
         """Bytes of some files of so many words, and the seconds that reading them took; None on a full disk.
 
-        **Raises:** `ConfigError` if nothing can be written there.
+        **Raises:** `ConfigError` if files can't be written or read there, or not in `START_SECONDS`.
         """
-        zeros, found = np.zeros(words, np.uint32), []
+        zeros = np.zeros(words, np.uint32)
         blocks = [Block(b"speed%d" % i, b"", zeros.nbytes, False) for i in range(SAMPLE)]
         try:
-            for block in blocks:
-                _save(self.folder / block.key.hex(), block, zeros, np.zeros(1, np.uint32))
-                with (self.folder / block.key.hex()).open("rb") as file:
-                    os.fsync(file.fileno())
-                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            _in_time(partial(_save_samples, self.folder, blocks, zeros))
+            return SAMPLE * zeros.nbytes, self._read_samples(blocks)
         except OSError as error:
-            self.delete([block.key for block in blocks])
             if error.errno in FULL:  # of an earlier start's pages, say, which can be read
                 return None
             raise ConfigError(f"--disk-kv-path {self.folder}: {error}. Give another folder") from error
-        started = time.monotonic()
+        finally:
+            self.delete([block.key for block in blocks])
+
+    def _read_samples(self, blocks: list[Block]) -> float:
+        """Seconds that reading these takes. **Raises:** `OSError` if one can't be read, or not in `START_SECONDS`."""
+        started, found = time.monotonic(), []
         self.read(blocks)
         while self.pending:
-            found += [result for result in self.results(1.0) if result.kind == "found"]
+            if (left := started + START_SECONDS - time.monotonic()) <= 0:
+                raise _no_answer()
+            for result in self.results(left):
+                if result.error is not None:
+                    raise OSError(f"a file couldn't be read: {result.error}") from result.error
+                found += [result] if result.kind == "found" else []
         seconds = time.monotonic() - started
         for result in found:
             self._jobs.results.put(result)
-        self.delete([block.key for block in blocks])
-        return SAMPLE * zeros.nbytes, seconds
+        return seconds
 
     def close(self) -> None:
         """End the threads, and let another process have the folder."""
@@ -196,8 +205,28 @@ def _sum(x: jax.Array) -> jax.Array:
     return jnp.sum(x.astype(jnp.uint32) * weights, dtype=jnp.uint32)
 
 
-def _claimed(root: Path) -> tuple[Path, int]:
-    """The first folder in `root` that no other process has, and the descriptor that holds it."""
+def _in_time(do: Callable[[], Any]) -> Any:
+    """Run `do` in a thread of its own. **Raises:** what it raises; `TimeoutError` after `START_SECONDS`."""
+    done: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(do())
+        except Exception as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="disk-kv-start", daemon=True).start()
+    if not wait_for([done], START_SECONDS).done:
+        raise _no_answer()
+    return done.result()
+
+
+def _no_answer() -> TimeoutError:
+    return TimeoutError(f"the disk hasn't answered in {START_SECONDS:g} s")
+
+
+def _claimed(root: Path) -> tuple[Path, int, list[Path]]:
+    """The first folder in `root` that no other process has, the descriptor that holds it, and the files in it."""
     root.mkdir(0o700, parents=True, exist_ok=True)
     for number in range(MOST_SERVERS):
         folder = root / str(number)
@@ -205,7 +234,7 @@ def _claimed(root: Path) -> tuple[Path, int]:
         lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return folder, lock
+            return folder, lock, [path for path in folder.iterdir() if path.name != "lock"]
         except BlockingIOError:
             os.close(lock)
     raise OSError(f"{MOST_SERVERS} engines use {root} already")
@@ -289,6 +318,15 @@ def _save(path: Path, block: Block, words: np.ndarray, checksums: np.ndarray) ->
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)  # of a disk that is full, say
+
+
+def _save_samples(folder: Path, blocks: list[Block], words: np.ndarray) -> None:
+    """Write blocks that are read from the disk, not from the host's memory."""
+    for block in blocks:
+        _save(folder / block.key.hex(), block, words, np.zeros(1, np.uint32))
+        with (folder / block.key.hex()).open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _load(path: Path, key: bytes, words: np.ndarray) -> np.ndarray:
