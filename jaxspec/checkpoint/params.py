@@ -23,8 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxspec.checkpoint.check import CheckpointError
 from jaxspec.checkpoint.reserve import Reserved, reserved
 from jaxspec.checkpoint.stored import Computed, Readers
-from jaxspec.models import mxfp4
-from jaxspec.models.fp8 import BLOCK
+from jaxspec.models import fp8, mxfp4
 from jaxspec.models.weights import Format, FourBits, Fp8, Layout, Mxfp4, Param, Unquantised
 from jaxspec.parallel import sharding
 
@@ -312,7 +311,7 @@ def _scales(param: Param, found: dict[str, np.ndarray]) -> jax.Array:
             raise CheckpointError(f"{name} has scales that aren't finite numbers; download the file again")
         if blocks:
             scales = np.swapaxes(scales, 1, 2) if by_input else scales
-            scales = np.repeat(scales, BLOCK // size, axis=-2)[..., : rows // size, :]
+            scales = np.repeat(scales, fp8.BLOCK // size, axis=-2)[..., : rows // size, :]
         elif param.sources == (param.whole,):
             scales = np.broadcast_to(scales.reshape(param.shape[0], -1, 1), (*param.shape[:2], 1))
         else:
@@ -347,7 +346,7 @@ def _matrix(
         return format.quantise(_fused_rows(sources, layout), *([] if largest is None else [largest]))
     size = layout.unit
     made = [format.quantise(source) for source in sources]
-    scales = [jnp.repeat(scales, BLOCK // size, axis=0)[: len(values) // size] for values, scales in made]
+    scales = [fp8.finer(scales, len(values), size) for values, scales in made]
     return _fused_rows([values for values, _ in made], layout), _fused_rows(scales, layout.per(size))
 
 

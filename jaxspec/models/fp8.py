@@ -13,6 +13,8 @@ no kernel needs the factor of a row before its products.
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -27,13 +29,22 @@ def quantise_blocks(
 ) -> tuple[Float[Array, "n k"], Float[Array, "a b"]]:
     """Values and scales of a weight in blocks of 128 x 128, the last ones of what is left. No scale is zero.
 
+    Each scale is for n / a outputs: where 128 don't divide n, a block's scale is there for each part of it that does.
     `largest`: magnitudes of the blocks, where n / a outputs are a part of one.
     """
     n, k = weight.shape
     blocks = _blocks(weight, BLOCK if largest is None else n // len(largest))
     scales = _scales(jnp.max(jnp.abs(blocks), axis=(1, 3)) if largest is None else largest)
     values = _e4m3(blocks / scales[:, None, :, None])
+    if largest is None and n % BLOCK:
+        unit = math.gcd(n, BLOCK)
+        scales = jnp.repeat(scales, BLOCK // unit, axis=0)[: n // unit]
     return values.reshape(-1, values.shape[2] * BLOCK)[:n, :k], scales
+
+
+def finer(scales: Float[Array, "a b"], outputs: int, unit: int) -> Float[Array, "c b"]:
+    """Scales of so many outputs, one for each `unit` of them, from those for more at once."""
+    return jnp.repeat(scales, outputs // len(scales) // unit, axis=0)
 
 
 def magnitudes(weight: Float[Array, "n k"], outputs: int) -> Float[Array, "a b"]:

@@ -230,7 +230,7 @@ def in_fp8(layers, by_output: bool = False, activations: bool = False):
             return Weight((outputs / scales).astype(fp8.E4M3), Fp8(None, activations), weight.layout, scales)
         values, scales = _quantise_blocks(weight.values.T)
         unit = min(fp8.BLOCK, weight.layout.interleave or fp8.BLOCK)
-        return Weight(values, Fp8(fp8.BLOCK, activations), weight.layout, jnp.repeat(scales, fp8.BLOCK // unit, 0))
+        return Weight(values, Fp8(fp8.BLOCK, activations), weight.layout, fp8.finer(scales, len(values), unit))
 
     def stack(weight):
         values, scales = _quantise_stack(weight.values)

@@ -295,8 +295,7 @@ def dequantised(weight: Any, dtype: Any) -> Any:
 def _fp8(weight: jax.Array, layout: Layout, fmt: Format = BLOCKS) -> Weight:
     """A weight [inputs, outputs] in blocks."""
     values, scales = fp8.quantise_blocks(weight.T)
-    scales = jnp.repeat(scales, fp8.BLOCK // layout.unit, axis=0)[: len(values) // layout.unit]
-    return Weight(values, fmt, layout, scales)
+    return Weight(values, fmt, layout, fp8.finer(scales, len(values), layout.unit))
 
 
 def _stream(layer: int, shared: Any, own: Any) -> jax.Array:
