@@ -68,6 +68,9 @@ def supported(dtype: Any, stacks: list[tuple[Weight, ...]]) -> str | None:
         return f"experts of widths {f} and {others[0][1]} in one mixture"
     if bad := [width for width in (d, f) if width % BLOCK]:
         return f"width {bad[0]} is not a multiple of {BLOCK}"
+    for part in zip(*(stack[:2] for stack in stacks), strict=True):
+        if len(units := {weight.outputs // weight.scales.shape[1] for weight in part}) > 1:
+            return f"scales for {min(units)} outputs and for {max(units)} in one mixture"
     return None
 
 
@@ -81,15 +84,19 @@ def mix(
 
     **Raises:** `ValueError` if `supported` has a reason against it, or items have too many rows.
     """
-    if reason := supported(rows.dtype, stacks):
-        raise ValueError(f"the FP8 experts' kernel can't run: {reason}")
+    parts = operands(rows.dtype, stacks)
     if items.rows > MAX_ROWS:
         raise ValueError(f"the FP8 experts' kernel can't run: items of {items.rows} rows; supported: up to {MAX_ROWS}")
-    return _mix(rows, operands(stacks), items, interpret=interpret)
+    return _mix(rows, parts, items, interpret=interpret)
 
 
-def operands(stacks: list[tuple[Weight, Weight]]) -> list[list[tuple[Array, Array]]]:
-    """Each stack's values and scales, first those of gate and up. Scales of outputs are [experts, outputs]."""
+def operands(dtype: Any, stacks: list[tuple[Weight, Weight]]) -> list[list[tuple[Array, Array]]]:
+    """Each stack's values and scales, first those of gate and up. Scales of outputs are [experts, outputs].
+
+    **Raises:** `ValueError` if `supported` has a reason against it.
+    """
+    if reason := supported(dtype, stacks):
+        raise ValueError(f"the FP8 experts' kernel can't run: {reason}")
 
     def of(weight: Weight) -> tuple[Array, Array]:
         return weight.values, weight.scales if weight.format.block else weight.scales.reshape(len(weight.scales), -1)

@@ -51,8 +51,11 @@ def mix(
     rows: Float[Array, "r d"], stacks: list[tuple[Weight, Weight]], items: Items, *, interpret: Any = False
 ) -> Float[Array, "c d"]:
     """Run each item's rows through its expert, as `expert_fp8.mix`, but with weights times their blocks' scales rounded
-    to bfloat16."""
-    return _mix(rows, operands(stacks), items, interpret=interpret)
+    to bfloat16.
+
+    **Raises:** `ValueError` if `expert_fp8.supported` has a reason against it.
+    """
+    return _mix(rows, operands(rows.dtype, stacks), items, interpret=interpret)
 
 
 @lower_once("expert_wide")

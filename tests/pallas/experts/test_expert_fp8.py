@@ -137,6 +137,9 @@ def test_what_cannot_run_is_named():
     assert "scales for 128 outputs and all inputs" in supported(jnp.bfloat16, of(format=Fp8(None)))
     narrow = [tuple(weight.replace(scales=jnp.repeat(weight.scales, 4, axis=1)) for weight in stacks[0])]
     assert "32 outputs" in supported(jnp.bfloat16, narrow)
+    finer = [(gate_up.replace(scales=jnp.repeat(gate_up.scales, 2, axis=1)), down) for gate_up, down in stacks]
+    assert supported(jnp.bfloat16, finer) is None
+    assert supported(jnp.bfloat16, stacks + finer) == "scales for 64 outputs and for 128 in one mixture"
     wider = fp8_case(2, 2, 2, d=128, f=256)[0][1]
     assert "widths 128 and 256" in supported(jnp.bfloat16, stacks + wider)
     odd = [tuple(weight.replace(values=weight.values[..., :64]) for weight in stacks[0])]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -66,3 +67,8 @@ def test_what_should_not_run_is_named():
     assert "5400 rows for 257 experts" in expert_wide.supported(600, 9, given[1])
     (_, stacks, *_), _ = fp8_case(2, 2, 2, d=384)
     assert "rows of 384" in expert_wide.supported(4096, 2, stacks)
+    (x, stacks, ids, _), _ = fp8_case(2, 2, 2)
+    finer = [tuple(weight.replace(scales=jnp.repeat(weight.scales, 2, axis=1)) for weight in stacks[0])]
+    rows, items, _ = experts_mlp.plan(x, ids, 4)
+    with pytest.raises(ValueError, match="scales for 64 outputs and for 128 in one mixture"):
+        expert_wide.mix(rows, stacks + finer, items)
