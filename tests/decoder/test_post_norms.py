@@ -19,7 +19,7 @@ from jaxspec.decoder.path import NO_HOPPER, Call
 from jaxspec.decoder.post_norms import heads
 from jaxspec.models.families import MODELS
 from jaxspec.models.model_config import ModelConfig
-from jaxspec.models.weights import Int4, Nvfp4
+from jaxspec.models.weights import Int4, Nvfp4, Weight
 from jaxspec.pallas.attention import write_heads
 from jaxspec.pallas.dense import few_rows, post_norm
 from jaxspec.pallas.hopper import counting
@@ -149,19 +149,19 @@ def test_what_it_cannot_run_is_named():
     assert refusal(changed(experts, feed=alone), weights) == "a mixture without an MLP beside it"
 
 
-def test_heads_that_the_kernel_cannot_take_are_named():
-    config, params = small("gemma4", **GEMMA4)
-    layer, rows, made = config.decoder.layers[0], rounds(False), jax.ShapeDtypeStruct((16, 8), "bfloat16")
+def test_every_norm_and_the_router_are_those_that_kernels_take():
+    experts, inputs = small("gemma4", **GEMMA4 | EXPERTS), small("gemma4", **INPUTS)
+    assert refusal(*experts) is None is refusal(*inputs)
 
-    def refuses(layer, pages="bfloat16"):
-        cache = Cache(tuple(PageLayout(5, PAGE, pages).groups(config)))
-        ops = path.PostNorms.of(config.decoder, params["layers"], jnp.zeros((3, 3), int), AttentionRows(rows))
-        return heads._not_written(ops, layer, params["layers"][0], 0, made, cache)
+    def refused(config, params, name, change):
+        first, *rest = params["layers"]
+        return refusal(config, {"layers": [first | {name: change(first[name])}, *rest]})
 
-    assert refuses(layer) is None
-    changed = lambda **fields: dataclasses.replace(layer, mixing=dataclasses.replace(layer.mixing, **fields))  # noqa: E731
-    assert refuses(changed(shared=True)) == "Attention.shared=True"
-    assert refuses(changed(qk_norm_all=True)) == "Attention.qk_norm_all=True"
-    assert "heads of width 64" in refuses(changed(head_dim=64))
-    assert "norms of heads that aren't the layer's" in refuses(changed(v_norm=dataclasses.replace(layer.norm, eps=1.0)))
-    assert "pages in float32" in refuses(layer, "float32")
+    first, wider = experts[1]["layers"][0], lambda array: array.astype("float32")
+    norms = [name for name in first if name.endswith("norm") and name not in ("q_norm", "k_norm")]
+    assert len(norms) == 8
+    for case in [(*experts, name) for name in norms] + [(*inputs, name) for name in ("input_norm", "layer_scale")]:
+        assert refused(*case, wider) == "rows or norms in float32; supported: bfloat16"
+    assert "weights in float32" in refused(*experts, "router", lambda router: jax.tree.map(wider, router))
+    many = Weight(jax.ShapeDtypeStruct((128, 2**17), jnp.bfloat16))
+    assert "131072 columns" in refused(*experts, "router", lambda _: many)

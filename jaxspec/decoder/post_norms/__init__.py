@@ -52,7 +52,11 @@ IMPLEMENTS = implementing({
     Norm: {"centred"}, Rope: {"columns", "interleaved"},
 })  # fmt: skip
 GATES = "silu", "gelu_tanh"  # activations that the kernel has
-PRODUCTS = "qkv", "gate_up", "out", "down", "input_gate", "input_out"  # by kernels, where a layer has them
+PRODUCTS = "qkv", "gate_up", "out", "down", "router", "input_gate", "input_out"  # by kernels, where a layer has them
+NORMS = (
+    *("attn_norm", "attn_post_norm", "mlp_norm", "mlp_post_norm", "input_norm", "layer_scale"),
+    *("router_norm", "experts_norm", "mlp_own_norm", "experts_own_norm"),
+)  # that the kernel has, likewise
 
 
 def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
@@ -68,7 +72,8 @@ def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
     rows, width = call.requests * padded(call.requests, call.rows), decoder.width
     for layer, weights in zip(decoder.layers, layers, strict=True):
         dtype = weights["attn_post_norm"].dtype
-        reasons = [post_norm.supported(width, dtype), _feed_refused(layer, weights)]
+        norms = [weights[name].dtype for name in NORMS if name in weights]
+        reasons = [post_norm.supported(width, *norms), _feed_refused(layer, weights)]
         reasons += [_product_refused(name, weights[name], rows, dtype) for name in PRODUCTS if name in weights]
         if reason := next(filter(None, reasons), None):
             return reason
@@ -78,11 +83,17 @@ def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
 def _product_refused(name: str, weight: Weight, rows: int, dtype: Any) -> str | None:
     """Why no kernel takes the product of so many rows with this weight, or None if one does."""
     dtype, stored = dtype if weight.quantised else weight.dtype, stored_as(weight)
-    if name in ("qkv", "gate_up"):
-        reason = few_rows.normed_supported(rows, weight.inputs, [weight.outputs], dtype, **stored, scaled=True)
+    if name in ("qkv", "gate_up", "router"):
+        columns = weight.outputs + _lacking(weight.outputs) if name == "router" else weight.outputs
+        reason = few_rows.normed_supported(rows, weight.inputs, [columns], dtype, **stored, scaled=True)
     else:
         reason = few_rows.product_supported(rows, [weight.inputs], (weight.inputs, weight.outputs), dtype, **stored)
     return reason or (quantised_refused(weight) if weight.quantised else None)
+
+
+def _lacking(experts: int) -> int:
+    """How many columns of zeros a router needs beside its experts', for whole tiles."""
+    return -experts % few_rows.TILE
 
 
 def _feed_refused(layer: Layer, weights: Weights) -> str | None:
@@ -176,7 +187,7 @@ class PostNorms(Ops):
         """The experts' sum, of the rows up to the last valid one."""
         positions, valid = self.valid
         router, experts = weights["router"].unquantised, layer.feed.experts
-        if lacking := -experts % few_rows.TILE:  # to a whole tile of columns
+        if lacking := _lacking(experts):
             router = jnp.pad(router, ((0, 0), (0, lacking)))
         (logits,) = few_rows.normed(routed, None, [router], eps=layer.norm.eps, dtypes=("float32",))
         return feed.mix_experts(layer.feed, weights, rows, logits[:, :experts], positions, None, valid=valid)
