@@ -59,6 +59,7 @@ def _head(eps, read_g, rows_g, scale_g, out_g):
 
 
 MOST_ROWS = 512  # of a state space's: with more it wasn't measured
+WIDEST = 64 * WARPGROUP  # the widest group for which there are registers
 
 
 def grouped_supported(b: int, t: int, columns: int, groups: int, *dtypes: Any) -> str | None:
@@ -69,7 +70,9 @@ def grouped_supported(b: int, t: int, columns: int, groups: int, *dtypes: Any) -
     if b * t > MOST_ROWS:
         return f"{b * t} rows; supported: up to {MOST_ROWS}"
     width = columns // groups
-    return f"groups of {width} columns; supported: multiples of {WARPGROUP}" if width % WARPGROUP else None
+    if width % WARPGROUP or width > WIDEST:
+        return f"groups of {width} columns; supported: multiples of {WARPGROUP} up to {WIDEST}"
+    return None
 
 
 @lower_once("grouped_norm", "groups", "eps")

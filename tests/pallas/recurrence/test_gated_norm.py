@@ -69,9 +69,9 @@ def test_the_norm_behind_a_state_space_is_the_plain_one(columns, groups):
     check_grouped(3, 2, columns, groups, plgpu.InterpretGPUParams())
 
 
-@pytest.mark.parametrize("columns,groups", [(4096, 8), (3072, 1), (1024, 8)])
+@pytest.mark.parametrize("columns,groups", [(4096, 8), (3072, 1), (8192, 1), (1024, 8)])
 def test_the_norm_behind_a_state_space_lowers_for_cuda(columns, groups):
-    """Nemotron 3 Nano's, and of others."""
+    """Nemotron 3 Nano's, those of Granite 4's hybrids, and others."""
     of = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8, 4, columns), (8, 4, 2 * columns), (columns,)))
     assert kernels(lambda *of: grouped_norm(*of, groups=groups, eps=EPS), *of) == 1
     assert grouped_supported(8, 4, columns, groups, "bfloat16") is None
@@ -80,4 +80,7 @@ def test_the_norm_behind_a_state_space_lowers_for_cuda(columns, groups):
 def test_what_has_no_norm_behind_a_state_space_is_named():
     assert "513 rows" in grouped_supported(513, 1, 4096, 8, "bfloat16")
     assert "groups of 64 columns" in grouped_supported(1, 1, 512, 8, "bfloat16")
+    assert "groups of 8320 columns; supported: multiples of 128 up to 8192" in grouped_supported(
+        1, 1, 8320, 1, "bfloat16"
+    )
     assert "float32" in grouped_supported(1, 1, 4096, 8, "bfloat16", "float32")
