@@ -32,11 +32,11 @@ Parts = tuple[Array, Array, Array]  # queries, keys and values; or those of `Cha
 
 class Channels(NamedTuple):
     """Channels that need no length of one: those of x from the column `first` on, in parts of these widths. Only the
-    first `rows` of each request are convolved; None: all."""
+    first `rows` of each request are convolved."""
 
     first: int
     widths: tuple[int, ...]
-    rows: int | None = None
+    rows: int
 
 
 def empty_windows(num_layers: int, num_slots: int, rows: int, channels: int, width: int, dtype) -> Windows:
@@ -87,14 +87,13 @@ def _step_refuses(windows, layer, slots, replay, x, weight, mix, fixed, bias) ->
     dtypes = windows.dtype, x.dtype, weight.dtype
     if isinstance(mix, Channels):
         dtypes += () if bias is None else (bias.dtype,)
-        return step_kernel.channels_supported(_rows(x, mix), mix.first, mix.widths, *dtypes)
+        return step_kernel.channels_supported(mix.rows, mix.first, mix.widths, *dtypes)
     return step_kernel.supported(x.shape[1], mix.key_dim, mix.value_dim, *dtypes)
 
 
 def _step(windows, layer, slots, replay, x, weight, mix, fixed, bias) -> tuple[Parts, Windows]:
     if isinstance(mix, Channels):
-        parts = mix._replace(rows=_rows(x, mix))._asdict()
-        return step_kernel.conv_channels(windows, layer, slots, replay, x, weight, bias, **parts)
+        return step_kernel.conv_channels(windows, layer, slots, replay, x, weight, bias, **mix._asdict())
     return step_kernel.conv_step(windows, layer, slots, replay, x, weight, key_heads=mix.key_heads, eps=L2_EPS)
 
 
@@ -143,8 +142,7 @@ def _convolved(x: Float[Array, "b t d"], weight: Float[Array, "w c"], mix: Recur
 
 
 def _rows(x: Float[Array, "b t d"], mix: Recurrence | Channels) -> int:
-    rows = mix.rows if isinstance(mix, Channels) else None
-    return x.shape[1] if rows is None else rows
+    return mix.rows if isinstance(mix, Channels) else x.shape[1]
 
 
 def _heads(before, x, weight, mix, fixed, bias):

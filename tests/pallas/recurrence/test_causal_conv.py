@@ -10,14 +10,14 @@ import pytest
 from jaxspec.pallas.recurrence import causal_conv as op
 
 LAYERS, LAYER, SLOTS, C, W = 2, 1, 6, 12, 4
-PARTS = op.Channels(3, (5, 7))
 
 
 @partial(jax.jit, static_argnums=0)
 def run(operation, *given):
     """Run an operation on channels that stand behind other columns of x, and put their parts together."""
     *slots, x, weight = given
-    parts, windows = operation(*slots, jnp.pad(x, ((0, 0), (0, 0), (3, 2)), constant_values=9), weight, PARTS)
+    x = jnp.pad(x, ((0, 0), (0, 0), (3, 2)), constant_values=9)
+    parts, windows = operation(*slots, x, weight, op.Channels(3, (5, 7), x.shape[1]))
     assert [part.shape[2] for part in parts] == [5, 7]
     return jnp.concatenate(parts, axis=-1), windows
 

@@ -76,7 +76,7 @@ def test_a_round_takes_the_kernel_where_there_is_one(monkeypatch):
     narrow = dataclasses.replace(MIX, value_dim=64)
     jax.eval_shape(lambda *given: causal_conv.step(*given, narrow), *operands(4, (0, 3), narrow))
     assert KERNELS["conv_step"] == before + 1
-    channels = causal_conv.Channels(128, (256, 128, 128))
+    channels = causal_conv.Channels(128, (256, 128, 128), 4)
     bias = jnp.zeros(512, jnp.bfloat16)
     assert kernels(lambda *given: causal_conv.step(*given, channels, False, bias), *operands(4, (0, 3))) == 1
     assert KERNELS["conv_step"] == before + 2
