@@ -51,8 +51,13 @@ def only(hf: Config, values: Mapping[str, Any]) -> None:
     for key, value in values.items():
         if (found := hf.get(key)) not in (None, value):
             raise ConfigError(
-                f"{key} {shown(found)} is not supported for model_type {hf['model_type']!r}; supported: {shown(value)}"
+                f"{key} {shown(found)} is not supported for model_type {hf['model_type']!r}; {allowed(value)}"
             )
+
+
+def allowed(value: Any) -> str:
+    """Say in an error the only value that a key may have."""
+    return "leave it out" if value is None else f"supported: {shown(value)}"
 
 
 def kinds(hf: Config, key: str, known: tuple[str, ...], default: Callable[[int], str]) -> list[str]:

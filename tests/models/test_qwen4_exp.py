@@ -80,6 +80,7 @@ def test_the_published_sizes():
     (dict(seed="x"), "seed must be an integer"),
     (dict(layer_types=["sliding_attention"] * 48), "sliding"),
     (dict(mtp={"rope_theta": 1e4}), "rope_theta 10000.0 of the MTP module is not supported; supported: 10000000"),
+    (dict(mtp={"mtp_use_hidden_state_from_layer": 3}), "from_layer 3 of the MTP module is not supported; leave it out"),
     (dict(mtp_use_dedicated_embeddings=True), "mtp_use_dedicated_embeddings True of the MTP module"),
 ])  # fmt: skip
 def test_what_a_config_may_not_say(change, words):

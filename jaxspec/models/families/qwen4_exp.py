@@ -94,7 +94,7 @@ def _check_module(hf: reading.Config, decoder: Decoder) -> None:
     ):
         if (found := of.get(key)) not in (None, value):
             raise ConfigError(
-                f"config.json: {key} {shown(found)} of the MTP module is not supported; supported: {value}"
+                f"config.json: {key} {shown(found)} of the MTP module is not supported; {reading.allowed(value)}"
             )
 
 
