@@ -171,6 +171,16 @@ def test_a_shared_expert_of_another_width_is_several_or_has_a_call_of_its_own(mo
     assert taken["expert_stream"] == calls
 
 
+@pytest.mark.parametrize("tokens,gated,several", [(8, True, False), (9, True, True), (8, False, True)])
+def test_a_few_tokens_of_silu_gated_experts_have_one_width(monkeypatch, tokens, gated, several):
+    """Their own kernels take no other; up to there a wider shared expert has a call of its own."""
+    monkeypatch.setattr(hopper, "kernels_here", lambda: None)
+    of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
+    stacks = [(Weight(of(n, (1 + gated) * f, 128)), Weight(of(n, 128, f))) for n, f in ((8, 64), (1, 128))]
+    gating = None if gated else matmul.ACTIVATIONS["relu2"]
+    assert experts_mlp.several_widths(of(tokens, 128), stacks, gating) == several
+
+
 def test_a_few_items_have_narrow_tiles():
     """Most blocks would have no work of a shared expert otherwise."""
     assert tiling(8, 2688, 3712, gated=False, items=1).columns == 16
