@@ -36,9 +36,8 @@ def supported(dtype: Any, stacks: list) -> str | None:
     if any(len(stack) > 2 for stack in stacks):
         return "experts with biases"
     weights = [weight for stack in stacks for weight in stack]
-    for fmt in (weight.format for weight in weights if weight.quantised):
-        if fmt.activations or fmt.block not in (None, BLOCK):
-            return f"weights in {fmt}"
+    if rounding := [weight.format for weight in weights if weight.quantised and weight.format.activations]:
+        return f"weights in {rounding[0]}"
     if dtypes := {weight.dtype.name for weight in weights if not weight.quantised} - {jnp.dtype(dtype).name}:
         return f"weights in {dtypes.pop()} and rows in {jnp.dtype(dtype).name}"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
