@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import os
 import types
 import typing
 from collections.abc import Mapping
@@ -75,13 +76,20 @@ def check(config: Any, spell: Any = lambda name: flag(name)) -> None:
     """
     for name, (kind, default, spec) in options_of(type(config)).items():
         given = getattr(config, name)
-        value = dict(spec.aliases).get(given, given) if isinstance(given, str) else given
+        value = dict(spec.aliases).get(given, given) if isinstance(given, str) else as_python(given)
         if value is not given:
             object.__setattr__(config, name, value)  # the dataclass is frozen
         if value is None and default is None:
             continue
         if (allowed := _refused(value, kind, spec)) is not None:
             raise ConfigError(f"{spell(name)} {allowed}, got {given!r}" + (spec.hint and f"; {spec.hint}"))
+
+
+def as_python(value: Any) -> Any:
+    """A number or an array, of NumPy or jax, and a path as Python's numbers, lists and texts; all else as it is."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _refused(value: Any, kind: type, spec: Option) -> str | None:

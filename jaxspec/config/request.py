@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from jaxspec.config.options import as_python
+
 if TYPE_CHECKING:
     import numpy as np
     from jaxtyping import Float, Int
@@ -376,6 +378,8 @@ class SamplingParams:
 
     def _settle_containers(self) -> None:
         """Check the kinds of the fields that hold several values, and keep copies that nobody else can change."""
+        for name, value in vars(self).items():
+            object.__setattr__(self, name, as_python(value))  # the dataclass is frozen
         for name, kinds, what in (
             ("stop", (str, list, tuple), "a string or a list of strings"),
             ("stop_token_ids", (list, tuple), "a list of token ids"),
@@ -386,10 +390,11 @@ class SamplingParams:
             if value is not None and not isinstance(value, kinds):
                 raise RequestError(f"{name} must be {what}, got {shown(value)}", name)
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)  # the dataclass is frozen
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(map(as_python, self.stop_token_ids or ())))
         object.__setattr__(self, "kept_special_tokens", tuple(self.kept_special_tokens or ()))
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
+        bias = {as_python(token): as_python(value) for token, value in (self.logit_bias or {}).items()}
+        object.__setattr__(self, "logit_bias", bias)
 
 
 def _number(name: str, value, low: float, high: float) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxspec.checkpoint.peft import Adapter
 from jaxspec.config.json_values import shown
+from jaxspec.config.options import as_python
 from jaxspec.config.request import (
     MAX_STOP_IDS,
     PRIORITIES,
@@ -128,7 +129,7 @@ class Intake:
 
         **Raises:** `RequestError` for anything that could never be served; `Busy` as `compiled`.
         """
-        self._check_priority(priority)
+        self._check_priority(priority := as_python(priority))
         adapter = self._adapter(lora)
         tokens, stop_ids, limit = self._checked(prompt, params)
         images = prompt.images if isinstance(prompt, Prompt) else ()
@@ -252,11 +253,10 @@ class Intake:
         return [grammars.start(grammar, avoid_end=params.ignore_eos) for _ in range(params.n)]
 
     def _tokens(self, prompt: str | list[int] | np.ndarray) -> list[int]:
-        if isinstance(prompt, np.ndarray):
-            prompt = prompt.tolist()
+        prompt = as_python(prompt)
         if isinstance(prompt, list | tuple):
             plain = set(map(type, prompt)) <= {int}
-            return list(prompt) if plain else [int(x) if isinstance(x, np.integer) else x for x in prompt]
+            return list(prompt) if plain else list(map(as_python, prompt))
         if not isinstance(prompt, str):
             raise RequestError(f"a prompt must be a string or a list of token ids, got {shown(prompt)}", "prompt")
         if self.model.tokenizer is None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
-
-import numpy as np
 
 from jaxspec.checkpoint import Model
 from jaxspec.compiling.programs import settle
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.json_values import shown
+from jaxspec.config.options import ConfigError, as_python
 from jaxspec.config.request import Completion, Delta, RequestError, RequestMetrics, RequestOutput, SamplingParams
 from jaxspec.drafters.loading import LoadedDrafter
 from jaxspec.engine.admission import Request
@@ -39,6 +40,13 @@ class LLM:
         draft: str | LoadedDrafter = "none",
         **engine_options: Any,
     ):
+        model, draft = as_python(model), as_python(draft)
+        for name, value, loaded in (("model", model, Model), ("draft", draft, LoadedDrafter)):
+            if not isinstance(value, str | loaded):
+                raise ConfigError(
+                    f"{name} must be a name, a path, or a {loaded.__name__}, which jaxspec.load_"
+                    f"{'model' if loaded is Model else 'drafter'} returns, got {type(value).__name__}"
+                )
         given = model if isinstance(model, Model) else None, draft if isinstance(draft, LoadedDrafter) else None
         names = (each.name if loaded else each for each, loaded in zip((model, draft), given, strict=True))
         options = EngineConfig.from_options(**dict(zip(("model", "draft"), names, strict=True)), **engine_options)
@@ -65,15 +73,14 @@ class LLM:
         step that runs (pressed again, at once): the call's requests are aborted, and the next call finds the engine as
         if they had never been.
         """
-        if isinstance(prompts, np.ndarray):
-            prompts = prompts.tolist()
+        prompts, priority = as_python(prompts), as_python(priority)
         if isinstance(prompts, str | Prompt):
             prompts = [prompts]
         if not isinstance(prompts, list | tuple):
             raise RequestError(
                 f"prompts must be a string, a list of token ids, or a list of either, got {shown(prompts)}", "prompts"
             )
-        if prompts and isinstance(prompts[0], int | np.integer):
+        if prompts and isinstance(as_python(prompts[0]), int):
             prompts = [prompts]
         if params is None:
             params = SamplingParams(**self.engine.sampling)
@@ -96,10 +103,11 @@ class LLM:
                 )
         if self.engine.rollout.stopped:
             raise RequestError("the engine's memory is released; call resume_memory first", "prompts")
-        requests = [
-            self.engine.prepare(prompt, each, priority=first, lora=adapter)
-            for prompt, each, first, adapter in zip(prompts, settings, priorities, adapters, strict=True)
-        ]
+        requests = []
+        for number, given in enumerate(zip(prompts, settings, priorities, adapters, strict=True)):
+            prompt, each, first, adapter = given
+            with _of_several(number, len(prompts)):
+                requests.append(self.engine.prepare(prompt, each, priority=first, lora=adapter))
         builders = {request.id: [CompletionBuilder(i) for i in range(request.params.n)] for request in requests}
         with self._turn, Interrupts() as interrupts:
             try:
@@ -214,6 +222,17 @@ class LLM:
         except Exception:
             self.engine.recover()
             raise
+
+
+@contextmanager
+def _of_several(number: int, several: int) -> Iterator[None]:
+    """Let an error name its prompt, where there are several."""
+    try:
+        yield
+    except RequestError as error:
+        if several == 1:
+            raise
+        raise RequestError(f"prompts[{number}]: {error}", error.param, error.code) from error
 
 
 class CompletionBuilder:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.request import Completion, RequestError, RequestMetrics, RequestOutput, SamplingParams, shown
 
 INT32 = 2**31 - 1
@@ -196,3 +200,17 @@ def test_a_field_of_the_wrong_kind_is_named(name, value):
     with pytest.raises(RequestError, match=name) as caught:
         SamplingParams(**{name: value})
     assert caught.value.param == name
+
+
+def test_numbers_of_numpy_and_jax_are_pythons():
+    given = {"temperature": np.float32(0.5), "max_tokens": np.int64(3), "seed": jnp.int32(7), "ignore_eos": np.True_}
+    params = SamplingParams(**given, stop_token_ids=np.array([4, 5]), logit_bias={np.int32(6): np.float64(1)})
+    assert params == SamplingParams(
+        temperature=0.5, max_tokens=3, seed=7, ignore_eos=True, stop_token_ids=(4, 5), logit_bias={6: 1.0}
+    )
+    whole = params.max_tokens, params.seed, *params.stop_token_ids, *params.logit_bias
+    assert all(type(each) is int for each in whole)
+    with pytest.raises(RequestError, match=r"temperature must be a number from 0 to 100, got \[0.5\]"):
+        SamplingParams(temperature=np.array([0.5]))
+    config = EngineConfig(model=Path("m"), max_running_requests=np.int64(4))
+    assert (config.model, type(config.max_running_requests)) == ("m", int)

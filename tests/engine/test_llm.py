@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import LLM, RequestError, SamplingParams
+from jaxspec import LLM, ConfigError, RequestError, SamplingParams
 from jaxspec.config.request import LogitsError
 from jaxspec.drafters.base import Drafter, Proposal
 from jaxspec.drafters.loading import LoadedDrafter
@@ -73,6 +73,24 @@ def test_what_is_no_prompt_or_chat_is_refused_by_name(given):
         llm.generate(given)
     with pytest.raises(RequestError, match=r'messages must be a list of {"role": ..., "content": ...}, or a list of'):
         llm.chat(given)
+
+
+def test_an_error_names_its_prompt_where_there_are_several():
+    llm = engine("none")
+    with pytest.raises(RequestError, match=r"^prompts\[1\]: the prompt is empty; it must have at least one token"):
+        llm.generate([[1], []])
+    with pytest.raises(RequestError, match=r"^the prompt is empty"):
+        llm.generate([[]])
+
+
+@pytest.mark.parametrize("given, words", [
+    ({"model": {"embed": np.zeros(9)}}, "model must be a name, a path, or a Model, which jaxspec.load_model returns"),
+    ({"draft": Drafter()}, "draft must be .* a LoadedDrafter, which jaxspec.load_drafter returns, got Drafter"),
+    ({"draft": None}, "draft must be a name, a path, or a LoadedDrafter, .* got NoneType"),
+])  # fmt: skip
+def test_what_is_no_model_or_drafter_is_refused_by_name(given, words):
+    with pytest.raises(ConfigError, match=words):
+        LLM(**given)
 
 
 def test_threads_that_generate_at_once_take_turns():
