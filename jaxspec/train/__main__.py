@@ -26,7 +26,7 @@ from jaxspec.bench import matched
 from jaxspec.bench.__main__ import main as bench
 from jaxspec.bench.results import BenchError
 from jaxspec.cache.memory_plan import claim_device
-from jaxspec.checkpoint import CheckpointError, Model, load_model, locate, resolve
+from jaxspec.checkpoint import CheckpointError, Model, load_model, resolve
 from jaxspec.cli import without_traceback
 from jaxspec.compiling.executable_store import enable_compilation_cache
 from jaxspec.config.flags import engine_options, parse
@@ -43,7 +43,7 @@ from jaxspec.train.blocks.dflash2 import DFlash2Objective
 from jaxspec.train.blocks.domino import DominoObjective
 from jaxspec.train.blocks.dspark import DSparkObjective
 from jaxspec.train.blocks.lilicorr import LiLiCorrObjective, Terms
-from jaxspec.train.continued import continued, heads_alone
+from jaxspec.train.continued import check_init, continued, heads_alone
 from jaxspec.train.data import Text, TrainError, count, holds_texts, read_texts, split
 from jaxspec.train.eagle3 import Eagle3Objective
 from jaxspec.train.folder import agree, as_stored, fingerprint, held, make, read, write
@@ -100,7 +100,8 @@ def _data(args: argparse.Namespace) -> None:
 
 
 def _features(args: argparse.Namespace) -> None:
-    layers = args.target_layers or export.eagle3_layers(resolve(args.model).config)
+    _check_layers(args, config := resolve(args.model).config)
+    layers = args.target_layers or export.eagle3_layers(config)
     with held(args.output):
         path = _texts_file(args)
         target = load_model(args.model, _dtype(args), tp_size=args.tp_size)
@@ -148,8 +149,7 @@ def _train(args: argparse.Namespace) -> None:
                 loop.check_run(args.output, facts | {"data_sha256": fingerprint(texts)}, ("texts",))
             print(f"drafter: {args.output / 'drafter'} is trained already")
             return
-        if not args.init:
-            _check_shape(args, config)
+        _check_shape(args, config)
         _train_on(_texts_file(args), args, settings, facts)
 
 
@@ -166,16 +166,16 @@ def _compare(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     drafters, texts, config = [each for each in found if not each.plain], args.data, resolve(args.model).config
     for each in drafters:  # all of them before hours of the first
         _check(each.args)
-        if not each.args.init:
-            try:
-                most = _check_shape(each.args, config)
-            except (ConfigError, TrainError) as error:
-                raise TrainError(f"--drafters {each.name}: {error}") from error
-            if most is not None and args.num_draft_tokens > most:
-                raise TrainError(
-                    f"--drafters {each.name}: its blocks have {most} drafts, and --num-draft-tokens is "
-                    f"{args.num_draft_tokens} for all. Lower it, or give a larger block-size there"
-                )
+        try:
+            most = _check_shape(each.args, config)
+        except (CheckpointError, ConfigError, TrainError) as error:
+            raise TrainError(f"--drafters {each.name}: {error}") from error
+        if most is not None and args.num_draft_tokens > most:
+            other = "" if each.args.init else ", or give a larger block-size there"
+            raise TrainError(
+                f"--drafters {each.name}: its blocks have {most} drafts, and --num-draft-tokens is "
+                f"{args.num_draft_tokens} for all. Lower it{other}"
+            )
     if drafters and (texts == "self" or Path(texts).exists()):  # drafters that are trained need them no more
         with held(args.output, wait=True):  # whoever shares the drafters needs the same texts
             texts = str(_texts_file(args))
@@ -219,12 +219,20 @@ def _check(args: argparse.Namespace) -> None:
         raise TrainError(f"--{given[0].replace('_', '-')} is for new drafters, and --init {args.init} is one already")
     if getattr(args, "heads_only", False) and not args.init:
         raise TrainError("--heads-only needs --init D, the drafter whose block stays as it is")
-    if args.init:
-        locate(args.init)
+
+
+def _check_layers(args: argparse.Namespace, config: ModelConfig) -> None:
+    last = config.num_layers - 1
+    if bad := [layer for layer in args.target_layers or () if layer > last]:
+        raise TrainError(f"--target-layers {bad[0]} doesn't exist; {args.model} has layers 0 to {last}")
 
 
 def _check_shape(args: argparse.Namespace, config: ModelConfig) -> int | None:
-    """Refuse a shape that can't be trained, before texts are written. Returns how many drafts a block has."""
+    """Refuse a shape that can't be trained, before texts are written. Returns how many drafts a block has; None: any
+    number."""
+    if args.init:
+        return check_init(args.command, args.init, config)
+    _check_layers(args, config)
     if args.command == "eagle3":
         _check_size(args.draft_vocab_size or 0, config.vocab_size, "--draft-vocab-size")
         export.check_eagle3(config, _shape(args, 1), args.draft_vocab_size or None)

@@ -16,15 +16,18 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.checkpoint import Model, ModelFolder, locate
+from jaxspec.config.options import ConfigError
 from jaxspec.drafters.blocks.dspark import DSpark
 from jaxspec.drafters.dflash import DERIVED, DFlash
 from jaxspec.drafters.dflash_checkpoint import canonical as dflash_name
 from jaxspec.drafters.eagle import Eagle3
 from jaxspec.drafters.eagle_checkpoint import canonical as eagle_name
 from jaxspec.drafters.eagle_checkpoint import find_eagle3
-from jaxspec.drafters.loading import load_drafter
+from jaxspec.drafters.loading import load_drafter, parse_draft
 from jaxspec.drafters.mtp import Mtp
 from jaxspec.drafters.mtp_streams import MtpStreams
+from jaxspec.drafters.registry import DRAFTERS
+from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.weights import Weight, formats
 from jaxspec.train.data import TrainError
 from jaxspec.train.export import Fresh, checkpoint_tensors, write_tensors
@@ -69,6 +72,27 @@ def continued(folder: Path, method: str, source: str, target: Model) -> Continue
     made = (*declared, *DERIVED)  # the latter of trained params, anew in each step
     frozen = {key: value for key, value in params.items() if key not in made}
     return Continued(folder, drafter, declared, trained, frozen, files=files, name=name)
+
+
+def check_init(method: str, source: str, target: ModelConfig) -> int | None:
+    """Refuse a drafter of another method or target, as far as its config tells. Returns how many drafts a block has;
+    None: any number.
+
+    **Raises:** `TrainError`; `CheckpointError` for one that isn't there.
+    """
+    files = locate(source)
+    try:
+        cls, _, _ = parse_draft(source, "the target", "auto")
+        kind = next(name for name, each in DRAFTERS.items() if each is cls)
+        if kind != method and (kind, method) != ("dflash", "dspark"):
+            raise TrainError(f"--init {source} is a drafter of the method {kind}, and {method} trains others")
+        if method == "eagle3":
+            find_eagle3(source, target, "auto")
+            return None
+        drafter = cls.from_hf(files.hf, target)
+    except ConfigError as error:
+        raise TrainError(f"--init {source} can't be trained by {method}: {error}") from error
+    return drafter.block_size - (drafter.first if kind == method else 1)  # a DSpark drafter made of it has first 1
 
 
 def heads_alone(fresh: Continued, names: Container[str], dtype: str) -> Continued:

@@ -10,6 +10,7 @@ from jaxspec.bench import matched
 from jaxspec.bench.results import BenchError
 from jaxspec.train import __main__ as train
 from jaxspec.train import flags
+from tests.support.blocks import GOLDEN
 from tests.support.tiny import tiny_checkpoint
 
 BASE = ["compare", "--model", "m", "--data", "d", "--batch-size", "4", "--learning-rate", "0.01", "--seed", "3"]
@@ -206,12 +207,29 @@ def test_all_drafters_are_checked_before_the_first_is_trained(tmp_path, capsys):
     argv[argv.index("--model") + 1] = str(tiny_checkpoint())
     for drafter, words in (
         ("dflash?loss=nowhere:x", "compare: --loss nowhere:x must be module:name"),
-        ("dflash?target-layers=99", "compare: --drafters dflash?target-layers=99: each of target_layer_ids must be"),
+        ("dflash?target-layers=99", "compare: --drafters dflash?target-layers=99: --target-layers 99 doesn't exist; "),
         ("dspark?block-size=6", "dspark?block-size=6: its blocks have 6 drafts, and --num-draft-tokens is 7 for all"),
         ("dflash2?block-size=6", "dflash2?block-size=6: its blocks have 5 drafts"),
     ):
         with pytest.raises(SystemExit):
             train.main([*argv, "--drafters", f"eagle3?num-layers=1,{drafter}"])
+        assert words in capsys.readouterr().err
+    assert not list(tmp_path.glob("eagle3*"))
+
+
+def test_drafters_to_train_on_are_checked_before_the_first_is_trained(tmp_path, capsys):
+    (tmp_path / "b.jsonl").write_text('{"question": "q"}\n')
+    argv = [*BASE, "--output", str(tmp_path), "--benchmark", str(tmp_path / "b.jsonl"), "--budget", "30", "--no-plots"]
+    argv[argv.index("--model") + 1] = str(GOLDEN / "dflash" / "target")
+    block = GOLDEN / "dflash" / "full"
+    for drafter, words in (
+        (f"dflash?init={block}", f"dflash?init={block}: its blocks have 7 drafts, and --num-draft-tokens is 8 for all"),
+        (f"dspark?init={block}", f"dspark?init={block}: its blocks have 7 drafts, and --num-draft-tokens is 8 for all"),
+        (f"domino?init={block}", f"--init {block} is a drafter of the method dflash, and domino trains others"),
+        (f"dflash?init={tmp_path}/no", f"compare: --drafters dflash?init={tmp_path}/no: no model '{tmp_path}/no'"),
+    ):
+        with pytest.raises(SystemExit):
+            train.main([*argv, "--num-draft-tokens", "8", "--drafters", f"eagle3?num-layers=1,{drafter}"])
         assert words in capsys.readouterr().err
     assert not list(tmp_path.glob("eagle3*"))
 
