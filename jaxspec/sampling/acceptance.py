@@ -55,9 +55,12 @@ def block(
     coins with its own (`sampling.round_keys`).
 
     Returns the yielded tokens (valid up to their number) and how many there are, 1 to q.
+
+    **Raises:** `ValueError` for other shapes, or a seed of another dtype.
     """
-    b, q, _ = p.shape
     weight, rate = pass_rates(p, drafts, count, draft_p)
+    b, q, _ = p.shape
+    _numbered(b, seed, position)
     coin = sampling.uniform(sampling.round_keys(seed, position, jnp.arange(1, q), sampling.ACCEPT))
     right = jnp.max(jnp.where(coin < rate, jnp.arange(1, q), 0), axis=1)
     row = jnp.arange(b), right
@@ -110,6 +113,17 @@ def expected_length(
     rate = pass_rates(p, drafts, count, draft_p)[1]
     none_from = jnp.cumprod((1 - rate)[:, ::-1], axis=1)[:, ::-1]  # that no prefix of j drafts or more passes
     return 1 + (1 - none_from).sum(axis=1)
+
+
+def _numbered(b: int, seed: Any, position: Any) -> None:
+    """Check what random numbers of `b` requests are made of. **Raises:** `ValueError` if they can't be."""
+    said = lambda x: f"{x.dtype}{[*x.shape]}" if hasattr(x, "shape") else type(x).__name__  # noqa: E731
+    if said(seed) != f"uint32[{b}, 2]":
+        raise ValueError(
+            f"{b} requests take a seed of uint32[{b}, 2], such as jnp.zeros(({b}, 2), jnp.uint32), got {said(seed)}"
+        )
+    if getattr(position, "shape", None) != (b,) or not jnp.issubdtype(position.dtype, jnp.integer):
+        raise ValueError(f"{b} requests take a position of int[{b}], got {said(position)}")
 
 
 def _shaped(count: Any, drafts: Any, **others: tuple[Any, int, int]) -> None:
@@ -187,6 +201,9 @@ def walk(
 
     Exact for the same reason: the children decide how far a round gets, never which tokens it yields. Returns the path,
     rows i32[b, k], and how many of them count, 1 to k: each yields the token chosen there.
+
+    **Raises:** as `match`, and for a tree of other drafts.
     """
+    _shaped(count, drafts, chosen=(chosen, 2, 1), parents=(tree.parents, 2, 0))
     within = jnp.arange(drafts.shape[1]) < count[:, None]
     return tree.deepest((drafts == jnp.take_along_axis(chosen, tree.parents, axis=1)) & within)

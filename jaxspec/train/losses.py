@@ -144,7 +144,8 @@ def imported(flag: str, name: str) -> Any:
     try:
         found = getattr(import_own(f"{flag} {name}", module), own)
     except (ImportError, AttributeError, ValueError) as error:
-        raise TrainError(f"{flag} {name} must be module:name, such as mine:narrow: {error}") from error
+        example = {"--loss": "module:function, such as mine:narrow", "--objective": "module:Class, such as mine:Own"}
+        raise TrainError(f"{flag} {name} must be {example[flag]}: {error}") from error
     if not callable(found):
         raise TrainError(f"{flag} {name} must be a function or a class, got {type(found).__name__}")
     return found

@@ -136,9 +136,26 @@ def test_an_error_names_the_array_of_another_shape(given, says):
         acceptance._shaped(**ROUND | given)
 
 
+@pytest.mark.parametrize(("given", "says"), [
+    (dict(seed=7), r"1 requests take a seed of uint32\[1, 2\], such as .*, got int"),
+    (dict(seed=jnp.zeros((1, 2), jnp.int32)), r"got int32\[1, 2\]"),
+    (dict(seed=jnp.zeros(2, jnp.uint32)), r"got uint32\[2\]"),
+    (dict(position=5), r"take a position of int\[1\], got int"),
+    (dict(position=jnp.ones(1)), r"got float32\[1\]"),
+])  # fmt: skip
+def test_an_error_says_what_random_numbers_are_made_of(given, says):
+    right = dict(seed=seeds(1), position=jnp.array([3]))
+    acceptance._numbered(1, **right)
+    with pytest.raises(ValueError, match=says):
+        acceptance._numbered(1, **right | given)
+
+
 def test_matching_takes_one_choice_more_than_drafts():
     with pytest.raises(ValueError, match=r"3 drafts take chosen of \[1, 4\], got \[1, 2\]"):
         acceptance.match(jnp.array([[5, 6]]), jnp.array([[5, 6, 7]]), jnp.array([3]))
+    tree = acceptance.Tree.of(jnp.array([[0, 1]]), 2)
+    with pytest.raises(ValueError, match=r"3 drafts take parents of \[1, 3\], got \[1, 2\]"):
+        acceptance.walk(jnp.array([[5, 6, 7, 8]]), jnp.array([[5, 6, 7]]), jnp.array([3]), tree)
 
 
 def test_rates_are_of_one_draft_or_more():

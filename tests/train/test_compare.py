@@ -206,7 +206,7 @@ def test_all_drafters_are_checked_before_the_first_is_trained(tmp_path, capsys):
     argv = [*BASE, "--output", str(tmp_path), "--benchmark", str(tmp_path / "b.jsonl"), "--budget", "30", "--no-plots"]
     argv[argv.index("--model") + 1] = str(tiny_checkpoint())
     for drafter, words in (
-        ("dflash?loss=nowhere:x", "compare: --loss nowhere:x must be module:name"),
+        ("dflash?loss=nowhere:x", "compare: --loss nowhere:x must be module:function"),
         ("dflash?target-layers=99", "compare: --drafters dflash?target-layers=99: --target-layers 99 doesn't exist; "),
         ("dspark?block-size=6", "dspark?block-size=6: its blocks have 6 drafts, and --num-draft-tokens is 7 for all"),
         ("dflash2?block-size=6", "dflash2?block-size=6: its blocks have 5 drafts"),

@@ -126,7 +126,7 @@ def test_a_loss_of_ones_own_has_gradients():
 
 
 @pytest.mark.parametrize("name, message", [
-    ("nowhere:loss", "--loss nowhere:loss must be module:name, such as mine:narrow: No module named 'nowhere'"),
+    ("nowhere:loss", "--loss nowhere:loss must be module:function, such as mine:narrow: No module named 'nowhere'"),
     (f"{__name__}:lost", "has no attribute 'lost'"),
     (f"{__name__}:V", "must be a function or a class, got int"),
 ])  # fmt: skip
