@@ -58,7 +58,8 @@ class Benchmark:
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """A benchmark's answers: the replies to each prompt's turns. `seconds`: the time that all took."""
+    """A benchmark's answers: the replies to each prompt's turns. `seconds`: the time that all took, that of compiling
+    `compiles` programs included."""
 
     draft: str
     drafts: int
@@ -67,6 +68,7 @@ class Run:
     benchmark: Benchmark
     answers: list[list[Reply]]
     seconds: float
+    compiles: int
 
     @cached_property
     def row(self) -> Row:
@@ -83,6 +85,7 @@ class Run:
             "output_tokens": tokens,
             "seconds": self.seconds,
             "tokens_per_s": tokens / self.seconds,
+            "compiles": self.compiles,
             "each": each,
         }
 
@@ -130,17 +133,30 @@ def sweep(
                 if engine.config.skip_warmup:
                     _answer(engine, args, benchmarks[0], params, concurrency, concurrency)
                 for benchmark in benchmarks:
-                    load = f"{draft}, {benchmark.name}, {concurrency} at a time"
-                    bar.set_postfix_str(load)
+                    bar.set_postfix_str(f"{draft}, {benchmark.name}, {concurrency} at a time")
                     compiled = engine.stats()["compiles_total"]
                     answers, seconds = _answer(engine, args, benchmark, params, concurrency)
                     drafted = engine.runner.draft.drafter.num_draft_tokens
-                    yield Run(draft, drafted, size, concurrency, benchmark, answers, seconds)
-                    if missed := engine.stats()["compiles_total"] - compiled:
-                        result.note(f"{load}: programs compiled meanwhile: {missed}; its speed includes that")
+                    compiled = engine.stats()["compiles_total"] - compiled
+                    yield Run(draft, drafted, size, concurrency, benchmark, answers, seconds, compiled)
                 bar.update()
             del engine
             gc.collect()  # its memory is the next one's
+    if (note := compiling(result.rows)) is not None:
+        result.note(note)
+
+
+def compiling(rows: Sequence[Row]) -> str | None:
+    """Say whose speeds include compiling, in one note; None if no program was compiled meanwhile."""
+    found = [row for row in rows if row.get("compiles")]
+    if not found:
+        return None
+    if len(found) == len(rows):
+        return "programs were compiled meanwhile, and every speed includes that"
+    loads = "; ".join(f"{row['draft']}, {row['data']}, {row['concurrency']} at a time" for row in found)
+    return (
+        f"programs were compiled meanwhile, and the speeds of {len(found)} of {len(rows)} loads include that: {loads}"
+    )
 
 
 def _answer(

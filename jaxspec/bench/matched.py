@@ -18,7 +18,7 @@ from pathlib import Path
 import jax
 
 from jaxspec.bench import accept, acceptance, plots
-from jaxspec.bench.answers import PLAIN
+from jaxspec.bench.answers import PLAIN, compiling
 from jaxspec.bench.results import BenchError, Document, Row
 
 # Flags that the comparison itself has, or has no use for.
@@ -136,8 +136,9 @@ def report(args: argparse.Namespace, documents: Sequence[Document], found: Seque
         for row in document["rows"]:
             row |= acceptance.speedup(plain[row["data"], row["concurrency"]], row, args.seed)
             rows.append(row | {"draft": names.get(row["draft"], row["draft"])})
-        draft = document["rows"][0]["draft"]
-        notes += [note.replace(draft, names.get(draft, draft)) for note in document["notes"]]
+        draft, alone = document["rows"][0]["draft"], compiling(document["rows"])
+        notes += [note.replace(draft, names.get(draft, draft)) for note in document["notes"] if note != alone]
+    notes += filter(None, [compiling(rows)])
     whole = documents[0] | {"rows": rows, "notes": notes}
     (args.output / "compare.json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     if not args.no_plots:

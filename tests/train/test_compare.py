@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxspec.bench import matched
+from jaxspec.bench.answers import compiling
 from jaxspec.bench.results import BenchError
 from jaxspec.train import __main__ as train
 from jaxspec.train import flags
@@ -117,9 +118,13 @@ def test_the_table_has_intervals_and_marks_the_best(contenders, tmp_path):
     budget = dict(budget=["--steps", "30"], num_draft_tokens=7, max_new_tokens=96)
     args = argparse.Namespace(output=tmp_path, seed=0, no_plots=True, model="m", **budget)
     documents = [document("none", 1.0), document(a, 1.5, 2.5), document(b, 1.2, 2.8)]
-    documents[1]["notes"].append(f"{a}, X: programs compiled meanwhile: 2; its speed includes that")
+    documents[1]["notes"].append(f"{a}: 1 of 3 questions")
+    for each in documents[:2]:
+        each["rows"][0]["compiles"] = 2
+        each["notes"].append(compiling(each["rows"]))
     text = matched.report(args, documents, contenders)
-    assert text.endswith("\n\na, X: programs compiled meanwhile: 2; its speed includes that.")
+    together = "the speeds of 2 of 3 loads include that: none, X, 1 at a time; a, X, 1 at a time."
+    assert text.endswith(f"\n\na: 1 of 3 questions.\n\nprograms were compiled meanwhile, and {together}")
     assert "| a | 2.5 | 30 |" in text and text + "\n" == (tmp_path / "compare.md").read_text()
     assert "| X | all | 2 | 2.50 (2.00 to 3.00) | **2.80** (2.00 to 3.00) |" in text
     assert "| X | 1 | 100 | 150, **1.50x** (1.50 to 1.50) | 120, 1.20x (1.20 to 1.20) |" in text
@@ -129,6 +134,8 @@ def test_the_table_has_intervals_and_marks_the_best(contenders, tmp_path):
         "Training: 30 steps a drafter, in batches of 4 rows of 64 tokens, on 90 texts (sha256 0123456789ab); seed 0."
         in text
     )
+    documents[2]["rows"][0]["compiles"] = 1
+    assert matched.report(args, documents, contenders).endswith("meanwhile, and every speed includes that.")
     assert "7 drafts a round, greedy, at most 96 new tokens; questions: 2 of X." in text and "95% intervals" in text
 
 
