@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -153,7 +153,15 @@ class LLM:
                 f"{shown(messages)}",
                 "messages",
             )
-        return self.generate([self._prompt(chat, template) for chat in chats], params, priority, lora)
+        written = []
+        for number, chat in enumerate(chats):
+            if not chat or not all(isinstance(message, Mapping) for message in chat):
+                where = "messages" if chats is not messages else f"messages[{number}]"
+                raise RequestError(
+                    f'{where} must be a list of at least one {{"role": ..., "content": ...}}, got {shown(chat)}', where
+                )
+            written.append(self._prompt(chat, template))
+        return self.generate(written, params, priority, lora)
 
     def _prompt(self, chat: list[Any], template: dict[str, Any]) -> list[int] | Prompt:
         """A chat's token ids, with its pictures if it has some."""

@@ -107,6 +107,8 @@ class Rollout:
         if runner.hosts is not None:
             raise ConfigError("weights can't be updated on several hosts; start the nodes again with the new ones")
         self._check_present()
+        if version is not None and not isinstance(version, str):
+            raise RequestError(f"version must be a string, got {version!r}", "version")
         if target is not None:
             check_follows(runner.draft, config)
         made = read_folders if isinstance(drafter if target is None else target, str | Path) else read
@@ -199,8 +201,9 @@ class Rollout:
         return jax.device_put(array, self._places[id(array)]) if id(array) in self._places else array
 
     def _tags(self, tags: list[str] | None) -> set[str]:
-        if bad := [tag for tag in tags or () if tag not in TAGS]:
-            raise RequestError(f"tags must be some of {', '.join(TAGS)}, got {bad[0]!r}", "tags")
+        if isinstance(tags, str) or (bad := [tag for tag in tags or () if tag not in TAGS]):
+            given = tags if isinstance(tags, str) else bad[0]
+            raise RequestError(f"tags must be a list of some of {', '.join(TAGS)}, got {given!r}", "tags")
         return set(TAGS if tags is None else tags)
 
     def _pause(self, mode: str) -> None:

@@ -181,7 +181,8 @@ def _named(declared: list[Param], old: list[Any], given: dict[str, Any], dtype: 
     declared = [param.as_found(given) for param in declared]
     left = given.keys() - {name for param in declared for name in param.sources} - {"lm_head.weight"}
     if left:
-        raise CheckpointError(f"the model has no {min(left)}, nor {len(left) - 1} other tensors that were given")
+        others = f"; {len(left) - 1} others aren't its either" if len(left) > 1 else ""
+        raise CheckpointError(f"the model has no {min(left)}, which was given{others}")
     wanted, places = [], []
     for place, (param, before) in enumerate(zip(declared, old, strict=True)):
         found = [name for name in param.sources if name in given]
@@ -191,7 +192,7 @@ def _named(declared: list[Param], old: list[Any], given: dict[str, Any], dtype: 
             lacking = next(name for name in param.sources if name not in given)
             raise CheckpointError(f"{found[0]} was given without {lacking}; they are one parameter here: give both")
         for name, shape in param.stored_values().items():
-            if given[name].shape != shape:
+            if _shape(name, given[name]) != shape:
                 raise CheckpointError(f"{name} is {list(given[name].shape)}, the model's is {list(shape)}")
         if isinstance(before, Weight) and before.quantised:
             _check_makes(before, found[0])
@@ -256,7 +257,8 @@ def _check_finite(model: Model, update: Update) -> None:
     flags = jax.device_get([_finite([named[place][1] for place in places]) for places in several])
     found = zip(several, flags, strict=True)
     if bad := sorted(place for places, each in found for place, ok in zip(places, each, strict=True) if not ok):
-        raise CheckpointError(f"{named[bad[0]][0]} has numbers that aren't finite, as have {len(bad) - 1} others")
+        others = f", as have {len(bad) - 1} others" if len(bad) > 1 else ""
+        raise CheckpointError(f"{named[bad[0]][0]} has numbers that aren't finite{others}")
 
 
 @partial(jax.jit, compiler_options=NOTHING_TIMED)  # rounds may run, also ones that wait for another device's
@@ -290,12 +292,19 @@ def _placed(given: Any, before: Any, name: str, shape: tuple[int, ...] | None = 
         raise CheckpointError(f"{name} has another format or layout than the engine's")
     out = []
     for array, old in zip(arrays, mine, strict=True):
-        if array.shape not in (old.shape, shape):
+        if _shape(name, array) not in (old.shape, shape):
             raise CheckpointError(f"{name} is {list(array.shape)}, the engine's is {list(old.shape)}")
         cast = array if array.dtype == old.dtype else array.astype(old.dtype)
         there = isinstance(old, jax.ShapeDtypeStruct) or _where(cast) == _where(old)
         out.append(cast if there else jax.device_put(cast, old.sharding))
     return jax.tree.unflatten(structure, out)
+
+
+def _shape(name: str, array: Any) -> tuple[int, ...]:
+    """**Raises:** `CheckpointError` for what is no array."""
+    if not hasattr(array, "shape"):
+        raise CheckpointError(f"{name} must be an array, got {type(array).__name__}")
+    return array.shape
 
 
 def _where(array: Any) -> tuple[Any, bool] | None:

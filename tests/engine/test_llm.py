@@ -75,6 +75,12 @@ def test_what_is_no_prompt_or_chat_is_refused_by_name(given):
         llm.chat(given)
 
 
+@pytest.mark.parametrize("given, where", [([[]], r"messages\[0\]"), ([{"content": "a"}, 3], "messages")])
+def test_an_empty_chat_and_what_is_no_message_is_refused_by_its_place(given, where):
+    with pytest.raises(RequestError, match=f'^{where} must be a list of at least one {{"role": ..., "content": ...}}'):
+        engine("none").chat(given)
+
+
 def test_an_error_names_its_prompt_where_there_are_several():
     llm = engine("none")
     with pytest.raises(RequestError, match=r"^prompts\[1\]: the prompt is empty; it must have at least one token"):

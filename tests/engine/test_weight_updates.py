@@ -110,13 +110,16 @@ def test_weights_that_do_not_fit_are_named_and_change_nothing(restored):
     query = "model.layers.0.self_attn.q_proj.weight"
     wrong = [
         ({"model.norm.weight": jnp.ones(width + 1)}, "model.norm.weight is"),
-        ({"model.nrm.weight": jnp.ones(width)}, "the model has no model.nrm.weight"),
+        ({"model.nrm.weight": jnp.ones(width)}, "the model has no model.nrm.weight, which was given$"),
+        ({"a": 1, "b": 2}, "the model has no a, which was given; 1 others aren't its either$"),
+        ({"model.norm.weight": "x"}, "model.norm.weight must be an array, got str"),
+        (before | {"norm": "x"}, r"target\['norm'\] must be an array, got str"),
         ({query: named(other_checkpoint())[query]}, "k_proj.weight"),
         (before | {"norm": jnp.ones(width + 1)}, r"target\['norm'\] is"),
         (before | {"layers": []}, "structure"),
         (str(tiny_checkpoint("qwen3", 272, 2, tokenizer=True, num_hidden_layers=2)), "another model"),
         (None, "needs weights"),
-        ({"model.norm.weight": before["norm"].at[3].set(jnp.nan)}, "model.norm.weight has numbers that aren't finite"),
+        ({"model.norm.weight": before["norm"].at[3].set(jnp.nan)}, "model.norm.weight has numbers that aren't finite$"),
         (before | {"norm": before["norm"].at[0].set(-jnp.inf)}, "model.norm.weight has numbers that aren't finite"),
     ]
     for given, message in wrong:
@@ -124,6 +127,8 @@ def test_weights_that_do_not_fit_are_named_and_change_nothing(restored):
             llm.update_weights(given)
     with pytest.raises(CheckpointError, match="no weights"):
         llm.update_weights(draft={"embed": before["embed"]})
+    with pytest.raises(RequestError, match="version must be a string, got 3"):
+        llm.update_weights(before, version=3)
     assert llm.engine.runner.model.params is before and llm.engine.rollout.figures()["released"] == []
 
 
@@ -196,7 +201,9 @@ def test_memory_is_given_back_and_texts_are_the_same():
         if turn % 5 == 0:
             assert texts(llm) == wanted
     assert llm.generate(PROMPTS, params())[1].metrics.accept_length == length
-    with pytest.raises(RequestError, match="tags must be some of kv_cache, weights, got 'all'"):
+    with pytest.raises(RequestError, match="tags must be a list of some of kv_cache, weights, got 'kv_cache'"):
+        llm.release_memory("kv_cache")
+    with pytest.raises(RequestError, match="tags must be a list of some of kv_cache, weights, got 'all'"):
         llm.release_memory(["all"])
 
 
