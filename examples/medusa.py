@@ -17,7 +17,6 @@ import optax
 import jaxspec
 from jaxspec.decoder.forward import unembed
 from jaxspec.draft import Drafter, Proposal
-from jaxspec.drafters import LoadedDrafter
 
 TOPICS = "rain, bread, the sea, a dog, music, iron, winter, trains, the moon, salt, clocks, a garden"
 ANSWERS = jaxspec.SamplingParams(temperature=0, max_tokens=96, ignore_eos=True)
@@ -74,7 +73,7 @@ def train(model, texts, heads=2, steps=60, rows=128):
         some = draw.integers(0, len(states), rows)
         params, state, loss = step(params, state, model.params, states[some], labels[:, some])
     print(f"loss {loss:.2f} after {steps} steps")
-    return LoadedDrafter("medusa", drafter, {"heads": params, "target": model.params})
+    return jaxspec.LoadedDrafter("medusa", drafter, {"heads": params, "target": model.params})
 
 
 def main(name="smollm2-135m-instruct", steps=60, **options):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         StructuredOutput,
         TokenLogprobs,
     )
-    from jaxspec.drafters import load_drafter
+    from jaxspec.drafters import LoadedDrafter, load_drafter
     from jaxspec.engine.async_llm import AsyncLLM, EngineDead
     from jaxspec.engine.functional import hidden_states, logits, propose, propose_along
     from jaxspec.engine.llm import LLM
@@ -41,6 +41,7 @@ __all__ = [
     "Delta",
     "EngineConfig",
     "EngineDead",
+    "LoadedDrafter",
     "Model",
     "ModelConfig",
     "RequestError",
@@ -68,7 +69,7 @@ _MODULES = {
         *("Completion", "Delta", "RequestError", "RequestMetrics", "RequestOutput", "SamplingParams"),
         *("StructuredOutput", "TokenLogprobs"),
     ),
-    "jaxspec.drafters": ("load_drafter",),
+    "jaxspec.drafters": ("LoadedDrafter", "load_drafter"),
     "jaxspec.engine.async_llm": ("AsyncLLM", "EngineDead"),
     "jaxspec.engine.functional": ("hidden_states", "logits", "propose", "propose_along"),
     "jaxspec.engine.llm": ("LLM",),

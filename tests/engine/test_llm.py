@@ -18,10 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import LLM, ConfigError, RequestError, SamplingParams
+from jaxspec import LLM, ConfigError, LoadedDrafter, RequestError, SamplingParams
 from jaxspec.config.request import LogitsError
 from jaxspec.drafters.base import Drafter, Proposal
-from jaxspec.drafters.loading import LoadedDrafter
 from jaxspec.text.tokenizer import TokenizerError
 from tests.support.engines import OPTIONS, SELF, checkpoint, engine, idle, params, said, tokens, unharmed
 from tests.support.faults import damaged
