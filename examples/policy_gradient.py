@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 import jaxspec
+from jaxspec.config.flags import positive
 from jaxspec.train.following import Follower
 
 TOPICS = ("rain", "bread", "the sea", "a dog", "music", "iron", "winter", "trains")
@@ -91,9 +92,9 @@ def main(name="smollm2-135m-instruct", draft="auto", steps=12, samples=8, tokens
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", dest="name", default="smollm2-135m-instruct")
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--model", dest="name", default="smollm2-135m-instruct", help="it is trained (%(default)s)")
+    parser.add_argument("--steps", type=positive, default=12, help="updates (%(default)s)")
+    parser.add_argument("--samples", type=positive, default=8, help="texts of each step (%(default)s)")
+    parser.add_argument("--tokens", type=positive, default=16, help="of each text (%(default)s)")
     parser.add_argument("--left-behind", dest="follow", action="store_false", help="the drafter stays as it is")
     main(**vars(parser.parse_args()))

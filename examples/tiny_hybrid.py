@@ -36,6 +36,7 @@ from jaxspec import LLM, SamplingParams, load_model
 from jaxspec.cache.mixers import WholeTexts
 from jaxspec.checkpoint import Model
 from jaxspec.config.engine_config import EngineConfig
+from jaxspec.config.flags import checked, positive
 from jaxspec.decoder.forward import forward, unembed
 from jaxspec.drafters.mtp import parameters as mtp_parameters
 from jaxspec.drafters.mtp_modules import MtpModules
@@ -215,17 +216,21 @@ def trial(folder: Path, prompts: list[str], max_tokens: int) -> float:
     return tokens / rounds
 
 
+_texts = checked(int, f"must be 2 to {len(PROMPTS)} texts", lambda n: 2 <= n <= len(PROMPTS))
+_experts = checked(int, "must be 0, or at least 2 experts", lambda n: n == 0 or n >= 2)
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="for the model; texts and training are kept in it too")
     parser.add_argument("--model", default="smollm2-135m-instruct", help="who writes the texts (default: %(default)s)")
-    parser.add_argument("--texts", type=int, default=len(PROMPTS), help="how many (default and most: %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=128, help="tokens of each (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=200, help="of training (default: %(default)s)")
-    parser.add_argument("--vocab-size", type=int, default=2048, help="of the new model (default: %(default)s)")
-    parser.add_argument("--width", type=int, default=128, help="of the new model (default: %(default)s)")
-    parser.add_argument("--experts", type=int, default=0, help="in each layer, of which two serve a token (none)")
-    parser.add_argument("--modules", type=int, default=1, help="that draft, one token each (default: %(default)s)")
+    parser.add_argument("--texts", type=_texts, default=len(PROMPTS), help="how many (default and most: %(default)s)")
+    parser.add_argument("--max-tokens", type=positive, default=128, help="tokens of each (default: %(default)s)")
+    parser.add_argument("--steps", type=positive, default=200, help="of training (default: %(default)s)")
+    parser.add_argument("--vocab-size", type=positive, default=2048, help="of the new model (default: %(default)s)")
+    parser.add_argument("--width", type=positive, default=128, help="of the new model (default: %(default)s)")
+    parser.add_argument("--experts", type=_experts, default=0, help="in each layer, of which two serve a token (none)")
+    parser.add_argument("--modules", type=positive, default=1, help="that draft, one token each (default: %(default)s)")
     args = parser.parse_args(argv)
 
     args.folder.mkdir(parents=True, exist_ok=True)

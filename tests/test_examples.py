@@ -136,6 +136,17 @@ def test_a_script_of_its_own_objective_takes_what_the_trainer_gives():
     assert list(given) == list(inspect.signature(Objective.loss).parameters)
 
 
+@pytest.mark.parametrize("flag, value, words", [
+    ("--texts", "1", "must be 2 to 240 texts, got '1'"),
+    ("--experts", "1", "must be 0, or at least 2 experts, got '1'"),
+    ("--steps", "0", "must be an integer of at least 1, got '0'"),
+])  # fmt: skip
+def test_a_size_that_a_script_cannot_take_is_refused(flag, value, words, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        load("tiny_hybrid").main([str(tmp_path), flag, value])
+    assert words in capsys.readouterr().err
+
+
 @pytest.mark.exhaustive
 def test_a_tiny_hybrid_is_trained_and_served(tmp_path, plain, monkeypatch, capsys):
     tiny = load("tiny_hybrid")
