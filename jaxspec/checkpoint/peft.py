@@ -191,6 +191,11 @@ def _pairs(names: Iterable[str], known: Mapping[str, Any], layers: int, file: Pa
         module, half = parsed.groups()
         tensor = _tensor_of(module, known, layers)
         if tensor is None:
+            if (layer := re.search(r"\blayers\.(\d{1,9})\.", module)) and int(layer[1]) >= layers:
+                raise CheckpointError(
+                    f"{file}: {shown(name)} changes layer {layer[1]}, and the model has layers 0 to {layers - 1}. The "
+                    "adapter is for another model"
+                )
             raise CheckpointError(
                 f"{file}: {shown(name)} changes a module that isn't served. Adapters may change {_served(known)} of "
                 "dense layers, and no expert, router, embedding or head"

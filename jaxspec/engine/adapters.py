@@ -13,6 +13,7 @@ import dataclasses
 import hashlib
 import itertools
 import logging
+import re
 import secrets
 import threading
 import time
@@ -28,7 +29,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxspec.checkpoint import CheckpointError, Model, peft
 from jaxspec.checkpoint.params import assemble
 from jaxspec.checkpoint.peft import Adapter
-from jaxspec.config.engine_config import EngineConfig
+from jaxspec.config.engine_config import ADAPTER_NAME, EngineConfig
 from jaxspec.config.json_values import shown
 from jaxspec.config.options import ConfigError
 from jaxspec.config.request import RequestError
@@ -99,6 +100,12 @@ class Adapters:
 
         Any thread may call it. **Raises:** `CheckpointError`, `RequestError`.
         """
+        if not (isinstance(name, str) and re.fullmatch(ADAPTER_NAME, name)):
+            raise RequestError(
+                f"an adapter's name must be 1 to 128 letters, digits and . _ : / + @ -, got {shown(name)}", "lora_name"
+            )
+        if not isinstance(path, str | Path):
+            raise RequestError(f"an adapter's path must be a folder's, got {shown(path)}", "lora_path")
         self._check_new(name, replace)
         self.put(peft.read_adapter(name, path, self._tree, self.rank), replace)
         log.info("adapter %s: rank %d, from %s", name, self._loaded[name].rank, path)

@@ -63,6 +63,8 @@ def logprobs(
         raise RequestError(
             f"prompt must be from 1 to {t} tokens, one number or int[{b}], got {shown(prompt)}", "prompt"
         )
+    if config is not None and not isinstance(config, EngineConfig):
+        raise ConfigError(f"config must be an engine's, such as llm.engine.config, got {shown(config)}")
     options = config or EngineConfig(model=model.name, deterministic=True)
     if options.tp_size > 1:
         raise ConfigError(

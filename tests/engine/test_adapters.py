@@ -73,6 +73,16 @@ def test_texts_are_each_adapter_s_own_whoever_has_a_place(served):
     assert len(llm.engine.runner.adapters.places.resident) == 2
 
 
+@pytest.mark.parametrize("name, path, says", [
+    (3, "a", "name must be 1 to 128 letters, digits and . _ : / . @ -, got 3"),
+    ("a b", "a", "name must be 1 to 128 letters, .* got 'a b'"),
+    ("y", 3, "path must be a folder's, got 3"),
+])  # fmt: skip
+def test_what_is_no_name_or_folder_is_refused(served, name, path, says):
+    with pytest.raises(RequestError, match=f"an adapter's {says}"):
+        served[0].load_adapter(name, path)
+
+
 def test_a_name_with_other_weights_meets_no_page_of_the_old_ones(served, tmp_path):
     llm, folders = served
     prompt, programs = tokens(40, seed=1), llm.engine.runner.programs
@@ -177,7 +187,7 @@ DAMAGED = [
     ({}, lambda t: t.update({"base_model.model.model.layers.0.mlp.experts.1.up_proj.lora_A.weight": np.zeros((4, 4))}),
      "changes a module that isn't served. Adapters may change q_proj, k_proj"),
     ({}, lambda t: t.update({"base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight": np.zeros((4, 4))}),
-     "changes a module that isn't served"),
+     "changes layer 9, and the model has layers 0 to [0-9]. The adapter is for another model"),
     ({}, lambda t: t.update({"base_model.model.lm_head.lora_A.weight": np.zeros((4, 4))}), "embedding or head"),
     ({}, lambda t: t.update({"base_model.model.model.embed_tokens.lora_embedding_A": np.zeros((4, 4))}),
      "it changes embeddings"),

@@ -104,6 +104,8 @@ def test_they_have_the_gradient_of_logits():
 def test_a_prompt_is_a_number_of_the_texts_tokens(prompt):
     with pytest.raises(RequestError, match="prompt must be from 1 to 5 tokens"):
         jaxspec.logprobs(model("float32"), [tokens(5)], prompt)
+    with pytest.raises(ConfigError, match=r"config must be an engine's, such as llm.engine.config, got 3"):
+        jaxspec.logprobs(model("float32"), [tokens(5)], 2, config=3)
 
 
 def test_a_model_without_a_fixed_order_is_refused():
