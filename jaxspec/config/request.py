@@ -123,7 +123,7 @@ class StructuredOutput:
     - `schemas`: lowered schemas within a `grammar`, as (label, text): errors name the one at fault, and its part.
 
     **Attributes:** `kind`, which of the four it is; `text`, that as text; `prefix`, see `after`; `others`, see
-    `unless`; `field`, its `name` or its kind; `label`, what messages call it.
+    `unless`; `field`, its `name` or its kind.
 
     **Raises:** `RequestError` naming the field. Whether a grammar compiles is known when its request is prepared.
     """
@@ -152,9 +152,9 @@ class StructuredOutput:
         try:
             text = _GRAMMARS[kind](value)
         except ValueError as error:
-            raise RequestError(f"{self.label} {error}", self.field) from None
+            raise RequestError(f"{self.field} {error}", self.field) from None
         if len(text) > MAX_GRAMMAR:
-            raise RequestError(f"{self.label} {_too_long(text)}", self.field)
+            raise RequestError(f"{self.field} {_too_long(text)}", self.field)
         if self.whitespace_pattern is not None:
             if kind != "json":
                 raise RequestError(
@@ -176,12 +176,6 @@ class StructuredOutput:
     @property
     def field(self) -> str:
         return self.name or self.kind
-
-    @property
-    def label(self) -> str:
-        """`guided_json`, or "json of structured_outputs"."""
-        outer, _, inner = self.field.partition(".")
-        return f"{inner.rpartition('.')[2]} of {outer}" if inner else outer
 
     def after(self, opens: str, closes: str) -> StructuredOutput:
         """Copy behind free text, such as reasoning, that stands between two markers and may be left out. With "" as the

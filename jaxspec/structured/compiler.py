@@ -235,7 +235,7 @@ def refusals(wanted: StructuredOutput) -> Iterator[None]:
     try:
         yield
     except Refused as error:
-        raise RequestError(f"{wanted.label}: {error}", wanted.field) from error
+        raise RequestError(f"{wanted.field}: {error}", wanted.field) from error
 
 
 def reason(text: str) -> str:

@@ -44,7 +44,8 @@ def their_fields(places: Mapping[str, str], message_place: Callable[[int], Place
 def _renamed(error: RequestError, places: Mapping[str, str], message_place: Callable[[int], Place]) -> RequestError:
     message = str(error)
     for name in NAMED:
-        message = re.sub(rf"\b{name}\b", places.get(name, name), message)
+        if name in places:  # where a schema stands right below the format
+            message = re.sub(rf"\b{name}\b(\.json_schema(?=\.))?", places[name], message)
     if part := PART.match(error.param or ""):
         place = message_place(int(part[1]))
         field = place[0] + "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in place[1:])

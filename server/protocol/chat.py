@@ -13,7 +13,18 @@ from pydantic import ConfigDict, FailFast, Field, PlainValidator, model_validato
 from jaxspec.config.request import MAX_LOGPROBS, RequestError, SamplingParams
 from jaxspec.images.chats import Media, media_of
 from jaxspec.text.chat_template import reserved_template_variables
-from server.protocol.base import Body, Integer, Object, Open, Text, at_most, check_text, describe_ranges, shown
+from server.protocol.base import (
+    Body,
+    Integer,
+    Object,
+    Open,
+    Text,
+    at_most,
+    check_text,
+    describe_ranges,
+    read_each,
+    shown,
+)
 from server.protocol.described import NULL, add_rules, any_of, fields, is_true
 from server.protocol.generation import Generation, describe_generation
 from server.protocol.tools import (
@@ -51,18 +62,21 @@ def _content(value: Any) -> str | list[dict[str, str] | Media]:
         raise RequestError(f"must be a string or a list of parts, got {shown(value)}")
     if len(value) > MAX_PARTS:
         raise RequestError(f"has {len(value)} parts, at most {MAX_PARTS} are allowed")
-    parts = []
-    for place, part in enumerate(value):
-        try:
-            media = media_of(part, f"part {place}")
-        except RequestError as error:
-            raise RequestError(str(error)) from None
-        if media is not None:
-            _check_urls(media)
-        parts.append({"type": "text", "text": check_text(part["text"])} if media is None else media)
+    parts = read_each(value, _part)
     if any(isinstance(part, Media) for part in parts):
         return parts
     return "\n".join(part["text"] for part in parts)
+
+
+def _part(part: Any) -> dict[str, str] | Media:
+    try:
+        media = media_of(part, "the part")
+    except RequestError as error:
+        raise RequestError(str(error)) from None
+    if media is None:
+        return {"type": "text", "text": check_text(part["text"])}
+    _check_urls(media)
+    return media
 
 
 def _check_urls(media: Media) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field
 
 from jaxspec.config.request import RequestError
-from server.protocol.base import Open, refuse_misspelt, shown
+from server.protocol.base import Open, at, read_each, refuse_misspelt, shown
 from server.protocol.tools import MAX_TOOLS, Name, read_tool
 
 log = logging.getLogger("jaxspec.server")
@@ -47,23 +47,24 @@ def read_tools(value: Any) -> list[dict[str, Any]]:
     """
     if not isinstance(value, list) or len(value) > MAX_TOOLS:
         raise RequestError(f"must be a list of tools, at most {MAX_TOOLS}, got {shown(value)}")
-    found = []
-    for place, tool in enumerate(value):
-        if not isinstance(tool, dict) or not isinstance(tool.get("type"), str | None):
-            raise RequestError(f"tool {place} must have a name and an input_schema, got {shown(tool)}")
-        if tool.get("type") == "function":
-            own = '{"name": "NAME", "description": "...", "input_schema": {...}}'
-            raise RequestError(f"tool {place} has OpenAI's type function; here a tool is {own}")
-        if tool.get("type") not in (None, "custom"):
-            _log_skipped(tool["type"])
-            continue
-        schema = tool.get("input_schema")
-        if not isinstance(schema, dict):
-            raise RequestError(f"tool {place} needs a JSON schema as its input_schema, got {shown(schema)}")
-        function = {key: tool[key] for key in ("name", "description", "strict") if tool.get(key) is not None}
-        given = {"type": "function", "function": function | {"parameters": {"type": "object", **schema}}}
-        found.append(read_tool(given, f"tool {place}"))
-    return found
+    return [tool for tool in read_each(value, _tool) if tool is not None]
+
+
+def _tool(tool: Any) -> dict[str, Any] | None:
+    """A chat's tool; None for one that Anthropic's models know or run."""
+    if not isinstance(tool, dict) or not isinstance(tool.get("type"), str | None):
+        raise RequestError(f"must have a name and an input_schema, got {shown(tool)}")
+    if tool.get("type") == "function":
+        own = '{"name": "NAME", "description": "...", "input_schema": {...}}'
+        raise RequestError(f"has OpenAI's type function; here a tool is {own}")
+    if tool.get("type") not in (None, "custom"):
+        _log_skipped(tool["type"])
+        return None
+    schema = tool.get("input_schema")
+    if not isinstance(schema, dict):
+        raise RequestError(f"needs a JSON schema as its input_schema, got {shown(schema)}")
+    function = {key: tool[key] for key in ("name", "description", "strict") if tool.get(key) is not None}
+    return read_tool({"type": "function", "function": function | {"parameters": {"type": "object", **schema}}})
 
 
 def read_change(kind: str, tool: Any) -> dict[str, Any]:
@@ -71,8 +72,9 @@ def read_change(kind: str, tool: Any) -> dict[str, Any]:
     block has one. Both are None for tools of MCP servers, which the model never sees. **Raises:** `RequestError`."""
     given = tool.get("type") if isinstance(tool, dict) else None
     if given == "tool_definition" and kind == "tool_addition":
-        found = read_tools([tool.get("definition")])
-        return {"name": found[0]["function"].get("name") if found else None, "definition": found[0] if found else None}
+        with at("tool.definition"):
+            found = _tool(tool.get("definition"))
+        return {"name": found and found["function"]["name"], "definition": found}
     if given not in REFERENCES:
         allowed = "a tool_reference" if kind == "tool_removal" else "a tool_reference or tool_definition"
         raise RequestError(f"a {kind} needs {allowed} as its tool, got {shown(tool)}")

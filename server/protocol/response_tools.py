@@ -14,9 +14,9 @@ from functools import cache
 from typing import Any
 
 from jaxspec.config.request import RequestError
-from server.protocol.base import refuse_unknown, shown
+from server.protocol.base import at, refuse_unknown, shown
 from server.protocol.response_items import HOSTED, MAX_ITEMS
-from server.protocol.tools import INPUT, as_function
+from server.protocol.tools import INPUT, as_function, read_tool
 
 log = logging.getLogger("jaxspec.server")
 
@@ -53,9 +53,10 @@ class Toolbox:
         for origin, tool, where in _flat(given):
             name = joined(origin.namespace, origin.name)
             if box.origins.setdefault(name, origin) != origin:
-                raise RequestError(f"{where} has the name {name!r}, which another tool has; rename one")
+                raise RequestError(f"has the name {name!r}, which another tool has; rename one", where)
             function = {key: value for key, value in tool.items() if key not in ("type", "format")}
-            box.tools.append({"type": "function", "function": {**function, "name": name}})
+            with at(where):
+                box.tools.append(read_tool({"type": "function", "function": {**function, "name": name}}))
         return box
 
     def origin(self, name: str) -> Origin:
@@ -114,16 +115,17 @@ def _flat(given: Any) -> Iterator[tuple[Origin, dict[str, Any], str]]:
     if not isinstance(given, list) or len(given) > MAX_ITEMS:
         raise RequestError(f"must be a list of tools, at most {MAX_ITEMS}, got {shown(given)}")
     for place, tool in enumerate(given):
-        where = f"tool {place}"
+        where = f"[{place}]"
         if not isinstance(tool, dict):
-            raise RequestError(f"{where} must be an object, got {shown(tool)}")
+            raise RequestError(f"must be an object, got {shown(tool)}", where)
         if tool.get("type") != "namespace":
             yield from _one(tool, None, where)
             continue
         inner, space = tool.get("tools"), tool.get("name")
         if not isinstance(inner, list) or not isinstance(space, str):
-            raise RequestError(f"{where} is a namespace, which needs a string as its name and a list of tools")
-        refuse_unknown(tool, ("type", "name", "description", "tools"), f"{where}: ")
+            raise RequestError("a namespace needs a string as its name and a list of tools", where)
+        with at(where):
+            refuse_unknown(tool, ("type", "name", "description", "tools"))
         for number, each in enumerate(inner):
             yield from _one(each, tool, f"{where}.tools[{number}]")
 
@@ -134,12 +136,13 @@ def _one(tool: Any, space: dict[str, Any] | None, where: str) -> Iterator[tuple[
         _log_skipped(kind)
         return
     if kind not in ("function", "custom"):
-        raise RequestError(f"{where} has the type {shown(kind)}; this server takes function, custom and namespace")
+        raise RequestError(f"has the type {shown(kind)}; this server takes function, custom and namespace", where)
     name = tool.get("name")
     if not isinstance(name, str) or not name:
-        raise RequestError(f"{where} needs a name, a string, got {shown(name)}")
+        raise RequestError(f"needs a name, a string, got {shown(name)}", where)
     if kind == "custom":
-        tool = as_function(tool, where)
+        with at(where):
+            tool = as_function(tool)
     if space is not None and (says := space.get("description")):
         tool = {**tool, "description": f"{says}\n{tool.get('description') or ''}".strip()}
     yield Origin(name, space and space["name"], kind == "custom"), tool, where

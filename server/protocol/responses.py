@@ -19,10 +19,12 @@ from server.protocol.base import (
     Priority,
     Text,
     TokenId,
+    at,
     at_most,
     check_text,
     describe_ranges,
     must_be,
+    read_each,
     shown,
 )
 from server.protocol.chat import Effort, Variables, Verbosity
@@ -69,12 +71,7 @@ def _items(value: Any) -> list[dict[str, Any]]:
         raise RequestError(f"must be a string or a list of items, not empty, got {shown(value)}")
     if len(value) > MAX_ITEMS:
         raise RequestError(f"has {len(value)} items, at most {MAX_ITEMS} are allowed")
-    for place, item in enumerate(value):
-        try:
-            if reference(item) is None:
-                _message(item)
-        except RequestError as error:
-            raise RequestError(f"item {place}: {error}") from None
+    read_each(value, lambda item: _message(item) if reference(item) is None else None)
     return value
 
 
@@ -98,9 +95,9 @@ def _message(item: Any) -> dict[str, Any]:
             raise RequestError(f"the role must be one of {', '.join(ROLES)}, got {shown(role)}")
         if "content" not in item:
             raise RequestError("a message needs its content")
-        return {"role": role, "content": _parts(item["content"], "content")}
+        return {"role": role, "content": _parts(item, "content")}
     if kind == "reasoning":
-        text = _text(item.get("content"), "content") or _text(item.get("summary"), "content")
+        text = _text(item, "content") or _text(item, "summary")
         return {"role": "assistant", "reasoning_content": text}
     if kind == "custom_tool_call":
         item, kind = item | {"arguments": as_arguments(_string(item, "input"))}, "function_call"
@@ -109,7 +106,7 @@ def _message(item: Any) -> dict[str, Any]:
         calls = [{"id": _string(item, "call_id"), "type": "function", "function": call}]
         return {"role": "assistant", "tool_calls": calls}
     if kind in ("function_call_output", "custom_tool_call_output"):
-        output = _parts(item.get("output"), "output")
+        output = _parts(item, "output")
         return {"role": "tool", "tool_call_id": _string(item, "call_id"), "content": output}
     raise RequestError(
         f"items of type {shown(kind)} are not supported; send message, reasoning, item_reference, function_call, "
@@ -123,40 +120,49 @@ def _string(item: dict[str, Any], name: str) -> str:
     return check_text(item[name])
 
 
-def _parts(value: Any, name: str) -> str | list[dict[str, Any]]:
-    """Text, or, if there are pictures, the parts as a chat has them."""
-    if not isinstance(value, list) or not any(isinstance(e, dict) and e.get("type") == IMAGE for e in value):
-        return _text(value, name)
-    parts = []
-    for place, part in enumerate(value):
-        if isinstance(part, dict) and part.get("type") == IMAGE:
-            url = part.get("image_url")
-            if not isinstance(url, str):
-                problem = "a file_id, and files are not kept" if part.get("file_id") else f"the image_url {shown(url)}"
-                raise RequestError(f"part {place} of {name} has {problem}; send the picture's URL as its image_url")
-            parts.append({"type": "image_url", "image_url": {"url": url}})
-        else:
-            parts.append({"type": "text", "text": _text([part], name)})
-    return parts
+def _parts(item: dict[str, Any], name: str) -> str | list[dict[str, Any]]:
+    """An item's text, or, if there are pictures, its parts as a chat has them."""
+    value = item.get(name)
+    if not isinstance(value, list) or not any(map(_is_image, value)):
+        return _text(item, name)
+    with at(name):
+        return read_each(value, _part)
 
 
-def _text(value: Any, name: str) -> str:
-    """Text, or parts of it joined by a newline."""
-    if isinstance(value, str):
-        return check_text(value)
-    if value is None and name == "content":
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == IMAGE
+
+
+def _part(part: Any) -> dict[str, Any]:
+    if not _is_image(part):
+        return {"type": "text", "text": _part_text(part)}
+    url = part.get("image_url")
+    if not isinstance(url, str):
+        problem = "a file_id, and files are not kept" if part.get("file_id") else f"the image_url {shown(url)}"
+        raise RequestError(f"has {problem}; send the picture's URL as its image_url")
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _text(item: dict[str, Any], name: str) -> str:
+    """An item's text, or parts of it joined by a newline."""
+    value = item.get(name)
+    if value is None and name != "output":
         return ""
-    if not isinstance(value, list) or len(value) > MAX_ITEMS:
-        raise RequestError(f"needs a string or a list of at most {MAX_ITEMS} text parts as its {name}")
-    texts = []
-    for part in value:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind == "refusal":
-            part = {"text": part.get("refusal")}
-        elif kind not in TEXT_PARTS:
-            raise RequestError(f"{name} has a part of type {shown(kind)}; this server reads text and {IMAGE}")
-        texts.append(_string(part, "text"))
-    return "\n".join(texts)
+    with at(name):
+        if isinstance(value, str):
+            return check_text(value)
+        if not isinstance(value, list) or len(value) > MAX_ITEMS:
+            raise RequestError(f"must be a string or a list of at most {MAX_ITEMS} text parts, got {shown(value)}")
+        return "\n".join(read_each(value, _part_text))
+
+
+def _part_text(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "refusal":
+        part = {"text": part.get("refusal")}
+    elif kind not in TEXT_PARTS:
+        raise RequestError(f"has the type {shown(kind)}; this server reads text and {IMAGE}")
+    return _string(part, "text")
 
 
 def messages(instructions: str | None, items: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from jaxspec.config.request import RequestError
 from server.http.json_reader import parse
-from server.protocol.base import Open, check_text, refuse_unknown, shown, text_size
+from server.protocol.base import Open, at, check_text, read_each, refuse_unknown, shown, text_size
 
 MAX_TOOLS = 128  # OpenAI's limit; also of the calls in one message
 MAX_TOOLS_LENGTH = 2**19  # characters of JSON
@@ -134,14 +134,13 @@ class Allowed:
 
 
 def read_tools(value: Any) -> list[dict[str, Any]]:
-    """`tools`, each with its `type` and a function. **Raises:** `RequestError` for the first that isn't one, by its
-    place."""
+    """`tools`, each with its `type` and a function. **Raises:** `RequestError` at the first that isn't one."""
     _check_list(value, "tools")
-    tools = [read_tool(tool, f"tool {place}") for place, tool in enumerate(value)]
+    tools = read_each(value, read_tool)
     kinds: dict[str, str] = {}
     for place, tool in enumerate(tools):
         if kinds.setdefault(name := tool["function"]["name"], tool["type"]) != tool["type"]:
-            raise RequestError(f"tool {place} has the name {name!r}, which a tool of another type has; rename one")
+            raise RequestError(f"has the name {name!r}, which a tool of another type has; rename one", f"[{place}]")
     if (size := text_size(tools)) > MAX_TOOLS_LENGTH:
         raise RequestError(f"has {size} characters of text, at most {MAX_TOOLS_LENGTH} are allowed")
     written = json.dumps(tools, ensure_ascii=False)
@@ -158,27 +157,28 @@ def _check_list(value: Any, what: str) -> None:
         raise RequestError(f"has {len(value)} {what}, at most {MAX_TOOLS} are allowed")
 
 
-def read_tool(tool: Any, where: str) -> dict[str, Any]:
-    """A tool with its `type` and a function. **Raises:** `RequestError` that says `where` it stands."""
+def read_tool(tool: Any) -> dict[str, Any]:
+    """A tool with its `type` and a function. **Raises:** `RequestError`."""
     kind = tool.get("type") if isinstance(tool, dict) else None
     if kind not in KINDS or not isinstance(tool.get(kind), dict):
         raise RequestError(
-            f'{where} must be {{"type": "function", "function": {{...}}}} or {{"type": "custom", "custom": {{...}}}}, '
+            f'must be {{"type": "function", "function": {{...}}}} or {{"type": "custom", "custom": {{...}}}}, '
             f"got {shown(tool)}"
         )
-    refuse_unknown(tool, ("type", kind, "cache_control"), f"{where}: ")
+    refuse_unknown(tool, ("type", kind, "cache_control"))
     function = {key: value for key, value in tool[kind].items() if value is not None}
     if not isinstance(function.get("strict", False), bool):
-        raise RequestError(f"{where} needs true or false as its strict, got {shown(function['strict'])}")
+        raise RequestError(f"needs true or false as its strict, got {shown(function['strict'])}")
     name = function.get("name")
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise RequestError(f"{where} needs a name of up to 128 letters, digits, and _ - . : /, got {shown(name)}")
+        raise RequestError(f"needs a name of up to 128 letters, digits, and _ - . : /, got {shown(name)}")
     if not isinstance(function.get("description", ""), str):
-        raise RequestError(f"{where} needs a string as its description, got {shown(function['description'])}")
+        raise RequestError(f"needs a string as its description, got {shown(function['description'])}")
     if kind == "custom":
-        function = as_function({**function, "format": _flat(function.get("format"))}, where)
+        with at("custom"):
+            function = as_function({**function, "format": _flat(function.get("format"))})
     if not isinstance(function.get("parameters", {}), dict):
-        raise RequestError(f"{where} needs a JSON schema as its parameters, got {shown(function['parameters'])}")
+        raise RequestError(f"needs a JSON schema as its parameters, got {shown(function['parameters'])}")
     return {"type": kind, "function": function}
 
 
@@ -200,7 +200,8 @@ def read_choice(value: Any) -> str | Named | Allowed:
     if not isinstance(name, str):
         raise RequestError(f'must be "auto", "none", "required", {NAMED}, or allowed_tools, got {shown(value)}')
     refuse_unknown(value, ("type", kind))
-    refuse_unknown(chosen, ("name",), f"{kind}: ")
+    with at(kind):
+        refuse_unknown(chosen, ("name",))
     return Named(name)
 
 
@@ -213,41 +214,45 @@ def _allowed(choice: dict[str, Any]) -> Allowed:
             'allowed_tools must be {"mode": "auto", "tools": [...]} or the same with the mode "required", '
             f"got {shown(given)}"
         )
-    refuse_unknown(given, ("mode", "tools"), "allowed_tools: ")
-    _check_list(given["tools"], "tools")
-    names: set[str] = set()
-    for place, tool in enumerate(given["tools"]):
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        chosen = tool.get(kind) if kind in KINDS else None
-        if not isinstance(chosen, dict) or not isinstance(chosen.get("name"), str):
-            raise RequestError(f"tool {place} of allowed_tools must be {NAMED}, got {shown(tool)}")
-        names.add(chosen["name"])
-    return Allowed(mode, frozenset(names))
+    with at("allowed_tools"):
+        refuse_unknown(given, ("mode", "tools"))
+        with at("tools"):
+            _check_list(given["tools"], "tools")
+            return Allowed(mode, frozenset(read_each(given["tools"], _name)))
+
+
+def _name(tool: Any) -> str:
+    """The name of one of `allowed_tools`."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    chosen = tool.get(kind) if kind in KINDS else None
+    if not isinstance(chosen, dict) or not isinstance(chosen.get("name"), str):
+        raise RequestError(f"must be {NAMED}, got {shown(tool)}")
+    return chosen["name"]
 
 
 def read_calls(value: Any) -> list[dict[str, Any]]:
     """An earlier message's `tool_calls`, their arguments parsed: templates write them as mappings. What a model wrote
     that is no JSON object stays text."""
     _check_list(value, "tool calls")
-    return [_call(call, f"call {place}") for place, call in enumerate(value)]
+    return read_each(value, _call)
 
 
-def _call(call: Any, where: str) -> dict[str, Any]:
+def _call(call: Any) -> dict[str, Any]:
     kind = call.get("type", "function") if isinstance(call, dict) else None
     function = call.get(kind) if kind in KINDS else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
         raise RequestError(
-            f"{where} must have an id, the type function or custom, and under that name what was called: a name and "
-            "arguments, or a custom tool's input"
+            "must have an id, the type function or custom, and under that name what was called: a name and arguments, "
+            "or a custom tool's input"
         )
     if kind == "custom":
         if not isinstance(text := function.get(INPUT), str):
-            raise RequestError(f"{where} needs a string as its input, got {shown(text)}")
+            raise RequestError(f"needs a string as its input, got {shown(text)}")
         function = {"arguments": as_arguments(text)}
     given = function.get("arguments")
     if not isinstance(given, str | None):
-        raise RequestError(f"{where} needs a JSON object, as a string, as its arguments, got {shown(given)}")
+        raise RequestError(f"needs a JSON object, as a string, as its arguments, got {shown(given)}")
     check_text(name + str(call.get("id") or ""))
     arguments = given or {}
     if isinstance(arguments, str):
@@ -282,25 +287,31 @@ def callable_tools(
     return callable_tools([tool for tool in tools or () if tool["function"]["name"] in asked], choice.mode)
 
 
-def as_function(tool: dict[str, Any], where: str) -> dict[str, Any]:
+def as_function(tool: dict[str, Any]) -> dict[str, Any]:
     """A custom tool as a function of one string. Its grammar is told to the model, and a regex is its pattern too."""
-    form = tool.get("format") or {"type": "text"}
-    kind = form.get("type") if isinstance(form, dict) else None
+    with at("format"):
+        syntax, definition = _grammar(tool.get("format") or {"type": "text"})
     text: dict[str, Any] = {"type": "string"}
     says = tool.get("description") or ""
-    if kind == "grammar":
-        refuse_unknown(form, ("type", "syntax", "definition"), f"{where}: format: ")
-        syntax, definition = form.get("syntax"), form.get("definition")
-        if syntax not in ("lark", "regex") or not isinstance(definition, str):
-            raise RequestError(f"{where}: a grammar needs the syntax lark or regex, and a string as its definition")
+    if syntax:
         says = f"{says}\nThe input follows this {syntax}:\n{definition}".strip()
         text |= {"pattern": f"^(?:{definition})$"} if syntax == "regex" else {}
-    elif kind != "text":
-        raise RequestError(f"{where}: a format has the type text or grammar, got {shown(form)}")
-    else:
-        refuse_unknown(form, ("type",), f"{where}: format: ")
     schema = {"type": "object", "properties": {INPUT: text}, "required": [INPUT], "additionalProperties": False}
     return {"name": tool.get("name"), "description": says, "parameters": schema}
+
+
+def _grammar(form: Any) -> tuple[str, str]:
+    """The syntax and the definition of a custom tool's format; both empty for plain text."""
+    kind = form.get("type") if isinstance(form, dict) else None
+    if kind not in ("text", "grammar"):
+        raise RequestError(f"must have the type text or grammar, got {shown(form)}")
+    refuse_unknown(form, ("type",) if kind == "text" else ("type", "syntax", "definition"))
+    if kind == "text":
+        return "", ""
+    syntax, definition = form.get("syntax"), form.get("definition")
+    if syntax not in ("lark", "regex") or not isinstance(definition, str):
+        raise RequestError("a grammar needs the syntax lark or regex, and a string as its definition")
+    return syntax, definition
 
 
 def as_arguments(text: str) -> str:
