@@ -360,6 +360,10 @@ def test_turns_that_anthropics_servers_made_are_read():
     ),
     ({"messages": [turn("system", text("")) | {"output_config": {"efort": 1}}]}, "messages[0].output_config.efort: u"),
     ({"messages": [turn("user", text("a")), turn("assistant", text("b")), turn("user", PIXEL)]}, "messages[2].content"),
+    (
+        {"messages": [turn("system", {"type": "tool_addition", "tool": {"type": "tool_definition"}})]},
+        "messages[0].content[0].tool.definition: must have a name",
+    ),
     ({"messages": [turn("user", {"type": "tool_result"})]}, "tool_use_id"),
     ({"messages": [turn("system", text(""))]}, "empty"),
     ({"tools": [{"name": "f"}]}, "input_schema"),
