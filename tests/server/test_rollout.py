@@ -85,7 +85,7 @@ def test_what_cannot_be_loaded_is_a_400_with_the_same_fields(live):
         reply = live.post("/update_weights_from_disk", json=body)
         assert reply.status_code == 400 and reply.json()["success"] is False and reply.json()["message"], body
     assert "must be one of" in live.post("/pause_generation", json={"mode": "soon"}).text
-    assert "must be some of" in live.post("/release_memory_occupation", json={"tags": ["all"]}).text
+    assert "must be a list of some of" in live.post("/release_memory_occupation", json={"tags": ["all"]}).text
 
 
 def test_the_names_of_vllm(live):

@@ -399,13 +399,13 @@ def test_a_loss_that_is_no_number_says_to_start_anew(tmp_path):
 
 @pytest.mark.parametrize(("method", "given", "told"), [
     ("eagle3", {"num_layers": 2}, "--num-layers 2: an EAGLE-3 drafter has one layer"),
-    ("eagle3", {"target_layers": "1,2,9"}, "0 to 4, not 9"),
+    ("eagle3", {"target_layers": "1,2,9"}, "--target-layers 9 doesn't exist"),
     ("eagle3", {"draft_vocab_size": 41}, "--draft-vocab-size 41 is more than the target's 40 tokens"),
     ("eagle3", {"batch_size": 3}, "--batch-size 3 must be a multiple of the 2 devices present"),
     ("eagle3", {"init": "nowhere"}, "no model 'nowhere'"),
     ("dflash", {"block_size": 1}, "block_size"),
     ("dflash", {"mask_token_id": 40}, "mask_token_id"),
-    ("dspark", {"target_layers": "9"}, "from -1 to 4, got 9"),
+    ("dspark", {"target_layers": "9"}, "has layers 0 to 4"),
 ])  # fmt: skip
 def test_what_cant_be_trained_is_told_before_texts_are_written(
     method, given, told, model, tmp_path, monkeypatch, capsys
