@@ -14,6 +14,7 @@ from functools import partial
 import jax
 from jaxtyping import Array, Float, Int
 
+from jaxspec.decoder import plain
 from jaxspec.decoder.functions import cos_sin
 from jaxspec.decoder.low_rank import own_columns
 from jaxspec.decoder.matmul import quantises_rows
@@ -23,7 +24,8 @@ from jaxspec.decoder.mixture_rows import add, given_first, given_to, mixture, op
 from jaxspec.decoder.padding import flat, padded, untimed, valid_rows
 from jaxspec.decoder.path import MIXTURE, Call, Path, implementing, layers_differ
 from jaxspec.decoder.stack import Ops
-from jaxspec.models.description import Attention, ClampedSwiglu, Decoder, Mixture, Mlp
+from jaxspec.models.description import Attention, ClampedSwiglu, Decoder, Mixture, Mlp, SigmoidScores
+from jaxspec.models.rope_scaling import Rope
 from jaxspec.models.weights import HALF, Weight
 from jaxspec.pallas.attention.prompt_attention import UNIT
 from jaxspec.pallas.dense import few_rows
@@ -34,7 +36,9 @@ ALONE_DEVICES = 1  # that a layer by itself is divided among: no GPU has timed i
 Table = tuple[Float[Array, "r half"], Float[Array, "r half"]]
 
 IMPLEMENTS = implementing({
-    Mixture: {*MIXTURE, "bias", "router_bias", "activation"}, ClampedSwiglu: {"alpha", "limit"},
+    Mixture: {*MIXTURE, "bias", "router_bias", "activation", "shared_gated", "scores"},
+    ClampedSwiglu: {"alpha", "limit"}, SigmoidScores: {"groups", "top_groups", "scale", "function"},
+    Rope: {"columns"},
 })  # fmt: skip
 
 
@@ -88,12 +92,12 @@ def sizes_fit(decoder: Decoder, layers: Sequence[Weights], call: Call, quantised
     if odd := [each.mixing.qk_norm for each in decoder.layers if each.mixing.qk_norm not in (None, norm)]:
         return f"norms of q and k that aren't the layer's, {odd[0]}"
     widths = decoder.width, a.heads * a.head_dim
-    if mlps := {layer.feed.width for layer in decoder.layers if isinstance(layer.feed, Mlp)}:
-        if len(mlps) > 1:
-            return f"MLPs of different widths, {sorted(mlps)}"
-        widths += tuple(mlps)
-        if any(each["gate_up"].layout.interleave != HALF for each in layers if "gate_up" in each):
-            return f"an MLP {max(mlps)} wide"
+    refused = [_mlp_refused(each) for each in layers]
+    if decoder.mixture is None and any(refused):
+        return next(filter(None, refused))
+    if len(mlps := {each["down"].inputs for each in layers if "down" in each and not _mlp_refused(each)}) > 1:
+        return f"MLPs of different widths, {sorted(mlps)}"
+    widths += tuple(mlps)
     rows, multiplied = call.requests * padded(call.requests, call.rows), _multiplied(layers)
     packed = [weight for weight in multiplied if weight.quantised]
     if packed and not quantised:
@@ -102,13 +106,24 @@ def sizes_fit(decoder: Decoder, layers: Sequence[Weights], call: Call, quantised
         return reason
     dtype, ways = layers[0]["attn_norm"].dtype if packed else multiplied[0].dtype, map(stored_as, multiplied)
     wide = few_rows.FP8_ROWS if call.adapters else few_rows.WIDE_ROWS  # no faster kernel adds what adapters do
-    fit = partial(few_rows.supported, rows, a.head_dim, widths, dtype, call.pages, beside=beside, wide_rows=wide)
+    more = dict(rotated=a.rope.columns, beside=beside, wide_rows=wide)
+    fit = partial(few_rows.supported, rows, a.head_dim, widths, dtype, call.pages, **more)
     return next(filter(None, (fit(**way) for way in ways)), None)
 
 
+def _mlp_refused(weights: Weights) -> str | None:
+    """Why the kernels can't take a layer's MLP, or None if they can, or if it has none. Beside mixtures such an MLP is
+    a plain layer's: only the first layers have one."""
+    mlp = [weights[name] for name in ("gate_up", "down") if name in weights]
+    if mlp and mlp[0].layout.interleave != HALF:
+        return f"an MLP {mlp[1].inputs} wide"
+    return next(filter(None, (quantised_refused(weight) for weight in mlp if weight.quantised)), None)
+
+
 def _multiplied(layers: Sequence[Weights]) -> list[Weight]:
-    """The weights of dense products."""
-    return [layer[name] for layer in layers for name in ("qkv", "out", "gate_up", "down") if name in layer]
+    """The weights of dense products by the kernels."""
+    names = [("qkv", "out") if _mlp_refused(layer) else ("qkv", "out", "gate_up", "down") for layer in layers]
+    return [layer[name] for layer, own in zip(layers, names, strict=True) for name in own if name in layer]
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,6 +184,8 @@ class FewRows(Ops):
         return mixed.reshape(len(x), -1), cache
 
     def add(self, layer, weights, x, mixed):
+        if _mlp_refused(weights):
+            return add(x, mixed, weights["out"], None, bias=weights.get("out_bias"))
         norm, follows = layer.norm, weights["router" if isinstance(layer.feed, Mixture) else "gate_up"]
         named = dict(centred=norm.centred, bias=weights.get("out_bias"), prefetch=follows)
         adapters = self.adapters(mixed, weights["out"])
@@ -179,6 +196,9 @@ class FewRows(Ops):
         if isinstance(layer.feed, Mixture):
             x, given = mixture(layer, weights, x, given, *self.valid, scale, qkv)
             return x, [given]
+        if _mlp_refused(weights):
+            x = plain.feed(layer, weights, self.batched(x), self.positions).reshape(x.shape)
+            return x, [(x, scale)]
         prefetch = _prefetched(x, weights["gate_up"], [qkv] if after else [])
         given = given_to(weights["gate_up"], given, layer.norm.centred)
         adapters = self.adapters(given[0], weights["gate_up"])

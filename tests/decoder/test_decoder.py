@@ -98,7 +98,7 @@ FIELDS = {
     Rope: {
         "theta": (1e6, ALL),
         "scaling": (SCALING, ALL),
-        "columns": (32, {EVERY, FUSED, POST, STREAM, FP8, TILES, FP8S}),
+        "columns": (32, {EVERY, FEW, FUSED, POST, STREAM, FP8, TILES, FP8S}),
         "interleaved": (True, {EVERY, POST}),
         "sections": ((24, 20, 20), ALL),  # positions on three axes turn by them, those of one axis as ever
     },
@@ -200,10 +200,10 @@ FIELDS = {
     Nvfp4: {},
     ClampedSwiglu: {"alpha": (1.0, {EVERY, FEW, FUSED, POST}), "limit": (3.0, {EVERY, FEW, FUSED, POST})},
     SigmoidScores: {
-        "function": ("softmax", {EVERY, FUSED}),
-        "groups": (2, {EVERY, FUSED}),
-        "top_groups": (2, {EVERY, FUSED}),
-        "scale": (2.5, {EVERY, FUSED}),
+        "function": ("softmax", {EVERY, FEW, FUSED}),
+        "groups": (2, {EVERY, FEW, FUSED}),
+        "top_groups": (2, {EVERY, FEW, FUSED}),
+        "scale": (2.5, {EVERY, FEW, FUSED}),
     },
     Mixture: {
         "experts": (16, {EVERY, FEW, FUSED, POST, FP8, TILES}),
@@ -211,8 +211,8 @@ FIELDS = {
         "width": (256, {EVERY, FEW, FUSED, POST, FP8, TILES}),
         "renormalised": (False, {EVERY, FEW, FUSED, POST, FP8, TILES}),
         "shared": (128, {EVERY, FEW, FUSED, POST, FP8, TILES}),
-        "shared_gated": (False, {EVERY, FUSED}),
-        "scores": (SigmoidScores(), {EVERY, FUSED}),
+        "shared_gated": (False, {EVERY, FEW, FUSED}),
+        "scores": (SigmoidScores(), {EVERY, FEW, FUSED}),
         "bias": (True, {EVERY, FEW}),
         "router_bias": (True, {EVERY, FEW}),
         "activation": (ClampedSwiglu(1.702, 7.0), {EVERY, FEW, FUSED, POST}),

@@ -269,6 +269,42 @@ def test_layers_in_fp8_are_those_of_the_model(monkeypatch, family, width, by_out
     assert set(calls) == ({"add", "router"} if family == "qwen3_moe" else set())
 
 
+GLM = dict(
+    hidden_size=1152, intermediate_size=192, head_dim=128, num_hidden_layers=2, attention_bias=True,
+    n_routed_experts=8, num_experts_per_tok=8, moe_intermediate_size=64, n_group=1, topk_group=1,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("qk_norm,activations", [rare(True, False), (True, True), rare(False, True), rare(False, None)])
+def test_layers_of_glm_are_those_of_the_model(monkeypatch, qk_norm, activations):
+    """Half of each head rotates. In FP8 the first layer's MLP, of half a block of inputs more, stays the plain layer's;
+    `activations` None: unquantised."""
+    config, params = small_model("glm4_moe", **GLM, use_qk_norm=qk_norm)
+    if activations is not None:
+        params["layers"] = in_fp8(params["layers"], True, activations)
+    rows, products = two_requests(), matmul_module.PRODUCTS
+    expected = forward(config, params, rows)
+    take_few_rows(monkeypatch)
+    monkeypatch.setattr(matmul_module, "PRODUCTS", products)
+    monkeypatch.setattr(forward_module, "PATHS", forward_module.PATHS[:1])
+    calls = take_mixtures(monkeypatch)
+    assert_same_forward(forward(config, params, rows), expected, rows, 5e-2 if activations else 2e-2)
+    assert calls == ["add"]
+
+
+def test_an_mlp_that_kernels_cannot_take_is_plain_beside_mixtures_alone():
+    call = Call(1, 1, "bfloat16", processors=132)
+    config, params = small_model("glm4_moe", **GLM)
+    layers = in_fp8(params["layers"], by_output=True)
+    refuses = lambda layers, **more: FEW_ROWS.refuses(config.decoder, layers, dataclasses.replace(call, **more))  # noqa: E731
+    assert refuses(layers) is None is refuses(layers, requests=32) is refuses(params["layers"])
+    assert "40 rows of 1152" in refuses(layers, requests=40)
+    config, params = small_model(hidden_size=1152, intermediate_size=192)
+    assert "192" in refuses(in_fp8(params["layers"], by_output=True))
+    config, params = small_model("glm4_moe", **GLM | {"partial_rotary_factor": 0.25})
+    assert "32 of 128 columns rotated; supported: 64 and 128" in refuses(params["layers"])
+
+
 def packed(weight, kind):
     """A weight in four bits."""
     values, scales, *factors = kind.quantise(weight.values.T.astype(jnp.float32))

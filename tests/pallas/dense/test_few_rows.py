@@ -33,18 +33,20 @@ def normal(key, *shape):
     return drawn.normal(key, shape, jnp.bfloat16)
 
 
-def rotating(width: int) -> Attention:
+def rotating(width: int, columns: int | None = None) -> Attention:
     """The description that rope tables are made from."""
-    return Attention(1, 1, width, Rope(1e4))
+    return Attention(1, 1, width, Rope(1e4, columns=columns))
 
 
 def operands(
-    rows: int, d: int = 192, heads: int = 2, kv_heads: int = 1, f: int = 128, width: int = 64
-) -> dict[str, jax.Array]:
-    """Operands of all operations. Rows have scattered KV slots, but for the third, which is padding."""
+    rows: int, d: int = 192, heads: int = 2, kv_heads: int = 1, f: int = 128, width: int = 64,
+    rotated: int | None = None,
+) -> dict[str, jax.Array]:  # fmt: skip
+    """Operands of all operations. Rows have scattered KV slots, but for the third, which is padding. `rotated`: how
+    many of a head's columns rotate."""
     keys = iter(jax.random.split(jax.random.key(rows), 10))
     position = jax.random.randint(next(keys), (rows,), 0, 500)
-    cos, sin = cos_sin(position, rotating(width))
+    cos, sin = cos_sin(position, rotating(width, rotated))
     return dict(
         x=normal(next(keys), rows, d),
         scale=(1 + 0.1 * normal(next(keys), d)),
@@ -96,7 +98,7 @@ def check_heads(
     if normed:
         turned = jnp.split(turned, [turned.shape[2] - kv_heads], axis=2)
         turned = jnp.concatenate([rms_norm(*each, EPS) for each in zip(turned, given["norms"], strict=True)], axis=2)
-    turned = rope(turned, given["position"][:, None], rotating(width))[:, 0]
+    turned = rope(turned, given["position"][:, None], rotating(width, 2 * given["cos"].shape[1]))[:, 0]
     assert_close(q, turned[:, :-kv_heads].reshape(rows, -1))
     new = jnp.stack([turned[:, -kv_heads:], qkv[:, 0, -kv_heads:]], axis=1)
     new = stored(new, kv.dtype, None if inverse_scales is None else inverse_scales[1, ..., None])
@@ -215,6 +217,11 @@ def test_heads_with_biases(inputs):
 @pytest.mark.parametrize("inputs", [0, rare(1)])
 def test_wide_heads_of_twice_the_width(inputs):
     check_heads(operands(8, d=2048, width=128), inputs, normed=True, **INTERPRET)
+
+
+@pytest.mark.parametrize("inputs,normed,biased", [(0, True, True), rare(1, False, False)])
+def test_heads_of_which_half_rotates(inputs, normed, biased):
+    check_heads(operands(8, d=1088, width=128, rotated=64), inputs, normed, biased, **INTERPRET)
 
 
 def test_top_tokens(monkeypatch):

@@ -26,6 +26,7 @@ from tests.support.sample import rare, some
 
 SIZES = dict(d=256, heads=2, kv_heads=1, f=128, width=64)
 WIDE = dict(d=1152, heads=2, kv_heads=1, f=128, width=128)
+GLM = dict(d=4096, heads=96, kv_heads=8, f=1408, width=128, rotated=64)  # GLM-4.5-Air's; its MLP is an expert's
 HYBRID = dict(d=5120, heads=120, kv_heads=4, f=17408, width=128)  # Qwen3.8-27B's; q, k and v have qkvz's columns
 
 
@@ -121,19 +122,22 @@ def check_product(given: dict, rounds: bool = False, **options):
     assert_close(op.product(rows, weight, **options), multiplied(x, whole))
 
 
-def check_heads(given: dict, scaled: bool = True, normed: bool = True, rounds: bool = False, **options):
-    weight, whole = operand(given, "qkv", rounds)
+def check_heads(
+    given: dict, scaled: bool = True, normed: bool = True, rounds: bool = False, biased: bool = False, **options
+):
+    (weight, whole), bias = operand(given, "qkv", rounds), given["bias"] if biased else None
     rows, scale = op.scale_rows(given["x"], given["scale"]) if scaled else (given["x"], given["scale"])
     norms = list(given["norms"]) if normed else []
     of = given["cos"], given["sin"], given["kv"], jnp.int32(1), given["kv_slots"]
-    q, kv = op.heads([rows], [scale], weight, *of, norms, eps=EPS, **options)
+    q, kv = op.heads([rows], [scale], weight, *of, norms, (), bias, eps=EPS, **options)
     kv_heads, _, width = given["kv"].shape[3:]
-    qkv = multiplied(of_norm(given, rounds), whole).reshape(len(rows), 1, -1, width)
+    qkv = multiplied(of_norm(given, rounds), whole)
+    qkv = (qkv + bias if biased else qkv).reshape(len(rows), 1, -1, width)
     turned = qkv[:, :, :-kv_heads]
     if normed:
         parts = jnp.split(turned, [turned.shape[2] - kv_heads], axis=2)
         turned = jnp.concatenate([rms_norm(*each, EPS) for each in zip(parts, norms, strict=True)], axis=2)
-    turned = rope(turned, given["position"][:, None], rotating(width))[:, 0]
+    turned = rope(turned, given["position"][:, None], rotating(width, 2 * given["cos"].shape[1]))[:, 0]
     assert_close(q, turned[:, :-kv_heads].reshape(len(rows), -1))
     new = jnp.stack([turned[:, -kv_heads:], qkv[:, 0, -kv_heads:]], axis=1)
     assert_written(given, kv, [1], new[:, None])
@@ -196,6 +200,12 @@ def test_product_of_rows_side_by_side(by_output):
 )
 def test_heads(by_output, scaled, normed, sizes):
     check_heads(operands(by_output=by_output, **sizes), scaled, normed, **INTERPRET)
+
+
+@pytest.mark.parametrize("normed,rounds", [rare(False, False), (True, True)])
+def test_heads_of_which_half_rotates_with_biases(normed, rounds):
+    given = operands(by_output=True, **WIDE | {"rotated": 64})
+    check_heads(given, normed=normed, rounds=rounds, biased=True, **INTERPRET)
 
 
 CHECKS = {
@@ -274,7 +284,7 @@ KERNELS_OF = {
     ),
     "heads": lambda of: op.heads(
         *([each] for each in op.scale_rows(of["x"], of["scale"])), of["qkv"][0], of["cos"], of["sin"], of["kv"],
-        jnp.int32(1), of["kv_slots"], list(of["norms"]), eps=EPS,
+        jnp.int32(1), of["kv_slots"], list(of["norms"]), (), of["bias"] if of["cos"].shape[1] == 32 else None, eps=EPS,
     ),
 }  # fmt: skip
 
@@ -298,9 +308,15 @@ def test_quantising_rows_lowers_for_cuda(kernel, by_output, rows, sizes=QWEN3):
     assert kernels(KERNELS_OF[kernel], jax.eval_shape(given)) == 1
 
 
+def test_heads_of_which_half_rotates_lower_for_cuda():
+    """With biases, and norms as GLM-4.5 has and GLM-4.5-Air doesn't; quantising rows or not."""
+    test_lowers_for_cuda("heads", True, 8, GLM)
+    test_quantising_rows_lowers_for_cuda("heads", True, 32, GLM)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kernel", KERNELS_OF)
-@pytest.mark.parametrize("sizes", [WIDE, MIXTURE, HYBRID])
+@pytest.mark.parametrize("sizes", [WIDE, MIXTURE, HYBRID, GLM])
 @pytest.mark.parametrize("rows", [8, 32])
 def test_other_sizes_lower_for_cuda(kernel, sizes, rows):
     test_lowers_for_cuda(kernel, False, rows, sizes)

@@ -27,7 +27,9 @@ products are multiplied by the factor, in float32. Narrow rows are normed before
 
 from __future__ import annotations
 
+import functools
 import itertools
+import operator
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -179,7 +181,8 @@ def heads(
     Several `rows` stand side by side, each normed with its own of `scales`; or there are only `Scaled` rows, and for a
     scale their squares. `weight` has columns of the query heads, then of as many keys and values as the pages have.
     `norms`: the scales of the norms of each head's queries and keys, if there are any. `cos` and `sin`: the rope table
-    of the rows, float32. `kv_slots` are counted over all pages: row i's keys and values go to slot `kv_slots[i] % s` of
+    of the rows, float32; if it is narrower than half a head, the columns behind those that rotate stay as they are.
+    `kv_slots` are counted over all pages: row i's keys and values go to slot `kv_slots[i] % s` of
     page `kv_slots[i] // s`, converted by `kv_write.stored` with `inverse_scales`; those of padding rows, whose KV slots
     are negative, go nowhere. `bias` is added to the rounded products. `prefetch` and `adapters` as in `gated`.
     """
@@ -247,46 +250,49 @@ def _head(share, eps, queries, counts, *refs, out_s, head_s, **scratch):
     rows_g, scales_g, norms_g, biases_g, inverse_g, adapters_g = ([refs.pop(0) for _ in range(n)] for n in counts)
     q_g = refs.pop() if queries else None
     kv_heads, page_size, width = kv_g.shape[3:]
-    half = width // 2
+    parts = _rotated_parts(cos_g.shape[1], width)
     further, head = (f(column, _i32(queries + 2 * kv_heads)) for f in (lax.div, lax.rem))
     turns = (head < queries + kv_heads).astype(_f32)  # values are neither rotated nor normed
     asks = (head < queries).astype(_f32)
     begun = begin(share, weights_g, rows_g, adapters_g, **scratch)
     # These loads are issued before any wait, or each would add its latency later.
     first, rows = first_row(share), pl.ds(first_row(share), share.finished)
-    cos, sin = (plgpu.load(ref.at[rows], layout=by_row(half // 16), optimized=False) for ref in (cos_g, sin_g))
+    layout = by_row(cos_g.shape[1] // 16)
+    cos, sin = (plgpu.load(ref.at[rows], layout=layout, optimized=False) for ref in (cos_g, sin_g))
     cos, sin = cos * turns + (1 - turns), sin * turns
     layer, kv_slots = layer_g[0] + further, [kv_slots_g[first + i] for i in range(share.finished)]
     kind, kv_head = (f(jnp.maximum(head - queries, 0), _i32(kv_heads)) for f in (lax.div, lax.rem))
     inverse_scale = inverse_g[0][layer, kind, kv_head] if inverse_g else None
-    norms = [[_half_row(norm_g.at[further], at, half) for at in (0, half)] for norm_g in norms_g]
-    biases = [[_half_row(bias_g.at[column], at, half) for at in (0, half)] for bias_g in biases_g]
+    norms = [[_part_of_row(norm_g.at[further], *part) for part in parts] for norm_g in norms_g]
+    biases = [[_part_of_row(bias_g.at[column], *part) for part in parts] for bias_g in biases_g]
     if len(norms) == 2:
         norms = [[q * asks + k * (1 - asks) for q, k in zip(*norms, strict=True)]]
     factor = prepare(share, rows_g, scales_g, eps, scratch["rows_s"])
 
     def finish(totals):
         to_rows(totals, out_s)
-        first, second = (from_rows(out_s, at, half) for at in (0, half))
+        made = [from_rows(out_s, *part) for part in parts]
         for each in biases:
-            first, second = (_biased(x, bias, 1) for x, bias in zip((first, second), each, strict=True))
-        for first_scale, second_scale in norms:
-            factor = lax.rsqrt((jnp.sum(first * first, axis=1) + jnp.sum(second * second, axis=1)) / width + eps)
-            first = scaled(first, factor, first_scale).astype(_f32) * turns + first * (1 - turns)
-            second = scaled(second, factor, second_scale).astype(_f32) * turns + second * (1 - turns)
-        first, second = first * cos - second * sin, second * cos + first * sin
+            made = [_biased(x, bias, 1) for x, bias in zip(made, each, strict=True)]
+        for each in norms:
+            squares = functools.reduce(operator.add, [jnp.sum(x * x, axis=1) for x in made])
+            factor = lax.rsqrt(squares / width + eps)
+            weighed = [scaled(x, factor, scale).astype(_f32) for x, scale in zip(made, each, strict=True)]
+            made = [new * turns + x * (1 - turns) for new, x in zip(weighed, made, strict=True)]
+        first, second, *rest = made
+        made = [first * cos - second * sin, second * cos + first * sin, *rest]
 
         if queries:
 
             @pl.when(head < queries)
             def _():
-                q_g[rows, pl.ds(head * width, half)] = first.astype(jnp.bfloat16)
-                q_g[rows, pl.ds(head * width + half, half)] = second.astype(jnp.bfloat16)
+                for (at, columns), x in zip(parts, made, strict=True):
+                    q_g[rows, pl.ds(head * width + at, columns)] = x.astype(jnp.bfloat16)
 
         @pl.when(head >= queries)
         def _():
-            head_s[:, pl.ds(0, half)] = first.astype(jnp.bfloat16)
-            head_s[:, pl.ds(half, half)] = second.astype(jnp.bfloat16)
+            for (at, columns), x in zip(parts, made, strict=True):
+                head_s[:, pl.ds(at, columns)] = x.astype(jnp.bfloat16)
             plgpu.commit_smem()
             for i, kv_slot in enumerate(kv_slots):
 
@@ -299,10 +305,15 @@ def _head(share, eps, queries, counts, *refs, out_s, head_s, **scratch):
     multiply(share, begun, refs, finish, factor, adapters_g, **scratch)
 
 
-def _half_row(row_g, at, half):
-    """Load half of a head's scales, in the layout of `from_rows`."""
-    part = row_g.at[pl.ds(at, half)]
-    return plgpu.load(part, layout=by_row(half // 16).reduce(0), optimized=False).astype(_f32)
+def _rotated_parts(half, width):
+    """First columns and numbers of them: those that rotate against each other, and the rest of a head, if any."""
+    return [(0, half), (half, half), *([(2 * half, width - 2 * half)] if width > 2 * half else [])]
+
+
+def _part_of_row(row_g, at, columns):
+    """Load a part of a head's scales, in the layout of `from_rows`."""
+    part = row_g.at[pl.ds(at, columns)]
+    return plgpu.load(part, layout=by_row(columns // 16).reduce(0), optimized=False).astype(_f32)
 
 
 def _biased(product, bias, axis):

@@ -287,6 +287,7 @@ def supported(
     weights: Any,
     pages: Any = jnp.bfloat16,
     *,
+    rotated: int | None = None,
     beside: int = 0,
     wide_rows: int = WIDE_ROWS,
     fp8: bool = False,
@@ -295,9 +296,10 @@ def supported(
     """Why so many rows can't go through layers with heads of width `head`, or None if they can.
 
     `inputs` are those of the layer's products: the model's width, that of all query heads, and of a dense layer the
-    MLP's; `weights` and `pages` are dtypes. `beside`: the width of a second input of q, k and v, beside the rows of the
-    model's width. `wide_rows`: the most of rows wider than `NARROW`; more than `WIDE_ROWS` come `Scaled`. `fp8`: the
-    weights are, and `weights` is their dtype once dequantised; or they have `four` bits.
+    MLP's; `weights` and `pages` are dtypes. `rotated`: how many of a head's columns rotate; None: all. `beside`: the
+    width of a second input of q, k and v, beside the rows of the model's width. `wide_rows`: the most of rows wider
+    than `NARROW`; more than `WIDE_ROWS` come `Scaled`. `fp8`: the weights are, and `weights` is their dtype once
+    dequantised; or they have `four` bits. Wide rows of either come `Scaled`, too.
     """
     width, queries, *mlp = inputs
     if jnp.dtype(weights) != jnp.bfloat16:
@@ -306,6 +308,8 @@ def supported(
         return f"pages in {jnp.dtype(pages).name}; supported: bfloat16 and float8_e4m3fn"
     if head not in (TILE, 2 * TILE):
         return f"heads of width {head}; supported: {TILE} and {2 * TILE}"
+    if rotated not in (None, head, TILE):
+        return f"{rotated} of {head} columns rotated; supported: {TILE} and {2 * TILE}"
     if beside and max(width, beside) > NARROW:
         return f"two inputs {max(width, beside)} wide; supported: up to {NARROW}"
     most, step, quantised = MAX_ROWS if width <= NARROW else wide_rows, step_of(fp8, four), fp8 or four
@@ -317,7 +321,7 @@ def supported(
         return f"width {odd[0]}; supported: multiples of {step}"
     rows, share = -(-rows // GROUP) * GROUP, partial(share_out, fp8=fp8, four=four)
     side_by_side = [each for each in (width, beside) if each]
-    scaled = (quantised or wide_rows > WIDE_ROWS) and width > NARROW and bool(mlp)  # a mixture's rows aren't
+    scaled = (quantised or wide_rows > WIDE_ROWS) and width > NARROW
     shares = [share(rows, side_by_side, queries, head // TILE, normed=not scaled, divided=False)]
     shares += [share(rows, [each], width, 1, normed=False) for each in (queries, *mlp)]
     # For unquantised weights as if rows were normed here, though `Scaled` ones need less.
