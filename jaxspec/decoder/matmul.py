@@ -239,6 +239,22 @@ def _not_in(kind: type[Format], call: Product) -> str | None:
     return None if isinstance(call.weight.format, kind) else f"a weight in {call.weight.format}"
 
 
+def _rounded_refused(call: Product) -> str | None:
+    return _not_in(Fp8, call) or (None if quantises_rows(call.weight) else "rows that aren't quantised")
+
+
+def _rounded(call: Product) -> Float[Array, "*b o"]:
+    """Multiply rows that are quantised, and then in their own dtype again, in one product. Plain jnp takes one group of
+    inputs after the other: on a GPU that is a loop with several kernels for each."""
+    rows, weight, by_output = fp8.rounded(call.x, call.factor), call.weight, 1.0
+    if weight.format.block:
+        whole = weight.dequantised(rows.dtype)
+    else:  # scales come last, so that XLA converts the values where it multiplies them
+        whole, by_output = weight.values.astype(rows.dtype).T, _by_output(weight)
+    out = jnp.matmul(rows, whole, preferred_element_type=jnp.float32) * by_output
+    return call.finished(out.astype(call.dtype or rows.dtype))
+
+
 def _xla(call: Product) -> Float[Array, "*b o"]:
     """Multiply in plain jnp. A weight of four bits is dequantised for it each time, which the log tells on a GPU."""
     if isinstance(call.weight.format, FourBits) and jax.default_backend() != "cpu":
@@ -288,12 +304,17 @@ def _fp8_rows(by: ModuleType, call: Product) -> Float[Array, "*b o"]:
     """Multiply by `fp8_rows` or the portable one. Scales for all inputs come last."""
     rows, weight, scales, by_output = call.rows, call.weight, call.weight.scales, 1.0
     if weight.format.block is None:
-        by_output = jnp.repeat(scales[:, 0], weight.outputs // len(scales))
+        by_output = _by_output(weight)
         scales = jnp.ones((1, weight.inputs // fp8.BLOCK), jnp.float32)
     if quantises_rows(weight):
         rows = fp8.rounded(rows, None if call.factor is None else call.factor.reshape(-1))
     out = by.product(rows, weight.values, scales) * by_output
     return call.finished(call.like_x(out.astype(call.dtype or call.x.dtype)))
+
+
+def _by_output(weight: Weight) -> Float[Array, " n"]:
+    """Scales for all inputs, one for each output."""
+    return jnp.repeat(weight.scales[:, 0], weight.outputs // len(weight.scales))
 
 
 def _fp8_many_refused(call: Product, activations: bool) -> str | None:
@@ -401,6 +422,7 @@ PRODUCTS = (
     Implementation("fp8_tiles", HOPPER, _fp8_tiles_refused, _fp8_tiles),
     Implementation("fp8_wide", HOPPER, _fp8_wide_refused, _fp8_wide),
     Implementation("dequantised", HOPPER, _dequantised_refused, _dequantised),
+    Implementation("rounded", HOPPER, _rounded_refused, _rounded),
     Implementation("portable_fp8", PORTABLE, *_PORTABLE_FP8, requested=True),
     Implementation("portable_four_bits", PORTABLE, _portable_four_refused, _portable_four, requested=True),
     Implementation("plain", ANY, nothing, _xla),

@@ -19,18 +19,20 @@ from jaxspec.decoder import fp8_rows
 from jaxspec.decoder.fp8_rows import FP8_ROWS
 from jaxspec.decoder.fp8_tiles import FP8_TILES
 from jaxspec.decoder.functions import normed, weighted
-from jaxspec.decoder.matmul import gate
+from jaxspec.decoder.matmul import PRODUCTS, Product, gate
 from jaxspec.decoder.path import Call, Path
 from jaxspec.models import fp8
 from jaxspec.models.description import Norm
 from jaxspec.models.families import MODELS
 from jaxspec.models.model_config import ModelConfig
-from jaxspec.models.weights import HALF, is_param
+from jaxspec.models.weights import HALF, Fp8, Weight, is_param
 from jaxspec.pallas.dense import add_norm as norm_module
 from jaxspec.pallas.dense import fp8_quantise, fp8_tiles
 from jaxspec.pallas.dense.add_norm import add_norm, supported
+from jaxspec.pallas.operation import choose
 from tests.support import drawn
-from tests.support.kernels import kernels
+from tests.support.kernels import assert_close, kernels
+from tests.support.operations import anywhere
 from tests.support.sample import rare
 from tests.support.tiny import tiny_config
 
@@ -165,6 +167,18 @@ def test_what_is_not_for_it_is_named():
     plain = MODELS["qwen3"].tensors(config.decoder)["layers"]
     plain = jax.tree.map(shape, plain, is_leaf=is_param)
     assert FP8_ROWS.refuses(config.decoder, plain, call) == "weights that aren't FP8"
+
+
+@pytest.mark.parametrize("block", [None, fp8.BLOCK])
+def test_a_last_part_of_a_block_is_multiplied_with_the_others(block):
+    """Plain jnp's loop over groups of inputs has several kernels for each on a GPU: GLM-4.5-Air's first MLP has 86."""
+    x, factor = drawn.normal(jax.random.key(1), (3, 192), jnp.bfloat16), jnp.array([0.5, 1.0, 2.0])
+    made = (fp8.quantise_blocks if block else fp8.quantise_outputs)(drawn.normal(jax.random.key(2), (256, 192)))
+    call = Product(x, Weight(made[0], Fp8(block, True), scales=made[1]), factor=factor)
+    chosen = choose("a product", anywhere(PRODUCTS), call)
+    assert chosen.name == "rounded"
+    assert "scan" not in str(jax.make_jaxpr(lambda x: chosen.run(call._replace(x=x)))(x))
+    assert_close(chosen.run(call), PRODUCTS[-1].run(call), 2e-2)
 
 
 def test_which_quantised_layers_have_a_path_is_named():
