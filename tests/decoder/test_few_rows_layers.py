@@ -217,10 +217,11 @@ def test_rows_with_adapters_that_the_kernels_cannot_take_are_named():
 
 
 _quantise_blocks, _quantise_stack = jax.jit(fp8.quantise_blocks), jax.jit(jax.vmap(fp8.quantise_blocks))
+_quantise_outputs = jax.jit(jax.vmap(fp8.quantise_outputs))
 
 
 def in_fp8(layers, by_output: bool = False, activations: bool = False):
-    """The layers with all dense weights in FP8, with scales in blocks or of outputs, and experts' if there are any;
+    """The layers with all dense weights in FP8, and experts' if there are any, with scales in blocks or of outputs;
     `activations`: dense ones quantise rows, too."""
 
     def quantised(weight):
@@ -233,11 +234,11 @@ def in_fp8(layers, by_output: bool = False, activations: bool = False):
         return Weight(values, Fp8(fp8.BLOCK, activations), weight.layout, fp8.finer(scales, len(values), unit))
 
     def stack(weight):
-        values, scales = _quantise_stack(weight.values)
-        return weight.replace(values=values, scales=scales, format=Fp8(fp8.BLOCK))
+        values, scales = (_quantise_outputs if by_output else _quantise_stack)(weight.values)
+        return weight.replace(values=values, scales=scales, format=Fp8(None if by_output else fp8.BLOCK))
 
     of = {name: quantised for name in ("qkv", "qkvz", "out", "gate_up", "down")}
-    of |= {name: stack for name in ("experts_gate_up", "experts_down")}
+    of |= {f"{name}_{part}": stack for name in ("experts", "shared") for part in ("gate_up", "down")}
     return [layer | {name: of[name](layer[name]) for name in of if name in layer} for layer in layers]
 
 

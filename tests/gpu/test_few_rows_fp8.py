@@ -12,7 +12,7 @@ import pytest
 from jaxspec.cache import paged
 from jaxspec.models import fp8
 from jaxspec.pallas.dense import few_rows
-from jaxspec.pallas.hopper import KERNELS
+from jaxspec.pallas.hopper import KERNELS, counting
 from tests.decoder import test_few_rows_layers as layers
 from tests.pallas.dense import test_few_rows_fp8 as cpu
 from tests.support.kernels import switch_off
@@ -20,7 +20,10 @@ from tests.support.kernels import switch_off
 pytestmark = pytest.mark.gpu
 
 HALF_70B = dict(d=8192, heads=32, kv_heads=4, f=14336, width=128)  # Llama-70B's on one of two devices
-SIZES = {"qwen3-8b": cpu.QWEN3, "qwen3-30b-a3b": cpu.MIXTURE, "qwen3.8-27b": cpu.HYBRID, "half of 70b": HALF_70B}
+SIZES = {
+    "qwen3-8b": cpu.QWEN3, "qwen3-30b-a3b": cpu.MIXTURE, "qwen3.8-27b": cpu.HYBRID, "half of 70b": HALF_70B,
+    "glm-4.5-air": cpu.GLM,
+}  # fmt: skip
 CHECKS = {
     "gated": cpu.check_gated,
     "add": cpu.check_add,
@@ -29,6 +32,7 @@ CHECKS = {
     "normed": cpu.check_normed,
     "centred normed": partial(cpu.check_normed, centred=True),
     "heads": cpu.check_heads,
+    "biased heads": partial(cpu.check_heads, normed=False, biased=True),
     "rounded gated": partial(cpu.check_gated, rounds=True),
     "rounded add": partial(cpu.check_add, rounds=True),
     "rounded normed": partial(cpu.check_normed, rounds=True),
@@ -60,7 +64,7 @@ def test_quantised_rows_are_those_of_plain_jnp():
 @pytest.mark.parametrize("sizes,by_output,rows", [
     ("qwen3-8b", False, 8), ("qwen3-8b", True, 8), ("qwen3-30b-a3b", False, 8),
     ("qwen3-8b", False, 16), ("qwen3-8b", False, 24), ("qwen3-8b", False, 32), ("qwen3.8-27b", False, 32),
-    ("half of 70b", False, 32),
+    ("half of 70b", False, 32), ("glm-4.5-air", True, 8), ("glm-4.5-air", True, 32),
 ])  # fmt: skip
 def test_wide_layers(sizes, by_output, rows, kernel):
     """Several times, since blocks of a cluster may finish in any order, some rows each, and rings go round."""
@@ -83,6 +87,28 @@ def test_layers_are_those_of_the_model(monkeypatch, by_output, activations):
     before = KERNELS["few_rows_heads"]
     got = layers.forward(config, params, rows)
     assert KERNELS["few_rows_heads"] == before + 1
+    switch_off(monkeypatch)
+    tolerance = 1e-1 if activations else 2e-2  # a last bit of a row may round it to another e4m3 number
+    layers.assert_same_forward(got, layers.forward(config, params, rows), rows, tolerance)
+
+
+GLM_AIR = dict(
+    hidden_size=4096, intermediate_size=10944, num_attention_heads=96, num_key_value_heads=8, num_hidden_layers=3,
+    moe_intermediate_size=1408,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("qk_norm,activations,rows", [
+    (False, True, layers.one_request), (False, True, layers.two_requests), (False, False, layers.one_request),
+    (True, True, layers.two_requests),
+])  # fmt: skip
+def test_layers_of_glm_are_those_of_the_model(monkeypatch, qk_norm, activations, rows):
+    """GLM-4.5-Air's but for fewer experts, all of which each token has: a near-tie would have one choose others."""
+    config, params = layers.small_model("glm4_moe", **layers.GLM | GLM_AIR, use_qk_norm=qk_norm)
+    params["layers"], rows = layers.in_fp8(params["layers"], True, activations), rows()
+    with counting() as took:
+        got = layers.forward(config, params, rows)
+    assert {"few_rows_heads", "few_rows_add", "few_rows_normed", "expert_fp8", "expert_add"} <= {*took}
     switch_off(monkeypatch)
     tolerance = 1e-1 if activations else 2e-2  # a last bit of a row may round it to another e4m3 number
     layers.assert_same_forward(got, layers.forward(config, params, rows), rows, tolerance)
