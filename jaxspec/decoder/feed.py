@@ -15,6 +15,7 @@ from jaxspec.decoder.matmul import ACTIVATIONS, Quantised, Weighted, gate, gatin
 from jaxspec.decoder.mixings.kind import Weights
 from jaxspec.models.description import Mixture, Mlp, SigmoidScores
 from jaxspec.pallas.experts.experts_mlp import NOBODY, Gating, Stack, experts_mlp, several_widths
+from jaxspec.pallas.experts.scored_experts import Routing, scored_experts, with_shared
 from jaxspec.pallas.experts.top_experts import top_experts
 from jaxspec.parallel.sharding import AXIS, devices
 
@@ -98,39 +99,19 @@ def chosen_experts(
 ) -> tuple[Int[Array, "r w"], Float[Array, "r w"]]:
     """The experts of flat rows by the router's logits, and their weights. The shared one follows, if it is gated or one
     that all choose."""
-    positions = positions.reshape(-1)
+    positions, always = positions.reshape(-1), bool(m.shared and not m.shared_gated and not m.latent)
     shared = (rows, weights["shared_gate"].dequantised(rows.dtype)) if m.shared and m.shared_gated else None
     with jax.named_scope("experts"):
         if isinstance(m.scores, SigmoidScores):
-            ids, scores = corrected_experts(m, logits, weights["router_correction"], positions)
+            routing = Routing(m.per_token, m.renormalised, m.scores, always)
+            ids, scores = scored_experts(logits, weights["router_correction"], positions, routing)
         else:
             ids, scores = top_experts(logits, positions, shared, m.per_token, m.renormalised)
-        if m.shared and not m.shared_gated and not m.latent:
-            always = jnp.where(positions < 0, NOBODY, m.experts)[:, None]
-            ids = jnp.concatenate([ids[:, : m.per_token], always], axis=1)
-            scores = jnp.concatenate([scores[:, : m.per_token], jnp.ones_like(scores[:, :1])], axis=1)
+            if always:
+                ids, scores = with_shared(ids[:, : m.per_token], scores[:, : m.per_token], positions, m.experts)
         if m.beside:
             scores = scores * weights["expert_scale"].astype(scores.dtype)[jnp.where(ids < m.experts, ids, 0)]
     return ids, scores
-
-
-def corrected_experts(
-    m: Mixture, logits: Float[Array, "r e"], correction: Float[Array, " e"], positions: Int[Array, " r"]
-) -> tuple[Int[Array, "r k"], Float[Array, "r k"]]:
-    """The experts with the best corrected scores, and their weights, float32; see `SigmoidScores`."""
-    s = m.scores
-    scores = jax.nn.softmax(logits) if s.function == "softmax" else jax.nn.sigmoid(logits)
-    choice = scores + correction
-    if s.groups > 1:
-        groups = choice.reshape(len(choice), s.groups, -1)
-        _, best = jax.lax.top_k(jax.lax.top_k(groups, 2)[0].sum(-1), s.top_groups)
-        allowed = jax.nn.one_hot(best, s.groups, dtype=bool).any(axis=1)
-        choice = jnp.where(allowed[..., None], groups, -jnp.inf).reshape(choice.shape)
-    ids = top_experts(choice, positions, None, m.per_token, True)[0][:, : m.per_token]
-    weights = jnp.take_along_axis(scores, jnp.where(ids == NOBODY, 0, ids), axis=1)
-    if m.renormalised:
-        weights = weights / (weights.sum(axis=1, keepdims=True) + 1e-20)
-    return ids, weights * s.scale
 
 
 @jax.named_scope("experts")
