@@ -24,23 +24,33 @@ from jaxspec.decoder.mixture_rows import add, given_first, given_to, mixture, op
 from jaxspec.decoder.padding import flat, padded, untimed, valid_rows
 from jaxspec.decoder.path import MIXTURE, Call, Path, implementing
 from jaxspec.decoder.stack import Ops
-from jaxspec.models.description import Absent, ClampedSwiglu, Decoder, Layer, Mixture, Mlp, Norm, SigmoidScores
+from jaxspec.models.description import (
+    Absent,
+    ClampedSwiglu,
+    Decoder,
+    Layer,
+    Mixture,
+    Mlp,
+    Norm,
+    ScaleByPosition,
+    SigmoidScores,
+)
 from jaxspec.models.rope_scaling import Rope
 from jaxspec.models.weights import HALF, Weight
 from jaxspec.pallas.dense import few_rows
 
 IMPLEMENTS = implementing({
-    Absent: set(), Mlp: {"bias", "activation", "gated"}, Norm: {"centred"}, Rope: {"columns"},
-    Mixture: {*MIXTURE, "shared_gated", "scores", "activation", "gated"}, ClampedSwiglu: {"alpha", "limit"},
-    SigmoidScores: {"groups", "top_groups", "scale", "function"},
+    Absent: set(), Mlp: {"bias", "activation", "gated"}, Norm: {"centred"}, Rope: {"columns", "interleaved"},
+    ScaleByPosition: {"beta", "period"}, Mixture: {*MIXTURE, "shared_gated", "scores", "activation", "gated"},
+    ClampedSwiglu: {"alpha", "limit"}, SigmoidScores: {"groups", "top_groups", "scale", "function"},
 })  # fmt: skip
 
 
 def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
     """Refuse a call, as `Path.fits`."""
-    halves = any(isinstance(layer.feed, Absent) for layer in decoder.layers)  # which have a norm for one product each
-    if not halves and not all(layer.norm.centred for layer in decoder.layers):
-        return "norms that aren't zero-centred"  # not measured
+    lacking = any("few_rows" not in mixing_of(each).implements for each in decoder.layers if each.mixing.memory)
+    if not lacking and not all(layer.norm.centred for layer in decoder.layers):
+        return "norms that aren't zero-centred"  # not measured where `few_rows` has all kinds of mixing
     if call.inputs is not None and len(call.inputs) != 1:
         return "inputs that aren't one residual stream"
     rows = call.requests * padded(call.requests, call.rows)
@@ -50,8 +60,8 @@ def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
         dtype, quantised = weights[_first_norm(layer)].dtype, any(map(_quantised, weights.values()))
         for names in _together(layer, weights):
             columns, of = [weights[name].outputs for name in names], stored_as(weights[names[0]])
-            if not quantised and (odd := [each for each in columns if each % few_rows.TILE]):
-                return f"{odd[0]} columns of unquantised weights"  # took longer than plain layers, docs/experiments.md
+            if not quantised and (odd := max(columns)) % few_rows.TILE:
+                return f"{odd} columns of unquantised weights"  # took longer than plain layers, docs/experiments.md
             scaled = _takes_scaled(layer, quantised, decoder.width)
             if reason := few_rows.normed_supported(rows, decoder.width, columns, dtype, **of, scaled=scaled):
                 return reason
@@ -108,7 +118,8 @@ def _mlp_refused(layer: Layer, weights: Weights, rows: int) -> str | None:
 
 def _scales_refused(weights: Weights) -> str | None:
     """Why the kernels can't read the scales of a layer's dense weights, or None if they can."""
-    dense = [weights[name] for name in ("qkv", "qkvz", "out", "gate_up", "down") if name in weights]
+    names = "qkv", "qkvz", "latents", "out", "gate_up", "down"
+    dense = [weights[name] for name in names if name in weights]
     return next(filter(None, (quantised_refused(weight) for weight in dense if _quantised(weight))), None)
 
 

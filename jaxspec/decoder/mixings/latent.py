@@ -36,5 +36,7 @@ def mix(layer, weights, i, made, positions, mixer, cache, dtype=None):
 
 
 _FIELDS = frozenset({"heads", "latent", "key_dim", "value_dim", "rope", "scale", "norm", "query_latent"})
-_FIELDS |= {"by_request", "position_scale"}
-LATENT_ATTENTION = Mixing(projections=("latents",), mix=mix, implements={"plain": _FIELDS})
+_FIELDS |= {"position_scale"}
+LATENT_ATTENTION = Mixing(
+    projections=("latents",), mix=mix, implements={"plain": _FIELDS | {"by_request"}, "fused_norms": _FIELDS}
+)
