@@ -63,6 +63,7 @@ rarely = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
     rarely("nemotron_h", DRAFTED, {"portable_delta_step", "decode_attention"}),
     rarely("deepseek_v3", DRAFTED, {"latent_decode"}),
     rarely("kimi_linear", DRAFTED, {"portable_delta_step", "conv_step", "latent_decode"}),
+    rarely("kimi_linear", ("none", 8), {"delta_step", "conv_step", "latent_decode"}),
     rarely("qwen4_exp", DRAFTED, {"delta_step", "conv_step", "top_experts", "expert_stream"}),
     rarely("mistral", FEW, {"weight_stream", "write_heads", "decode_attention"}),  # each layer sees a window
     rarely("gemma3", DRAFTED, {"tile_matmul", "decode_attention"}),

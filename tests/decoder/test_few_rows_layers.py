@@ -452,26 +452,6 @@ def test_layers_that_only_mix_or_only_feed_are_those_of_the_model(monkeypatch, w
         assert_close(one, other, 2e-2)
 
 
-KIMI = dict(
-    linear_num_heads=32, linear_head_dim=32, num_hidden_layers=3, first_k_dense_replace=1, num_experts=8,
-    num_experts_per_token=8, layer_types=["linear_attention", "linear_attention", "full_attention"],
-    qk_nope_head_dim=64, qk_rope_head_dim=32, kv_lora_rank=32, v_head_dim=32, num_key_value_heads=2,
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("t,requests", [(1, 1), rare(3, 1), rare(1, 8)])
-def test_kimis_layers_are_those_of_the_model(monkeypatch, t, requests):
-    """Norms that aren't centred, of 96 columns beside many; latent attention, and a mixture scored by a sigmoid."""
-    config, params = small_hybrid("kimi_linear", 17 * 64, **KIMI)
-    expected = hybrid_round(config, params, t, requests)
-    take_few_rows(monkeypatch)
-    calls, before = take_mixtures(monkeypatch), KERNELS["few_rows_normed"]
-    got = hybrid_round(config, params, t, requests)
-    assert KERNELS["few_rows_normed"] > before and set(calls) == {"add"}
-    for one, other in zip(got, expected, strict=True):
-        assert_close(one, other, 2e-2)
-
-
 @pytest.mark.exhaustive  # scaled rows and a hybrid's layers by themselves are in the tests above
 def test_a_wide_hybrids_router_takes_scaled_rows(monkeypatch):
     config, params = small_hybrid("qwen3_5_moe", 17 * 64)

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.gpu
 Step, Chunk = test_delta_step.Case, test_delta_chunk.Case
 STEPS = [
     *(Step(f"Qwen3-Next, {t} rows", t, t, (t, 0, 1, t // 2), 16, 2, division=None) for t in (1, 2, 3, 4, 8, 16)),
+    *(Step(f"Kimi Linear, {t} rows", t, t, (t, 0, 1), 32, division=None, channel_decay=True) for t in (1, 4, 16)),
     Step("Qwen3.5 27B", 4, 4, (4, 2), 16, 3, division=None),
     Step("Qwen3.5 2B", 4, 4, (4, 2), 16, 1, division=None),
     Step("four value heads a key head", 4, 4, (4, 2), 4, 4, division=None),

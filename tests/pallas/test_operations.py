@@ -227,6 +227,7 @@ REPEATED = {  # whose implementations others run, too
 # Tables of whole layers' steps, whose tests are those of layers, and of sums, which take devices.
 STEPS = "decoder.mixings.delta_rule.RULE", "decoder.mixture_rows.ROUTER", "decoder.forward.CONTEXT"
 STEPS += "decoder.mixings.mamba2.SPACE", "decoder.mixings.mamba2.NORM", "decoder.post_norms.heads.HEADS"
+STEPS += ("decoder.mixings.kimi_delta.RULE",)
 ELSEWHERE = {f"jaxspec.{name}" for name in (*STEPS, "parallel.peers.SUM", "parallel.peers.SUM_IN_ORDER")}
 
 

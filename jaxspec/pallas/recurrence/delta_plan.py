@@ -49,6 +49,7 @@ class Plan:
     value_width: int = WIDTH
     limits: tuple[float, float] | None = None  # of a state space's steps
     pieces: int = 1  # that a key head's value heads are cut into: each is as a key head, but for its records of keys
+    channels: bool = False  # each key channel has a decay of its own
 
     @property
     def halves(self) -> int:
@@ -59,6 +60,16 @@ class Plan:
     def gates(self) -> int:
         """Numbers of a head in shared memory: decays and betas; of a state space its skip as well, which follows."""
         return GATES if self.limits is None else 2 * GATES
+
+    @property
+    def by_token(self) -> bool:
+        """Whether new rows enter the state one after the other, in registers."""
+        return self.fixed or self.channels
+
+    @property
+    def decays(self) -> tuple[int, ...]:
+        """The shape of a head's records of decays in shared memory."""
+        return (-(-self.rows // 4) * 4, WIDTH) if self.channels else (GATES,)
 
     @property
     def share(self) -> int:
@@ -102,7 +113,14 @@ def operands_supported(
 
 
 def division_of(
-    key_heads: int, group: int, t: int, rows: int, dtype, whole: bool = False, value_width: int = WIDTH
+    key_heads: int,
+    group: int,
+    t: int,
+    rows: int,
+    dtype,
+    whole: bool = False,
+    value_width: int = WIDTH,
+    channels: bool = False,
 ) -> Division:
     """Choose the division for so many key heads of all requests: few blocks with many tiles each, if those are enough,
     and as many parts in flight as let two or three blocks share a multiprocessor.
@@ -112,7 +130,7 @@ def division_of(
     """
     tiles = group * value_width // TILE
     splits = next((splits for splits in (1, group) if key_heads * splits >= ENOUGH), group if whole else tiles)
-    one = Plan(1, t, rows, 1, group, dtype, Division(splits, 1), False, value_width=value_width)
+    one = Plan(1, t, rows, 1, group, dtype, Division(splits, 1), False, value_width=value_width, channels=channels)
     taken = sum(
         -(-math.prod(shape) * jnp.dtype(dtype).itemsize // 1024) * 1024 for shape, dtype in _beside(one).values()
     )
@@ -130,7 +148,8 @@ def _beside(plan: Plan) -> dict[str, tuple[tuple[int, ...], Any]]:
         keys_s=((plan.rows, WIDTH), jnp.bfloat16),
         among_s=((plan.t, plan.both), jnp.float32),
         updates_s=((plan.rows, *mine), jnp.float32),  # then the new rows' updates
-        decays_s=((plan.heads, GATES), jnp.float32),
+        decays_s=((plan.heads, *plan.decays), jnp.float32),
+        **(dict(fresh_s=((plan.heads, *plan.decays), jnp.float32)) if plan.channels else {}),  # new rows' decays
         gates_s=((plan.heads, plan.gates), jnp.float32),
         values_s=((plan.t, *mine), jnp.bfloat16),  # then the rows' results
     )
@@ -142,7 +161,7 @@ def scratch_of(plan: Plan) -> dict:
     scratch = {name: plgpu.SMEM(*array) for name, array in _beside(plan).items()}
     scratch |= dict(
         state_s=plgpu.SMEM((division.stages, TILE, division.columns), plan.dtype),
-        brought=plgpu.Barrier(num_arrivals=2),
+        brought=plgpu.Barrier(num_arrivals=2 + (plan.heads if plan.channels and plan.eps is None else 0)),
         shared=plgpu.Barrier(num_arrivals=3 + plan.heads),
         ready=plgpu.Barrier(num_barriers=division.stages),
     )

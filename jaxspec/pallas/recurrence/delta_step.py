@@ -18,6 +18,9 @@ A state space (`space_step`) has updates that don't depend on the state, u_t = s
 Its heads may be as wide as one tile. A key head with more tiles than a cluster has blocks is cut into pieces, whose
 keys' records are written once the kernel is over.
 
+Decays by key channel scale a state's columns, not its products. So rows then enter the state one after the other, in
+registers (`fixed_order`), and a part of it has all columns.
+
 With `fixed`, a row's results don't depend on how many rows a round has: see `delta_fixed`, which then does both halves.
 
 Invariant: records are overwritten after every block that reads them has read them.
@@ -55,7 +58,7 @@ from jaxspec.pallas.recurrence.delta_plan import (
 )
 from jaxspec.pallas.recurrence.delta_pool import DeltaPool
 from jaxspec.pallas.recurrence.float32_products import product
-from jaxspec.pallas.recurrence.gates_and_norm import Around, Steps
+from jaxspec.pallas.recurrence.gates_and_norm import Around, AroundChannels, Steps
 
 _i32 = jnp.int32
 
@@ -90,8 +93,8 @@ def delta_step(
     q: Float[Array, "b t m k"],
     k: Float[Array, "b t m k"],
     v: Float[Array, "b t n v"],
-    *gates: Float[Array, "b t n"],
-    around: Around | None = None,
+    *gates: Float[Array, "b t n *k"],
+    around: Around | AroundChannels | None = None,
     eps: float = 0.0,
     interpret: Any = False,
     division: Division | None = None,
@@ -160,14 +163,14 @@ def space_step(
 def _step(pool, layer, slots, replay, q, k, v, gates, *, eps, interpret, division, padded_rows, fixed, limits=None):
     b, t, n, width = v.shape
     m = q.shape[2]
-    rows, dtype = pool.keys.shape[2], pool.state.dtype
-    around, tiles = isinstance(gates, Around), n // m * width // TILE
+    rows, dtype, channels = pool.keys.shape[2], pool.state.dtype, pool.decay.ndim > 4
+    around, tiles = isinstance(gates, Around | AroundChannels), n // m * width // TILE
     pieces = next(p for p in range(1, tiles + 1) if (n // m) % p == 0 and tiles // p <= MAX_TILES)
-    division = division or division_of(b * m * pieces, n // m // pieces, t, rows, dtype, around, width)
-    if fixed:  # a row's sums are over all columns
+    division = division or division_of(b * m * pieces, n // m // pieces, t, rows, dtype, around, width, channels)
+    if fixed or channels:  # a row's sums are over all columns
         division = replace(division, stages=max(1, division.stages // 2), columns=WIDTH)
     plan = Plan(b, t, rows, m * pieces, n // m // pieces, dtype, division, bool(interpret), eps if around else None,
-                fixed, width, limits, pieces)  # fmt: skip
+                fixed, width, limits, pieces, channels)  # fmt: skip
     refs = [jax.new_ref(x) for x in jax.tree.leaves(pool)]
     out = plgpu.kernel(
         partial(_block, plan),
@@ -199,6 +202,7 @@ class _Shared(NamedTuple):
     decays_s: Any
     gates_s: Any
     values_s: Any
+    fresh_s: Any = None
 
 
 @dataclass(frozen=True)
@@ -246,12 +250,15 @@ def _block(plan: Plan, layer_g, slots_g, replay_g, q_g, k_g, v_g, *refs, state_s
     head = m * plan.group + lax.div(first, _i32(plan.halves))
     # The block's value heads, and which of their rows it has.
     heads, width = pl.ds(head, plan.heads), decays_g.shape[3]
-    rows = pl.ds(lax.rem(first, _i32(plan.halves)) * TILE if plan.share == 1 else 0, plan.width)
+    rows, new = pl.ds(lax.rem(first, _i32(plan.halves)) * TILE if plan.share == 1 else 0, plan.width), pl.ds(0, t)
     ring = _Ring(plan, partial(_part_of, plan, state_g, layer, slot, m, first), state_s, ready)
 
     # Keys and queries first: they needn't wait for the slot.
     plgpu.copy_gmem_to_smem(k_g.at[b, :, key], own.rows_s.at[pl.ds(0, t)], brought)
     plgpu.copy_gmem_to_smem(q_g.at[b, :, key], own.rows_s.at[pl.ds(t, t)], brought)
+    if plan.channels and plan.eps is None:
+        for h in range(plan.heads):
+            plgpu.copy_gmem_to_smem(gates_g[0].at[b, :, head + h], own.fresh_s.at[h, new], brought)
     copy_in = partial(plgpu.copy_gmem_to_smem, barrier=shared)
     gates = _load_gates(plan, gates_g, b, head)
     skips = [] if plan.limits is None else [gates_g[-1][head + h] for h in range(plan.heads)]
@@ -260,12 +267,13 @@ def _block(plan: Plan, layer_g, slots_g, replay_g, q_g, k_g, v_g, *refs, state_s
     copy_in(keys_g.at[layer, slot, :, key], own.keys_s)
     copy_in(updates_g.at[layer, slot, :, heads, rows], own.updates_s)
     for h in range(plan.heads):
-        copy_in(decays_g.at[layer, slot, head + h], own.decays_s.at[h, pl.ds(0, width)])
+        records = own.decays_s.at[h] if plan.channels else own.decays_s.at[h, pl.ds(0, width)]
+        copy_in(decays_g.at[layer, slot, head + h], records)
     for part in range(ring.stages):
         ring.fetch(_i32(part))
-    _write_gates(plan, gates, skips, own.gates_s, width)
+    _write_gates(plan, gates, skips, own, width)
     plgpu.barrier_wait(brought)
-    if plan.fixed:
+    if plan.by_token:
         plgpu.commit_smem()  # the gates
     else:
         _write_products(plan, own.rows_s, own.kq_s, own.among_s)
@@ -276,14 +284,14 @@ def _block(plan: Plan, layer_g, slots_g, replay_g, q_g, k_g, v_g, *refs, state_s
     plgpu.commit_smem()
     if plan.division.splits > 1:
         plgpu.barrier_wait(read)
-    new = pl.ds(0, t)
     decays_g = [decays_g.at[layer, slot, head + h] for h in range(plan.heads)]
     records = keys_g.at[layer, slot, new, key], updates_g.at[layer, slot, new, heads, rows], decays_g
-    _write_records(plan, split, first, (own.rows_s.at[new], own.updates_s.at[new], own.gates_s), records)
+    decays_s = own.fresh_s if plan.channels else own.gates_s
+    _write_records(plan, split, first, (own.rows_s.at[new], own.updates_s.at[new], decays_s), records)
     if plan.eps is None:
         plgpu.copy_smem_to_gmem(own.values_s, out_g.at[b, new, heads, rows])
     else:
-        gates_and_norm.write_normed(own.values_s, out_g.at[b], *z, head, plan.eps)
+        gates_and_norm.write_normed(own.values_s, out_g.at[b], *z, head, plan.eps, sigmoid=plan.channels)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -292,23 +300,25 @@ def _tile(plan: Plan, ring: _Ring, replay: Any, own: _Shared, i: Any, carry: Non
     h = lax.div(i, _i32(plan.halves)) if plan.share > 1 else 0
     cut = pl.ds(lax.rem(i, _i32(plan.halves)) * TILE if plan.share > 1 else 0, TILE)
     columns, products = plan.division.columns, []
+    rounded = plan.dtype if plan.fixed else jnp.float32
+    replayed = partial(fixed_order.replayed, rounded) if plan.by_token else partial(_replayed, columns)
     for p in range(plan.parts):
         part, across = i * plan.parts + p, pl.ds(p * columns, columns)
         stage = ring.stage(part)
         plgpu.barrier_wait(ring.ready.at[stage])
         records = own.keys_s.at[:, across], own.updates_s.at[:, h, cut], own.decays_s.at[h]
-        replayed = fixed_order.replayed if plan.fixed else _replayed
-        state = replayed(columns, replay, ring.state_s.at[stage], *records)
+        state = replayed(replay, ring.state_s.at[stage], *records)
         ring.state_s[stage] = state.astype(plan.dtype)
         if p == plan.parts - 1:
             values = _values(plan, own.values_s.at[:, h, cut])
         ring.write(part)
-        if not plan.fixed:
+        if not plan.by_token:
             operand = own.kq_s.at[:, across].transpose((1, 0))
             products.append(product(state, [operand], pieces=PIECES, interpreted=plan.interpreted))
-    if plan.fixed:
-        gates = [(own.gates_s[h, j], own.gates_s[h, MAX_ROWS + j]) for j in range(plan.t)]
-        updates, outs = fixed_order.run_rows(state, values, own.rows_s, gates, plan.dtype)
+    if plan.by_token:
+        decay = lambda j: fixed_order.row(own.fresh_s.at[h, j]) if plan.channels else own.gates_s[h, j]  # noqa: E731
+        gates = [(decay(j), own.gates_s[h, MAX_ROWS + j]) for j in range(plan.t)]
+        updates, outs = fixed_order.run_rows(state, values, own.rows_s, gates, rounded)
     else:
         updates, outs = _run_rows(plan, sum(products), values, own.among_s, own.gates_s.at[h])
     for j in range(plan.t):
@@ -318,18 +328,19 @@ def _tile(plan: Plan, ring: _Ring, replay: Any, own: _Shared, i: Any, carry: Non
 
 def _write_records(plan: Plan, split, first, made, records):
     """Write the new rows' keys, updates and decays to the records, which no other block of the cluster still reads."""
-    (keys_s, updates_s, gates_s), (keys_g, updates_g, decays_g) = made, records
+    (keys_s, updates_s, decays_s), (keys_g, updates_g, decays_g) = made, records
     plgpu.copy_smem_to_gmem(updates_s, updates_g)
     # One of the two blocks that have half a head each.
-    pl.when(lax.rem(first, _i32(plan.halves)) == 0)(lambda: _write_decays(plan, gates_s, decays_g))
+    pl.when(lax.rem(first, _i32(plan.halves)) == 0)(lambda: _write_decays(plan, decays_s, decays_g))
     if plan.pieces == 1:
         pl.when(split == 0)(lambda: plgpu.copy_smem_to_gmem(keys_s, keys_g))
 
 
-def _write_decays(plan: Plan, gates_s, decays_g):
+def _write_decays(plan: Plan, decays_s, decays_g):
     """Write the decays of each of the block's heads to its records."""
-    for h in range(plan.heads):
-        plgpu.copy_smem_to_gmem(gates_s.at[h, pl.ds(0, decays_g[h].shape[0])], decays_g[h])
+    for h, out_g in enumerate(decays_g):
+        rows = pl.ds(0, plan.t if plan.channels else out_g.shape[0])
+        plgpu.copy_smem_to_gmem(decays_s.at[h, rows], out_g.at[rows] if plan.channels else out_g)
 
 
 def _part_of(plan: Plan, state_g, layer, slot, m, first, part):
@@ -349,11 +360,16 @@ def _lanes():
 
 def _load_gates(plan: Plan, gates_g, b, head):
     """Load the decay and the beta, or a state space's step, of each row of each of the block's value heads, by head and
-    row.
+    row. A decay by channel is a vector, or comes by a copy.
 
     All loads are issued before the first is needed. A bulk copy can't do it: a head's numbers lie a row of heads apart.
     """
     each = [(h, t) for h in range(plan.heads) for t in range(plan.t)]
+    if plan.channels and plan.eps is None:
+        return {(h, t): (None, gates_g[1][b, t, head + h]) for h, t in each}
+    if plan.channels:
+        of = [ref.at[b] if at < 2 else ref for at, ref in enumerate(gates_g[:4])]
+        return {(h, t): gates_and_norm.channel_gates(*of, t, head + h) for h, t in each}
     if plan.eps is not None:
         ba_g, log_g, bias_g, *_ = gates_g
         return {(h, t): gates_and_norm.gates(ba_g.at[b], log_g, bias_g, t, head + h) for h, t in each}
@@ -364,13 +380,17 @@ def _load_gates(plan: Plan, gates_g, b, head):
     return {(h, t): (decay_g[t, head + h], beta_g[t, head + h]) for h, t in each}
 
 
-def _write_gates(plan: Plan, gates, skips, gates_s, width):
+def _write_gates(plan: Plan, gates, skips, own: _Shared, width):
     """Put the decays of each head, the betas or steps behind them, and a state space's skip, into a row of `gates_s`.
-    All threads write the same."""
+    All threads write the same; of decays by channel each has its own, unless a copy brings them."""
+    gates_s = own.gates_s
     for (h, t), (decay, beta) in gates.items():
-        gates_s[h, t] = decay
+        if plan.channels and decay is not None:
+            own.fresh_s[h, t] = decay
+        elif not plan.channels:
+            gates_s[h, t] = decay
         gates_s[h, MAX_ROWS + t] = beta
-    for h in range(plan.heads):
+    for h in range(0 if plan.channels else plan.heads):
         for t in range(plan.t, width):  # the pool's columns after the last row's
             gates_s[h, t] = jnp.float32(1)
     for h, skip in enumerate(skips):

@@ -1,4 +1,5 @@
-"""Gated delta-rule attention whose order of sums doesn't depend on how many rows a round has, inside `delta_step`.
+"""Gated delta-rule attention, a token after the other: its order of sums doesn't depend on how many rows a round has.
+It is inside `delta_step`, for `fixed` and for decays by key channel, which are rows of numbers.
 
 A state takes one token after the other, each in the same few operations, whether it is a new row or a record that is
 replayed:
@@ -25,16 +26,18 @@ _i32 = jnp.int32
 
 def one(state: Any, decay: Any, update: Any, key: Any, dtype: Any) -> Any:
     """The state after a token, float32, rounded as `dtype` if that is narrower."""
-    state = state * decay + _down(update, state.shape) * _across(key, state.shape)
+    state = state * _spread(decay, state.shape) + _down(update, state.shape) * _across(key, state.shape)
     return state if dtype == jnp.float32 else state.astype(dtype).astype(jnp.float32)
 
 
-def replayed(columns: int, replay: Any, state_s: Any, keys_s: Any, updates_s: Any, decays_s: Any) -> Any:
-    """Replay the accepted records into a part of the state with all columns; float32, in registers."""
+def replayed(dtype: Any, replay: Any, state_s: Any, keys_s: Any, updates_s: Any, decays_s: Any) -> Any:
+    """Replay the accepted records into a part of the state with all columns; float32, in registers, rounded as `dtype`
+    after each."""
 
     def record(i, state):
         update = plgpu.load(updates_s.at[i], layout=LAYOUT.reduce(1), optimized=False)
-        return one(state, decays_s[i], update, _row(keys_s.at[i]), state_s.dtype)
+        decay = decays_s[i] if len(decays_s.shape) == 1 else row(decays_s.at[i])
+        return one(state, decay, update, row(keys_s.at[i]), dtype)
 
     state = plgpu.load(state_s, layout=LAYOUT).astype(jnp.float32)
     return lax.fori_loop(_i32(0), replay, record, state)
@@ -45,15 +48,21 @@ def run_rows(state: Any, values: list[Any], rows_s: Any, gates: list[tuple[Any, 
     `gates`: the decay and the beta of each row."""
     updates, outs = [], []
     for t, (value, (decay, beta)) in enumerate(zip(values, gates, strict=True)):
-        key, query = _row(rows_s.at[t]), _row(rows_s.at[len(values) + t])
-        read = (state * _across(key, state.shape)).sum(axis=1)
-        updates.append((value - read * decay) * beta)
+        key, query = row(rows_s.at[t]), row(rows_s.at[len(values) + t])
+        by_channel = jnp.ndim(decay) > 0
+        read = (state * _across(key * decay if by_channel else key, state.shape)).sum(axis=1)
+        updates.append((value - (read if by_channel else read * decay)) * beta)
         state = one(state, decay, updates[t], key, dtype)
         outs.append((state * _across(query, state.shape)).sum(axis=1))
     return updates, outs
 
 
-def _row(row_s: Any) -> Any:
+def _spread(decay: Any, shape: tuple[int, ...]) -> Any:
+    """A decay of a head as it is, one of each channel over all rows of a state."""
+    return _across(decay, shape) if jnp.ndim(decay) else decay
+
+
+def row(row_s: Any) -> Any:
     return plgpu.load(row_s, layout=LAYOUT.reduce(0), optimized=False).astype(jnp.float32)
 
 

@@ -32,10 +32,10 @@ from jaxspec.pallas.recurrence.delta_pool import (
 )
 from jaxspec.pallas.recurrence.delta_step import delta_step
 from jaxspec.pallas.recurrence.delta_step import supported as delta_step_fits
-from jaxspec.pallas.recurrence.gates_and_norm import Around
+from jaxspec.pallas.recurrence.gates_and_norm import Around, AroundChannels
 
 BY_CHANNEL = "decays by key channel"
-NORMED_REQUESTS = 8  # at most, for gates and norm to be part of the kernel
+NORMED_REQUESTS = 8  # at most, for gates and norm to be part of the kernel, or for decays by channel
 
 
 def step(
@@ -68,8 +68,8 @@ def step(
 
 
 def _step_refuses(pool, layer, slots, replay, q, k, v, decay, *_) -> str | None:
-    if decay.ndim > 3:
-        return BY_CHANNEL
+    if decay.ndim > 3 and len(q) > NORMED_REQUESTS:
+        return f"{BY_CHANNEL} of {len(q)} requests; supported: up to {NORMED_REQUESTS}"  # with more it wasn't measured
     return delta_step_fits(q.shape, v.shape, pool.keys.shape[2], pool.state.dtype, q.dtype, v.dtype)
 
 
@@ -113,19 +113,21 @@ def normed_step(
     q: Float[Array, "b t m k"],
     k: Float[Array, "b t m k"],
     v: Float[Array, "b t n v"],
-    around: Around,
+    around: Around | AroundChannels,
     eps: float,
     fixed: bool = False,
 ) -> tuple[Float[Array, "b r n v"], DeltaPool]:
     """Run `step` by the kernel, with the gates before it and a norm of this `eps` after it (`delta_around`).
 
-    The result has as many rows a request as `around` has. `fixed`: as in `delta_step`, for any number of requests.
+    The result has as many rows a request as `around` has, padding included. `fixed`: as in `delta_step`, for any number
+    of requests.
 
     **Raises:** `ValueError` if `unnormed` has a reason.
     """
     if reason := unnormed(pool, (1, *q.shape[1:]) if fixed else q.shape, v.shape, q.dtype, v.dtype):
         raise ValueError(f"delta_step doesn't support {reason}")
-    named = dict(around=around, eps=eps, padded_rows=around.rows.shape[1], fixed=fixed)
+    padded = around.gates if isinstance(around, AroundChannels) else around.rows
+    named = dict(around=around, eps=eps, padded_rows=padded.shape[1], fixed=fixed)
     return delta_step(pool, layer, slots, replay, q, k, v, **named)
 
 

@@ -37,6 +37,22 @@ class Around(NamedTuple):
     scale: Float[Array, " v"]
 
 
+class AroundChannels(NamedTuple):
+    """Operands of gates and norm where each key channel has a decay: alpha of a head's channels is made of `steps` as
+    of a, and the norm's gate is sigmoid(z).
+
+    `steps`: of n heads' channels, one head after the other. `gates` end in each head's b. `decay_log` and `decay_bias`:
+    float32. `rows` and `scale` as in `Around`.
+    """
+
+    steps: Float[Array, "b t nk"]
+    gates: Float[Array, "b r g"]
+    decay_log: Float[Array, " n"]
+    decay_bias: Float[Array, " nk"]
+    rows: Float[Array, "b t nv"]
+    scale: Float[Array, " v"]
+
+
 class Steps(NamedTuple):
     """Operands of a state space's steps and skip, for rows of n heads.
 
@@ -59,11 +75,32 @@ def plain(around: Around, t: int) -> tuple[Float[Array, "b t n"], Float[Array, "
     return decay, 1 / (1 + jnp.exp(-beta)), z / (1 + jnp.exp(-z))
 
 
+def plain_channels(
+    around: AroundChannels, t: int
+) -> tuple[Float[Array, "b t n k"], Float[Array, "b t n"], Float[Array, "b t nv"]]:
+    """Decays, betas and sigmoid(z) in plain jnp, all float32: the kernel's reference."""
+    heads = len(around.decay_log)
+    softplus = jnp.logaddexp(around.steps[:, :t].astype(_f32) + around.decay_bias, 0.0)
+    decay = jnp.exp(-jnp.exp(around.decay_log)[:, None] * softplus.reshape(*softplus.shape[:2], heads, -1))
+    sigmoid = lambda x: 1 / (1 + jnp.exp(-x.astype(_f32)))  # noqa: E731
+    return decay, sigmoid(around.gates[:, :t, -heads:]), sigmoid(around.rows[:, :t])
+
+
 def gates(ba_g: Any, log_g: Any, bias_g: Any, t: Any, head: Any) -> tuple[Any, Any]:
     """The decay and the beta of a row and head: two numbers."""
     heads = log_g.shape[0]
     beta, a = ba_g[t, head], ba_g[t, heads + head] + bias_g[head].astype(_f32)
     softplus = jnp.maximum(a, 0.0) + jnp.log(1 + jnp.exp(-jnp.abs(a)))
+    return jnp.exp(-jnp.exp(log_g[head].astype(_f32)) * softplus), 1 / (1 + jnp.exp(-beta))
+
+
+def channel_gates(steps_g: Any, gates_g: Any, log_g: Any, bias_g: Any, t: Any, head: Any) -> tuple[Any, Any]:
+    """The decays [WIDTH] and the beta of a row and head: a thread has a channel's."""
+    channels, layout = pl.ds(head * WIDTH, WIDTH), plgpu.Layout.WG_STRIDED((WIDTH,), 1)
+    load = partial(plgpu.load, layout=layout, optimized=False)
+    a = load(steps_g.at[t, channels]).astype(_f32) + load(bias_g.at[channels]).astype(_f32)
+    softplus = jnp.maximum(a, 0.0) + jnp.log(1 + jnp.exp(-jnp.abs(a)))
+    beta = gates_g[t, gates_g.shape[1] - log_g.shape[0] + head].astype(_f32)
     return jnp.exp(-jnp.exp(log_g[head].astype(_f32)) * softplus), 1 / (1 + jnp.exp(-beta))
 
 
@@ -95,12 +132,15 @@ def load_z(around_g: Any, b: Any, t: int, heads: int, head: Any, of: int) -> tup
     return [load(z, layout=layout) for z in each], load(scale_g, layout=layout.reduce(0)).astype(_f32)
 
 
-def write_normed(values_s: Any, out_g: Any, z: list[Any], scale: Any, head: Any, eps: float) -> None:
-    """Write norm(read) silu(z) of each head to `out_g`, from `head` on; `values_s` [t, heads, WIDTH] was read."""
+def write_normed(
+    values_s: Any, out_g: Any, z: list[Any], scale: Any, head: Any, eps: float, sigmoid: bool = False
+) -> None:
+    """Write norm(read) silu(z) of each head to `out_g`, from `head` on; `values_s` [t, heads, WIDTH] was read.
+    `sigmoid`: norm(read) sigmoid(z)."""
     t = values_s.shape[0]
     for h, gate in enumerate(z):
         read = plgpu.load(values_s.at[:, h], layout=_layout(t), optimized=False).astype(_f32)
         factor = lax.rsqrt(jnp.sum(read * read, axis=1) / WIDTH + eps)
         read = read * lax.broadcast_in_dim(factor, read.shape, [0]) * lax.broadcast_in_dim(scale, read.shape, [1])
         gate = gate.astype(_f32)
-        out_g[pl.ds(0, t), head + h] = (read * (gate / (1 + jnp.exp(-gate)))).astype(out_g.dtype)
+        out_g[pl.ds(0, t), head + h] = (read * ((1 if sigmoid else gate) / (1 + jnp.exp(-gate)))).astype(out_g.dtype)

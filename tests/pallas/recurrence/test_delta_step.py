@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.recurrence import delta_plan, delta_pool, gated_delta, gates_and_norm
 from jaxspec.pallas.recurrence import delta_step as op
-from jaxspec.pallas.recurrence.gates_and_norm import Around
+from jaxspec.pallas.recurrence.gates_and_norm import Around, AroundChannels
 from tests.support import drawn
 from tests.support.kernels import kernels
 from tests.support.sample import one_in, rare
@@ -79,7 +79,11 @@ def check(case: Case, interpret=False):
     out, after = op.delta_step(pool, jnp.int32(LAYER), slots, *rest, **named)
     assert out.dtype == jnp.bfloat16 and out.shape[1] == (case.padded_rows or case.t)
     decay = check_after(case, pool, slots, (expected, wanted), out[:, : case.t], after)
-    np.testing.assert_array_equal(*(each[LAYER, slots, :, : case.t] for each in decay))
+    np.testing.assert_array_equal(
+        *(each[LAYER, slots] for each in decay)
+        if case.channel_decay
+        else (each[LAYER, slots, :, : case.t] for each in decay)
+    )
 
 
 def check_after(case: Case, pool, slots, plain, out, after):
@@ -97,10 +101,15 @@ def check_after(case: Case, pool, slots, plain, out, after):
     return after.decay, wanted.decay
 
 
-def around_of(case: Case) -> Around:
+def around_of(case: Case) -> Around | AroundChannels:
     b, n = len(case.replay), case.key_heads * case.group
     normal = lambda i, *shape: drawn.normal(jax.random.key(i), shape)  # noqa: E731
     rows = normal(3, b, case.padded_rows or case.t, (2 * case.key_heads + 2 * n) * op.WIDTH).astype("bfloat16")
+    if case.channel_decay:
+        steps, z = (normal(i, b, case.t, n * op.WIDTH).astype("bfloat16") for i in (0, 3))
+        beside = normal(5, b, case.padded_rows or case.t, 32 + n).astype("bfloat16")
+        scale = (1 + 0.1 * normal(4, op.WIDTH)).astype("bfloat16")
+        return AroundChannels(steps, beside, normal(1, n), normal(2, n * op.WIDTH), z, scale)
     gates = normal(0, b, case.padded_rows or case.t, 2 * n), normal(1, n), normal(2, n)
     return Around(*gates, rows, (1 + 0.1 * normal(4, op.WIDTH)).astype("bfloat16"))
 
@@ -109,7 +118,8 @@ def check_around(case: Case, interpret=False):
     """With gates made before it, and the norm after it: as the plain step with the plain form of these."""
     pool, slots, (replay, q, k, v, *_) = case.inputs()
     around, eps, n = around_of(case), 1e-6, v.shape[2]
-    decay, beta, z = gates_and_norm.plain(around, case.t)
+    plain = gates_and_norm.plain_channels if case.channel_decay else gates_and_norm.plain
+    decay, beta, z = plain(around, case.t)
     read, wanted = jax.jit(gated_delta.reference_step)(pool, LAYER, slots, replay, q, k, v, decay, beta)
     wide = np.asarray(read, np.float32)
     wide /= np.sqrt(np.mean(wide**2, axis=-1, keepdims=True) + eps)
@@ -144,11 +154,16 @@ CASES = [
     Case("bfloat16", replay=(3,), dtype="bfloat16"),
     Case("rows in order", replay=(4, 3), fixed=True),
     Case("rows in order, two heads in a block", t=2, rows=3, replay=(0, 2), group=2, division=(1, 2), fixed=True),
-]
+    Case("decays by channel", t=3, rows=5, replay=(3, 0), channel_decay=True),
+    Case("decays by channel, one row", t=1, rows=1, replay=(1, 0), division=(1, 2), channel_decay=True),
+    Case("decays by channel, two heads in a block, bfloat16", t=2, rows=2, replay=(2,), group=2, dtype="bfloat16",
+         division=(1, 2), channel_decay=True),
+]  # fmt: skip
 
 
 # The first two and room stand below with gates and norm, too; rows in order again in rounds.
 RARE = {"one row", "two heads in a block", "rows in order", "room for rows that fill up"}
+RARE |= {"decays by channel, one row", "decays by channel, two heads in a block, bfloat16"}
 RARE |= {"rows in order, two heads in a block", "tiles in a ring", "a key head in one block, three values heads"}
 
 
@@ -189,10 +204,12 @@ AROUND = [
     Case("one row, a head in a block", t=1, rows=1, replay=(1, 0), group=2),
     Case("two heads in a block, and room", t=3, replay=(1, 3), group=2, division=(1, 3), padded_rows=4),
     Case("a row in each warp", replay=(2,), group=2, division=(1, 3)),
-]
+    Case("decays by channel", t=3, rows=4, replay=(1, 3), key_heads=2, division=(1, 2), padded_rows=8,
+         channel_decay=True),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [rare(AROUND[0]), AROUND[1], rare(AROUND[2])], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [rare(AROUND[0]), AROUND[1], rare(AROUND[2]), AROUND[3]], ids=lambda case: case.name)
 def test_gates_and_norm_around_it_are_the_plain_ones(case):
     check_around(case, interpret=plgpu.InterpretGPUParams())
 
@@ -206,9 +223,10 @@ def test_what_has_gates_and_norm_of_its_own_is_named():
     assert "float32" in reason(q.astype("float32"), v)
 
 
-@pytest.mark.parametrize("t,group", [rare(1, 2), (4, 3)])
-def test_lowers_with_gates_and_norm(t, group):
-    case = Case("", t, t, (0,), 16, group, division=None, padded_rows=8)
+@pytest.mark.parametrize("t,heads,group", [rare(1, 16, 2), (4, 16, 3), (1, 32, 1), rare(16, 32, 1)])
+def test_lowers_with_gates_and_norm(t, heads, group):
+    """Kimi Linear's 32 heads have no groups, and decays by channel."""
+    case = Case("", t, t, (0,), heads, group, division=None, padded_rows=max(8, t), channel_decay=group == 1)
     pool, slots, (replay, q, k, v, *_) = case.inputs()
     run = lambda pool, slots, *rest: gated_delta.normed_step(pool, jnp.int32(1), slots, *rest, 1e-6)  # noqa: E731
     assert kernels(jax.jit(run, donate_argnums=0), pool, slots, replay, q, k, v, around_of(case)) == 1
