@@ -19,12 +19,13 @@ import pytest
 from jaxspec import cache, decoder, pallas, parallel
 from jaxspec.bench.cases import make_cases
 from jaxspec.decoder import matmul
-from jaxspec.models.description import Norm
+from jaxspec.models.description import Norm, SigmoidScores
 from jaxspec.models.fp8 import E4M3
 from jaxspec.models.weights import Fp8, Int4, Mxfp4, Weight
 from jaxspec.pallas import hopper, operation, portable
 from jaxspec.pallas.attention.paged_attention import paged_attention
 from jaxspec.pallas.experts.experts_mlp import experts_mlp
+from jaxspec.pallas.experts.scored_experts import Routing, scored_experts
 from jaxspec.pallas.hopper import export
 from jaxspec.pallas.operation import ANY, HOPPER, PORTABLE, Implementation, Table, choose, nothing
 from scripts.kernels_table import index
@@ -203,6 +204,10 @@ MORE = {  # what the benchmark has no case of
     "int4 experts of Qwen3-30B-A3B, 8 tokens": mixture(8, 8, in_int4(1536, 2048, 128), in_int4(2048, 768, 128)),
     "experts of Gemma 4 26B-A4B, 4 tokens": gelu_mixture(4),
     "experts of Gemma 4 26B-A4B, 32 tokens": gelu_mixture(32),
+    "GLM-4.5-Air's choice of experts": [
+        partial(scored_experts, routing=Routing(8, True, SigmoidScores(), True)),
+        bfloat16(8, 128), bfloat16(128), int32(8),
+    ],
     "int4 gate, up, 8 rows": [matmul.project, bfloat16(8, 4096), in_int4(24576, 4096), int32(1)],
     "a round's attention to later rows": later_attention(4),
     "a prompt's attention to later rows": later_attention(64),
