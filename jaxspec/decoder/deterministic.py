@@ -36,7 +36,7 @@ from jaxspec.decoder.mixer import Mixer
 from jaxspec.decoder.mixings import mixing_of
 from jaxspec.decoder.mixings.kind import Weights
 from jaxspec.decoder.padding import flat
-from jaxspec.decoder.path import Call, Path, implementing, layers_differ
+from jaxspec.decoder.path import PLAINEST, Call, Path, implementing, layers_differ
 from jaxspec.decoder.stack import Ops
 from jaxspec.models.description import Decoder, Layer, Norm, beyond
 from jaxspec.models.rope_scaling import Rope
@@ -105,9 +105,8 @@ def _by_xla() -> bool:
 
 
 def _narrow(decoder: Decoder) -> bool:
-    return decoder.width <= few_rows.NARROW and not beyond(
-        decoder, narrow.FEW_ROWS.implements | {Decoder: IMPLEMENTS[Decoder]}
-    )
+    whole = {Decoder: IMPLEMENTS[Decoder], Rope: PLAINEST[Rope]}  # all columns of a head rotate
+    return decoder.width <= few_rows.NARROW and not beyond(decoder, narrow.FEW_ROWS.implements | whole)
 
 
 def ops_of(decoder: Decoder, layers: Sequence[Weights], positions: Int[Array, "b t"], mixer: Mixer) -> Ops:

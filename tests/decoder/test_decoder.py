@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from jaxspec.decoder import forward as paths
+from jaxspec.decoder.deterministic import DETERMINISTIC
 from jaxspec.decoder.few_rows import FEW_ROWS
 from jaxspec.decoder.forward import PATHS, choose, describe, path_table
 from jaxspec.decoder.fused_norms import FUSED_NORMS
@@ -333,6 +334,14 @@ def described(family: str, **overrides):
     tensors = MODELS[family].tensors(config.decoder)["layers"]
     shape = lambda param: param.made(jax.ShapeDtypeStruct(param.shape, param.dtype or "bfloat16"))  # noqa: E731
     return config.decoder, jax.tree.map(shape, tensors, is_leaf=is_param)
+
+
+def test_narrow_heads_of_which_a_part_rotates_are_not_a_deterministic_rounds():
+    """They are a wide round's, whatever part it is: the kernel of few rows takes a half alone."""
+    decoder, layers = described("phi3", hidden_size=1024, partial_rotary_factor=0.25)
+    assert decoder.attention.rope.columns == 32
+    decoder = dataclasses.replace(decoder, deterministic=256)
+    assert DETERMINISTIC.refuses(decoder, layers, Call(1, 1, "bfloat16", processors=132)) is None
 
 
 @pytest.mark.parametrize("requests,rows,path", [
