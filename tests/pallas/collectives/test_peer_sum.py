@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxspec.cache.paged import PageLayout, Rows
 from jaxspec.checkpoint import params as loading
 from jaxspec.checkpoint.quantization import quantised_on_load
-from jaxspec.decoder import feed, mixture_rows, path, plain, stack
+from jaxspec.decoder import feed, matmul, mixture_rows, path, plain, stack
 from jaxspec.decoder import few_rows as few_rows_path
 from jaxspec.decoder import weight_stream as streamed
 from jaxspec.models.families import MODELS
@@ -240,6 +240,23 @@ def test_mixtures_over_two_devices_are_the_models(monkeypatch, kernels):
 
     sizes = dict(num_experts=64, num_experts_per_tok=4, moe_intermediate_size=16)
     ranks, count = over_two_devices(monkeypatch, "qwen3_moe", take, **sizes)
+    assert ranks.sums == 2 * count
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("fp8", [False, True])
+def test_glms_layers_over_two_devices_are_the_models(monkeypatch, fp8):
+    """In FP8 the first layer's MLP, of a block and a half of inputs a device, is the plain layer's."""
+    products = matmul.PRODUCTS
+
+    def take(monkeypatch):
+        layers.take_few_rows(monkeypatch)
+        monkeypatch.setattr(matmul, "PRODUCTS", products)
+        layers.take_mixtures(monkeypatch)
+
+    heads = dict(num_attention_heads=4, num_key_value_heads=2)
+    sizes = layers.GLM | heads | dict(intermediate_size=384, moe_intermediate_size=256)
+    ranks, count = over_two_devices(monkeypatch, "glm4_moe", take, fp8=fp8, **sizes)
     assert ranks.sums == 2 * count
 
 
