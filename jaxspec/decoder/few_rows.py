@@ -7,6 +7,7 @@ attention takes and gives them as they are.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -87,8 +88,6 @@ def sizes_fit(decoder: Decoder, layers: Sequence[Weights], call: Call, quantised
     if reason := layers_differ(decoder):
         return reason
     a, norm = decoder.attention, decoder.layers[0].norm
-    if len({layer.mixing.rope for layer in decoder.layers}) > 1:
-        return "layers whose ropes differ"  # there is one table for all
     if odd := [each.mixing.qk_norm for each in decoder.layers if each.mixing.qk_norm not in (None, norm)]:
         return f"norms of q and k that aren't the layer's, {odd[0]}"
     widths = decoder.width, a.heads * a.head_dim
@@ -106,9 +105,9 @@ def sizes_fit(decoder: Decoder, layers: Sequence[Weights], call: Call, quantised
         return reason
     dtype, ways = layers[0]["attn_norm"].dtype if packed else multiplied[0].dtype, map(stored_as, multiplied)
     wide = few_rows.FP8_ROWS if call.adapters else few_rows.WIDE_ROWS  # no faster kernel adds what adapters do
-    more = dict(rotated=a.rope.columns, beside=beside, wide_rows=wide)
-    fit = partial(few_rows.supported, rows, a.head_dim, widths, dtype, call.pages, **more)
-    return next(filter(None, (fit(**way) for way in ways)), None)
+    fit = partial(few_rows.supported, rows, a.head_dim, widths, dtype, call.pages, beside=beside, wide_rows=wide)
+    each = itertools.product(ways, {rope.columns for rope in decoder.ropes})
+    return next(filter(None, (fit(**way, rotated=columns) for way, columns in each)), None)
 
 
 def _mlp_refused(weights: Weights) -> str | None:
@@ -131,7 +130,7 @@ class FewRows(Ops):
     """Flat rows, each request's padded. Given to a layer are its inputs side by side, all but the first layer by itself
     have one."""
 
-    table: Table
+    tables: Mapping[Rope, Table]
     valid: tuple[Int[Array, "1 r"], int]  # which rows a mixture of experts is for, see `valid_rows`
     own: Mapping[int, tuple[Array, Array]] = field(default_factory=dict)  # `own_columns` by a weight's ranks
 
@@ -140,7 +139,9 @@ class FewRows(Ops):
         changes, own = [weight.adapters for weight in _multiplied(layers) if weight.adapters is not None], {}
         for _, places, rank in {change.a.shape for change in changes}:
             own[rank] = own_columns(changes[0].place, padded(*positions.shape), places, rank, few_rows.TILE)
-        return cls(positions, mixer, rope_table(decoder.attention, positions), valid_rows(positions), own)
+        kinds = {layer.mixing.rope: layer.mixing for layer in decoder.layers}
+        tables = {rope: rope_table(attention, positions) for rope, attention in kinds.items()}
+        return cls(positions, mixer, tables, valid_rows(positions), own)
 
     def adapters(self, rows: Array, weight: Weight) -> list[few_rows.Adapters]:
         """Shrink rows by their adapters, as the kernel of their product with a weight takes it; nothing without any."""
@@ -170,12 +171,12 @@ class FewRows(Ops):
         later = [weights[name] for name in ("out", "gate_up", "down") if name in weights]
         prefetch = _prefetched(x, weights["qkv"], later)
         given = [given_to(weights["qkv"], each, layer.norm.centred) for each in given]
-        adapters = self.adapters(given[0][0], weights["qkv"])
+        adapters, table = self.adapters(given[0][0], weights["qkv"]), self.tables[a.rope]
 
         def write(pages, kv_slots, inverse_scales):
-            operands = *zip(*given, strict=True), operand(weights["qkv"]), *self.table, pages, i, kv_slots.reshape(-1)
+            of = *zip(*given, strict=True), operand(weights["qkv"]), *table, pages, i, kv_slots.reshape(-1)
             q, pages = few_rows.heads(
-                *operands, norms, prefetch, weights.get("qkv_bias"), inverse_scales, *adapters, eps=layer.norm.eps
+                *of, norms, prefetch, weights.get("qkv_bias"), inverse_scales, *adapters, eps=layer.norm.eps
             )
             return q.reshape(len(self.positions), -1, a.heads, a.head_dim), pages
 

@@ -380,16 +380,16 @@ def test_gpt_oss_takes_few_rows(experts):
     assert choose(decoder, packed, Call(16, 1, "bfloat16", processors=132))[0] is PLAIN
 
 
-def test_layers_with_ropes_of_their_own_share_no_table():
+def test_layers_with_ropes_of_their_own_take_few_rows():
     decoder, layers = described("qwen3")
-    local = dataclasses.replace(decoder.attention, rope=Rope(100.0), window=64)
-    one = dataclasses.replace(decoder.layers[0], mixing=local)
-    mixed = dataclasses.replace(decoder, layers=(one, *decoder.layers[1:]))
-    _, refused = choose(mixed, layers, Call(8, 1, "bfloat16", processors=132))
-    assert refused[FEW_ROWS.name] == "layers whose ropes differ"
-    windowed = dataclasses.replace(one, mixing=dataclasses.replace(local, rope=decoder.attention.rope))
-    windowed = dataclasses.replace(decoder, layers=(windowed, *decoder.layers[1:]))
-    assert choose(windowed, layers, Call(8, 1, "bfloat16", processors=132))[0] is FEW_ROWS
+
+    def refused(**changes):
+        one = dataclasses.replace(decoder.layers[0], mixing=dataclasses.replace(decoder.attention, **changes))
+        mixed = dataclasses.replace(decoder, layers=(one, *decoder.layers[1:]))
+        return choose(mixed, layers, Call(8, 1, "bfloat16", processors=132))[1].get(FEW_ROWS.name)
+
+    assert refused(window=64) is refused(rope=Rope(100.0), window=64) is None
+    assert refused(rope=Rope(1e4, columns=32)) == "32 of 128 columns rotated; supported: 64 and 128"
 
 
 def test_layers_with_heads_of_their_own_share_no_kernel():
