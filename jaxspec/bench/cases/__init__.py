@@ -107,6 +107,7 @@ def make_cases(small: bool) -> list[Case]:
     delta = *sizes["delta"], layers, dtype
     for of in (linear_attention.convolution, linear_attention.delta_step):
         cases += [of(b, t, *delta) for b, t in sizes["steps"]]
+    cases += [linear_attention.channel_step(b, t, *sizes["delta"][1:], layers, dtype) for b, t in sizes["steps"]]
     for of in (linear_attention.prompt_convolution, linear_attention.delta_chunk):
         cases += [of(count, length, *delta) for count, length in sizes["chunks"]]
     states = *sizes["states"], layers, dtype

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -94,6 +95,13 @@ def delta_step(b: int, t: int, m: int, n: int, h: int, layers: int, dtype: str) 
     )
 
 
+def channel_step(b: int, t: int, n: int, h: int, layers: int, dtype: str) -> Case:
+    """A round as `delta_step` of n heads without groups, with decays of key channels (Kimi Delta Attention)."""
+    case = delta_step(b, t, n, n, h, layers, dtype)
+    name, build = f"delta by channel {b} x {t} row{'s' * (t > 1)}", partial(case.build, channels=True)
+    return dataclasses.replace(case, name=name, group="delta by channel", build=build)
+
+
 def delta_chunk(count: int, length: int, m: int, n: int, h: int, layers: int, dtype: str) -> Case:
     """`count` whole prompts of `length` tokens through gated delta-rule attention, in blocks as a prefill has them."""
     blocks = -(-length // BLOCK)
@@ -169,8 +177,12 @@ def _run_states(scan: Callable | None, layer: int, shared: Any, pool: Any) -> tu
     return accumulate.chunk(pool, jnp.int32(layer), *_prompts(slots), jnp.full(len(slots), BLOCK), *new, scan)
 
 
-def _delta(slots: int, b: int, t: int, m: int, n: int, h: int, layers: int, dtype: str, key: jax.Array, width: int = 0):
-    """b times t tokens, the same for all layers, and a pool of `slots` states of zero. `width`: of keys, if not h."""
+def _delta(
+    slots: int, b: int, t: int, m: int, n: int, h: int, layers: int, dtype: str, key: jax.Array, width: int = 0,
+    channels: bool = False,
+):  # fmt: skip
+    """b times t tokens, the same for all layers, and a pool of `slots` states of zero. `width`: of keys, if not h.
+    `channels`: each of a key has a decay."""
     width = width or h
     keys = jax.random.split(key, 5)
     rows = (b, t)
@@ -178,11 +190,11 @@ def _delta(slots: int, b: int, t: int, m: int, n: int, h: int, layers: int, dtyp
     q, k = (unit(jax.random.normal(k, (*rows, m, width))) for k in keys[:2])
     v = jax.random.normal(keys[2], (*rows, n, h), dtype)
     decay, beta = (
-        jax.nn.sigmoid(jax.random.normal(k, (*rows, n)) + bias) for k, bias in zip(keys[3:], (4, 0), strict=True)
+        jax.nn.sigmoid(jax.random.normal(k, (*rows, n, *more)) + bias)
+        for k, bias, more in zip(keys[3:], (4, 0), ((width,) * channels, ()), strict=True)
     )
-    pool = delta_pool.empty(
-        layers, slots, t, key_heads=m, value_heads=n, key_width=width, value_width=h, dtype="float32", key_dtype=dtype
-    )
+    heads = dict(key_heads=m, value_heads=n, key_width=width, value_width=h, channel_decay=channels)
+    pool = delta_pool.empty(layers, slots, t, **heads, dtype="float32", key_dtype=dtype)
     return (jnp.repeat(jnp.arange(slots), b // slots), (q * width**-0.5, k, v, decay, beta)), pool
 
 
