@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxspec.cache.mixers import RoundRows, empty_cache
@@ -13,7 +16,7 @@ from jaxspec.decoder import forward as paths
 from jaxspec.models.families import kimi_linear
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.pallas.hopper import counting
-from tests.support.kernels import assert_close, seconds, switch_off
+from tests.support.kernels import seconds, switch_off
 from tests.support.tiny import tiny_config
 
 pytestmark = pytest.mark.gpu
@@ -25,40 +28,50 @@ KIMI = dict(
     v_head_dim=128, num_experts=8, num_experts_per_token=8, moe_intermediate_size=1024, num_shared_experts=1,
     num_hidden_layers=len(LAYERS), layer_types=LAYERS, first_k_dense_replace=1,
 )  # fmt: skip
+CONFIG = ModelConfig.from_hf(tiny_config("kimi_linear", **KIMI))
 
 
-@pytest.mark.parametrize("requests,t", [(1, 1), (8, 1), (1, 4), (2, 4)])
-def test_layers_are_those_of_the_model(monkeypatch, figures, requests, t):
-    """Each token takes all experts: a near-tie would have one choose others. The second round replays the first's."""
-    config = ModelConfig.from_hf(tiny_config("kimi_linear", **KIMI))
-    params, pages = dummy(kimi_linear.tensors(config.decoder), "bfloat16", seed=0), 2
+def rounds(params, dtype, requests, t):
+    """Two rounds, of which the second replays the first's rows, and a call that is timed: what the second gives, and
+    the caches' parts that requests have."""
+    pages = 2
     table, slots = jnp.arange(1, 1 + pages * requests).reshape(requests, pages), jnp.arange(requests)
-    empty = empty_cache(config, PageLayout(1 + pages * requests, 64, "bfloat16"), requests + 1, t, "bfloat16")
+    empty = empty_cache(CONFIG, PageLayout(1 + pages * requests, 64, dtype), requests + 1, t, dtype)
 
     @jax.jit
     def forward(params, tokens, cache, start, replay):
         rows = Rows(start + jnp.arange(requests), jnp.full(requests, t), table)
         mixer = RoundRows(rows, slots, jnp.full(requests, replay))
-        hidden = paths.forward(config.decoder, params, tokens, rows.marked_positions(t), mixer, cache, (0,))
+        hidden = paths.forward(CONFIG.decoder, params, tokens, rows.marked_positions(t), mixer, cache, (0,))
         return (hidden.last, hidden.features[0]), hidden.cache
 
-    def two_rounds():
-        tokens = jnp.arange(requests * t).reshape(requests, t)
-        _, cache = forward(params, tokens, empty, 60, 0)
-        return forward(params, tokens + 100, cache, 61, 1)
+    tokens = jnp.arange(requests * t).reshape(requests, t)
+    _, cache = forward(params, tokens, empty, 60, 0)
+    out, cache = forward(params, tokens + 100, cache, 61, 1)
+    kept = cache.kv[0][:, 1:], *(leaf[:, :requests] for leaf in jax.tree.leaves(cache.states))
+    return [*out, *kept], partial(forward, params, tokens, cache, 62, 1)
 
+
+@pytest.mark.parametrize("requests,t", [(1, 1), (8, 1), (1, 4), (2, 4)])
+def test_layers_are_those_of_the_model(monkeypatch, figures, requests, t):
+    """Each token takes all experts: a near-tie would have one choose others. The kernels are no farther from float32
+    than plain layers are, by half of that at most: those are 2.1e-2 to 2.6e-2 away from it on a CPU."""
+    params = dummy(kimi_linear.tensors(CONFIG.decoder), "bfloat16", seed=0)
     with counting() as took:
-        got = two_rounds()
+        got, again = rounds(params, "bfloat16", requests, t)
     assert took["few_rows_normed"] and took["few_rows_add"] and took["expert_add"]
     assert took["delta_step"] and took["latent_decode"] and not took["portable_delta_step"]
-    given = params, jnp.zeros((requests, t), int), got[1], 62, 1
-    figures[f"Kimi Linear, {requests} x {t} rows"] = (
-        f"{1e6 * seconds(forward, *given, rounds=50) / len(LAYERS):.1f} us a layer"
-    )
+    each = 1e6 * seconds(again, rounds=50) / len(LAYERS)
+    figures[f"Kimi Linear, {requests} x {t} rows"] = f"{each:.1f} us a layer"
     switch_off(monkeypatch)
-    expected = two_rounds()
-    for one, other in zip(jax.tree.leaves(got[0]), jax.tree.leaves(expected[0]), strict=True):
-        assert_close(one, other, 4e-2)
-    used = lambda cache: (cache.kv[0][:, 1:], *(leaf[:, :requests] for leaf in jax.tree.leaves(cache.states)))  # noqa: E731
-    for one, other in zip(used(got[1]), used(expected[1]), strict=True):
-        assert_close(one, other, 4e-2)
+    plain, _ = rounds(params, "bfloat16", requests, t)
+    wide = jax.tree.map(lambda x: x.astype("float32") if x.dtype == jnp.bfloat16 else x, params)
+    exact, _ = rounds(wide, "float32", requests, t)
+    for one, other, reference in zip(got, plain, exact, strict=True):
+        assert away(one, reference) <= max(1.5 * away(other, reference), 1e-3)
+
+
+def away(got, expected):
+    """The distance, by norm, as a share."""
+    got, expected = (np.asarray(each, np.float64) for each in (got, expected))
+    return np.linalg.norm(got - expected) / np.linalg.norm(expected)
