@@ -143,6 +143,14 @@ GLM45_AIR_FP8 = dict(
         )),
     ),
 )  # fmt: skip
+MINIMAX_M2_FP8 = dict(
+    model_type="minimax_m2", vocab_size=200064, hidden_size=3072, intermediate_size=1536, num_hidden_layers=62,
+    num_attention_heads=48, num_key_value_heads=8, head_dim=128, rotary_dim=64, rope_theta=5e6,
+    max_position_embeddings=196608, num_local_experts=256, num_experts_per_tok=8,
+    quantization_config=dict(
+        quant_method="fp8", weight_block_size=[128, 128], modules_to_not_convert=["gate", "lm_head"]
+    ),
+)  # fmt: skip
 NEMOTRON3_NANO = dict(
     model_type="nemotron_h", vocab_size=131072, hidden_size=2688, num_attention_heads=32, num_key_value_heads=2,
     head_dim=128, max_position_embeddings=262144,
@@ -161,6 +169,7 @@ FOLDERS = {
     "gpt-oss-20b": GPT_OSS_20B, "gpt-oss-120b": GPT_OSS_120B, "llama-3.1-8b": LLAMA_8B, "llama-3.3-70b": LLAMA_70B,
     "gemma-4-31b": GEMMA4_31B, "gemma-4-31b-assistant": GEMMA4_31B_ASSISTANT, "gemma-4-26b-a4b": GEMMA4_26B,
     "kimi-linear-48b-a3b": KIMI_LINEAR_48B, "glm-4.5-air-fp8": GLM45_AIR_FP8, "nemotron-3-nano-30b-a3b": NEMOTRON3_NANO,
+    "minimax-m2": MINIMAX_M2_FP8, "minimax-m2-16": MINIMAX_M2_FP8 | dict(num_hidden_layers=16),
     "llama-2-70b": LLAMA2_70B, "llama-2-70b-eagle": LLAMA2_70B | EAGLE,
 }  # fmt: skip
 

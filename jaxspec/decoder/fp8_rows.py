@@ -17,14 +17,17 @@ from jaxspec.decoder.mixings import mixing_of
 from jaxspec.decoder.mixings.kind import Weights
 from jaxspec.decoder.path import MIXTURE, Call, Path, implementing
 from jaxspec.decoder.stack import Ops
-from jaxspec.models.description import Decoder, Layer, Mixture, Norm
+from jaxspec.models.description import Decoder, Layer, Mixture, Norm, SigmoidScores
 from jaxspec.models.rope_scaling import Rope
 from jaxspec.models.weights import Weight
 from jaxspec.pallas.dense import fp8_rows
 from jaxspec.pallas.dense.add_norm import add_norm
 from jaxspec.pallas.dense.add_norm import supported as norm_supported
 
-IMPLEMENTS = implementing({Mixture: MIXTURE, Norm: {"centred"}, Rope: {"columns"}})
+IMPLEMENTS = implementing({
+    Mixture: {*MIXTURE, "shared_gated", "scores"}, SigmoidScores: {"groups", "top_groups", "scale", "function"},
+    Norm: {"centred"}, Rope: {"columns"},
+})  # fmt: skip
 
 
 def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:

@@ -18,6 +18,7 @@ from typing import Any
 from jaxtyping import Array, Int
 
 from jaxspec.decoder import plain
+from jaxspec.decoder.few_rows import FEW_ROWS
 from jaxspec.decoder.mixings import mixing_of
 from jaxspec.decoder.mixings.kind import Weights
 from jaxspec.decoder.mixture_rows import add, given_first, given_to, mixture, operand, quantised_refused, stored_as
@@ -34,6 +35,7 @@ from jaxspec.models.description import (
     Norm,
     ScaleByPosition,
     SigmoidScores,
+    beyond,
 )
 from jaxspec.models.rope_scaling import Rope
 from jaxspec.models.weights import HALF, Weight
@@ -48,9 +50,9 @@ IMPLEMENTS = implementing({
 
 def fits(decoder: Decoder, layers: Sequence[Weights], call: Call) -> str | None:
     """Refuse a call, as `Path.fits`."""
-    lacking = any("few_rows" not in mixing_of(each).implements for each in decoder.layers if each.mixing.memory)
+    lacking = any(beyond(layer.mixing, FEW_ROWS.implements) for layer in decoder.layers if layer.mixing.memory)
     if not lacking and not all(layer.norm.centred for layer in decoder.layers):
-        return "norms that aren't zero-centred"  # not measured where `few_rows` has all kinds of mixing
+        return "norms that aren't zero-centred"  # not measured where `few_rows` has all of the mixing
     if call.inputs is not None and len(call.inputs) != 1:
         return "inputs that aren't one residual stream"
     rows = call.requests * padded(call.requests, call.rows)

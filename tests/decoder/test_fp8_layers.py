@@ -74,7 +74,7 @@ def check_layers(
 
 
 @pytest.mark.parametrize("family", [
-    "qwen3", *map(rare, ("llama", "qwen3_5_moe", "qwen3_moe")),
+    "qwen3", *map(rare, ("llama", "minimax_m2", "qwen3_5_moe", "qwen3_moe")),
 ])  # fmt: skip
 def test_layers_are_those_of_the_plain_path(monkeypatch, family):
     """With plain jnp in place of kernels, which have tests of their own."""
@@ -124,6 +124,7 @@ def references(monkeypatch) -> list[str]:
 
 @pytest.mark.parametrize("family,ties,norms", [
     ("qwen3", 0, {"norm", "norm of parts"}), ("qwen3_5_moe", 0.06, {"norm kept", "norm of parts kept"}),
+    rare("minimax_m2", 0.06, {"norm", "norm of parts kept"}),
 ])  # fmt: skip
 def test_quantised_layers_are_those_of_the_plain_path(monkeypatch, family, ties, norms):
     """Mixtures and linear attention read normed rows that aren't quantised, too."""

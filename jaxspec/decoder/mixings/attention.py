@@ -225,13 +225,13 @@ ATTENTION = Mixing(
         | {"qk_norm_all", "qk_norm_rotated", "gated", "bias", "out_bias", "window", "scale", "sinks"}
         | {"v_norm", "k_is_v", "shared", "value_dim", "value_scale", "pool", "position_scale", "score_cap"},
         "few_rows": _HEADS | {"bias", "out_bias", "window", "sinks"},
-        "fused_norms": _HEADS | {"gated", "window", "scale"},
+        "fused_norms": _HEADS | {"qk_norm_all", "gated", "window", "scale"},
         "post_norms": _HEADS
         | {"qk_norm_all", "qk_norm_rotated", "bias", "out_bias", "window", "scale", "sinks"}
         | {"v_norm", "k_is_v", "shared"},
         "weight_stream": _HEADS | {"bias", "window", "scale"},
         "fp8_stream": _HEADS | {"bias", "window", "scale"},
-        **dict.fromkeys(("fp8_rows", "fp8_tiles"), _HEADS | {"gated", "window", "scale"}),
+        **dict.fromkeys(("fp8_rows", "fp8_tiles"), _HEADS | {"qk_norm_all", "gated", "window", "scale"}),
         "deterministic": _HEADS | {"gated", "bias"},
     },
     by_axis=cos_sin_by_axis,
