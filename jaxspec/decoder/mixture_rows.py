@@ -52,8 +52,8 @@ def quantised_refused(weight: Weight) -> str | None:
 
 def given_to(weight: Weight, given: Given, centred: bool) -> Given:
     """Return what a kernel of this weight takes for its norm. Wide rows of a quantised weight are `Scaled`, and
-    quantised rows however narrow they are."""
-    wide = weight.quantised and weight.inputs > few_rows.NARROW
+    quantised rows however narrow they are. Rows of two inputs are narrow, however many inputs their weight has."""
+    wide = weight.quantised and given[0].shape[1] > few_rows.NARROW
     if not (wide or quantises_rows(weight)) or isinstance(given, few_rows.Scaled):
         return given
     return few_rows.scale_rows(*given, centred)
