@@ -61,6 +61,17 @@ def test_what_is_not_a_number_chooses_different_experts_all_the_same():
     assert ids[:, :4].tolist() == [[5, 0, 1, 8]]
 
 
+@pytest.mark.parametrize("name,logit", [("GLM-4.5's", -200.0), ("ERNIE 4.5's", 200.0)])
+def test_scores_that_are_all_zero_or_whose_powers_overflow_are_the_references(name, logit):
+    """Two of three experts alone may be chosen: the third is the first of those that a correction rules out."""
+    of, ruled_out = routing(name, 3), jnp.zeros(8).at[:6].set(-jnp.inf)
+    given = jnp.full((1, 8), logit), ruled_out, jnp.zeros(1, int)
+    ids, weights = select(*given, routing=of, interpret=plgpu.InterpretGPUParams())
+    expected_ids, expected = reference(*given, of)
+    assert ids[:, :4].tolist() == expected_ids.tolist() == [[6, 7, 0, 8]]
+    np.testing.assert_allclose(weights[:, :4], expected, rtol=1e-5)
+
+
 def test_a_router_takes_the_kernel_where_there_is_one(monkeypatch):
     monkeypatch.setattr(hopper, "kernels_here", lambda: None)
     before, of = KERNELS["scored_experts"], jax.eval_shape(lambda: inputs(2048, 128))
