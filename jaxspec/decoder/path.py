@@ -38,7 +38,7 @@ def implementing(more: Mapping[type, Set[str]]) -> Table:
 
 
 def layers_differ(decoder: Decoder) -> str | None:
-    """Why kernels from one layer to the next, or a rope table for all, can't serve; None if they can."""
+    """Why kernels from one layer to the next can't serve; None if they can."""
     if len({layer.norm for layer in decoder.layers}) > 1:
         return "layers whose norms differ"
     paged = [layer.mixing for layer in decoder.layers if isinstance(layer.mixing.memory, PagedRows)]
