@@ -238,7 +238,7 @@ def in_fp8(layers, by_output: bool = False, activations: bool = False):
         values, scales = (_quantise_outputs if by_output else _quantise_stack)(weight.values)
         return weight.replace(values=values, scales=scales, format=Fp8(None if by_output else fp8.BLOCK))
 
-    of = {name: quantised for name in ("qkv", "qkvz", "out", "gate_up", "down")}
+    of = {name: quantised for name in ("qkv", "qkvz", "latents", "out", "gate_up", "down")}
     of |= {f"{name}_{part}": stack for name in ("experts", "shared") for part in ("gate_up", "down")}
     return [layer | {name: of[name](layer[name]) for name in of if name in layer} for layer in layers]
 
