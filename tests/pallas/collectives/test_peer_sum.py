@@ -34,8 +34,10 @@ from jaxspec.pallas.dense import few_rows, weight_stream
 from jaxspec.pallas.dense.weight_stream import fp8 as fp8_chain
 from jaxspec.pallas.dense.weight_stream import unquantised
 from jaxspec.pallas.experts import expert_add, router
+from jaxspec.pallas.hopper import KERNELS
 from jaxspec.parallel import peers, sharding
 from tests.decoder import test_few_rows_layers as layers
+from tests.decoder.test_kimi_layers import LATENT
 from tests.support import drawn
 from tests.support.tiny import tiny_config
 
@@ -202,16 +204,17 @@ def over_two_devices(monkeypatch, family: str, take, fp8=False, **more) -> tuple
         halves = [each | {"layers": layers.in_fp8(each["layers"])} for each in halves]
     kv = 0.5 * drawn.normal(jax.random.key(1), PageLayout(5, layers.PAGE, "bfloat16").kv(config).shape)
     kv, tokens, positions = kv.astype("bfloat16"), jnp.arange(8).reshape(2, 4), rows.marked_positions(4)
+    pages = np.split(kv, 2, axis=3) if kv.shape[3] > 1 else [kv, kv]  # both have a token's latent
     take(monkeypatch)
     ranks = take_ranks(monkeypatch, 2)
 
     def forward(rank):
-        here = np.split(kv, 2, axis=3)[rank]
-        return layers.forward_module.forward(own.decoder, halves[rank], tokens, positions, rows, here, (0, 2))
+        of = own.decoder, halves[rank], tokens, positions, rows, pages[rank], (0, 2)
+        return layers.forward_module.forward(*of)
 
     made = ranks.run(forward)
     np.testing.assert_array_equal(made[0].last, made[1].last)
-    whole = made[0].replace(cache=np.concatenate([each.cache for each in made], axis=3))
+    whole = made[0].replace(cache=np.concatenate([each.cache for each in made], axis=3)[:, :, :, : kv.shape[3]])
     layers.assert_same_forward(whole, expected, rows, 2e-2)
     return ranks, len(config.decoder.layers)
 
@@ -258,6 +261,22 @@ def test_glms_layers_over_two_devices_are_the_models(monkeypatch, fp8):
     sizes = layers.GLM | heads | dict(intermediate_size=384, moe_intermediate_size=256)
     ranks, count = over_two_devices(monkeypatch, "glm4_moe", take, fp8=fp8, **sizes)
     assert ranks.sums == 2 * count
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("fp8", [False, True])
+def test_latent_attention_over_two_devices_is_the_models(monkeypatch, fp8):
+    """Each rank has half of the heads, and all latents."""
+
+    def take(monkeypatch):
+        layers.take_few_rows(monkeypatch)
+        layers.take_mixtures(monkeypatch)
+
+    heads = dict(num_attention_heads=4, num_key_value_heads=4)
+    sizes = LATENT | heads | dict(intermediate_size=256, moe_intermediate_size=256)
+    before = KERNELS["few_rows_normed"]
+    ranks, count = over_two_devices(monkeypatch, "mistral4", take, fp8=fp8, **sizes)
+    assert ranks.sums == 2 * count and KERNELS["few_rows_normed"] > before
 
 
 @pytest.mark.exhaustive
