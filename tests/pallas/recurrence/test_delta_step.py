@@ -109,7 +109,8 @@ def around_of(case: Case) -> Around | AroundChannels:
         steps, z = (normal(i, b, case.t, n * op.WIDTH).astype("bfloat16") for i in (0, 3))
         beside = normal(5, b, case.padded_rows or case.t, 32 + n).astype("bfloat16")
         scale = (1 + 0.1 * normal(4, op.WIDTH)).astype("bfloat16")
-        return AroundChannels(steps, beside, normal(1, n), normal(2, n * op.WIDTH), z, scale)
+        steps, log = steps.at[0, 0, 0].set(100), normal(1, n).at[0].set(-6)  # a step whose power overflows
+        return AroundChannels(steps, beside, log, normal(2, n * op.WIDTH), z, scale)
     gates = normal(0, b, case.padded_rows or case.t, 2 * n), normal(1, n), normal(2, n)
     return Around(*gates, rows, (1 + 0.1 * normal(4, op.WIDTH)).astype("bfloat16"))
 
