@@ -532,14 +532,12 @@ def assert_same_drafts(got, few, expected, plain):
 def narrow_eagle_in_fp8():
     """Its two inputs side by side are wider than rows that come scaled, though neither is."""
     drafter, params = small_drafter("eagle3", hidden_size=640, intermediate_size=128)
-    (layer,) = in_fp8([params["layer"]])
-    return drafter, params | {"layer": layer}
+    return drafter, params | {"layer": in_fp8([params["layer"]])[0]}
 
 
 def test_a_narrow_eagle_in_fp8_takes_few_rows(monkeypatch):
-    drafter, params = narrow_eagle_in_fp8()
+    (drafter, params), before = narrow_eagle_in_fp8(), KERNELS["few_rows_heads"]
     take_few_rows(monkeypatch)
-    before = KERNELS["few_rows_heads"]
     jax.eval_shape(partial(drafted, drafter), params)
     assert KERNELS["few_rows_heads"] > before
 
@@ -580,6 +578,7 @@ def test_what_cannot_run_is_named():
     assert op.supported(8, 128, (2048, 4096), bf16) is None
     assert "for shared memory" in op.supported(8, 128, (5120, 5120, 17408), bf16)  # groups of eight, no ring of them
     assert op.supported(8, 128, (5120, 5120, 17408), bf16, fp8=True) is None
+    assert op.supported(32, 128, (4096, 8192), bf16, fp8=True) is None  # a mixture's rows come scaled as well
     assert "heads of width 256" in op.supported(8, 256, (576, 576, 1536), bf16)
     assert "65 rows" in op.supported(65, 64, (576, 576, 1536), bf16)
     assert "16 rows of 2048" in op.supported(16, 64, (2048, 2048, 8192), bf16)

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxspec.cache.mixers import WholeTexts
 from jaxspec.checkpoint import dummy, in_format
 from jaxspec.decoder import forward as forward_module
-from jaxspec.decoder import fp8_rows
+from jaxspec.decoder import fp8_rows, mixture_rows
 from jaxspec.decoder.fp8_rows import FP8_ROWS
 from jaxspec.decoder.fp8_tiles import FP8_TILES
 from jaxspec.decoder.functions import normed, weighted
@@ -27,7 +27,7 @@ from jaxspec.models.families import MODELS
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.weights import HALF, Fp8, Weight, is_param
 from jaxspec.pallas.dense import add_norm as norm_module
-from jaxspec.pallas.dense import fp8_quantise, fp8_tiles
+from jaxspec.pallas.dense import few_rows, fp8_quantise, fp8_tiles
 from jaxspec.pallas.dense.add_norm import add_norm, supported
 from jaxspec.pallas.operation import choose
 from tests.support import drawn
@@ -180,6 +180,18 @@ def test_a_last_part_of_a_block_is_multiplied_with_the_others(block):
     assert chosen.name == "rounded"
     assert "scan" not in str(jax.make_jaxpr(lambda x: chosen.run(call._replace(x=x)))(x))
     assert_close(chosen.run(call), PRODUCTS[-1].run(call), 2e-2)
+
+
+@pytest.mark.parametrize("width,activations,scaled", [
+    (1152, False, True), (256, False, False), (256, True, True), (1152, None, False),
+])  # fmt: skip
+def test_wide_rows_and_quantised_ones_come_scaled_to_kernels_of_few(width, activations, scaled):
+    """Shared memory has no room for 32 wide ones, of a mixture neither. `activations` None: an unquantised weight."""
+    values, scales = fp8.quantise_blocks(drawn.normal(jax.random.key(1), (128, width)))
+    weight = Weight(values, Fp8(fp8.BLOCK, bool(activations)), scales=scales)
+    weight = Weight(weight.dequantised("bfloat16")) if activations is None else weight
+    given = mixture_rows.given_to(weight, (jnp.ones((8, width), "bfloat16"), jnp.ones(width)), False)
+    assert isinstance(given, few_rows.Scaled) == scaled
 
 
 def test_which_quantised_layers_have_a_path_is_named():
