@@ -385,7 +385,7 @@ def test_layers_with_ropes_of_their_own_take_few_rows():
 
     def refused(**changes):
         one = dataclasses.replace(decoder.layers[0], mixing=dataclasses.replace(decoder.attention, **changes))
-        mixed = dataclasses.replace(decoder, layers=(one, *decoder.layers[1:]))
+        mixed = dataclasses.replace(decoder, layers=(*decoder.layers[1:], one))
         return choose(mixed, layers, Call(8, 1, "bfloat16", processors=132))[1].get(FEW_ROWS.name)
 
     assert refused(window=64) is refused(rope=Rope(100.0), window=64) is None
