@@ -25,7 +25,7 @@ from jaxspec.models import fp8
 from jaxspec.models.description import Norm
 from jaxspec.models.families import MODELS
 from jaxspec.models.model_config import ModelConfig
-from jaxspec.models.weights import HALF, Fp8, Weight, is_param
+from jaxspec.models.weights import HALF, Fp8, Layout, Weight, is_param
 from jaxspec.pallas.dense import add_norm as norm_module
 from jaxspec.pallas.dense import few_rows, fp8_quantise, fp8_tiles
 from jaxspec.pallas.dense.add_norm import add_norm, supported
@@ -170,14 +170,19 @@ def test_what_is_not_for_it_is_named():
     assert FP8_ROWS.refuses(config.decoder, plain, call) == "weights that aren't FP8"
 
 
-@pytest.mark.parametrize("block", [None, fp8.BLOCK])
-def test_a_last_part_of_a_block_is_multiplied_with_the_others(block):
+@pytest.mark.parametrize("block,added", [(None, True), (fp8.BLOCK, False)])
+def test_a_last_part_of_a_block_is_multiplied_with_the_others(block, added):
     """Plain jnp's loop over groups of inputs has several kernels for each on a GPU: GLM-4.5-Air's first MLP has 86."""
     x, factor = drawn.normal(jax.random.key(1), (3, 192), jnp.bfloat16), jnp.array([0.5, 1.0, 2.0])
     made = (fp8.quantise_blocks if block else fp8.quantise_outputs)(drawn.normal(jax.random.key(2), (256, 192)))
-    call = Product(x, Weight(made[0], Fp8(block, True), scales=made[1]), factor=factor)
-    chosen = choose("a product", anywhere(PRODUCTS), call)
-    assert chosen.name == "rounded"
+    weight = Weight(made[0], Fp8(block, True), Layout((128, 128), HALF), made[1])
+    more = {"residual": drawn.normal(jax.random.key(3), (3, 256), jnp.bfloat16)} if added else {"gated": True}
+    call = Product(x, weight, factor=factor, **more)
+    chosen, other = (
+        choose("a product", anywhere(PRODUCTS), call._replace(weight=weight.replace(format=Fp8(block, each))))
+        for each in (True, False)
+    )
+    assert chosen.name == "rounded" and other.name == "plain"
     assert "scan" not in str(jax.make_jaxpr(lambda x: chosen.run(call._replace(x=x)))(x))
     assert_close(chosen.run(call), PRODUCTS[-1].run(call), 2e-2)
 
