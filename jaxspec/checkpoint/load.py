@@ -156,10 +156,7 @@ def load_model(
     of = path_or_id, dtype, load_format, revision, quantization, fp8_activations, tp_size, ep_size, dp_attention
     source, config, dtype, declared = _declared(*of, context_length, allow_longer_context, deterministic)
     mesh, how = sharding.mesh_of(tp_size), kept_format(source.files, quantization)
-    online, renamed = (
-        quantization is not None and how is None,
-        partial(text_name, layers=config.num_layers, sharing=config.decoder.sharing),
-    )
+    renamed = partial(text_name, layers=config.num_layers, sharing=config.decoder.sharing)
     beside = ThreadPoolExecutor(1, "tokenizer")  # which takes seconds, most of them imports
     reading = beside.submit(_tokenizer, source)
     beside.shutdown(wait=False)
@@ -177,7 +174,7 @@ def load_model(
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
-        raise _no_room(source.name, declared, dtype, quantization if online else dtype, tp_size) from error
+        raise _no_room(source.name, declared, dtype, tp_size) from error
     sampling = _sampling(source.files.generation, source.name)
     tokenizer, scales = reading.result(), None
     _warn_of_tokens_beyond(source.name, config, tokenizer)
@@ -204,17 +201,19 @@ def _warn_of_tokens_beyond(name: str, config: ModelConfig, tokenizer: Tokenizer 
         )
 
 
-def _no_room(name: str, declared: Any, dtype: str, told: str, tp_size: int) -> CheckpointError:
-    """The error of weights, `told` to be in this format, that a device has no memory for."""
+def _no_room(name: str, declared: Any, dtype: str, tp_size: int) -> CheckpointError:
+    """The error of weights that a device has no memory for."""
     item = jax.numpy.dtype(dtype).itemsize
     own = [sharding.local_param(param, tp_size) for param in jax.tree.leaves(declared)]
     size = sum(math.prod(param.shape) * (param.format.bytes_each or item) for param in own)
-    each, more = ", more than the device", "or a smaller --dtype"
-    if tp_size > 1:
-        each, more = f" on each of {tp_size} devices, more than one", "a smaller --dtype, or a larger --tp-size"
+    quantised = sorted({type(param.format).__name__.lower() for param in own if param.format.bytes_each})
+    each = f" on each of {tp_size} devices, more than one" if tp_size > 1 else ", more than the device"
+    ways = ["use a smaller model"]
+    ways += [] if quantised else [f"--quantization {ANY_ON_LOAD}", "a smaller --dtype"]
+    ways += ["a larger --tp-size"]
     return CheckpointError(
-        f"{name}: its weights take {size / 2**30:,.1f} GiB in {told}{each} has free; use a smaller model, "
-        f"--quantization {ANY_ON_LOAD}, {more}"
+        f"{name}: its weights take {size / 2**30:,.1f} GiB in {' and '.join(quantised) or dtype}{each} has free; "
+        f"{', '.join(ways[:-1])}, or {ways[-1]}"
     )
 
 

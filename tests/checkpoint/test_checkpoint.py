@@ -438,6 +438,20 @@ def test_dummy_weights_need_a_config_alone(tmp_path):
     assert (layer["attn_norm"] == 1).all() and (layer["qkv_bias"] == 0).all()
 
 
+@pytest.mark.parametrize("quantization,says", [
+    (None, r"GiB in bfloat16, more than .*; use a smaller model, --quantization fp8, .*, or a larger --tp-size"),
+    ("fp8", "GiB in fp8, more than the device has free; use a smaller model, or a larger --tp-size"),
+])  # fmt: skip
+def test_weights_that_do_not_fit_are_told_in_their_own_format(tmp_path, monkeypatch, quantization, says):
+    def full(*given):
+        raise MemoryError
+
+    monkeypatch.setattr("jaxspec.checkpoint.load.dummy", full)
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config(hidden_size=128, intermediate_size=128)))
+    with pytest.raises(CheckpointError, match=says):
+        load(tmp_path, load_format="dummy", dtype="bfloat16", quantization=quantization)
+
+
 def test_dummy_weights_depend_on_seed_and_name_alone(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(tiny_config()))
     one, other = (load(tmp_path, load_format="dummy", seed=seed).params for seed in (0, 1))
