@@ -6,12 +6,15 @@ The chat grows at its end alone: a longer conversation's prompt begins with the 
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 from pydantic import Field, PlainValidator
 
 from jaxspec.config.request import MAX_STOPS, RequestError
 from server.protocol.base import (
+    MAX_NAME,
+    MISSPELT,
     Body,
     CacheSalt,
     Integer,
@@ -46,7 +49,7 @@ SAME = (
     *("model", "stream", "max_tokens", "seed", "min_tokens", "fixed_drafts", "cache_salt", "chat_template_kwargs"),
 )
 THINKING = ("enabled", "disabled", "adaptive", "between_tools")
-DISPLAYS = ("summarized", "omitted")
+DISPLAYS = ("summarized", "omitted", "updates")  # all but omitted show thinking; later versions have others
 BUDGETS = ((4096, "low"), (16384, "medium"))  # tokens of thinking below which a budget asks for an effort; else high
 
 
@@ -69,7 +72,7 @@ class _SystemMessage(Open):
 class _Thinking(Open):
     type: Literal[*THINKING]
     budget_tokens: NotRequired[int]
-    display: NotRequired[Literal[*DISPLAYS] | None]
+    display: NotRequired[str | None]
 
 
 Messages = Annotated[list[_Turn | _SystemMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -121,8 +124,10 @@ def _thinking(value: Any) -> dict[str, Any]:
     budget = value.get("budget_tokens")
     if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 0):
         raise RequestError(f"budget_tokens must be a number of tokens, got {shown(budget)}")
-    if (display := value.get("display")) not in (None, *DISPLAYS):
-        raise RequestError(f"display must be {' or '.join(DISPLAYS)}, got {shown(display)}")
+    if not isinstance(display := value.get("display"), str | None):
+        raise RequestError(f"display must be a string, one of {', '.join(DISPLAYS)}, got {shown(display)}")
+    if display not in (None, *DISPLAYS) and (near := get_close_matches(display[:MAX_NAME], DISPLAYS, 1, MISSPELT)):
+        raise RequestError(f"unknown display {shown(display)}; did you mean {near[0]}?")
     refuse_misspelt(value, ("type", "budget_tokens", "display"))
     return value
 

@@ -318,7 +318,7 @@ def test_keys_of_later_versions_pass_everywhere(http):
     plain = [turn("user", text("a")), turn("assistant", USE), turn("user", RESULT)]
     marked = [turn(each["role"], each["content"][0] | MARK) | MARK for each in plain]
     body = {"messages": marked, "system": [text("s") | MARK], "tools": [TOOL | MARK]} | MARK | known
-    body |= {"tool_choice": {"type": "auto"} | MARK, "thinking": {"type": "adaptive"} | MARK}
+    body |= {"tool_choice": {"type": "auto"} | MARK, "thinking": {"type": "adaptive", "display": "updates"} | MARK}
     form = {"format": {"type": "json_schema", "schema": {"type": "object"}, "name": "n"} | MARK, "task_budget": {}}
     counts = [
         http.post(f"{PATH}/count_tokens", json=each).json()["input_tokens"]
@@ -372,7 +372,8 @@ def test_turns_that_anthropics_servers_made_are_read():
     ({"stop": ["a"]}, "here it is stop_sequences"),
     ({"response_format": {"type": "json_object"}}, "here it is output_config.format"),
     ({"n": 2}, "n is not supported"),
-    ({"thinking": {"type": "adaptive", "display": "all"}}, "display must be summarized or omitted, got 'all'"),
+    ({"thinking": {"type": "adaptive", "display": "omited"}}, "unknown display 'omited'; did you mean omitted?"),
+    ({"thinking": {"type": "adaptive", "display": True}}, "display must be a string, one of summarized, omitted, u"),
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
     (
         {"tools": [{"type": "web_search_20250305", "name": "s"}], "tool_choice": {"type": "tool", "name": "s"}},
