@@ -192,6 +192,12 @@ class CountTokensRequest(Body):
                 )
             with at("response_format"):
                 refuse_misspelt(given, ("type", "schema"))
+            if "continue_final_message" in chat:
+                raise RequestError(
+                    "a format is of a whole answer, and the last message begins one already; end the messages with a "
+                    "user's, or leave the format out",
+                    "response_format",
+                )
             chat["response_format"] = {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}}
         return chat, origins
 

@@ -26,6 +26,7 @@ ASK = {"model": "fake/model", "max_tokens": 64, "messages": [{"role": "user", "c
 LONG = ASK | {"max_tokens": 500}
 TOOL = {"name": "weather", "description": "Tell it.", "input_schema": {"properties": {"city": {"type": "string"}}}}
 CALL_TEXT = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+FORM = {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}}
 PIXEL = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
 
 
@@ -319,7 +320,7 @@ def test_keys_of_later_versions_pass_everywhere(http):
     marked = [turn(each["role"], each["content"][0] | MARK) | MARK for each in plain]
     body = {"messages": marked, "system": [text("s") | MARK], "tools": [TOOL | MARK]} | MARK | known
     body |= {"tool_choice": {"type": "auto"} | MARK, "thinking": {"type": "adaptive", "display": "updates"} | MARK}
-    form = {"format": {"type": "json_schema", "schema": {"type": "object"}, "name": "n"} | MARK, "task_budget": {}}
+    form = {"format": FORM["output_config"]["format"] | {"name": "n"} | MARK, "task_budget": {}}
     counts = [
         http.post(f"{PATH}/count_tokens", json=each).json()["input_tokens"]
         for each in (body, body | {"output_config": form}, {"messages": plain, "system": "s", "tools": [TOOL]})
@@ -384,6 +385,7 @@ def test_turns_that_anthropics_servers_made_are_read():
     ({"thinking": {"type": "on"}}, "thinking"),
     ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
     ({"output_format": {"type": "json"}}, "output_format: must have"),
+    ({"messages": [turn("user", text("a")), turn("assistant", text("{"))], **FORM}, "output_config.format: a format"),
     ({"output_format": {"type": "json_schema", "schema": {"const": "a" * 2**20}}}, "output_format.schema has"),
     ({"output_format": {"type": "json_schema", "schema": {}, "shema": 1}}, "output_format.shema: unknown"),
     ({"temperature": -1}, "temperature"),
