@@ -186,18 +186,22 @@ class Formats:
             return PLAIN
         tools = (self.tools, body.tools) if body.tools and body.tool_choice != "none" else (None, None)
         named = body.tool_choice.name if isinstance(body.tool_choice, Named) else None
-        parallel, thinking = body.parallel_tool_calls is not False, self._thinking(prompt, tokenizer)
+        parallel, thinking = body.parallel_tool_calls is not False, self._thinking(body, prompt, tokenizer)
         grammar = None
         if named is not None or body.tool_choice == "required":
             how = {"special_ids": tokenizer.added_tokens, "reasoning": self.reasoning, "thinking": thinking}
             grammar = tool_call_grammar(body.tools, self.tools, named, parallel, **how)
         return Speech(self.reasoning, *tools, thinking, parallel, named is not None, grammar)
 
-    def _thinking(self, prompt: Sequence[int], tokenizer: Tokenizer) -> str | None:
-        """Whether the prompt has opened a block of reasoning ("prompt"), closed one ("off"), or neither."""
+    def _thinking(self, body: ChatRequest, prompt: Sequence[int], tokenizer: Tokenizer) -> str | None:
+        """Whether the prompt has opened a block of reasoning ("prompt"), is past one ("off"), or neither. Text of an
+        answer that goes on is past it, unless it opens a block itself."""
         kind = REASONING_PARSERS[self.reasoning] if self.reasoning else None
         if kind is None or not issubclass(kind, Think):
             return None
+        if body.continue_final_message:
+            begun = str(body.messages[-1].content or "")
+            return "prompt" if begun.rfind(kind.OPENS) > begun.rfind(kind.CLOSES) else "off"
         tail = tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False).rstrip()
         return "prompt" if tail.endswith(kind.OPENS) else "off" if tail.endswith(kind.CLOSES) else None
 

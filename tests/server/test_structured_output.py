@@ -13,7 +13,9 @@ from jaxspec import AsyncLLM, SamplingParams, StructuredOutput
 from jaxspec.structured import grammar
 from jaxspec.structured.grammar import Grammars
 from server.app import create_app
-from server.chat.speech import Speech
+from server.chat.speech import Formats, Speech
+from server.parsers import join
+from server.protocol import ChatRequest
 from tests.server.fake import byte_tokenizer
 from tests.server.live import ENGINE, serving
 from tests.support.tiny import BYTE_VOCAB, tiny_checkpoint
@@ -254,6 +256,20 @@ def test_beside_tools_a_reply_follows_the_format_or_calls(format, call):
 def test_a_grammar_is_of_the_answer_behind_the_reasoning(thinking, grammar_is):
     params = Speech("qwen3", None, thinking=thinking).sampling(SamplingParams(structured=StructuredOutput(json=SCHEMA)))
     assert params.structured.prefix == grammar_is
+
+
+@pytest.mark.parametrize("begun,thinking", [
+    ("It is", "off"), ("<think>hm</think>\nIt is", "off"), ("<think>\nhm", "prompt"), (None, "off"),
+])  # fmt: skip
+@pytest.mark.parametrize("reasoning", ["qwen3", "deepseek_r1"])
+def test_an_answer_that_goes_on_is_past_its_reasoning(reasoning, begun, thinking):
+    """So its text is content, and a grammar is of it."""
+    turns = [*ASK["messages"], {"role": "assistant", "content": begun}]
+    body = ChatRequest.model_validate({"messages": turns, "continue_final_message": True})
+    tokenizer = byte_tokenizer()
+    speech = Formats(reasoning, None, True).speech(body, tokenizer.encode(begun or ""), tokenizer)
+    read = join(speech.parser(SamplingParams()).push("so"))
+    assert speech.thinking == thinking and read["content" if thinking == "off" else "reasoning_content"] == "so"
 
 
 @pytest.mark.parametrize("markers,texts,others", [
