@@ -140,6 +140,7 @@ def describe_ranges(schema: dict[str, Any]) -> None:
                 branch.update(BOUNDS[name])
 
 
+Place = tuple[str | int, ...]  # a field's path in a body
 Object = Annotated[dict[str, Any], must_be(dict, "an object")]
 Text = Annotated[str, AfterValidator(check_text)]
 CacheSalt = Annotated[Text, Field(json_schema_extra={"minLength": 1})]  # vLLM's: who shares the prefix cache

@@ -113,6 +113,7 @@ class Message(Body):
     tool_call_id: Text | None = None
     reasoning_content: Text | None = None
     reasoning: Text | None = None  # vLLM's newer name for the same
+    _number: int = 0  # in the client's list, which may be sorted and cut
 
     @model_validator(mode="after")
     def _fits_its_role(self):
@@ -134,11 +135,11 @@ class Message(Body):
             )
         return self
 
-    def media(self, number: int) -> list[Media]:
+    def media(self) -> list[Media]:
         """The pictures and videos of this message of a chat."""
         parts = enumerate(self.content) if isinstance(self.content, list) else ()
         return [
-            dataclasses.replace(part, where=f"messages[{number}].content[{place}]")
+            dataclasses.replace(part, where=f"messages[{self._number}].content[{place}]")
             for place, part in parts
             if isinstance(part, Media)
         ]
@@ -238,6 +239,8 @@ class ChatRequest(Generation):
                 "max_completion_tokens",
             )
         self.tools, self.tool_choice = callable_tools(self.tools, self.tool_choice)
+        for number, message in enumerate(self.messages or ()):
+            message._number = number
         self.messages = self.messages and in_call_order(self.messages)
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
@@ -266,7 +269,7 @@ class ChatRequest(Generation):
 
     def media(self) -> list[Media]:
         """The chat's pictures and videos, in order."""
-        return [each for number, message in enumerate(self.messages) for each in message.media(number)]
+        return [each for message in self.messages for each in message.media()]
 
     @property
     def limit_name(self) -> str:

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from jaxspec.config.request import RequestError
-from server.protocol.base import Open, at, check_text, read_each, shown
+from server.protocol.base import Open, Place, at, check_text, read_each, shown
 from server.protocol.message_tools import CHANGES, read_change
 
 MAX_BLOCKS = 1000  # of one message, and of one result
@@ -111,9 +111,24 @@ def system_text(blocks: list[dict[str, Any]]) -> str:
     return "\n".join(filter(None, (BILLING.sub("", block["text"]) for block in blocks if block["type"] == "text")))
 
 
+def with_places(blocks: list[dict[str, Any]], place: Place) -> list[dict[str, Any]]:
+    """Checked blocks of the list at a place, each with where it stands as its `at`; so have those of results."""
+    return [
+        block
+        | {"at": (*place, number)}
+        | (
+            {"content": with_places(block["content"], (*place, number, "content"))}
+            if block["type"] == "tool_result"
+            else {}
+        )
+        for number, block in enumerate(blocks)
+    ]
+
+
 def parts(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Checked blocks as parts of a chat's message, without empty texts."""
-    found = chain.from_iterable(block["parts"] if block["type"] == "document" else [block] for block in blocks)
+    """Checked blocks as parts of a chat's message, each with its block's `at`, without empty texts."""
+    inner = lambda block: block["parts"] if block["type"] == "document" else [block]  # noqa: E731
+    found = chain.from_iterable([part | {"at": block["at"]} for part in inner(block)] for block in blocks)
     return [part for part in found if part["type"] != "text" or part["text"]]
 
 

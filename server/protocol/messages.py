@@ -20,6 +20,7 @@ from server.protocol.base import (
     Integer,
     Object,
     Open,
+    Place,
     Priority,
     Text,
     at,
@@ -32,7 +33,7 @@ from server.protocol.base import (
 from server.protocol.chat import MAX_MESSAGES, Effort, Variables
 from server.protocol.described import checked_later
 from server.protocol.generation import Biases, Numbers, Sampled, StopString
-from server.protocol.message_blocks import Blocks, parts, read_blocks, system_text
+from server.protocol.message_blocks import Blocks, parts, read_blocks, system_text, with_places
 from server.protocol.message_tools import CHANGES, Choice, Tools, after_changes, read_choice, read_tools
 
 # Where this route's fields stand in a chat's body, for errors that name them.
@@ -164,13 +165,13 @@ class CountTokensRequest(Body):
         beta = self.output_format is not None and not (self.output_config and self.output_config.format)
         return PLACES | {"response_format": "output_format"} if beta else PLACES
 
-    def chat(self) -> tuple[dict[str, Any], list[int]]:
-        """The body of the chat that this is, and for each of its messages the number of the one that it came from.
+    def chat(self) -> tuple[dict[str, Any], list[list[Place]]]:
+        """The body of the chat that this is, and for each of its messages where its parts stand.
 
         **Raises:** `RequestError`.
         """
         chat = {name: value for name in SAME if (value := getattr(self, name, None)) is not None}
-        chat["messages"], origins = as_chat(self.system, self.messages)
+        chat["messages"], places = as_chat(self.system, self.messages)
         if chat["messages"][-1]["role"] == "assistant" and "tool_calls" not in chat["messages"][-1]:
             chat["continue_final_message"] = True
         changes = [block for each in self.messages for block in each["blocks"] if block["type"] in CHANGES]
@@ -199,7 +200,7 @@ class CountTokensRequest(Body):
                     "response_format",
                 )
             chat["response_format"] = {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}}
-        return chat, origins
+        return chat, places
 
     def _effort(self) -> str | None:
         """The chat's effort. A budget asks for one too: nothing else limits the tokens of thinking."""
@@ -241,19 +242,19 @@ class MessagesRequest(CountTokensRequest, Numbers):
     priority: Priority | None = None
     lora_path: Text | None = None  # SGLang's: an adapter's name
 
-    def chat(self) -> tuple[dict[str, Any], list[int]]:
-        chat, origins = super().chat()
+    def chat(self) -> tuple[dict[str, Any], list[list[Place]]]:
+        chat, places = super().chat()
         if self.stop_sequences is not None:
             chat["stop"] = self.stop_sequences
-        return chat, origins
+        return chat, places
 
     @property
     def shows_thinking(self) -> bool:
         return (self.thinking or {}).get("display") != "omitted"
 
 
-def as_chat(system: str | None, messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[int]]:
-    """A chat's messages, and for each the number of the message that it began with.
+def as_chat(system: str | None, messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[list[Place]]]:
+    """A chat's messages, and for each where its parts stand.
 
     Neighbours of one role are one message. Results of tools come before the user's text. The text of a system message
     joins the user's message or the tool's result before it, or else the user's after it: it never moves to the head,
@@ -276,14 +277,14 @@ def as_chat(system: str | None, messages: list[dict[str, Any]]) -> tuple[list[di
             add(place, {"role": "user", "content": given})
 
     if system:
-        add(0, {"role": "system", "content": [{"type": "text", "text": system}]})
+        add(0, {"role": "system", "content": [{"type": "text", "text": system, "at": ("system",)}]})
     for place, message in enumerate(messages):
-        blocks = message["blocks"]
+        blocks = with_places(message["blocks"], ("messages", place, "content"))
         if message["role"] == "system":
             text = system_text(blocks)
             if not text or (message["passing"] and place < newest):
                 continue
-            part = {"type": "text", "text": text}
+            part = {"type": "text", "text": text, "at": ("messages", place, "content")}
             if not found:
                 add(place, {"role": "system", "content": [part]})
             elif found[-1]["role"] == "assistant":
@@ -295,7 +296,7 @@ def as_chat(system: str | None, messages: list[dict[str, Any]]) -> tuple[list[di
             for block in results:
                 content = parts(block["content"])
                 if block.get("is_error"):
-                    content.insert(0, {"type": "text", "text": "Error:"})
+                    content.insert(0, {"type": "text", "text": "Error:", "at": block["at"]})
                 add(place, {"role": "tool", "tool_call_id": block["tool_use_id"], "content": content})
             said = parts([block for block in blocks if block["type"] != "tool_result"])
             if results and not said:
@@ -319,7 +320,11 @@ def as_chat(system: str | None, messages: list[dict[str, Any]]) -> tuple[list[di
     if len(found) > 1 and found[-1] == {"role": "assistant", "content": []}:  # nothing of it could be continued
         found.pop()
         origins.pop()
-    return [_plain(message) for message in found], origins
+    places = [
+        [part["at"] for part in message["content"]] or [("messages", origin, "content")]
+        for message, origin in zip(found, origins, strict=True)
+    ]
+    return [_plain(message) for message in found], places
 
 
 def _assistant(blocks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -343,7 +348,7 @@ def _extend(turn: dict[str, Any], more: dict[str, Any]) -> None:
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:
     """A message whose content is a string if it is text alone."""
-    content = message["content"]
+    content = [{name: value for name, value in part.items() if name != "at"} for part in message["content"]]
     if all(part["type"] == "text" for part in content):
         content = "\n".join(part["text"] for part in content)
     return {**message, "content": content}

@@ -16,6 +16,7 @@ from server.protocol.base import (
     Body,
     CacheSalt,
     Integer,
+    Place,
     Priority,
     Text,
     TokenId,
@@ -165,29 +166,57 @@ def _part_text(part: Any) -> str:
     return _string(part, "text")
 
 
-def messages(instructions: str | None, items: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A chat's messages. What an assistant thought, said and called without a break is one message; so are the
-    instructions and the system messages that follow them, for many templates allow one alone."""
+def messages(
+    instructions: str | None, items: Iterable[dict[str, Any]], before: int = 0
+) -> tuple[list[dict[str, Any]], list[list[Place]]]:
+    """A chat's messages, and where each one's parts stand in the client's body; the first `before` items stand in the
+    response that it goes on from.
+
+    What an assistant thought, said and called without a break is one message; so are the instructions and the system
+    messages that follow them, for many templates allow one alone.
+    """
     found: list[dict[str, Any]] = []
+    places: list[list[Place]] = []
     if instructions:
         found.append({"role": "system", "content": instructions})
-    for item in items:
-        message = _message(item)
+        places.append([("instructions",)])
+    for number, item in enumerate(items, -before):
+        message, place = _message(item), _places(item, number)
         last = found[-1] if found else {}
         instructs = message["role"] in ("system", "developer")
         if instructs and [each["role"] for each in found] in (["system"], [message["role"]]):
-            last["content"] += "\n\n" + message["content"]
+            if isinstance(last["content"], str) and isinstance(message["content"], str):
+                last["content"] += "\n\n" + message["content"]
+                continue
+            last["content"] = [*_as_parts(last["content"], "\n\n"), *_as_parts(message["content"])]
+            places[-1] += place
         elif message["role"] == "assistant" == last.get("role") and _goes_on(last, message):
             last.setdefault("tool_calls", [])
             last["tool_calls"] = last["tool_calls"] + message.get("tool_calls", [])
             last |= {key: value for key, value in message.items() if key != "tool_calls"}
+            places[-1] = place if "content" in message else places[-1]
         else:
             found.append(message)
+            places.append(place)
     for message in found:
         message.setdefault("content", "")
         if not message.get("tool_calls", True):
             del message["tool_calls"]
-    return found
+    return found, places
+
+
+def _places(item: dict[str, Any], number: int) -> list[Place]:
+    """Where the parts of the input's item of a number stand; below 0 it is of the response before."""
+    name = next((name for name in ("content", "output") if name in item), None)
+    if number < 0:
+        return [("previous_response_id",)] * (len(item[name]) if name and isinstance(item[name], list) else 1)
+    if name and isinstance(item[name], list):
+        return [("input", number, name, part) for part in range(len(item[name]))]
+    return [("input", number)]
+
+
+def _as_parts(content: str | list[dict[str, Any]], end: str = "") -> list[dict[str, Any]]:
+    return [{"type": "text", "text": content + end}] if isinstance(content, str) else content
 
 
 def _goes_on(last: dict[str, Any], message: dict[str, Any]) -> bool:
@@ -277,12 +306,13 @@ class ResponsesRequest(Sampled):
     def toolbox(self) -> Toolbox:
         return self.tools or Toolbox()
 
-    def chat(self, items: Iterable[dict[str, Any]]) -> dict[str, Any]:
-        """The body of the chat that this is, with the items of the whole conversation. **Raises:** `RequestError`."""
+    def chat(self, items: Iterable[dict[str, Any]], before: int = 0) -> tuple[dict[str, Any], list[list[Place]]]:
+        """The body of the chat that this is, with the items of the whole conversation, and where the parts of its
+        messages stand; `before` is as of `messages`. **Raises:** `RequestError`."""
         if bad := [name for name in self.include or () if name not in INCLUDABLE]:
             raise RequestError(f"{bad[0]!r} can't be included; this server has {', '.join(INCLUDABLE)}", "include")
         chat = {name: value for name in SAME if (value := getattr(self, name)) is not None}
-        chat["messages"] = messages(self.instructions, items)
+        chat["messages"], places = messages(self.instructions, items, before)
         if self.max_output_tokens is not None:
             chat["max_completion_tokens"] = self.max_output_tokens
         if self.wants_logprobs:
@@ -303,7 +333,7 @@ class ResponsesRequest(Sampled):
             chat["tools"] = tools
         if choice is not None:
             chat["tool_choice"] = choice
-        return chat
+        return chat, places
 
 
 def _without(given: dict[str, Any], name: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from jaxspec.config.request import CONTEXT_EXCEEDED, RequestError
 from jaxspec.text.errors import TooLong
 from server.http.field_names import their_fields
 from server.protocol import ChatRequest
+from server.protocol.base import Place
 from server.protocol.messages import CountTokensRequest, MessagesRequest
 from server.replies import Prompt
 from server.replies.messages import MessagesReply
@@ -29,9 +30,9 @@ def add(app: FastAPI, serving: Serving) -> None:
     @contextmanager
     def chat_of(body: CountTokensRequest) -> Iterator[ChatRequest]:
         """The chat that a body means. Within, errors about it name the body's fields."""
-        origins: list[int] = []
-        with their_fields(body.places, lambda number: ("messages", origins[number], "content")):
-            chat, origins[:] = body.chat()
+        places: list[list[Place]] = []
+        with their_fields(body.places, places):
+            chat, places[:] = body.chat()
             yield ChatRequest.model_validate(chat)
 
     async def prompt_of(chat: ChatRequest) -> Prompt:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Query, Request
@@ -11,6 +13,7 @@ from jaxspec.config.request import CONTEXT_EXCEEDED, RequestError, SamplingParam
 from server.http.errors import ApiError
 from server.http.field_names import their_fields
 from server.protocol import ChatRequest
+from server.protocol.base import Place
 from server.protocol.responses import PLACES, ResponsesRequest, reference
 from server.replies import Prompt
 from server.replies.responses import ResponsesReply, new_id
@@ -23,11 +26,11 @@ LEADING = ("system", "developer")  # roles whose messages at a conversation's be
 def add(app: FastAPI, serving: Serving) -> None:
     store = ResponseStore()
 
-    def items_of(body: ResponsesRequest) -> list[dict[str, Any]]:
-        """The items of a request's whole conversation."""
+    def items_of(body: ResponsesRequest) -> tuple[list[dict[str, Any]], int]:
+        """The items of a request's whole conversation, and how many of them are of the response before."""
         before = body.previous_response_id
         history = [] if before is None else _stored(store, before, "previous_response_id").items
-        return [*history, *(_resolved(store, item) for item in body.input)]
+        return [*history, *(_resolved(store, item) for item in body.input)], len(history)
 
     async def prompt_of(body: ResponsesRequest, chat: ChatRequest) -> Prompt:
         return await (_truncated if body.truncation == "auto" else Serving.chat_prompt)(serving, chat)
@@ -36,9 +39,8 @@ def add(app: FastAPI, serving: Serving) -> None:
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         """Respond to text, or to a conversation's items."""
         lora = serving.check(body.model, lora=body.lora_path)
-        given = items_of(body)
-        with their_fields(PLACES, lambda _: ("input",)):  # a message has no one item
-            chat = ChatRequest.model_validate(body.chat(given))
+        given, before = items_of(body)
+        with _chat_of(body, given, before) as chat:
             params = chat.sampling(serving.sampling)
 
             def keep(response: dict[str, Any]) -> None:
@@ -58,8 +60,8 @@ def add(app: FastAPI, serving: Serving) -> None:
     async def input_tokens(body: ResponsesRequest) -> dict[str, Any]:
         """The input tokens of a response."""
         serving.check(body.model, lora=body.lora_path)
-        with their_fields(PLACES, lambda _: ("input",)):
-            prompt = await prompt_of(body, ChatRequest.model_validate(body.chat(items_of(body))))
+        with _chat_of(body, *items_of(body)) as chat:
+            prompt = await prompt_of(body, chat)
         return {"object": "response.input_tokens", "input_tokens": len(prompt.ids)}
 
     @app.get("/v1/responses/{name}")
@@ -96,6 +98,16 @@ def add(app: FastAPI, serving: Serving) -> None:
         _stored(store, name)
         store.remove(name)
         return {"id": name, "object": "response.deleted", "deleted": True}
+
+
+@contextmanager
+def _chat_of(body: ResponsesRequest, items: list[dict[str, Any]], before: int) -> Iterator[ChatRequest]:
+    """The chat that a body means, with the items of its whole conversation, of which the first `before` are of the
+    response before. Within, errors about it name the body's fields."""
+    places: list[list[Place]] = []
+    with their_fields(PLACES, places):
+        chat, places[:] = body.chat(items, before)
+        yield ChatRequest.model_validate(chat)
 
 
 def _stored(store: ResponseStore, name: str, param: str | None = None) -> Stored:

@@ -200,13 +200,54 @@ def test_errors_name_the_part(seeing, post, parts, param, says):
     assert (reply.status_code, error["param"]) == (400, param) and says in error["message"], error
 
 
-def test_a_response_names_the_part_of_its_input(post):
-    parts = [{"type": "input_image", "image_url": "data:image/png;base64,AAAA"}]
-    error = post("/v1/responses", input=[{"role": "user", "content": parts}]).json()["error"]
-    assert error["param"] == "input" and "part 0 of message 0 of the input: the picture is damaged" in error["message"]
+DAMAGED = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+SAYS = {"type": "input_text", "text": "What is it?"}
+CALLS = [{"type": "function_call", "call_id": each, "name": "f", "arguments": "{}"} for each in "ab"]
+
+
+@pytest.mark.parametrize("input,where", [
+    ([{"role": "user", "content": [DAMAGED]}], "input[0].content[0]"),
+    ([{"role": "user", "content": "a"}, {"role": "user", "content": [SAYS, DAMAGED]}], "input[1].content[1]"),
+    ([{"type": "reasoning", "summary": []}, {"role": "assistant", "content": [DAMAGED]}], "input[1].content[0]"),
+    ([{"role": "developer", "content": [SAYS, DAMAGED]}], "input[0].content[1]"),  # joins the instructions
+    ([*CALLS, {"type": "function_call_output", "call_id": "b", "output": [SAYS, DAMAGED]},
+      {"type": "function_call_output", "call_id": "a", "output": [SAYS]}], "input[2].output[1]"),
+])  # fmt: skip
+def test_a_response_names_the_part_of_its_input(post, input, where):
+    reply = post("/v1/responses", input=input, instructions="Be brief.")
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (400, where), error
+    assert f"{where}: the picture is damaged" in error["message"]
+
+
+def test_a_response_says_that_pictures_are_not_kept_as_files(post):
     parts = [{"type": "input_image", "file_id": "file-1"}]
     error = post("/v1/responses", input=[{"role": "user", "content": parts}]).json()["error"]
     assert "file_id" in error["message"]
+
+
+def test_a_message_names_the_block(post):
+    damaged = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+    text, use = {"type": "text", "text": "a"}, {"type": "tool_use", "id": "b", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "b", "content": [text, damaged]}
+    pages = {"type": "document", "source": {"type": "content", "content": [text, damaged]}}
+    for blocks, where in (
+        ([text, text, damaged], "content[2]"), ([text, result], "content[1].content[1]"), ([text, pages], "content[1]"),
+    ):  # fmt: skip
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": [use]}]
+        turns += [{"role": "user", "content": blocks}]
+        error = post("/v1/messages", messages=turns, system="s", max_tokens=4).json()["error"]
+        assert f"messages[2].{where}: the picture is damaged" in error["message"]
+
+
+def test_a_chat_names_the_message_as_it_was_sent(post):
+    """Results of tools are sorted as their calls are."""
+    calls = [{"id": each, "type": "function", "function": {"name": "f", "arguments": "{}"}} for each in "ab"]
+    damaged = {"type": "image_url", "image_url": {"url": DAMAGED["image_url"]}}
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": calls}]
+    turns += [{"role": "tool", "tool_call_id": "b", "content": [damaged]}]
+    turns += [{"role": "tool", "tool_call_id": "a", "content": "7"}]
+    assert post(CHAT, messages=turns).json()["error"]["param"] == "messages[2].content[0]"
 
 
 def test_messages_of_any_role_show_pictures_if_the_template_writes_them(seeing, post):

@@ -193,7 +193,7 @@ def test_the_prefix_cache_is_shared_with_requests_of_one_salt(live):
     reply = live.post("/generate", json={"input_ids": prompt, "extra_key": ["a", "b"]})
     assert reply.status_code == 400 and reply.json()["error"]["param"] == "extra_key"
     response = ResponsesRequest(input="a", cache_salt="d")
-    assert ChatRequest.model_validate(response.chat(response.input)).sampling({}).cache_salt == "d"
+    assert ChatRequest.model_validate(response.chat(response.input)[0]).sampling({}).cache_salt == "d"
 
 
 def test_experts_travel_as_sglang_and_vllm_send_them():
