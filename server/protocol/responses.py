@@ -233,11 +233,15 @@ class TextConfig(Body):
     verbosity: Annotated[Any, checked_later(Verbosity)] | None = None
 
 
-class Reasoning(Body):
-    """`reasoning`. A summary is not made: reasoning comes as it is."""
+Summary = Literal["auto", "concise", "detailed"]
 
-    IGNORED = frozenset({"summary", "generate_summary"})
+
+class Reasoning(Body):
+    """`reasoning`. Where a summary is wanted, of whatever length, the reasoning is it: many clients show no other."""
+
     effort: Annotated[Any, checked_later(Effort)] | None = None
+    summary: Summary | None = None
+    generate_summary: Summary | None = None  # its older name
 
 
 def _describe(schema: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from jaxspec.config.request import Delta, SamplingParams, TokenLogprobs
@@ -23,13 +24,25 @@ from server.replies.reasoning import ReasoningTokens
 from server.replies.reply import Job, Prompt, encode, media_tokens
 from server.replies.speculation import Speculation
 
-PARTS = {CONTENT: "output_text", REASONING: "reasoning_text"}
+
+@dataclass(frozen=True)
+class Part:
+    """A part of an item: its type, the names of events about its text and about itself, and the item's field."""
+
+    type: str
+    text_events: str
+    events: str = "content_part"
+    field: str = "content"
+
+
+TEXT, THOUGHT = Part("output_text", "output_text"), Part("reasoning_text", "reasoning_text")
+SUMMARY = Part("summary_text", "reasoning_summary_text", "reasoning_summary_part", "summary")
 
 
 class ResponsesReply:
     """**Arguments:** `head` has the fields of the response that the request decides; `speech` reads the text;
     `origin` gives the tool that a function's name stands for; `done` is called with the response once it has ended
-    without failing.
+    without failing. Reasoning is the content of its item, or `as_summary` its summary.
     """
 
     def __init__(
@@ -41,6 +54,7 @@ class ResponsesReply:
         speech: Speech,
         *,
         stream: bool = False,
+        as_summary: bool = False,
         origin: Callable[[str], Origin] = Origin,
         done: Callable[[dict[str, Any]], None] = lambda response: None,
     ):
@@ -48,6 +62,7 @@ class ResponsesReply:
         self._prompt, self._params, self._names = prompt, params, names
         self._speech, self._parser, self._stream, self._done = speech, speech.parser(params), stream, done
         self._origin = origin
+        self._parts = {CONTENT: TEXT, REASONING: SUMMARY if as_summary else THOUGHT}
         self._response = {"id": self.id, "object": "response", "created_at": int(time.time()), "status": "in_progress"}
         self._response |= {"error": None, "incomplete_details": None, **head, "output": [], "usage": None}
         self._calls = Calls()
@@ -104,7 +119,7 @@ class ResponsesReply:
 
     def _take(self, piece: Piece) -> str:
         events = ""
-        if piece.kind == CALL or (piece.kind in PARTS and piece.kind != self._kind):
+        if piece.kind == CALL or (piece.kind in self._parts and piece.kind != self._kind):
             events = self._close("completed") + self._open(piece)
         if piece.kind == CALL:
             return events
@@ -118,7 +133,7 @@ class ResponsesReply:
         if piece.kind == CONTENT:
             more["logprobs"] = self._names_of(told)
             self._logprobs += told
-        return events + self._of_part(f"response.{PARTS[piece.kind]}.delta", delta=piece.text, **more)
+        return events + self._of_part(f"{self._parts[piece.kind].text_events}.delta", delta=piece.text, **more)
 
     def _open(self, piece: Piece) -> str:
         """Add the item that a piece begins."""
@@ -129,14 +144,14 @@ class ResponsesReply:
             self._custom = CustomInput() if origin.custom else None
             item |= origin.call(piece.id)
         elif piece.kind == REASONING:
-            item |= {"type": "reasoning", "summary": [], "content": []}
+            item |= {"type": "reasoning", "summary": [], self._parts[REASONING].field: []}
         else:
             item |= {"type": "message", "role": "assistant", "content": []}
         self._response["output"].append(item | {"status": "in_progress"})
         events = self._event("response.output_item.added", output_index=self._index, item=self._item)
         if piece.kind == CALL:
             return events
-        return events + self._of_part("response.content_part.added", part=self._part())
+        return events + self._of_part(f"{self._parts[self._kind].events}.added", part=self._part())
 
     def _close(self, status: str) -> str:
         """Finish the item that is open, if one is."""
@@ -151,11 +166,11 @@ class ResponsesReply:
             item["arguments"] = text
             events = self._of_item("response.function_call_arguments.done", name=item["name"], arguments=text)
         else:
-            part = self._part()
+            part, kind = self._part(), self._parts[self._kind]
             more = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
-            events = self._of_part(f"response.{PARTS[self._kind]}.done", text=text, **more)
-            events += self._of_part("response.content_part.done", part=part)
-            item["content"] = [part]
+            events = self._of_part(f"{kind.text_events}.done", text=text, **more)
+            events += self._of_part(f"{kind.events}.done", part=part)
+            item[kind.field] = [part]
         item["status"] = status
         self._kind = None
         return events + self._event("response.output_item.done", output_index=self._index, item=item)
@@ -207,7 +222,7 @@ class ResponsesReply:
         return self._response["output"][-1]
 
     def _part(self) -> dict[str, Any]:
-        part: dict[str, Any] = {"type": PARTS[self._kind], "text": "".join(self._text)}
+        part: dict[str, Any] = {"type": self._parts[self._kind].type, "text": "".join(self._text)}
         if self._kind == CONTENT:
             part |= {"annotations": [], "logprobs": self._names_of(self._logprobs)}
         return part
@@ -219,7 +234,7 @@ class ResponsesReply:
         return self._of_item("response.custom_tool_call_input.delta", delta=text) if text else ""
 
     def _of_part(self, kind: str, **fields: Any) -> str:
-        return self._of_item(kind, content_index=0, **fields)
+        return self._of_item(f"response.{kind}", **{f"{self._parts[self._kind].field}_index": 0}, **fields)
 
     def _of_item(self, kind: str, **fields: Any) -> str:
         return self._event(kind, item_id=self._item["id"], output_index=self._index, **fields)

@@ -51,7 +51,8 @@ def add(app: FastAPI, serving: Serving) -> None:
                 prompt = await prompt_of(body, chat)
                 speech = serving.speech(chat, prompt)
                 settings, head = speech.sampling(params), _head(body, params, lora or serving.name)
-                options = {"stream": bool(body.stream), "done": keep, "origin": body.toolbox.origin}
+                options = {"stream": bool(body.stream), "as_summary": bool(head["reasoning"]["summary"])}
+                options |= {"done": keep, "origin": body.toolbox.origin}
                 return ResponsesReply(prompt, settings, serving.texts, head, speech, **options)
 
             return await serving.answer(request, make(), body.stream, body.store, body.priority, lora)
@@ -144,7 +145,10 @@ def _head(body: ResponsesRequest, params: SamplingParams, model: str) -> dict[st
         "top_p": params.top_p,
         "top_logprobs": body.top_logprobs or 0,
         "text": {"format": (body.text and body.text.format) or {"type": "text"}},
-        "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
+        "reasoning": {
+            "effort": body.reasoning and body.reasoning.effort,
+            "summary": body.reasoning and (body.reasoning.summary or body.reasoning.generate_summary),
+        },
         "tools": tools,
         "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
         "parallel_tool_calls": body.parallel_tool_calls is not False,

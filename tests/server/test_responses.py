@@ -410,6 +410,7 @@ def test_the_store_bounds_memory_whatever_is_kept():
     ({"truncation": "end"}, "truncation", "'auto' or 'disabled'"),
     ({"conversation": "c"}, "conversation", "not supported"),
     ({"reasoning": {"effort": "most"}}, "reasoning.effort", "'high', 'xhigh' or 'max'"),
+    ({"reasoning": {"summary": "long"}}, "reasoning.summary", "'auto', 'concise' or 'detailed'"),
     ({"text": {"verbosity": "most"}}, "text.verbosity", "'low', 'medium' or 'high'"),
     ({"text": {"format": {"type": "json"}}}, "text.format.type", "text.format.type must be one of"),
     ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name", "name must be a string"),
@@ -545,6 +546,27 @@ def test_each_item_is_done_before_the_next_is_added():
     assert done == events[-1]["response"]["output"]
     added = [event["item"] for event in events if event["type"] == "response.output_item.added"]
     assert [item["status"] for item in added] == ["in_progress"] * 4 and added[2]["arguments"] == ""
+
+
+def test_reasoning_is_the_summary_that_is_wanted():
+    """Codex, Vercel's AI SDK and LangChain ask for one, and show nothing else of reasoning."""
+    events, whole = told(SCRIPT[:3], as_summary=True)
+    thought = whole["output"][0]
+    assert thought["summary"] == [{"type": "summary_text", "text": "hmm"}] and "content" not in thought
+    assert [event["type"].removeprefix("response.reasoning_summary_") for event in events[3:8]] == [
+        *("part.added", "text.delta", "text.delta", "text.done", "part.done"),
+    ]
+    assert all(event["summary_index"] == 0 and "content_index" not in event for event in events[3:8])
+    assert messages(None, [thought])[0][0]["reasoning_content"] == "hmm"
+
+
+@pytest.mark.parametrize("name", ["summary", "generate_summary"])
+def test_a_summary_is_made_of_what_the_model_thinks(name):
+    fake = Scripted(text="<think>hm</think>yes")
+    app = create_app(fake, "fake/model", reasoning_parser="qwen3")
+    with serving(app) as url, OpenAI(base_url=f"{url}/v1", api_key="unused") as client:
+        reply = client.responses.create(**ASK, reasoning={name: "auto"})
+    assert reply.output[0].summary[0].text == "hm" and reply.reasoning.summary == "auto"
 
 
 def test_without_parallel_calls_the_first_alone_counts():
