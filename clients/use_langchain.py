@@ -1,8 +1,9 @@
-"""LangChain's ChatOpenAI: invoke, stream, tools, structured output."""
+"""LangChain's ChatOpenAI and ChatAnthropic: invoke, stream, tools, structured output."""
 
 from checks import WEATHER, check, main, weather_arguments
 from langchain.agents import create_agent
 from langchain.agents.middleware import wrap_model_call
+from langchain_anthropic import ChatAnthropic
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
@@ -83,6 +84,20 @@ def agent(url, model, tokenizer):
     kinds = [each.type for each in messages]
     assert kinds == ["human", "ai", *(["tool"] * (len(kinds) - 3)), "ai"] and messages[2].content == "sunny", messages
     return f"{messages[1].tool_calls[0]['args']}, then {messages[-1].content[:60]!r}"
+
+
+@check
+def anthropic(url, model, tokenizer):
+    """Over /v1/messages: a stream, a forced call, its result, and a count."""
+    settings = {"temperature": 0, "max_tokens": 96, "max_retries": 0, "timeout": 300}
+    chat = ChatAnthropic(base_url=url, api_key="unused", model=model, **settings)
+    assert "Paris" in "".join(part.text for part in chat.stream(QUESTION))
+    called = chat.bind_tools([get_weather], tool_choice="any").invoke(WEATHER[0]["content"])
+    (first, *_) = called.tool_calls
+    assert first["name"] == "get_weather" and first["args"].keys() == {"city", "unit"}
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": "sunny"} for call in called.tool_calls]
+    assert chat.bind_tools([get_weather]).invoke([*WEATHER, called, *results]).usage_metadata["input_tokens"]
+    return f"{first['args']}, {chat.get_num_tokens_from_messages([called])} tokens"
 
 
 main()

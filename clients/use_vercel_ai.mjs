@@ -1,8 +1,9 @@
-// Vercel's AI SDK: text, streams, objects and tools, over /v1/responses and over chats.
+// Vercel's AI SDK: text, streams, objects and tools, over /v1/responses, over chats and over /v1/messages.
 
+import { createAnthropic } from '@ai-sdk/anthropic';
 import { createOpenAI } from '@ai-sdk/openai';
 import { createOpenAICompatible } from '@ai-sdk/openai-compatible';
-import { generateObject, generateText, stepCountIs, streamText, tool } from 'ai';
+import { generateText, Output, stepCountIs, streamText, tool } from 'ai';
 import { z } from 'zod';
 
 const [url, model] = process.argv.slice(2);
@@ -12,6 +13,7 @@ const models = {
   responses: openai.responses(model),
   chats: openai.chat(model),
   'openai-compatible': createOpenAICompatible({ name: 'jaxspec', baseURL, supportsStructuredOutputs: true })(model),
+  messages: createAnthropic({ baseURL, apiKey: 'unused' })(model),
 };
 const settings = { temperature: 0, maxOutputTokens: 96, maxRetries: 0 };
 const prompt = 'What is the capital of France?';
@@ -36,8 +38,9 @@ for (const [name, model] of Object.entries(models)) {
   });
   await check(`${name} object`, async () => {
     const schema = z.object({ name: z.string(), country: z.string() });
-    const { object } = await generateObject({ model, schema, prompt: 'Describe Paris.', ...settings });
-    return JSON.stringify(schema.parse(object));
+    const output = Output.object({ schema });
+    const made = await generateText({ model, output, prompt: 'Describe Paris.', ...settings });
+    return JSON.stringify(schema.parse(made.output));
   });
   await check(`${name} tool`, async () => {
     const called = [];
