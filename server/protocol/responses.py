@@ -208,11 +208,10 @@ def messages(
 def _places(item: dict[str, Any], number: int) -> list[Place]:
     """Where the parts of the input's item of a number stand; below 0 it is of the response before."""
     name = next((name for name in ("content", "output") if name in item), None)
+    parts = item[name] if name and isinstance(item[name], list) else []
     if number < 0:
-        return [("previous_response_id",)] * (len(item[name]) if name and isinstance(item[name], list) else 1)
-    if name and isinstance(item[name], list):
-        return [("input", number, name, part) for part in range(len(item[name]))]
-    return [("input", number)]
+        return [("previous_response_id",)] * max(len(parts), 1)
+    return [("input", number, name, part) for part in range(len(parts))] or [("input", number)]
 
 
 def _as_parts(content: str | list[dict[str, Any]], end: str = "") -> list[dict[str, Any]]:

@@ -89,6 +89,13 @@ def test_a_turn_of_reasoning_text_and_calls_is_one_message():
     ]
 
 
+def test_each_part_has_its_place():
+    part = {"type": "input_image", "image_url": "u"}
+    items = [{"role": "user", "content": content} for content in ([part, part], [part], [], "a")]
+    told = [[("previous_response_id",)] * 2, [("input", 0, "content", 0)], [("input", 1)], [("input", 2)]]
+    assert messages("Be brief.", items, before=1)[1] == [[("instructions",)], *told]
+
+
 class Answer(BaseModel):
     city: str
     population: int
