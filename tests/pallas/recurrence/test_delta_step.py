@@ -199,6 +199,8 @@ def test_rows_in_order_are_the_same_in_any_rounds(dtype):
     together, parted = (rounds(case, lengths, plgpu.InterpretGPUParams()) for lengths in ((4, 1), (1, 2, 1, 1)))
     for one, other in zip(together, parted, strict=True):
         near(one, other, 1e-6 if dtype == "float32" else 0.008)
+    if dtype == "bfloat16":  # rounded after each token; 0.67 of it is the same if a round rounds it once
+        assert (together[1] == parted[1]).mean() > 0.99
 
 
 AROUND = [
