@@ -72,6 +72,14 @@ def test_scores_that_are_all_zero_or_whose_powers_overflow_are_the_references(na
     np.testing.assert_allclose(weights[:, :4], expected, rtol=1e-5)
 
 
+def test_a_group_is_as_good_as_its_two_best_experts():
+    """DeepSeek-V3's choice: the first group has the best expert, the second the best pair."""
+    of = Routing(2, True, SigmoidScores(groups=2, top_groups=1), False)
+    logits = jnp.array([[3.0, -3.0, -3.0, 1.0, 1.5, -3.0]])
+    ids, _ = reference(logits, jnp.zeros(6), jnp.zeros(1, int), of)
+    assert ids.tolist() == [[4, 3]]
+
+
 def test_a_router_takes_the_kernel_where_there_is_one(monkeypatch):
     monkeypatch.setattr(hopper, "kernels_here", lambda: None)
     before, of = KERNELS["scored_experts"], jax.eval_shape(lambda: inputs(2048, 128))
