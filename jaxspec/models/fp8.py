@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxspec.models.loops import zeros_after
+
 E4M3 = jnp.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
 BLOCK = 128  # inputs and outputs of a block in checkpoints
@@ -127,7 +129,7 @@ def product(
         dots = jnp.einsum("...k,nk->...n", row, part, preferred_element_type=jnp.float32)
         return total + dots * row_scale[..., None] * weight_scale, None
 
-    start = jnp.zeros((*x.shape[:-1], n), jnp.float32)
+    start = zeros_after(x, (*x.shape[:-1], n), jnp.float32)
     return jax.lax.scan(add, start, (groups, parts, jnp.moveaxis(row_scales, -1, 0), weight_scales))[0]
 
 

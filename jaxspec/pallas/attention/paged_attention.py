@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.models.loops import zeros_after
 from jaxspec.pallas.attention.decode_attention import HEAD_WIDTHS, MAX_ROWS, decode_attention
 from jaxspec.pallas.attention.decode_attention import supported as decode_attention_fits
 from jaxspec.pallas.attention.prompt_attention import prompt_attention
@@ -250,13 +251,13 @@ def _stream(
         return acc * shrink[..., None] + mix, new_top, total * shrink + weights.sum(-1)
 
     shape = (b, m, n // m, t)
-    top, total = jnp.full(shape, -jnp.inf), jnp.zeros(shape)
+    mix, total = (zeros_after(q, each, jnp.float32) for each in ((*shape, h), shape))
+    top = total - jnp.inf
     if sinks is not None:
         top, total = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(m, n // m, 1), shape), jnp.ones(shape)
-    empty = (jnp.zeros((*shape, h)), top, total)
     begin = jnp.maximum(first // (pages * s), 0)
     end = jnp.clip(last // (pages * s), -1, table.shape[1] // pages - 1) + 1
-    acc, _, total = jax.lax.fori_loop(begin, end, step, empty)
+    acc, _, total = jax.lax.fori_loop(begin, end, step, (mix, top, total))
     out = acc / jnp.maximum(total, 1e-30)[..., None]
     out = out if value_scale is None else out * value_scale
     return jnp.moveaxis(out, 3, 1).reshape(b, t, n, h).astype(q.dtype)

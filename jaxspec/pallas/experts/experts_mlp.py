@@ -24,6 +24,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxspec.models.loops import zeros_after
 from jaxspec.models.weights import Format, FourBits, Fp8, Mxfp4, Unquantised, Weight, expert_matmul, formats
 from jaxspec.pallas import hopper
 from jaxspec.pallas.dense.few_rows import Fp8Weight, Scaled
@@ -492,5 +493,5 @@ def _each_item(gating: Gating | None, rows: Array, stacks: list[Stack], items: I
         new = jnp.where(mine, new, jax.lax.dynamic_slice_in_dim(out, start, items.rows))
         return jax.lax.dynamic_update_slice_in_dim(out, new, start, axis=0)
 
-    out = jnp.zeros((items.capacity, rows.shape[1]), rows.dtype)
+    out = zeros_after(rows, (items.capacity, rows.shape[1]), rows.dtype)
     return jax.lax.fori_loop(0, count, one, out)
