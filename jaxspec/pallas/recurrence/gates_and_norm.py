@@ -90,8 +90,7 @@ def gates(ba_g: Any, log_g: Any, bias_g: Any, t: Any, head: Any) -> tuple[Any, A
     """The decay and the beta of a row and head: two numbers."""
     heads = log_g.shape[0]
     beta, a = ba_g[t, head], ba_g[t, heads + head] + bias_g[head].astype(_f32)
-    softplus = jnp.maximum(a, 0.0) + jnp.log(1 + jnp.exp(-jnp.abs(a)))
-    return jnp.exp(-jnp.exp(log_g[head].astype(_f32)) * softplus), 1 / (1 + jnp.exp(-beta))
+    return jnp.exp(-jnp.exp(log_g[head].astype(_f32)) * softplus(a)), 1 / (1 + jnp.exp(-beta))
 
 
 def channel_gates(steps_g: Any, gates_g: Any, log_g: Any, bias_g: Any, t: Any, head: Any) -> tuple[Any, Any]:
@@ -108,10 +107,15 @@ def steps(rows_g: Any, log_g: Any, bias_g: Any, t: Any, head: Any, limits: tuple
     """The decay and the step of a row and head, the step between these limits: two numbers."""
     heads = log_g.shape[0]
     dt = rows_g[t, rows_g.shape[1] - heads + head].astype(_f32) + bias_g[head]
-    small = jnp.exp(-jnp.abs(dt))
-    log = jnp.where(small < 2**-5, small * (1 - small * (1 / 2 - small / 3)), jnp.log(1 + small))  # of 1 + small
-    step = jnp.minimum(jnp.maximum(jnp.maximum(dt, 0.0) + log, limits[0]), limits[1])
+    step = jnp.minimum(jnp.maximum(softplus(dt), limits[0]), limits[1])
     return jnp.exp(-jnp.exp(log_g[head]) * step), step
+
+
+def softplus(x: Any) -> Any:
+    """log(1 + exp(x)) in float32, to 3e-6 of itself. A sum with 1 would round it to 0 from -17 on."""
+    small = jnp.exp(-jnp.abs(x))
+    series = small * (1 - small * (1 / 2 - small * (1 / 3 - small / 4)))  # of log(1 + small)
+    return jnp.maximum(x, 0.0) + jnp.where(small < 2**-5, series, jnp.log(1 + small))
 
 
 def _layout(rows: int) -> Any:
