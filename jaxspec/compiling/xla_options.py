@@ -18,7 +18,13 @@ from jaxspec.cache.memory_check import out_of_memory
 
 # XLA counts every in-place update of the cache as a cache of its own, finds that too many don't fit, and would compute
 # small arrays again and again to hold fewer at once: a seventh of the kernels of a round of a mixture's.
-OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
+#
+# On a CPU it begins what it can as soon as it can, so all layers' quantised weights would be converted at the start of
+# a program and held. This order needs the memory of one weight, and isn't slower.
+OPTIONS = {
+    "xla_disable_hlo_passes": "rematerialization",
+    "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
+}
 # XLA chooses how to compute a product or a fusion: it compiles candidates and times them on the device. Programs that
 # compile at once wait for one another there. Beside our kernels its own emitters are as fast as Triton's for fusions,
 # and so are cuBLAS's products from `MANY_ROWS` on (docs/measurements/starting.md). At level 1 it doesn't compare the
