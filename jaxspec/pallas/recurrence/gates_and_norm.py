@@ -98,9 +98,8 @@ def channel_gates(steps_g: Any, gates_g: Any, log_g: Any, bias_g: Any, t: Any, h
     channels, layout = pl.ds(head * WIDTH, WIDTH), plgpu.Layout.WG_STRIDED((WIDTH,), 1)
     load = partial(plgpu.load, layout=layout, optimized=False)
     a = load(steps_g.at[t, channels]).astype(_f32) + load(bias_g.at[channels]).astype(_f32)
-    softplus = jnp.maximum(a, 0.0) + jnp.log(1 + jnp.exp(-jnp.abs(a)))
     beta = gates_g[t, gates_g.shape[1] - log_g.shape[0] + head].astype(_f32)
-    return jnp.exp(-jnp.exp(log_g[head].astype(_f32)) * softplus), 1 / (1 + jnp.exp(-beta))
+    return jnp.exp(-jnp.exp(log_g[head].astype(_f32)) * softplus(a)), 1 / (1 + jnp.exp(-beta))
 
 
 def steps(rows_g: Any, log_g: Any, bias_g: Any, t: Any, head: Any, limits: tuple[float, float]) -> tuple[Any, Any]:
