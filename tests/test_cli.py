@@ -83,11 +83,14 @@ def test_a_closed_pipe_ends_it_without_a_traceback():
     (["decode", "--xq", "3", "--yq"], "unknown arguments --xq, --yq; --help lists the flags"),
     (["decode", "--max-num-seqs", "3", "--x"], "--max-num-seqs; here it is --max-running-requests, --x; --help lists"),
     (["zzz"], "no command 'zzz'; there are decode, "),
+    ([], "bench: give a command: decode, "),
+    (["decode", "--concurrency", "x"], "bench decode: argument --concurrency: takes a list like 1,8,32 of"),
 ])  # fmt: skip
 def test_errors_of_benchmarks_name_the_nearest(capsys, argv, says):
     with pytest.raises(SystemExit) as error:
         bench.main(argv)
-    assert error.value.code == 2 and says in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert error.value.code == 2 and says in told and told.count("\n") == 1, "one line, and not the usage"
 
 
 @pytest.mark.parametrize("words,completed", [

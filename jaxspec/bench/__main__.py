@@ -35,7 +35,7 @@ from jaxspec.bench.results import BenchError, Result, check_writable, write_csv
 from jaxspec.cache.memory_plan import claim_device
 from jaxspec.checkpoint import CheckpointError
 from jaxspec.cli import called, without_traceback
-from jaxspec.config.flags import parse
+from jaxspec.config.flags import CommandParser, parse
 from jaxspec.config.lazy_transformers import spare_torch
 from jaxspec.config.options import ConfigError
 from jaxspec.config.own_code import blame
@@ -54,7 +54,7 @@ SUBCOMMANDS = {
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser, with a subcommand for each benchmark."""
-    parser = argparse.ArgumentParser(prog=called("bench", "jaxspec.bench"), description=__doc__)
+    parser = CommandParser(prog=called("bench", "jaxspec.bench"), description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, module in SUBCOMMANDS.items():
         command = _add(commands, name, module)

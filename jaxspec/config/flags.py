@@ -15,6 +15,13 @@ from jaxspec.config.foreign_flags import meant
 from jaxspec.config.options import Option, flag, options_of
 
 
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose errors are a line alone: the usage of a command with an engine's flags fills a screen."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
 def add_engine_flags(
     parser: argparse.ArgumentParser,
     defaults: Mapping[str, Any] | None = None,
@@ -88,7 +95,9 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
     """Read a command line; errors about an unknown subcommand or flag name the nearest there is, and exit."""
     nested = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     for action in nested:
-        if argv and not argv[0].startswith("-") and argv[0] not in action.choices:
+        if not argv:
+            parser.error(f"give a command: {', '.join(action.choices)}")
+        if not argv[0].startswith("-") and argv[0] not in action.choices:
             near = difflib.get_close_matches(argv[0], action.choices, n=1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(action.choices)}"
             parser.error(f"no command {argv[0]!r}; {hint}")

@@ -25,7 +25,7 @@ from jaxspec.checkpoint import CheckpointError
 from jaxspec.checkpoint.demo import cache_folder
 from jaxspec.compiling.ladder import ladder_of
 from jaxspec.config.engine_config import EngineConfig
-from jaxspec.config.flags import add_engine_flags, engine_options, parse
+from jaxspec.config.flags import CommandParser, add_engine_flags, engine_options, parse
 from jaxspec.config.lazy_transformers import spare_torch
 from jaxspec.config.options import ConfigError
 from jaxspec.engine.runner import Runner
@@ -37,7 +37,7 @@ SERVED = {"draft": "auto"}  # where the server's defaults differ from the librar
 def make_parser() -> argparse.ArgumentParser:
     """The parser: the cache to fill, and the engine's flags."""
     summary, _, method = __doc__.partition("\n\n")
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         "jaxspec compile",
         description=f"{summary}\n\n{method}",
         formatter_class=argparse.RawDescriptionHelpFormatter,

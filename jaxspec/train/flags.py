@@ -11,7 +11,7 @@ from pathlib import Path
 from jaxspec.bench.matched import budget, listed
 from jaxspec.bench.results import counts
 from jaxspec.cli import called
-from jaxspec.config.flags import add_engine_flags, add_value, checked, natural, positive
+from jaxspec.config.flags import CommandParser, add_engine_flags, add_value, checked, natural, positive
 from jaxspec.drafters.blocks.dspark import HEADS
 from jaxspec.train.losses import KINDS
 
@@ -39,7 +39,7 @@ def _layers(text: str) -> tuple[int, ...]:
 
 def parser() -> argparse.ArgumentParser:
     """Subcommands; `args.command` says which."""
-    top = argparse.ArgumentParser(prog=called("train", "jaxspec.train"), description="Train a drafter for a model.")
+    top = CommandParser(prog=called("train", "jaxspec.train"), description="Train a drafter for a model.")
     commands = top.add_subparsers(dest="command", required=True)
     add = lambda name, text: commands.add_parser(  # noqa: E731
         name, help=text, description=text, formatter_class=_FORMAT, allow_abbrev=False

@@ -22,7 +22,7 @@ from urllib.request import Request, urlopen
 
 from jaxspec import AsyncLLM, CheckpointError, ConfigError, EngineDead, RequestError, SamplingParams
 from jaxspec.cli import called
-from jaxspec.config.flags import add_engine_flags, add_value, engine_options, parse, positive
+from jaxspec.config.flags import CommandParser, add_engine_flags, add_value, engine_options, parse, positive
 from jaxspec.config.lazy_transformers import spare_torch
 from jaxspec.text.errors import TokenizerError
 from server.cli.options import SERVER_DEFAULTS
@@ -51,7 +51,7 @@ class ChatError(Exception):
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser: the engine's flags, and those of the conversation."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         "jaxspec chat",
         usage="%(prog)s [MODEL | URL] [flags below]",
         description=__doc__,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 import re
@@ -15,6 +14,7 @@ from pathlib import Path
 import jax
 
 import jaxspec
+from jaxspec.config.flags import CommandParser
 
 PACKAGES = re.compile(
     r"(jax|jaxlib|jax-cuda.*|nvidia-.*|flax|numpy|transformers|tokenizers|llguidance|safetensors|fastapi|starlette"
@@ -26,7 +26,7 @@ SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print one fact a line."""
-    argparse.ArgumentParser("jaxspec collect-env", description=__doc__).parse_args(argv)
+    CommandParser("jaxspec collect-env", description=__doc__).parse_args(argv)
     for name, value in facts():
         print(f"{name}: {value}")
     return 0

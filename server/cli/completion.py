@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from jaxspec.bench.__main__ import make_parser as bench_parser
 from jaxspec.cli import COMMANDS
 from jaxspec.config.engine_config import EngineConfig
+from jaxspec.config.flags import CommandParser
 from jaxspec.config.options import options_of
 from jaxspec.engine.precompile import make_parser as compile_parser
 from jaxspec.train.flags import parser as train_parser
@@ -42,7 +43,7 @@ complete -o default -F _jaxspec jaxspec
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a shell's script."""
-    parser = argparse.ArgumentParser("jaxspec completion", description=__doc__)
+    parser = CommandParser("jaxspec completion", description=__doc__)
     parser.add_argument("shell", choices=("bash", "zsh"))
     if parser.parse_args(argv).shell == "zsh":
         print("autoload -U +X compinit bashcompinit && compinit && bashcompinit")

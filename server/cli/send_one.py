@@ -16,7 +16,7 @@ from typing import Any
 from urllib.request import Request
 
 from jaxspec.cli import called
-from jaxspec.config.flags import add_value, parse, positive
+from jaxspec.config.flags import CommandParser, add_value, parse, positive
 from server.cli.chat import ChatError, errors_of, events, server
 
 URL = "http://127.0.0.1:30000"
@@ -27,7 +27,7 @@ OF_IMAGE = "Human: Describe this image in a very short sentence.\n\nAssistant:"
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser."""
-    parser = argparse.ArgumentParser("jaxspec send-one", description=__doc__, allow_abbrev=False)
+    parser = CommandParser("jaxspec send-one", description=__doc__, allow_abbrev=False)
     parser.add_argument("target", nargs="?", default=URL, metavar="URL", help=f"of a server ({URL})")
     add_value(parser, "--prompt", str, None, "TEXT", "a text to continue (one for a program, JSON or the picture)")
     add_value(parser, "--image", str, None, "SOURCE", "a picture's path or URL; the server decides on URLs")
