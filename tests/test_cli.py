@@ -85,6 +85,8 @@ def test_a_closed_pipe_ends_it_without_a_traceback():
     (["zzz"], "no command 'zzz'; there are decode, "),
     ([], "bench: give a command: decode, "),
     (["decode", "--concurrency", "x"], "bench decode: argument --concurrency: takes a list like 1,8,32 of"),
+    (["sums", "--tp-size", "1"], "argument --tp-size: must be at least 2 devices, got '1'"),
+    (["adaptive", "--accept-rates", "0.5", "--learn", "-1"], "--learn: must be a number of at least 0, got '-1'"),
 ])  # fmt: skip
 def test_errors_of_benchmarks_name_the_nearest(capsys, argv, says):
     with pytest.raises(SystemExit) as error:

@@ -45,7 +45,7 @@ from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Tab
 from jaxspec.checkpoint import load_target
 from jaxspec.compiling.round_timing import time_rounds
 from jaxspec.config.engine_config import EngineConfig
-from jaxspec.config.flags import add_value, checked, engine_options, positive
+from jaxspec.config.flags import above_zero, add_value, checked, engine_options, from_zero, positive
 from jaxspec.config.request import SamplingParams
 from jaxspec.drafters.base import SkippedDrafter
 from jaxspec.drafters.loading import load_drafter
@@ -100,8 +100,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--accept-rates", type=rates, action="append", required=True, metavar="P,P,...[/P,P,...]", help=said)
     value("--output-len", positive, 128, "TOKENS", "of every request in a turn")
     value("--turns", positive, 4, "N", "of all settings, at each load")
-    value("--learn", float, 4.0, "S", "of adaptive drafting before the turns")
-    value("--rise-and-fall", float, None, "S", "and hold each load for so long, up and down again")
+    value("--learn", from_zero, 4.0, "S", "of adaptive drafting before the turns")
+    value("--rise-and-fall", above_zero, None, "S", "and hold each load for so long, up and down again")
     defaults = {"draft_policy": "auto", "disable_structured_output": True}
     engines.add_arguments(parser, without=("skip_warmup", "few_programs"), **defaults)
 
@@ -147,6 +147,7 @@ def _start(args: argparse.Namespace, result: Result) -> Engine:
     first = args.accept_rates[0]
     options["num_draft_tokens"] = options["num_draft_tokens"] or len(first[0])
     config = EngineConfig(**options)
+    engines.check_room(args, args.prompt_len, args.output_len)
     model = load_target(config)
     lists = math.lcm(*map(len, args.accept_rates))
     engine = Engine(

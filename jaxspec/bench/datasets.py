@@ -161,6 +161,15 @@ def check(args: argparse.Namespace) -> None:
         _read(args)
 
 
+def longest(args: argparse.Namespace) -> tuple[int, int]:
+    """The most tokens of a prompt that is made here, and of its answer; 0 for a file's prompts, which vary."""
+    if args.dataset not in SYNTHETIC:
+        return 0, args.output_len.most
+    prompts = args.turns if args.dataset == "conversations" else 1
+    prefix = 0 if args.dataset == "random" else args.prefix_len
+    return prefix + prompts * args.prompt_len.most, args.output_len.most
+
+
 def params(args: argparse.Namespace) -> SamplingParams:
     """Sampling of a load whose prompts don't say otherwise: random ones run to their full length."""
     synthetic = args.dataset in SYNTHETIC

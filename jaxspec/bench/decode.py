@@ -86,7 +86,8 @@ def run(args: argparse.Namespace, result: Result) -> None:
             raise BenchError("--lora compares rounds with and without adapters; drop --overlap both")
         args.enable_lora, args.max_loras = True, args.max_loras or args.lora
         args.max_lora_rank = args.max_lora_rank or 16
-    engine = engines.start(args, result, max(args.concurrency), imposed.imposed(args))
+    lengths = args.prompt_len, args.output_len
+    engine = engines.start(args, result, max(args.concurrency), imposed.imposed(args), lengths=lengths)
     adapters = random_adapters(engine, args.lora, args.max_lora_rank) if args.lora else []
     result.fact(width=engine.runner.width, kv_dtype=engines.kv_dtype(engine))
     modes = {"both": ("off", "on"), None: ("off" if args.disable_overlap else "on",)}.get(args.overlap, (args.overlap,))

@@ -12,7 +12,7 @@ from jaxspec.bench import forced
 from jaxspec.bench.imposed import Imposed
 from jaxspec.bench.results import BenchError, Result, device_facts, memory_facts
 from jaxspec.cache.paged import page_dtype
-from jaxspec.checkpoint import Model, load_target
+from jaxspec.checkpoint import Model, load_target, resolve
 from jaxspec.compiling.ladder import ADAPTED, One
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.flags import add_engine_flags, engine_options
@@ -66,14 +66,26 @@ def check(args: argparse.Namespace) -> None:
     check_drafter(EngineConfig(**engine_options(args)))
 
 
+def check_room(args: argparse.Namespace, prompt_len: int, output_len: int) -> None:
+    """**Raises:** `BenchError` for requests that are longer than the context, before the engine starts."""
+    found = resolve(args.model, args.revision, load_format=args.load_format)
+    context = args.context_length or found.config.max_position
+    if prompt_len + output_len > context:
+        raise BenchError(
+            f"prompts of {prompt_len} tokens and {output_len} new ones exceed the context of {context}; make them "
+            "shorter, or raise --context-length"
+        )
+
+
 def make(
     args: argparse.Namespace,
     requests: int,
     imposed: Imposed | None = None,
     alter: Callable[[Model], Model] = lambda model: model,
+    lengths: tuple[int, int] = (0, 0),
 ) -> Engine:
     """The engine of the command line, with slots for `requests` at once unless it says otherwise; `alter` is done to
-    its model first."""
+    its model first. `lengths`: the most tokens of a prompt, and of its answer."""
     options = engine_options(args)
     options["max_running_requests"] = options["max_running_requests"] or requests
     if options["max_running_requests"] < requests:
@@ -83,6 +95,7 @@ def make(
             raise BenchError(f"{imposed.said} needs a drafter; --draft is none. Name one, for example --draft ngram")
         options["num_draft_tokens"] = options["num_draft_tokens"] or imposed.drafts
     config = EngineConfig(**options)
+    check_room(args, *lengths)
     model = alter(load_target(config))
     draft = load_drafter(config.draft, model, config)
     if imposed is not None:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxspec.cache.paged import kv_bytes_per_token
 from jaxspec.cache.recurrent import state_bytes
 from jaxspec.checkpoint import Model
+from jaxspec.config.flags import above_zero
 from jaxspec.models.memory import PagedRows
 from jaxspec.models.weights import Weight
 from jaxspec.pallas.experts.experts_mlp import expected_experts
@@ -39,9 +40,9 @@ class Ceilings:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the floor")
     help_text = "what a copy reaches, reads and writes counted (default: %(default)s, measured on an H200)"
-    group.add_argument("--bandwidth", type=float, default=4.3, metavar="TB/S", help=help_text)
+    group.add_argument("--bandwidth", type=above_zero, default=4.3, metavar="TB/S", help=help_text)
     help_text = "what a large bf16 matmul reaches (default: %(default)s, measured on an H200)"
-    group.add_argument("--flops", type=float, default=780.0, metavar="TFLOP/S", help=help_text)
+    group.add_argument("--flops", type=above_zero, default=780.0, metavar="TFLOP/S", help=help_text)
 
 
 def ceilings(args: argparse.Namespace) -> Ceilings:

@@ -97,7 +97,7 @@ def run(args: argparse.Namespace, result: Result) -> None:
     """Every closed loop, then all arrivals. Without warm-up their programs are compiled first, and met once."""
     datasets.check(args)
     most = max(args.concurrency)
-    engine = engines.start(args, result, most, imposed.imposed(args))
+    engine = engines.start(args, result, most, imposed.imposed(args), lengths=datasets.longest(args))
     take = datasets.source(args, engine.model_config.vocab_size)
     params = datasets.params(args)
     if engine.config.skip_warmup:

@@ -85,7 +85,7 @@ def run(args: argparse.Namespace, result: Result) -> None:
     if args.profile:
         profile.require_gpu()
     requests = min(max(_batch(args, length) for length in args.lengths), 128)
-    engine = engines.start(args, result, requests)
+    engine = engines.start(args, result, requests, lengths=(max(args.lengths), 1))
     if args.attention_only and not engine.model_config.recurrent:
         raise BenchError(f"--attention-only: {args.model} has no linear attention to compare with. Drop it")
     _lengths(args, result, engine, OWN if args.attention_only else None)

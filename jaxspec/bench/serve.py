@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.bench import datasets, latency, plots, traffic
+from jaxspec.bench import datasets, engines, latency, plots, traffic
 from jaxspec.bench.client import Client, Reply
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table, counts, device_facts
 from jaxspec.bench.spawn import running_server
@@ -93,6 +93,8 @@ def run(args: argparse.Namespace, result: Result) -> None:
     options["max_running_requests"] = options["max_running_requests"] or max(args.concurrency)
     config = EngineConfig(**options)  # errors come before a server is started
     datasets.check(args)
+    if not args.url:
+        engines.check_room(args, *datasets.longest(args))
     loads = None
     if args.url:
         asyncio.run(over_http(args.url, args, result))

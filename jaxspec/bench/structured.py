@@ -97,7 +97,8 @@ def run(args: argparse.Namespace, result: Result) -> None:
             return model
         return dataclasses.replace(model, tokenizer=Tokenizer.from_folder(args.tokenizer))
 
-    engine = engines.start(args, result, max(args.concurrency), alter=with_tokenizer)
+    lengths = args.prompt_len, args.output_len
+    engine = engines.start(args, result, max(args.concurrency), alter=with_tokenizer, lengths=lengths)
     if engine.grammars is None:
         raise BenchError(
             f"{args.model} serves no structured output: give --tokenizer, and no --disable-structured-output"

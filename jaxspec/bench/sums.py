@@ -23,7 +23,7 @@ from jaxtyping import Array
 
 from jaxspec.bench import plots, profile
 from jaxspec.bench.results import Column, Document, Result, Row, Table, counts, device_facts
-from jaxspec.config.flags import positive
+from jaxspec.config.flags import checked
 from jaxspec.pallas.collectives import peer_sum
 from jaxspec.parallel import peers, sharding
 
@@ -48,13 +48,14 @@ TABLES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--tp-size", type=positive, default=2, metavar="N", help="devices (%(default)s)")
+    several = checked(int, "must be at least 2 devices", lambda count: count >= 2)
+    add("--tp-size", type=several, default=2, metavar="N", help="devices (%(default)s)")
     add("--ways", choices=("all", "psum"), default="all", help="psum: that alone (%(default)s)")
     add("--kilobytes", type=counts("2,64,2048"), default="2,8,16,32,64,128,256,512,1024,2048", help="(%(default)s)")
 
 
 def run(args: argparse.Namespace, result: Result) -> None:
-    mesh = sharding.mesh_of(max(args.tp_size, 2))
+    mesh = sharding.mesh_of(args.tp_size)
     opened, reason = peers.open_peers(mesh) if args.ways == "all" else (None, "not asked for")
     result.fact(**device_facts(), ranks=mesh.size, peers=reason or "each device reads the others' memory")
     if reason:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -126,4 +127,6 @@ def add_value(
 
 
 positive = checked(int, "must be an integer of at least 1", lambda value: value >= 1)
+above_zero = checked(float, "must be a number above 0", lambda value: 0 < value < math.inf)
+from_zero = checked(float, "must be a number of at least 0", lambda value: 0 <= value < math.inf)
 natural = checked(int, "must be an integer of at least 0", lambda value: value >= 0)

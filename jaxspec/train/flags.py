@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,16 @@ from pathlib import Path
 from jaxspec.bench.matched import budget, listed
 from jaxspec.bench.results import counts
 from jaxspec.cli import called
-from jaxspec.config.flags import CommandParser, add_engine_flags, add_value, checked, natural, positive
+from jaxspec.config.flags import (
+    CommandParser,
+    above_zero,
+    add_engine_flags,
+    add_value,
+    checked,
+    from_zero,
+    natural,
+    positive,
+)
 from jaxspec.drafters.blocks.dspark import HEADS
 from jaxspec.train.losses import KINDS
 
@@ -19,8 +27,6 @@ TOOLS = "data", "features", "token-map", "compare", "evaluate"  # subcommands th
 _FORMAT = argparse.RawDescriptionHelpFormatter
 TEXTS_HELP = "self: the model writes prompts, too; JSON: chats, or prompts; any other text: a prompt a line"
 
-_above_zero = checked(float, "must be a number above 0", lambda value: 0 < value < math.inf)
-_from_zero = checked(float, "must be a number of at least 0", lambda value: 0 <= value < math.inf)
 _temperatures = checked(
     lambda text: tuple(map(float, text.split(","))),
     "must be temperatures from 0 to 100, with commas between",
@@ -108,20 +114,20 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add, value = group.add_argument, partial(add_value, group)
     budget = group.add_mutually_exclusive_group(required=True)
     add_value(budget, "--steps", positive, None, "N", "batches to train on")
-    add_value(budget, "--minutes", _above_zero, None, "M", "time to train; the first 30 steps set their number")
+    add_value(budget, "--minutes", above_zero, None, "M", "time to train; the first 30 steps set their number")
     value("--batch-size", positive, 16, "ROWS", "rows of a step, over all GPUs")
-    value("--learning-rate", _above_zero, 1e-3, "RATE", "its highest value")
+    value("--learning-rate", above_zero, 1e-3, "RATE", "its highest value")
     value("--warm-up", natural, 100, "STEPS", "steps of rising learning rate")
     optimizers = "Muon for matrices, or AdamW alone (%(default)s)"
     add("--optimizer", choices=("muon", "adamw"), default="muon", help=optimizers)
-    value("--weight-decay", _from_zero, 0.01, "X", "weight decay")
-    value("--clip", _above_zero, 1.0, "NORM", "largest norm of the gradient")
+    value("--weight-decay", from_zero, 0.01, "X", "weight decay")
+    value("--clip", above_zero, 1.0, "NORM", "largest norm of the gradient")
     losses = "; ".join(f"{name}: {text}" for name, text in KINDS.items())
     said = f"%(default)s by default. {losses}; module:function: your own"
     add("--loss", type=_loss, default="soft", metavar="LOSS", help=said)
     own = "your own subclass of the method's objective"
     add("--objective", metavar="module:Class", help=own)
-    value("--save-every", _from_zero, 60.0, "SECONDS", "time between checkpoints")
+    value("--save-every", from_zero, 60.0, "SECONDS", "time between checkpoints")
     value("--log-every", positive, 10, "STEPS", "steps between log lines")
     group = parser.add_argument_group("the drafter's size")
     value = partial(add_value, group)
@@ -148,7 +154,7 @@ def _add_eagle3(parser: argparse.ArgumentParser) -> None:
     text = "draft only the N most frequent tokens, with a head of its own; 0: all tokens, with the target's head"
     value("--draft-vocab-size", natural, None, "N", f"{text} (0)")
     value("--unroll", positive, 7, "STEPS", "drafts in a row to train on")
-    value("--decay", _above_zero, 0.8, "X", "loss weight of each step over the one before")
+    value("--decay", above_zero, 0.8, "X", "loss weight of each step over the one before")
 
 
 def _add_dspark(parser: argparse.ArgumentParser) -> None:
@@ -167,11 +173,11 @@ def _add_lilicorr(value: Callable[..., None]) -> None:
     value("--network-layers", positive, None, "N", "its layers (2)")
     value("--network-heads", positive, None, "N", "its attention heads (the drafter's)")
     value("--factor-size", positive, None, "N", "numbers of the vectors whose products are scores (128)")
-    value("--choice-weight", _from_zero, 0.25, "X", "weight of the cross-entropy of candidates' scores")
-    value("--lead-weight", _from_zero, 0.0, "X", "weight of what the right candidate lacks of a lead")
-    value("--lead", _above_zero, 2.0, "X", "the lead that it should have")
+    value("--choice-weight", from_zero, 0.25, "X", "weight of the cross-entropy of candidates' scores")
+    value("--lead-weight", from_zero, 0.0, "X", "weight of what the right candidate lacks of a lead")
+    value("--lead", above_zero, 2.0, "X", "the lead that it should have")
     text = "weight of how much less the target thinks of the candidates that would be drafted"
-    value("--penalty-weight", _from_zero, 0.25, "X", text)
+    value("--penalty-weight", from_zero, 0.25, "X", text)
 
 
 def _add_dflash2(value: Callable[..., None]) -> None:
@@ -187,7 +193,7 @@ def _add_domino(value: Callable[..., None]) -> None:
     value("--uncorrected", natural, None, "N", "first drafts of a block to which nothing is added (1)")
     share = checked(float, "must be a number from 0 to 1", lambda value: 0 <= value <= 1)
     value("--base-weight", share, 1.0, "X", "share of the loss without corrections at first; it falls to 0")
-    value("--base-share", _above_zero, 0.5, "X", "share of the run after which it is 0")
+    value("--base-share", above_zero, 0.5, "X", "share of the run after which it is 0")
 
 
 def _add_dflash(parser: argparse.ArgumentParser) -> None:
@@ -195,7 +201,7 @@ def _add_dflash(parser: argparse.ArgumentParser) -> None:
     value = partial(add_value, parser.add_argument_group("blocks"))
     value("--block-size", positive, None, "TOKENS", "the known token and its drafts (8)")
     value("--anchors", positive, None, "N", "blocks in each row (row length / block size)")
-    value("--gamma", _above_zero, None, "X", "drafts after which a draft's weight has fallen by e (block size / 2)")
+    value("--gamma", above_zero, None, "X", "drafts after which a draft's weight has fallen by e (block size / 2)")
     value("--mask-token-id", natural, None, "ID", "id of the mask token (the highest id that no text has)")
 
 
@@ -215,7 +221,7 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
     value("--num-prompts", positive, None, "N", "questions of each file (all)")
     value("--max-new-tokens", positive, 256, "N", "most of an answer")
     value("--batch-size", positive, 16, "ROWS", "rows of a step, over all GPUs")
-    value("--learning-rate", _above_zero, 1e-3, "RATE", "its highest value")
+    value("--learning-rate", above_zero, 1e-3, "RATE", "its highest value")
     value("--warm-up", natural, 100, "STEPS", "steps of rising learning rate")
     add("--no-plots", action="store_true", help="no charts, which need matplotlib")
     _add_writing(parser)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxspec.bench import __main__ as bench
-from jaxspec.bench import decode, engines, prefill, results, traffic
+from jaxspec.bench import adaptive, decode, engines, prefill, results, traffic
 from jaxspec.checkpoint import load_model
 from jaxspec.compiling.ladder import ladder_of
 from jaxspec.models.description import DeltaRule
@@ -182,7 +182,7 @@ def test_prefill_times_each_prompt_from_when_it_was_queued(monkeypatch):
     (["--profile"], "--profile lists GPU kernels, and this is a cpu"),
     (["--accept-rates", "0.5,1.5"], "of numbers from 0 to 1"),
     (["--concurrency", "4", "--max-running-requests", "2"], "--max-running-requests 2 is less than 4 at once"),
-    (["--prompt-len", "250", "--output-len", "50"], "256"),
+    (["--bandwidth", "0"], "--bandwidth: must be a number above 0, got '0'"),
     (["--page-size", "0"], "--page-size"),
 ])  # fmt: skip
 def test_what_cannot_work_is_a_usage_error(tiny, argv, said, capsys):
@@ -190,6 +190,24 @@ def test_what_cannot_work_is_a_usage_error(tiny, argv, said, capsys):
         bench.main(["decode", *tiny, "--concurrency", "1", *argv])
     assert stop.value.code == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv, said", [
+    (["decode", "--prompt-len", "250", "--output-len", "50"], "prompts of 250 tokens and 50 new ones"),
+    (["structured", "--prompt-len", "250", "--output-len", "50"], "prompts of 250 tokens and 50 new ones"),
+    (["adaptive", "--accept-rates", "0.5", "--draft", "ngram"], "prompts of 256 tokens and 128 new ones"),
+    (["prefill", "--lengths", "16,256"], "prompts of 256 tokens and 1 new ones"),
+    (["load", "--dataset", "shared-prefix", "--prefix-len", "9", "--prompt-len", "30-70", "--output-len", "180"],
+     "prompts of 79 tokens and 180 new ones"),
+    (["serve", "--dataset", "conversations", "--prefix-len", "0", "--prompt-len", "30", "--output-len", "20-40"],
+     "prompts of 240 tokens and 40 new ones"),
+])  # fmt: skip
+def test_requests_beyond_the_context_are_refused_before_the_model_is_loaded(tiny, argv, said, capsys, monkeypatch):
+    monkeypatch.setattr(engines, "load_target", None)
+    monkeypatch.setattr(adaptive, "load_target", None)
+    with pytest.raises(SystemExit):
+        bench.main([*argv, *tiny[:4]])
+    assert f"{said} exceed the context of 256" in capsys.readouterr().err
 
 
 def test_the_device_is_claimed_before_anything_asks_for_it(monkeypatch, capsys):
