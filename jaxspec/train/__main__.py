@@ -26,7 +26,7 @@ from jaxspec.bench import matched
 from jaxspec.bench.__main__ import main as bench
 from jaxspec.bench.results import BenchError
 from jaxspec.cache.memory_plan import claim_device
-from jaxspec.checkpoint import CheckpointError, Model, load_model, resolve
+from jaxspec.checkpoint import CheckpointError, Model, load_model, locate, resolve
 from jaxspec.cli import without_traceback
 from jaxspec.compiling.executable_store import enable_compilation_cache
 from jaxspec.config.flags import engine_options, parse
@@ -38,7 +38,7 @@ from jaxspec.models.model_config import ModelConfig
 from jaxspec.text import prompts
 from jaxspec.text.errors import TokenizerError
 from jaxspec.train import evaluate, export, features, flags, loop, plots, synthesise
-from jaxspec.train.blocks.dflash import DFlashObjective
+from jaxspec.train.blocks.dflash import CorrectedObjective, DFlashObjective
 from jaxspec.train.blocks.dflash2 import DFlash2Objective
 from jaxspec.train.blocks.domino import DominoObjective
 from jaxspec.train.blocks.dspark import DSparkObjective
@@ -48,7 +48,7 @@ from jaxspec.train.data import Text, TrainError, count, holds_texts, read_texts,
 from jaxspec.train.eagle3 import Eagle3Objective
 from jaxspec.train.folder import agree, as_stored, fingerprint, held, make, read, write
 from jaxspec.train.interrupted import terminable
-from jaxspec.train.losses import KINDS, imported
+from jaxspec.train.losses import KINDS, check_loss
 from jaxspec.train.objective import Objective, own, reader, without_layers
 from jaxspec.train.packing import pack
 from jaxspec.train.promoted import is_dflash, promote
@@ -68,6 +68,14 @@ _FREE = {
 _RECIPE = (
     "model", "data", "num_samples", "temperature", "max_answer_tokens", "max_prompt_tokens", "row_length", "seed",
 )  # fmt: skip
+OBJECTIVES = {
+    "eagle3": Eagle3Objective,
+    "dflash": DFlashObjective,
+    "dflash2": DFlash2Objective,
+    "dspark": DSparkObjective,
+    "domino": DominoObjective,
+    "lilicorr": LiLiCorrObjective,
+}
 ERRORS = BenchError, CheckpointError, ConfigError, RequestError, TokenizerError, prompts.DataError, TrainError
 _OF_TEXTS = "texts", "data_sha256"  # facts that are known once the texts are written
 
@@ -140,7 +148,7 @@ def _train(args: argparse.Namespace) -> None:
         plots.check()
     settings = loop.Settings(**{each.name: getattr(args, each.name) for each in dataclasses.fields(loop.Settings)})
     config = resolve(args.model).config
-    _check(args)
+    _check(args, config)
     facts = {name: value for name, value in vars(args).items() if name not in _FREE} | {"method": args.command}
     with held(args.output):
         steps = loop.check_run(args.output, facts, _OF_TEXTS)
@@ -165,7 +173,7 @@ def _compare(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         plots.check()
     drafters, texts, config = [each for each in found if not each.plain], args.data, resolve(args.model).config
     for each in drafters:  # all of them before hours of the first
-        _check(each.args)
+        _check(each.args, config)
         try:
             most = _check_shape(each.args, config)
         except (CheckpointError, ConfigError, TrainError) as error:
@@ -207,11 +215,19 @@ def _served(args: argparse.Namespace, each: matched.Contender, files: Sequence[P
     return document
 
 
-def _check(args: argparse.Namespace) -> None:
+def _objective(args: argparse.Namespace) -> type[Objective]:
+    """The method's objective, or the user's in its place."""
+    kind = OBJECTIVES[args.command]
+    return own(args.objective, kind) if args.objective else kind
+
+
+def _check(args: argparse.Namespace, config: ModelConfig) -> None:
     """Refuse what can't be trained, before texts are written."""
-    for flag, name in (("--loss", args.loss), ("--objective", args.objective)):
-        if name and name not in KINDS:
-            imported(flag, name)
+    kind = _objective(args)
+    if args.loss not in KINDS:
+        width = locate(args.init).hf.get("draft_vocab_size") if args.init else getattr(args, "draft_vocab_size", None)
+        guesses = args.unroll if args.command == "eagle3" else 1 + issubclass(kind, CorrectedObjective)
+        check_loss(args.loss, guesses, width or config.vocab_size)
     loop.check_batch(args.batch_size)
     promoted = args.command == "dspark" and args.init and is_dflash(args.init)
     free = _PROMOTED if promoted else ()
@@ -259,8 +275,6 @@ def _train_on(path: Path, args: argparse.Namespace, settings: loop.Settings, fac
     data = pack(training, args.row_length, args.batch_size, args.seed, alone)
     run = loop.Run(args.output, facts | dict(zip(_OF_TEXTS, (len(texts), fingerprint(source)), strict=True)))
     fresh, objective = (_eagle3 if args.command == "eagle3" else _block)(args, target, training)
-    if args.objective:
-        objective = own(args.objective, objective)
     layers = objective.drafter.feature_layers
     data = dataclasses.replace(data, feature_layers=layers)
     if "layers" in whole.params and whole.tp_size > 1:
@@ -289,7 +303,7 @@ def _eagle3(args: argparse.Namespace, target: Model, texts: list[Text]) -> tuple
         vocabulary = _most_frequent(texts, known, size) if size else None
         fresh = export.fresh_eagle3(folder, target, _shape(args, 1), vocabulary, args.seed)
     dtype = target.dtype
-    return fresh, Eagle3Objective(fresh.drafter, target.config, dtype, args.loss, args.unroll, args.decay)
+    return fresh, _objective(args)(fresh.drafter, target.config, dtype, args.loss, args.unroll, args.decay)
 
 
 def _block(args: argparse.Namespace, target: Model, texts: list[Text]) -> tuple[export.Fresh, Objective]:
@@ -308,15 +322,12 @@ def _block(args: argparse.Namespace, target: Model, texts: list[Text]) -> tuple[
     given = fresh.drafter, target.config, target.dtype, args.loss, anchors, gamma
     match args.command:
         case "dspark":
-            return fresh, DSparkObjective(*given, args.weigh_rounds)
-        case "dflash2":
-            return fresh, DFlash2Objective(*given)
+            given += (args.weigh_rounds,)
         case "domino":
-            return fresh, DominoObjective(*given, args.base_weight, args.base_share)
+            given += args.base_weight, args.base_share
         case "lilicorr":
-            terms = Terms(args.choice_weight, args.lead_weight, args.penalty_weight, args.lead)
-            return fresh, LiLiCorrObjective(*given, terms)
-    return fresh, DFlashObjective(*given)
+            given += (Terms(args.choice_weight, args.lead_weight, args.penalty_weight, args.lead),)
+    return fresh, _objective(args)(*given)
 
 
 def _fresh_block(args: argparse.Namespace, target: Model, texts: list[Text]) -> export.Fresh:
@@ -370,10 +381,10 @@ def _texts_file(args: argparse.Namespace) -> Path:
     if args.data != "self" and (features.holds_features(given) or holds_texts(given)):
         return given
     path = args.output / "data.jsonl"
+    if args.data != "self":
+        prompts.read(given)  # errors come before an engine
     _settle_recipe(args, path)
     if not path.exists():
-        if args.data != "self":
-            prompts.read(given)  # errors come before an engine
         recipe = synthesise.Recipe(
             args.temperature, args.max_answer_tokens, args.max_prompt_tokens, args.row_length, args.seed
         )

@@ -128,17 +128,28 @@ class Scorer:
         return -jnp.take_along_axis(log_q, jnp.broadcast_to(answer, log_q.shape[:-1])[..., None], axis=-1)[..., 0]
 
 
+def check_loss(name: str, guesses: int, width: int) -> None:
+    """Trace a loss of the user's over a few rows, of `guesses` over `width` tokens at each, without computing it.
+
+    **Raises:** `TrainError` if it isn't a function, or gives other shapes; and as the function itself.
+    """
+    floats = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
+    answer = jax.ShapeDtypeStruct((2, 3), jnp.int32)
+    jax.eval_shape(partial(_own, name), floats(guesses, 2, 3, width), floats(2, 3, width), floats(2, 3, 1), answer)
+
+
 def _own(name: str, log_q: Array, truth: Array, everything: Array, answer: Array) -> Float[Array, "s b c"]:
     losses = imported("--loss", name)(log_q, truth, everything, answer)
-    if jnp.shape(losses) != log_q.shape[:-1]:
-        raise TrainError(f"--loss {name} must give a loss for each of {log_q.shape[:-1]} rows, got {jnp.shape(losses)}")
+    shape = getattr(losses, "shape", type(losses).__name__)
+    if shape != log_q.shape[:-1]:
+        raise TrainError(f"--loss {name} must give a loss for each of {log_q.shape[:-1]} rows, got {shape}")
     return losses
 
 
 def imported(flag: str, name: str) -> Any:
-    """Import `module:name`.
+    """Import `module:name`: a function for `--loss`, a class for `--objective`.
 
-    **Raises:** `TrainError` if it can't be imported.
+    **Raises:** `TrainError` if it can't be imported, or is another thing.
     """
     module, _, own = name.partition(":")
     try:
@@ -146,8 +157,10 @@ def imported(flag: str, name: str) -> Any:
     except (ImportError, AttributeError, ValueError) as error:
         example = {"--loss": "module:function, such as mine:narrow", "--objective": "module:Class, such as mine:Own"}
         raise TrainError(f"{flag} {name} must be {example[flag]}: {error}") from error
-    if not callable(found):
-        raise TrainError(f"{flag} {name} must be a function or a class, got {type(found).__name__}")
+    is_class, wants_class = isinstance(found, type), flag == "--objective"
+    if is_class != wants_class or not callable(found):
+        got = "a class" if is_class else type(found).__name__
+        raise TrainError(f"{flag} {name} must be a {'class' if wants_class else 'function'}, got {got}")
     return found
 
 

@@ -6,6 +6,7 @@ the layers. What comes out stands in for the target's own forward, as features f
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -152,16 +153,19 @@ class _Reads:
     feature_layers: tuple[int, ...]
 
 
-def own(name: str, objective: Objective) -> Objective:
-    """An objective of the user's, `module:Class`, in place of the method's, of which it is a subclass. Fields that it
-    adds keep their defaults.
+def own(name: str, kind: type[Objective]) -> type[Objective]:
+    """Import an objective of the user's, `module:Class`, to take the place of the method's `kind`.
 
-    **Raises:** `TrainError` for a class that can't be imported, or isn't a subclass.
+    **Raises:** `TrainError` for a class that can't be imported, isn't a subclass, or adds fields without defaults.
     """
-    found, kind = imported("--objective", name), type(objective)
-    if not (isinstance(found, type) and issubclass(found, kind)):
+    found = imported("--objective", name)
+    if not issubclass(found, kind):
         raise TrainError(f"--objective {name} must be a subclass of {kind.__module__}.{kind.__name__}")
-    return found(**{field.name: getattr(objective, field.name) for field in fields(objective)})
+    try:
+        inspect.signature(found).bind(*fields(kind))
+    except TypeError as error:
+        raise TrainError(f"--objective {name} must take {kind.__name__}'s fields alone: {error}") from error
+    return found
 
 
 def check_rows(rows: int) -> None:

@@ -166,7 +166,7 @@ def command(tmp_path, monkeypatch, contenders):
         Path(argv[argv.index("--json") + 1]).write_text(json.dumps(made))
 
     monkeypatch.setattr(train, "_train", trained.append)
-    monkeypatch.setattr(train, "_check", lambda args: None)
+    monkeypatch.setattr(train, "_check", lambda *_: None)
     monkeypatch.setattr(train, "_check_shape", lambda args, config: None)
     monkeypatch.setattr(train, "resolve", lambda model: argparse.Namespace(config=None))
     monkeypatch.setattr(train, "bench", bench)

@@ -14,7 +14,7 @@ from jaxspec.train.data import TrainError
 from jaxspec.train.eagle3 import Eagle3Objective
 from jaxspec.train.losses import Rows, Scorer
 from jaxspec.train.objective import own
-from tests.support.tiny import tiny_config
+from tests.support.tiny import tiny_checkpoint, tiny_config
 
 V, D, S, B, R = 40, 8, 2, 2, 7
 CONFIG = ModelConfig.from_hf(tiny_config("llama", vocab=V, hidden_size=D, tie_word_embeddings=True))
@@ -128,7 +128,8 @@ def test_a_loss_of_ones_own_has_gradients():
 @pytest.mark.parametrize("name, message", [
     ("nowhere:loss", "--loss nowhere:loss must be module:function, such as mine:narrow: No module named 'nowhere'"),
     (f"{__name__}:lost", "has no attribute 'lost'"),
-    (f"{__name__}:V", "must be a function or a class, got int"),
+    (f"{__name__}:V", "must be a function, got int"),
+    (f"{__name__}:Doubled", "must be a function, got a class"),
 ])  # fmt: skip
 def test_a_loss_that_is_not_there(name, message):
     with pytest.raises(TrainError, match=message):
@@ -140,16 +141,42 @@ class Doubled(Eagle3Objective):
     factor: float = 2.0
 
 
+class Lacking(Eagle3Objective):
+    def __init__(self, drafter, target, dtype, kind, steps, decay, factor):
+        pass
+
+
 def test_an_objective_of_ones_own_has_the_methods_settings():
-    given = Eagle3Objective(None, CONFIG, "float32", "soft", 3, 0.5)
-    mine = own(f"{__name__}:Doubled", given)
+    mine = own(f"{__name__}:Doubled", Eagle3Objective)(None, CONFIG, "float32", "soft", 3, 0.5)
     assert isinstance(mine, Doubled) and (mine.steps, mine.decay, mine.factor) == (3, 0.5, 2.0)
-    with pytest.raises(TrainError, match="must be a subclass of jaxspec"):
-        own(f"{__name__}:inputs", given)
+    for name, said in (
+        ("inputs", "must be a class, got function"),
+        ("Scorer", "must be a subclass of jaxspec.train.eagle3.Eagle3Objective"),
+        ("Lacking", "must take Eagle3Objective's fields alone: missing a required argument: 'factor'"),
+    ):
+        with pytest.raises(TrainError, match=said):
+            own(f"{__name__}:{name}", Eagle3Objective)
 
 
-def test_ones_own_are_looked_for_before_texts_are_written(tmp_path, capsys):
-    command = ["eagle3", "--model", "m", "--data", "self", "--steps", "3", "--output", str(tmp_path), "--no-plots"]
+def of_two(log_q, truth):
+    return log_q.sum(-1)
+
+
+def of_one_vocabulary(log_q, truth, everything, answer):
+    return (log_q - jnp.zeros(24)).sum(-1)
+
+
+@pytest.mark.parametrize("flags, said", [
+    (["--loss", "sift"], "argument --loss: must be soft, hard, overlap or module:function, got 'sift'"),
+    (["--loss", f"{__name__}:Doubled"], "must be a function, got a class"),
+    (["--loss", f"{__name__}:scalar"], "must give a loss for each of (3, 2, 3) rows, got ()"),
+    (["--loss", f"{__name__}:of_two"], "of_two fails: TypeError: of_two() takes 2 positional arguments but 4 were"),
+    (["--loss", f"{__name__}:of_one_vocabulary"], "[(3, 2, 3, 64), (24,)]"),
+    (["--loss", f"{__name__}:of_one_vocabulary", "--draft-vocab-size", "24"], "--data"),  # the loss is fine,
+    (["--objective", f"{__name__}:Scorer"], "must be a subclass of jaxspec.train.eagle3.Eagle3Objective"),
+])  # fmt: skip
+def test_ones_own_are_checked_before_texts_are_written(flags, said, tmp_path, capsys):
+    command = ["eagle3", "--model", str(tiny_checkpoint()), "--data", str(tmp_path / "none"), "--steps", "3"]
     with pytest.raises(SystemExit):
-        main([*command, "--loss", "sift"])
-    assert "--loss: must be soft, hard, overlap or module:function, got 'sift'" in capsys.readouterr().err
+        main([*command, "--unroll", "3", "--output", str(tmp_path), "--no-plots", *flags])
+    assert said in capsys.readouterr().err
