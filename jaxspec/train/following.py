@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from numbers import Real
 from typing import Any
 
 import jax
@@ -10,12 +12,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int
 
+from jaxspec.config.json_values import shown
 from jaxspec.config.options import ConfigError
 from jaxspec.drafters.blocks.domino import Domino
 from jaxspec.drafters.blocks.dspark import DSpark
 from jaxspec.drafters.blocks.lilicorr import LiLiCorr
 from jaxspec.drafters.dflash import DERIVED, DFlash
 from jaxspec.drafters.eagle import Eagle3
+from jaxspec.engine.functional import integers
 from jaxspec.engine.llm import LLM
 from jaxspec.engine.scoring import any_order
 from jaxspec.train.blocks.dflash import DFlashObjective
@@ -39,12 +43,20 @@ class Follower:
 
     **Arguments:** `llm`: its drafter is an EAGLE-3 or MTP one, or of `BLOCKS`, unquantised and on one device.
     `learning_rate`: constant. `unroll`: of EAGLE-3 and MTP, drafts in a row to train on; None: as many as the engine
-    drafts.
+    drafts. `optimizer`: adamw or muon.
 
-    **Raises:** `ConfigError` for another drafter.
+    **Raises:** `ConfigError` for another drafter, and for what is no engine, rate, unroll or optimizer.
     """
 
     def __init__(self, llm: LLM, learning_rate: float = 1e-4, unroll: int | None = None, optimizer: str = "adamw"):
+        if not isinstance(llm, LLM):
+            raise ConfigError(f"llm must be a jaxspec.LLM, whose drafter is to follow, got {shown(llm)}")
+        if optimizer not in ("adamw", "muon"):
+            raise ConfigError(f"optimizer must be adamw or muon, got {shown(optimizer)}")
+        if not (isinstance(learning_rate, Real) and 0 < learning_rate < math.inf):
+            raise ConfigError(f"learning_rate must be a number above 0, got {shown(learning_rate)}")
+        if unroll is not None and not (type(unroll) is int and unroll >= 1):
+            raise ConfigError(f"unroll must be an integer of at least 1, or None, got {shown(unroll)}")
         self._runner = runner = llm.engine.runner
         drafter, given = runner.draft.drafter, runner.draft.params
         reason = "it is on several devices" if runner.config.tp_size > 1 else untrainable(drafter, given)
@@ -85,10 +97,15 @@ class Follower:
 
         **Arguments:** `tokens`: int[b, t], shorter texts padded at their ends. `prompts`: how many tokens of each text
         are its prompt. `lengths`: how many tokens each text has; None: t.
+
+        **Raises:** `RequestError` for other shapes, and for texts, prompts or lengths that can't be.
         """
-        tokens = np.asarray(tokens, np.int32)
-        row, size = np.arange(tokens.shape[1]), np.full(len(tokens), tokens.shape[1] if lengths is None else lengths)
-        answer = (row >= np.broadcast_to(prompts, len(tokens))[:, None]) & (row < size[:, None])
+        tokens = integers("tokens", tokens, ("b", "t"), 0, self._runner.model.config.vocab_size - 1)
+        (b, t), each = tokens.shape, lambda value: np.full(b, value) if np.ndim(value) == 0 else value
+        size = integers("lengths", each(t if lengths is None else lengths), (b,), 1, t)
+        prompts = integers("prompts", each(prompts), (b,), 0, size)
+        row = np.arange(t)
+        answer = (row >= prompts[:, None]) & (row < size[:, None])
         batch = Batch(tokens, np.where(row < size[:, None], 0, size[:, None]).astype(np.int32), answer)
         self._state, report = self._step(self._state, *self._given(batch))
         self._done += 1

@@ -10,7 +10,7 @@ import pytest
 
 import jaxspec
 from examples import policy_gradient
-from jaxspec import LLM, ConfigError
+from jaxspec import LLM, ConfigError, RequestError
 from jaxspec.drafters.blocks.dspark import DSpark
 from jaxspec.drafters.dflash import DERIVED, DFlash
 from jaxspec.train.following import Follower
@@ -21,6 +21,16 @@ from tests.support.heads import random_eagle3
 
 def drafter() -> str:
     return f"eagle3:{random_eagle3(Path(checkpoint()), tuple(range(VOCAB)), (0, 0, 0))}"
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(checkpoint(), drafter(), dtype="float32", num_draft_tokens=2, **SMALL)
+
+
+@pytest.fixture(scope="module")
+def follower(llm) -> Follower:
+    return Follower(llm)
 
 
 def test_the_example_trains_both_and_nothing_differs():
@@ -99,3 +109,28 @@ def test_a_drafter_that_cant_be_trained_follows_nobody(tmp_path):
         Follower(llm)
     with pytest.raises(ConfigError, match="it has no Markov head"):
         Follower(block(DSpark, tmp_path, markov_rank=4))
+
+
+@pytest.mark.parametrize("arguments, said", [
+    (["x"], "llm must be a jaxspec.LLM, whose drafter is to follow, got 'x'"),
+    ([None, 0], "learning_rate must be a number above 0, got 0"),
+    ([None, "fast"], "learning_rate must be a number above 0, got 'fast'"),
+    ([None, 1e-4, 0], "unroll must be an integer of at least 1, or None, got 0"),
+    ([None, 1e-4, None, "sgd"], "optimizer must be adamw or muon, got 'sgd'"),
+])  # fmt: skip
+def test_what_cannot_follow_is_named(llm, arguments, said):
+    with pytest.raises(ConfigError, match=said):
+        Follower(arguments[0] or llm, *arguments[1:])
+
+
+@pytest.mark.parametrize("texts, said", [
+    (([1, 2, 3], 1), r"tokens must be int\[b, t\], got int64\[3\]"),
+    (([[1, VOCAB]], 1), f"tokens must be from 0 to {VOCAB - 1}"),
+    (([[1, 2, 3]], 4), "prompts must be from 0 to 3"),
+    (([[1, 2, 3]], [1, 1]), r"prompts must be int\[1\]"),
+    (([[1, 2, 3]], 1, 4), "lengths must be from 1 to 3"),
+    (([[1, 2, 3]], 3, 2), "prompts must be from 0 to 2"),
+])  # fmt: skip
+def test_texts_that_cannot_be_are_named(follower, texts, said):
+    with pytest.raises(RequestError, match=said):
+        follower.learn(*texts)
