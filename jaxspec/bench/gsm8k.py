@@ -61,16 +61,19 @@ def _plain(text: str) -> str:
 
 
 def questions(path: Path, shots: Path | None, count: int) -> tuple[list[Prompt], list[Prompt]]:
-    """A file's questions, and the worked examples before them: the first of `shots`, or else of the same file, whose
-    questions they are no longer.
+    """A file's questions, and the worked examples before them: the first of `shots`, or else of the same file. An
+    example is no question any longer, in whichever file it stands.
 
     **Raises:** `DataError` for a file that isn't GSM8K's; `BenchError` for too few examples.
     """
     asked = _solved(path)
     known = asked if shots is None else _solved(shots)
-    if len(known) < count or (shots is None and len(asked) == count):
+    if len(known) < count:
         raise BenchError(f"{shots or path} has {len(known)} questions, too few for --num-shots {count}")
-    return asked[count if shots is None else 0 :], known[:count]
+    solved = {each.turns for each in known[:count]}
+    if not (left := [each for each in asked if each.turns not in solved]):
+        raise BenchError(f"each question of {path} is one of the {count} examples; lower --num-shots")
+    return left, known[:count]
 
 
 def _solved(path: Path) -> list[Prompt]:
@@ -88,10 +91,10 @@ def text(prompt: Prompt, shots: Sequence[Prompt]) -> str:
 
 
 def interval(right: int, of: int) -> tuple[float, float]:
-    """The 95% interval of a share by Wilson, which is one at 0 and 1 too."""
+    """The 95% interval of a share by Wilson, which is one at 0 and 1 too, and holds the share whatever is rounded."""
     z, share = 1.959964, right / of
     middle, width = share + z * z / (2 * of), z * math.sqrt(share * (1 - share) / of + (z / of / 2) ** 2)
-    return (middle - width) / (1 + z * z / of), (middle + width) / (1 + z * z / of)
+    return min((middle - width) / (1 + z * z / of), share), max((middle + width) / (1 + z * z / of), share)
 
 
 def sample(index: int, prompt: Prompt, answer: str, extractions: Sequence[str]) -> dict[str, Any]:

@@ -49,9 +49,12 @@ def test_questions_as_lm_eval_writes_them(file):
         "Question: 0 + 0?\nAnswer: It is 0.\n#### 0\n\nQuestion: 1 + 1?\nAnswer: It is 2.\n#### 2\n\n"
         "Question: 2 + 2?\nAnswer:"
     )
-    assert [len(each) for each in gsm8k.questions(file, file, 2)] == [6, 2]
-    with pytest.raises(BenchError, match="6 questions, too few for --num-shots 6"):
-        gsm8k.questions(file, None, 6)
+    assert gsm8k.questions(file, file, 2) == (asked, shots), "no example is asked, whichever file it is from"
+    for path in (None, file):
+        with pytest.raises(BenchError, match="is one of the 6 examples; lower --num-shots"):
+            gsm8k.questions(file, path, 6)
+    with pytest.raises(BenchError, match="6 questions, too few for --num-shots 7"):
+        gsm8k.questions(file, None, 7)
     file.write_text('{"question": "a", "answer": "4"}')
     with pytest.raises(DataError, match="question 1 doesn't end in ####"):
         gsm8k.questions(file, None, 0)
@@ -62,6 +65,8 @@ def test_intervals_of_shares():
     assert (low, high) == (pytest.approx(0.4038, abs=1e-4), pytest.approx(0.5962, abs=1e-4))  # Wilson's, from tables
     assert gsm8k.interval(0, 20)[1] == pytest.approx(0.1611, abs=1e-4) and gsm8k.interval(0, 20)[0] == pytest.approx(0)
     assert gsm8k.interval(20, 20)[1] == pytest.approx(1)
+    shares = [(right, of) for of in range(1, 99) for right in (0, of)]
+    assert all(low <= right / of <= high for right, of in shares for low, high in [gsm8k.interval(right, of)])
 
 
 def test_scores_with_drafts_are_those_without(tiny, file, tmp_path, capsys):
