@@ -6,7 +6,7 @@ Head k is a residual block over the last hidden state, before the model's own ou
 k + 1 tokens after the next one. The heads learn from the model's own answers and are then given to the engine.
 """
 
-import sys
+import argparse
 from dataclasses import dataclass
 
 import jax
@@ -15,6 +15,7 @@ import numpy as np
 import optax
 
 import jaxspec
+from jaxspec.config.flags import positive
 from jaxspec.decoder.forward import unembed
 from jaxspec.draft import Drafter, Proposal
 
@@ -89,4 +90,7 @@ def main(name="smollm2-135m-instruct", steps=60, **options):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", dest="name", default="smollm2-135m-instruct", help="it writes (%(default)s)")
+    parser.add_argument("--steps", type=positive, default=60, help="of training (%(default)s)")
+    main(**vars(parser.parse_args()))

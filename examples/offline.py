@@ -11,6 +11,7 @@ import argparse
 import time
 
 import jaxspec
+from jaxspec.config.flags import positive
 
 QUESTIONS = [
     "What is the capital of France?",
@@ -23,7 +24,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct", help="as the server's (default: %(default)s)")
     parser.add_argument("--draft", default="ngram", help="as the server's (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=96, help="new tokens per question (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=positive, default=96, help="new tokens of each (default: %(default)s)")
     parser.add_argument("questions", nargs="*", default=QUESTIONS, metavar="QUESTION")
     args = parser.parse_args(argv)
 

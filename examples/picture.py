@@ -11,6 +11,7 @@ import sys
 from PIL import Image, ImageDraw
 
 import jaxspec
+from jaxspec.config.flags import positive
 
 
 def drawn() -> Image.Image:
@@ -23,7 +24,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct", help="as the server's (default: %(default)s)")
     parser.add_argument("--draft", default="none", help="as the server's (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=128, help="new tokens (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=positive, default=128, help="new tokens (default: %(default)s)")
     parser.add_argument("picture", nargs="?", help="a file (default: a drawn circle)")
     parser.add_argument("question", nargs="?", default="What is in this picture?")
     args = parser.parse_args(argv)

@@ -147,6 +147,13 @@ def test_a_size_that_a_script_cannot_take_is_refused(flag, value, words, tmp_pat
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["offline", "picture"])
+def test_no_engine_starts_for_a_number_of_tokens_that_cant_be(name, capsys):
+    with pytest.raises(SystemExit):
+        load(name).main(["--max-tokens", "-5"])
+    assert "--max-tokens: must be an integer of at least 1, got '-5'" in capsys.readouterr().err
+
+
 @pytest.mark.exhaustive
 def test_a_tiny_hybrid_is_trained_and_served(tmp_path, plain, monkeypatch, capsys):
     tiny = load("tiny_hybrid")

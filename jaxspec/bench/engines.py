@@ -89,7 +89,8 @@ def make(
     options = engine_options(args)
     options["max_running_requests"] = options["max_running_requests"] or requests
     if options["max_running_requests"] < requests:
-        raise BenchError(f"--max-running-requests {options['max_running_requests']} is less than {requests} at once")
+        most = options["max_running_requests"]
+        raise BenchError(f"--max-running-requests {most} is less than {requests} at once; raise it or leave it out")
     if imposed is not None:
         if args.draft == "none":
             raise BenchError(f"{imposed.said} needs a drafter; --draft is none. Name one, for example --draft ngram")

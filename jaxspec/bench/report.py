@@ -70,7 +70,8 @@ def compare(documents: Mapping[str, Document], figure: Any) -> None:
 def section(path: Path, document: Document, tables: Sequence[Table]) -> str:
     """One document as markdown."""
     parts = [f"### {path.stem}", f"    {document['command']}", _where(document)]
-    parts += [table.markdown(document["rows"]) for table in tables if table.lines(document["rows"])]
+    rows = document["rows"]
+    parts += [f"{table.title}:\n\n{table.markdown(rows)}" for table in tables if table.lines(rows)]
     if document["notes"]:
         parts.append("\n".join(f"- {note}" for note in document["notes"]))
     if (image := path.with_suffix(".png")).exists():

@@ -113,6 +113,7 @@ def test_the_report_has_every_document_with_what_made_it(folder, capsys):
     assert "### a-first" in first and "- note of a-first" in first and "![" not in first
     assert "    python -m jaxspec.bench decode --model 'a b'" in second
     assert "cuda:0 H200" in second and "ready in 12.3 s" in second
+    assert "\n\ndecode: time per round, ms:\n\n| requests | ms/round |\n" in second, "units are in the title"
     assert "| 8 | 5.000 |" in second and "![b-plain](b-plain.png)" in second
 
 
