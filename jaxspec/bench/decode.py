@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from jaxspec.bench import engines, floors, imposed, plots, profile
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table, counts, memory_facts
-from jaxspec.bench.steady import Load
+from jaxspec.bench.steady import Load, tell
 from jaxspec.checkpoint import peft
 from jaxspec.config.flags import natural, positive
 from jaxspec.config.request import SamplingParams
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace, result: Result) -> None:
             row["adapter_cost"] = row["ms_per_round"] / before["ms_per_round"] - 1 if timed else None
             before = row
         result.add(row)
-        tell(result, row, args)
+        tell(result, f"concurrency {count}, overlap {mode}", row, args)
     result.fact(memory=memory_facts())
 
 
@@ -143,22 +143,6 @@ def against_floor(engine: Engine, args: argparse.Namespace, row: Row) -> Row:
     )
     floor = floors.ceilings(args).seconds(size, flops) * 1e3
     return {"bytes": size, "flops": flops, "floor_ms": floor, "ratio": row["ms_per_round"] / floor}
-
-
-def tell(result: Result, row: Row, args: argparse.Namespace) -> None:
-    """Note in `result` why a row may mislead."""
-    name = f"concurrency {row['concurrency']}, overlap {row['overlap']}"
-    if row["ms_per_round"] is None:
-        result.note(
-            f"{name}: all requests decoded together too briefly or never; raise --output-len {args.output_len}, or "
-            f"lower --prompt-len {args.prompt_len}"
-        )
-    elif row.get("program_ms", 0) is None:
-        result.note(f"{name}: too few rounds to time the program by itself; raise --output-len {args.output_len}")
-    if row["preemptions"]:
-        result.note(f"{name}: {row['preemptions']} preemptions, because the load needs more KV pages than there are")
-    if row["compiles"]:
-        result.note(f"{name}: programs compiled during the run: {row['compiles']}; its time includes that")
 
 
 def plot(document: Document, figure: Any) -> None:

@@ -5,6 +5,7 @@ Invariant: the time is that of the engine's own loop. Between two steps the benc
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ import numpy as np
 
 from jaxspec.bench import traffic
 from jaxspec.bench.replay import Replay
-from jaxspec.bench.results import Row
+from jaxspec.bench.results import Result, Row
 from jaxspec.config.request import SamplingParams
 from jaxspec.engine.engine import Engine
 
@@ -141,3 +142,18 @@ class Load:
             elif all(gained.values()):
                 phase, settling = "filling" if settling else "steady", max(settling - 1, 0)
             yield phase
+
+
+def tell(result: Result, name: str, row: Row, args: argparse.Namespace) -> None:
+    """Note in `result` why the row of this name may mislead."""
+    if row["ms_per_round"] is None:
+        result.note(
+            f"{name}: all requests decoded together too briefly or never; raise --output-len {args.output_len}, or "
+            f"lower --prompt-len {args.prompt_len}"
+        )
+    elif row.get("program_ms", 0) is None:
+        result.note(f"{name}: too few rounds to time the program by itself; raise --output-len {args.output_len}")
+    if row["preemptions"]:
+        result.note(f"{name}: {row['preemptions']} preemptions, because the load needs more KV pages than there are")
+    if row["compiles"]:
+        result.note(f"{name}: programs compiled during the run: {row['compiles']}; its time includes that")

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from jaxspec.bench import engines, plots
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table, counts
-from jaxspec.bench.steady import Load
+from jaxspec.bench.steady import Load, tell
 from jaxspec.checkpoint import Model
 from jaxspec.config.flags import positive
 from jaxspec.config.request import SamplingParams, StructuredOutput
@@ -116,6 +116,7 @@ def run(args: argparse.Namespace, result: Result) -> None:
             both = row["ms_per_round"] and plain["ms_per_round"]
             row["overhead"] = row["ms_per_round"] / plain["ms_per_round"] - 1 if structured and both else None
             result.add({"concurrency": count, "constrained": float(structured is not None)} | row)
+            tell(result, f"concurrency {count}, {'grammars' if structured else 'no grammars'}", row, args)
     for name, grammar in GRAMMARS.items():
         result.add(mask_row(engine.grammars, name, grammar, engine.model_config.vocab_size, args.rows))
 

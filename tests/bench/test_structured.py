@@ -1,10 +1,11 @@
 """The benchmarks of structured output: schemas of files, and the cost of rounds and masks."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
-from jaxspec.bench import schemas
+from jaxspec.bench import schemas, structured
 from jaxspec.bench.__main__ import main
 from tests.support.sample import rare
 from tests.support.tiny import BYTE_VOCAB, tiny_checkpoint
@@ -53,8 +54,6 @@ def test_a_drafter_of_trees_is_named_with_its_topk(data, capsys, draft, says):
 
 
 def test_an_invalid_text_would_show(capsys):
-    from types import SimpleNamespace
-
     import jsonschema
 
     case, judge = schemas.Case("x", WHOLE, []), lambda text, why="stop": schemas.judge(
@@ -63,6 +62,22 @@ def test_an_invalid_text_would_show(capsys):
     assert [judge('{"a": 1}'), judge('{"a": "b"}'), judge("{"), judge("{", "length")] == [
         *("valid", "invalid", "invalid", "unfinished"),
     ]
+
+
+def test_rounds_too_few_to_time_are_noted(monkeypatch, capsys):
+    engine = SimpleNamespace(
+        grammars=True, config=SimpleNamespace(skip_warmup=False), model_config=SimpleNamespace(vocab_size=9)
+    )
+    untimed = {"ms_per_round": None, "preemptions": 0, "compiles": 0}
+    monkeypatch.setattr(structured.engines, "start", lambda *_, **__: engine)
+    monkeypatch.setattr(structured, "mask_row", lambda *_: {})
+    monkeypatch.setattr(structured.StructuredLoad, "measure", lambda *_: dict(untimed))
+    assert main(["structured", "--model", "m", "--concurrency", "3", "--output-len", "6"]) == 0
+    told = capsys.readouterr().out
+    for kind in ("no grammars", "grammars"):
+        assert (
+            f"concurrency 3, {kind}: all requests decoded together too briefly or never; raise" in told
+        )
 
 
 @pytest.mark.exhaustive  # schemas run the same engine
