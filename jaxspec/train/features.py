@@ -86,10 +86,12 @@ def extract(
     record |= {"width": target.config.hidden_size, "vocab_size": target.config.vocab_size}
     index = folder / INDEX
     if index.exists():
-        agree(folder, "other features", {k: v for k, v in read(index).items() if k != "files"}, record)
+        agree(
+            folder, "other features", {k: v for k, v in read(index).items() if k not in ("files", "categories")}, record
+        )
     starts = range(0, len(texts), texts_per_file)
     files = [f"features-{i:05d}.safetensors" for i in range(len(starts))]
-    write(index, record | {"files": files})
+    write(index, record | {"files": files, "categories": [text.category for text in texts]})
     with Stop() as stop, tqdm(total=len(texts), desc="features", unit="text") as bar:
         for name, start in zip(files, starts, strict=True):
             some = texts[start : start + texts_per_file]
@@ -178,5 +180,7 @@ def read_features(folder: Path, target: Model, row_length: int) -> list[KeptText
             edges = np.flatnonzero(np.diff(np.pad(held.get_tensor(f"{i}.loss_mask"), 1).astype(np.int8)))
             answers = tuple(map(tuple, edges.reshape(-1, 2).tolist()))
             tokens = held.get_tensor(f"{i}.tokens")
-            texts.append(KeptText(tokens, answers, file=folder / name, index=i, layers=tuple(record["layers"])))
+            category = record["categories"][len(texts)] if "categories" in record else KeptText.category
+            layers = tuple(record["layers"])
+            texts.append(KeptText(tokens, answers, category, file=folder / name, index=i, layers=layers))
     return texts

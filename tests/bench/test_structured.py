@@ -75,9 +75,7 @@ def test_rounds_too_few_to_time_are_noted(monkeypatch, capsys):
     assert main(["structured", "--model", "m", "--concurrency", "3", "--output-len", "6"]) == 0
     told = capsys.readouterr().out
     for kind in ("no grammars", "grammars"):
-        assert (
-            f"concurrency 3, {kind}: all requests decoded together too briefly or never; raise" in told
-        )
+        assert f"concurrency 3, {kind}: all requests decoded together too briefly or never; raise" in told
 
 
 @pytest.mark.exhaustive  # schemas run the same engine

@@ -27,7 +27,7 @@ def model():
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
     path = tmp_path_factory.mktemp("texts") / "texts.jsonl"
-    each = [Text((np.arange(n) + i) % 30, ((4, 9), (12, n))) for i, n in enumerate(LENGTHS)]
+    each = [Text((np.arange(n) + i) % 30, ((4, 9), (12, n)), f"kind {i % 3}") for i, n in enumerate(LENGTHS)]
     path.write_text("".join(text.line() for text in each))
     return path
 
@@ -56,6 +56,11 @@ def test_a_folder_has_each_texts_rows(model, folder):
         wanted = jaxspec.hidden_states(target, own["tokens"][None], (1, 1, 1, 5))[:, 0]
         found = np.concatenate([own["features"], own["hidden_states"][None]])
         np.testing.assert_allclose(found, wanted, atol=2e-5)
+
+
+def test_texts_of_a_folder_have_their_categories(model, folder):
+    target = jaxspec.load_model(model, dtype="float32", progress=False)
+    assert [text.category for text in read_features(folder, target, 24)] == [f"kind {i % 3}" for i in range(30)]
 
 
 def test_an_interrupted_folder_goes_on_with_the_files_that_lack(model, texts, folder, capsys):
