@@ -33,7 +33,7 @@ class Text:
 
     tokens: Int[np.ndarray, " n"]
     answers: tuple[tuple[int, int], ...]
-    category: str = "all"
+    category: str = "other"
 
     def line(self) -> str:
         record = {"tokens": self.tokens.tolist(), "answers": self.answers, "category": self.category}
@@ -109,4 +109,4 @@ def _text(record: dict[str, Any], vocab_size: int, where: str) -> Text:
         raise TrainError(
             f"{where}: answers has {list(bad[0])}; the text has tokens 0 to {len(ids)}, the first a prompt's"
         )
-    return Text(ids, spans, str(record.get("category", "all")))
+    return Text(ids, spans, str(record.get("category", "other")))

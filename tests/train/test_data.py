@@ -32,7 +32,7 @@ def test_texts_come_back_as_written(tmp_path):
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())  # a byte order mark is no text
     back = read_texts(path, 8)
     assert [(t.tokens.tolist(), t.answers, t.category) for t in back] == [
-        ([0, 1, 2, 3, 4], ((2, 5),), "a"), ([7, 7], ((1, 1),), "all"),
+        ([0, 1, 2, 3, 4], ((2, 5),), "a"), ([7, 7], ((1, 1),), "other"),
     ]  # fmt: skip
     assert count(back, 8).tolist() == [0, 0, 1, 1, 1, 0, 0, 0]
 
