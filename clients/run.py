@@ -2,7 +2,7 @@
 
 Each client has an environment of its own in `.venv-clients/`, with the versions that `clients/requirements/CLIENT.txt`
 pins, because they don't agree on the versions of what they share. One in JavaScript has a `CLIENT.json`, which npm
-reads, and needs Node 20 or newer. Prints a table: client, version, check, outcome.
+reads, and needs Node 22 or newer. Prints a table: client, version, check, outcome.
 
     python clients/run.py                       all clients, against a server that is started and stopped here
     python clients/run.py openai litellm        these alone
