@@ -226,9 +226,8 @@ class DeltaRule:
 
     def divided(self, share: Share) -> DeltaRule:
         keys = share("key heads of linear attention", self.key_heads)
-        return dataclasses.replace(
-            self, key_heads=keys, value_heads=share("value heads of linear attention", self.value_heads)
-        )
+        values = share("value heads of linear attention", self.value_heads)
+        return dataclasses.replace(self, key_heads=keys, value_heads=values)
 
 
 @dataclass(frozen=True)
@@ -267,8 +266,9 @@ class Mamba2:
     """A state-space layer (Mamba 2, https://arxiv.org/abs/2405.21060): S = decay S + dt x B', read by C, + D x.
 
     Each of `heads`, `width` wide, has a state `state` wide. They stand in `groups` of as many heads, which share B and
-    C, and whose outputs, gated first, have a norm. `taps`: the width of the convolution before them; `conv_bias`: it
-    has a bias. `bias`: of the first and the last projection. dt lies between `least_step` and `most_step`.
+    C, and whose outputs, gated first, have a norm; `group_devices` neighbours share a group, and its norm. `taps`: the
+    width of the convolution before them; `conv_bias`: it has a bias. `bias`: of the first and the last projection. dt
+    lies between `least_step` and `most_step`.
     """
 
     heads: int
@@ -280,6 +280,7 @@ class Mamba2:
     bias: bool = False
     least_step: float = 0.0
     most_step: float = float("inf")
+    group_devices: int = 1
 
     @property
     def inner(self) -> int:
@@ -301,8 +302,9 @@ class Mamba2:
         return self.channels + 2 * self.inner + self.heads
 
     def divided(self, share: Share) -> Mamba2:
-        groups = share("groups of state-space heads", self.groups)
-        return dataclasses.replace(self, heads=share("state-space heads", self.heads), groups=groups)
+        heads, groups = share("state-space heads", self.heads), share("groups of heads", self.groups, repeated=True)
+        sharing = self.heads // heads * groups // self.groups
+        return dataclasses.replace(self, heads=heads, groups=groups, group_devices=sharing)
 
 
 @dataclass(frozen=True)

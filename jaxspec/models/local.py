@@ -70,9 +70,10 @@ def _local_layer(layer: Layer, size: int) -> Layer:
     def share(what: str, count: int, repeated: bool = False, size: int = size) -> int:
         if count % size and not (repeated and size % count == 0):
             allowed = [n for n in range(1, count + 1) if count % n == 0]
+            more = f", and multiples of {count}," if repeated else ""
             raise ConfigError(
                 f"--tp-size {tp_size}: {count} {what} can't be divided among {size} devices; "
-                f"{', '.join(map(str, allowed[:12]))}{', ...' if len(allowed) > 12 else ''} are possible for them"
+                f"{', '.join(map(str, allowed[:12]))}{', ...' if len(allowed) > 12 else ''}{more} are possible for them"
             )
         return max(count // size, 1)
 

@@ -374,6 +374,15 @@ def embed(table: Float[Array, "v d"], tokens: Int[Array, "*b"]) -> Float[Array, 
     return total(jnp.where(here[..., None], table[jnp.clip(row, 0, len(table) - 1)], 0))
 
 
+def neighbours_total(x: Float[Array, "*b"], count: int) -> Float[Array, "*b"]:
+    """The sum of float32 numbers over each `count` neighbouring devices, in the order of ranks."""
+    if count == 1:
+        return x
+    every = all_gather(jax.lax.bitcast_convert_type(x, jnp.int32))
+    own = jax.lax.dynamic_slice_in_dim(every, jax.lax.axis_index(AXIS) // count * count, count)
+    return jax.lax.bitcast_convert_type(own, jnp.float32).sum(0)
+
+
 def top_tokens(logits: Float[Array, "*b v"], vocab: int | None = None) -> tuple[Int[Array, "*b"], Float[Array, "*b"]]:
     """The argmax, the lowest of equals, and its logit: NaN if there is one. `vocab`: logits are this device's part of
     so many, and devices exchange the best of each; None: they are whole."""

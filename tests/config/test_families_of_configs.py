@@ -75,10 +75,20 @@ def test_granite_4_h_tiny():
     assert (read.embed_scale, read.layers[0].residual_scale, read.logit_scale) == (12, 0.22, 1 / 6)
 
 
-def test_granite_4_hybrids_are_of_one_device():
-    """All heads of a state-space layer are one group, whose norm is over them all."""
-    with pytest.raises(ConfigError, match="--tp-size 2: 1 groups of state-space heads can't be divided"):
-        ModelConfig.from_hf(tiny_config("granitemoehybrid")).on_one_of(2)
+def test_devices_share_a_group_of_state_space_heads():
+    """Where there are fewer groups than devices; Granite 4's hybrids have one."""
+
+    def states(size: int, **sizes) -> Mamba2:
+        whole = ModelConfig.from_hf(tiny_config("nemotron_h", num_attention_heads=8, **sizes))
+        return whole.on_one_of(size).decoder.layers[0].mixing
+
+    own = [states(size, n_groups=4) for size in (2, 4, 8)]
+    assert [(m.heads, m.groups, m.group_devices) for m in own] == [(8, 2, 1), (4, 1, 1), (2, 1, 2)]
+    groups = r"--tp-size 2: 3 groups of heads can't be divided .* 1, 3, and multiples of 3, are possible"
+    with pytest.raises(ConfigError, match=groups):
+        states(2, n_groups=3, mamba_num_heads=6)
+    with pytest.raises(ConfigError, match=r"--tp-size 8: 4 state-space heads can't be divided .* 1, 2, 4 are possible"):
+        states(8, n_groups=1, mamba_num_heads=4)
 
 
 def test_granite_4_micro_has_no_states():

@@ -23,7 +23,8 @@ from jaxspec.checkpoint import params as loading
 from jaxspec.config.options import ConfigError
 from jaxspec.decoder.forward import head_logits
 from jaxspec.drafters import dflash_checkpoint, mtp
-from jaxspec.models.families import MODELS
+from jaxspec.models.description import Mamba2
+from jaxspec.models.families import MODELS, nemotron_h
 from jaxspec.models.local import local
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.weights import Param, Weight, by_inputs, by_outputs, is_param, linear
@@ -111,7 +112,7 @@ def test_somebody_has_decided_how_each_parameter_is_divided(family):
         assert param.split.along == expected or (expected is None and param.split.parts), (family, name)
 
 
-@pytest.mark.parametrize("family", sorted(set(MODELS) - {"granitemoehybrid"}))  # whose heads are one group
+@pytest.mark.parametrize("family", sorted(set(MODELS) - {"granitemoehybrid"}))  # whose B and C are repeated
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_devices_have_every_number_once(family, size):
     """But for KV heads and latents, which are repeated where there are fewer than devices, and for padding, which is
@@ -158,6 +159,17 @@ def test_heads_are_repeated_on_neighbours_where_devices_are_more():
     tensor = np.arange(4)[:, None]
     rows = [sharding.cut(param, 0, tensor, rank, 8)[:, 0].tolist() for rank in range(8)]
     assert rows == [[0, 1]] * 4 + [[2, 3]] * 4
+
+
+def test_heads_of_states_have_their_groups_b_and_c():
+    """Four devices and two groups: z and x of four heads each, B and C of the first group on the first two, then dt."""
+    m = Mamba2(heads=4, width=2, groups=2, state=3, taps=4)
+    param = nemotron_h.mamba2_tensors(m, 1, "")["in"]
+    z, x, b, c, dt = np.split(np.arange(m.inner + m.channels + m.heads), np.cumsum([8, 8, 6, 6]))
+    for rank in range(4):
+        rows = sharding.cut(param, 0, np.arange(32)[:, None], rank, 4)[:, 0]
+        heads, group = slice(2 * rank, 2 * rank + 2), slice(3 * (rank // 2), 3 * (rank // 2) + 3)
+        assert rows.tolist() == [*z[heads], *x[heads], *b[group], *c[group], dt[rank]]
 
 
 def test_a_vocabulary_is_padded_with_zeros():

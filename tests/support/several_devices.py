@@ -32,8 +32,9 @@ from jaxspec.compiling.lowering import Given, Process
 from jaxspec.compiling.lowering_process import lowering_of
 from jaxspec.engine import defaults
 from jaxspec.engine.runner import Runner
-from jaxspec.models.description import Decoder
+from jaxspec.models.description import Decoder, Mamba2
 from jaxspec.models.families import MODELS
+from jaxspec.models.local import local
 from jaxspec.models.memory import Recurrence
 from jaxspec.pallas import hopper
 from jaxspec.parallel.peers import Peers, Workspaces
@@ -148,15 +149,25 @@ def check(folder: Path, draft: str, size: int, structured=False, groups=1, sampl
 
 def gather(x: np.ndarray, shape: tuple[int, ...], decoder: Decoder, size: int) -> np.ndarray:
     """The array of one device, of this shape, from the shards of several side by side: their repeated heads once, and
-    the convolution's channels, which each device has some of its queries, keys and values of, in order."""
+    the convolution's channels, of each part of which each device has some, in order."""
+    whole, own = channels(decoder), channels(local(decoder, size))
+    if whole and shape and (shape[-1], x.shape[-1]) == (sum(whole), size * sum(own)):
+        parts = np.split(x.reshape(*shape[:-1], size, -1), np.cumsum(own)[:-1], axis=-1)
+        once = [part[..., :: size * n // m, :] for part, n, m in zip(parts, own, whole, strict=True)]
+        x = np.concatenate([part.reshape(*shape[:-1], -1) for part in once], axis=-1)
     for axis, (a, b) in enumerate(zip(shape, x.shape, strict=True)):
         x = np.take(x, np.arange(a) * (b // a), axis=axis)
-    rule = next((each for each in decoder.groups(Recurrence) if each.value_heads), None)
-    if rule is not None and shape and shape[-1] == rule.channels:
-        keys = rule.key_heads * rule.key_dim // size
-        parts = np.split(x.reshape(*shape[:-1], size, -1), [keys, 2 * keys], axis=-1)
-        x = np.concatenate([part.reshape(*shape[:-1], -1) for part in parts], axis=-1)
     return x
+
+
+def channels(decoder: Decoder) -> tuple[int, ...]:
+    """Widths of the parts that a recurrent layer's convolution has, in order."""
+    mixing = next((layer.mixing for layer in decoder.layers if isinstance(layer.mixing.memory, Recurrence)), None)
+    if mixing is None:
+        return ()
+    rule = mixing.memory
+    keys, values = rule.key_heads * rule.key_dim, rule.value_heads * rule.value_dim
+    return (values, keys, keys) if isinstance(mixing, Mamba2) else (keys, keys, values)
 
 
 def exchanges(llm: LLM, kind: str) -> Counter:
@@ -271,9 +282,16 @@ def test_a_model_loaded_for_one_device_is_refused():
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("family", sorted(set(MODELS) - {"granitemoehybrid"}))  # whose heads are one group
+@pytest.mark.parametrize("family", sorted(MODELS))
 def test_each_family_with_ngrams(family, size):
     check(checkpoint(family), "ngram", size, structured=True)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("draft,size", [("none", 4), ("eagle3", 2)])
+def test_state_space_layers_that_share_a_group(draft, size):
+    folder = checkpoint("granitemoehybrid")
+    check(folder, f"eagle3:{eagle3(folder)}" if draft == "eagle3" else draft, size)
 
 
 @pytest.mark.exhaustive

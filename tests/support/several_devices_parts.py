@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import json
 import re
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -18,11 +19,14 @@ from jax.sharding import PartitionSpec
 import jaxspec
 from jaxspec import EngineConfig
 from jaxspec.bench import __main__ as bench
+from jaxspec.cache.mixers import WholeTexts
 from jaxspec.cache.paged import PageLayout
 from jaxspec.checkpoint import ModelFolder, reserve
 from jaxspec.checkpoint import params as loading
 from jaxspec.checkpoint.stored import Readers
+from jaxspec.decoder.forward import forward, unembed
 from jaxspec.drafters.base import DraftBatch, Proposal
+from jaxspec.models.description import Mamba2
 from jaxspec.models.families import MODELS
 from jaxspec.parallel import collectives, sharding
 from jaxspec.rounds import programs as rounds
@@ -167,6 +171,31 @@ def test_words_gathered_by_a_sum_are_the_words():
 
     spread = sharding.spread(run, sharding.mesh_of(4), PartitionSpec(sharding.AXIS), sharding.EVERYWHERE)
     np.testing.assert_array_equal(jax.jit(spread)(words), words)
+
+
+@pytest.mark.parametrize("family,groups", [("granitemoehybrid", 1), ("nemotron_h", 2)])
+def test_devices_that_share_a_group_of_states_norm_it_together(family, groups):
+    """Four devices: all of them a group, and two of them each."""
+    folder, size = checkpoint(family, **({} if groups == 1 else {"n_groups": groups})), 4
+    own = jaxspec.load_model(str(folder), progress=False).config.on_one_of(size).decoder
+    (states,) = {layer.mixing for layer in own.layers if isinstance(layer.mixing, Mamba2)}
+    assert (states.groups, states.group_devices) == (1, size // groups)
+    expected, logits = (logits_of(folder, devices) for devices in (1, size))
+    np.testing.assert_allclose(logits[..., :VOCAB], expected, atol=1e-4)
+
+
+def logits_of(folder: Path, size: int) -> np.ndarray:
+    """Logits of a text on so many devices."""
+    model = jaxspec.load_model(str(folder), tp_size=size, progress=False)
+    decoder, tokens = model.config.on_one_of(size).decoder, jax.numpy.arange(12)[None]
+
+    def run(params):
+        last = forward(decoder, params, tokens, tokens, WholeTexts(), None, ()).last
+        return unembed(params, last, decoder)
+
+    if size > 1:
+        run = sharding.spread(run, sharding.mesh_of(size), (sharding.specs_of(model.params),), sharding.LOGITS)
+    return np.asarray(jax.jit(run)(model.params))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])

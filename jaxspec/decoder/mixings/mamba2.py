@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxspec.decoder.functions import rms_norm
 from jaxspec.decoder.mixer import SteppingMixer
 from jaxspec.decoder.mixings.kind import Mixing
 from jaxspec.models.description import Mamba2
@@ -18,6 +17,7 @@ from jaxspec.pallas.recurrence.accumulate import by_steps
 from jaxspec.pallas.recurrence.causal_conv import Channels
 from jaxspec.pallas.recurrence.gated_norm import grouped_norm, grouped_supported
 from jaxspec.pallas.recurrence.gates_and_norm import Steps
+from jaxspec.parallel.sharding import neighbours_total
 
 
 @jax.named_scope("mamba2")
@@ -57,6 +57,8 @@ SPACE = Implementation("delta_step", HOPPER, _not_in_one, _in_one), Implementati
 
 
 def _norm_refused(m: Mamba2, read, made, scale, eps) -> str | None:
+    if m.group_devices > 1:
+        return f"a group's norm over {m.group_devices} devices"
     return grouped_supported(*read.shape, m.groups, read.dtype, made.dtype, scale.dtype)
 
 
@@ -67,11 +69,16 @@ def _grouped(m: Mamba2, read, made, scale, eps) -> Float[Array, "b r c"]:
 def _normed(
     m: Mamba2, read: Float[Array, "b t c"], made: Float[Array, "b r w"], scale: Float[Array, " c"], eps: float
 ) -> Float[Array, "b r c"]:
-    """norm(read * silu(z)) by group, in the dtype of z, the first columns of what was made, with its padding rows."""
+    """norm(read * silu(z)) by group, in the dtype of z, the first columns of what was made, with its padding rows.
+
+    Devices that share a group have equally many of its columns each.
+    """
     groups = lambda x: x.astype(jnp.float32).reshape(*x.shape[:-1], m.groups, -1)  # noqa: E731
     t = read.shape[1]
     z = made[:, :t, : m.inner]
-    out = rms_norm(groups(read) * jax.nn.silu(groups(z)), groups(scale), eps).reshape(z.shape).astype(z.dtype)
+    gated = groups(read) * jax.nn.silu(groups(z))
+    mean = neighbours_total(jnp.mean(gated * gated, -1, keepdims=True), m.group_devices) / m.group_devices
+    out = (gated * jax.lax.rsqrt(mean + eps) * groups(scale)).reshape(z.shape).astype(z.dtype)
     return jnp.pad(out, ((0, 0), (0, made.shape[1] - t), (0, 0)))
 
 
