@@ -28,8 +28,7 @@ from jaxspec.bench import engines, floors, plots
 from jaxspec.bench.floors import Ceilings, ModelCost
 from jaxspec.bench.results import BenchError, Column, Document, Result, Row, Table
 from jaxspec.cache.memory_plan import MemoryPlan
-from jaxspec.checkpoint import Model, ModelFolder, locate, outlined, packed
-from jaxspec.checkpoint.gguf.file import GgufFile
+from jaxspec.checkpoint import Model, ModelFolder, locate, outlined
 from jaxspec.compiling.abstract_model import drafter_of
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.flags import engine_options, positive
@@ -44,12 +43,9 @@ from jaxspec.drafters.vocabulary import read_token_map
 from jaxspec.engine.adapters import Outline
 from jaxspec.engine.defaults import GPU, Defaults, resolve, shapes_of, small_model
 from jaxspec.engine.runner import Runner
-from jaxspec.models.description import Decoder, Mixture
+from jaxspec.models.description import Absent, Decoder, Mixture, Mlp
 from jaxspec.models.families import MODELS
-from jaxspec.models.fp8 import BLOCK
-from jaxspec.models.local import by_request
 from jaxspec.models.memory import Recurrence
-from jaxspec.models.mxfp4 import BLOCK as MXFP4_BLOCK
 from jaxspec.pallas.experts.experts_mlp import expected_experts
 
 MIB = 2**20
@@ -277,54 +273,67 @@ def sum_seconds(size: int, tp: int, sums: str) -> float:
 def planned(options: EngineConfig, tp: int, defaults: Defaults, memory: tuple[int, int] | None) -> Planner:
     """The plan of one of `tp` devices. **Raises:** `ConfigError` if the model doesn't fit or can't be divided."""
     with tempfile.TemporaryDirectory() as where:
-        if tp > 1:
-            options = _shared(options, tp, Path(where))
         dtype = options.dtype or locate(options.model, options.revision, load_format="dummy").config.dtype
-        model = outlined(dataclasses.replace(options, dtype=dtype, load_format="dummy"))
-        if options.dp_attention and tp > 1:
-            own = dataclasses.replace(model.config, decoder=by_request(model.config.decoder, tp))
-            model = dataclasses.replace(model, config=own)
+        model = _target(dataclasses.replace(options, dtype=dtype, load_format="dummy"), tp)
+        if tp > 1:
+            options = _with_draft_shares(options, tp, Path(where))
         return Planner(options, model, _with_whole_tables(drafter_of(options, model), tp), defaults, memory)
 
 
 # --- one device's share ---
 
-HEADS = ("num_attention_heads", "linear_num_key_heads", "linear_num_value_heads")
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 KV_HEADS = ("num_key_value_heads", "num_global_key_value_heads")
-VOCABULARIES = ("vocab_size", "draft_vocab_size", "vocab_size_per_layer_input")
+VOCABULARIES = ("vocab_size", "draft_vocab_size")
+WIDTHS = ("intermediate_size", "moe_intermediate_size")
 WHOLE = ("markov_before", "before", "after")  # params of DSpark and DFlash 2 that are whole on each device
 
 
-def share(hf: Mapping[str, Any], n: int, quantization: str | None = None, dp_attention: bool = False) -> dict[str, Any]:
-    """The config.json of what one of n devices computes: its heads, columns of MLPs and experts, rows of the
-    vocabulary. KV heads that are fewer than devices are repeated. Experts whose columns can't be cut, because they
-    share scales, are divided among the fewest groups of devices that allow it.
+def _target(options: EngineConfig, n: int) -> Model:
+    """Outline what one of n devices has of the target. Experts are divided among the fewest groups of devices that
+    allow it.
 
-    `quantization`, `dp_attention`: as of `EngineConfig`. **Raises:** `ConfigError` naming what can't be divided.
+    **Raises:** `ConfigError` naming what can't be divided.
+    """
+    refused = None
+    for groups in (groups for groups in (1, 2, 4, 8) if groups <= n):
+        try:
+            model = outlined(dataclasses.replace(options, tp_size=n, ep_size=groups))
+        except ConfigError as error:
+            refused = refused or error
+            continue
+        config = model.config.on_one_of(n)
+        layers = tuple(dataclasses.replace(layer, feed=_feed_share(layer.feed)) for layer in config.decoder.layers)
+        own = dataclasses.replace(config.decoder, layers=layers, vocab_size=-(-config.vocab_size // n))
+        return dataclasses.replace(model, config=dataclasses.replace(config, decoder=own))
+    raise refused
+
+
+def _feed_share(feed: Mlp | Mixture | Absent) -> Mlp | Mixture | Absent:
+    """A mixture of the experts that one group of devices has, as if choices were spread evenly."""
+    if not isinstance(feed, Mixture):
+        return feed
+    experts, chosen = feed.experts // feed.groups, -(-feed.per_token // feed.groups)
+    return dataclasses.replace(feed, experts=experts, per_token=chosen, groups=1)
+
+
+def share(hf: Mapping[str, Any], n: int) -> dict[str, Any]:
+    """The config.json of what one of n devices computes of a drafter: its heads, columns of MLPs and experts, rows of
+    the vocabulary. KV heads that are fewer than devices are repeated.
+
+    **Raises:** `ConfigError` naming what can't be divided.
     """
     if isinstance(text := hf.get("text_config"), Mapping):
-        outer = {key: hf[key] for key in ("quantization_config",) if key in hf}
-        return {**hf, "text_config": share({**outer, **text}, n, quantization, dp_attention)}
+        return {**hf, "text_config": share(text, n)}
     kind = str(hf.get("model_type")).removesuffix("_text")
     hf = {**getattr(MODELS.get(kind), "DEFAULTS", {}), **hf}
     heads = hf.get("num_attention_heads")
     if not isinstance(heads, int):
         return dict(hf)  # loading it says what is missing
-    unit, mine = _unit(hf, quantization), {"head_dim": hf.get("head_dim") or hf["hidden_size"] // heads}
+    mine = {"head_dim": hf.get("head_dim") or hf["hidden_size"] // heads}
     mine |= _kv_share({"num_key_value_heads": heads} | {key: hf[key] for key in KV_HEADS if hf.get(key)}, n)
     if isinstance(by_layer := hf.get("per_layer_config"), Mapping):
         mine["per_layer_config"] = {i: {**own, **_kv_share(own, n)} for i, own in by_layer.items()}
-    heads = [name for name in HEADS if hf.get(name) and not (dp_attention and name == HEADS[0])]
-    mine |= {name: _divided(hf, name, n) for name in heads}
-    experts = next((name for name in EXPERTS if hf.get(name)), None)
-    if experts is not None:
-        mine |= _expert_share(hf, n, unit, experts)
-    dense = experts is None or hf.get("first_k_dense_replace") or hf.get("enable_moe_block")
-    if hf.get("intermediate_size") and dense:
-        mine["intermediate_size"] = _divided(hf, "intermediate_size", n, unit)
-    if hf.get("ple_layer_ids"):  # a table of n-grams, divided by its columns
-        mine["ple_embed_dim"] = _divided({"ple_embed_dim": hf["hidden_size"], **hf}, "ple_embed_dim", n)
+    mine |= {name: _divided(hf, name, n) for name in ("num_attention_heads", *WIDTHS) if hf.get(name)}
     mine |= {name: -(-hf[name] // n) for name in VOCABULARIES if hf.get(name)}
     for name in (name for name in ("mask_token_id", "bos_token_id") if isinstance(hf.get(name), int)):
         mine[name] = min(hf[name], mine["vocab_size"] - 1)
@@ -340,46 +349,17 @@ def _kv_share(sizes: Mapping[str, Any], n: int) -> dict[str, int]:
     return {key: max(1, count // n) for key, count in heads.items()}
 
 
-def _expert_share(hf: Mapping[str, Any], n: int, unit: int, experts: str) -> dict[str, int]:
-    """One device's share of a mixture. A shared expert that can't be divided is whole on this device."""
-    width = "moe_intermediate_size" if "moe_intermediate_size" in hf else "intermediate_size"
-    fits = lambda groups: hf[width] * groups % (n * unit) == 0 and hf[experts] % groups == 0  # noqa: E731
-    groups = next((groups for groups in (1, 2, 4, 8) if groups <= n and fits(groups)), None)
-    if groups is None:
-        raise ConfigError(f"{hf[experts]} experts with {width} {hf[width]} can't be divided among {n} devices")
-    mine = {width: hf[width] * groups // n, experts: hf[experts] // groups}
-    chosen = "top_k_experts" if "top_k_experts" in hf else "num_experts_per_tok"
-    mine[chosen] = -(-hf[chosen] // groups)  # as if choices were spread evenly
-    if shared := hf.get("shared_expert_intermediate_size"):
-        mine["shared_expert_intermediate_size"] = shared if shared % (n * unit) else shared // n
-    return mine
-
-
-def _divided(hf: Mapping[str, Any], name: str, n: int, unit: int = 1) -> int:
-    if hf[name] % (n * unit):
-        raise ConfigError(f"{name} {hf[name]} isn't {n} times a multiple of {unit}")
+def _divided(hf: Mapping[str, Any], name: str, n: int) -> int:
+    if hf[name] % n:
+        raise ConfigError(f"{name} {hf[name]} isn't a multiple of {n}")
     return hf[name] // n
 
 
-def _unit(hf: Mapping[str, Any], quantization: str | None) -> int:
-    """How many columns of an MLP share a scale."""
-    how = hf.get("quantization_config") or {}
-    if how.get("quant_method") == "mxfp4":
-        return MXFP4_BLOCK
-    packs = None if quantization == "fp8" else packed.read(hf, Path("config.json"))
-    if packs is not None and packs.quantization is not None:
-        return max(packs.group or 1, MXFP4_BLOCK)
-    return BLOCK if how.get("weight_block_size") or (quantization and not how) else 1
-
-
-def _shared(options: EngineConfig, n: int, where: Path) -> EngineConfig:
-    """The options with shares for model and drafter, whose configs are written to folders in `where`."""
-    files = locate(options.model, options.revision, load_format="dummy")
-    model = _written(files, options.model, n, where / "model", options.quantization, options.dp_attention)
+def _with_draft_shares(options: EngineConfig, n: int, where: Path) -> EngineConfig:
+    """The options with shares for drafters, whose configs are written to folders in `where`."""
     sides = combined.parts(options.draft) or (options.draft,)
     drafts = [_draft_share(side, options, n, where / str(i)) for i, side in enumerate(sides)]
-    known = _map_share(options, files, n, where)
-    return dataclasses.replace(options, model=model, revision=None, draft="+".join(drafts), draft_token_map=known)
+    return dataclasses.replace(options, draft="+".join(drafts), draft_token_map=_map_share(options, n, where))
 
 
 def _with_whole_tables(draft: LoadedDrafter, n: int) -> LoadedDrafter:
@@ -389,10 +369,11 @@ def _with_whole_tables(draft: LoadedDrafter, n: int) -> LoadedDrafter:
     return dataclasses.replace(draft, params={**draft.params, **tables}) if tables else draft
 
 
-def _map_share(options: EngineConfig, files: ModelFolder | GgufFile, n: int, where: Path) -> str | None:
+def _map_share(options: EngineConfig, n: int, where: Path) -> str | None:
     """A token map with as many tokens as one of n devices has of the options' map."""
     if options.draft_token_map is None:
         return None
+    files = locate(options.model, options.revision, load_format="dummy")
     known = len(read_token_map(options.draft_token_map, files.config.vocab_size))
     (where / "map.json").write_text(json.dumps(list(range(-(-known // n)))))
     return str(where / "map.json")
@@ -405,24 +386,12 @@ def _draft_share(draft: str, options: EngineConfig, n: int, folder: Path) -> str
     if source is None or cls not in DRAFTERS.values():
         return draft
     files = locate(source, load_format="dummy")
-    written, query = _written(files, source, n, folder, options.draft_quantization), re.search(r"\?.*", draft)
-    method = next(method for method, each in DRAFTERS.items() if each is cls)
-    return f"{method}:{written}{query[0] if query else ''}"
-
-
-def _written(
-    files: ModelFolder | GgufFile,
-    name: str,
-    n: int,
-    folder: Path,
-    quantization: str | None,
-    dp_attention: bool = False,
-) -> str:
     if not isinstance(files, ModelFolder):
-        raise ConfigError(f"{name} is a GGUF file, which is planned for one GPU alone")
+        raise ConfigError(f"{source} is a GGUF file, which is planned for one GPU alone")
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(share(files.hf, n, quantization, dp_attention)))
-    return str(folder)
+    (folder / "config.json").write_text(json.dumps(share(files.hf, n)))
+    method, query = next(method for method, each in DRAFTERS.items() if each is cls), re.search(r"\?.*", draft)
+    return f"{method}:{folder}{query[0] if query else ''}"
 
 
 def plot(document: Document, figure: Any) -> None:

@@ -153,9 +153,10 @@ def load_model(
 
     **Raises:** `CheckpointError`, `ConfigError` or `TokenizerError`, each naming the file, key or tensor at fault.
     """
+    mesh = sharding.mesh_of(tp_size)  # refuses more devices than there are
     of = path_or_id, dtype, load_format, revision, quantization, fp8_activations, tp_size, ep_size, dp_attention
     source, config, dtype, declared = _declared(*of, context_length, allow_longer_context, deterministic)
-    mesh, how = sharding.mesh_of(tp_size), kept_format(source.files, quantization)
+    how = kept_format(source.files, quantization)
     renamed = partial(text_name, layers=config.num_layers, sharing=config.decoder.sharing)
     beside = ThreadPoolExecutor(1, "tokenizer")  # which takes seconds, most of them imports
     reading = beside.submit(_tokenizer, source)
@@ -218,10 +219,13 @@ def _no_room(name: str, declared: Any, dtype: str, tp_size: int) -> CheckpointEr
 
 
 def outlined(options: EngineConfig) -> Model:
-    """The model that an engine's options name, without arrays and tokenizer: its params are shapes, and of a quantised
-    checkpoint the formats are those that its config names. **Raises:** as `load_model`."""
-    alone = {"tp_size": 1, "ep_size": 1, "dp_attention": False}
-    source, config, dtype, declared = _declared(options.model, **_given(options) | alone, made_up=True)
+    """The model that an engine's options name, without arrays and tokenizer: its params are shapes, those that one of
+    --tp-size devices has, and of a quantised checkpoint the formats are those that its config names. The devices
+    needn't be here. **Raises:** as `load_model`."""
+    source, config, dtype, declared = _declared(options.model, **_given(options), made_up=True)
+    if options.tp_size > 1:
+        sharding.check_params(declared, options.tp_size)
+        declared = jax.tree.map(partial(sharding.local_param, size=options.tp_size), declared)
     params = jax.eval_shape(partial(dummy, declared, dtype, 0))
     tower = jax.eval_shape(partial(vision.dummy, config.tower, dtype, 0)) if config.tower else None
     how = kept_format(source.files, options.quantization, not options.deterministic)
@@ -258,7 +262,6 @@ def _declared(
     if not allow_longer_context:
         check_context(context_length, config, source.name)
     config = replace(config, decoder=of_context(config.decoder, context_length or config.max_position))
-    sharding.mesh_of(tp_size)  # refuses more devices than there are
     try:
         config = replace(config, decoder=in_groups(config.decoder, tp_size, ep_size))
         if dp_attention:

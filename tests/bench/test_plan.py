@@ -166,14 +166,24 @@ def test_shares_add_up_to_the_model(tmp_path, hf, numbers):
     assert eight.kv_bytes // (eight.tokens + 64) == hf["num_hidden_layers"] * 2 * heads * 128 * 2
 
 
-def test_a_share_of_gemma4_has_both_kinds_of_heads():
+def test_a_share_of_gemma4_has_both_kinds_of_heads(tmp_path):
+    layers = of(folder(tmp_path, GEMMA4_26B), 4).model.config.decoder.layers
+    assert [(layer.mixing.kv_heads, layer.mixing.head_dim) for layer in layers[4:6]] == [(2, 256), (1, 512)]
+    assert (layers[0].feed.beside.width, layers[0].feed.width, layers[0].feed.experts) == (528, 176, 128)
     hf = GEMMA4_26B | {"per_layer_config": {"5": {"head_dim": 512, "num_key_value_heads": 2}}}
-    four = plan.share(hf, 4)
-    assert (four["num_key_value_heads"], four["num_global_key_value_heads"]) == (2, 1)
-    assert four["per_layer_config"] == {"5": {"head_dim": 512, "num_key_value_heads": 1}}
-    assert (four["intermediate_size"], four["moe_intermediate_size"], four["num_experts"]) == (528, 176, 128)
+    assert plan.share(hf, 4)["per_layer_config"] == {"5": {"head_dim": 512, "num_key_value_heads": 1}}
     with pytest.raises(ConfigError, match="num_global_key_value_heads 3 can't be divided"):
         plan.share(hf | {"num_global_key_value_heads": 3}, 4)
+
+
+def test_a_share_of_a_hybrid_has_some_of_its_states(tmp_path):
+    """Granite's one group of state-space heads is on each GPU, of heads and experts a half."""
+    model = folder(tmp_path, tiny_config("granitemoehybrid"))
+    one, two = (of(model, tp, context_length=128, max_total_tokens=4096) for tp in (1, 2))
+    states, own = (made.model.config.decoder.layers[0].mixing for made in (one, two))
+    assert (states.heads, own.heads, own.groups) == (8, 4, 1)
+    assert 0.5 < two.plan.states.total / one.plan.states.total < 0.6 and two.plan.states.total > 0
+    assert 0.5 < two.plan.weight_bytes / one.plan.weight_bytes < 0.52
 
 
 def test_what_does_not_fit_says_why(tmp_path):
@@ -182,27 +192,30 @@ def test_what_does_not_fit_says_why(tmp_path):
 
 
 @pytest.mark.parametrize("change,n,says", [
-    ({"num_attention_heads": 6}, 4, "num_attention_heads 6"),
-    ({"num_key_value_heads": 3}, 2, "num_key_value_heads 3 can't be divided"),
-    ({"intermediate_size": 63}, 2, "intermediate_size 63"),
-    ({"quantization_config": {"weight_block_size": [128, 128]}, "intermediate_size": 128}, 2, "multiple of 128"),
-    ({"quantization_config": {"quant_method": "awq"}, "intermediate_size": 128}, 2, "multiple of 128"),
+    ({"num_attention_heads": 6}, 4, "6 query heads can't be divided among 4"),
+    ({"num_attention_heads": 6, "num_key_value_heads": 3}, 2, "3 KV heads can't be divided"),
+    ({"intermediate_size": 63}, 2, "63 columns of an MLP"),
+    ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, 2, "blocks of 128 share"),
 ])  # fmt: skip
-def test_what_cannot_be_divided_is_named(change, n, says):
+def test_what_cannot_be_divided_is_named(tmp_path, change, n, says):
+    with pytest.raises(ConfigError, match=says):
+        of(folder(tmp_path, tiny_config() | change), n, context_length=128)
+
+
+@pytest.mark.parametrize("change,n,says", [
+    ({"num_attention_heads": 6}, 4, "num_attention_heads 6 isn't a multiple of 4"),
+    ({"num_key_value_heads": 3}, 2, "num_key_value_heads 3 can't be divided"),
+])  # fmt: skip
+def test_a_drafter_that_cannot_be_divided_is_named(change, n, says):
     with pytest.raises(ConfigError, match=says):
         plan.share(tiny_config() | change, n)
 
 
-def test_experts_whose_columns_share_scales_are_divided_themselves():
-    made = plan.share(QWEN3_235B, 8, "fp8")
-    assert (made["moe_intermediate_size"], made["num_experts"], made["num_experts_per_tok"]) == (384, 64, 4)
-    assert plan.share(QWEN3_235B, 8)["moe_intermediate_size"] == 192
-
-
-def test_a_share_of_dense_layers_and_of_experts_behind_them():
-    made = plan.share(tiny_config("deepseek_v3", num_attention_heads=8, num_key_value_heads=8), 2)
-    sizes = "num_attention_heads", "intermediate_size", "moe_intermediate_size", "n_routed_experts", "kv_lora_rank"
-    assert [made[name] for name in sizes] == [4, 32, 12, 8, 16]
+def test_experts_whose_columns_share_scales_are_divided_themselves(tmp_path):
+    model, sizes = folder(tmp_path, QWEN3_235B), lambda made: made.model.config.decoder.mixture
+    made = sizes(of(model, 8, quantization="fp8"))
+    assert (made.width, made.experts, made.per_token) == (384, 64, 4)
+    assert sizes(of(model, 8)).width == 192
 
 
 def test_requests_divided_among_gpus_take_a_part_of_the_memory_each(tmp_path):
@@ -222,10 +235,10 @@ def test_requests_divided_among_gpus_take_a_part_of_the_memory_each(tmp_path):
         of(folder(tmp_path, tiny_config(), "plain"), 2, dp_attention=True, context_length=256)
 
 
-def test_a_share_of_a_multimodal_model_is_of_its_text():
-    inner = tiny_config("qwen3_5_moe")
-    made = plan.share({"model_type": "qwen3_5_moe", "text_config": inner}, 2)["text_config"]
-    assert (made["linear_num_key_heads"], made["linear_num_value_heads"], made["vocab_size"]) == (1, 2, 32)
+def test_a_share_of_a_multimodal_drafter_is_of_its_text():
+    inner = tiny_config("qwen3_moe")
+    made = plan.share({"model_type": "qwen3_vl_moe", "text_config": inner}, 2)["text_config"]
+    assert (made["num_attention_heads"], made["moe_intermediate_size"], made["vocab_size"]) == (2, 12, 32)
     assert made["head_dim"] == inner["head_dim"]
 
 

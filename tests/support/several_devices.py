@@ -26,6 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxspec
 from jaxspec import LLM, EngineConfig, SamplingParams, StructuredOutput
 from jaxspec.bench import host
+from jaxspec.bench.plan import planned
 from jaxspec.cache.memory_plan import MemoryPlan
 from jaxspec.checkpoint import ModelFolder
 from jaxspec.compiling.lowering import Given, Process
@@ -284,7 +285,16 @@ def test_a_model_loaded_for_one_device_is_refused():
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("family", sorted(MODELS))
 def test_each_family_with_ngrams(family, size):
-    check(checkpoint(family), "ngram", size, structured=True)
+    planned_alike(check(checkpoint(family), "ngram", size, structured=True))
+
+
+def planned_alike(llm: LLM) -> None:
+    """`bench plan` counts what each device has."""
+    config, real = llm.engine.runner.config, llm.engine.runner.plan
+    options = dataclasses.replace(config, tp_size=1, load_format="dummy")
+    made = planned(options, config.tp_size, defaults.CPU, None).plan
+    names = "weight_bytes", "kv_bytes", "states"
+    assert [getattr(made, name) for name in names] == [getattr(real, name) for name in names]
 
 
 @pytest.mark.exhaustive
