@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.config.options import ConfigError
 from jaxspec.models.weights import Layout, Param, Parts, Weight, run_length
@@ -369,9 +369,16 @@ def embed(table: Float[Array, "v d"], tokens: Int[Array, "*b"]) -> Float[Array, 
     """The tokens' embeddings. `table` has this device's part of the vocabulary; one device has each token's."""
     if devices() == 1:
         return table[tokens]
+    rows, here = own_rows(table, tokens)
+    return total(jnp.where(here[..., None], table[rows], 0))
+
+
+def own_rows(table: Float[Array, "v d"], tokens: Int[Array, "*b"]) -> tuple[Int[Array, "*b"], Bool[Array, "*b"]]:
+    """The tokens' rows in this device's part of a table, and whether they are there; others name any row."""
+    if devices() == 1:
+        return tokens, jnp.ones(tokens.shape, bool)
     row = tokens - jax.lax.axis_index(AXIS) * len(table)
-    here = (row >= 0) & (row < len(table))
-    return total(jnp.where(here[..., None], table[jnp.clip(row, 0, len(table) - 1)], 0))
+    return jnp.clip(row, 0, len(table) - 1), (row >= 0) & (row < len(table))
 
 
 def neighbours_total(x: Float[Array, "*b"], count: int) -> Float[Array, "*b"]:

@@ -117,7 +117,7 @@ def test_an_assistants_checkpoint_names_what_it_lacks(tmp_path):
         jaxspec.load_drafter(str(folder), model)
 
 
-def test_other_targets_and_devices_are_refused():
+def test_other_targets_are_refused():
     other = jaxspec.load_model(str(GOLDEN / "checkpoints" / "gemma3-tied"), progress=False)
     with pytest.raises(ConfigError, match="an assistant of Gemma 4; the target is a gemma3"):
         jaxspec.load_drafter(f"assistant:{assistant('dense')}", other)
@@ -125,5 +125,3 @@ def test_other_targets_and_devices_are_refused():
     options = EngineConfig(draft="assistant", num_draft_tokens=2)
     drafter = jaxspec.load_drafter(f"assistant:{assistant('ordered')}", model, options).drafter
     assert drafter.num_draft_tokens == 2 and drafter.sources == ((0, 0), (0, 0), (1, 0))
-    with pytest.raises(ConfigError, match="ordered embeddings drafts on one device"):
-        drafter.on_one_of(2)

@@ -312,8 +312,9 @@ def test_a_family_of_gemma4_with_inputs_experts_and_shared_keys(size):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("size", SIZES[:2])
-def test_a_drafter_over_the_targets_own_keys(size):
-    check(GOLDEN / "checkpoints/gemma4-tied", f"assistant:{GOLDEN / 'assistants/dense'}", size)
+@pytest.mark.parametrize("target,assistant", [("gemma4-tied", "dense"), ("gemma4-inputs", "ordered")])
+def test_a_drafter_over_the_targets_own_keys(target, assistant, size):
+    check(GOLDEN / "checkpoints" / target, f"assistant:{GOLDEN / 'assistants' / assistant}", size)
 
 
 BLOCKS = ("dflash/full", "dflash/sliding", "dflash/window", "dflash2/sliding", "dflash2/causal")

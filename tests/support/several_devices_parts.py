@@ -33,7 +33,7 @@ from jaxspec.rounds import programs as rounds
 from jaxspec.rounds.packing import empty_slots
 from jaxspec.sampling.acceptance import Tree
 from tests.support.sample import rare
-from tests.support.several_devices import VOCAB, checkpoint, tree_of, with_drafter
+from tests.support.several_devices import GOLDEN, VOCAB, checkpoint, tree_of, with_drafter
 from tests.support.tiny import tiny_checkpoint
 
 
@@ -129,6 +129,18 @@ def proposed(draft: str, more: dict, greedy: bool, size: int) -> Proposal:
                          parents=sharding.EVERYWHERE)  # fmt: skip
         run = sharding.spread(run, mesh, (sharding.specs_of(params), parts), gives)
     return jax.tree.map(np.asarray, jax.jit(run)(loaded.params, state))
+
+
+def test_ordered_embeddings_are_scored_where_they_are():
+    """Each of four devices has the logits of its own part of the tokens whose centroids are near."""
+    model = jaxspec.load_model(str(GOLDEN / "checkpoints/gemma4-inputs"), progress=False)
+    loaded = jaxspec.load_drafter(f"assistant:{GOLDEN / 'assistants/ordered'}", model)
+    out = np.random.default_rng(0).standard_normal((3, loaded.drafter.config.hidden_size), np.float32)
+    names = {"embed": PartitionSpec(sharding.AXIS), "centroids": sharding.EVERYWHERE, "ordering": sharding.EVERYWHERE}
+    params, mesh = {name: loaded.params[name] for name in names}, sharding.mesh_of(4)
+    score = lambda params: loaded.drafter._logits(params, out)[0]  # noqa: E731
+    run = sharding.spread(score, mesh, (names,), PartitionSpec(None, sharding.AXIS))
+    np.testing.assert_allclose(jax.jit(run)(params), score(params), atol=1e-6)
 
 
 def test_a_sampled_tree_is_accepted_by_the_devices_that_decide():

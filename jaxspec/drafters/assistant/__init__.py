@@ -39,7 +39,7 @@ from jaxspec.drafters.own_weights import borrowed, load_weights, own_dtype
 from jaxspec.drafters.vocabulary import Chained
 from jaxspec.models.model_config import ModelConfig
 from jaxspec.models.weights import WHOLE, linear
-from jaxspec.parallel.sharding import embed
+from jaxspec.parallel.sharding import devices, embed, own_rows
 
 DRAFTS = 3  # where neither the user nor the checkpoint says how many
 
@@ -95,11 +95,6 @@ class Assistant(Drafter):
         return cls(config, sources, *of, drafts, chosen), params
 
     def on_one_of(self, size):
-        if self.centroids:
-            raise ConfigError(
-                f"--tp-size {size}: an assistant with ordered embeddings drafts on one device; use --tp-size 1 or "
-                "another --draft"
-            )
         return replace(self, config=self.config.on_one_of(size))
 
     def init_state(self, layout, num_slots):
@@ -140,7 +135,7 @@ class Assistant(Drafter):
         return product([out], params["post"]), out
 
     def _logits(self, params: Any, out: Float[Array, "b d"]) -> tuple[Float[Array, "b v"], Int[Array, " b"] | None]:
-        """Logits, and the likeliest token if it is known without all of them."""
+        """This device's part of the logits, and the likeliest token if it is known without all of them."""
         cap = self.config.decoder.logit_cap
         bounded = (lambda logits: logits) if cap is None else partial(capped, cap=cap)
         if not self.centroids:
@@ -148,8 +143,10 @@ class Assistant(Drafter):
         scores = jnp.matmul(out, params["centroids"].dequantised(out.dtype), preferred_element_type=jnp.float32)
         _, nearest = jax.lax.top_k(scores, self.centroids)
         ids = params["ordering"][nearest].reshape(len(out), -1)
-        rows = params["embed"][ids]
-        logits = bounded(jnp.einsum("bd,bkd->bk", out, rows, preferred_element_type=jnp.float32))
-        others = jnp.full((len(out), self.config.vocab_size), -jnp.inf)
-        whole = others.at[jnp.arange(len(out))[:, None], ids].set(logits)
-        return whole, jnp.take_along_axis(ids, jnp.argmax(logits, axis=1)[:, None], axis=1)[:, 0]
+        table, (rows, here) = params["embed"], own_rows(params["embed"], ids)
+        logits = bounded(jnp.einsum("bd,bkd->bk", out, table[rows], preferred_element_type=jnp.float32))
+        others, own = jnp.full((len(out), len(table)), -jnp.inf), jnp.where(here, rows, len(table))
+        part = others.at[jnp.arange(len(out))[:, None], own].set(logits, mode="drop")
+        if devices() > 1:
+            return part, None
+        return part, jnp.take_along_axis(ids, jnp.argmax(logits, axis=1)[:, None], axis=1)[:, 0]
