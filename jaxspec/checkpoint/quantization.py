@@ -366,7 +366,8 @@ def _e4m3(param: Param, block: int | None, activations: bool) -> Fp8:
 
 def quantised_on_load(param: Param, activations: bool, how: Quantization | None = None, to: str | None = None) -> Param:
     """The declaration of a weight that is quantised `to` "fp8", "int4" or "nvfp4" while it loads, or as `how` says,
-    of dummy weights. FP8 is in blocks, int4 symmetric in groups of 128 inputs, or the largest divisor of their number.
+    of dummy weights. FP8 is in blocks, unless the declaration says `by_output`; int4 symmetric in groups of 128 inputs,
+    or the largest divisor of their number.
 
     **Raises:** `CheckpointError` as `as_mxfp4`.
     """
@@ -380,7 +381,8 @@ def quantised_on_load(param: Param, activations: bool, how: Quantization | None 
         return dataclasses.replace(param, format=format)
     if (to if how is None else how.kind) in (INT4, NVFP4):
         return param
-    return dataclasses.replace(param, format=_e4m3(param, BLOCK if how is None else how.block, activations))
+    block = how.block if how is not None else None if param.by_output else BLOCK
+    return dataclasses.replace(param, format=_e4m3(param, block, activations))
 
 
 def _four_bits_on_load(inputs: int, how: Quantization | None, to: str | None) -> FourBits | None:

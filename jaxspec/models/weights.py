@@ -415,7 +415,8 @@ class Param:
     tensor of the weight's.
 
     `split`: how it is divided among devices; None: nobody has decided, so a model that has it is served by one.
-    `least`: columns that one of several devices has at least, of zeros behind its own.
+    `least`: columns that one of several devices has at least, of zeros behind its own. `by_output`: FP8 on load has a
+    scale for each output, since devices couldn't cut blocks of them.
     """
 
     shape: tuple[int, ...]
@@ -434,6 +435,7 @@ class Param:
     split: Split | None = None
     least: int = 0
     unit_axes: tuple[int, int] = (0, 0)
+    by_output: bool = False
 
     @property
     def stacked(self) -> bool:

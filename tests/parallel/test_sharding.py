@@ -19,6 +19,7 @@ import pytest
 from jax.sharding import AbstractMesh
 from openai import APIConnectionError, OpenAI
 
+from jaxspec.checkpoint import in_format
 from jaxspec.checkpoint import params as loading
 from jaxspec.config.options import ConfigError
 from jaxspec.decoder.forward import head_logits
@@ -27,7 +28,7 @@ from jaxspec.models.description import Mamba2
 from jaxspec.models.families import MODELS, nemotron_h
 from jaxspec.models.local import local
 from jaxspec.models.model_config import ModelConfig
-from jaxspec.models.weights import Param, Weight, by_inputs, by_outputs, is_param, linear
+from jaxspec.models.weights import Fp8, Param, Weight, by_inputs, by_outputs, is_param, linear
 from jaxspec.parallel import sharding
 from jaxspec.parallel.sharding import BY_REQUEST, EVERYWHERE
 from tests.server.live import wait_for
@@ -170,6 +171,15 @@ def test_heads_of_states_have_their_groups_b_and_c():
         rows = sharding.cut(param, 0, np.arange(32)[:, None], rank, 4)[:, 0]
         heads, group = slice(2 * rank, 2 * rank + 2), slice(3 * (rank // 2), 3 * (rank // 2) + 3)
         assert rows.tolist() == [*z[heads], *x[heads], *b[group], *c[group], dt[rank]]
+
+
+def test_states_in_fp8_on_load_are_divided():
+    """In blocks dt couldn't be, of which a device has a column for each of its heads."""
+    decoder = config("nemotron_h", hidden_size=128, mamba_head_dim=128).decoder
+    states = in_format(MODELS["nemotron_h"].tensors(decoder)["layers"][0], None, "fp8", "auto", True)
+    assert (states["in"].format, states["out"].format) == (Fp8(None, True), Fp8(128, True))
+    for size in (2, 4, 8):
+        sharding.check_params(states, size)
 
 
 def test_a_vocabulary_is_padded_with_zeros():

@@ -186,13 +186,16 @@ TENSORS = {
 
 
 def mamba2_tensors(m: Mamba2, d: int, prefix: str) -> Tensors:
-    """A state-space layer. What goes into an exponent stays in float32."""
+    """A state-space layer. What goes into an exponent stays in float32. dt is a column a head, of which a device has
+    fewer than a block.
+    """
     heads, states = (m.heads, m.width), (m.groups, m.state)
     channels = heads, states, states
     made = by_outputs((heads, *channels, (m.heads, 1)))
     each = lambda name, init: exact_numbers(m.heads, prefix + name, by_outputs(((m.heads, 1),)), init)  # noqa: E731
+    first = linear(d, {prefix + "in_proj.weight": m.inner + m.channels + m.heads}, split=made)
     tree = {
-        "in": linear(d, {prefix + "in_proj.weight": m.inner + m.channels + m.heads}, split=made),
+        "in": dataclasses.replace(first, by_output=True),
         "conv": convolution(m.taps, {prefix + "conv1d.weight": m.channels}, by_outputs(channels)),
         "decay_log": each("A_log", "zeros"),
         "step_bias": each("dt_bias", "zeros"),
