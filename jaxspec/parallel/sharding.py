@@ -80,7 +80,7 @@ def check_params(declared: Any, size: int) -> None:
                 if units % among and among % units and not param.split.padded:
                     raise ConfigError(
                         f"--tp-size {size}: {param.sources[i]} has {units} x {width} {param.split.along}, and {among} "
-                        f"devices can't divide {units}"
+                        f"devices can't divide {units}. Use a --tp-size that divides it, or --tp-size 1"
                     )
             for start, stop, _ in _spans(_parts(param, i), 0, among, param.split.padded):
                 whole = sum(units * width for units, width in _parts(param, i))  # whose last block may be a part
