@@ -180,6 +180,7 @@ FIELDS = {
         "bias": (True, {EVERY}),
         "least_step": (0.1, {EVERY, FUSED}),
         "most_step": (1.0, {EVERY, FUSED}),
+        "group_devices": (2, {EVERY, FUSED}),
     },
     Absent: {},
     Mlp: {
