@@ -272,6 +272,7 @@ def test_weights_that_do_not_fit_are_named():
     assert "multiples of 128" in op.product_supported(8, [576, 576], (1152, 256), jnp.bfloat16, fp8=True)
     assert "multiples of 128" in op.normed_supported(8, 576, [256], jnp.bfloat16, fp8=True)
     assert "96 columns; supported: multiples of 64" in op.normed_supported(8, 576, [640, 96], jnp.bfloat16)
+    assert op.normed_supported(3, 576, [640], jnp.bfloat16) == "3 rows; supported: multiples of 8 up to 8"
     assert op.normed_supported(8, 576, [640, 96], jnp.bfloat16, scaled=True) is None
 
 

@@ -370,7 +370,8 @@ def normed_supported(
     scaled = scaled or (quantised and width > NARROW)
     if wrong := [jnp.dtype(dtype).name for dtype in dtypes if jnp.dtype(dtype) != jnp.bfloat16]:
         return f"weights in {wrong[0]}; supported: bfloat16"
-    if rows % GROUP or rows > (most := FP8_ROWS if scaled or quantised else WIDE_ROWS):
+    most = FP8_ROWS if scaled or quantised else WIDE_ROWS
+    if rows % GROUP or rows > most:
         return f"{rows} rows; supported: multiples of {GROUP} up to {most}"
     step = step_of(fp8, four)
     if width % step:
