@@ -143,6 +143,7 @@ def mix_chosen(
     elif m.shared:
         own, shares = (array[:, each : each + 1] for array in (ids, scores))
         own = jnp.where(own == m.experts, 0, NOBODY)
+        ids, scores = ids[:, :each], scores[:, :each]  # no column of the others' holds the shared one
         residual = experts_mlp(rows, shared, own, shares, 1, residual, expert_gating(m), tokens=valid)
     if m.groups > 1:
         ids = own_experts(ids, m.experts, m.groups)

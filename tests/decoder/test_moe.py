@@ -141,6 +141,22 @@ def test_padding_reads_no_experts(monkeypatch):
     assert (ids == experts_mlp.NOBODY).all(axis=1).tolist() == [False, False, True, True, True, True]
 
 
+def test_a_launch_has_ids_of_its_own_experts_alone(monkeypatch):
+    """Kernels read all columns. Another launch's expert was an item more than planned, of whatever memory held."""
+    seen = []
+    noted = lambda x, stacks, ids, weights, each, residual, *_, **named: seen.append((stacks, ids)) or residual  # noqa: E731
+    monkeypatch.setattr(feed, "experts_mlp", noted)
+    x, stacks, ids, scores = random_case(5, 8, 4, shared=40)
+    weights = dict(
+        zip(("experts_gate_up", "experts_down", "shared_gate_up", "shared_down"), sum(stacks, ()), strict=True)
+    )
+    mixture = dataclasses.replace(config_of(num_experts_per_tok=3).decoder.mixture, shared=40)
+    feed.mix_chosen(mixture, weights, x, ids, scores, x)
+    for held, ids in seen:
+        assert ((ids < sum(len(down.values) for _, down in held)) | (ids == experts_mlp.NOBODY)).all()
+    assert [len(held) for held, _ in seen] == [1, 1]
+
+
 def test_equal_probabilities_choose_the_first_experts():
     ids, weights = top_experts(jnp.zeros((2, 8)), jnp.arange(2), None, 3, True)
     assert ids.tolist() == [[0, 1, 2]] * 2

@@ -31,18 +31,18 @@ KIMI = dict(
 CONFIG = ModelConfig.from_hf(tiny_config("kimi_linear", **KIMI))
 
 
-def rounds(params, dtype, requests, t):
+def rounds(config, params, dtype, requests, t):
     """Two rounds, of which the second replays the first's rows, and a call that is timed: what the second gives, and
     the caches' parts that requests have."""
     pages = 2
     table, slots = jnp.arange(1, 1 + pages * requests).reshape(requests, pages), jnp.arange(requests)
-    empty = empty_cache(CONFIG, PageLayout(1 + pages * requests, 64, dtype), requests + 1, t, dtype)
+    empty = empty_cache(config, PageLayout(1 + pages * requests, 64, dtype), requests + 1, t, dtype)
 
     @jax.jit
     def forward(params, tokens, cache, start, replay):
         rows = Rows(start + jnp.arange(requests), jnp.full(requests, t), table)
         mixer = RoundRows(rows, slots, jnp.full(requests, replay))
-        hidden = paths.forward(CONFIG.decoder, params, tokens, rows.marked_positions(t), mixer, cache, (0,))
+        hidden = paths.forward(config.decoder, params, tokens, rows.marked_positions(t), mixer, cache, (0,))
         return (hidden.last, hidden.features[0]), hidden.cache
 
     tokens = jnp.arange(requests * t).reshape(requests, t)
@@ -58,15 +58,15 @@ def test_layers_are_those_of_the_model(monkeypatch, figures, requests, t):
     than plain layers are, by half of that at most: those are 2.1e-2 to 2.6e-2 away from it on a CPU."""
     params = dummy(kimi_linear.tensors(CONFIG.decoder), "bfloat16", seed=0)
     with counting() as took:
-        got, again = rounds(params, "bfloat16", requests, t)
+        got, again = rounds(CONFIG, params, "bfloat16", requests, t)
     assert took["few_rows_normed"] and took["few_rows_add"] and took["expert_add"]
     assert took["delta_step"] and took["latent_decode"] and not took["portable_delta_step"]
     each = 1e6 * seconds(again, rounds=50) / len(LAYERS)
     figures[f"Kimi Linear, {requests} x {t} rows"] = f"{each:.1f} us a layer"
     switch_off(monkeypatch)
-    plain, _ = rounds(params, "bfloat16", requests, t)
+    plain, _ = rounds(CONFIG, params, "bfloat16", requests, t)
     wide = jax.tree.map(lambda x: x.astype("float32") if x.dtype == jnp.bfloat16 else x, params)
-    exact, _ = rounds(wide, "float32", requests, t)
+    exact, _ = rounds(CONFIG, wide, "float32", requests, t)
     for one, other, reference in zip(got, plain, exact, strict=True):
         assert away(one, reference) <= max(1.5 * away(other, reference), 1e-3)
 
