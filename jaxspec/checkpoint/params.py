@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import os
 import threading
 import zlib
@@ -413,7 +414,11 @@ def dummy(declared: Any, dtype: str, seed: int, mesh: Mesh | None = None) -> Any
             return places[0].moved(param.made(array))
         return ready(places[0].moved(quantised(param, array)))
 
-    return jax.tree_util.tree_map_with_path(make, declared)
+    # The largest first: what one is quantised from then leaves room that the next one fits into.
+    named, tree = jax.tree_util.tree_flatten_with_path(declared)
+    order = sorted(range(len(named)), key=lambda i: -math.prod(named[i][1].shape))
+    made = {i: make(*named[i]) for i in order}
+    return jax.tree.unflatten(tree, [made[i] for i in range(len(named))])
 
 
 def _drawing(param: Param, dtype: str) -> tuple[Callable, tuple[int, ...], float, str]:
