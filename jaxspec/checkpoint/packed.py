@@ -267,8 +267,10 @@ class Packed:
         return outputs(parts["qweight"]), outputs(parts["qzeros"]), parts["scales"].T, None
 
     def _gptq(self, parts: dict[str, np.ndarray]) -> tuple[np.ndarray, ...]:
-        """Words stand [in / 8, out] and [groups, out / 8]."""
-        zeros = _unpacked(parts["qzeros"], self.bits).T.astype(np.float32) + self.less
+        """Words stand [in / 8, out] and [groups, out / 8]. GPTQModel takes `less` from whole words of zero points, so
+        that a zero point of 0 borrows from its neighbour, which the sum gives back."""
+        ones = np.uint32(sum(self.less << bit for bit in range(0, 32, self.bits)))
+        zeros = _unpacked(parts["qzeros"].view(np.uint32) + ones, self.bits).T
         return _unpacked(parts["qweight"].T, self.bits), zeros, parts["scales"].T, parts.get("g_idx")
 
     def _compressed(self, parts: dict[str, np.ndarray]) -> tuple[np.ndarray, ...]:

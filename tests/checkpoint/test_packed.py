@@ -254,3 +254,15 @@ def test_zero_points_of_newer_gptq_are_stored_as_they_are(tmp_path):
     expected, scales = tensors.pop("expected"), np.float32(tensors["m.scales"])
     weight = older.made("m", _parts(tensors), whole=True)["weight"]
     np.testing.assert_allclose(weight - expected, np.repeat(scales.T, 32, axis=1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name,ones", [("gptq", 0x11111111), ("gptq-8", 0x01010101)])
+def test_zero_points_of_0_borrow_from_their_neighbours_in_older_gptq(name, ones):
+    """GPTQModel subtracts one from each zero point of a word at once."""
+    tensors = _parts(load_file(GOLDEN / f"{name}.safetensors"))
+    newer = np.random.default_rng(0).integers(0, 2**32, tensors["qzeros"].shape, np.uint32) & ~np.uint32(0xFF00FF)
+    made = [
+        dataclasses.replace(TOOLS[name], less=less).made("m", tensors | {"qzeros": words.view(np.int32)}, whole=True)
+        for less, words in ((0, newer), (1, newer - np.uint32(ones)))
+    ]
+    np.testing.assert_array_equal(made[0]["weight"], made[1]["weight"])
