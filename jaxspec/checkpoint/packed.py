@@ -1,4 +1,5 @@
 """Packed weights, as AWQ, GPTQ, compressed-tensors and ModelOpt publish them: integers of 4 or 8 bits, and NVFP4.
+Integers that have a byte each (INT8) are read by the same code.
 
 An integer weight is (number - zero point) x scale, with a scale and a zero point for each group of inputs of an output.
 An NVFP4 one is number x scale x factor, with a scale for each 16 inputs and a factor for the matrix.
@@ -40,7 +41,7 @@ from jaxspec.config.engine_config import ANY_ON_LOAD
 from jaxspec.config.json_values import shown
 from jaxspec.models import int4, mxfp4, nvfp4
 
-AWQ, GPTQ, COMPRESSED, GGUF = "awq", "gptq", "compressed-tensors", "gguf"
+AWQ, GPTQ, COMPRESSED, GGUF, INT8 = "awq", "gptq", "compressed-tensors", "gguf", "int-quantized"
 BITS = (4, 8)
 # What a module's weight is stored as: what it must have, and what it may have.
 _PARTS = {
@@ -49,7 +50,9 @@ _PARTS = {
     COMPRESSED: (("weight_packed", "weight_scale"), ("weight_shape", "weight_zero_point", "weight_g_idx")),
     NVFP4: (("weight_packed", "weight_scale", "weight_global_scale"), ()),
     MODELOPT: (("weight_scale_2", "weight", "weight_scale"), ()),
+    INT8: (("weight_scale", "weight"), ("weight_zero_point", "weight_g_idx")),
 }
+_FORMATS = {"nvfp4-pack-quantized": NVFP4, "pack-quantized": COMPRESSED, "int-quantized": INT8}  # compressed-tensors'
 _WORDS = ("qweight", "qzeros", "weight_packed", "weight_zero_point")
 GROUPS = (".g_idx", ".weight_g_idx")  # what names of tensors end in that say each input's group
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -61,9 +64,10 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 class Packed:
     """How a checkpoint packs its weights.
 
-    `kind`: AWQ, GPTQ, COMPRESSED, or of NVFP4 that of compressed-tensors or MODELOPT. `group`: inputs that share a
-    scale; None: all of them. `less`: what was taken from zero points before they were stored. `kept`: names of modules
-    that aren't quantised, and `fp8`, as of `Quantization`. Of kind GGUF are files of `gguf`, which read themselves.
+    `kind`: AWQ, GPTQ, COMPRESSED, INT8, or of NVFP4 that of compressed-tensors or MODELOPT. `group`: inputs that share
+    a scale; None: all of them. `less`: what was taken from zero points before they were stored. `kept`: names of
+    modules that aren't quantised, and `fp8`, as of `Quantization`. Of kind GGUF are files of `gguf`, which read
+    themselves.
     """
 
     kind: str
@@ -120,12 +124,12 @@ class Packed:
                 raise CheckpointError(
                     f"{where}: {module} has {first} and no {' and no '.join(lacking)}; download its files again"
                 )
-            dtype = U8 if self.floats else "I32"
+            dtype = U8 if self.floats else "I8" if self.kind == INT8 else "I32"
             for name in (f"{module}.{part}" for part in held if part in (*_WORDS, "weight")):
                 if found[name].dtype != dtype or len(found[name].shape) != 2:
                     said = f"{name} is {found[name].dtype} {list(found[name].shape)}"
                     raise CheckpointError(f"{where}: {said}; packed numbers are a matrix of {dtype}")
-            words = found[f"{module}.{'weight' if self.kind == MODELOPT else first}"]
+            words = found[f"{module}.{'weight' if self.kind in (MODELOPT, INT8) else first}"]
             size, (outputs, inputs) = sum(found[f"{module}.{part}"].nbytes for part in held), self._shape(words.shape)
             if f"{module}.weight" in dequantised or not self._stays(inputs):
                 kept[f"{module}.weight"] = TensorInfo((outputs, inputs), size, "F32")
@@ -184,7 +188,7 @@ class Packed:
             return rows, columns * 2
         each = 32 // self.bits
         shapes = {AWQ: (columns * each, rows), GPTQ: (columns, rows * each), COMPRESSED: (rows, columns * each)}
-        return shapes[self.kind]
+        return (rows, columns) if self.kind == INT8 else shapes[self.kind]
 
     def made(self, module: str, parts: Mapping[str, Any], whole: bool = False) -> dict[str, np.ndarray]:
         """A module's tensors under common names, of its parts, arrays or yet to be read. `whole`: dequantised, even if
@@ -252,7 +256,7 @@ class Packed:
     ) -> tuple[np.ndarray, np.ndarray | int, np.ndarray, np.ndarray | None]:
         """Numbers uint8[out, in], zero points [out, groups] or one for all, scales [out, groups], and each input's
         group where the file says it."""
-        return {AWQ: self._awq, GPTQ: self._gptq, COMPRESSED: self._compressed}[self.kind](parts)
+        return {AWQ: self._awq, GPTQ: self._gptq}.get(self.kind, self._compressed)(parts)
 
     def _awq(self, parts: dict[str, np.ndarray]) -> tuple[np.ndarray, ...]:
         """Words stand [in, out / 8] and [groups, out / 8]."""
@@ -275,8 +279,14 @@ class Packed:
 
     def _compressed(self, parts: dict[str, np.ndarray]) -> tuple[np.ndarray, ...]:
         """Words stand [out, in / 8] and [out / 8, groups]. All numbers, zero points too, had half of their range added
-        to them."""
-        numbers, scales = _unpacked(parts["weight_packed"], self.bits), parts["weight_scale"]
+        to them. Those of INT8 stand as they are, [out, in] and [out, groups]."""
+        scales = parts["weight_scale"]
+        if self.kind == INT8:
+            numbers, zeros = parts["weight"], parts.get("weight_zero_point", np.int8(0))
+            if scales.size == 1:  # of the whole matrix
+                scales, zeros = np.broadcast_to(scales.reshape(1, 1), (len(numbers), 1)), zeros.reshape(())
+            return numbers, zeros, scales, parts.get("weight_g_idx")
+        numbers = _unpacked(parts["weight_packed"], self.bits)
         if (shape := parts.get("weight_shape")) is not None:
             numbers = numbers[: int(shape[0]), : int(shape[1])]
         zeros = 1 << (self.bits - 1)
@@ -376,30 +386,34 @@ def _read_compressed(config: Mapping[str, Any], file: Path) -> Packed | None:
     """Packed weights, alone or beside FP8. None for what `quantization.read` reads, or refuses by name."""
     groups = config.get("config_groups")
     _check_transforms(config.get("transform_config"), file)
-    found, formats, fp8 = set(), set(), {}
+    sparse = config.get("sparsity_config")
+    if isinstance(sparse, Mapping) and sparse.get("format", "dense") != "dense":
+        raise CheckpointError(refusal(file, f"compressed-tensors with sparsity {shown(sparse.get('format'))}"))
+    found, fp8 = set(), {}
     for name, group in groups.items() if isinstance(groups, Mapping) else ():
         weights = group.get("weights") if isinstance(group, Mapping) else {}
         if weights is None:
             continue
         if not isinstance(weights, Mapping):
             return None
-        if (weights.get("num_bits"), weights.get("type")) == (8, "float"):
+        bits, number, strategy, size = (weights.get(key) for key in ("num_bits", "type", "strategy", "group_size"))
+        if (bits, number) == (8, "float"):
             fp8[name] = group
             continue
-        formats.add(group.get("format") or config.get("format"))
-        bits, strategy, size = weights.get("num_bits"), weights.get("strategy"), weights.get("group_size")
-        if (bits, weights.get("type"), strategy, size) == (4, "float", "tensor_group", nvfp4.GROUP):
+        kind = _FORMATS.get(group.get("format") or config.get("format"))
+        by_group = strategy == "group" and type(size) is int and size > 0
+        integers = number == "int" and bits in BITS and (by_group or strategy in ("channel", "tensor"))
+        if kind == NVFP4 and (bits, number, strategy, size) == (4, "float", "tensor_group", nvfp4.GROUP):
             found.add((NVFP4, bits, size))
-            continue
-        if weights.get("type") != "int" or bits not in BITS or group.get("input_activations") is not None:
+        elif kind == INT8 and integers:
+            found.add((INT8, 8, size if by_group else None))
+        elif kind == COMPRESSED and integers and strategy != "tensor":
+            found.add((COMPRESSED, bits, size if by_group else None))
+        else:
             return None
-        if strategy != "channel" and not (strategy == "group" and type(size) is int and size > 0):
-            return None
-        found.add((COMPRESSED, bits, size if strategy == "group" else None))
-    written = {NVFP4: {"nvfp4-pack-quantized"}, COMPRESSED: {"pack-quantized"}}
-    if len(found) != 1 or formats != written[(made := found.pop())[0]]:
+    if len(found) != 1:
         return None
-    made = Packed(*made, kept=names(config, "ignore", file))
+    made = Packed(*found.pop(), kept=names(config, "ignore", file))
     if not fp8 or made.quantization is None:
         return None if fp8 else made
     return dataclasses.replace(made, fp8=compressed({**config, "config_groups": fp8}, file).kind)
@@ -407,9 +421,11 @@ def _read_compressed(config: Mapping[str, Any], file: Path) -> Packed | None:
 
 def _check_transforms(config: Any, file: Path) -> None:
     """**Raises:** `CheckpointError` for rotations of rows. Those of weights are in the weights."""
-    groups = config.get("config_groups") if isinstance(config, Mapping) else None
-    schemes = [each for each in (groups or {}).values() if isinstance(each, Mapping)]
-    where = {arguments.get("location") for scheme in schemes for arguments in scheme.get("apply") or ()}
+    groups = config.get("config_groups") if isinstance(config, Mapping) else config
+    schemes = groups.values() if isinstance(groups, Mapping) else [groups] if groups else []
+    each = [scheme.get("apply") if isinstance(scheme, Mapping) else None for scheme in schemes]
+    each = [arguments for apply in each for arguments in (apply if isinstance(apply, list) else [apply])]
+    where = {arguments.get("location") if isinstance(arguments, Mapping) else arguments for arguments in each}
     if of_rows := sorted(map(str, where - {"weight_input", "weight_output"})):
         raise CheckpointError(refusal(file, f"compressed-tensors with transforms at {', '.join(of_rows)}"))
 

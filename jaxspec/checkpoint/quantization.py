@@ -30,7 +30,9 @@ KINDS = ("block", "channel", "tensor")  # what has an FP8 scale: 128 x 128 numbe
 _INSTEAD = (
     "use the model's FP8 or unquantised checkpoint (with --quantization fp8, the latter is made FP8 while it loads)"
 )
-_UNUSED = re.compile(r".*\.((input|output|q|k|v|kv)_scale|input_global_scale|input_scale_ub|(\w+_)?activation_scale)")
+_UNUSED = re.compile(
+    r".*\.((input|output|q|k|v|kv)_scale|input_(global_scale|scale_ub|zero_point)|(\w+_)?activation_scale)"
+)
 
 
 @dataclass(frozen=True)
@@ -184,9 +186,6 @@ def compressed(config: Mapping[str, Any], file: Path) -> Quantization | None:
         found.append(strategy)
     if len(set(found)) > 1:
         raise CheckpointError(refusal(file, f"compressed-tensors with several strategies, {', '.join(found)}"))
-    sparse = config.get("sparsity_config")
-    if isinstance(sparse, Mapping) and sparse.get("format", "dense") != "dense":
-        raise CheckpointError(refusal(file, f"compressed-tensors with sparsity {shown(sparse.get('format'))}"))
     return Quantization(found[0], names(config, "ignore", file))
 
 

@@ -147,7 +147,7 @@ class ModelFolder:
                 "scales are kept; get the config.json that came with these weights"
             )
         more = dict.fromkeys(self.quantization.dtypes, 1) if self.quantization else {}
-        more |= {"I32": 4} if self.packed else {}
+        more |= {"I32": 4, "I8": 1} if self.packed else {}
         known = _INTEGERS if is_map else _BYTES | more
         if (size := (_INDICES | known).get(dtype)) is None:
             raise CheckpointError(f"{file}: {name} is stored as {dtype}; supported: {', '.join(known)}")

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 import jaxspec
 from jaxspec.checkpoint import CheckpointError, load_model, packed, quantization
-from jaxspec.checkpoint.packed import AWQ, COMPRESSED, GPTQ, Packed
+from jaxspec.checkpoint.packed import AWQ, COMPRESSED, GPTQ, INT8, Packed
 from tests.support.quantised import save
 from tests.support.tiny import tiny_checkpoint
 
@@ -28,6 +28,8 @@ TOOLS = {
     "compressed-zeros": Packed(COMPRESSED, 4, 32),
     "compressed-channel-8": Packed(COMPRESSED, 8, None),
     "compressed-channel": Packed(COMPRESSED, 4, None),
+    "int8": Packed(INT8, 8, None),
+    "int8-zeros": Packed(INT8, 8, 32),
 }
 CONFIGS = {
     AWQ: {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm", "zero_point": True},
@@ -40,6 +42,7 @@ CONFIGS = {
         },
     },
 }
+CONFIGS[INT8] = CONFIGS[COMPRESSED] | {"format": INT8}
 
 
 @pytest.mark.parametrize("name", TOOLS)
@@ -80,6 +83,9 @@ def pack(kind: str, matrix: np.ndarray, group: int = 16) -> tuple[dict[str, np.n
             "g_idx": (np.arange(columns) // group).astype(np.int32),
             "bias": np.zeros(rows, np.float16),
         }, meant
+    if kind == INT8:
+        parts = {"weight": numbers.astype(np.int8), "weight_zero_point": zeros.astype(np.int8), "weight_scale": scales}
+        return parts | {"input_scale": np.ones(1, np.float32), "input_zero_point": np.ones(1, np.int8)}, meant
     shape = np.array(matrix.shape)
     parts = {"weight_packed": words(numbers), "weight_scale": scales, "weight_shape": shape}
     return parts | {"weight_zero_point": words(zeros.T).T}, meant
@@ -111,12 +117,12 @@ def edit(folder, **keys) -> None:
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_checkpoint_is_read_as_its_dequantised_weights(kind, tmp_path, caplog):
-    """Experts one by one, and GPTQ's biases of zeros, which the model doesn't have."""
+    """Experts one by one, and GPTQ's biases of zeros, which the model doesn't have. Scales of activations are left."""
     caplog.set_level(logging.INFO)
     both = packed_and_plain(kind, tmp_path)
     ours, plain = (load_model(str(folder), progress=False) for folder in both)
     jax.tree.map(np.testing.assert_array_equal, ours.params, plain.params)
-    assert ours.quantization is None and f"4 bits ({kind}) are dequantised to float32" in caplog.text
+    assert ours.quantization is None and f" bits ({kind}) are dequantised to float32" in caplog.text
     ours, plain = (load_model(str(folder), quantization="fp8", progress=False) for folder in both)
     jax.tree.map(np.testing.assert_array_equal, ours.params, plain.params)
     assert jaxspec.logits(ours, [[5, 6, 7]]).shape == (1, 3, 64) and "made fp8 as they are read" in caplog.text
@@ -200,8 +206,10 @@ AUTO_ROUND = {"quant_method": "auto-round", "packing_format": "auto_round:auto_g
     (COMPRESSED, groups(bits=3), "compressed-tensors pack-quantized, 3-bit int with strategy 'group' of 16 inputs"),
     (COMPRESSED, groups(16, 32), "4-bit int with strategy 'group' of 16 inputs beside 4-bit .* of 32 inputs"),
     (COMPRESSED, {"config_groups": groups(bits=8)["config_groups"] | FP8}, "8-bit int .* inputs beside 8-bit float"),
-    (COMPRESSED, groups(activations=8), "4-bit int with strategy 'group' of 16 inputs and 8-bit activations"),
+    (COMPRESSED, groups(activations=8) | {"format": "marlin-24"}, "marlin-24, 4-bit int .* and 8-bit activations"),
+    (COMPRESSED, groups() | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "with sparsity 'sparse-24-bitmask'"),
     (COMPRESSED, rotated("input"), "compressed-tensors with transforms at input"),
+    (COMPRESSED, {"transform_config": {"config_groups": ["R"]}}, "compressed-tensors with transforms at None"),
     (GPTQ, AUTO_ROUND | {"packing_format": "auto_round:exl2"}, "auto-round of 'int' packed as 'auto_round:exl2', not"),
     (GPTQ, AUTO_ROUND | {"data_type": "mx_fp"}, "auto-round of 'mx_fp' packed as"),
     (GPTQ, AUTO_ROUND | {"extra_config": {"q_proj": {"bits": 8}}}, "settings of its own for q_proj .extra_config"),
@@ -219,6 +227,8 @@ def test_other_layouts_are_refused_by_name(kind, keys, says, tmp_path):
     (AUTO_ROUND | {"bits": 4, "group_size": 32, "packing_format": "auto_round:auto_awq"}, Packed(AWQ, 4, 32)),
     (CONFIGS[COMPRESSED] | rotated("weight_input"), Packed(COMPRESSED, 4, 16)),  # a rotation of weights is in them
     (CONFIGS[COMPRESSED] | {"config_groups": {"keys": {"targets": ["LlamaAttention"], "weights": None}}}, None),
+    (CONFIGS[COMPRESSED] | groups(activations=8), Packed(COMPRESSED, 4, 16)),
+    (CONFIGS[INT8] | groups(128, bits=4, activations=8), Packed(INT8, 8, 128)),
     (CONFIGS[COMPRESSED] | {"config_groups": {}}, None),  # an unquantised model with scales of keys and values
     ({"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}, None),
 ])  # fmt: skip

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
+from compressed_tensors.compressors.naive_quantized.base import IntQuantizationCompressor
 from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
@@ -87,7 +88,9 @@ def gptq(name: str, bits: int, group: int, ordered: bool) -> None:
     save(name, parts, layer(torch.eye(INPUTS)).T, weight)
 
 
-def compressed(name: str, bits: int, group: int | None, symmetric: bool) -> None:
+def compressed(
+    name: str, bits: int, group: int | None, symmetric: bool, tool: type = PackedQuantizationCompressor
+) -> None:
     weight, scales, zeros = grid(bits, group or INPUTS)
     if symmetric:
         most = weight.reshape(OUTPUTS, -1, group or INPUTS).abs().amax(-1)
@@ -98,8 +101,8 @@ def compressed(name: str, bits: int, group: int | None, symmetric: bool) -> None
     state = {"weight": weight, "weight_scale": scales.float()}
     if not symmetric:
         state["weight_zero_point"] = (zeros - 2 ** (bits - 1)).to(torch.int8)
-    packed = PackedQuantizationCompressor.compress(state, scheme)
-    made = PackedQuantizationCompressor.decompress(packed, scheme)["weight"]
+    packed = tool.compress(state, scheme)
+    made = tool.decompress(packed, scheme)["weight"]
     save(name, packed | {"weight_scale": scales}, made, weight)
 
 
@@ -134,3 +137,6 @@ if __name__ == "__main__":
     torch.manual_seed(1)
     compressed("compressed-channel", 4, None, symmetric=True)
     nvfp4("nvfp4.safetensors")
+    torch.manual_seed(2)
+    compressed("int8", 8, None, symmetric=True, tool=IntQuantizationCompressor)
+    compressed("int8-zeros", 8, 32, symmetric=False, tool=IntQuantizationCompressor)

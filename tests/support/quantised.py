@@ -18,6 +18,7 @@ E4M3, E8M0, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu, ml_dtypes.
 NAMES = {
     np.dtype(E4M3): "F8_E4M3", np.dtype(E8M0): "F8_E8M0", np.dtype(BF16): "BF16", np.dtype(np.float32): "F32",
     np.dtype(np.float16): "F16", np.dtype(np.uint8): "U8", np.dtype(np.int32): "I32", np.dtype(np.int64): "I64",
+    np.dtype(np.int8): "I8",
 }  # fmt: skip
 # Of matrices, those that published checkpoints leave as they are.
 KEPT = re.compile(
