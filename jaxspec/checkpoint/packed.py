@@ -27,12 +27,14 @@ from jaxspec.checkpoint.check import CheckpointError, TensorInfo
 from jaxspec.checkpoint.quantization import (
     INT4,
     MODELOPT,
+    MODELOPT_FP8,
     NVFP4,
     U8,
     Quantization,
     compressed,
     config_of,
     modelopt_algorithms,
+    modelopt_fp8,
     names,
     refusal,
 )
@@ -375,11 +377,10 @@ def _read_auto_round(config: Mapping[str, Any], file: Path) -> Packed:
 
 def _read_modelopt(config: Mapping[str, Any], file: Path) -> Packed | None:
     """NVFP4, alone or beside weights in FP8. None for what `quantization.read` reads, or refuses by name."""
-    algorithms = modelopt_algorithms(config)
-    if not algorithms & {"NVFP4", "W4A16_NVFP4"} or not algorithms <= {"NVFP4", "W4A16_NVFP4", "FP8"}:
+    algorithms, nvfp4s = modelopt_algorithms(config), {"NVFP4", "W4A16_NVFP4"}
+    if not algorithms & nvfp4s or not algorithms <= nvfp4s | MODELOPT_FP8.keys():
         return None
-    fp8 = "tensor" if "FP8" in algorithms else None
-    return Packed(MODELOPT, 4, nvfp4.GROUP, fp8=fp8, kept=names(config, "ignore", file))
+    return Packed(MODELOPT, 4, nvfp4.GROUP, fp8=modelopt_fp8(config), kept=names(config, "ignore", file))
 
 
 def _read_compressed(config: Mapping[str, Any], file: Path) -> Packed | None:

@@ -71,8 +71,9 @@ def assemble(
 
     def load(i: int) -> Any:
         param = leaves[i]
-        beside = [tensors[name] for name in _beside(param)]
-        scales = dict(zip(_beside(param), readers.read(beside), strict=True))
+        beside = readers.read(tensors[name] for name in _beside(param))
+        beside = [each.squeeze((1, 3)) if each.ndim == 4 else each for each in beside]  # ModelOpt's of blocks
+        scales = dict(zip(_beside(param), beside, strict=True))
         given = param, [tensors[name] for name in param.sources], scales, dtype, readers, places, at_once
         return _whole_on_one(*given) if mesh is None else _divided(*given, mesh)
 

@@ -8,7 +8,6 @@ modules that aren't quantised decide for dummy weights alone, which have no file
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -27,6 +26,9 @@ INT4, MXFP4, NVFP4, MODELOPT = "int4", "mxfp4", "nvfp4", "modelopt"
 F8, U8 = "F8_E4M3", "U8"  # one byte an element; quantised weights alone are stored so, and MXFP4's scales
 E8M0 = "F8_E8M0"  # scales of FP8 that are powers of two ("scale_fmt": "ue8m0")
 KINDS = ("block", "channel", "tensor")  # what has an FP8 scale: 128 x 128 numbers, an output, a whole matrix
+# ModelOpt's algorithms of FP8 weights.
+MODELOPT_FP8 = {"FP8": "tensor", "FP8_PER_CHANNEL_PER_TOKEN": "channel", "FP8_PB_WO": "block"}
+MODELOPT_FP8["FP8_BLOCK_SCALES"] = "block"
 _INSTEAD = (
     "use the model's FP8 or unquantised checkpoint (with --quantization fp8, the latter is made FP8 while it loads)"
 )
@@ -37,7 +39,8 @@ _UNUSED = re.compile(
 
 @dataclass(frozen=True)
 class Quantization:
-    """FP8 weights of which each block of 128 x 128, each output, or each matrix has a scale: `kind`.
+    """FP8 weights of which each block of 128 x 128, each output, or each matrix has a scale: `kind`. Of files that are
+    there, the shapes of scales decide.
 
     Or, of kind "mxfp4", stacks of experts' weights in MXFP4. Or, of kind "int4" or "nvfp4", weights of four bits of
     which `group` inputs share a scale, or all of them if that is None, and with `zeros` a zero point; `fp8` is the kind
@@ -93,8 +96,8 @@ def read(hf: Mapping[str, Any], file: Path) -> Quantization | None:
             return compressed(config, file)
         case "mxfp4":
             return Quantization(MXFP4, names(config, "modules_to_not_convert", file))
-        case "modelopt" if modelopt_algorithms(config) == {"FP8"}:
-            return Quantization("tensor", names(config, "ignore", file))
+        case "modelopt" if modelopt_algorithms(config) <= MODELOPT_FP8.keys():
+            return Quantization(modelopt_fp8(config), names(config, "ignore", file))
         case "modelopt" if config.get("quant_algo") is None:
             return None  # scales of keys and values alone
         case method:
@@ -114,7 +117,7 @@ def config_of(hf: Mapping[str, Any], file: Path) -> Mapping[str, Any] | None:
     config = next((part for part in parts if part), None)
     if config is not None and not isinstance(config, Mapping):
         raise CheckpointError(f"{file}: quantization_config must be a mapping, got {shown(config)}")
-    return config
+    return _modelopts_own(config, file) if config and "quantization" in config else config
 
 
 def beside_config(folder: Path) -> dict[str, Any] | None:
@@ -130,24 +133,36 @@ def beside_config(folder: Path) -> dict[str, Any] | None:
         config = read_json(file)
         if method != MODELOPT:
             return {"quant_method": method, **config}
-        if not isinstance(own := config.get("quantization"), Mapping):
-            raise CheckpointError(f"{file}: quantization must be a mapping, got {shown(own)}")
-        return {**own, "quant_method": MODELOPT, "ignore": own.get("exclude_modules")}
+        return _modelopts_own(config, file)
     return None
+
+
+def _modelopts_own(config: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """ModelOpt's own file, as a `quantization_config`. **Raises:** `CheckpointError`."""
+    if not isinstance(own := config.get("quantization"), Mapping):
+        raise CheckpointError(f"{file}: quantization must be a mapping, got {shown(own)}")
+    return {**own, "quant_method": MODELOPT, "ignore": own.get("exclude_modules")}
 
 
 def modelopt_algorithms(config: Mapping[str, Any]) -> set[str]:
     """Names of the formats that a checkpoint's layers have, NVFP4's with its group where that isn't 16 inputs."""
     layers = config.get("quantized_layers")
-    if config.get("quant_algo") != "MIXED_PRECISION" or not isinstance(layers, Mapping) or not layers:
+    if str(config.get("quant_algo")).upper() != "MIXED_PRECISION" or not isinstance(layers, Mapping) or not layers:
         layers = {"": config}
 
     def algorithm(layer: Any) -> str:
         layer = layer if isinstance(layer, Mapping) else {}
-        name, group = str(layer.get("quant_algo")), layer.get("group_size")
-        return f"{name} in groups of {shown(group)}" if "NVFP4" in name and group not in (None, nvfp4.GROUP) else name
+        name, group = str(layer.get("quant_algo")).upper(), layer.get("group_size")
+        own = nvfp4.GROUP if "NVFP4" in name else BLOCK if MODELOPT_FP8.get(name) == "block" else group
+        return f"{name} in groups of {shown(group)}" if group not in (None, own) else name
 
     return set(map(algorithm, layers.values()))
+
+
+def modelopt_fp8(config: Mapping[str, Any]) -> str | None:
+    """The kind of scales that a checkpoint's FP8 weights have, or most of its algorithms; None if there are none."""
+    kinds = [MODELOPT_FP8[name] for name in modelopt_algorithms(config) if name in MODELOPT_FP8]
+    return max(sorted(kinds), key=kinds.count, default=None)
 
 
 def _fp8(config: Mapping[str, Any], file: Path) -> Quantization:
@@ -184,8 +199,6 @@ def compressed(config: Mapping[str, Any], file: Path) -> Quantization | None:
         if strategy == "block" and block not in ([BLOCK, BLOCK], (BLOCK, BLOCK), f"{BLOCK}x{BLOCK}", None):
             raise CheckpointError(refusal(file, f"compressed-tensors in blocks {shown(block)}, not {BLOCK} x {BLOCK}"))
         found.append(strategy)
-    if len(set(found)) > 1:
-        raise CheckpointError(refusal(file, f"compressed-tensors with several strategies, {', '.join(found)}"))
     return Quantization(found[0], names(config, "ignore", file))
 
 
@@ -240,7 +253,7 @@ def as_stored(param: Param, found: Mapping[str, TensorInfo], how: Quantization, 
     """The declaration with format and scales as the file has them.
 
     **Raises:** `CheckpointError` for FP8 where it can't be read: an embedding or a norm, or one projection of several
-    that are fused.
+    that are fused, or several whose scales are of different kinds.
     """
     if how.kind == MXFP4:
         return _stored_as_mxfp4(param, found, where)
@@ -258,8 +271,15 @@ def as_stored(param: Param, found: Mapping[str, TensorInfo], how: Quantization, 
     if (shared := f"{param.whole}_scale") in found and param.sources != (param.whole,):  # one of all sources
         return dataclasses.replace(param, format=Fp8(None), scales=((shared, (1,)),) * len(param.sources))
     by_input = param.stacked and param.transpose
-    scales = tuple(_scale(source, shape, found, how, by_input) for source, shape in param.stored_values().items())
-    return dataclasses.replace(param, format=_e4m3(param, how.block, activations), scales=scales)
+    each = {source: _scale(source, shape, found, how, by_input) for source, shape in param.stored_values().items()}
+    in_blocks = {kind == "block": source for source, (_, _, kind) in each.items()}
+    if len(in_blocks) > 1:
+        raise CheckpointError(
+            f"{where}: {in_blocks[True]} has scales in blocks and {in_blocks[False]} hasn't. They are one matmul here: "
+            "give both scales of one kind"
+        )
+    format = _e4m3(param, BLOCK if True in in_blocks else None, activations)
+    return dataclasses.replace(param, format=format, scales=tuple((name, shape) for name, shape, _ in each.values()))
 
 
 def is_packed(source: str, found: Mapping[str, TensorInfo]) -> bool:
@@ -342,19 +362,26 @@ def as_mxfp4(param: Param, where: str) -> Param:
 
 def _scale(
     source: str, shape: tuple[int, ...], found: Mapping[str, TensorInfo], how: Quantization, by_input: bool
-) -> tuple[str, tuple[int, ...]]:
-    """Name and shape of the tensor of a source's scales. `by_input`: experts' matrices are [inputs, outputs]."""
+) -> tuple[str, tuple[int, ...], str | None]:
+    """Name, shape and kind of the tensor of a source's scales. `by_input`: experts' matrices are [inputs, outputs].
+
+    The kind is the config's, unless the shape is exactly another's.
+    """
+    own = how.kind_of_fp8 or "tensor"
     names = [f"{source}_{ending}" for ending in ("scale_inv", "scale")]
-    name = next((name for name in names if name in found), names[how.kind_of_fp8 != "block"])
+    name = next((name for name in names if name in found), names[own != "block"])
     *stack, rows, inputs = shape
-    if how.kind_of_fp8 == "block":
-        return name, (*stack, -(-rows // BLOCK), -(-inputs // BLOCK))
-    if by_input and how.kind_of_fp8 == "channel":
-        return name, (*stack, 1, inputs)
-    full = (*stack, rows, 1) if how.kind_of_fp8 == "channel" else (*stack, 1)
+    shapes = {
+        "block": (*stack, -(-rows // BLOCK), -(-inputs // BLOCK)),
+        "channel": (*stack, 1, inputs) if by_input else (*stack, rows, 1),
+        "tensor": (*stack, 1),
+    }
+    there = found[name].shape if name in found else shapes[own]
+    exact = there[::2] if len(there) == 4 else there  # ModelOpt's of blocks are [out, 1, in, 1]
+    kind = next((kind for kind in (own, *KINDS) if shapes[kind] == exact), own)
     # Exporters differ in axes of one.
-    as_found = found[name].shape if name in found else full
-    return name, as_found if math.prod(as_found) == math.prod(full) else full
+    long = [[n for n in each if n > 1] for each in (there, shapes[kind])]
+    return name, there if long[0] == long[1] else shapes[kind], kind
 
 
 def _e4m3(param: Param, block: int | None, activations: bool) -> Fp8:

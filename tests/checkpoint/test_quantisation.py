@@ -82,6 +82,34 @@ def test_logits_are_those_of_the_dequantised_model(tmp_path, family, layout):
     np.testing.assert_allclose(jaxspec.logits(model, TOKENS), expected, rtol=0, atol=1e-3)
 
 
+MIXED = {"quant_algo": "MIXED_PRECISION", "quantized_layers": {
+    "attention": {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, "mlp": {"quant_algo": "fp8_pb_wo", "group_size": 128},
+}}  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [
+    {"quant_method": "modelopt", "quantization": MIXED},
+    rare(compressed("channel") | {"config_groups": {
+        kind: {"weights": {"num_bits": 8, "type": "float", "strategy": kind}} for kind in ("channel", "block")
+    }}),
+])  # fmt: skip
+def test_layers_may_have_scales_of_several_kinds(tmp_path, config):
+    """By output in attention, and in blocks elsewhere, which ModelOpt writes with two more axes."""
+    of_outputs, blocks = (write(source(), tmp_path / kind, kind, suffix="_scale") for kind in ("channel", "block"))
+    for folder, other in zip(blocks, of_outputs, strict=True):
+        file, others = folder / "model.safetensors", read(other / "model.safetensors")
+        tensors = {name: others[name] if "self_attn" in name else tensor for name, tensor in read(file).items()}
+        wide = {n: t[:, None, :, None] for n, t in tensors.items() if "mlp" in n and n.endswith("_scale")}
+        save(tensors | wide, file)
+    edit_json(blocks[0] / "config.json", quantization_config=config)
+    model, whole = (load(folder, dtype="float32") for folder in blocks)
+    assert {Fp8(None), Fp8(128)} <= set(formats(model.params))
+    np.testing.assert_allclose(jaxspec.logits(model, TOKENS), jaxspec.logits(whole, TOKENS), rtol=0, atol=1e-3)
+    spoil(blocks[0], "model.layers.0.self_attn.k_proj.weight_scale", lambda s: np.ones((1, 2), np.float32))
+    with pytest.raises(CheckpointError, match=r"k_proj\.weight has scales in blocks and .* hasn't"):
+        load(blocks[0])
+
+
 def test_what_the_file_leaves_as_it_is_stays_so(tmp_path):
     model = load(write(source("qwen3_moe"), tmp_path)[0], dtype="bfloat16")
     layer = model.params["layers"][0]
@@ -413,6 +441,7 @@ def test_layers_whose_heads_differ_have_scales_by_group(tmp_path):
     ({"quant_method": "mxfp8"}, "mxfp8"),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "modelopt NVFP4_AWQ"),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "modelopt NVFP4 in groups of 32"),
+    ({"quant_method": "modelopt", "quant_algo": "fp8_pb_wo", "group_size": 64}, "modelopt FP8_PB_WO in groups of 64"),
     ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {
         "a": {"quant_algo": "FP8"}, "b": {"quant_algo": "W4A16_AWQ"}}}, "modelopt FP8 beside W4A16_AWQ"),
     ({"quant_method": ["?"]}, r"\['\?'\]"),
