@@ -56,6 +56,8 @@ _PARTS = {
 }
 _FORMATS = {"nvfp4-pack-quantized": NVFP4, "pack-quantized": COMPRESSED, "int-quantized": INT8}  # compressed-tensors'
 _WORDS = ("qweight", "qzeros", "weight_packed", "weight_zero_point")
+_SIZES = ("bits", "group_size")
+_ROTATED = ("rotation", "rotation_config", "spinquant_config")  # GPTQModel's and AutoRound's
 GROUPS = (".g_idx", ".weight_g_idx")  # what names of tensors end in that say each input's group
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 # AWQ's column of each four bits of a word, from the lowest on: https://arxiv.org/abs/2306.00978, AutoAWQ's GEMM kernel.
@@ -318,17 +320,21 @@ def _unpacked(words: np.ndarray, bits: int) -> np.ndarray:
 def read(hf: Mapping[str, Any], file: Path) -> Packed | None:
     """Read config.json's description of packed weights; None if they aren't packed.
 
-    **Raises:** `CheckpointError` for AWQ or GPTQ in a layout that isn't read.
+    **Raises:** `CheckpointError` for AWQ or GPTQ in a layout that isn't read, and for rotations that need rows to be
+    rotated, too.
     """
     config = config_of(hf, file)
     if config is None:
         return None
+    if rotated := [key for key in _ROTATED if config.get(key)]:
+        said = f"{config.get('quant_method')} with {rotated[0]} {shown(config[rotated[0]])}"
+        raise CheckpointError(refusal(file, f"{said}, which asks for rotated rows"))
     match config.get("quant_method"):
         case "awq":
             return _read_awq(config, file)
         case "gptq":
             return _read_gptq(config, file)
-        case "auto-round":
+        case "auto-round" | "intel/auto-round":
             return _read_auto_round(config, file)
         case "compressed-tensors":
             return _read_compressed(config, file)
@@ -338,8 +344,8 @@ def read(hf: Mapping[str, Any], file: Path) -> Packed | None:
 
 
 def _read_awq(config: Mapping[str, Any], file: Path) -> Packed:
-    bits, version = config.get("bits", config.get("w_bit", 4)), config.get("version") or config.get("checkpoint_format")
-    version = str(version or "gemm").lower()
+    bits, version = config.get("bits", config.get("w_bit", 4)), config.get("version") or _layout(config) or "gemm"
+    version = str(version).lower()
     if bits != 4 or version != "gemm":
         said = f"awq in {shown(bits)} bits, version {shown(version)}, not in 4 bits of version gemm"
         raise CheckpointError(refusal(file, said))
@@ -347,31 +353,57 @@ def _read_awq(config: Mapping[str, Any], file: Path) -> Packed:
     return Packed(AWQ, 4, group, kept=names(config, "modules_to_not_convert", file))
 
 
+def _layout(config: Mapping[str, Any]) -> Any:
+    """The layout that a config of GPTQ or AWQ names; GPTQModel has two keys for it."""
+    return config.get("checkpoint_format") or config.get("format")
+
+
 def _read_gptq(config: Mapping[str, Any], file: Path) -> Packed:
-    bits, layout = config.get("bits", 4), config.get("checkpoint_format") or "gptq"
+    bits, layout = config.get("bits", 4), _layout(config) or "gptq"
     if bits not in BITS or layout not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):
         said = f"gptq in {shown(bits)} bits, checkpoint_format {shown(layout)}"
         raise CheckpointError(refusal(file, f"{said}, not in 4 or 8 bits of gptq or gptq_v2"))
-    apart = [str(name) for name in config.get("dynamic") or ()]
-    if several := [name for name in apart if not name.startswith("-:")]:
-        raise CheckpointError(refusal(file, f"gptq with settings of its own for {shown(several[0])} (dynamic)"))
-    kept = tuple(f"re:{name.removeprefix('-:')}" for name in apart)
+    apart = config.get("dynamic") or {}
+    kept = [name for name in map(str, apart) if name.startswith("-:")]
+    _check_own(config, "dynamic", kept, file)
+    kept = tuple(f"re:{name.removeprefix('-:')}" for name in kept)
     return Packed(GPTQ, bits, _group(config.get("group_size", 128), GPTQ, file), int(layout == "gptq"), kept)
 
 
+def _check_own(config: Mapping[str, Any], key: str, kept: Container[str], file: Path) -> None:
+    """**Raises:** `CheckpointError` for modules with settings of their own, below `key`, that are packed otherwise."""
+    if not isinstance(apart := config.get(key) or {}, Mapping):
+        raise CheckpointError(f"{file}: quantization_config: {key} must be a mapping, got {shown(apart)}")
+    for name, own in apart.items():
+        alike = isinstance(own, Mapping) and all(own.get(k, config.get(k)) == config.get(k) for k in _SIZES)
+        if name not in kept and not alike:
+            said = f"{config['quant_method']} with settings of its own for {shown(name)} ({key})"
+            raise CheckpointError(refusal(file, f"{said}, not the same bits and group_size for all"))
+
+
 def _read_auto_round(config: Mapping[str, Any], file: Path) -> Packed:
-    """AutoRound's own config, of weights packed as AutoGPTQ or AutoAWQ do it."""
-    layout, more = config.get("packing_format"), config.get("extra_config") or {}
-    reader = {"auto_round:auto_gptq": _read_gptq, "auto_round:auto_awq": _read_awq}.get(str(layout))
-    if reader is None or config.get("data_type", "int") != "int" or not isinstance(more, Mapping):
-        said = f"auto-round of {shown(config.get('data_type', 'int'))} packed as {shown(layout)}"
-        raise CheckpointError(refusal(file, f"{said}, not of 'int' as auto_round:auto_gptq or auto_round:auto_awq"))
-    packed = reader(config, file)
-    own = {name: {**config, **each} if isinstance(each, Mapping) else {} for name, each in more.items()}
-    kept = tuple(name for name, each in own.items() if each.get("bits") == 16)
-    for name in own.keys() - set(kept):
-        if any(own[name].get(key) != config.get(key) for key in ("bits", "group_size")):
-            raise CheckpointError(refusal(file, f"auto-round with settings of its own for {name} (extra_config)"))
+    """AutoRound's own config, of weights packed as AutoGPTQ, GPTQModel, AutoAWQ or llm-compressor do it."""
+    layout, number = config.get("packing_format") or config.get("backend") or "auto", config.get("data_type") or "int"
+    packing = str(layout).removeprefix("auto_round:").partition(":")[0]
+    rows = config.get("act_bits") or 16
+    integers = number == "int" and rows == 16
+    of_nvfp4 = str(number).startswith("nv_fp") and (config.get("bits"), config.get("group_size")) == (4, nvfp4.GROUP)
+    if integers and packing in ("auto", "auto_gptq", "gptq"):
+        packed = _read_gptq(config, file)
+    elif integers and packing in ("auto_round", "gptqmodel"):
+        packed = _read_gptq({**config, "checkpoint_format": "gptq_v2"}, file)
+    elif integers and packing in ("auto_awq", "awq"):
+        packed = _read_awq(config, file)
+    elif of_nvfp4 and packing == "llm_compressor":
+        packed = Packed(NVFP4, 4, nvfp4.GROUP)
+    else:
+        said = f"auto-round of {shown(number)} packed as {shown(layout)}, act_bits {shown(rows)}, not of 'int' with "
+        said += "act_bits 16 as auto_round:auto_gptq, auto_round:gptqmodel or auto_round:auto_awq, or of 'nv_fp' as "
+        raise CheckpointError(refusal(file, f"{said}auto_round:llm_compressor"))
+    more = config.get("extra_config")
+    more = more if isinstance(more, Mapping) else {}
+    kept = tuple(name for name, own in more.items() if isinstance(own, Mapping) and own.get("bits") == 16)
+    _check_own(config, "extra_config", kept, file)
     return dataclasses.replace(packed, kept=kept)
 
 

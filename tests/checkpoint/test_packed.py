@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 import jaxspec
 from jaxspec.checkpoint import CheckpointError, load_model, packed, quantization
 from jaxspec.checkpoint.packed import AWQ, COMPRESSED, GPTQ, INT8, Packed
+from jaxspec.checkpoint.quantization import NVFP4
 from tests.support.quantised import save
 from tests.support.tiny import tiny_checkpoint
 
@@ -210,9 +211,12 @@ AUTO_ROUND = {"quant_method": "auto-round", "packing_format": "auto_round:auto_g
     (COMPRESSED, groups() | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "with sparsity 'sparse-24-bitmask'"),
     (COMPRESSED, rotated("input"), "compressed-tensors with transforms at input"),
     (COMPRESSED, {"transform_config": {"config_groups": ["R"]}}, "compressed-tensors with transforms at None"),
-    (GPTQ, AUTO_ROUND | {"packing_format": "auto_round:exl2"}, "auto-round of 'int' packed as 'auto_round:exl2', not"),
+    (GPTQ, AUTO_ROUND | {"packing_format": "auto_round:exl2"}, "auto-round of 'int' packed as 'auto_round:exl2', "),
     (GPTQ, AUTO_ROUND | {"data_type": "mx_fp"}, "auto-round of 'mx_fp' packed as"),
-    (GPTQ, AUTO_ROUND | {"extra_config": {"q_proj": {"bits": 8}}}, "settings of its own for q_proj .extra_config"),
+    (GPTQ, AUTO_ROUND | {"extra_config": {"q_proj": {"bits": 8}}}, "settings of its own for 'q_proj' .extra_config"),
+    (GPTQ, AUTO_ROUND | {"act_bits": 8}, "auto-round of 'int' packed as .*, act_bits 8, not"),
+    (GPTQ, AUTO_ROUND | {"rotation_config": {"type": "hadamard"}}, "auto-round with rotation_config .*, which asks"),
+    (GPTQ, {"rotation": "hadamard"}, "gptq with rotation 'hadamard', which asks for rotated rows"),
 ])  # fmt: skip
 def test_other_layouts_are_refused_by_name(kind, keys, says, tmp_path):
     folder, _ = packed_and_plain(kind, tmp_path)
@@ -225,6 +229,13 @@ def test_other_layouts_are_refused_by_name(kind, keys, says, tmp_path):
     (CONFIGS[AWQ] | {"zero_point": False}, Packed(AWQ, 4, 16)),  # they are stored all the same
     (AUTO_ROUND | {"bits": 4, "group_size": 32}, Packed(GPTQ, 4, 32, less=1)),
     (AUTO_ROUND | {"bits": 4, "group_size": 32, "packing_format": "auto_round:auto_awq"}, Packed(AWQ, 4, 32)),
+    (AUTO_ROUND | {"bits": 4, "group_size": 32, "packing_format": "auto_round:gptqmodel"}, Packed(GPTQ, 4, 32)),
+    (AUTO_ROUND | {"bits": 4, "group_size": 32, "packing_format": "auto_round"}, Packed(GPTQ, 4, 32)),
+    ({"quant_method": "intel/auto-round", "bits": 4, "group_size": 32}, Packed(GPTQ, 4, 32, less=1)),
+    (AUTO_ROUND | {"bits": 4, "group_size": 16, "data_type": "nv_fp", "act_bits": 4,
+                   "packing_format": "auto_round:llm_compressor"}, Packed(NVFP4, 4, 16)),
+    (CONFIGS[GPTQ] | {"dynamic": {"lm_head": {"bits": 4, "desc_act": True}}}, Packed(GPTQ, 4, 16, less=1)),
+    (CONFIGS[GPTQ] | {"checkpoint_format": None, "format": "gptq_v2"}, Packed(GPTQ, 4, 16)),
     (CONFIGS[COMPRESSED] | rotated("weight_input"), Packed(COMPRESSED, 4, 16)),  # a rotation of weights is in them
     (CONFIGS[COMPRESSED] | {"config_groups": {"keys": {"targets": ["LlamaAttention"], "weights": None}}}, None),
     (CONFIGS[COMPRESSED] | groups(activations=8), Packed(COMPRESSED, 4, 16)),
