@@ -32,6 +32,10 @@ MODELOPT_FP8["FP8_BLOCK_SCALES"] = "block"
 _INSTEAD = (
     "use the model's FP8 or unquantised checkpoint (with --quantization fp8, the latter is made FP8 while it loads)"
 )
+_METHODS = "awq, gptq, auto-round, compressed-tensors, fp8, fbgemm_fp8, modelopt or mxfp4"
+_COMPRESSED = (
+    "integers of 4 or 8 bits in one group (pack-quantized, int-quantized), NVFP4 (nvfp4-pack-quantized) or 8-bit floats"
+)
 _UNUSED = re.compile(
     r".*\.((input|output|q|k|v|kv)_scale|input_(global_scale|scale_ub|zero_point)|(\w+_)?activation_scale)"
 )
@@ -101,12 +105,14 @@ def read(hf: Mapping[str, Any], file: Path) -> Quantization | None:
         case "modelopt" if config.get("quant_algo") is None:
             return None  # scales of keys and values alone
         case method:
-            name = method if isinstance(method, str) else shown(method)
+            name, allowed = method if isinstance(method, str) else f"quant_method {shown(method)}", _METHODS
             if isinstance(config.get("quant_algo"), str):
                 name += f" {' beside '.join(sorted(modelopt_algorithms(config)))}"
             if isinstance(bits := config.get("bits", config.get("w_bit")), int):
                 name += f" in {bits} bits"
-            raise CheckpointError(refusal(file, name))
+            if method == MODELOPT:
+                allowed = f"NVFP4, W4A16_NVFP4, {', '.join(MODELOPT_FP8)}, or MIXED_PRECISION of these"
+            raise CheckpointError(refusal(file, f"{name}, not {allowed}"))
 
 
 def config_of(hf: Mapping[str, Any], file: Path) -> Mapping[str, Any] | None:
@@ -194,7 +200,7 @@ def compressed(config: Mapping[str, Any], file: Path) -> Quantization | None:
         bits, number, strategy = (weights.get(key) for key in ("num_bits", "type", "strategy"))
         if (bits, number) != (8, "float") or strategy not in KINDS:
             layout = config.get("format") or group.get("format")
-            raise CheckpointError(refusal(file, f"compressed-tensors {layout}, {all_of_them}"))
+            raise CheckpointError(refusal(file, f"compressed-tensors {layout}, {all_of_them}, not {_COMPRESSED}"))
         block = weights.get("block_structure")
         if strategy == "block" and block not in ([BLOCK, BLOCK], (BLOCK, BLOCK), f"{BLOCK}x{BLOCK}", None):
             raise CheckpointError(refusal(file, f"compressed-tensors in blocks {shown(block)}, not {BLOCK} x {BLOCK}"))

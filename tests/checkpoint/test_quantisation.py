@@ -437,9 +437,9 @@ def test_layers_whose_heads_differ_have_scales_by_group(tmp_path):
 @pytest.mark.parametrize("config,named", [
     ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq in 4 bits, version 'gemv'"),
     ({"quant_method": "gptq", "bits": 3}, "gptq in 3 bits"),
-    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes, not awq, gptq, auto-round, .* or mxfp4"),
     ({"quant_method": "mxfp8"}, "mxfp8"),
-    ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "modelopt NVFP4_AWQ"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "modelopt NVFP4_AWQ, not NVFP4, W4A16_NVFP4, FP8, "),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "modelopt NVFP4 in groups of 32"),
     ({"quant_method": "modelopt", "quant_algo": "fp8_pb_wo", "group_size": 64}, "modelopt FP8_PB_WO in groups of 64"),
     ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {
@@ -449,7 +449,7 @@ def test_layers_whose_heads_differ_have_scales_by_group(tmp_path):
     (BLOCKS | {"weight_block_size": [64, 64]}, r"fp8 with weight_block_size \[64, 64\], not \[128, 128\]"),
     (compressed("group", num_bits=4, type="int"), "compressed-tensors float-quantized, 4-bit int"),
     (compressed("channel", type="int"), "compressed-tensors float-quantized, 8-bit int"),
-    (compressed("tensor_group", num_bits=4), "4-bit float with strategy 'tensor_group'"),
+    (compressed("tensor_group", num_bits=4), "4-bit float with strategy 'tensor_group'.*, not integers of 4 or 8 bits"),
     (compressed("block", block_structure=[64, 64]), r"in blocks \[64, 64\]"),
     (compressed("channel") | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity 'sparse-24-bitmask'"),
 ])  # fmt: skip
