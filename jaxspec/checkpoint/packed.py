@@ -25,6 +25,7 @@ import numpy as np
 
 from jaxspec.checkpoint.check import CheckpointError, TensorInfo
 from jaxspec.checkpoint.quantization import (
+    F8,
     INT4,
     MODELOPT,
     MODELOPT_FP8,
@@ -70,8 +71,8 @@ class Packed:
 
     `kind`: AWQ, GPTQ, COMPRESSED, INT8, or of NVFP4 that of compressed-tensors or MODELOPT. `group`: inputs that share
     a scale; None: all of them. `less`: what was taken from zero points before they were stored. `kept`: names of
-    modules that aren't quantised, and `fp8`, as of `Quantization`. Of kind GGUF are files of `gguf`, which read
-    themselves.
+    modules that aren't quantised, and `fp8`, as of `Quantization`. `needed`: parts without which a weight would be
+    another by the config. Of kind GGUF are files of `gguf`, which read themselves.
     """
 
     kind: str
@@ -80,6 +81,7 @@ class Packed:
     less: int = 0
     kept: tuple[str, ...] = field(default=(), compare=False)
     fp8: str | None = None
+    needed: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def floats(self) -> bool:
@@ -118,21 +120,18 @@ class Packed:
         """Tensors under their common names in place of those `found`; bytes are those stored. `ordered` are modules
         whose inputs are in another order. All tensors in `dequantised` leave as unquantised.
 
-        **Raises:** `CheckpointError` for a weight of which a part is missing, or is no matrix of numbers.
+        **Raises:** `CheckpointError` for a weight of which a part is missing, or has another shape or dtype.
         """
         parts = self._parts(found)
         kept = {name: info for name, info in found.items() if self._module(name, parts) is None}
         (first, *others), _ = _PARTS[self.kind]
         for module, held in parts.items():
-            if lacking := [part for part in others if part not in held]:
+            if lacking := [part for part in (*others, *self.needed) if part not in held]:
                 raise CheckpointError(
                     f"{where}: {module} has {first} and no {' and no '.join(lacking)}; download its files again"
                 )
-            dtype = U8 if self.floats else "I8" if self.kind == INT8 else "I32"
-            for name in (f"{module}.{part}" for part in held if part in (*_WORDS, "weight")):
-                if found[name].dtype != dtype or len(found[name].shape) != 2:
-                    said = f"{name} is {found[name].dtype} {list(found[name].shape)}"
-                    raise CheckpointError(f"{where}: {said}; packed numbers are a matrix of {dtype}")
+            for part in held:
+                self._check_part(f"{module}.{part}", part, found[f"{module}.{part}"], where)
             words = found[f"{module}.{'weight' if self.kind in (MODELOPT, INT8) else first}"]
             size, (outputs, inputs) = sum(found[f"{module}.{part}"].nbytes for part in held), self._shape(words.shape)
             if f"{module}.weight" in dequantised or not self._stays(inputs):
@@ -145,6 +144,19 @@ class Packed:
             if module in ordered:
                 kept[f"{module}.order"] = TensorInfo((inputs,), 4 * inputs, "I32")
         return kept
+
+    def _check_part(self, name: str, part: str, info: TensorInfo, where: Path) -> None:
+        """**Raises:** `CheckpointError` for a part of another shape or dtype."""
+        if part in (*_WORDS, "weight"):
+            dtype = U8 if self.floats else "I8" if self.kind == INT8 else "I32"
+            fits, said = info.dtype == dtype and len(info.shape) == 2, f"packed numbers are a matrix of {dtype}"
+        elif part == "weight_shape":
+            fits, said = info.shape == (2,), "a weight has two axes"
+        else:
+            floats = "F32", "F16", "BF16", *([F8] if self.floats else [])
+            fits, said = f".{part}" in GROUPS or info.dtype in floats, f"scales are {', '.join(floats)}"
+        if not fits or 0 in info.shape:
+            raise CheckpointError(f"{where}: {name} is {info.dtype} {list(info.shape)}; {said}")
 
     def _stays(self, inputs: int) -> bool:
         """Whether a weight of so many inputs stays packed: of four bits, in whole groups of whole blocks."""
@@ -251,8 +263,8 @@ class Packed:
             )
         with np.errstate(divide="ignore"):
             factor = factor.reshape(()) if ours else np.float32(1) / factor.reshape(())
-        if not (np.isfinite(scales).all() and np.isfinite(factor)):
-            raise CheckpointError(f"{module} has scales that aren't finite numbers; download the file again")
+        if not (np.isfinite(scales).all() and np.isfinite(factor) and (scales >= 0).all() and factor >= 0):
+            raise CheckpointError(f"{module} has scales that aren't finite numbers, or negative; download it again")
         return packed, np.stack([scales, np.broadcast_to(factor, scales.shape)], axis=-1)
 
     def _stored(
@@ -367,7 +379,8 @@ def _read_gptq(config: Mapping[str, Any], file: Path) -> Packed:
     kept = [name for name in map(str, apart) if name.startswith("-:")]
     _check_own(config, "dynamic", kept, file)
     kept = tuple(f"re:{name.removeprefix('-:')}" for name in kept)
-    return Packed(GPTQ, bits, _group(config.get("group_size", 128), GPTQ, file), int(layout == "gptq"), kept)
+    group, needed = _group(config.get("group_size", 128), GPTQ, file), ("g_idx",) if config.get("desc_act") else ()
+    return Packed(GPTQ, bits, group, int(layout == "gptq"), kept, needed=needed)
 
 
 def _check_own(config: Mapping[str, Any], key: str, kept: Container[str], file: Path) -> None:
@@ -422,7 +435,7 @@ def _read_compressed(config: Mapping[str, Any], file: Path) -> Packed | None:
     sparse = config.get("sparsity_config")
     if isinstance(sparse, Mapping) and sparse.get("format", "dense") != "dense":
         raise CheckpointError(refusal(file, f"compressed-tensors with sparsity {shown(sparse.get('format'))}"))
-    found, fp8 = set(), {}
+    found, fp8, asymmetric = set(), {}, []
     for name, group in groups.items() if isinstance(groups, Mapping) else ():
         weights = group.get("weights") if isinstance(group, Mapping) else {}
         if weights is None:
@@ -433,6 +446,7 @@ def _read_compressed(config: Mapping[str, Any], file: Path) -> Packed | None:
         if (bits, number) == (8, "float"):
             fp8[name] = group
             continue
+        asymmetric.append(weights.get("symmetric") is False)
         kind = _FORMATS.get(group.get("format") or config.get("format"))
         by_group = strategy == "group" and type(size) is int and size > 0
         integers = number == "int" and bits in BITS and (by_group or strategy in ("channel", "tensor"))
@@ -446,7 +460,8 @@ def _read_compressed(config: Mapping[str, Any], file: Path) -> Packed | None:
             return None
     if len(found) != 1:
         return None
-    made = Packed(*found.pop(), kept=names(config, "ignore", file))
+    needed = ("weight_zero_point",) if all(asymmetric) else ()
+    made = Packed(*found.pop(), kept=names(config, "ignore", file), needed=needed)
     if not fp8 or made.quantization is None:
         return None if fp8 else made
     return dataclasses.replace(made, fp8=compressed({**config, "config_groups": fp8}, file).kind)

@@ -309,8 +309,8 @@ def _scales(param: Param, found: dict[str, np.ndarray]) -> jax.Array:
     by_input = param.stacked and param.transpose  # values and scales
     for (name, _), shape in zip(param.scales, outputs, strict=True):
         scales, rows = np.asarray(found[name], np.float32), shape[-1 if by_input else -2]
-        if not np.isfinite(scales).all():
-            raise CheckpointError(f"{name} has scales that aren't finite numbers; download the file again")
+        if not (np.isfinite(scales).all() and (scales >= 0).all()):
+            raise CheckpointError(f"{name} has scales that aren't finite numbers, or negative; download the file again")
         if blocks:
             scales = np.swapaxes(scales, 1, 2) if by_input else scales
             scales = np.repeat(scales, fp8.BLOCK // size, axis=-2)[..., : rows // size, :]

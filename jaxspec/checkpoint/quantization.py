@@ -386,8 +386,9 @@ def _scale(
     exact = there[::2] if len(there) == 4 else there  # ModelOpt's of blocks are [out, 1, in, 1]
     kind = next((kind for kind in (own, *KINDS) if shapes[kind] == exact), own)
     # Exporters differ in axes of one.
-    long = [[n for n in each if n > 1] for each in (there, shapes[kind])]
-    return name, there if long[0] == long[1] else shapes[kind], kind
+    long = [[n for n in each if n != 1] for each in (there, shapes[kind])]
+    alike = exact == shapes[kind] if kind == "block" else long[0] == long[1]
+    return name, there if alike else shapes[kind], kind
 
 
 def _e4m3(param: Param, block: int | None, activations: bool) -> Fp8:

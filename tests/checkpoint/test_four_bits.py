@@ -279,6 +279,10 @@ def test_integers_round_to_the_nearest_and_use_their_range():
 @pytest.mark.parametrize("layout,part,change,says", [
     (NVFP4, "q_proj.weight_scale", lambda s: s[:1], r"q_proj: scales \[1, 2\] and factors \[1\] don't fit"),
     (NVFP4, "q_proj.weight_global_scale", lambda s: s * 0, r"q_proj has scales that aren't finite"),
+    (NVFP4, "q_proj.weight_scale", lambda s: s.view(np.uint8), r"weight_scale is U8 .*; scales are F32, .*, F8_E4M3"),
+    (NVFP4, "q_proj.weight_scale", lambda s: -s, r"q_proj has scales that aren't finite numbers, or negative"),
+    (COMPRESSED, "q_proj.weight_shape", lambda s: s[:1], r"weight_shape is I64 \[1\]; a weight has two axes"),
+    (COMPRESSED, "q_proj.weight_zero_point", None, r"q_proj has weight_packed and no weight_zero_point; download"),
     (NVFP4, "q_proj.weight_global_scale", None, r"q_proj has weight_packed and no weight_global_scale"),
     (MODELOPT, "q_proj.weight", lambda w: w.astype(np.float32), r"q_proj.weight is F32 .*are a matrix of U8"),
     (AWQ, "q_proj.scales", lambda s: s * np.inf, r"q_proj has scales that aren't finite"),

@@ -34,12 +34,14 @@ TOOLS = {
 }
 CONFIGS = {
     AWQ: {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm", "zero_point": True},
-    GPTQ: {"quant_method": "gptq", "bits": 4, "group_size": 16, "checkpoint_format": "gptq", "dynamic": {"-:head": {}}},
+    GPTQ: {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": True, "dynamic": {"-:head": {}}},
     COMPRESSED: {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "config_groups": {
-            "group_0": {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16}},
+            "group_0": {
+                "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16, "symmetric": False}
+            },
         },
     },
 }
@@ -170,6 +172,9 @@ def changed(tensors, ending, change):
     (lambda t: changed(t, "q_proj.g_idx", lambda g: g + 1), r"q_proj: its inputs' groups \(g_idx\) don't fit"),
     (lambda t: changed(t, "q_proj.qweight", lambda w: w[:2]), r"misshapen model.*q_proj.weight: found \[64, 16\]"),
     (lambda t: changed(t, "q_proj.qzeros", lambda z: z[0]), r"q_proj.qzeros is I32 \[8\]; packed numbers are a matrix"),
+    (lambda t: without(t, "q_proj.g_idx"), r"q_proj has qweight and no g_idx; download"),
+    (lambda t: changed(t, "q_proj.qzeros", lambda z: z[:0]), r"q_proj.qzeros is I32 \[0, 8\]; packed numbers are a"),
+    (lambda t: changed(t, "q_proj.scales", np.int32), r"q_proj.scales is I32 \[2, 64\]; scales are F32, F16, BF16"),
     (lambda t: changed(t, "q_proj.qweight", np.float32), r"q_proj.qweight is F32 \[4, 64\]; packed numbers are"),
     (lambda t: changed(t, "q_proj.scales", lambda s: s[0]), r"q_proj: scales \[64\] and zero points \[64, 2\]"),
     (lambda t: changed(t, "o_proj.bias", lambda b: b + 1), r"unexpected model.*o_proj.bias \[32\]"),

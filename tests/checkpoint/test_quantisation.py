@@ -360,7 +360,9 @@ SCALE = "model.layers.0.mlp.up_proj.weight_scale_inv"
 @pytest.mark.parametrize("change,message", [
     (lambda s: None, rf"missing {SCALE} \[3, 2\]"),
     (lambda s: s[:2], rf"misshapen {SCALE}: found \[2, 2\], expected \[3, 2\]"),
+    (lambda s: s.T, rf"misshapen {SCALE}: found \[2, 3\], expected \[3, 2\]"),
     (lambda s: s * np.float32(np.nan), f"{SCALE} has scales that aren't finite"),
+    (lambda s: -s, f"{SCALE} has scales that aren't finite numbers, or negative"),
 ])  # fmt: skip
 def test_a_bad_scale_is_named(tmp_path, change, message):
     folder, _ = write(source("llama"), tmp_path)
