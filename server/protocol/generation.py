@@ -114,13 +114,34 @@ class StreamOptions(Body):
 STREAM_RULE = any_of(null("stream_options"), is_true("stream"))
 
 
+class Streamed(Body):
+    """A body whose answer may come as events."""
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @model_validator(mode="after")
+    def _stream_options_need_stream(self):
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options needs stream: true", "stream_options")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+
 def describe_generation(schema: dict[str, Any]) -> None:
     """Add to the JSON schema what the validators of every generating body check."""
     describe_ranges(schema)
     add_rules(schema, STREAM_RULE, ONE_GRAMMAR)
 
 
-class Generation(StructuredFields, Sampled):
+class Generation(StructuredFields, Sampled, Streamed):
     """Fields that both completion routes share. None, everywhere, means the default of `SamplingParams`."""
 
     model_config = ConfigDict(json_schema_extra=describe_generation)
@@ -146,8 +167,6 @@ class Generation(StructuredFields, Sampled):
     }
 
     model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     n: Integer | None = None
     seed: Integer | None = None
     max_tokens: Integer | None = None
@@ -165,12 +184,6 @@ class Generation(StructuredFields, Sampled):
     request_id: Id | None = None  # vLLM's: what the response's id ends in
     rid: Id | None = None  # SGLang's: the response's id
 
-    @model_validator(mode="after")
-    def _stream_options_need_stream(self):
-        if self.stream_options is not None and not self.stream:
-            raise RequestError("stream_options needs stream: true", "stream_options")
-        return self
-
     @property
     def limit(self) -> int | None:
         """The most tokens to generate, or None where the client doesn't say."""
@@ -180,14 +193,6 @@ class Generation(StructuredFields, Sampled):
     def no_tokens(self) -> bool:
         """Whether nothing is to follow the prompt, which is how one has it scored."""
         return self.limit == 0
-
-    @property
-    def include_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
-    def continuous_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def _sampling(self, defaults: Mapping[str, Any], **overrides: Any) -> SamplingParams:
         """`defaults` where the client says nothing. **Raises:** `RequestError` for a value out of range.

@@ -145,8 +145,7 @@ def _ids(value: Any) -> Any:
 
 def _images(value: Any) -> Any:
     """A picture, a list of them, or a list of lists."""
-    several = value if isinstance(value, list) else [value]
-    every = [each for one in several for each in (one if isinstance(one, list) else [one])]
+    every = [each for one in _listed(value) for each in _listed(one)]
     if not all(isinstance(each, str) or (each is None and isinstance(value, list)) for each in every):
         raise RequestError(
             "must be a picture's URL or base64, a list of them, or a list with such a list for each prompt"
@@ -193,8 +192,7 @@ Images = Annotated[Any, PlainValidator(_images, json_schema_input_type=_AnyImage
 
 def of_one_prompt(given: Any) -> list[Media]:
     """A prompt's pictures."""
-    several = given if isinstance(given, list) else [given]
-    flat = [each for one in several for each in (one if isinstance(one, list) else [one])]
+    flat = [each for one in _listed(given) for each in _listed(one)]
     return [Media(f"image_data[{i}]", _as_url(url)) for i, url in enumerate(flat) if url is not None]
 
 
@@ -290,10 +288,9 @@ class GenerateRequest(Body):
             given = [given] * prompts
         elif given and len(given) != prompts:
             raise RequestError(f"image_data has {len(given)} entries for {prompts} prompts", "image_data")
-        several = [each if isinstance(each, list) else [each] for each in given or [[]] * prompts]
         return [
-            [Media(f"image_data[{i}][{j}]", _as_url(url)) for j, url in enumerate(each) if url is not None]
-            for i, each in enumerate(several)
+            [Media(f"image_data[{i}][{j}]", _as_url(url)) for j, url in enumerate(_listed(each)) if url is not None]
+            for i, each in enumerate(given or [[]] * prompts)
         ]
 
     def ids(self) -> list[str]:

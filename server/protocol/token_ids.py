@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field
 
-from jaxspec.config.request import RequestError, SamplingParams
+from jaxspec.config.request import SamplingParams
 from server.protocol.base import Body, CacheSalt, Integer, Priority, Text, TokenId
 from server.protocol.completion import MAX_COMPLETIONS
 from server.protocol.described import add_rules
-from server.protocol.generation import STREAM_RULE, Id, Sampled, StreamOptions, check_limit, describe_ranges
+from server.protocol.generation import STREAM_RULE, Id, Sampled, Streamed, check_limit, describe_ranges
 from server.protocol.sglang import Images
 from server.protocol.structured import ONE_GRAMMAR, StructuredFields
 
@@ -56,7 +56,7 @@ class TokenSampling(StructuredFields, Sampled):
         return SamplingParams(**{**defaults, "max_tokens": None, "structured": self.structured(), **given, **more})
 
 
-class TokensRequest(Body):
+class TokensRequest(Streamed):
     """Token ids to go on from."""
 
     model_config = ConfigDict(json_schema_extra=_describe)
@@ -68,15 +68,7 @@ class TokensRequest(Body):
     cache_salt: CacheSalt | None = None
     model: str | None = None
     request_id: Id | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     priority: Priority | None = None
-
-    @model_validator(mode="after")
-    def _stream_options_need_stream(self):
-        if self.stream_options is not None and not self.stream:
-            raise RequestError("stream_options needs stream: true", "stream_options")
-        return self
 
 
 class AbortRequests(Body):

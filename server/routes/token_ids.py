@@ -21,7 +21,6 @@ def add(app: FastAPI, serving: Serving) -> None:
         asked, experts = body.sampling_params, serving.llm.config.enable_return_routed_experts
         given = {"return_routed_experts": experts, "cache_salt": body.cache_salt}
         params = asked.params(serving.sampling, **given)
-        usage = body.stream_options
 
         async def make() -> TokensReply:
             pictures = await serving.read_media(of_one_prompt(body.image_data))
@@ -33,8 +32,8 @@ def add(app: FastAPI, serving: Serving) -> None:
                 lora or serving.name,
                 serving.ids,
                 id=body.request_id or request.state.request_id,
-                include_usage=bool(usage and usage.include_usage),
-                continuous_usage=bool(usage and usage.continuous_usage_stats),
+                include_usage=body.include_usage,
+                continuous_usage=body.continuous_usage,
                 report_prompt=params.prompt_logprobs is not None,
                 return_token_ids=True,
                 no_tokens=params.no_tokens,
