@@ -19,7 +19,6 @@ from jaxspec.checkpoint.gguf.file import GgufFile
 from jaxspec.checkpoint.shards import ModelFolder
 from jaxspec.models.model_config import ModelConfig
 
-LOAD_FORMATS = ("auto", "dummy")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _SMALL_FILES = ["config.json", "generation_config.json", "tokenizer*", "vocab.json", "merges.txt",
                 "special_tokens_map.json", "added_tokens.json", "chat_template*",
@@ -65,8 +64,6 @@ def locate(path_or_id: str, revision: str | None = None, *, load_format: str = "
     name = str(path_or_id)
     if not name.strip():
         raise CheckpointError(f"the model's name is empty; give a hub id (org/name), a folder or {demo.NAME}")
-    if load_format not in LOAD_FORMATS:
-        raise CheckpointError(f"load_format must be one of {', '.join(LOAD_FORMATS)}, got {load_format!r}")
     weights = load_format != "dummy"
     path = Path(name).expanduser()
     if revision is not None and (path.exists() or not _HUB_ID.fullmatch(name)):

@@ -26,7 +26,7 @@ from jaxspec.checkpoint.ngrams import check_hashes
 from jaxspec.checkpoint.params import THREADS, assemble, dummy
 from jaxspec.checkpoint.quantization import Quantization, as_stored, quantised_on_load, to_dequantise, unused
 from jaxspec.checkpoint.shards import ModelFolder
-from jaxspec.config.engine_config import ANY_ON_LOAD, DTYPES, ON_LOAD, EngineConfig
+from jaxspec.config.engine_config import ANY_ON_LOAD, EngineConfig
 from jaxspec.config.options import ConfigError
 from jaxspec.config.progress import bytes_bar, took
 from jaxspec.config.request import IN_CHECKPOINTS, RequestError, SamplingParams
@@ -151,27 +151,50 @@ def load_model(
     - `deterministic`: dequantise GGUF files, since such an engine has no kernels of four bits.
     - `load_threads`: how many threads read its weights.
 
-    **Raises:** `CheckpointError`, `ConfigError` or `TokenizerError`, each naming the file, key or tensor at fault.
+    **Raises:** `CheckpointError`, `ConfigError` or `TokenizerError`, each naming the option, file, key or tensor at
+    fault.
     """
-    mesh = sharding.mesh_of(tp_size)  # refuses more devices than there are
-    of = path_or_id, dtype, load_format, revision, quantization, fp8_activations, tp_size, ep_size, dp_attention
-    source, config, dtype, declared = _declared(*of, context_length, allow_longer_context, deterministic)
-    how = kept_format(source.files, quantization)
+    options = EngineConfig(
+        model=path_or_id,
+        dtype=dtype,
+        load_format=load_format,
+        revision=revision,
+        seed=seed,
+        quantization=quantization,
+        fp8_activations="on" if fp8_activations else "off",
+        tp_size=tp_size,
+        ep_size=ep_size,
+        dp_attention=dp_attention,
+        context_length=context_length,
+        allow_longer_context=allow_longer_context,
+        deterministic=deterministic,
+        load_threads=load_threads,
+    )
+    return load_target(options, progress)
+
+
+def load_target(options: EngineConfig, progress: bool = True) -> Model:
+    """The model that an engine's options name. **Raises:** as `load_model`."""
+    mesh = sharding.mesh_of(options.tp_size)  # refuses more devices than there are
+    source, config, dtype, declared = _declared(options)
+    how, made_up = kept_format(source.files, options.quantization), options.load_format == "dummy"
+    seed, tp_size = options.seed or 0, options.tp_size
     renamed = partial(text_name, layers=config.num_layers, sharing=config.decoder.sharing)
     beside = ThreadPoolExecutor(1, "tokenizer")  # which takes seconds, most of them imports
     reading = beside.submit(_tokenizer, source)
     beside.shutdown(wait=False)
     try:
-        if load_format == "dummy":
+        if made_up:
             with took("made up weights"):
                 params = jax.block_until_ready(dummy(declared, dtype, seed, mesh))
         else:
             if (how_packed := source.files.packed) is not None:
-                log.info("%s: %s", source.name, packed.told(how_packed, dtype, quantization))
+                log.info("%s: %s", source.name, packed.told(how_packed, dtype, options.quantization))
             elif isinstance(source.files, GgufFile) and source.files.why_unpacked and packing.kernels_here():
                 log.info("%s: %s", source.name, source.files.why_unpacked)
-            options = {"rename": renamed, "progress": progress, "fp8_activations": fp8_activations, "mesh": mesh}
-            params = read_params(declared, source.files, source.name, dtype, threads=load_threads, **options)
+            named = {"rename": renamed, "progress": progress, "mesh": mesh, "threads": options.load_threads}
+            named["fp8_activations"] = options.quantises_activations
+            params = read_params(declared, source.files, source.name, dtype, **named)
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
@@ -179,10 +202,10 @@ def load_model(
     sampling = _sampling(source.files.generation, source.name)
     tokenizer, scales = reading.result(), None
     _warn_of_tokens_beyond(source.name, config, tokenizer)
-    if load_format != "dummy":
+    if not made_up:
         scales = kv_scales.read_kv_scales(source.files, config.decoder, renamed)
         check_hashes(source.files, config.decoder, renamed)
-    tower = vision.load(config.tower, source.files, dtype, load_format, seed) if config.tower else None
+    tower = vision.load(config.tower, source.files, dtype, options.load_format, seed) if config.tower else None
     reader = source.files.image_reader(tokenizer) if tower is not None else None
     of = source.name, source.path, tokenizer, sampling, how, tp_size, scales, reader, tower
     return Model(config, params, dtype, *of)
@@ -222,7 +245,7 @@ def outlined(options: EngineConfig) -> Model:
     """The model that an engine's options name, without arrays and tokenizer: its params are shapes, those that one of
     --tp-size devices has, and of a quantised checkpoint the formats are those that its config names. The devices
     needn't be here. **Raises:** as `load_model`."""
-    source, config, dtype, declared = _declared(options.model, **_given(options), made_up=True)
+    source, config, dtype, declared = _declared(options, made_up=True)
     if options.tp_size > 1:
         sharding.check_params(declared, options.tp_size)
         declared = jax.tree.map(partial(sharding.local_param, size=options.tp_size), declared)
@@ -232,64 +255,34 @@ def outlined(options: EngineConfig) -> Model:
     return Model(config, params, dtype, source.name, source.path, None, quantization=how, tower=tower)
 
 
-def _declared(
-    path_or_id: str,
-    dtype: str | None,
-    load_format: str,
-    revision: str | None,
-    quantization: str | None,
-    fp8_activations: bool,
-    tp_size: int,
-    ep_size: int,
-    dp_attention: bool,
-    context_length: int | None,
-    allow_longer_context: bool,
-    deterministic: bool,
-    made_up: bool = False,
-) -> tuple[Source, ModelConfig, str, Any]:
+def _declared(options: EngineConfig, made_up: bool = False) -> tuple[Source, ModelConfig, str, Any]:
     """Where a model is, its config, its dtype and its declarations. `made_up`: in a quantised checkpoint's formats."""
-    source = resolve(path_or_id, revision, load_format=load_format)
+    source = resolve(options.model, options.revision, load_format=options.load_format)
     config = source.config
-    if deterministic and isinstance(source.files, GgufFile):
+    if options.deterministic and isinstance(source.files, GgufFile):
         source.files.packed = source.files.quantization = None
-    if config.tower and load_format != "dummy" and not vision.found(config.tower, source.files):
+    if config.tower and options.load_format != "dummy" and not vision.found(config.tower, source.files):
         config = replace(config, tower=None)  # a text model's files beside a multimodal config
-    dtype = dtype or ("float32" if jax.default_backend() == "cpu" else config.dtype)
-    if dtype not in DTYPES:
-        raise CheckpointError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    if quantization not in (None, *ON_LOAD):
-        raise CheckpointError(f"quantization must be None or one of {', '.join(ON_LOAD)}, got {quantization!r}")
-    if not allow_longer_context:
-        check_context(context_length, config, source.name)
-    config = replace(config, decoder=of_context(config.decoder, context_length or config.max_position))
+    dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else config.dtype)
+    if not options.allow_longer_context:
+        check_context(options.context_length, config, source.name)
+    config = replace(config, decoder=of_context(config.decoder, options.context_length or config.max_position))
     try:
-        config = replace(config, decoder=in_groups(config.decoder, tp_size, ep_size))
-        if dp_attention:
-            config = replace(config, decoder=by_request(config.decoder, tp_size))
-        local(config.decoder, tp_size)  # refuses what can't be divided before it is read
+        config = replace(config, decoder=in_groups(config.decoder, options.tp_size, options.ep_size))
+        if options.dp_attention:
+            config = replace(config, decoder=by_request(config.decoder, options.tp_size))
+        local(config.decoder, options.tp_size)  # refuses what can't be divided before it is read
     except ConfigError as error:
         raise ConfigError(f"{source.name}: {error}") from error
     declared = MODELS[config.model_type].tensors(config.decoder)
-    how = kept_format(source.files, quantization, made_up and not deterministic)
-    load_format = "dummy" if made_up else load_format
-    return source, config, dtype, in_format(declared, how, quantization, load_format, fp8_activations)
+    how = kept_format(source.files, options.quantization, made_up and not options.deterministic)
+    of = options.quantization, "dummy" if made_up else options.load_format, options.quantises_activations
+    return source, config, dtype, in_format(declared, how, *of)
 
 
 def _tokenizer(source: Source) -> Tokenizer | None:
     with took("read the tokenizer"):
         return source.files.tokenizer()
-
-
-def load_target(options: EngineConfig) -> Model:
-    """The model that an engine's options name. **Raises:** as `load_model`."""
-    return load_model(options.model, **_given(options), seed=options.seed or 0, load_threads=options.load_threads)
-
-
-def _given(options: EngineConfig) -> dict[str, Any]:
-    """The arguments that `load_model` and `_declared` have in common."""
-    names = "dtype", "load_format", "revision", "quantization", "tp_size", "ep_size", "dp_attention", "deterministic"
-    given = {name: getattr(options, name) for name in (*names, "context_length", "allow_longer_context")}
-    return given | {"fp8_activations": options.fp8_activations == "on"}
 
 
 def check_context(length: int | None, config: ModelConfig, name: str) -> None:

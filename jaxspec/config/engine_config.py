@@ -424,6 +424,11 @@ class EngineConfig:
         return found
 
     @property
+    def quantises_activations(self) -> bool:
+        """Whether FP8 weights quantise the activations that they multiply."""
+        return self.fp8_activations == "on"
+
+    @property
     def has_adapters(self) -> bool:
         """Whether requests may have adapters."""
         return bool(self.lora_modules or self.enable_lora or self.lora_root)

@@ -75,7 +75,7 @@ def load_weights(
         files,
         name,
         dtype,
-        fp8_activations=options.fp8_activations == "on",
+        fp8_activations=options.quantises_activations,
         mesh=sharding.mesh_of(options.tp_size),
         threads=options.load_threads,
         **reading,
@@ -89,7 +89,7 @@ def made_up(declared: Any, how: Quantization | None, dtype: str, options: Engine
 
 
 def _in_format(declared: Any, how: Quantization | None, options: EngineConfig) -> Any:
-    return in_format(declared, how, options.draft_quantization, options.load_format, options.fp8_activations == "on")
+    return in_format(declared, how, options.draft_quantization, options.load_format, options.quantises_activations)
 
 
 def borrowed(target: Model, dtype: str, names: tuple[str, ...] = ("head", "embed")) -> dict[str, Any]:

@@ -38,7 +38,7 @@ class Standalone(OwnLayers):
             load_format=options.load_format,
             seed=options.seed or 0,
             quantization=options.draft_quantization,
-            fp8_activations=options.fp8_activations == "on",
+            fp8_activations=options.quantises_activations,
             tp_size=options.tp_size,
             context_length=options.context_length,
             allow_longer_context=True,

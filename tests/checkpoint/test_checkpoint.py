@@ -318,9 +318,9 @@ def test_each_kind_of_damage_has_its_own_message(folder, damage, message):
 
 
 def test_options_that_make_no_sense(folder):
-    with pytest.raises(CheckpointError, match="dtype must be one of float32, bfloat16, float16, got 'int8'"):
+    with pytest.raises(ConfigError, match="--dtype must be one of auto, float32, bfloat16, float16, got 'int8'"):
         load(folder, dtype="int8")
-    with pytest.raises(CheckpointError, match="load_format must be one of auto, dummy, got 'npz'"):
+    with pytest.raises(ConfigError, match="--load-format must be one of auto, dummy, got 'npz'"):
         load(folder, load_format="npz")
     with pytest.raises(CheckpointError, match="revision 'main' applies to hub ids only"):
         load(folder, revision="main")
