@@ -69,3 +69,13 @@ class SequentialBlock(DFlash):
         """Latent of draft number `step`, None where nothing is added, from the embedded draft before it. Also the
         memory of all drafts so far; None before the first."""
         raise NotImplementedError
+
+    def latents(
+        self, params: Any, before: Float[Array, "*b n e"], rows: Float[Array, "*b n d"]
+    ) -> Float[Array, "*b n r"]:
+        """Latents of drafts that are all known, as in training: zeros where nothing is added."""
+        memory, found = None, []
+        for step in range(rows.shape[-2]):
+            latent, memory = self.latent(params, before[..., step, :], rows[..., step, :], memory, step)
+            found.append(jnp.zeros((*rows.shape[:-2], self.rank), rows.dtype) if latent is None else latent)
+        return jnp.stack(found, axis=-2)

@@ -29,11 +29,8 @@ class DominoObjective(CorrectedObjective):
 
     def _student(self, params, out, before, *_):
         """Rows and their corrections' latents, side by side; zeros where nothing is corrected."""
-        embedded, memory, latents = self.drafter.embedded(params, before), None, []
-        for step in range(out.shape[2]):
-            latent, memory = self.drafter.latent(params, embedded[:, :, step], out[:, :, step], memory, step)
-            latents.append(jnp.zeros((*out.shape[:2], self.drafter.rank), out.dtype) if latent is None else latent)
-        return jnp.concatenate([out, jnp.stack(latents, axis=2)], axis=-1)
+        latents = self.drafter.latents(params, self.drafter.embedded(params, before), out)
+        return jnp.concatenate([out, latents], axis=-1)
 
     def _plain_share(self, done):
         return self.base_weight * jnp.maximum(1 - done / self.base_share, 0.0)

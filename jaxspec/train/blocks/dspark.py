@@ -35,11 +35,8 @@ class DSparkObjective(DFlashObjective):
 
     def _student(self, params, out, before, *_):
         """Rows, the embeddings of the tokens before, and the Markov head's latents, side by side."""
-        embedded, memory, latents = self.drafter.embedded(params, before), None, []
-        for step in range(out.shape[2]):
-            latent, memory = self.drafter.latent(params, embedded[:, :, step], out[:, :, step], memory, step)
-            latents.append(latent)
-        return jnp.concatenate([out, embedded, jnp.stack(latents, axis=2)], axis=-1)
+        embedded = self.drafter.embedded(params, before)
+        return jnp.concatenate([out, embedded, self.drafter.latents(params, embedded, out)], axis=-1)
 
     def _often(self, trained, student):
         if not self.by_rounds:
