@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from functools import cache
 from typing import Any
 
@@ -78,3 +79,8 @@ def reserved_template_variables() -> frozenset[str]:
         )
     named = (p for method in methods for p in inspect.signature(method).parameters.values())
     return frozenset(p.name for p in named if p.kind not in (p.VAR_KEYWORD, p.POSITIONAL_ONLY))
+
+
+def code_of(template: str) -> str:
+    """A template's statements and expressions, without the text around them."""
+    return " ".join(re.findall(r"\{[{%].*?[}%]\}", template, re.DOTALL))

@@ -12,6 +12,8 @@ from typing import Any
 
 from jinja2 import Environment, TemplateSyntaxError, meta
 
+from jaxspec.text.chat_template import code_of
+
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 USUAL = ("low", "medium", "high")
 SWITCHES = ("enable_thinking", "thinking")  # of templates: Qwen3's and others', DeepSeek's
@@ -37,7 +39,7 @@ def _taken(template: str) -> tuple[tuple[str, ...], str | None]:
     switch = next((name for name in SWITCHES if name in read), None)
     if "reasoning_effort" not in read:
         return (), switch
-    code = " ".join(re.findall(r"\{[{%].*?[}%]\}", template, re.DOTALL))
+    code = code_of(template)
     named = tuple(effort for effort in EFFORTS if re.search(rf"['\"]{effort}['\"]", code))
     return named if len(named) > 1 else USUAL, switch
 
@@ -48,4 +50,4 @@ def _variables(template: str) -> set[str]:
     try:
         return meta.find_undeclared_variables(environment.parse(template))
     except TemplateSyntaxError:  # tags of transformers' own
-        return set(re.findall(r"\b\w+\b", " ".join(re.findall(r"\{[{%].*?[}%]\}", template, re.DOTALL))))
+        return set(re.findall(r"\b\w+\b", code_of(template)))

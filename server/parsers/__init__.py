@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from jaxspec.text.chat_template import code_of
 from server.parsers.deepseek import DeepseekV3, DeepseekV31
 from server.parsers.gemma4 import Gemma4, Gemma4Thoughts
 from server.parsers.glm45 import Glm45, MinimaxM2
@@ -191,7 +192,7 @@ def tool_default(model_type: str, template: str | None) -> str | None:
 
 def mentions_tools(template: str) -> bool:
     """Whether a chat template looks at its variable `tools`."""
-    return any(re.search(r"\btools\b", block) for block in re.findall(r"\{[{%].*?[}%]\}", template, re.DOTALL))
+    return re.search(r"\btools\b", code_of(template)) is not None
 
 
 def _first(table: tuple[tuple[str, str | None, str], ...], model_type: str, template: str | None) -> str | None:
