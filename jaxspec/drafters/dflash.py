@@ -309,8 +309,8 @@ class _Block:
 
 
 def _projected(config: ModelConfig, layers: list[dict[str, Any]], size: int) -> dict[str, Any]:
-    """`_context_projection` on each of so many devices."""
-    mesh, make = sharding.mesh_of(size), partial(_context_projection, config.on_one_of(size))
+    """`context_projection` on each of so many devices."""
+    mesh, make = sharding.mesh_of(size), partial(context_projection, config.on_one_of(size))
     if mesh is None:
         return make(layers)
     gives = {"context": PartitionSpec(None, AXIS), "context_norm": EVERYWHERE}
@@ -318,7 +318,7 @@ def _projected(config: ModelConfig, layers: list[dict[str, Any]], size: int) -> 
     return jax.jit(sharding.spread(make, mesh, (sharding.specs_of(layers),), gives))(layers)
 
 
-def _context_projection(config: ModelConfig, layers: list[dict[str, Any]]) -> dict[str, Any]:
+def context_projection(config: ModelConfig, layers: list[dict[str, Any]]) -> dict[str, Any]:
     """Projection of context to keys and values, of all layers side by side: a second copy, so that it is one matmul."""
     a = config.decoder.attention
     queries = a.heads * a.head_dim

@@ -496,7 +496,7 @@ def small_drafter(method: str, **sizes):
     fc = Weight(0.05 * normal(jax.random.key(5), 3 * d, d))
     head = {"embed": normal(jax.random.key(6), config.vocab_size, d)}
     if method == "dflash":
-        context = dflash._context_projection(config, params["layers"])
+        context = dflash.context_projection(config, params["layers"])
         return dflash.DFlash(config, 3, 5, (False, True), 4), {
             **params, **head, **context, "fc": fc, "hidden_norm": 1 + 0.1 * normal(jax.random.key(7), d)
         }  # fmt: skip

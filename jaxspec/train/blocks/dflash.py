@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxspec.decoder.forward import write_keys_values
 from jaxspec.decoder.mixer import OnlyAttention
-from jaxspec.drafters.dflash import DFlash, _context_projection
+from jaxspec.drafters.dflash import DFlash, context_projection
 from jaxspec.train.attention import span_attention
 from jaxspec.train.data import TrainError
 from jaxspec.train.losses import Rows, Scorer, frozen_logits
@@ -58,7 +58,7 @@ class DFlashObjective(Objective):
         n = self.positions
         hidden = self.read(target_params, batch)
         params = {**frozen, **self.cast(trained)}
-        params |= _context_projection(self.drafter.config, params["layers"])
+        params |= context_projection(self.drafter.config, params["layers"])
         anchors, drawn = self._draw(batch, keys)
         out = self._blocks(params, hidden.features, batch, anchors)[:, :, self.drafter.first :]
         take = lambda x, at: jnp.take_along_axis(x, at.reshape(*at.shape, *(1,) * (x.ndim - 2)), axis=1)  # noqa: E731
