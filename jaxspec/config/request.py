@@ -25,9 +25,9 @@ MAX_STOP_IDS = 32  # stop token ids of one request, the model's own end tokens i
 MAX_LOGIT_BIAS = 300  # OpenAI's limit
 MAX_STOPS, MAX_STOP_LENGTH = 64, 256  # stop strings, and characters of each: all are looked for at every token
 MAX_N = 128
+REPORTS = ("return_hidden_states", "return_routed_experts")  # what an engine keeps if it is told to
 # How a token came: as a draft that the model accepted; as the model's own choice in place of a rejected draft; as its
 # own after all drafts of the round were accepted; as its own where nothing was drafted, like the first after a prompt.
-REPORTS = ("return_hidden_states", "return_routed_experts")  # what an engine keeps if it is told to
 TOKEN_SOURCES = ("accepted", "corrected", "bonus", "plain")
 MAX_GRAMMAR, MAX_NESTING = 2**18, 64  # characters of a grammar, levels of a schema
 MAX_WHITESPACE = 1024  # characters of a whitespace pattern, which stands between any two parts of a text
