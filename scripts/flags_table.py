@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from jaxspec.config.engine_config import SERVER_DEFAULTS
 from jaxspec.config.flags import table
-from server.cli.options import SERVER_DEFAULTS
 
 DOCS = Path(__file__).parent.parent / "docs" / "flags.md"
 FIRST, NEXT = "| `--model`", "| `--host`"  # rows: the engine's first, and the first after the engine's

@@ -20,14 +20,14 @@ from safetensors.numpy import load_file
 from examples.markov import Markov
 from jaxspec import LLM, SamplingParams, load_model
 from jaxspec.cache.paged import Rows
-from jaxspec.config.engine_config import EngineConfig
+from jaxspec.config.engine_config import SERVER_DEFAULTS, EngineConfig
 from jaxspec.config.options import flag
 from jaxspec.drafters.base import DraftBatch, PrefillBatch, Verified
 from jaxspec.drafters.registry import DRAFTERS
 from jaxspec.models.families import MODELS
 from jaxspec.train import loop
 from jaxspec.train.objective import Objective
-from server.cli.options import SERVER_DEFAULTS, make_parser
+from server.cli.options import make_parser
 from tests.support.engines import assert_own
 from tests.support.tiny import tiny_checkpoint
 

@@ -20,7 +20,7 @@ STATE_DTYPES = ("float32", "bfloat16")
 ON_LOAD = ("fp8", "int4", "nvfp4")  # formats that weights can be quantised to while they load
 ANY_ON_LOAD = f"{', '.join(ON_LOAD[:-1])} or {ON_LOAD[-1]}"
 MOST_LORA_RANK = 64
-
+SERVER_DEFAULTS = {"draft": "auto"}  # a server should be fast as it comes; the library defaults to no drafter
 
 # groups of --help
 MODEL, SPECULATION, MEMORY, RUNNING, ADAPTERS = "model", "speculation", "memory and batching", "running", "adapters"

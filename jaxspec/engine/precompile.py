@@ -24,14 +24,12 @@ from jaxspec.cache.memory_plan import claim_device
 from jaxspec.checkpoint import CheckpointError
 from jaxspec.checkpoint.demo import cache_folder
 from jaxspec.compiling.ladder import ladder_of
-from jaxspec.config.engine_config import EngineConfig
+from jaxspec.config.engine_config import SERVER_DEFAULTS, EngineConfig
 from jaxspec.config.flags import CommandParser, add_engine_flags, engine_options, parse
 from jaxspec.config.lazy_transformers import spare_torch
 from jaxspec.config.options import ConfigError
 from jaxspec.engine.runner import Runner
 from jaxspec.text.errors import TokenizerError
-
-SERVED = {"draft": "auto"}  # where the server's defaults differ from the library's
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -46,7 +44,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--output", type=Path, metavar="DIR", help="the cache to fill ($JAXSPEC_CACHE, or ~/.cache/jaxspec)")
     add("--check", action="store_true", help="exit with status 1 if a program had to be compiled")
-    add_engine_flags(parser, SERVED)
+    add_engine_flags(parser, SERVER_DEFAULTS)
     return parser
 
 

@@ -22,10 +22,10 @@ from urllib.request import Request, urlopen
 
 from jaxspec import AsyncLLM, CheckpointError, ConfigError, EngineDead, RequestError, SamplingParams
 from jaxspec.cli import called
+from jaxspec.config.engine_config import SERVER_DEFAULTS
 from jaxspec.config.flags import CommandParser, add_engine_flags, add_value, engine_options, parse, positive
 from jaxspec.config.lazy_transformers import spare_torch
 from jaxspec.text.errors import TokenizerError
-from server.cli.options import SERVER_DEFAULTS
 from server.replies.speculation import Speculation
 
 Message = dict[str, str]

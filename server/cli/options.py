@@ -18,6 +18,7 @@ from jaxspec import CheckpointError, ConfigError, EngineConfig
 from jaxspec.checkpoint.check import read_json
 from jaxspec.checkpoint.pooling import KINDS
 from jaxspec.cli import called
+from jaxspec.config.engine_config import SERVER_DEFAULTS
 from jaxspec.config.flags import add_engine_flags, checked, engine_options, natural, positive
 from jaxspec.config.foreign_flags import ELSEWHERE, SEVERAL_GPUS, SWITCHES, meant, unabbreviated
 from jaxspec.config.options import flag
@@ -49,8 +50,6 @@ LIMITS = (
      "headers have twice as long, and a body comes at 240 bytes a second or faster"),
     ("--max-connections", positive, 8192, "N", "connections open at once; requests on further ones get 503"),
 )  # fmt: skip
-
-SERVER_DEFAULTS = {"draft": "auto"}  # a server should be fast as it comes; the library defaults to no drafter
 
 
 class UsageError(ValueError):

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 from jaxspec.checkpoint import load_model
-from jaxspec.config.engine_config import EngineConfig
+from jaxspec.config.engine_config import SERVER_DEFAULTS, EngineConfig
 from jaxspec.config.flags import table
 from jaxspec.config.options import ConfigError, option
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.loading import load_drafter
 from jaxspec.drafters.ngram import Ngram
-from server.cli.options import SERVER_DEFAULTS
 from tests.support.tiny import tiny_checkpoint
 
 
