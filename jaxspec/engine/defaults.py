@@ -22,7 +22,7 @@ from jaxspec.scheduling.draft_count import SKIP_DRAFTER, rungs
 log = logging.getLogger("jaxspec")
 
 SCORE_TOKENS = 128  # prompt tokens scored at once, since each needs logits over the vocabulary
-SMALL_MODEL = 2**30  # bytes of weights below which that is worth it
+SMALL_MODEL = 2**30  # bytes of weights below which a program has several rounds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Defaults:
     much. `held_tokens`: prompt tokens computed between two rounds while a crowd waits for free slots.
     `seldom_requests`: the fewest requests, padding included, of a seldom round of several (`seldom_sizes`).
     `some_drafts`: whether there are rounds of some of a drafter's drafts, not just of none and all; on a CPU, where
-    whole models take longest to compile, they'd gain 5%. `divided_rounds`: in a program over several devices, whose
-    dispatch takes so long that one round doesn't hide it. `quick_rounds`: the same for one request of a model with many
-    arrays of which a round reads little.
+    whole models take longest to compile, they'd gain 5%. `small_model_rounds`: in one program of a model whose
+    rounds are short. `divided_rounds`: the same over several devices, whose dispatch takes so long that one round
+    doesn't hide it. `quick_rounds`: the same for one request of a model with many arrays of which a round reads little.
     """
 
     block: int

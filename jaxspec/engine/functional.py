@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Mapping, Sequence
@@ -367,8 +368,6 @@ def _loaded(drafter: Any) -> LoadedDrafter:
 
 
 def _resized(drafter: LoadedDrafter, n: int, most: int) -> LoadedDrafter:
-    import dataclasses
-
     if isinstance(n, bool) or not isinstance(n, int | np.integer) or not 1 <= n <= most:
         raise ConfigError(f"n must be an integer from 1 to {most}, the model's positions, got {n!r}")
     n = int(n)
