@@ -1,10 +1,10 @@
 """Time of a sum over the devices of a host, by each way to make it, from 2 KB to 2 MB a device.
 
 A layer whose weights are divided ends in such a sum twice. `psum` is XLA's: NCCL's kernel, or, with XLA_FLAGS set to
---xla_gpu_unsupported_use_all_reduce_one_shot_kernel=true, one of its own. `peers` is `pallas.peer_sum`, through peers'
-memory. "+ norm" adds the residual stream, and makes what the next norm takes. A row is one size and way: microseconds
-of one of many in a program, and of its kernels alone by the profiler; the largest difference from the sum in float64,
-and whether all devices have the same bits.
+--xla_gpu_unsupported_use_all_reduce_one_shot_kernel=true, one of its own. `peers` is `pallas.collectives.peer_sum`,
+through peers' memory. "+ norm" adds the residual stream, and makes what the next norm takes. A row is one size and way:
+microseconds of one of many in a program, and of its kernels alone by the profiler; the largest difference from the sum
+in float64, and whether all devices have the same bits.
 """
 
 from __future__ import annotations

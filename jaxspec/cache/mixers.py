@@ -1,7 +1,7 @@
 """The target's cache, and the three ways in which its forward mixes tokens: over whole texts, prompt blocks, rounds.
 
 Invariant: of a running request with N known tokens, pages hold positions 0 .. N-2. So does its state, once
-`programs.State.replay` rows of its last round are replayed into it (see `pallas.gated_delta`).
+`programs.State.replay` rows of its last round are replayed into it (see `pallas.recurrence.gated_delta`).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ A sum in floating point depends on its order. Here every sum has one order, for 
   a kernel for their norms.
 - Over several devices all rows go through `tile_matmul`, and sums go in the order of ranks (`summed_in_order`).
 - On a CPU all rows go through XLA's products in slices of `SLICE`, so that there is one shape.
-- Linear attention takes its state from one token to the next, in a round and in replay alike (`delta_fixed`), and
+- Linear attention takes its state from one token to the next, in a round and in replay alike (`fixed_order`), and
   prompts in blocks at fixed positions. It and gated attention are in their kinds (`Mixing.fixed`).
 
 Rounds and prompts don't agree with one another. So what a round computed is never computed again as a prompt: the

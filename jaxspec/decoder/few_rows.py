@@ -1,4 +1,4 @@
-"""Layers at few rows, each in four kernels and attention's (`pallas.few_rows`); a mixture has two and its own.
+"""Layers at few rows, each in four kernels and attention's (`pallas.dense.few_rows`); a mixture has two and its own.
 
 They run a target's layers, DFlash's, and EAGLE-3's one, whose q, k and v are made of two inputs side by side. Rows are
 flat here, each request's padded so that the kernels take eight together (`padding`): once before the first layer, and

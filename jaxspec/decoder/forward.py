@@ -135,7 +135,7 @@ def forward(
     layer's is the final norm's output, and -1 the embedding's.
 
     Of several residual streams, what is captured, and the final norm's output, is one row that they make; all of them
-    behind the last layer, side by side, are number `decoder.last_streams`.
+    behind the last layer, side by side, are number `Decoder.last_streams`.
 
     `requested`: i32[b], the one row of each sequence whose final state is needed, -1 for none; None: all rows. The last
     layer then computes keys and values of all rows, which later ones will see, but attention of the named sequences

@@ -1,4 +1,4 @@
-"""Layers with FP8 weights at up to 128 rows: each product is `pallas.fp8_rows`, each sum and norm `pallas.add_norm`.
+"""Layers with FP8 weights at up to 128 rows: products are `pallas.dense.fp8_rows`, sums and norms `add_norm` beside it.
 
 Rows stay padded from a norm to the product after it, and parts of sums go to the kernel that follows as they are.
 Mixing is the plain layer's, and so are routers and experts.

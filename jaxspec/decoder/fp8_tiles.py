@@ -1,8 +1,8 @@
-"""Layers with FP8 weights that quantise their rows, at 33 to 128 rows: products are `pallas.fp8_tiles`.
+"""Layers with FP8 weights that quantise their rows, at 33 to 128 rows: products are `pallas.dense.fp8_tiles`.
 
 A product's parts go to the kernel of the next norm as they are: it adds them to the residual stream, norms and
-quantises it (`pallas.fp8_quantise.norm`). Dense layers give the plain path's bits. Mixing is the plain layer's, and so
-are routers and experts.
+quantises it (`pallas.dense.fp8_quantise.norm`). Dense layers give the plain path's bits. Mixing is the plain layer's,
+and so are routers and experts.
 """
 
 from __future__ import annotations

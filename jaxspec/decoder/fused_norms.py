@@ -1,4 +1,4 @@
-"""Layers at few rows with each norm in one kernel with the products after it (`pallas.few_rows.normed`).
+"""Layers at few rows with each norm in one kernel with the products after it (`pallas.dense.few_rows.normed`).
 
 These are up to eight rows, and up to 32 with FP8 weights.
 

@@ -106,7 +106,8 @@ class SteppingMixer(RecurrentMixer, Protocol):
         ...
 
     def accumulate_stepped(self, cache, layer, q, k, x, steps, limits) -> tuple[Array, Any]:
-        """Accumulate the updates that `steps` make of x [b t n v], and add skip x; see `pallas.accumulate.stepped`."""
+        """Accumulate the updates that `steps` make of x [b t n v], and add skip x; see
+        `pallas.recurrence.accumulate.stepped`."""
         ...
 
 

@@ -26,7 +26,7 @@ Given = tuple[Float[Array, "r d"], Float[Array, " d"] | None] | few_rows.Scaled 
 
 
 def operand(weight: Weight) -> Float[Array, "k n"] | few_rows.Fp8Weight | Weight:
-    """A weight as `pallas.few_rows` takes it."""
+    """A weight as `pallas.dense.few_rows` takes it."""
     if isinstance(weight.format, Fp8):
         kind = few_rows.Fp8WeightAndRows if quantises_rows(weight) else few_rows.Fp8Weight
         return kind(weight.values, weight.scales)
@@ -34,14 +34,14 @@ def operand(weight: Weight) -> Float[Array, "k n"] | few_rows.Fp8Weight | Weight
 
 
 def stored_as(weight: Weight) -> dict[str, Any]:
-    """How a quantised weight is stored, as `pallas.few_rows` asks to tell which sizes fit; nothing for others."""
+    """How a quantised weight is stored, as `pallas.dense.few_rows` asks to tell which sizes fit; nothing for others."""
     if not weight.quantised:
         return {}
     return {name: each for name, each in few_rows.format_of(operand(weight)).items() if name != "rounds"}
 
 
 def quantised_refused(weight: Weight) -> str | None:
-    """Why `pallas.few_rows` can't read a dense weight in FP8 or four bits, or None if it can."""
+    """Why `pallas.dense.few_rows` can't read a dense weight in FP8 or four bits, or None if it can."""
     if weight.order is not None:
         return "inputs in an order of their own"
     if isinstance(weight.format, FourBits):

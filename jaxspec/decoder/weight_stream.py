@@ -1,4 +1,4 @@
-"""Layers of which all matmuls from one attention to the next are one kernel (`pallas.weight_stream`).
+"""Layers of which all matmuls from one attention to the next are one kernel (`pallas.dense.weight_stream`).
 
 There are two paths: one for bfloat16 weights, one for FP8 ones.
 """

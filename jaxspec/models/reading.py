@@ -166,7 +166,7 @@ def layer_number(hf: Config, key: str) -> int:
 
 
 def activation(hf: Config, key: str = "hidden_act") -> str:
-    """The MLP's activation as `decoder.spec.Mlp` names it. **Raises:** `ConfigError` for one that isn't supported."""
+    """An MLP's activation as `description.Mlp` names it. **Raises:** `ConfigError` for one that isn't supported."""
     known = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
     name = hf.get(key, "silu")
     if not isinstance(name, str) or name not in known:

@@ -1,4 +1,4 @@
-"""Workspaces in the devices' memory that all devices of a mesh can read, and the sum through them (`pallas.peer_sum`).
+"""Workspaces in the devices' memory that all devices of a mesh can read, for sums (`pallas.collectives.peer_sum`).
 
 An engine opens them once: each device gets one, all devices learn the addresses, and each reads a word from every other
 device. If any of that fails, sums are XLA's (`psum`), and `open_peers` says why. Programs take the addresses as an

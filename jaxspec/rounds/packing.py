@@ -33,7 +33,7 @@ class Slots:
     limit: Int[Array, " r"]
     drafts: Int[Array, " r"]  # most drafts to verify in a round
     tried: Float[Array, " r"]  # drafts that were judged in rounds so far, and those that stood, the latest counting
-    stood: Float[Array, " r"]  # most: see `ragged`
+    stood: Float[Array, " r"]  # most: see `ragged_verification`
     done: Bool[Array, " r"]
     sampling: Sampling
     shift: Int[Array, " r"] | None = None  # of positions behind a prompt's pictures; None: the model reads none

@@ -1,4 +1,4 @@
-"""`jaxspec compile`: what it refuses, what it says, and its exit status. The programs are `test_executables`'."""
+"""`jaxspec compile`: what it refuses, what it says, and its exit status. The programs are `test_executable_store`'."""
 
 from types import SimpleNamespace
 

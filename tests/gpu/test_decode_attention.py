@@ -64,7 +64,7 @@ LAYERS, KV_HEADS, WIDTH, PAGE, NEW = 4, 8, 128, 64, 4  # four of Qwen3-8B's
 
 def seconds(b, tokens, window=None, dtype=jnp.bfloat16):
     """Seconds of one layer's attention. The best of three: kernels are compiled in threads of their own
-    (`pallas.once`), and the first may meet one."""
+    (`pallas.hopper.export`), and the first may meet one."""
     entries = tokens // PAGE
     table = 1 + np.random.default_rng(0).permutation(b * entries).reshape(b, entries)
     args = dict(table=jnp.asarray(table, jnp.int32), start=jnp.full(b, tokens - NEW, jnp.int32), window=window)

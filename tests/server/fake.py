@@ -1,7 +1,7 @@
 """A stand-in for `AsyncLLM` that answers by rule, so that the protocol can be tested without a model.
 
 It completes any prompt with `TEXT`, one token (a UTF-8 byte) at a time, and records what it was asked and what was
-aborted. Magic prompts set off what a real engine does rarely: see `FakeLLM._check` and `generate`.
+aborted. Magic prompts set off what a real engine does rarely: see `FakeLLM.check` and `generate`.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 Each channel is convolved by itself: out_t = silu(sum_j weight[j] x_(t - w + 1 + j)), as `conv1d` of Qwen3-Next and
 Qwen3.5 does, with no bias and w = 4. Mamba 2's has a bias.
 
-Invariant, the same as for the attention's state (`pallas.gated_delta`): a slot's window holds the last w - 1 committed
-inputs from before its last round, then that round's inputs. The next round gets the number of those that were accepted.
-Nothing is undone.
+Invariant, the same as for the attention's state (`pallas.recurrence.gated_delta`): a slot's window holds the last w - 1
+committed inputs from before its last round, then that round's inputs. The next round gets the number of those that were
+accepted. Nothing is undone.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ keys' records are written once the kernel is over.
 Decays by key channel scale a state's columns, not its products. So rows then enter the state one after the other, in
 registers (`fixed_order`), and a part of it has all columns.
 
-With `fixed`, a row's results don't depend on how many rows a round has: see `delta_fixed`, which then does both halves.
+With `fixed`, a row's results don't depend on how many rows a round has: see `fixed_order`, which then does both halves.
 
 Invariant: records are overwritten after every block that reads them has read them.
 """
@@ -106,7 +106,7 @@ def delta_step(
     `q`, `k`, `v` and the pool's keys are bfloat16, the rest float32, but states may be bfloat16. `interpret`: as in
     `plgpu.kernel`. `division`: by default, the one that keeps all multiprocessors busy. `padded_rows`: as in
     `gated_delta.step`; nothing is written to the padding rows from t on. `gates` are decay and beta; or none, if there
-    is `around`, with the `eps` of its norm: then the results are normed and gated (`delta_around`). `fixed`: the bits
+    is `around`, with the `eps` of its norm: then the results are normed and gated (`gates_and_norm`). `fixed`: the bits
     of a row's results, and of its update of the state, depend on the rows before it alone, not on how they were divided
     into rounds. A state in bfloat16 is then rounded after each of them.
 

@@ -117,7 +117,7 @@ def normed_step(
     eps: float,
     fixed: bool = False,
 ) -> tuple[Float[Array, "b r n v"], DeltaPool]:
-    """Run `step` by the kernel, with the gates before it and a norm of this `eps` after it (`delta_around`).
+    """Run `step` by the kernel, with the gates before it and a norm of this `eps` after it (`gates_and_norm`).
 
     The result has as many rows a request as `around` has, padding included. `fixed`: as in `delta_step`, for any number
     of requests.

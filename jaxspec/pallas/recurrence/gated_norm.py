@@ -1,8 +1,8 @@
 """Norms and gates behind linear attention, on Hopper: norm(read) silu(z) of the gated delta rule's prompts, a head at a
 time; norm(read silu(z)) of a state space's rounds, a group of heads at a time.
 
-The first is the norm that `delta_step` has after its rule (`delta_around`), as a kernel of its own: a row's bits don't
-depend on how many rows there are. A warpgroup takes `ROWS` rows of a head, each in the lanes of one warp.
+The first is the norm that `delta_step` has after its rule (`gates_and_norm`), as a kernel of its own: a row's bits
+don't depend on how many rows there are. A warpgroup takes `ROWS` rows of a head, each in the lanes of one warp.
 """
 
 from __future__ import annotations

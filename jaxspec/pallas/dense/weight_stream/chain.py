@@ -202,7 +202,7 @@ def run_stages(
     have all rows.
 
     `rows` is the left operand of the first stage; None if that is a norm, which then adds nothing to `x`. `centred`:
-    whether norms are, see `decoder.spec.Norm`.
+    whether norms are, see `models.description.Norm`.
     """
     padded, d = x.shape
     held = {"x": x.reshape(padded, d // kind.step, kind.step)} | ({} if rows is None else {"rows": rows})
