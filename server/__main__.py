@@ -200,11 +200,21 @@ def _serve(
     if sampling:
         said = ", ".join(f"{name} {value:g}" for name, value in sampling.items())
         log.info("requests that don't say otherwise: %s, by the model's generation_config.json", said)
-    parsers = args.reasoning_parser, args.tool_call_parser
-    hosts = host_names(args, listener.getsockname()[0], bool(api_key))
-    cors, media = cors_options(args), media_rules(args)
-    rest = cors, kept, hosts, tracer, media, args.enable_rollout_routes, pooling
-    app = create_app(llm, args.served_model_name, api_key, sampling, *parsers, *rest)
+    app = create_app(
+        llm,
+        args.served_model_name,
+        api_key,
+        sampling,
+        reasoning_parser=args.reasoning_parser,
+        tool_call_parser=args.tool_call_parser,
+        cors=cors_options(args),
+        prompt_log=kept,
+        hosts=host_names(args, listener.getsockname()[0], bool(api_key)),
+        tracer=tracer,
+        media=media_rules(args),
+        rollout_routes=args.enable_rollout_routes,
+        pools=pooling,
+    )
     connections = allow_open_files(args.max_connections)
     config = uvicorn.Config(
         app,

@@ -47,6 +47,7 @@ def create_app(
     served_name: str | Sequence[str] | None = None,
     api_key: str | None = None,
     sampling: Mapping[str, Any] | None = None,
+    *,
     reasoning_parser: str = "auto",
     tool_call_parser: str = "auto",
     cors: dict[str, Any] | None = None,
@@ -59,15 +60,18 @@ def create_app(
 ) -> FastAPI:
     """The server's application over a running engine, which stays the caller's to close.
 
-    **Arguments:** `served_name` is the model's name in the API, or several, of which responses have the first (None:
-    the engine's `model`); `api_key`, if given, must
-    come with every request but those to `gate.OPEN_PATHS`; `sampling` is what holds of `SamplingParams` for requests
-    that don't say otherwise; `reasoning_parser` and `tool_call_parser` are names of `server.parsers`, "auto" for what
-    the chat template shows, or "none"; `cors` is `CORSMiddleware`'s options, None for no page of another origin;
-    `prompt_log` keeps texts, and stays the caller's to close; `hosts` are names that it answers to beside this
-    machine's own, None for any; `tracer` sends traces; `media` says where pictures may come from;
-    `rollout_routes` opens `gate.GUARDED_PATHS` where there is no key; `pools` says how
-    a model for embeddings or scores makes them.
+    **Arguments:**
+
+    - `served_name`: the model's name in the API, or several, of which responses have the first; None is the engine's.
+    - `api_key`: must come with every request but those to `gate.OPEN_PATHS`; None: no key is asked for.
+    - `sampling`: settings of `SamplingParams` for requests that don't say otherwise.
+    - `reasoning_parser`, `tool_call_parser`: names of `server.parsers`, "auto" for what the chat template shows, or
+      "none".
+    - `cors`: options of `CORSMiddleware`; None: no page of another origin may call.
+    - `prompt_log`: keeps texts, and stays the caller's to close. `tracer` sends traces.
+    - `hosts`: names that the server answers to beside this machine's own; None: any.
+    - `media`: where pictures may come from. `pools`: how a model for embeddings or scores makes them.
+    - `rollout_routes`: open `gate.GUARDED_PATHS` where there is no key.
     """
     app = FastAPI(title="jaxspec", version=jaxspec.__version__, docs_url=None, redoc_url=None)
     app.router.route_class = BodyRoute

@@ -221,7 +221,7 @@ def test_the_command_to_try_passes_the_key_without_telling_it(monkeypatch, sourc
     monkeypatch.delenv("JAXSPEC_API_KEY", raising=False)
     if source == "environment":
         monkeypatch.setenv("JAXSPEC_API_KEY", "sesame")
-    monkeypatch.setattr(command, "create_app", lambda llm, name, key, sampling, *_: greetings.append(key))
+    monkeypatch.setattr(command, "create_app", lambda llm, name, key, sampling, **_: greetings.append(key))
     monkeypatch.setattr(command._Server, "run", lambda self, sockets: greetings.append(self._greeting))
     args = parse(["--api-key", "sesame"] if source == "flag" else [])
     with command._bind("127.0.0.1", 0) as listener:
@@ -273,7 +273,7 @@ def with_named_templates(folder):
 def test_a_model_that_cannot_chat_is_told_at_start(monkeypatch, caplog, tmp_path, read, vocab, why, route, prompt):
     """And what the ready line says to try works."""
     greetings = []
-    monkeypatch.setattr(command, "create_app", lambda *_: None)
+    monkeypatch.setattr(command, "create_app", lambda *_, **options: None)
     monkeypatch.setattr(command._Server, "run", lambda self, sockets: greetings.append(self._greeting))
     folder = tmp_path / "model"
     shutil.copytree(tiny_checkpoint(vocab=BYTE_VOCAB, tokenizer=True), folder)
@@ -307,7 +307,7 @@ def test_a_key_that_is_set_and_empty_is_told(monkeypatch, caplog):
 def test_whose_sampling_defaults_a_server_has(monkeypatch, asked):
     """The checkpoint's, or nobody's."""
     given = []
-    monkeypatch.setattr(command, "create_app", lambda llm, name, key, sampling, *_: given.append(sampling))
+    monkeypatch.setattr(command, "create_app", lambda llm, name, key, sampling, **_: given.append(sampling))
     monkeypatch.setattr(command._Server, "run", lambda self, sockets: None)
     llm = FakeLLM(sampling={"temperature": 0.6, "top_k": 20})
     with command._bind("127.0.0.1", 0) as listener:
