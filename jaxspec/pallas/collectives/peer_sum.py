@@ -37,6 +37,7 @@ from jaxspec.pallas.dense.few_rows.layer import Scaled
 from jaxspec.pallas.dense.few_rows.share import TILE, tiles_of_squares
 from jaxspec.pallas.hopper import THREADS
 from jaxspec.pallas.hopper.export import lower_once
+from jaxspec.pallas.hopper.thread_ints import const, i32, mul
 
 VECTOR = 8  # numbers of a thread: 16 bytes
 CHUNK = THREADS * VECTOR  # numbers of a block in an exchange
@@ -149,22 +150,22 @@ def _blocks(ranks, numbers):
 def _sum(ranks, shape, added, scaled, centred, limit, fetched, *refs):
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs), return_type=None)
     def run(ctx, *refs):
-        addresses, i32 = [_address(ref) for ref in refs], ir.IntegerType.get_signless(32)
+        addresses = [_address(ref) for ref in refs]
         prefetch = addresses.pop(3 + added + scaled) if fetched else None
-        here = arith.index_cast(i32, gpu.block_id(gpu.Dimension.x))  # the last axis of a grid is x
-        block = arith.index_cast(i32, gpu.block_id(gpu.Dimension.y))
-        thread = arith.index_cast(i32, gpu.thread_id(gpu.Dimension.x))
+        here = arith.index_cast(i32(), gpu.block_id(gpu.Dimension.x))  # the last axis of a grid is x
+        block = arith.index_cast(i32(), gpu.block_id(gpu.Dimension.y))
+        thread = arith.index_cast(i32(), gpu.thread_id(gpu.Dimension.x))
         summing = partial(_emit, ranks, shape, added, scaled, centred, limit, here, block, thread, *addresses)
         if not fetched:
             summing()
             return
-        blocks = _c(_blocks(ranks, shape[-2] * shape[-1]))
+        blocks = const(_blocks(ranks, shape[-2] * shape[-1]))
         either = scf.IfOp(arith.cmpi(arith.CmpIPredicate.ult, block, blocks), has_else=True)
         with ir.InsertionPoint(either.then_block):
             summing()
             scf.yield_([])
         with ir.InsertionPoint(either.else_block):
-            _prefetch(prefetch, fetched, _add(_mul(arith.subi(block, blocks), THREADS), thread))
+            _prefetch(prefetch, fetched, _add(mul(arith.subi(block, blocks), THREADS), thread))
             scf.yield_([])
 
     run(*refs)
@@ -174,8 +175,8 @@ def _prefetch(weights, size, thread):
     """Begin to prefetch one thread's piece of the weights into the L2 cache."""
     pieces = min(PREFETCH_BLOCKS * THREADS, size // PIECE // REGIONS * REGIONS)
     region = size // REGIONS // 16 * 16
-    at = _add(_mul(arith.remui(thread, _c(REGIONS)), region), _mul(arith.divui(thread, _c(REGIONS)), PIECE))
-    within = arith.cmpi(arith.CmpIPredicate.ult, thread, _c(pieces))
+    at = _add(mul(arith.remui(thread, const(REGIONS)), region), mul(arith.divui(thread, const(REGIONS)), PIECE))
+    within = arith.cmpi(arith.CmpIPredicate.ult, thread, const(pieces))
     utils.inline_ptx(f"cp.async.bulk.prefetch.L2.global [$0], {PIECE};", _offset(weights, at), predicate=within)
 
 
@@ -183,12 +184,12 @@ def _emit(ranks, shape, added, scaled, centred, limit, here, block, thread, *add
     """Emit one thread's sum, as MLIR."""
     (part, table, first, *given), outs = addresses[: 3 + added + scaled], addresses[3 + added + scaled :]
     *splits, rows, width = shape
-    me, before, two = arith.addi(here, _load(first)), _mul(here, rows * width), two_shots(ranks, rows * width)
+    me, before, two = arith.addi(here, _load(first)), mul(here, rows * width), two_shots(ranks, rows * width)
     workspaces = [_wide(_load(table, 8 * rank), _load(table, 8 * rank + 4)) for rank in range(ranks)]
     exchange = partial(_exchange, workspaces, me, thread, limit)
-    in_bytes = lambda address, i: _offset(address, _mul(i, 2))  # noqa: E731
+    in_bytes = lambda address, i: _offset(address, mul(i, 2))  # noqa: E731
     # This thread's first number in its rank's rows; with two exchanges, that of a rank's share.
-    number = lambda share: _add(_mul(_add(_mul(block, ranks), share) if two else block, CHUNK), _mul(thread, VECTOR))  # noqa: E731
+    number = lambda share: _add(mul(_add(mul(block, ranks), share) if two else block, CHUNK), mul(thread, VECTOR))  # noqa: E731
 
     def load_part(number):
         if splits:
@@ -196,19 +197,19 @@ def _emit(ranks, shape, added, scaled, centred, limit, here, block, thread, *add
         return _sendable(_load_four(in_bytes(part, _add(before, number))))
 
     # These loads are issued before any wait.
-    numbers = [number(_c(rank)) for rank in range(ranks)] if two else [number(None)]
+    numbers = [number(const(rank)) for rank in range(ranks)] if two else [number(None)]
     parts, mine = [load_part(each) for each in numbers], number(me)
     residual = _load_four(in_bytes(given[0], _add(before, mine))) if added else None
-    scales = [_load_four(in_bytes(given[-1], arith.remui(each, _c(width)))) for each in numbers] if scaled else ()
+    scales = [_load_four(in_bytes(given[-1], arith.remui(each, const(width)))) for each in numbers] if scaled else ()
     total = None
-    for got in exchange(_mul(block, 2) if two else block, parts if two else parts * ranks):
+    for got in exchange(mul(block, 2) if two else block, parts if two else parts * ranks):
         got = _all_floats(got)
         total = got if total is None else [arith.addf(a, b) for a, b in zip(total, got, strict=True)]
     if added:
         total = [arith.addf(a, b) for a, b in zip(total, _all_floats(residual), strict=True)]
     sums = [[_rounded(a, b) for a, b in zip(total[::2], total[1::2], strict=True)]]
     if two:
-        sums = exchange(_add(_mul(block, 2), _c(1)), [_sendable(sums[0])] * ranks)
+        sums = exchange(_add(mul(block, 2), const(1)), [_sendable(sums[0])] * ranks)
     for i, (each, words) in enumerate(zip(numbers, sums, strict=True)):
         at = _add(before, each)
         _store_four(in_bytes(outs[0], at), words)
@@ -228,15 +229,15 @@ def _exchange(workspaces, me, thread, limit, block, parts):
     """Send each rank its words of `parts` through a block's slots, this one too; return the words from each."""
     ranks, workspace = len(workspaces), workspaces[-1]
     for rank, each in enumerate(workspaces[:-1]):
-        workspace = arith.select(_equal(me, _c(rank)), each, workspace)
-    counter = _offset(workspace, _add(_mul(block, COUNTS), _mul(thread, 4)))
+        workspace = arith.select(_equal(me, const(rank)), each, workspace)
+    counter = _offset(workspace, _add(mul(block, COUNTS), mul(thread, 4)))
     count = _load(counter)
-    turn = _mul(_add(_mul(block, 2), arith.andi(count, _c(1))), ranks)
-    slot = lambda rank: _add(_c(BLOCKS * COUNTS), _add(_mul(_add(turn, rank), SLOT), _mul(thread, PACKET)))  # noqa: E731
+    turn = mul(_add(mul(block, 2), arith.andi(count, const(1))), ranks)
+    slot = lambda rank: _add(const(BLOCKS * COUNTS), _add(mul(_add(turn, rank), SLOT), mul(thread, PACKET)))  # noqa: E731
     for each, words in zip(workspaces, parts, strict=True):
         _send(_offset(each, slot(me)), words)
-    got = _receive([_offset(workspace, slot(_c(rank))) for rank in range(ranks)], limit)
-    _store(counter, _add(count, _c(1)))
+    got = _receive([_offset(workspace, slot(const(rank))) for rank in range(ranks)], limit)
+    _store(counter, _add(count, const(1)))
     return got
 
 
@@ -244,8 +245,8 @@ def _added_up(parts, splits, here, size, number):
     """Add up a thread's numbers of a part that comes in `splits` parts of `size` float32 numbers: words of bfloat16."""
     f32, total = ir.F32Type.get(), None
     for split in range(splits):
-        at = _add(_mul(_add(_mul(here, splits), _c(split)), size), number)
-        words = [word for half in (0, 16) for word in _load_four(_offset(parts, _add(_mul(at, 4), _c(half))))]
+        at = _add(mul(_add(mul(here, splits), const(split)), size), number)
+        words = [word for half in (0, 16) for word in _load_four(_offset(parts, _add(mul(at, 4), const(half))))]
         each = [arith.bitcast(f32, word) for word in words]
         total = each if total is None else [arith.addf(a, b) for a, b in zip(total, each, strict=True)]
     return [_rounded(a, b) for a, b in zip(total[::2], total[1::2], strict=True)]
@@ -259,17 +260,17 @@ def _squares(total, number, here, block, thread, rows, width, out):
         square = arith.addf(square, arith.mulf(each, each))
     for distance in (1, 2, 4):
         square = arith.addf(square, utils.shfl_bfly(square, distance))
-    column = arith.remui(number, _c(width))
-    tile, row = arith.divui(column, _c(TILE)), arith.divui(number, _c(width))
-    base = _mul(here, all_tiles * rows)
-    at = _add(base, _add(_mul(tile, rows), row))
-    bits = arith.bitcast(ir.IntegerType.get_signless(32), square)
-    _store(_offset(out, _mul(at, 4)), bits, _equal(arith.remui(thread, _c(lanes)), _c(0)))
+    column = arith.remui(number, const(width))
+    tile, row = arith.divui(column, const(TILE)), arith.divui(number, const(width))
+    base = mul(here, all_tiles * rows)
+    at = _add(base, _add(mul(tile, rows), row))
+    bits = arith.bitcast(i32(), square)
+    _store(_offset(out, mul(at, 4)), bits, _equal(arith.remui(thread, const(lanes)), const(0)))
     for start in range(0, (all_tiles - tiles) * rows, THREADS):
-        more = _add(thread, _c(start))
-        below = arith.cmpi(arith.CmpIPredicate.ult, more, _c((all_tiles - tiles) * rows))
-        at = _add(base, _add(_c(tiles * rows), more))
-        _store(_offset(out, _mul(at, 4)), _c(0), arith.andi(below, _equal(block, _c(0))))
+        more = _add(thread, const(start))
+        below = arith.cmpi(arith.CmpIPredicate.ult, more, const((all_tiles - tiles) * rows))
+        at = _add(base, _add(const(tiles * rows), more))
+        _store(_offset(out, mul(at, 4)), const(0), arith.andi(below, _equal(block, const(0))))
 
 
 def words_at(table: Int[Array, "n 2"], at: int) -> Int[Array, " n"]:
@@ -281,7 +282,7 @@ def words_at(table: Int[Array, "n 2"], at: int) -> Int[Array, " n"]:
             table, out = _address(table_ref), _address(out_ref)
             for rank in range(out_g.shape[0]):
                 workspace = _wide(_load(table, 8 * rank), _load(table, 8 * rank + 4))
-                _store(_offset(out, _c(4 * rank)), _load(workspace, at))  # every thread writes the same
+                _store(_offset(out, const(4 * rank)), _load(workspace, at))  # every thread writes the same
 
         run(table_g, out_g)
 
@@ -298,16 +299,8 @@ def words_at(table: Int[Array, "n 2"], at: int) -> Int[Array, " n"]:
 # --- numbers and memory of one thread, as MLIR ---
 
 
-def _c(value):
-    return arith.constant(ir.IntegerType.get_signless(32), value)
-
-
 def _add(a, b):
     return arith.addi(a, b)
-
-
-def _mul(a, by):
-    return arith.muli(a, _c(by))
 
 
 def _equal(a, b):
@@ -329,12 +322,12 @@ def _offset(address, offset):
 
 
 def _load(address, at=0):
-    i32 = ir.IntegerType.get_signless(32)
-    return utils.inline_ptx(f"ld.volatile.global.b32 $0, [$1+{at}];", address, result_types=i32, has_side_effects=True)
+    program = f"ld.volatile.global.b32 $0, [$1+{at}];"
+    return utils.inline_ptx(program, address, result_types=i32(), has_side_effects=True)
 
 
 def _load_four(address):
-    four = [ir.IntegerType.get_signless(32)] * 4
+    four = [i32()] * 4
     return utils.inline_ptx(
         "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];", address, result_types=four, has_side_effects=True
     )
@@ -350,7 +343,7 @@ def _store_four(address, words):
 
 def _sendable(words):
     """The words without `EMPTY` ones: of these the zeros become positive."""
-    return [arith.select(_equal(word, _c(EMPTY)), _c(0), word) for word in words]
+    return [arith.select(_equal(word, const(EMPTY)), const(0), word) for word in words]
 
 
 def _send(address, words):
@@ -401,7 +394,7 @@ def _receive(slots, limit):
         {clear}
         {results}
     }}"""
-    types = [ir.IntegerType.get_signless(32)] * count
+    types = [i32()] * count
     made = utils.inline_ptx(poll, *slots, result_types=types, has_side_effects=True)
     return [made[i : i + 4] for i in range(0, count, 4)]
 
@@ -414,12 +407,11 @@ def _all_floats(words):
 def _floats(word):
     """The two bfloat16 numbers of a word as float32, the lower one first."""
     f32 = ir.F32Type.get()
-    low = arith.shli(word, _c(16))
-    high = arith.andi(word, _c(-65536))
+    low = arith.shli(word, const(16))
+    high = arith.andi(word, const(-65536))
     return arith.bitcast(f32, low), arith.bitcast(f32, high)
 
 
 def _rounded(low, high):
     """Two float32 numbers as a word of bfloat16."""
-    i32 = ir.IntegerType.get_signless(32)
-    return utils.inline_ptx("cvt.rn.bf16x2.f32 $0, $1, $2;", high, low, result_types=i32)
+    return utils.inline_ptx("cvt.rn.bf16x2.f32 $0, $1, $2;", high, low, result_types=i32())

@@ -22,6 +22,7 @@ from jaxlib.mlir.dialects import llvm
 from jaxspec.models.weights import HALF
 from jaxspec.pallas.dense import upcast
 from jaxspec.pallas.hopper import LANES, THREADS, WGMMA_ROWS
+from jaxspec.pallas.hopper.thread_ints import const, div, mul, rem
 
 UNIT = WGMMA_ROWS  # outputs of a group
 HALF_TILES = (HALF, 8), (8, 8), (2,)
@@ -144,19 +145,18 @@ def _converted(_, scales, *loaded):
 
 
 def _store_transposed(_, sums, target):
-    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-    whole = lambda x: mgpu.c(x, i32)  # noqa: E731
+    f32 = ir.F32Type.get()
     (across, down), _ = ir.MemRefType(target.type).get_strides_and_offset()
-    thread = arith.remui(mgpu.utils.thread_idx(), whole(THREADS))
-    warp, lane = arith.divui(thread, whole(LANES)), arith.remui(thread, whole(LANES))
-    output = arith.addi(arith.muli(warp, whole(16)), arith.divui(lane, whole(4)))
-    row = arith.muli(arith.remui(lane, whole(4)), whole(2))
-    first = arith.addi(arith.muli(row, whole(across)), arith.muli(output, whole(down)))
+    thread = rem(mgpu.utils.thread_idx(), THREADS)
+    warp, lane = div(thread, LANES), rem(thread, LANES)
+    output = arith.addi(mul(warp, 16), div(lane, 4))
+    row = mul(rem(lane, 4), 2)
+    first = arith.addi(mul(row, across), mul(output, down))
     start = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(target), [first], f32)
     for at, pair in np.ndenumerate(sums.registers):
         for i in range(2):
             place = (8 * at[1] + i) * across + 8 * at[4] * down
-            value = llvm.extractelement(pair, whole(i))
+            value = llvm.extractelement(pair, const(i))
             llvm.store(value, mgpu.utils.getelementptr(start, [place], f32))
 
 

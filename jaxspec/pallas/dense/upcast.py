@@ -12,6 +12,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
+from jaxspec.pallas.hopper.thread_ints import const, i32, rem
+
 # Two of the four bytes of (own word, neighbour's word), each in the upper half of 16 bits: of a lane with an even
 # number and of one with an odd number, first the pair that goes to a lane's first register, then that of its second.
 PICKED = ((0x1000, 0x7060), (0x5040, 0x3020))
@@ -47,14 +49,14 @@ def _convert(_, x):
     e4m3 has bfloat16's order of bits, with four exponent bits in place of eight and three of the mantissa in place of
     seven. So a number's bits, moved to bfloat16's positions, are the number times 2^-120.
     """
-    i32, pair = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), ir.BF16Type.get())
-    even = arith.cmpi(arith.CmpIPredicate.eq, arith.remui(mgpu.utils.thread_idx(), mgpu.c(2, i32)), mgpu.c(0, i32))
-    picked = [arith.select(even, *(mgpu.c(each, i32) for each in both)) for both in PICKED]
+    pair = ir.VectorType.get((2,), ir.BF16Type.get())
+    even = arith.cmpi(arith.CmpIPredicate.eq, rem(mgpu.utils.thread_idx(), 2), const(0))
+    picked = [arith.select(even, *map(const, both)) for both in PICKED]
     registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape(x.shape), dtype=object)
     for at, vector in np.ndenumerate(x.registers):
-        word = mgpu.utils.bitcast(vector, i32)
+        word = mgpu.utils.bitcast(vector, i32())
         other = mgpu.utils.shfl_bfly(word, 1)
         for i, which in enumerate(picked):
-            out = mgpu.utils.inline_ptx(CONVERT, word, other, which, mgpu.c(BIASED, i32), result_types=i32)
+            out = mgpu.utils.inline_ptx(CONVERT, word, other, which, const(BIASED), result_types=i32())
             registers[(at[0], at[1] * 2 + i, *at[2:-1])] = mgpu.utils.bitcast(out, pair)
     return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)

@@ -33,6 +33,7 @@ from jaxspec.pallas.dense.few_rows.share import FourBits
 from jaxspec.pallas.dense.tiles import STEP
 from jaxspec.pallas.experts.expert_tile import TILE
 from jaxspec.pallas.hopper import BULK_COPY
+from jaxspec.pallas.hopper.thread_ints import const, i32, mul
 
 LESS = 64  # sums are divided by 2 to the power of this
 # Twice: a scale s times the first, plus the second, is 2^(s - 127 - LESS) times 2^126, which E2M1's bits lack.
@@ -150,16 +151,16 @@ class Mxfp4Loader(Loader):
 
 def _convert(_, words, *scales):
     """Convert E2M1 to bfloat16 times its scale: a thread makes four pairs of each word that it has."""
-    i32, pair = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), ir.BF16Type.get())
+    pair = ir.VectorType.get((2,), ir.BF16Type.get())
     i8 = ir.IntegerType.get_signless(8)
     registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((TILE, Mxfp4Loader.step)), dtype=object)
     for at, vector in np.ndenumerate(words.registers):
-        word = mgpu.utils.bitcast(vector, i32)
+        word = mgpu.utils.bitcast(vector, i32())
         scale = scales[at[1]].registers[0, 0, at[4], 0, 0]
-        scale = arith.extui(i32, scale if scale.type == i8 else mgpu.utils.bitcast(scale, i8))
-        factor = arith.addi(arith.muli(scale, mgpu.c(SCALE, i32)), mgpu.c(BIAS, i32))
+        scale = arith.extui(i32(), scale if scale.type == i8 else mgpu.utils.bitcast(scale, i8))
+        factor = arith.addi(mul(scale, SCALE), const(BIAS))
         for i, program in enumerate(four_bits.FLOATS):
-            out = mgpu.utils.inline_ptx(program, word, factor, result_types=i32)
+            out = mgpu.utils.inline_ptx(program, word, factor, result_types=i32())
             registers[(at[0], at[1] * 4 + i, *at[2:])] = mgpu.utils.bitcast(out, pair)
     return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 

@@ -24,6 +24,8 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 from jaxlib.mlir.dialects import llvm, nvvm
 
+from jaxspec.pallas.hopper.thread_ints import const, div, i32, rem
+
 LARGEST = 65504.0  # of float16
 SWIZZLE = 128  # bytes, the widest; narrower rows have their own width
 MATRIX = 8  # rows of 16 bytes: `ldmatrix` takes four such matrices at a time
@@ -78,7 +80,7 @@ def restored(sums: Any) -> Any:
 def _neighbours(_, x):
     registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape(x.shape), dtype=object)
     for at, vector in np.ndenumerate(x.registers):
-        for i, pair in enumerate(_converted(mgpu.utils.bitcast(vector, _i32()))):
+        for i, pair in enumerate(_converted(mgpu.utils.bitcast(vector, i32()))):
             registers[(at[0], 2 * at[1] + i, *at[2:])] = pair
     return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
@@ -87,17 +89,17 @@ def _transposed(_, ref):
     *_, eights, _, _, swizzle = ir.MemRefType(ref.type).shape
     h = ir.MemRefType(ref.type).shape[-3] * swizzle
     tokens, at_once = eights * MATRIX, 4 * MATRIX
-    i8, lane = ir.IntegerType.get_signless(8), _rem(mgpu.utils.thread_idx(), 32)
-    warp, row = _rem(_div(mgpu.utils.thread_idx(), 32), 4), _rem(lane, MATRIX)
+    i8, lane = ir.IntegerType.get_signless(8), rem(mgpu.utils.thread_idx(), 32)
+    warp, row = rem(div(mgpu.utils.thread_idx(), 32), 4), rem(lane, MATRIX)
     # Each lane addresses 16 bytes of a token: the 16 columns that its warp has of 64.
-    within = arith.addi(arith.muli(row, _int(swizzle)), arith.muli(warp, _int(16)))
-    mixed = arith.muli(_rem(_div(within, 128), swizzle // 16), _int(16))
-    first = arith.addi(arith.muli(_div(lane, MATRIX), _int(MATRIX * h)), arith.xori(within, mixed))
+    within = arith.addi(arith.muli(row, const(swizzle)), arith.muli(warp, const(16)))
+    mixed = arith.muli(rem(div(within, 128), swizzle // 16), const(16))
+    first = arith.addi(arith.muli(div(lane, MATRIX), const(MATRIX * h)), arith.xori(within, mixed))
     base = mgpu.utils.memref_ptr(ref)
     registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((h, tokens)), dtype=object)
     for block in range(h // 64):
         tile, beside = divmod(block * 64, swizzle)
-        ours = mgpu.utils.getelementptr(base, [arith.xori(first, _int(beside))], i8)
+        ours = mgpu.utils.getelementptr(base, [arith.xori(first, const(beside))], i8)
         for i in range(tokens // at_once):
             pointer = mgpu.utils.getelementptr(ours, [i * at_once * h + tile * MATRIX * swizzle], i8)
             shape = ir.Attribute.parse(f"#nvvm.ld_st_matrix_shape<m={MATRIX}, n={MATRIX}>")
@@ -105,39 +107,39 @@ def _transposed(_, ref):
                 pointer, layout=nvvm.MMALayout.col, num=4, shape=shape, elt_type=nvvm.LdStMatrixEltType.B16
             )
             for j in range(4):
-                word = mgpu.utils.inline_ptx(SPLIT, _field(words, j), result_types=_i32())
+                word = mgpu.utils.inline_ptx(SPLIT, _field(words, j), result_types=i32())
                 for half, pair in enumerate(_converted(word)):
                     registers[block, 4 * i + j, 0, 0, half, 0, 0, 0, 0] = pair
     return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
 
 def _permuted(_, x):
-    lane, registers = _rem(mgpu.utils.thread_idx(), 32), np.empty_like(x.registers)
+    lane, registers = rem(mgpu.utils.thread_idx(), 32), np.empty_like(x.registers)
     for at, vector in np.ndenumerate(x.registers):
         words = _words(vector)
         if len(words) == 1:  # eight lanes have 16 columns
-            inside = _rem(lane, 8)
-            source = arith.addi(arith.muli(_rem(inside, 4), _int(2)), _div(inside, 4))
+            inside = rem(lane, 8)
+            source = arith.addi(arith.muli(rem(inside, 4), const(2)), div(inside, 4))
             moved = [_from(words[0], arith.addi(arith.subi(lane, inside), source))]
         else:  # four have
-            inside = _rem(lane, 4)
-            source = arith.addi(arith.subi(lane, inside), arith.muli(_rem(inside, 2), _int(2)))
-            early = arith.cmpi(arith.CmpIPredicate.ult, inside, _int(2))
-            pairs = [[_from(word, arith.addi(source, _int(i))) for word in words] for i in range(2)]
+            inside = rem(lane, 4)
+            source = arith.addi(arith.subi(lane, inside), arith.muli(rem(inside, 2), const(2)))
+            early = arith.cmpi(arith.CmpIPredicate.ult, inside, const(2))
+            pairs = [[_from(word, arith.addi(source, const(i))) for word in words] for i in range(2)]
             moved = [arith.select(early, *pair) for pair in pairs]
         registers[at] = mgpu.utils.bitcast(mgpu.utils.vector_concat([_single(word) for word in moved]), vector.type)
     return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
 
 
 def _restored(_, x):
-    lane, registers = _rem(mgpu.utils.thread_idx(), 32), np.empty_like(x.registers)
-    group, column = _div(lane, 4), _rem(lane, 4)
-    even = arith.cmpi(arith.CmpIPredicate.eq, _rem(group, 2), _int(0))
-    source = arith.addi(arith.muli(_div(group, 2), _int(4)), column)
+    lane, registers = rem(mgpu.utils.thread_idx(), 32), np.empty_like(x.registers)
+    group, column = div(lane, 4), rem(lane, 4)
+    even = arith.cmpi(arith.CmpIPredicate.eq, rem(group, 2), const(0))
+    source = arith.addi(arith.muli(div(group, 2), const(4)), column)
     for at, _ in np.ndenumerate(x.registers[:, :, :, :, :1]):
         halves = [_words(x.registers[(*at[:4], half, *at[5:])]) for half in range(2)]
         for half in range(2):
-            lane_of = arith.addi(source, _int(16 * half))
+            lane_of = arith.addi(source, const(16 * half))
             moved = [arith.select(even, *(_from(word, lane_of) for word in pair)) for pair in zip(*halves, strict=True)]
             whole = mgpu.utils.vector_concat([_single(word) for word in moved])
             index = (*at[:4], half, *at[5:])
@@ -148,42 +150,26 @@ def _restored(_, x):
 def _converted(word):
     """Convert four bytes of e4m3 to two pairs of float16."""
     pair = ir.VectorType.get((2,), ir.F16Type.get())
-    return [mgpu.utils.bitcast(half, pair) for half in mgpu.utils.inline_ptx(CONVERT, word, result_types=[_i32()] * 2)]
+    return [mgpu.utils.bitcast(half, pair) for half in mgpu.utils.inline_ptx(CONVERT, word, result_types=[i32()] * 2)]
 
 
 def _words(vector):
     """A register's words of 32 bits."""
     count = mgpu.utils.bitwidth(vector.type) // 32
     if count == 1:
-        return [mgpu.utils.bitcast(vector, _i32())]
-    words = mgpu.utils.bitcast(vector, ir.VectorType.get((count,), _i32()))
-    return [mgpu.utils.bitcast(mgpu.utils.vector_slice(words, slice(i, i + 1)), _i32()) for i in range(count)]
+        return [mgpu.utils.bitcast(vector, i32())]
+    words = mgpu.utils.bitcast(vector, ir.VectorType.get((count,), i32()))
+    return [mgpu.utils.bitcast(mgpu.utils.vector_slice(words, slice(i, i + 1)), i32()) for i in range(count)]
 
 
 def _single(word):
-    return mgpu.utils.bitcast(word, ir.VectorType.get((1,), _i32()))
+    return mgpu.utils.bitcast(word, ir.VectorType.get((1,), i32()))
 
 
 def _from(word, lane):
     """Read another lane's word."""
-    return nvvm.shfl_sync(mgpu.c(0xFFFFFFFF, _i32()), word, lane, _int(31), nvvm.ShflKind.idx)
+    return nvvm.shfl_sync(mgpu.c(0xFFFFFFFF, i32()), word, lane, const(31), nvvm.ShflKind.idx)
 
 
 def _field(struct, i):
-    return llvm.extractvalue(_i32(), struct, [i])
-
-
-def _i32():
-    return ir.IntegerType.get_signless(32)
-
-
-def _int(x: int):
-    return mgpu.c(x, _i32())
-
-
-def _div(x, y: int):
-    return arith.divui(x, _int(y))
-
-
-def _rem(x, y: int):
-    return arith.remui(x, _int(y))
+    return llvm.extractvalue(i32(), struct, [i])

@@ -17,11 +17,11 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
-from jaxlib.mlir.dialects import llvm
 
-from jaxspec.pallas.dense.few_rows.registers import as_sums
+from jaxspec.pallas.dense.few_rows.registers import as_sums, four_sums
 from jaxspec.pallas.dense.few_rows.share import GROUP, TILE, Share
 from jaxspec.pallas.hopper import THREADS
+from jaxspec.pallas.hopper.thread_ints import byte_at, const, mul, rem
 
 PIECE = 4 * TILE * GROUP  # bytes of a group's sums of `GROUP` rows
 BYTES = PIECE // THREADS  # of them a thread's
@@ -95,10 +95,10 @@ def _pieces(share: Share | Sums) -> int:
 
 def _expect(share, _, sent):
     thread = mgpu.utils.thread_idx()
-    first = arith.cmpi(arith.CmpIPredicate.eq, thread, _int(0))
+    first = arith.cmpi(arith.CmpIPredicate.eq, thread, const(0))
     with mgpu.utils.when(first):
         mgpu.utils.inline_ptx(
-            EXPECT, mgpu.utils.memref_ptr(sent), _int(PIECE * share.splits * _pieces(share)), has_side_effects=True
+            EXPECT, mgpu.utils.memref_ptr(sent), const(PIECE * share.splits * _pieces(share)), has_side_effects=True
         )
     mgpu.utils.inline_ptx("barrier.cluster.arrive.relaxed.aligned;", has_side_effects=True, convergent=True)
 
@@ -106,33 +106,27 @@ def _expect(share, _, sent):
 def _send(share, _, *refs):
     *totals, parts, sent = refs
     eights, each = share.finished // GROUP, share.groups * share.finished // GROUP
-    own = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(parts), [_thread_bytes()], ir.IntegerType.get_signless(8))
+    own = byte_at(mgpu.utils.memref_ptr(parts), _thread_bytes())
     for block in range(share.finishers):
         place, barrier = (
-            mgpu.utils.get_cluster_ptr(pointer, _int(block), generic=False)
+            mgpu.utils.get_cluster_ptr(pointer, const(block), generic=False)
             for pointer in (own, mgpu.utils.memref_ptr(sent))
         )
         for i in range(each):
             g, n = divmod(i, eights)
-            at = mgpu.utils.getelementptr(place, [i * PIECE], ir.IntegerType.get_signless(8))
-            four = _four(totals[g], block * eights + n)
+            at = byte_at(place, i * PIECE)
+            four = four_sums(totals[g], block * eights + n)
             mgpu.utils.inline_ptx(SEND, at, *four, barrier, has_side_effects=True)
-
-
-def _four(total, n):
-    """A thread's numbers of `GROUP` rows."""
-    pairs = [total.registers[0, n, 0, 0, half, 0, 0, 0, 0] for half in range(2)]
-    return [llvm.extractelement(pair, _int(i)) for pair in pairs for i in range(2)]
 
 
 def _receive(share, _, parts, sent):
     mgpu.utils.inline_ptx(WAIT, mgpu.utils.memref_ptr(sent), has_side_effects=True)
-    own = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(parts), [_thread_bytes()], ir.IntegerType.get_signless(8))
+    own = byte_at(mgpu.utils.memref_ptr(parts), _thread_bytes())
     f32, each, made = ir.F32Type.get(), _pieces(share), []
     for i in range(each):
         total = None
         for split in range(share.splits):
-            at = mgpu.utils.getelementptr(own, [(split * each + i) * PIECE], ir.IntegerType.get_signless(8))
+            at = byte_at(own, (split * each + i) * PIECE)
             four = mgpu.utils.inline_ptx(LOAD, at, result_types=[f32] * 4, has_side_effects=True)
             total = four if total is None else [arith.addf(a, b) for a, b in zip(total, four, strict=True)]
         made.append(total)
@@ -142,8 +136,4 @@ def _receive(share, _, parts, sent):
 
 def _thread_bytes():
     """Where a thread's numbers are in a piece."""
-    return arith.muli(arith.remui(mgpu.utils.thread_idx(), _int(THREADS)), _int(BYTES))
-
-
-def _int(x: int):
-    return mgpu.c(x, ir.IntegerType.get_signless(32))
+    return mul(rem(mgpu.utils.thread_idx(), THREADS), BYTES)

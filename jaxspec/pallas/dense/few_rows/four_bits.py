@@ -32,17 +32,12 @@ from jaxspec.models.fp8 import BLOCK
 from jaxspec.models.int4 import UNIT
 from jaxspec.models.weights import Int4, Weight
 from jaxspec.pallas.dense.few_rows import registers
-from jaxspec.pallas.dense.few_rows.registers import ATOM, BYTES, mma
-from jaxspec.pallas.dense.few_rows.registers import _at as at
-from jaxspec.pallas.dense.few_rows.registers import _div as div
-from jaxspec.pallas.dense.few_rows.registers import _int as whole
-from jaxspec.pallas.dense.few_rows.registers import _mul as mul
-from jaxspec.pallas.dense.few_rows.registers import _rem as rem
-from jaxspec.pallas.dense.few_rows.registers import _total as total_of
+from jaxspec.pallas.dense.few_rows.registers import ATOM, BYTES, chained, four_sums, mma
 from jaxspec.pallas.dense.few_rows.ring import over_chunks
 from jaxspec.pallas.dense.few_rows.share import TILE, FourBits, Share, column_of, turn_of
 from jaxspec.pallas.dense.scaled import SPLIT
 from jaxspec.pallas.hopper import BULK_COPY
+from jaxspec.pallas.hopper.thread_ints import byte_at, const, div, i32, load_words, mul, rem
 
 DTYPES = ("bfloat16", "float16", "float32")  # of integers' scales
 STEPS = BLOCK // 16  # of `mma` in the inputs of a load
@@ -184,25 +179,25 @@ def add_products(sizes, totals, weight_s, rows_s, scales, apart=0, last=0):
     # Of each output's 128 bytes a lane has two neighbouring parts of 16: one for the first 128 inputs, one for others.
     own = arith.addi(mul(row, 128), mul(arith.xori(mul(column, 2), row), BYTES))
     own = arith.addi(mul(warp, 2 * units * ATOM), own)
-    weights = [at(weight, arith.xori(own, whole(BYTES * i))) for i in range(2)]
+    weights = [byte_at(weight, arith.xori(own, const(BYTES * i))) for i in range(2)]
     # `ldmatrix` takes 32 inputs of eight rows, as four parts of 16 bytes whose addresses eight lanes each give.
     lane = rem(mgpu.utils.thread_idx(), 32)
     row_of, part, first = rem(lane, 8), div(lane, 8), None
     if apart:
-        row_of = arith.minui(arith.addi(mul(warp, apart), row_of), whole(last))
+        row_of = arith.minui(arith.addi(mul(warp, apart), row_of), const(last))
         row_of, first = rem(row_of, 8), mul(div(row_of, 8), halves * ATOM)
     own = arith.addi(mul(row_of, 128), mul(arith.xori(part, row_of), BYTES))
-    rows = at(rows, first) if apart else rows
-    inputs = [at(rows, arith.xori(own, whole(4 * BYTES * odd))) for odd in range(2)]
+    rows = byte_at(rows, first) if apart else rows
+    inputs = [byte_at(rows, arith.xori(own, const(4 * BYTES * odd))) for odd in range(2)]
 
-    sums = [[_four(total, n) for n in range(row_groups)] for total in totals]
+    sums = [[four_sums(total, n) for n in range(row_groups)] for total in totals]
     for unit in range(units):
         for i in range(2):
             atom = [[n * halves + 4 * unit + 2 * i + q // 2 for q in range(4)] for n in range(row_groups)]
             right = [[_matrices(inputs[q % 2], each[q] * ATOM) for q in range(4)] for each in atom]
             for g in range(groups):
                 place = g * eights + unit * ATOM
-                words = [load(weights[i], place + half * units * ATOM) for half in range(2)]
+                words = [load_words(weights[i], place + half * units * ATOM) for half in range(2)]
                 sums[g] = scales.add(sums[g], g, unit, i, words, right)
     return [registers.as_sums(each) for each in sums]
 
@@ -217,7 +212,7 @@ def _steps(sums, pairs, right, steps, chains):
             totals, left = apart[s % chains], (upper[2 * s], lower[2 * s], upper[2 * s + 1], lower[2 * s + 1])
             for n, words in enumerate(right):
                 totals[n] = mma(totals[n], left, words[q][2 * s : 2 * s + 2])
-    return [total_of(each) for each in zip(*apart, strict=True)]
+    return [chained(each) for each in zip(*apart, strict=True)]
 
 
 def scales_in(four, chunk, width, scales_s, own):
@@ -235,26 +230,26 @@ class Integers:
         self._four, self._dtype = four, four.dtype
         self._together, (self._count, self._width) = max(width // TILE, 1), four.scales(chunk, width)
         self._item, self._summed = jnp.dtype(self._dtype).itemsize, (None, None)
-        self._start = at(mgpu.utils.memref_ptr(scales_s), mul(own, self._item))
+        self._start = byte_at(mgpu.utils.memref_ptr(scales_s), mul(own, self._item))
 
     def _number(self, g, line, half):
         """A scale, or a zero point, of a lane's output in float32."""
         place, group = divmod(g, self._together)
         offset = ((place * self._count + line) * self._width + group * TILE + 8 * half) * self._item
         f32, bits = ir.F32Type.get(), ir.IntegerType.get_signless(8 * self._item)
-        source = at(self._start, offset)
+        source = byte_at(self._start, offset)
         if self._dtype == "float16":
             return arith.extf(f32, llvm.load(ir.F16Type.get(), source, alignment=2))
         word = llvm.load(bits, source, alignment=self._item)
         if self._dtype == "bfloat16":
-            word = arith.shli(arith.extui(ir.IntegerType.get_signless(32), word), whole(16))
+            word = arith.shli(arith.extui(i32(), word), const(16))
         return arith.bitcast(f32, word)
 
     def _less(self, g, line):
         """128 and the zero point of both halves of the outputs, as pairs, and what is to be added to their numbers."""
         if not self._four.zeros:
-            return [whole(LESS)] * 2, None
-        types = [whole(0).type, ir.F32Type.get()]
+            return [const(LESS)] * 2, None
+        types = [i32(), ir.F32Type.get()]
         made = [mgpu.utils.inline_ptx(ZERO, self._number(g, line + 1, half), result_types=types) for half in range(2)]
         return [pair for pair, _ in made], [rest for _, rest in made]
 
@@ -268,7 +263,7 @@ class Integers:
 
         A product is rounded once, as a scale comes as the sum of two bfloat16 numbers.
         """
-        made, pair = [[], []], whole(0).type
+        made, pair = [[], []], i32()
         for j in range(2):
             line = self._line(64 * step + 32 * j)
             less, rest = self._less(g, line)
@@ -303,7 +298,7 @@ class Integers:
     def _inputs(self, right, part):
         """Sums of the rows' inputs over each part of a load, as products have them. All groups share them."""
         if self._summed[0] is not right:
-            ones = lambda q: [[whole(ONES)] * 4] * 2  # noqa: E731
+            ones = lambda q: [[const(ONES)] * 4] * 2  # noqa: E731
             parts = [_part(p, part) for p in range(BLOCK // part)]
             self._summed = right, [_steps(_none(right), ones, right, steps, 1) for steps in parts]
         return self._summed[1]
@@ -328,12 +323,13 @@ class Floats:
 
     def __init__(self, _, chunk, width, scales_s, own):
         self._together, self._width, self._units = max(width // TILE, 1), width, chunk // UNIT
-        self._start = at(mgpu.utils.memref_ptr(scales_s), mul(own, BYTES))  # a unit's scales of an output are 16 bytes
+        # A unit's scales of an output are 16 bytes.
+        self._start = byte_at(mgpu.utils.memref_ptr(scales_s), mul(own, BYTES))
 
     def add(self, sums, g, unit, i, words, right):
         place, group = divmod(g, self._together)
         first = (place * self._units + unit) * self._width + group * TILE
-        scales = [load(self._start, (first + 8 * half) * BYTES + 8 * i, 2) for half in range(2)]
+        scales = [load_words(self._start, (first + 8 * half) * BYTES + 8 * i, 2) for half in range(2)]
 
         def pairs(q):
             return [_floats(words[half][q], scales[half][q // 2], q % 2) for half in range(2)]
@@ -342,7 +338,7 @@ class Floats:
 
     def scaled(self, g, step, words):
         """Make pairs of a step of 64 inputs of a group, times their scales over `LEFT`, of each half's two words."""
-        scales = [load(self._start, (g * TILE + 8 * half) * BYTES + 4 * step, 1)[0] for half in range(2)]
+        scales = [load_words(self._start, (g * TILE + 8 * half) * BYTES + 4 * step, 1)[0] for half in range(2)]
         return [[x for j in range(2) for x in _floats(words[half][j], scales[half], j)] for half in range(2)]
 
 
@@ -358,11 +354,11 @@ def left_operand(four, s, g, together, _, weight_s, scales_s):
     The unit's scales are those of so many groups together. Of each output's 32 bytes a lane takes 8.
     """
     warp, row, column = lanes()
-    piece = arith.xori(arith.addi(mul(column, 2), whole(s // 2)), row)
+    piece = arith.xori(arith.addi(mul(column, 2), const(s // 2)), row)
     own = arith.addi(mul(row, 128), mul(piece, BYTES))
     own = arith.addi(mul(warp, 2 * ATOM), own)
-    start = at(mgpu.utils.memref_ptr(weight_s), own)
-    words = [load(start, half * ATOM + s % 2 * 8, 2) for half in range(2)]
+    start = byte_at(mgpu.utils.memref_ptr(weight_s), own)
+    words = [load_words(start, half * ATOM + s % 2 * 8, 2) for half in range(2)]
     scales = scales_in(four, UNIT, together * TILE, scales_s, arith.addi(mul(warp, 16), row))
     pair = ir.VectorType.get((2,), ir.BF16Type.get())
     registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((TILE, 64)), dtype=object)
@@ -373,18 +369,12 @@ def left_operand(four, s, g, together, _, weight_s, scales_s):
     return optimization_barrier(made)  # converted here and not later
 
 
-def load(pointer, offset, count=4):
-    """Load so many words of 32 bits."""
-    words = llvm.load(ir.VectorType.get((count,), whole(0).type), at(pointer, offset), alignment=4 * count)
-    return [llvm.extractelement(words, whole(i)) for i in range(count)]
-
-
 def _made(program, word, other):
     return mgpu.utils.inline_ptx(program, word, other, result_types=word.type)
 
 
 def _made1(program, word):
-    return mgpu.utils.inline_ptx(program, word, result_types=whole(0).type)
+    return mgpu.utils.inline_ptx(program, word, result_types=i32())
 
 
 def _fma(x, y, z):
@@ -395,15 +385,9 @@ def _matrices(pointer, offset):
     """Load 32 inputs of eight rows, as `mma` takes them in two steps: two words for each."""
     shape = ir.Attribute.parse("#nvvm.ld_st_matrix_shape<m=8, n=8>")
     made = nvvm.ldmatrix(
-        at(pointer, offset), layout=nvvm.MMALayout.row, num=4, shape=shape, elt_type=nvvm.LdStMatrixEltType.B16
+        byte_at(pointer, offset), layout=nvvm.MMALayout.row, num=4, shape=shape, elt_type=nvvm.LdStMatrixEltType.B16
     )
-    return [llvm.extractvalue(whole(0).type, made, [i]) for i in range(4)]
-
-
-def _four(total, n):
-    """A thread's numbers of eight rows."""
-    pairs = [total.registers[0, n, 0, 0, half, 0, 0, 0, 0] for half in range(2)]
-    return [llvm.extractelement(pair, whole(i)) for pair in pairs for i in range(2)]
+    return [llvm.extractvalue(i32(), made, [i]) for i in range(4)]
 
 
 def _interpreted(share, totals, weight_s, rows_s, scales_s, staged_s):

@@ -32,6 +32,7 @@ from jaxspec.models import fp8
 from jaxspec.models.fp8 import BLOCK
 from jaxspec.pallas.dense.few_rows.share import GROUP, TILE
 from jaxspec.pallas.hopper import THREADS
+from jaxspec.pallas.hopper.thread_ints import byte_at, const, div, i32, load_words, mul, rem
 
 PIECES = (0, 3, 5, 6)  # by lane: the first of two of a row's eight parts of 16 bytes; the other is its neighbour
 BIASED = 0x7B807B80  # 2^120 twice: corrects for the exponent's other bias
@@ -120,28 +121,28 @@ def _interpreted_rows(rows_s, values_s, block):
 
 def _quantise(share, _, rows_s, values_s, scales_s):
     blocks, groups = share.chunk // BLOCK, share.rows // GROUP
-    thread = _rem(mgpu.utils.thread_idx(), THREADS)
-    row, lane = _div(thread, 16), _rem(thread, 16)
+    thread = rem(mgpu.utils.thread_idx(), THREADS)
+    row, lane = div(thread, 16), rem(thread, 16)
     # Lane i reads the i-th 16 bytes of a row's two atoms as they lie there: swizzled, they are another part's numbers.
-    half, place = _div(lane, 8), _rem(lane, 8)
-    line, part = _mul(row, 128), arith.xori(place, row)
-    own = arith.addi(_mul(half, ATOM), arith.addi(line, _mul(place, BYTES)))
+    half, place = div(lane, 8), rem(lane, 8)
+    line, part = mul(row, 128), arith.xori(place, row)
+    own = arith.addi(mul(half, ATOM), arith.addi(line, mul(place, BYTES)))
     # As e4m3 two such parts share 16 bytes of one atom.
-    both = arith.xori(arith.addi(_mul(half, 4), _div(part, 2)), row)
-    into = arith.addi(line, arith.addi(_mul(both, BYTES), _mul(_rem(part, 2), BYTES // 2)))
-    rows, values = (_at(mgpu.utils.memref_ptr(ref), at) for ref, at in ((rows_s, own), (values_s, into)))
-    scales = _at(mgpu.utils.memref_ptr(scales_s), _mul(row, 4))
-    types = [_i32_type()] * 2 + [ir.F32Type.get()]
+    both = arith.xori(arith.addi(mul(half, 4), div(part, 2)), row)
+    into = arith.addi(line, arith.addi(mul(both, BYTES), mul(rem(part, 2), BYTES // 2)))
+    rows, values = (byte_at(mgpu.utils.memref_ptr(ref), at) for ref, at in ((rows_s, own), (values_s, into)))
+    scales = byte_at(mgpu.utils.memref_ptr(scales_s), mul(row, 4))
+    types = [i32()] * 2 + [ir.F32Type.get()]
     quantised = partial(mgpu.utils.inline_ptx, QUANTISE, result_types=types, convergent=True)
     places = [(n, block) for n in range(groups) for block in range(blocks)]
     # All loads, then all else, then one branch: so these chains of operations are hidden behind one another.
-    loaded = [_load(rows, (n * 2 * blocks + 2 * block) * ATOM) for n, block in places]
+    loaded = [load_words(rows, (n * 2 * blocks + 2 * block) * ATOM) for n, block in places]
     made = [quantised(*words) for words in loaded]
     for (n, block), (*words, _) in zip(places, made, strict=True):
         _store(values, (block * groups + n) * ATOM, words)
-    with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.eq, lane, _int(0))):
+    with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.eq, lane, const(0))):
         for (n, block), (*_, scale) in zip(places, made, strict=True):
-            llvm.store(scale, _at(scales, 4 * (block * share.rows + GROUP * n)), alignment=4)
+            llvm.store(scale, byte_at(scales, 4 * (block * share.rows + GROUP * n)), alignment=4)
 
 
 def flat_scales(ref: Any, stride: int, size: int) -> Any:
@@ -156,10 +157,10 @@ def _flat(shape, stride, size, _, ref):
     parts, blocks = shape
     f32, base, registers = ir.F32Type.get(), mgpu.utils.memref_ptr(ref), []
     for first in range(0, size, THREADS):
-        at = arith.minui(arith.addi(_rem(mgpu.utils.thread_idx(), THREADS), _int(first)), _int(parts * blocks - 1))
-        place = arith.addi(_mul(_div(at, blocks), 4 * stride), _mul(_rem(at, blocks), 4))
-        value = llvm.load(f32, _at(base, place), alignment=4)
-        registers.append(llvm.insertelement(llvm.mlir_undef(ir.VectorType.get((1,), f32)), value, position=_int(0)))
+        at = arith.minui(arith.addi(rem(mgpu.utils.thread_idx(), THREADS), const(first)), const(parts * blocks - 1))
+        place = arith.addi(mul(div(at, blocks), 4 * stride), mul(rem(at, blocks), 4))
+        value = llvm.load(f32, byte_at(base, place), alignment=4)
+        registers.append(llvm.insertelement(llvm.mlir_undef(ir.VectorType.get((1,), f32)), value, position=const(0)))
     layout = mgpu.WGStridedFragLayout((size,), 1)
     return mgpu.FragmentedArray(_registers=np.array(registers, dtype=object), _layout=layout, _is_signed=None)
 
@@ -181,44 +182,44 @@ def _products(share, apart, last, _, weight_s, rows_s):
     groups, blocks, row_groups = share.groups, share.chunk // BLOCK, share.rows // 8
     eights, halves = TILE // 8 * blocks * ATOM, 2 * blocks  # bytes of a group; atoms of eight rows
     weight, rows = (mgpu.utils.memref_ptr(ref) for ref in (weight_s, rows_s))
-    lane = _rem(mgpu.utils.thread_idx(), 32)
-    warp, row, column = _rem(_div(mgpu.utils.thread_idx(), 32), 4), _div(lane, 4), _rem(lane, 4)
-    piece = _int(PIECES[0])
+    lane = rem(mgpu.utils.thread_idx(), 32)
+    warp, row, column = rem(div(mgpu.utils.thread_idx(), 32), 4), div(lane, 4), rem(lane, 4)
+    piece = const(PIECES[0])
     for i, each in enumerate(PIECES[1:], 1):
-        piece = arith.select(arith.cmpi(arith.CmpIPredicate.eq, column, _int(i)), _int(each), piece)
+        piece = arith.select(arith.cmpi(arith.CmpIPredicate.eq, column, const(i)), const(each), piece)
     # The weight: an output's address among the warp's 16; eights of them are `blocks` atoms apart.
-    own = arith.addi(_mul(warp, 2 * blocks * ATOM), arith.addi(_mul(row, 128), _mul(arith.xori(piece, row), BYTES)))
-    weights = [_at(weight, arith.xori(own, _int(BYTES * i))) for i in range(2)]
+    own = arith.addi(mul(warp, 2 * blocks * ATOM), arith.addi(mul(row, 128), mul(arith.xori(piece, row), BYTES)))
+    weights = [byte_at(weight, arith.xori(own, const(BYTES * i))) for i in range(2)]
     # The rows: the same inputs are twice as many bytes, in one of two atoms.
-    first = _int(0)
+    first = const(0)
     if apart:
-        row = arith.minui(arith.addi(_mul(warp, apart), row), _int(last))
-        row, first = _rem(row, 8), _mul(_div(row, 8), halves * ATOM)
-    inside = arith.xori(_rem(_mul(piece, 2), 8), row)
-    own = arith.addi(_mul(_div(piece, 4), ATOM), arith.addi(_mul(row, 128), _mul(inside, BYTES)))
+        row = arith.minui(arith.addi(mul(warp, apart), row), const(last))
+        row, first = rem(row, 8), mul(div(row, 8), halves * ATOM)
+    inside = arith.xori(rem(mul(piece, 2), 8), row)
+    own = arith.addi(mul(div(piece, 4), ATOM), arith.addi(mul(row, 128), mul(inside, BYTES)))
     own = arith.addi(first, own)
-    inputs = [_at(rows, arith.xori(own, _int(BYTES * i))) for i in range(4)]
+    inputs = [byte_at(rows, arith.xori(own, const(BYTES * i))) for i in range(4)]
 
     zero = mgpu.c(0.0, ir.F32Type.get())
     chains = 2 if row_groups == 1 else 1  # each product waits for one before it, of the same sums
     sums = {}
     for block in range(blocks):
-        right = [[_load(inputs[i], (n * halves + 2 * block) * ATOM) for i in range(4)] for n in range(row_groups)]
+        right = [[load_words(inputs[i], (n * halves + 2 * block) * ATOM) for i in range(4)] for n in range(row_groups)]
         for g in range(groups):
             apart = [[[zero] * 4 for _ in range(row_groups)] for _ in range(chains)]
             for i in range(2):
                 at, totals = g * eights + block * ATOM, apart[i % chains]
-                upper, lower = (_load(weights[i], at + half * blocks * ATOM) for half in range(2))
+                upper, lower = (load_words(weights[i], at + half * blocks * ATOM) for half in range(2))
                 for q in range(4):
                     (a0, a2), (a1, a3) = (_converted(half[q]) for half in (upper, lower))
                     for n in range(row_groups):
                         words = right[n][2 * i + q // 2]
                         totals[n] = mma(totals[n], (a0, a1, a2, a3), words[q % 2 * 2 :][:2])
-            sums[g, block] = [_total(each) for each in zip(*apart, strict=True)]
+            sums[g, block] = [chained(each) for each in zip(*apart, strict=True)]
     return [as_sums(sums[g, block]) for g in range(groups) for block in range(blocks)]
 
 
-def _total(chains):
+def chained(chains):
     """The sums of one chain, or of two."""
     return chains[0] if len(chains) == 1 else [arith.addf(*pair) for pair in zip(*chains, strict=True)]
 
@@ -231,9 +232,15 @@ def as_sums(totals):
         for half in range(2):
             whole = llvm.mlir_undef(pair)
             for i in range(2):
-                whole = llvm.insertelement(whole, four[2 * half + i], position=_int(i))
+                whole = llvm.insertelement(whole, four[2 * half + i], position=const(i))
             registers[0, n, 0, 0, half, 0, 0, 0, 0] = whole
     return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+
+def four_sums(total, n):
+    """A thread's four numbers of the n-th eight rows, as `as_sums` takes them."""
+    pairs = [total.registers[0, n, 0, 0, half, 0, 0, 0, 0] for half in range(2)]
+    return [llvm.extractelement(pair, const(i)) for pair in pairs for i in range(2)]
 
 
 def mma(totals, left, right):
@@ -245,42 +252,12 @@ def mma(totals, left, right):
 
 def _converted(word):
     """Convert a word's four numbers to bfloat16: the first two, then the others."""
-    return mgpu.utils.inline_ptx(CONVERT, word, mgpu.c(BIASED, _i32_type()), result_types=[_i32_type()] * 2)
-
-
-def _load(pointer, offset: int):
-    """Load four words of 32 bits."""
-    whole = llvm.load(ir.VectorType.get((4,), _i32_type()), _at(pointer, offset), alignment=BYTES)
-    return [llvm.extractelement(whole, _int(i)) for i in range(4)]
+    return mgpu.utils.inline_ptx(CONVERT, word, mgpu.c(BIASED, i32()), result_types=[i32()] * 2)
 
 
 def _store(pointer, offset: int, words):
     """Store words of 32 bits."""
-    whole = llvm.mlir_undef(ir.VectorType.get((len(words),), _i32_type()))
+    whole = llvm.mlir_undef(ir.VectorType.get((len(words),), i32()))
     for i, word in enumerate(words):
-        whole = llvm.insertelement(whole, word, position=_int(i))
-    llvm.store(whole, _at(pointer, offset), alignment=4 * len(words))
-
-
-def _at(pointer, offset):
-    return mgpu.utils.getelementptr(pointer, [offset], ir.IntegerType.get_signless(8))
-
-
-def _i32_type():
-    return ir.IntegerType.get_signless(32)
-
-
-def _int(x: int):
-    return mgpu.c(x, _i32_type())
-
-
-def _mul(x, y: int):
-    return arith.muli(x, _int(y))
-
-
-def _div(x, y: int):
-    return arith.divui(x, _int(y))
-
-
-def _rem(x, y: int):
-    return arith.remui(x, _int(y))
+        whole = llvm.insertelement(whole, word, position=const(i))
+    llvm.store(whole, byte_at(pointer, offset), alignment=4 * len(words))

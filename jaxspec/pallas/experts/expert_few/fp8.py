@@ -20,7 +20,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import arith
 from jaxlib.mlir.dialects import llvm
 
 from jaxspec.models.fp8 import BLOCK, E4M3
@@ -28,6 +27,7 @@ from jaxspec.pallas.dense.few_rows import registers
 from jaxspec.pallas.dense.few_rows.block import by_row
 from jaxspec.pallas.experts.expert_few.plan import COLUMNS, LANES, ROWS, STEP, TILE
 from jaxspec.pallas.hopper import THREADS, WARPS
+from jaxspec.pallas.hopper.thread_ints import byte_at, const, i32, mul
 
 TOP, LOWER = 7, 4  # exponents: of a block's largest number as e4m3, and of a second piece's factor
 BIAS, MANTISSA, EXPONENT = 127, 23, 0x7F800000  # of float32
@@ -92,19 +92,17 @@ def gathered(ref, place, layout, interpret):
 
 
 def _gather(_, ref, place):
-    f32, i8, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(8), ir.IntegerType.get_signless(32)
+    f32 = ir.F32Type.get()
     base, made = mgpu.utils.memref_ptr(ref), np.empty_like(place.registers)
     for at, vector in np.ndenumerate(place.registers):
-        offset = arith.muli(llvm.extractelement(vector, mgpu.c(0, i32)), mgpu.c(4, i32))
-        value = llvm.load(f32, mgpu.utils.getelementptr(base, [offset], i8), alignment=4)
+        value = llvm.load(f32, byte_at(base, mul(llvm.extractelement(vector, const(0)), 4)), alignment=4)
         made[at] = _alone(value)
     return mgpu.FragmentedArray(_registers=made, _layout=place.layout, _is_signed=None)
 
 
 def _alone(value):
     """Make a register that holds one number."""
-    first = mgpu.c(0, ir.IntegerType.get_signless(32))
-    return llvm.insertelement(llvm.mlir_undef(ir.VectorType.get((1,), value.type)), value, position=first)
+    return llvm.insertelement(llvm.mlir_undef(ir.VectorType.get((1,), value.type)), value, position=const(0))
 
 
 def _of_outputs(scales, block, interpret):
@@ -119,7 +117,7 @@ def _of_outputs(scales, block, interpret):
 def _shuffle(_, scales, block):
     f32, layout = ir.F32Type.get(), mgpu.WGMMA_ROW_LAYOUT
     (vector,) = scales.registers.flat
-    word = mgpu.utils.bitcast(vector, ir.IntegerType.get_signless(32))
+    word = mgpu.utils.bitcast(vector, i32())
     block = block.registers.flat[0]
     value = mgpu.utils.bitcast(mgpu.utils.inline_ptx(SHUFFLE, word, block, result_types=word.type), f32)
     made = np.empty(layout.registers_shape((TILE,)), dtype=object)
