@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from make_hybrid import HERE, VOCAB
 from make_kimi_linear import expected
+from make_nemotron_h import randomise
 from safetensors.torch import save_file
 from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
 
@@ -49,20 +50,6 @@ DENSE = dict(
 VARIANTS = {"granitemoehybrid": {}, "granitemoehybrid-dense": DENSE}
 PUBLISHED = {"experts.gate_up_proj": "input_linear.weight", "experts.down_proj": "output_linear.weight"}
 PUBLISHED |= {"moe.router.weight": "moe.router.layer.weight"}
-
-
-def randomise(model: torch.nn.Module) -> None:
-    """Draw every parameter, to what bfloat16 holds: decays from nearly none to within a few tokens."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape)
-            if name.endswith(("A_log", "dt_bias")):
-                noise = noise - 1.5
-            elif parameter.ndim == 1:
-                noise = 0.3 * noise + (0.0 if name.endswith("bias") else 1.0)
-            elif "embed" not in name:
-                noise = noise * parameter.shape[-1] ** -0.5
-            parameter.copy_(noise.bfloat16())
 
 
 def main() -> None:

@@ -81,7 +81,7 @@ def randomise(module: nn.Module) -> None:
                 noise = noise - 1.5
             elif parameter.ndim == 1:
                 noise = 0.3 * noise + (0.0 if name.endswith("bias") else 1.0)
-            elif "embeddings" not in name:
+            elif "embed" not in name:
                 noise = noise * parameter.shape[-1] ** -0.5
             parameter.copy_(noise.bfloat16())
         for name, buffer in module.named_buffers():
