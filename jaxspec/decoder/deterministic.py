@@ -163,9 +163,6 @@ class WideRound(Fixed):
         firsts = [(each[mixing_of(layer).projections[0]], each["attn_norm"]) for layer, each in nexts]
         return [*firsts, None]
 
-    def batched(self, x):
-        return x.reshape(*self.positions.shape, -1)
-
     def mix(self, layer, weights, i, x, given, cache):
         (b, t), made = self.positions.shape, [jnp.moveaxis(given, 1, 0)]
         for name in mixing_of(layer).projections[1:]:
@@ -213,9 +210,6 @@ class NarrowRound(Fixed):
 
     def first(self, layer, weights, x, inputs):
         return flat(x), None
-
-    def batched(self, x):
-        return x.reshape(len(self.positions), -1, x.shape[1])
 
     def mix(self, layer, weights, i, x, given, cache):
         a, b, eps = layer.mixing, len(self.positions), layer.norm.eps

@@ -163,9 +163,6 @@ class FewRows(Ops):
         """After the last layer, the next round's first."""
         return [{name: each[name] for name in ("qkv", "attn_norm")} for each in (*layers[1:], layers[0])]
 
-    def batched(self, x):
-        return x.reshape(len(self.positions), -1, x.shape[1])
-
     def mix(self, layer, weights, i, x, given, cache):
         a, norms = layer.mixing, [weights[name] for name in ("q_norm", "k_norm") if layer.mixing.qk_norm]
         later = [weights[name] for name in ("out", "gate_up", "down") if name in weights]

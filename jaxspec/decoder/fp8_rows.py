@@ -63,9 +63,6 @@ class Fp8Rows(Ops):
         """Nobody takes the rows that the last layer norms."""
         return [{"attn_norm": each["attn_norm"]} for each in (*layers[1:], layers[-1])]
 
-    def batched(self, x):
-        return x.reshape(*self.positions.shape, -1)
-
     def _summed(self, layer, x, parts, scale):
         """The residual stream and parts of a sum, and their norm."""
         return add_norm(x, parts, scale, eps=layer.norm.eps, centred=layer.norm.centred)

@@ -63,9 +63,6 @@ class Fp8Tiles(Ops):
         """After the last layer, its own: nobody takes the rows that it norms."""
         return [{"attn_norm": each["attn_norm"]} for each in (*layers[1:], layers[-1])]
 
-    def batched(self, x):
-        return x.reshape(*self.positions.shape, -1)
-
     def _next(self, layer, x, parts, after):
         """The residual stream with parts of a sum, and what is given to the next layer."""
         made = self._normed(layer, x, parts, after["attn_norm"], keep=self.keeps)

@@ -147,9 +147,6 @@ class FusedNorms(Ops):
         each = list(zip(decoder.layers, layers, strict=True))
         return [{"attn_norm": weights[_first_norm(layer)]} for layer, weights in (*each[1:], each[0])]
 
-    def batched(self, x):
-        return x.reshape(len(self.positions), -1, x.shape[1])
-
     def project(self, layer, weights, x, given):
         """The products of `ba`, which go into exponents, are float32."""
         norm, made, mixing = {"eps": layer.norm.eps, "centred": layer.norm.centred}, [], mixing_of(layer)

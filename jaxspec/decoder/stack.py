@@ -68,8 +68,8 @@ class Ops:
         raise NotImplementedError
 
     def batched(self, x: Any) -> Float[Array, "b r d"]:
-        """The residual stream by request, whose rows from t on are padding."""
-        return x
+        """The residual stream by request, whose rows from t on are padding. It may stand flat, without that axis."""
+        return x.reshape(len(self.positions), -1, x.shape[-1])
 
     def mix(self, layer: Layer, weights: Weights, i: Int[Array, ""], x: Any, given: Any, cache: Any) -> tuple[Any, Any]:
         """From what is given to the layer to the input of its output projection, and the cache."""

@@ -137,9 +137,6 @@ class PostNorms(Ops):
         own = flat(self.inputs.reshape(b, t, -1)).reshape(-1, count, self.inputs.shape[3])
         return [norm | {"own": own[:, i]} for i, norm in enumerate(norms)]
 
-    def batched(self, x):
-        return x.reshape(len(self.positions), -1, x.shape[1])
-
     def mix(self, layer, weights, i, x, given, cache):
         (name,) = mixing_of(layer).projections
         (made,) = few_rows.normed(given, None, [operand(weights[name])], eps=layer.norm.eps, dtypes=(str(x.dtype),))
