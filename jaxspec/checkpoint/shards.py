@@ -141,7 +141,8 @@ class ModelFolder:
     def _info(self, file: Path, name: str, view: Any) -> TensorInfo:
         shape, dtype = tuple(view.get_shape()), view.get_dtype()
         is_map = name.rpartition(".")[2] in _MAPS
-        if dtype in (quantization.F8, quantization.U8) and self.quantization is None and not is_map:
+        quantised = self.quantization is not None or self.packed is not None
+        if dtype in (quantization.F8, quantization.U8) and not quantised and not is_map:
             raise CheckpointError(
                 f"{file}: {name} is stored as {dtype}, and config.json has no quantization_config to say how its "
                 "scales are kept; get the config.json that came with these weights"

@@ -174,6 +174,7 @@ def changed(tensors, ending, change):
     (lambda t: changed(t, "q_proj.qzeros", lambda z: z[0]), r"q_proj.qzeros is I32 \[8\]; packed numbers are a matrix"),
     (lambda t: without(t, "q_proj.g_idx"), r"q_proj has qweight and no g_idx; download"),
     (lambda t: changed(t, "q_proj.qzeros", lambda z: z[:0]), r"q_proj.qzeros is I32 \[0, 8\]; packed numbers are a"),
+    (lambda t: changed(t, "q_proj.scales", np.uint8), r"q_proj.scales is stored as U8; supported: F32, F16, BF16, I"),
     (lambda t: changed(t, "q_proj.scales", np.int32), r"q_proj.scales is I32 \[2, 64\]; scales are F32, F16, BF16"),
     (lambda t: changed(t, "q_proj.qweight", np.float32), r"q_proj.qweight is F32 \[4, 64\]; packed numbers are"),
     (lambda t: changed(t, "q_proj.scales", lambda s: s[0]), r"q_proj: scales \[64\] and zero points \[64, 2\]"),

@@ -21,6 +21,7 @@ from safetensors.numpy import load_file
 import jaxspec
 from jaxspec.checkpoint import params
 from jaxspec.checkpoint.gguf import packing
+from jaxspec.checkpoint.packed import INT8
 from jaxspec.config.engine_config import ON_LOAD
 from jaxspec.drafters import own_weights
 from jaxspec.engine import weights
@@ -44,7 +45,7 @@ def stored(kind, path):
     if kind == "mxfp4":
         sizes = dict(num_hidden_layers=1, num_attention_heads=8, intermediate_size=64)
         return quantised.write_mxfp4(tiny_checkpoint("gpt_oss", **sizes), path)[0], {}
-    if kind in (AWQ, GPTQ, "gptq-order", COMPRESSED, NVFP4, MODELOPT):
+    if kind in (AWQ, GPTQ, "gptq-order", COMPRESSED, INT8, NVFP4, MODELOPT):
         return four_bits(kind, path, family="llama", **LOADED)[0], {}
     source = tiny_checkpoint("llama", **LOADED)
     if kind in ("block", "channel", "tensor"):
@@ -58,7 +59,7 @@ def stored(kind, path):
 
 
 @pytest.mark.parametrize("kind", [
-    *("block", "channel", "tensor", "fp8", "int4", "mxfp4", AWQ, GPTQ, "gptq-order", COMPRESSED, NVFP4, MODELOPT),
+    *("block", "channel", "tensor", "fp8", "int4", "mxfp4", AWQ, GPTQ, "gptq-order", COMPRESSED, INT8, NVFP4, MODELOPT),
     *("F16", "Q8_0", "Q4_0", "Q4_1"),
 ])  # fmt: skip
 def test_two_devices_get_the_parts_of_what_one_reads(kind, tmp_path, monkeypatch):
