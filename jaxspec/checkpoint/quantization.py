@@ -116,11 +116,11 @@ def read(hf: Mapping[str, Any], file: Path) -> Quantization | None:
 
 
 def config_of(hf: Mapping[str, Any], file: Path) -> Mapping[str, Any] | None:
-    """The `quantization_config` of a config.json, or of its text model. **Raises:** `CheckpointError` if it is no
-    mapping."""
-    text = hf.get("text_config")
-    parts = (part.get("quantization_config") for part in (hf, text) if isinstance(part, Mapping))
-    config = next((part for part in parts if part), None)
+    """The `quantization_config` of a config.json, or of its text model; `compression_config` in older ones of
+    compressed-tensors. **Raises:** `CheckpointError` if it is no mapping."""
+    parts = [part for part in (hf, hf.get("text_config")) if isinstance(part, Mapping)]
+    found = (part.get(key) for key in ("quantization_config", "compression_config") for part in parts)
+    config = next((each for each in found if each), None)
     if config is not None and not isinstance(config, Mapping):
         raise CheckpointError(f"{file}: quantization_config must be a mapping, got {shown(config)}")
     return _modelopts_own(config, file) if config and "quantization" in config else config

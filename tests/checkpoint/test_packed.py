@@ -256,6 +256,11 @@ def test_configs_of_other_tools_are_read(config, means, tmp_path):
     assert means is not None or quantization.read(hf, tmp_path) is None
 
 
+def test_older_configs_call_it_compression_config(tmp_path):
+    hf = {"compression_config": CONFIGS[COMPRESSED]}
+    assert packed.read(hf, tmp_path) == packed.read({"text_config": hf}, tmp_path) == Packed(COMPRESSED, 4, 16)
+
+
 def test_auto_round_names_modules_that_it_kept(tmp_path):
     config = AUTO_ROUND | {"bits": 4, "group_size": 32, "extra_config": {"lm_head": {"bits": 16, "data_type": "float"}}}
     assert packed.read({"quantization_config": config}, tmp_path).kept == ("lm_head",)
