@@ -26,9 +26,12 @@ INT4, MXFP4, NVFP4, MODELOPT = "int4", "mxfp4", "nvfp4", "modelopt"
 F8, U8 = "F8_E4M3", "U8"  # one byte an element; quantised weights alone are stored so, and MXFP4's scales
 E8M0 = "F8_E8M0"  # scales of FP8 that are powers of two ("scale_fmt": "ue8m0")
 KINDS = ("block", "channel", "tensor")  # what has an FP8 scale: 128 x 128 numbers, an output, a whole matrix
-# ModelOpt's algorithms of FP8 weights.
-MODELOPT_FP8 = {"FP8": "tensor", "FP8_PER_CHANNEL_PER_TOKEN": "channel", "FP8_PB_WO": "block"}
-MODELOPT_FP8["FP8_BLOCK_SCALES"] = "block"
+MODELOPT_FP8 = {  # ModelOpt's algorithms of FP8 weights
+    "FP8": "tensor",
+    "FP8_PER_CHANNEL_PER_TOKEN": "channel",
+    "FP8_PB_WO": "block",
+    "FP8_BLOCK_SCALES": "block",
+}
 _INSTEAD = (
     "use the model's FP8 or unquantised checkpoint (with --quantization fp8, the latter is made FP8 while it loads)"
 )
@@ -123,7 +126,8 @@ def config_of(hf: Mapping[str, Any], file: Path) -> Mapping[str, Any] | None:
     config = next((each for each in found if each), None)
     if config is not None and not isinstance(config, Mapping):
         raise CheckpointError(f"{file}: quantization_config must be a mapping, got {shown(config)}")
-    return _modelopts_own(config, file) if config and "quantization" in config else config
+    own = config is not None and config.get("quant_method") == MODELOPT and "quantization" in config
+    return _modelopts_own(config, file) if own else config
 
 
 def beside_config(folder: Path) -> dict[str, Any] | None:

@@ -440,7 +440,7 @@ def test_layers_whose_heads_differ_have_scales_by_group(tmp_path):
     ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq in 4 bits, version 'gemv'"),
     ({"quant_method": "gptq", "bits": 3}, "gptq in 3 bits"),
     ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes, not awq, gptq, auto-round, .* or mxfp4"),
-    ({"quant_method": "mxfp8"}, "mxfp8"),
+    ({"quant_method": "mxfp8", "quantization": {}}, "mxfp8, not awq"),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "modelopt NVFP4_AWQ, not NVFP4, W4A16_NVFP4, FP8, "),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "modelopt NVFP4 in groups of 32"),
     ({"quant_method": "modelopt", "quant_algo": "fp8_pb_wo", "group_size": 64}, "modelopt FP8_PB_WO in groups of 64"),
