@@ -151,6 +151,14 @@ MINIMAX_M2_FP8 = dict(
         quant_method="fp8", weight_block_size=[128, 128], modules_to_not_convert=["gate", "lm_head"]
     ),
 )  # fmt: skip
+DEEPSEEK_V3_FP8 = dict(
+    model_type="deepseek_v3", vocab_size=129280, hidden_size=7168, intermediate_size=18432, num_hidden_layers=61,
+    num_attention_heads=128, num_key_value_heads=128, q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128,
+    qk_rope_head_dim=64, v_head_dim=128, n_routed_experts=256, num_experts_per_tok=8, moe_intermediate_size=2048,
+    n_shared_experts=1, n_group=8, topk_group=4, first_k_dense_replace=3, routed_scaling_factor=2.5,
+    max_position_embeddings=163840, norm_topk_prob=True,
+    quantization_config=dict(quant_method="fp8", weight_block_size=[128, 128]),
+)  # fmt: skip
 NEMOTRON3_NANO = dict(
     model_type="nemotron_h", vocab_size=131072, hidden_size=2688, num_attention_heads=32, num_key_value_heads=2,
     head_dim=128, max_position_embeddings=262144,
@@ -169,6 +177,7 @@ FOLDERS = {
     "gpt-oss-20b": GPT_OSS_20B, "gpt-oss-120b": GPT_OSS_120B, "llama-3.1-8b": LLAMA_8B, "llama-3.3-70b": LLAMA_70B,
     "gemma-4-31b": GEMMA4_31B, "gemma-4-31b-assistant": GEMMA4_31B_ASSISTANT, "gemma-4-26b-a4b": GEMMA4_26B,
     "kimi-linear-48b-a3b": KIMI_LINEAR_48B, "glm-4.5-air-fp8": GLM45_AIR_FP8, "nemotron-3-nano-30b-a3b": NEMOTRON3_NANO,
+    "deepseek-v3": DEEPSEEK_V3_FP8,
     "minimax-m2": MINIMAX_M2_FP8, "minimax-m2-16": MINIMAX_M2_FP8 | dict(num_hidden_layers=16),
     "llama-2-70b": LLAMA2_70B, "llama-2-70b-eagle": LLAMA2_70B | EAGLE,
 }  # fmt: skip

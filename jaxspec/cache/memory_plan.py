@@ -11,9 +11,6 @@ import jax
 from jax._src import xla_bridge  # there is no public way to ask whether a device has been used
 
 from jaxspec.config.options import ConfigError
-from jaxspec.models.description import Mixture, Mlp
-from jaxspec.models.model_config import ModelConfig
-from jaxspec.pallas.experts.experts_mlp import ITEM_ROWS, most_items
 
 log = logging.getLogger("jaxspec")
 
@@ -177,25 +174,6 @@ def gib(size: int) -> str:
 def _trials(usable: int) -> int:
     """Memory in which XLA tries kernels while it compiles: copies of operands, a head's weight among them."""
     return min(usable // 20, 2**32)
-
-
-def workspace_estimate(config: ModelConfig, rows: int, tokens: int, devices: int) -> int:
-    """Bytes that programs need beside weights and state, until they are compiled and say so themselves.
-
-    Logits of `rows` and the few arrays of their size that sampling makes, and a layer's MLP in a prompt of `tokens`: a
-    dense one's activations; or the rows of all experts, with those that fill up each expert's, and the tokens' own.
-    """
-    width = config.hidden_size
-
-    def held(feed: Mixture | Mlp) -> int:
-        if not isinstance(feed, Mixture):
-            return 4 * tokens * feed.width
-        _, work = most_items(tokens * (feed.per_token + bool(feed.shared)), feed.experts, ITEM_ROWS[-1])
-        mixed = work * (2 * width + feed.width) + 2 * tokens * width
-        return max(mixed, held(feed.beside) if feed.beside else 0)
-
-    most = max(held(layer.feed) for layer in config.decoder.layers)
-    return 4 * (4 * rows * config.vocab_size) // devices + 4 * most
 
 
 def plan_memory(

@@ -6,7 +6,10 @@ import dataclasses
 import logging
 
 import jax
+import numpy as np
 
+from jaxspec.cache.memory_plan import device_memory
+from jaxspec.cache.workspace import Demand
 from jaxspec.checkpoint import Model, check_context
 from jaxspec.config.engine_config import EngineConfig
 from jaxspec.config.options import ConfigError, flag
@@ -14,6 +17,7 @@ from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.loading import LoadedDrafter
 from jaxspec.engine.pictures import rows_for
 from jaxspec.models.vision import Tower
+from jaxspec.pallas import hopper
 from jaxspec.parallel import sharding
 from jaxspec.rounds import ragged_verification
 from jaxspec.rounds.packing import Shapes, ladder
@@ -274,3 +278,23 @@ def seldom_sizes(batches: tuple[int, ...], least: int) -> tuple[int, ...]:
     """
     every_second = batches[::-2]
     return tuple(n for n in batches if n in (1, batches[-1]) or (n >= least and n in every_second))
+
+
+def demand_of(
+    config: EngineConfig, shapes: Shapes, drafter: Drafter, tower: Tower | None, memory: tuple[int, int] | None
+) -> Demand:
+    """The sizes of the largest programs, for the memory plan. `memory`: of a machine with Hopper's kernels that isn't
+    here; None: of this one."""
+    pictures = tower.columns // tower.out if shapes.pictures else 0
+    return Demand(
+        requests=shapes.num_slots,
+        rows=drafter.num_draft_tokens + 1,
+        scored=shapes.score * shapes.block,
+        tokens=shapes.chunk,
+        block=shapes.block,
+        captured=len(drafter.feature_layers) + config.enable_return_hidden_states + pictures,
+        itemsize=np.dtype(config.dtype).itemsize,
+        devices=config.tp_size,
+        kernels=memory is not None or hopper.kernels_here() is None,
+        whole_stacks=memory is None and device_memory() is None,
+    )

@@ -28,10 +28,10 @@ from jaxspec.cache.memory_plan import (
     memory_in_use,
     plan_memory,
     resident_memory,
-    workspace_estimate,
 )
 from jaxspec.cache.paged import PageLayout, kv_bytes_per_token, page_dtype
 from jaxspec.cache.recurrent import state_bytes
+from jaxspec.cache.workspace import workspace_estimate
 from jaxspec.checkpoint import CheckpointError, Model, load_target
 from jaxspec.checkpoint.demo import cache_folder
 from jaxspec.checkpoint.kv_scales import by_group
@@ -48,7 +48,7 @@ from jaxspec.decoder.forward import describe, path_table
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.loading import LoadedDrafter, check_drafter, load_drafter
 from jaxspec.engine.adapters import Adapters, places_of, tell_paths, with_adapters
-from jaxspec.engine.defaults import resolve, rounds_for, shapes_of, small_model
+from jaxspec.engine.defaults import demand_of, resolve, rounds_for, shapes_of, small_model
 from jaxspec.engine.deterministic import prepared, reporting
 from jaxspec.engine.pictures import PictureReader, refusal, tower_workspace
 from jaxspec.engine.start_report import report_start
@@ -260,11 +260,11 @@ class Runner:
         per_token = kv_bytes_per_token(self._local, dtype) + drafter_per_token
         per_token += sharding.bytes_of(empty.reported) // together
         drafter_by_slot = sharding.bytes_of(empty.draft) - together * drafter_per_token
-        rows = max(shapes.num_slots * self.width, shapes.score * shapes.block)
         slot, state = state_bytes(self._local, self.width, config.dtype, config.state_dtype)
-        workspace = workspace_estimate(self._local, rows, shapes.chunk, config.tp_size)
+        demand = demand_of(config, shapes, self._drafter, self.model.config.tower, self._memory)
+        workspace = workspace_estimate(self._local, sharding.on_one(self.model.params), demand)
         if shapes.pictures:
-            workspace = max(workspace, tower_workspace(self.model.config.tower, np.dtype(config.dtype).itemsize))
+            workspace = max(workspace, tower_workspace(self.model.config.tower, demand.itemsize))
         plan = plan_memory(
             weight_bytes=sharding.bytes_of(self.model.params)
             + sharding.bytes_of(self.model.tower)

@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import re
-from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -13,11 +12,7 @@ import pytest
 from jaxspec.cache import memory_plan as cache
 from jaxspec.cache.memory_plan import POOL_SHARE, POOL_SHARES, plan_memory
 from jaxspec.cache.paged import PageLayout, Rows, kv_bytes_per_token
-from jaxspec.checkpoint.params import dummy
 from jaxspec.config.options import ConfigError
-from jaxspec.decoder import plain
-from jaxspec.models.declaring import layer_tensors
-from jaxspec.models.description import Mixture
 from jaxspec.models.model_config import ModelConfig
 from tests.support.tiny import tiny_config
 
@@ -123,19 +118,6 @@ def test_max_total_tokens_decides(monkeypatch):
     for device in (None, 200 * MIB):
         assert plan(monkeypatch, device, max_total_tokens=100).tokens == 112
         assert plan(monkeypatch, device, max_total_tokens=1).num_pages == 2
-
-
-@pytest.mark.parametrize("tokens", [128, 512])
-def test_a_workspace_holds_a_prompts_rows_of_all_experts(tokens):
-    """In plain jnp, in float32: at few rows an expert, many of them only fill up others' eights."""
-    own = dict(hidden_size=512, num_experts=64, num_experts_per_tok=4, moe_intermediate_size=64)
-    config = ModelConfig.from_hf(tiny_config("qwen3_moe", **own))
-    layer = next(each for each in config.decoder.layers if isinstance(each.feed, Mixture))
-    weights = jax.eval_shape(partial(dummy, layer_tensors(layer, 512, ""), "float32", 0))
-    rows, positions = jax.ShapeDtypeStruct((1, tokens, 512), "float32"), jax.ShapeDtypeStruct((1, tokens), "int32")
-    compiled = jax.jit(partial(plain.feed, layer)).lower(weights, rows, positions).compile()
-    taken = compiled.memory_analysis().temp_size_in_bytes
-    assert 0.5 < taken / cache.workspace_estimate(config, 0, tokens, 1) < 1
 
 
 def test_a_cpu_pool_is_at_most_two_gib(monkeypatch):
