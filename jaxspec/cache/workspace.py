@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from jaxspec.decoder.matmul import MOST_HEAD_ROWS
 from jaxspec.models.description import Absent, Decoder, Layer, Mixture, Mlp
 from jaxspec.models.memory import Recurrence
 from jaxspec.models.model_config import ModelConfig
@@ -54,9 +55,17 @@ class Demand:
 def workspace_estimate(config: ModelConfig, params: Any, demand: Demand) -> int:
     """Bytes that the largest program needs. `params`: the model's, or their shapes."""
     capped = CAPPED * (config.decoder.logit_cap is not None)
-    rows = max(((ROUND + capped) * demand.rows + REQUEST) * demand.requests, (SCORED + capped) * demand.scored)
-    logits = int(FLOAT32 * config.vocab_size * rows) // demand.devices + _converted(params.get("head"), demand)
-    return max(logits, _prompt(config.decoder, params["layers"], demand))
+    arrays = max(((ROUND + capped) * demand.rows + REQUEST) * demand.requests, (SCORED + capped) * demand.scored)
+    rows = max(demand.rows * demand.requests, demand.scored)
+    logits, first = (int(FLOAT32 * config.vocab_size * each) // demand.devices for each in (arrays, rows))
+    head = params.get("head")
+    if head is not None and head.quantised and not (demand.kernels and (not _packed(head) or rows <= MOST_HEAD_ROWS)):
+        first += head.numbers * demand.itemsize  # converted for the product, before there is more than one array
+    return max(logits, first, _prompt(config.decoder, params["layers"], demand))
+
+
+def _packed(weight: Weight) -> bool:
+    return weight.format.inputs_per_value > 1
 
 
 def _prompt(decoder: Decoder, layers: Any, demand: Demand) -> int:
@@ -99,12 +108,12 @@ def _feed(feed: Mlp | Mixture | Absent, weights: dict[str, Any], width: int, dem
     return max(mixed + tokens * width, _feed(feed.beside, weights, width, demand)) if feed.beside else mixed
 
 
-def _converted(weights: Any, demand: Demand, rows: int = 0) -> int:
+def _converted(weights: Any, demand: Demand, rows: int) -> int:
     """Bytes of the largest weight that XLA converts to multiply `rows` by it, and of what it makes in float32: numbers
     that were packed, or products of FP8 weights' groups of inputs, which are added up."""
     size, most = FLOAT32 if demand.whole_stacks else demand.itemsize, 0
     for weight in _weights(weights):
-        packed, stack = weight.format.inputs_per_value > 1, weight.values.ndim == 3
+        packed, stack = _packed(weight), weight.values.ndim == 3
         by_kernel = demand.kernels and (not packed or rows <= MOST)
         if not weight.quantised or by_kernel or (stack and not demand.whole_stacks):
             continue

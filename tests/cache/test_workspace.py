@@ -16,7 +16,7 @@ from jaxspec.engine.defaults import GPU, demand_of
 from jaxspec.models.declaring import layer_tensors
 from jaxspec.models.description import Mixture
 from jaxspec.models.model_config import ModelConfig
-from jaxspec.models.weights import Fp8, Weight
+from jaxspec.models.weights import Fp8, Int4, Weight
 from scripts import configs
 from tests.support.sample import some
 from tests.support.tiny import tiny_config
@@ -106,3 +106,14 @@ def test_a_workspace_holds_a_prompts_rows_of_all_experts(tokens, dtype, fp8):
     demand = Demand(0, 1, 0, tokens, 32, 0, itemsize, 1, kernels=False, whole_stacks=True)
     config = dataclasses.replace(config, decoder=decoder)
     assert 0.5 < taken / workspace_estimate(config, {"layers": [weights]}, demand) < 1
+
+
+@pytest.mark.parametrize("requests,converted", [(128, False), (129, True)])
+def test_a_workspace_holds_a_head_that_xla_converts(requests, converted):
+    """XLA reports 302 MiB at 512 rows of an H200, 297 of them the head in bfloat16, and 9 at 64."""
+    vocab, width, fmt = 38016, 4096, Int4(128)
+    values, scales = jax.ShapeDtypeStruct((vocab, width // 2), "uint8"), jax.ShapeDtypeStruct((32, vocab), "bfloat16")
+    config = ModelConfig.from_hf(tiny_config("llama", vocab, hidden_size=width))
+    params = {"layers": [{}] * config.num_layers, "head": Weight(values, fmt, scales=scales)}
+    demand = Demand(requests, 1, 0, 0, 64, 0, 2, 1, kernels=True, whole_stacks=False)
+    assert (workspace_estimate(config, params, demand) > 297 * MIB) == converted
