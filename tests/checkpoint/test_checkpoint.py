@@ -308,7 +308,7 @@ def break_empty(folder):
     ),
     (
         lambda f: edit_json(f / "config.json", text_config={"quantization_config": {"quant_method": "hqq"}}),
-        "quantised by hqq .*not supported; use the model's FP8 or unquantised checkpoint",
+        "quantised by hqq, not awq, .*not supported; use the model's FP8 or unquantised checkpoint",
     ),
 ])  # fmt: skip
 def test_each_kind_of_damage_has_its_own_message(folder, damage, message):
