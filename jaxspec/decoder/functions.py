@@ -89,10 +89,11 @@ def rope_frequencies(attention: Attention | LatentAttention) -> Float[Array, " h
 
 
 def _llama3(frequency: Array, scaling: RopeScaling) -> Array:
-    """Divide slow frequencies by `factor`, keep fast ones, interpolate between (Llama 3.1 model card)."""
+    """Divide slow frequencies by `factor`, keep fast ones, interpolate between (Llama 3.1 model card). Llama 4 Scout's
+    bounds are equal, with nothing between."""
     wavelength = 2 * math.pi / frequency
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    smooth = jnp.clip((scaling.original_max_position / wavelength - low) / (high - low), 0.0, 1.0)
+    smooth = jnp.clip((scaling.original_max_position / wavelength - low) / (high - low or 1e-9), 0.0, 1.0)
     return frequency * (smooth + (1 - smooth) / scaling.factor)
 
 

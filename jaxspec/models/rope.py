@@ -122,8 +122,8 @@ def _llama3(settings: Config) -> RopeScaling:
     keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     _need(settings, "llama3", *keys)
     factor, low, high, original = (positive_float(settings, key) for key in keys)
-    if low >= high:
-        raise ConfigError(f"rope_scaling: low_freq_factor ({low:g}) must be below high_freq_factor ({high:g})")
+    if low > high:
+        raise ConfigError(f"rope_scaling: low_freq_factor ({low:g}) must not exceed high_freq_factor ({high:g})")
     return RopeScaling(factor, low, high, int(original))
 
 

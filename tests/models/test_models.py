@@ -205,6 +205,14 @@ def test_golden_llama3_scaling_is_in_play():
     assert abs(logits[0] - expected["logits_150"]).max() > 0.5
 
 
+def test_llama3_scaling_whose_bounds_are_equal_divides_what_is_slower():
+    scaling = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=1.0)
+    hf = tiny_config("llama", rope_scaling=scaling | dict(original_max_position_embeddings=64))
+    frequencies = 1e4 ** (-np.arange(8) / 8)
+    expected = np.where(2 * np.pi / frequencies > 64, frequencies / 8, frequencies)
+    np.testing.assert_allclose(rope_frequencies(ModelConfig.from_hf(hf).decoder.attention), expected, rtol=1e-6)
+
+
 def test_goldens_cover_what_a_config_can_say():
     assert set(VARIANTS) > FEWER
     configs = [golden(variant)[0].config for variant in VARIANTS]
