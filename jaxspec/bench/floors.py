@@ -20,6 +20,7 @@ from jaxspec.cache.recurrent import state_bytes
 from jaxspec.checkpoint import Model
 from jaxspec.config.flags import above_zero
 from jaxspec.models.memory import PagedRows
+from jaxspec.models.positions import Chunks, Window, most_seen
 from jaxspec.models.weights import Weight
 from jaxspec.pallas.experts.experts_mlp import expected_experts
 
@@ -51,10 +52,10 @@ def ceilings(args: argparse.Namespace) -> Ceilings:
 
 @dataclass(frozen=True)
 class Attends:
-    """A layer's attention: how many positions a row sees (None: all), and for each, the bytes that a request's rows
-    read together and the operations of a row. `devices`: those that requests are divided among."""
+    """A layer's attention: which positions a row sees (None: all), and for each, the bytes that a request's rows read
+    together and the operations of a row. `devices`: those that requests are divided among."""
 
-    window: int | None
+    window: Window | None
     token_bytes: int
     pair_flops: int
     devices: int = 1
@@ -62,6 +63,17 @@ class Attends:
     def of(self, requests: int) -> int:
         """How many of so many requests are one device's."""
         return -(-requests // self.devices)
+
+    def seen(self, context: float) -> float:
+        """Positions that the last row of a text sees; of several chunks, on average."""
+        if isinstance(self.window, Chunks) and context > self.window.size:
+            return (self.window.size + 1) / 2
+        return context if self.window is None else min(context, most_seen(self.window))
+
+    def pairs(self, tokens: int) -> float:
+        """Positions that all rows of a prompt see."""
+        near = tokens if self.window is None else min(tokens, most_seen(self.window))
+        return tokens * (near + 1) / 2 if isinstance(self.window, Chunks) else near * (tokens - (near - 1) / 2)
 
 
 @dataclass(frozen=True)
@@ -122,7 +134,7 @@ class ModelCost:
     def round(self, requests: int, width: int, context: float) -> tuple[float, float]:
         """Bytes and operations of verifying `width` rows for each of `requests` with `context` tokens on average."""
         rows = requests * width
-        seen = [each.of(requests) * min(context, each.window or context) for each in self.attends]
+        seen = [each.of(requests) * each.seen(context) for each in self.attends]
         attention = sum(each.pair_flops * tokens for each, tokens in zip(self.attends, seen, strict=True))
         cached = sum(each.token_bytes * tokens for each, tokens in zip(self.attends, seen, strict=True))
         flops = rows * (self.layer_flops + self.head_flops) + width * attention
@@ -130,8 +142,7 @@ class ModelCost:
 
     def prefill(self, tokens: int) -> tuple[float, float]:
         """Bytes and operations of a prompt up to its first token: only the last row is unembedded."""
-        near = [min(tokens, each.window or tokens) for each in self.attends]
-        pairs = [each * (tokens - (each - 1) / 2) for each in near]
+        pairs = [each.pairs(tokens) for each in self.attends]
         attention = sum(each.pair_flops * count for each, count in zip(self.attends, pairs, strict=True))
         flops = tokens * self.layer_flops + self.head_flops + attention
         return self.weights_read(tokens) + tokens * self.kv_bytes + self.state_bytes, flops

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.models.memory import PagedRows
 from jaxspec.models.model_config import ModelConfig
+from jaxspec.models.positions import Chunks, Window, first_seen
 from jaxspec.pallas.attention import kv_write
 from jaxspec.pallas.attention.indexed_attention import Index, indexed_attention
 from jaxspec.pallas.attention.latent_attention import latent_attention
@@ -117,7 +118,7 @@ class Rows:
         q: Array,
         k: Array,
         v: Array,
-        window: int | None = None,
+        window: Window | None = None,
         sinks: Float[Array, " n"] | None = None,
         scales: Scales | None = None,
         cap: float | None = None,
@@ -180,7 +181,7 @@ class Rows:
         layer: Int[Array, ""],
         t: int,
         write: Callable[[KV, Array, Array | None], tuple[Array, KV]],
-        window: int | None = None,
+        window: Window | None = None,
         sinks: Float[Array, " n"] | None = None,
         scales: Scales | None = None,
     ) -> tuple[Array, KV]:
@@ -199,7 +200,7 @@ class Rows:
         kv: KV,
         layer: Int[Array, ""],
         q: Array,
-        window: int | None,
+        window: Window | None,
         sinks: Float[Array, " n"] | None = None,
         scales: Scales | None = None,
         cap: float | None = None,
@@ -223,19 +224,20 @@ class Rows:
         little as can be, from before slot 0."""
         return self._masked_from if self.asked is None else jnp.where(self.asked, self._masked_from, -t)
 
-    def _within(self, window: int) -> Bool[Array, "b t w"]:
-        """The mask without ancestors that are before a row's window, as a tree's may be that is deeper."""
-        if window >= self.mask.shape[2]:
+    def _within(self, window: Window) -> Bool[Array, "b t w"]:
+        """The mask without ancestors that are before a row's window or chunk, as a deeper tree's may be."""
+        if not isinstance(window, Chunks) and window >= self.mask.shape[2]:
             return self.mask
         if self.mask.shape[1] < self.mask.shape[2]:
             raise NotImplementedError(
                 f"a window of {window} positions, and a mask over {self.mask.shape[2]} KV slots whose positions aren't "
                 f"all known; windows of at least {self.mask.shape[2]} positions are supported for trees made in steps"
             )
-        return self.mask & (self.depth[:, :, None] - self.depth[:, None] < window)
+        at = self._masked_from[:, None] + self.depth
+        return self.mask & (at[:, None] >= first_seen(at, window)[:, :, None])
 
     def look(
-        self, kv: KV, layer: Int[Array, ""], q: Array, mask: Bool[Array, "b t w"], window: int | None = None
+        self, kv: KV, layer: Int[Array, ""], q: Array, mask: Bool[Array, "b t w"], window: Window | None = None
     ) -> Array:
         """Attention to all before these rows, from each row's window on, and to those of them that its `mask` names."""
         return paged_attention(q, kv, layer, self.table, self.start, mask, window)

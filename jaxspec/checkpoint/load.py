@@ -63,7 +63,7 @@ MTP_HALVES = {  # parts of a module in Nemotron's layout, and in Qwen's
 }
 KEYS_VALUES = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_(?:proj|norm)\..*")
 # Of multimodal models, beside the text model.
-OTHER_PARTS = ("visual.", "vision_tower.", "multi_modal_projector.", "audio_tower.")
+OTHER_PARTS = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "audio_tower.")
 OTHER_PARTS += ("embed_vision.", "embed_audio.")
 
 

@@ -104,7 +104,8 @@ def chosen_experts(
     with jax.named_scope("experts"):
         if isinstance(m.scores, SigmoidScores):
             routing = Routing(m.per_token, m.renormalised, m.scores, always)
-            ids, scores = scored_experts(logits, weights["router_correction"], positions, routing)
+            correction = weights["router_correction"] if m.scores.corrected else jnp.zeros(m.experts, jnp.float32)
+            ids, scores = scored_experts(logits, correction, positions, routing)
         else:
             ids, scores = top_experts(logits, positions, shared, m.per_token, m.renormalised)
             if always:
@@ -133,10 +134,11 @@ def mix_chosen(
     shared = [(weights[f"shared_{first}"], weights["shared_down"])] if m.shared else []
     if m.latent:
         return latent_experts(m, weights, rows, stacks, ids, scores, shared, residual)
-    if m.shared == m.width:  # one expert more, that every token chooses
+    alone = m.weighs_inputs  # the shared expert, whose rows aren't the others'
+    if m.shared == m.width and not alone:  # one expert more, that every token chooses
         stacks += shared
         each += 1
-    elif m.shared and m.groups == 1 and several_widths(rows, [*stacks, *shared], expert_gating(m)):
+    elif m.shared and not alone and m.groups == 1 and several_widths(rows, [*stacks, *shared], expert_gating(m)):
         stacks += shared
         ids, scores = _in_parts(m, ids, scores, m.shared // m.width)
         each += m.shared // m.width
@@ -145,6 +147,8 @@ def mix_chosen(
         own = jnp.where(own == m.experts, 0, NOBODY)
         ids, scores = ids[:, :each], scores[:, :each]  # no column of the others' holds the shared one
         residual = experts_mlp(rows, shared, own, shares, 1, residual, expert_gating(m), tokens=valid)
+    if m.weighs_inputs:
+        rows, scores = (rows * scores[:, :1]).astype(rows.dtype), jnp.ones_like(scores)
     if m.groups > 1:
         ids = own_experts(ids, m.experts, m.groups)
     return experts_mlp(rows, stacks, ids, scores, each, residual, expert_gating(m), tokens=valid, **norm)

@@ -23,7 +23,7 @@ from jaxspec.decoder.mixings.attention import sinks
 from jaxspec.decoder.mixings.kind import Weights
 from jaxspec.decoder.mixture_rows import add, given_first, given_to, mixture, operand, quantised_refused, stored_as
 from jaxspec.decoder.padding import flat, padded, untimed, valid_rows
-from jaxspec.decoder.path import MIXTURE, Call, Path, implementing, layers_differ
+from jaxspec.decoder.path import MIXTURE, SIGMOID_SCORES, Call, Path, implementing, layers_differ
 from jaxspec.decoder.stack import Ops
 from jaxspec.models.description import Attention, ClampedSwiglu, Decoder, Mixture, Mlp, SigmoidScores
 from jaxspec.models.rope_scaling import Rope
@@ -38,7 +38,7 @@ Table = tuple[Float[Array, "r half"], Float[Array, "r half"]]
 
 IMPLEMENTS = implementing({
     Mixture: {*MIXTURE, "bias", "router_bias", "activation", "shared_gated", "scores"},
-    ClampedSwiglu: {"alpha", "limit"}, SigmoidScores: {"groups", "top_groups", "scale", "function"},
+    ClampedSwiglu: {"alpha", "limit"}, SigmoidScores: SIGMOID_SCORES,
     Rope: {"columns"},
 })  # fmt: skip
 

@@ -15,7 +15,7 @@ from jaxspec.decoder.feed import mixture
 from jaxspec.decoder.matmul import gate, matmul
 from jaxspec.decoder.mixings import mixing_of
 from jaxspec.decoder.mixings.kind import Weights
-from jaxspec.decoder.path import MIXTURE, Call, Path, implementing
+from jaxspec.decoder.path import MIXTURE, SIGMOID_SCORES, Call, Path, implementing
 from jaxspec.decoder.stack import Ops
 from jaxspec.models.description import Decoder, Layer, Mixture, Norm, SigmoidScores
 from jaxspec.models.rope_scaling import Rope
@@ -25,7 +25,7 @@ from jaxspec.pallas.dense.add_norm import add_norm
 from jaxspec.pallas.dense.add_norm import supported as norm_supported
 
 IMPLEMENTS = implementing({
-    Mixture: {*MIXTURE, "shared_gated", "scores"}, SigmoidScores: {"groups", "top_groups", "scale", "function"},
+    Mixture: {*MIXTURE, "shared_gated", "scores"}, SigmoidScores: SIGMOID_SCORES,
     Norm: {"centred"}, Rope: {"columns"},
 })  # fmt: skip
 

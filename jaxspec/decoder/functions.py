@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
-from jaxspec.models.description import Attention, LatentAttention, Norm, ScaleByPosition
+from jaxspec.models.description import Attention, LatentAttention, Norm
+from jaxspec.models.positions import ScaleByPosition, Window, first_seen
 from jaxspec.models.rope_scaling import LinearScaling, LongRope, NoRotation, Proportional, RopeScaling, Yarn
 
 
@@ -178,7 +179,7 @@ def scaled_by_position(
     """Queries times their `position_scale`; padding rows, whose positions are negative, stay."""
     if scale is None:
         return x
-    periods = jnp.floor(jnp.maximum(positions, 0).astype(jnp.float32) / scale.period)
+    periods = jnp.floor((jnp.maximum(positions, 0) + scale.offset).astype(jnp.float32) / scale.period)
     return x * (1 + scale.beta * jnp.log1p(periods)).astype(x.dtype)[..., None, None]
 
 
@@ -193,7 +194,7 @@ def causal_attention(
     q: Float[Array, "b t n h"],
     k: Float[Array, "b t m h"],
     v: Float[Array, "b t m h"],
-    window: int | None = None,
+    window: Window | None = None,
     sinks: Float[Array, " n"] | None = None,
     cap: float | None = None,
 ) -> tuple[Float[Array, "b t n h"], Any]:
@@ -205,7 +206,7 @@ def causal_attention(
     scores = scores if cap is None else capped(scores, cap)
     seen = jnp.tril(jnp.ones((t, t), bool))
     if window is not None:
-        seen &= ~jnp.tril(seen, -window)
+        seen &= jnp.arange(t) >= first_seen(jnp.arange(t), window)[:, None]
     scores = jnp.where(seen, scores, -jnp.inf)
     if sinks is not None:  # a logit more, whose weight nobody takes
         more = jnp.broadcast_to(sinks.reshape(m, n // m, 1, 1), (*scores.shape[:-1], 1))

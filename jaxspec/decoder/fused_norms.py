@@ -23,7 +23,7 @@ from jaxspec.decoder.mixings import mixing_of
 from jaxspec.decoder.mixings.kind import Weights
 from jaxspec.decoder.mixture_rows import add, given_first, given_to, mixture, operand, quantised_refused, stored_as
 from jaxspec.decoder.padding import flat, padded, untimed, valid_rows
-from jaxspec.decoder.path import MIXTURE, Call, Path, implementing
+from jaxspec.decoder.path import MIXTURE, SIGMOID_SCORES, Call, Path, implementing
 from jaxspec.decoder.stack import Ops
 from jaxspec.models.description import (
     Absent,
@@ -33,18 +33,18 @@ from jaxspec.models.description import (
     Mixture,
     Mlp,
     Norm,
-    ScaleByPosition,
     SigmoidScores,
     beyond,
 )
+from jaxspec.models.positions import ScaleByPosition
 from jaxspec.models.rope_scaling import Rope
 from jaxspec.models.weights import HALF, Weight
 from jaxspec.pallas.dense import few_rows
 
 IMPLEMENTS = implementing({
     Absent: set(), Mlp: {"bias", "activation", "gated"}, Norm: {"centred"}, Rope: {"columns", "interleaved"},
-    ScaleByPosition: {"beta", "period"}, Mixture: {*MIXTURE, "shared_gated", "scores", "activation", "gated"},
-    ClampedSwiglu: {"alpha", "limit"}, SigmoidScores: {"groups", "top_groups", "scale", "function"},
+    ScaleByPosition: {"beta", "period", "offset"}, Mixture: {*MIXTURE, "shared_gated", "scores", "activation", "gated"},
+    ClampedSwiglu: {"alpha", "limit"}, SigmoidScores: SIGMOID_SCORES,
 })  # fmt: skip
 
 

@@ -28,8 +28,8 @@ class Mixer(Protocol):
     def attend(self, cache, layer, q, k, v, window, sinks=None, cap=None) -> tuple[Array, Any]:
         """Causal attention of q [b t n h] over k and v [b t m h], scores scaled by h**-0.5: [b t n h], and the cache.
 
-        A row sees `window` positions up to its own; None: all. `sinks` [n], float32: of each head, one more logit of
-        its softmax. `cap`: scores are squashed below it. Both are given only where a layer has them.
+        A row sees `window` positions up to its own, or its chunk's; None: all. `sinks` [n], float32: of each head, one
+        more logit of its softmax. `cap`: scores are squashed below it. Both are given only where a layer has them.
         """
         ...
 

@@ -29,7 +29,8 @@ PLAINEST: Table = {
     Rope: frozenset({"theta", "scaling", "sections"}),
     **ROPE_SCALINGS,
 }
-MIXTURE = frozenset({"experts", "per_token", "width", "renormalised", "shared"})
+MIXTURE = frozenset({"experts", "per_token", "width", "renormalised", "shared", "weighs_inputs"})
+SIGMOID_SCORES = frozenset({"groups", "top_groups", "scale", "function", "corrected"})
 
 
 def implementing(more: Mapping[type, Set[str]]) -> Table:

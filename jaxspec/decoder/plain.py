@@ -21,7 +21,7 @@ from jaxspec.decoder.functions import normed
 from jaxspec.decoder.matmul import ACTIVATIONS, Quantised, Weighted, exact, normed_for, project, valid_count
 from jaxspec.decoder.mixings import mixing_of
 from jaxspec.decoder.mixings.kind import Weights
-from jaxspec.decoder.path import MIXTURE, Path, implementing
+from jaxspec.decoder.path import MIXTURE, SIGMOID_SCORES, Path, implementing
 from jaxspec.decoder.stack import Chosen, Ops
 from jaxspec.models.description import (
     Absent,
@@ -32,9 +32,9 @@ from jaxspec.models.description import (
     Mixture,
     Mlp,
     Norm,
-    ScaleByPosition,
     SigmoidScores,
 )
+from jaxspec.models.positions import Chunks, ScaleByPosition
 from jaxspec.models.rope_scaling import Rope
 from jaxspec.parallel.peers import summed
 from jaxspec.parallel.sharding import devices, embed, total
@@ -44,10 +44,10 @@ IMPLEMENTS = implementing({
     Layer: {"pre_norm", "post_norm", "residual_scale", "input_width", "output_scaled", "parallel"},
     LayerInputs: {"width", "vocab_size", "padding"},
     Mlp: {"bias", "activation", "gated"},
-    Rope: {"columns", "interleaved"}, ScaleByPosition: {"beta", "period"},
+    Rope: {"columns", "interleaved"}, ScaleByPosition: {"beta", "period", "offset"}, Chunks: {"size"},
     Mixture: {*MIXTURE, "shared_gated", "scores", "bias", "router_bias", "activation", "groups", "gated", "latent",
               "beside"},
-    ClampedSwiglu: {"alpha", "limit"}, SigmoidScores: {"groups", "top_groups", "scale", "function"},
+    ClampedSwiglu: {"alpha", "limit"}, SigmoidScores: SIGMOID_SCORES,
 })  # fmt: skip
 
 

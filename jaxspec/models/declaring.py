@@ -129,7 +129,7 @@ def attention_tensors(layer: Layer, d: int, prefix: str) -> Tensors:
     if a.sinks:
         split = by_outputs(((a.heads, 1),))
         tree["sinks"] = Param((a.heads,), (prefix + "sinks",), Layout((a.heads,)), split=split)
-    if a.qk_norm:
+    if a.qk_norm and not a.qk_norm_unit:
         for name, heads in (("q_norm", a.heads), ("k_norm", a.kv_heads))[: 1 if a.shared else 2]:
             width, split = a.head_dim, WHOLE
             if a.qk_norm_all:
@@ -247,12 +247,21 @@ def mixture_tensors(mixture: Mixture, d: int, prefix: str) -> Tensors:
         tree["shared_down"] = expert_stack(1, s, "", {shared + "down_proj.weight": d}, by_inputs(s))
         if mixture.shared_gated:
             tree["shared_gate"] = linear(d, {prefix + "shared_expert_gate.weight": 1}, exact=True, split=WHOLE)
-    if isinstance(mixture.scores, SigmoidScores):
+    if isinstance(mixture.scores, SigmoidScores) and mixture.scores.corrected:
         tree["router_correction"] = correction(e, prefix + "gate.e_score_correction_bias")
     if mixture.latent:
         tree["latent_in"] = linear(d, {prefix + "fc1_latent_proj.weight": wide}, split=WHOLE)
         tree["latent_out"] = linear(wide, {prefix + "fc2_latent_proj.weight": d}, split=WHOLE)
     return tree
+
+
+def stacked_transposed(tree: Tensors) -> Tensors:
+    """The mixture of a checkpoint that stacks experts, each matrix transposed. Quantised ones have them one by one."""
+    stacks = {name: tree[name] for name in ("experts_gate_up", "experts_down")}
+    return tree | {
+        name: dataclasses.replace(param, sources=(param.whole,), apart=param.sources, transpose=True)
+        for name, param in stacks.items()
+    }
 
 
 def mixtral_tensors(m: Mixture, d: int, prefix: str, correction_bias: str = "gate.e_score_correction_bias") -> Tensors:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from jaxspec.models.memory import Memory, PagedRows, Recurrence
+from jaxspec.models.positions import ScaleByPosition, Window
 from jaxspec.models.rope_scaling import Rope
 
 Table = Mapping[type, frozenset[str]]  # by kind of description, the fields that a path implements
@@ -51,27 +52,19 @@ class Kind(Protocol):
 
 
 @dataclass(frozen=True)
-class ScaleByPosition:
-    """Factor of a query, 1 + beta log(1 + floor(position / period)): Llama 4's and Ministral 3's, by which long texts'
-    attention stays as sharp as short ones'."""
-
-    beta: float
-    period: int
-
-
-@dataclass(frozen=True)
 class Attention:
     """Causal attention, grouped heads.
 
     `qk_norm`: of each query and key head; with `qk_norm_all`, of all query heads together and all key heads;
-    `qk_norm_rotated`: after they are rotated. `gated`: each query head's columns are followed by its gate's, whose
-    sigmoid multiplies what the head mixes. `bias`: of q, k and v. `out_bias`: of the output projection. `window`: how
-    many positions a token sees, its own and those before it; None: all. `scale`: what scores are multiplied by; None:
-    head_dim**-0.5. `sinks`: each head has a learnt logit more in its softmax, which no value belongs to. `v_norm`: of
-    each value head, without a weight. `k_is_v`: values are the keys' projection, before any norm and rotation.
-    `shared`: keys and values are those of the last layer before it that is like it and has its own. `value_dim`: the
-    width of a value head; None: `head_dim`. `value_scale`: what values are multiplied by. `pool`: as of `PagedRows`.
-    `position_scale`: what queries are multiplied by, beside `scale`. `score_cap`: scores are squashed below it.
+    `qk_norm_rotated`: after they are rotated; `qk_norm_unit`: without a weight. `gated`: each query head's columns are
+    followed by its gate's, whose sigmoid multiplies what the head mixes. `bias`: of q, k and v. `out_bias`: of the
+    output projection. `window`: how many positions a token sees, its own and those before it, or chunks; None: all.
+    `scale`: what scores are multiplied by; None: head_dim**-0.5. `sinks`: each head has a learnt logit more in its
+    softmax, which no value belongs to. `v_norm`: of each value head, without a weight. `k_is_v`: values are the keys'
+    projection, before any norm and rotation. `shared`: keys and values are those of the last layer before it that is
+    like it and has its own. `value_dim`: the width of a value head; None: `head_dim`. `value_scale`: what values are
+    multiplied by. `pool`: as of `PagedRows`. `position_scale`: what queries are multiplied by, beside `scale`.
+    `score_cap`: scores are squashed below it.
     """
 
     heads: int
@@ -81,10 +74,11 @@ class Attention:
     qk_norm: Norm | None = None
     qk_norm_all: bool = False
     qk_norm_rotated: bool = False
+    qk_norm_unit: bool = False
     gated: bool = False
     bias: bool = False
     out_bias: bool = False
-    window: int | None = None
+    window: Window | None = None
     scale: float | None = None
     sinks: bool = False
     v_norm: Norm | None = None
@@ -342,15 +336,17 @@ class ClampedSwiglu:
 class SigmoidScores:
     """Experts scored one by one, by a sigmoid (DeepSeek-V3's, https://arxiv.org/abs/2412.19437, section 2.1.2).
 
-    A learnt correction of each (weight "router_correction") counts in the choice, not in the weights. The experts stand
-    in `groups` of equal size, of which a token has those in the `top_groups` whose two best are best together. `scale`:
-    what the weights are multiplied by. `function`: "softmax" in ERNIE 4.5, over all experts.
+    A learnt correction of each (weight "router_correction") counts in the choice, not in the weights, if they are
+    `corrected`. The experts stand in `groups` of equal size, of which a token has those in the `top_groups` whose two
+    best are best together. `scale`: what the weights are multiplied by. `function`: "softmax" in ERNIE 4.5, over all
+    experts.
     """
 
     groups: int = 1
     top_groups: int = 1
     scale: float = 1.0
     function: Literal["sigmoid", "softmax"] = "sigmoid"
+    corrected: bool = True
 
 
 @dataclass(frozen=True)
@@ -365,7 +361,8 @@ class Mixture:
     that experts take in place of them, and whose results are projected back; 0: there is none. `beside`: an MLP whose
     result is added to the experts' (Gemma 4's), each with norms of its own ("experts_norm"; "mlp_own_norm",
     "experts_own_norm"); the router has a norm of its own, too ("router_norm"), and each expert a learnt number by which
-    its weight is multiplied ("expert_scale").
+    its weight is multiplied ("expert_scale"). `weighs_inputs`: the one expert of a token has its weight multiply what
+    goes into it, not what comes out (Llama 4's).
     """
 
     experts: int
@@ -382,6 +379,7 @@ class Mixture:
     gated: bool = True
     latent: int = 0
     beside: Mlp | None = None
+    weighs_inputs: bool = False
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from typing import Any
 
 from jaxspec.config.json_values import positive, positive_float, shown
 from jaxspec.config.options import ConfigError
-from jaxspec.models.description import Decoder, ScaleByPosition
+from jaxspec.models.description import Decoder
+from jaxspec.models.positions import Chunks, ScaleByPosition
 from jaxspec.models.rope_scaling import LinearScaling, LongRope, Proportional, Rope, RopeScaling, Yarn
 
 Config = Mapping[str, Any]
@@ -70,7 +71,7 @@ def rope_settings(hf: Config) -> tuple[dict[str, Any], Any]:
 
 def of_context(decoder: Decoder, length: int) -> Decoder:
     """The decoder of an engine whose texts have at most so many tokens: it decides between LongRoPE's divisors, and
-    drops scales of queries that would all be one."""
+    drops scales of queries that would all be one, and chunks of which there would be one."""
     layers = []
     for layer in decoder.layers:
         rope = getattr(layer.mixing, "rope", None)
@@ -78,8 +79,10 @@ def of_context(decoder: Decoder, length: int) -> Decoder:
             scaling = dataclasses.replace(scaling, extended=length > scaling.original_max_position)
             mixing = dataclasses.replace(layer.mixing, rope=dataclasses.replace(rope, scaling=scaling))
             layer = dataclasses.replace(layer, mixing=mixing)
-        if (scale := getattr(layer.mixing, "position_scale", None)) and length <= scale.period:
+        if (scale := getattr(layer.mixing, "position_scale", None)) and length + scale.offset <= scale.period:
             layer = dataclasses.replace(layer, mixing=dataclasses.replace(layer.mixing, position_scale=None))
+        if isinstance(window := getattr(layer.mixing, "window", None), Chunks) and length <= window.size:
+            layer = dataclasses.replace(layer, mixing=dataclasses.replace(layer.mixing, window=None))
         layers.append(layer)
     return dataclasses.replace(decoder, layers=tuple(layers))
 

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from jaxspec.cache.mixers import WholeTexts
 from jaxspec.decoder.functions import capped
 from jaxspec.decoder.mixer import OnlyAttention
+from jaxspec.models.positions import first_seen
 
 BLOCK = 256  # query rows whose scores exist at once
 _UNSEEN = -1e30  # finite, so that no gradient is the difference of infinities
@@ -95,7 +96,8 @@ def packed_attention(first: Int[Array, "b t"]) -> OnlyAttention:
     """Causal attention within texts, of which `first` is the row that each row's text begins at. No cache."""
 
     def attention(cache, layer, q, k, v, window, sinks=None, cap=None):
-        near = first if window is None else jnp.maximum(first, jnp.arange(q.shape[1]) - window + 1)
+        rows = jnp.arange(q.shape[1])
+        near = first if window is None else first + jnp.maximum(first_seen(rows - first, window), 0)
         return causal_attention(q, k, v, near, sinks=sinks, cap=cap), cache
 
     return OnlyAttention(attention)

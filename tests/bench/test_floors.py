@@ -106,6 +106,14 @@ def test_windowed_layers_read_what_they_see():
     assert full.prefill(5000)[1] - half.prefill(5000)[1] == hidden * flops
 
 
+def test_layers_with_chunks_read_half_a_chunk_on_average():
+    sizes = dict(num_hidden_layers=2, num_experts_per_tok=1, no_rope_layer_interval=2)
+    chunked = cost(family="llama4", **sizes, attention_chunk_size=1024).attends
+    near, far = chunked
+    assert (near.seen(1000), near.seen(32768), far.seen(32768)) == (1000, 512.5, 32768)
+    assert near.pairs(4096) == 4 * sum(range(1025)) and near.pairs(1000) == far.pairs(1000) == sum(range(1001))
+
+
 def test_verifying_many_rows_is_bound_by_arithmetic(qwen):
     size, flops = qwen.round(128, 16, 1152)
     assert H200.seconds(size, flops) == flops / 780e12 > size / 4.3e12

@@ -73,6 +73,7 @@ KINDS = "gpt_oss", "qwen3_moe"
     *(rare(family, "fp8") for family in sorted(ARCHITECTURES.keys() - {"llama", *KINDS})),
     rare("qwen3_moe", "compressed channels"), rare("qwen3_moe", "compressed tensors"),
     rare("gpt_oss", "compressed tensors"), rare("qwen3_vl_moe", "compressed channels"),
+    rare("llama4", "compressed channels"), rare("llama4", "compressed tensors"),
 ])  # fmt: skip
 def test_logits_are_those_of_the_dequantised_model(tmp_path, family, layout):
     quant, whole = write(source(family), tmp_path, **LAYOUTS[layout])

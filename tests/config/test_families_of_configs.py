@@ -8,11 +8,12 @@ import jax
 import pytest
 
 from jaxspec.config.options import ConfigError
-from jaxspec.models.description import Mamba2, Mixture, Mlp, ScaleByPosition, SigmoidScores
+from jaxspec.models.description import Mamba2, Mixture, Mlp, SigmoidScores
 from jaxspec.models.families import MODELS
 from jaxspec.models.model_config import ModelConfig
+from jaxspec.models.positions import Chunks, ScaleByPosition
 from jaxspec.models.rope import of_context
-from jaxspec.models.rope_scaling import LongRope, NoRotation, Yarn
+from jaxspec.models.rope_scaling import LongRope, NoRotation, RopeScaling, Yarn
 from tests.support.tiny import tiny_config
 
 
@@ -176,6 +177,56 @@ def test_mistral_4_whose_share_of_columns_is_of_whole_heads():
         ModelConfig.from_hf(tiny_config("mistral4", rope_parameters=rope | dict(partial_rotary_factor=0.5)))
 
 
+def llama4(layers: int, experts: int, **more):
+    """The text model of Scout's or Maverick's config."""
+    text = dict(
+        model_type="llama4_text", hidden_size=5120, intermediate_size=8192, intermediate_size_mlp=16384,
+        num_hidden_layers=layers, num_attention_heads=40, num_key_value_heads=8, head_dim=128, vocab_size=202048,
+        num_local_experts=experts, num_experts_per_tok=1, rope_theta=5e5, rms_norm_eps=1e-5, attention_chunk_size=8192,
+        attn_temperature_tuning=True, floor_scale=8192, attn_scale=0.1, for_llmcompressor=False, **more,
+    )  # fmt: skip
+    return ModelConfig.from_hf({"model_type": "llama4", "vision_config": {}, "text_config": text})
+
+
+def test_llama_4_scout():
+    scaling = dict(rope_type="llama3", factor=16.0, low_freq_factor=1.0, high_freq_factor=1.0)
+    scaling |= dict(original_max_position_embeddings=8192)
+    rotates = [1, 1, 1, 0]
+    read = llama4(
+        4, 16, use_qk_norm=True, interleave_moe_layer_step=1, no_rope_layers=rotates, rope_scaling=scaling,
+        max_position_embeddings=10485760,
+    )  # fmt: skip
+    scores = SigmoidScores(corrected=False)
+    experts = Mixture(16, 1, 8192, False, 8192, shared_gated=False, scores=scores, weighs_inputs=True)
+    assert {layer.feed for layer in read.decoder.layers} == {experts} and read.max_position == 10485760
+    turned, still = (read.decoder.layers[i].mixing for i in (0, 3))
+    assert (turned.window, turned.position_scale, turned.qk_norm_unit) == (Chunks(8192), None, True)
+    assert turned.rope.interleaved and isinstance(turned.rope.scaling, RopeScaling)
+    assert (still.window, still.position_scale, still.qk_norm) == (None, ScaleByPosition(0.1, 8192, 1), None)
+    assert [isinstance(layer.mixing.rope.scaling, NoRotation) for layer in read.decoder.layers] == [
+        not r for r in rotates
+    ]
+
+
+def test_llama_4_maverick_has_an_mlp_in_every_other_layer():
+    read = llama4(4, 128, use_qk_norm=False, interleave_moe_layer_step=2, no_rope_layers=[], rope_scaling=None).decoder
+    assert [isinstance(layer.feed, Mixture) for layer in read.layers] == [False, True, False, True]
+    assert read.layers[0].feed == Mlp(16384) and read.attention.qk_norm is None
+    tensors = {name for each in jax.tree.leaves(MODELS["llama4"].tensors(read)) for name in each.sources}
+    assert {f"model.layers.{i}.feed_forward.{name}" for i, name in (
+        (0, "gate_proj.weight"), (1, "router.weight"), (1, "experts.gate_up_proj"), (1, "shared_expert.up_proj.weight")
+    )} <= tensors  # fmt: skip
+
+
+def test_a_context_of_one_chunk_needs_no_chunks():
+    """Nor scales of queries, which begin a token earlier than Ministral 3's."""
+    read = llama4(4, 16, use_qk_norm=True).decoder
+    short = [layer.mixing for layer in of_context(read, 8191).layers]
+    assert {(each.window, each.position_scale) for each in short} == {(None, None)}
+    assert {each.mixing.window for each in of_context(read, 8192).layers} == {None}
+    assert of_context(read, 8192).layers[3] == read.layers[3] and of_context(read, 8193) == read
+
+
 def test_ernie_4_5_21b_a3b():
     read = config(
         model_type="ernie4_5_moe", hidden_size=2560, intermediate_size=12288, num_hidden_layers=3, vocab_size=103424,
@@ -227,6 +278,10 @@ def test_dots1_whose_groups_are_null():
     ("arcee", dict(hidden_act="silu"), ["hidden_act 'silu'", "'relu2'"]),
     ("exaone_moe", dict(sliding_windows=[20, 40]), ["sliding_windows [20, 40]", "supported: [20, 0]"]),
     ("exaone_moe", dict(swiglu_limits=[0.0, 7.0]), ["swiglu_limits [0.0, 7.0]", "supported: [0, 0]"]),
+    ("llama4", dict(num_experts_per_tok=2), ["num_experts_per_tok 2", "supported: 1"]),
+    ("llama4", dict(attention_chunk_size=24), ["attention_chunk_size", "power of two", "24"]),
+    ("llama4", dict(layer_types=["chunked_attention", "sliding_attention"]), ["layer_types", "chunked_attention"]),
+    ("llama4", dict(moe_layers=[2]), ["moe_layers", "0 to 1", "[2]"]),
     ("solar_open", dict(n_group=3), ["n_group (3)", "n_routed_experts (8)"]),
 ])  # fmt: skip
 def test_variants_that_are_refused(family, change, words):

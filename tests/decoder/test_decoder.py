@@ -33,13 +33,13 @@ from jaxspec.models.description import (
     Mlp,
     NGrams,
     Norm,
-    ScaleByPosition,
     SigmoidScores,
     Streams,
     beyond,
 )
 from jaxspec.models.families import MODELS
 from jaxspec.models.model_config import ModelConfig
+from jaxspec.models.positions import Chunks, ScaleByPosition
 from jaxspec.models.rope_scaling import LinearScaling, NoRotation, Proportional, Rope, RopeScaling, Yarn
 from jaxspec.models.weights import Format, Fp8, Int4, Mxfp4, Nvfp4, is_param
 from tests.support.tiny import tiny_config
@@ -48,6 +48,8 @@ NORM = Norm(1e-6)
 SCALING = RopeScaling(8.0, 1.0, 4.0, 8192)
 PLAINEST = {
     Norm: NORM,
+    Chunks: Chunks(64),
+    ScaleByPosition: ScaleByPosition(0.1, 64),
     RopeScaling: SCALING,
     LinearScaling: LinearScaling(4.0),
     NoRotation: NoRotation(),
@@ -111,6 +113,7 @@ FIELDS = {
         "qk_norm": (NORM, ALL),
         "qk_norm_all": (True, {EVERY, FUSED, POST, FP8, TILES}),
         "qk_norm_rotated": (True, {EVERY, POST}),
+        "qk_norm_unit": (True, {EVERY}),
         "gated": (True, {EVERY, FUSED, FP8, TILES}),
         "bias": (True, {EVERY, FEW, POST, STREAM, FP8S, HEADS}),
         "out_bias": (True, {EVERY, FEW, POST, HEADS}),
@@ -137,6 +140,12 @@ FIELDS = {
         "query_latent": (None, {EVERY, FUSED}),
         "by_request": (2, {EVERY}),
         "position_scale": (ScaleByPosition(0.1, 64), {EVERY, FUSED}),
+    },
+    Chunks: {"size": (128, {EVERY})},
+    ScaleByPosition: {
+        "beta": (0.2, {EVERY, FUSED}),
+        "period": (128, {EVERY, FUSED}),
+        "offset": (1, {EVERY, FUSED}),
     },
     LinearScaling: {"factor": (2.0, ALL)},
     NoRotation: {},
@@ -206,6 +215,7 @@ FIELDS = {
         "groups": (2, {EVERY, FEW, FUSED, FP8, TILES}),
         "top_groups": (2, {EVERY, FEW, FUSED, FP8, TILES}),
         "scale": (2.5, {EVERY, FEW, FUSED, FP8, TILES}),
+        "corrected": (False, {EVERY, FEW, FUSED, FP8, TILES}),
     },
     Mixture: {
         "experts": (16, {EVERY, FEW, FUSED, POST, FP8, TILES}),
@@ -222,6 +232,7 @@ FIELDS = {
         "gated": (False, {EVERY, FUSED}),
         "latent": (64, {EVERY}),
         "beside": (Mlp(64), {EVERY, POST}),
+        "weighs_inputs": (True, {EVERY, FEW, FUSED, POST, FP8, TILES}),
     },
     LayerInputs: {"width": (16, {EVERY, POST}), "vocab_size": (1024, {EVERY, POST}), "padding": (1, {EVERY, POST})},
     Layer: {

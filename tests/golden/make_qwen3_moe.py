@@ -29,6 +29,7 @@ from transformers import (
     GraniteMoeSharedConfig,
     HunYuanMoEV1Config,
     HYV3Config,
+    Llama4TextConfig,
     MiMoV2FlashConfig,
     MiniMaxM2Config,
     Mistral4Config,
@@ -55,6 +56,16 @@ OF_GRANITE = OF_MIXTRAL | dict(
     embedding_multiplier=6.0, attention_multiplier=0.4, residual_multiplier=0.7, logits_scaling=3.0
 )
 OF_SOLAR = {k: v for k, v in SIZES.items() if k != "intermediate_size"} | ROUTED
+# Prompts of 33 tokens and more have several chunks, and queries of several factors.
+OF_LLAMA4 = SIZES | dict(
+    head_dim=16,
+    intermediate_size=24,
+    intermediate_size_mlp=80,
+    num_local_experts=8,
+    attention_chunk_size=32,
+    floor_scale=16,
+    attn_scale=0.7,
+)
 # Within 150 tokens some frequencies are kept, some divided and some on the ramp between.
 YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=32, mscale_all_dim=1.0)
 VARIANTS = {
@@ -341,6 +352,33 @@ VARIANTS = {
             rope_parameters={**YARN, "mscale": 1.0, "llama_4_scaling_beta": 0.7, "partial_rotary_factor": 0.4},
         ),
     ),
+    "llama4-scout": (
+        "llama4",
+        Llama4TextConfig(
+            **OF_LLAMA4,
+            no_rope_layers=[1, 0, 1],
+            rms_norm_eps=EPS,
+            tie_word_embeddings=True,
+            rope_parameters=dict(
+                rope_type="llama3",
+                rope_theta=10000.0,
+                factor=8.0,
+                low_freq_factor=1.0,
+                high_freq_factor=1.0,  # as Scout's
+                original_max_position_embeddings=64,
+            ),
+        ),
+    ),
+    "llama4-maverick": (
+        "stacked",
+        Llama4TextConfig(
+            **OF_LLAMA4,
+            no_rope_layer_interval=2,
+            interleave_moe_layer_step=2,
+            use_qk_norm=False,
+            attention_bias=True,
+        ),
+    ),
 }
 
 LAYOUTS = {  # names of checkpoints where they aren't transformers' own
@@ -383,6 +421,10 @@ def save(model: torch.nn.Module, layout: str, folder: Path) -> None:
     if folder.name.startswith("kimi"):  # which is DeepSeek-V3's class under a name of its own
         config = json.loads((folder / "config.json").read_text()) | {"model_type": "kimi_k2"}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    if layout == "llama4":  # the text model within one that sees pictures
+        text = json.loads((folder / "config.json").read_text())
+        outer = {"model_type": "llama4", "architectures": ["Llama4ForConditionalGeneration"], "text_config": text}
+        (folder / "config.json").write_text(json.dumps(outer, indent=2) + "\n")
     if layout == "bailing":
         config = json.loads((folder / "config.json").read_text())
         config = {key: value for key, value in config.items() if key not in ("n_routed_experts", "n_shared_experts")}
@@ -392,7 +434,7 @@ def save(model: torch.nn.Module, layout: str, folder: Path) -> None:
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
         stem, _, leaf = name.rpartition(".")
-        if layout in ("stacked", "granite") or not stem.endswith(".experts"):
+        if layout in ("stacked", "granite", "llama4") or not stem.endswith(".experts"):
             tensors[name] = tensor
         elif leaf == "down_proj":
             tensors |= {f"{stem}.{i}.down_proj.weight": matrix for i, matrix in enumerate(tensor)}
@@ -406,6 +448,9 @@ def save(model: torch.nn.Module, layout: str, folder: Path) -> None:
             tensors[name.replace("self_attn.q_proj", "attention.query_key_value")] = torch.cat(parts)
     for ours, theirs in LAYOUTS.get(layout, {}).items():
         tensors = {name.replace(ours, theirs): tensor for name, tensor in tensors.items()}
+    if layout == "llama4":
+        tensors = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+        tensors["vision_model.class_embedding"] = torch.ones(4)  # of a tower, which nobody reads
     tensors = {name.replace("attn.sinks", "attn.attention_sink_bias"): tensor for name, tensor in tensors.items()}
     tensors = {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
     if layout == "stacked":
@@ -449,6 +494,8 @@ def main() -> None:
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.3 * torch.randn(buffer.shape))
+        if layout == "llama4":  # else each token's likeliest successor is itself
+            model.model.embed_tokens.weight.data.mul_(0.08)
         if layout == "ernie":  # of whose scores one in eight is the mean
             for parameter_name, parameter in model.named_parameters():
                 if parameter_name.endswith("e_score_correction_bias"):

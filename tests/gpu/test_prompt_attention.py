@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.models.positions import Chunks
 from jaxspec.pallas.attention.prompt_attention import prompt_attention, supported
 from tests.pallas.attention.test_prompt_attention import blocks, error, expected
 
@@ -56,7 +57,7 @@ def test_equals_the_reference(t, n, m, h, page_size, dtype):
     assert error(prompt_attention(*args, scales=scales), expected(*args, scales)) < 0.02
 
 
-@pytest.mark.parametrize("window", [1, 128, 333, 2000])
+@pytest.mark.parametrize("window", [1, 128, 333, 2000, Chunks(256)])
 @pytest.mark.parametrize("t,n,m,h,page_size,dtype", [
     (64, 32, 8, 128, 64, BF16),
     (64, 32, 8, 128, 64, FP8),

@@ -37,6 +37,7 @@ FAMILIES = {
     "gemma4": GEMMA4_ALL | {"num_key_value_heads": 4, "vocab_size_per_layer_input": VOCAB},
     "kimi_linear": {"num_hidden_layers": 2},  # a state, and latents
     "qwen4_exp": {"num_hidden_layers": 2},  # a state behind n-grams, and blocks that an indexer selects
+    "llama4": {"num_hidden_layers": 2},  # chunks, rotated; all of the text, not rotated
     "mimo_v2_flash": {"num_hidden_layers": 2},  # all of the text; a window, with sinks and other heads
     "granitemoehybrid": {"num_hidden_layers": 2},  # a state, and attention
     **{family: {} for family in ("ernie4_5", "granite", "hunyuan_v1_dense", "olmo2", "seed_oss")},
@@ -57,9 +58,15 @@ OPTIONS = SMALL | {"dtype": "float32", "max_running_requests": 4, "num_draft_tok
 
 # Of a standalone drafter's weights: most of its drafts are right.
 NOISE = dict.fromkeys((*MIXTURES, "mistral4"), 0.01) | dict.fromkeys(("granitemoe", "granitemoeshared"), 0.02)
-NOISE |= {"granite": 0.1, "olmo3": 0.03, "exaone4": 0.02, "mimo_v2_flash": 0.01}
+NOISE |= {"granite": 0.1, "olmo3": 0.03, "exaone4": 0.02, "llama4": 0.01, "mimo_v2_flash": 0.01}
 noisy = functools.cache(shaken)
-OFTEN = (("olmo3", "ngram"), ("granite", "standalone"), ("qwen4_exp", "ngram"), ("gemma2", "standalone"))
+OFTEN = (
+    ("olmo3", "ngram"),
+    ("granite", "standalone"),
+    ("llama4", "eagle3"),
+    ("qwen4_exp", "ngram"),
+    ("gemma2", "standalone"),
+)
 HEADLESS = {"arcee", "ernie4_5", "granite", "granitemoehybrid", "minicpm", "olmo2", "seed_oss"}
 HEADLESS |= {*MIXTURES, "gemma2", "ministral3", "mistral4"}  # of these, random heads accept nothing, by chance
 

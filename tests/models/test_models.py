@@ -37,8 +37,8 @@ PLAIN = sorted(name for name, family in MODELS.items() if name not in HYBRIDS)
 # For what layers share, whatever their sizes and scaling.
 FEWER = {"gemma3-tied", "llama-biases", "qwen3-moe-stacked"}
 KINDS = [pytest.param(name, marks=() if name in FEWER else pytest.mark.exhaustive) for name in VARIANTS]
-RELATIVE = [one for one in KINDS if not one.values[0].startswith(("hunyuan", "ministral3", "mistral4"))]
-# Hunyuan norms heads that it has turned, and the latest Mistrals scale queries by their position.
+RELATIVE = [one for one in KINDS if not one.values[0].startswith(("hunyuan", "llama4", "ministral3", "mistral4"))]
+# Hunyuan norms heads that it has turned; Llama 4 and the latest Mistrals scale queries by their position.
 # Of families that differ from Llama in a few numbers, one golden's texts are enough.
 NUMBERS = (
     "arcee", "ernie4_5", "exaone4", "granite", "hunyuan_v1_dense", "minicpm", "olmo2", "olmo3", "phi3", "seed_oss",
@@ -292,6 +292,23 @@ def test_golden_rope_scaling_is_in_play(variant, scaling):
     plain = dataclasses.replace(model.config, decoder=dataclasses.replace(model.config.decoder, layers=layers))
     logits = unembed(model.params, forward(model, expected["ids_150"][None], config=plain).last, model.config.decoder)
     assert abs(logits[0] - expected["logits_150"]).max() > 0.3
+
+
+@pytest.mark.parametrize("of,field,value", [
+    ("mixing", "window", None), rare("mixing", "position_scale", None), rare("mixing", "qk_norm", None),
+    ("feed", "weighs_inputs", False),
+])  # fmt: skip
+def test_each_part_of_llama_4_is_in_play(of, field, value):
+    """Without it, in the layers that have it, the golden's logits are far off."""
+    model, expected = golden("llama4-scout")
+    layers = tuple(
+        dataclasses.replace(layer, **{of: dataclasses.replace(getattr(layer, of), **{field: value})})
+        for layer in model.config.decoder.layers
+    )
+    bare = dataclasses.replace(model.config, decoder=dataclasses.replace(model.config.decoder, layers=layers))
+    last = forward(model, expected["ids_150"][None], config=bare).last
+    off = abs(unembed(model.params, last, bare.decoder)[0] - expected["logits_150"]).max()
+    assert off > 100 * CLOSE["atol"]
 
 
 @pytest.mark.parametrize("before,after", [("language_model.", "model."), ("", "model.language_model.")])

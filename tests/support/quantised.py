@@ -22,7 +22,7 @@ NAMES = {
 }  # fmt: skip
 # Of matrices, those that published checkpoints leave as they are.
 KEPT = re.compile(
-    r".*(lm_head|embed_tokens|mlp\.gate|mlp\.router|shared_expert_gate|in_proj_ba|in_proj_a|in_proj_b|conv1d)\.weight"
+    r".*(lm_head|embed_tokens|mlp\.gate|(mlp|feed_forward)\.router|shared_expert_gate|in_proj_ba|in_proj_a|in_proj_b|conv1d)\.weight"
     r"|.*(embeddings|mixer\.gate)\.weight|.*_bias"
 )
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}

@@ -432,6 +432,7 @@ def test_mtp_of_each_layout(family):
     ("qwen3_moe", "none", 4, 4),
     ("qwen3_moe", "eagle3", 2, 1),
     ("gpt_oss", "ngram", 4, 2),
+    ("llama4", "ngram", 4, 2),
     ("qwen3_next", "mtp", 4, 2),
     ("qwen3_5_moe", "mtp", 2, 2),
 ])  # fmt: skip

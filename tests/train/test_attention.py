@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxspec.decoder import functions
+from jaxspec.models.positions import Chunks
 from jaxspec.train import attention
 
 
@@ -13,17 +14,19 @@ def draw(*shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
-@pytest.mark.parametrize("block,window,sunk,cap", [(3, None, False, 0.5), (3, 3, True, None), (256, None, False, None)])
+@pytest.mark.parametrize("block,window,sunk,cap", [
+    (3, None, False, 0.5), (3, 3, True, None), (256, None, False, None), (3, Chunks(4), False, None)
+])  # fmt: skip
 def test_packed_texts_dont_see_each_other(block, window, sunk, cap, monkeypatch):
     monkeypatch.setattr(attention, "BLOCK", block)
     q, k, v = draw(1, 11, 4, 8), draw(1, 11, 2, 8, seed=1), draw(1, 11, 2, 8, seed=2)
-    first, sinks = jnp.array([[0] * 4 + [4] * 7]), draw(4, seed=3) if sunk else None
+    first, sinks = jnp.array([[0] * 3 + [3] * 8]), draw(4, seed=3) if sunk else None
 
     def packed(q):
         return attention.packed_attention(first).attend(None, None, q, k, v, window, sinks, cap)[0]
 
     def alone(q):
-        texts = ([x[:, s] for x in (q, k, v)] for s in (slice(4), slice(4, 11)))
+        texts = ([x[:, s] for x in (q, k, v)] for s in (slice(3), slice(3, 11)))
         parts = [functions.causal_attention(None, jnp.int32(0), *text, window, sinks, cap)[0] for text in texts]
         return jnp.concatenate(parts, axis=1)
 

@@ -53,12 +53,12 @@ def _mix_in_steps(layer, weights, i, qkv, positions, mixer, cache, dtype, table)
     if a.qk_norm_rotated:
         q, k = rotated()
     if a.qk_norm:
-        norm = normed_together if a.qk_norm_all else normed
-        q, k = norm(q, weights["q_norm"], a.qk_norm), norm(k, weights["k_norm"], a.qk_norm)
+        norm = unit_normed if a.qk_norm_unit else normed_together if a.qk_norm_all else normed
+        q, k = (norm(x, weights.get(name), a.qk_norm) for x, name in ((q, "q_norm"), (k, "k_norm")))
     if not a.qk_norm_rotated:
         q, k = rotated()
     if a.v_norm:
-        v = rms_norm(v, jnp.ones(a.head_dim, v.dtype), a.v_norm.eps)
+        v = unit_normed(v, None, a.v_norm)
     if a.value_scale != 1:
         v = v * jnp.asarray(a.value_scale, v.dtype)
     q = scaled_by_position(q, positions, a.position_scale)
@@ -115,6 +115,11 @@ def split(
         return q, k, v, None
     q, gates = jnp.moveaxis(q.reshape(b, t, n, 2, h), 3, 0)
     return q, k, v, gates
+
+
+def unit_normed(x: Float[Array, "b t n h"], weight: None, norm: Norm) -> Float[Array, "b t n h"]:
+    """A norm of each head that has no weight."""
+    return rms_norm(x, jnp.ones(x.shape[-1], x.dtype), norm.eps)
 
 
 def normed_together(x: Float[Array, "b t n h"], weight: Float[Array, " d"], norm: Norm) -> Float[Array, "b t n h"]:
@@ -222,7 +227,7 @@ ATTENTION = Mixing(
     mix=mix,
     implements={
         "plain": _HEADS
-        | {"qk_norm_all", "qk_norm_rotated", "gated", "bias", "out_bias", "window", "scale", "sinks"}
+        | {"qk_norm_all", "qk_norm_rotated", "qk_norm_unit", "gated", "bias", "out_bias", "window", "scale", "sinks"}
         | {"v_norm", "k_is_v", "shared", "value_dim", "value_scale", "pool", "position_scale", "score_cap"},
         "few_rows": _HEADS | {"bias", "out_bias", "window", "sinks"},
         "fused_norms": _HEADS | {"qk_norm_all", "gated", "window", "scale"},

@@ -3,11 +3,10 @@ one."""
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
 
 from jaxspec.models import reading
-from jaxspec.models.declaring import Tensors, decoder_tensors, mixture_tensors
+from jaxspec.models.declaring import Tensors, decoder_tensors, mixture_tensors, stacked_transposed
 from jaxspec.models.description import Decoder, Mixture
 from jaxspec.models.families import qwen3_vl
 from jaxspec.models.families.qwen3_vl import tower
@@ -21,11 +20,7 @@ def read(hf: reading.Config) -> Decoder:
 
 
 def _transposed(mixture: Mixture, d: int, prefix: str) -> Tensors:
-    tree = mixture_tensors(mixture, d, prefix)
-    for name in ("experts_gate_up", "experts_down"):
-        param = tree[name]
-        tree[name] = dataclasses.replace(param, sources=(param.whole,), apart=param.sources, transpose=True)
-    return tree
+    return stacked_transposed(mixture_tensors(mixture, d, prefix))
 
 
 tensors = partial(decoder_tensors, mixtures=_transposed)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.models.loops import zeros_after
+from jaxspec.models.positions import Window, first_seen
 from jaxspec.pallas.attention.decode_attention import HEAD_WIDTHS, MAX_ROWS, decode_attention
 from jaxspec.pallas.attention.decode_attention import supported as decode_attention_fits
 from jaxspec.pallas.attention.prompt_attention import prompt_attention
@@ -36,7 +37,7 @@ def paged_attention(
     table: Int[Array, "b e"],
     start: Int[Array, " b"],
     mask: Bool[Array, "b t w"] | None = None,
-    window: int | None = None,
+    window: Window | None = None,
     depth: Int[Array, "b _"] | None = None,
     sinks: Float[Array, " n"] | None = None,
     scales: Float[Array, "l 2 m"] | None = None,
@@ -49,13 +50,13 @@ def paged_attention(
     `table[b]` lists a request's pages in order, and its KV slots are counted along them. With a `mask`, row i sees all
     KV slots before `start`, and `start + j` if `mask[b, i, j]`: the rows of a tree, or of a block whose rows see later
     ones. With a `window`, a row sees no KV slot before `start` that is so many positions or more before its own
-    position. That is `start + i`, or with a mask `start + depth[b, i]` where a tree's rows have a `depth`. From `start`
-    on the mask alone decides. Scores are scaled by h**-0.5 and summed in float32. `sinks`: one more logit of each
-    head's softmax, which no value belongs to. `scales`: float32, by which the keys (0) and values (1) of each layer and
-    head are multiplied. `last`: the last KV slot that each row sees, its own or a later one; there is no mask then.
-    `cap`: scores are squashed below it, cap * tanh(score / cap), before the softmax. `fixed`: a row's result has the
-    same bits whatever rows and requests are beside it, as in `decode_attention`; calls of up to `MAX_ROWS` rows differ
-    from calls of more. There is no mask or window then.
+    position, or in an earlier chunk. That is `start + i`, or with a mask `start + depth[b, i]` where a tree's rows have
+    a `depth`. From `start` on the mask alone decides. Scores are scaled by h**-0.5 and summed in float32. `sinks`: one
+    more logit of each head's softmax, which no value belongs to. `scales`: float32, by which the keys (0) and values
+    (1) of each layer and head are multiplied. `last`: the last KV slot that each row sees, its own or a later one;
+    there is no mask then. `cap`: scores are squashed below it, cap * tanh(score / cap), before the softmax. `fixed`: a
+    row's result has the same bits whatever rows and requests are beside it, as in `decode_attention`; calls of up to
+    `MAX_ROWS` rows differ from calls of more. There is no mask or window then.
 
     Returns the mix of values, in q's dtype. Rows that see no KV slot, as those before slot 0, return zeros.
     """
@@ -133,7 +134,7 @@ def reference(
     """
     kv_slots = start[:, None] + jnp.arange(q.shape[1])
     position = kv_slots if mask is None or depth is None else start[:, None] + depth
-    first = jnp.zeros_like(kv_slots) if window is None else position - window + 1
+    first = jnp.zeros_like(kv_slots) if window is None else first_seen(position, window)
     if mask is not None:
         return _masked_attention(q, kv, layer, table, start, first, mask, sinks, scales, cap, block_tokens)
     seen = first, kv_slots if last is None else last

@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.models.fp8 import E4M3 as FP8
+from jaxspec.models.positions import Window, first_seen, most_seen
 from jaxspec.pallas import hopper, portable
 from jaxspec.pallas.portable import fp8
 
@@ -43,7 +44,7 @@ class Plan:
     page: int
     entries: int
     masked_slots: int  # KV slots that a mask covers; 0: there is none
-    window: int | None
+    window: Window | None
     itemsize: int  # bytes of a query's number
     parts: int = 1  # programs that divide a request's steps
     cap: float | None = None  # that scores are squashed below
@@ -117,7 +118,7 @@ def attention(
     table: Int[Array, "b e"],
     start: Int[Array, " b"],
     mask: Bool[Array, "b t w"] | None = None,
-    window: int | None = None,
+    window: Window | None = None,
     depth: Int[Array, "b _"] | None = None,
     sinks: Float[Array, " n"] | None = None,
     scales: Float[Array, "l 2 m"] | None = None,
@@ -155,7 +156,7 @@ def division(plan: Plan) -> int:
     tiles = plan.b * plan.m * plan.tiles
     seen = plan.last_step
     if plan.window is not None:
-        seen = min(seen, (plan.window + (plan.masked_slots or plan.tile_tokens)) // plan.step + 2)
+        seen = min(seen, (most_seen(plan.window) + (plan.masked_slots or plan.tile_tokens)) // plan.step + 2)
     parts = 1
     while parts < MAX_PARTS and 2 * parts <= seen and 2 * parts * tiles <= 2 * portable.multiprocessors():
         parts *= 2
@@ -220,8 +221,8 @@ def _rows_of(plan: Plan, ref: dict[str, Any], b: Array, tile: Array, head: Array
         earliest = start + tile * plan.tile_tokens
         if "depth" in ref:
             position, earliest = start + load(ref["depth"].at[row], valid, 0), start
-        first = position - plan.window + 1
-        begin = jnp.maximum(earliest - plan.window + 1, 0)
+        first = first_seen(position, plan.window)
+        begin = jnp.maximum(first_seen(earliest, plan.window), 0)
     end = jnp.clip(steps(last, plan.step) + 1, 0, plan.last_step)
     begin = jnp.minimum(lax.div(begin, jnp.int32(plan.step)), end)
     index = row * plan.n + head * plan.group + lax.rem(r, jnp.int32(plan.group))

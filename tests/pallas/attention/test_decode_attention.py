@@ -16,6 +16,7 @@ from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxspec.models.positions import Chunks, Window
 from jaxspec.pallas.attention import decode_attention as op
 from tests.support.kernels import kernels, lowered
 from tests.support.sample import one_in, rare
@@ -40,7 +41,7 @@ class Case:
     scaled: bool = False
     whole: bool = False  # the mask hides nothing
     masked_slots: int = 0  # KV slots that a mask covers, t of them the new rows' own; 0: rows are causal
-    window: int | None = None  # positions that a row sees
+    window: Window | None = None  # positions that a row sees
     sinks: bool = False
     chain: bool = False  # rows of a mask have their KV slots as positions
     division: tuple[int, int] = (1, 1)  # blocks, warpgroups of a block
@@ -60,7 +61,7 @@ class Case:
                 kv[LAYER, page, :, :, :real] = rng.standard_normal((2, self.kv_heads, real, self.h), np.float32)
             if self.window is not None:  # steps that the window doesn't reach aren't read
                 step = op.step_tokens(self.h)
-                unread = max(length - (self.masked_slots or self.t) - self.window + 1, 0) // step * step // self.page
+                unread = begin(length - (self.masked_slots or self.t), self.window) // step * step // self.page
                 kv[LAYER, row[:unread]] = np.nan
             row[used:] = 0  # the scheduler's tables end in the dummy page
         args = dict(
@@ -99,6 +100,11 @@ class Case:
         return jnp.asarray(follows[:, new]), jnp.asarray(depth[:, new])
 
 
+def begin(position: int, window: Window) -> int:
+    """The first position that a row sees."""
+    return max(position // window.size * window.size if isinstance(window, Chunks) else position - window + 1, 0)
+
+
 def dense(q, kv, layer, table, start, scales, mask, window=None, depth=None, sinks=None):
     """Reference of `decode_attention`: each row by itself, f64[b, t, n, h]."""
     q, kv = np.asarray(q, np.float64), np.asarray(kv[layer].astype(jnp.float32), np.float64)
@@ -111,11 +117,11 @@ def dense(q, kv, layer, table, start, scales, mask, window=None, depth=None, sin
         for i in range(t):
             first = int(start[r])
             position = first + (i if depth is None else int(depth[r, i]))
-            begin = 0 if window is None else max(position - window + 1, 0)
-            seen = np.arange(begin, position + 1)  # empty where that is negative
+            before = 0 if window is None else begin(position, window)
+            seen = np.arange(before, position + 1)  # empty where that is negative
             if mask is not None:
                 listed = first + np.flatnonzero(mask[r, i])
-                seen = np.concatenate([np.arange(begin, first), listed[listed >= 0]])
+                seen = np.concatenate([np.arange(before, first), listed[listed >= 0]])
             if len(seen):
                 kr, vr = (np.repeat(x[seen], n // m, axis=1) for x in (k, v))
                 scores = np.einsum("nh,snh->ns", q[r, i], kr) * h**-0.5
@@ -182,6 +188,11 @@ CASES = [
          division=PAIR),
     Case("window, a step of a tree, blocks", t=4, masked_slots=12, kv_heads=1, page=16, entries=9, lengths=(7, 77, 130),
          window=33, division=BLOCKS),
+    Case("chunks, rows of two, blocks", t=4, lengths=(4, 66, 128, 194), window=Chunks(64), division=BLOCKS),
+    Case("chunks, two tiles, pages of 16", t=9, group=8, kv_heads=1, page=16, entries=9, lengths=(131, 12, 40),
+         window=Chunks(16)),
+    Case("chunks, tree, fp8, pair", t=8, masked_slots=8, fp8=True, scaled=True, lengths=(8, 72, 133, 200),
+         window=Chunks(64), division=PAIR),
     Case("sinks", lengths=(1, 20, -3, 200), h=64, group=8, kv_heads=2, sinks=True),
     Case("sinks, window, blocks", t=4, lengths=(4, 131, 256), h=64, group=8, kv_heads=1, window=20, sinks=True,
          division=BLOCKS),
@@ -205,7 +216,7 @@ RARE = {
     *("a step of a tree, all bits", "window of one, pages of 128", "fp8, many rows", "sinks, window, blocks"),
     *("verify, blocks", "tree of all bits, two tiles, pair", "segments", "window", "fp8"),
     *("window, two tiles, pages of 16, blocks", "block that sees ahead", "odd group, pages of 16, pair", "tree"),
-    *("width 256, pages of 32", "fp8, width 256, no scales", "decode"),
+    *("chunks, two tiles, pages of 16", "width 256, pages of 32", "fp8, width 256, no scales", "decode"),
 }
 
 
@@ -276,6 +287,7 @@ def test_a_thread_adds_a_rows_tokens_in_the_same_order_in_tiles_of_8_16_and_32_r
     (128, 1, 32, True, 32, True, None),
     (64, 4, 4, False, 0, True, 1024),
     (16, 8, 16, True, 16, False, 128),
+    (64, 5, 4, False, 0, True, Chunks(8192)),
 ]))  # fmt: skip
 def test_lowers_for_cuda(h, page, group, t, fp8, masked_slots, few, window):
     lower(few, t=t, group=group, h=h, page=page, fp8=fp8, scaled=fp8, masked_slots=masked_slots, window=window)

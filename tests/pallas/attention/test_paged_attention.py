@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxspec.cache.paged import Rows
+from jaxspec.models.positions import Chunks
 from jaxspec.pallas import hopper, operation
 from jaxspec.pallas.attention.paged_attention import (
     PAGED_ATTENTION,
@@ -91,6 +92,19 @@ def test_a_row_sees_no_further_back_than_its_window(t, lengths, window, block_to
             np.testing.assert_allclose(out[b, i], dense(q[b, i], k[begin:end], v[begin:end]), atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("t,size,lengths", [(1, 8, (1, 9, 72)), (4, 16, (18, 64)), (32, 8, (33, 70))])
+def test_a_row_sees_its_chunk_alone(t, size, lengths):
+    rng = np.random.default_rng(size)
+    kv, table, sequences = paged(rng, lengths, 2, page_size=8, entries=9)
+    q = rng.standard_normal((len(lengths), t, 4, H), np.float32)
+    start = np.array(lengths, np.int32) - t
+    out = reference(q, jnp.asarray(kv), jnp.int32(LAYER), table, start, window=Chunks(size), block_tokens=8)
+    for b, (k, v) in enumerate(sequences):
+        for i in range(t):
+            seen = slice((start[b] + i) // size * size, start[b] + i + 1)
+            np.testing.assert_allclose(out[b, i], dense(q[b, i], k[seen], v[seen]), atol=2e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize("t,window", [(1, None), (1, 8), (4, 5), (33, None)])
 def test_a_sink_takes_its_share_of_each_head(t, window):
     """Even where it is far above all scores, or far below; a row that sees nothing stays zero."""
@@ -148,11 +162,11 @@ def test_pages_in_fp8_hold_what_their_scales_divide(tree):
         np.testing.assert_allclose(out[0, i], dense(q[0, i], k[seen], v[seen]), atol=2e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("window", [1, rare(2), 3, rare(7), 30])
+@pytest.mark.parametrize("window", [1, rare(2), 3, rare(7), 30, Chunks(2), rare(Chunks(16))])
 def test_rows_of_a_tree_keep_to_the_window_by_their_position_and_not_their_place(window):
     """Two chains after one row, and a row that is padding; with sinks, too."""
     rng = np.random.default_rng(5)
-    sinks = rng.standard_normal(4).astype(np.float32) if window % 2 else None
+    sinks = rng.standard_normal(4).astype(np.float32) if window in (1, 3, 7) else None
     parents, known, size = [-1, 0, 0, 1, 2, 3], 20, 6
     path = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 2, 4], [0, 1, 3, 5]]
     assert all(mine[-2:-1] == [parent] for mine, parent in zip(path[1:], parents[1:], strict=True))
@@ -166,7 +180,9 @@ def test_rows_of_a_tree_keep_to_the_window_by_their_position_and_not_their_place
     padded, _ = rows.look_back(jnp.asarray(kv), jnp.int32(LAYER), jnp.asarray(q), window, sinks)
     np.testing.assert_array_equal(padded[:, :size], out)
     for i, mine in enumerate(path):
-        seen = [*range(known), *(known + j for j in mine)][-window:]
+        seen = [*range(known), *(known + j for j in mine)]
+        last = len(seen) - 1
+        seen = seen[last // window.size * window.size :] if isinstance(window, Chunks) else seen[-window:]
         np.testing.assert_allclose(out[0, i], dense(q[0, i], k[seen], v[seen], sinks), atol=2e-6, rtol=1e-5)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxspec.models.positions import Chunks
 from jaxspec.pallas.attention.paged_attention import paged_attention
 from jaxspec.pallas.attention.prompt_attention import prompt_attention, supported
 from tests.support.kernels import kernels, lowered
@@ -75,6 +76,8 @@ def test_equals_the_reference(t, n, m, h, page_size, prompts, sms):
 
 @pytest.mark.parametrize("t,n,m,h,page_size,prompts,sms,window", [
     (64, 4, 1, 64, 64, [(0, 192), (300, 64)], 3, 100),  # begins within a step, and before the text
+    (64, 4, 1, 64, 64, [(0, 192), (350, 64)], 3, Chunks(128)),  # a block of two chunks
+    rare(64, 5, 1, 128, 32, [(300, 128)], 2, Chunks(32)),  # shorter than a step
     rare(64, 3, 1, 64, 128, [(300, 64)], 132, 256),  # whole steps between both ends
     rare(64, 1, 1, 128, 32, [(65, 128)], 1, 1),  # a lone consumer, and rows that see themselves alone
     rare(32, 5, 1, 64, 16, [(0, 32), (447, 32)], 2, 130),  # a prefix that is skipped
@@ -104,7 +107,7 @@ def test_pages_before_the_window_are_not_read():
     """They hold what no sum would survive. Keys are read in steps of 128, and the window begins in the second."""
     q, kv, layer, table, start = case(64, 2, 1, 64, 64, [(300, 64)])
     kv = kv.at[:, table[0, :2]].set(jnp.nan)
-    for window, finite in ((100, True), (None, False)):
+    for window, finite in ((100, True), (Chunks(256), True), (None, False)):
         out = prompt_attention(q, kv, layer, table, start, window=window, interpret=plgpu.InterpretGPUParams())
         assert np.isfinite(np.float32(out)).all() == finite
 
@@ -116,7 +119,7 @@ def test_an_fp8_cache_is_scaled_per_head():
     assert error(out, expected(*args, scales)) < 0.02
 
 
-@pytest.mark.parametrize("window", [None, rare(1024)])
+@pytest.mark.parametrize("window", [None, rare(1024), rare(Chunks(8192))])
 @pytest.mark.parametrize("t,n,m,h,page_size,dtype", [
     (64, 64, 8, 64, 64, BF16),  # gpt-oss', with sinks
     rare(64, 32, 8, 128, 64, BF16),

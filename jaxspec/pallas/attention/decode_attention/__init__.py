@@ -25,6 +25,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.models.positions import Window, most_seen
 from jaxspec.pallas.attention.decode_attention.kernel import warpgroup
 from jaxspec.pallas.attention.decode_attention.plan import (
     FP8,
@@ -53,7 +54,7 @@ def decode_attention(
     *,
     scales: Float[Array, "l 2 m"] | None = None,
     mask: Bool[Array, "b t w"] | None = None,
-    window: int | None = None,
+    window: Window | None = None,
     depth: Int[Array, "b t"] | None = None,
     sinks: Float[Array, " n"] | None = None,
     fixed: int = 0,
@@ -68,9 +69,9 @@ def decode_attention(
       head are multiplied with. `table[b]` lists a request's pages in order.
     - `mask`: without one, row i sees the KV slots up to its own; with one, all before `start` and those `start + j`
       where `mask[b, i, j]`, wherever its own keys are.
-    - `window`: how many positions a row sees, its own included; None: all. KV slots before `start` are their positions;
-      from there on the mask decides. Row i's own position is `start + i`, or with a mask `start + depth[b, i]` if
-      `depth`, nowhere negative, is given. Pages before the window aren't read.
+    - `window`: how many positions a row sees, its own included, or chunks; None: all. KV slots before `start` are their
+      positions; from there on the mask decides. Row i's own position is `start + i`, or with a mask
+      `start + depth[b, i]` if `depth`, nowhere negative, is given. Pages before the window aren't read.
     - `sinks`: one more logit of each head's softmax, which no value belongs to.
     - `fixed`: a row's result has the same bits however many requests and rows there are: so many tokens, a multiple of
       `step_tokens`, are summed by themselves, whichever block does it. 0: no. Without a mask, a window or sinks.
@@ -112,7 +113,7 @@ def _attend(
     m, s = kv.shape[3], kv.shape[4]
     tile_tokens = min(t, tallest // (n // m))
     masked_slots = 0 if mask is None else mask.shape[2]
-    span = None if window is None else window - 1 + (masked_slots or tile_tokens)
+    span = None if window is None else most_seen(window) - 1 + (masked_slots or tile_tokens)
     parts = parts or division(b * m * -(-t // tile_tokens), h, span)
     fp8 = kv.dtype == FP8
     given = depth is not None, sinks is not None

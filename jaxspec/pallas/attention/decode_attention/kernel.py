@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxspec.models.positions import Chunks, first_seen
 from jaxspec.pallas.attention.decode_attention import e4m3
 from jaxspec.pallas.attention.decode_attention.plan import MAX_MASKED_SLOTS, Plan
 from jaxspec.pallas.attention.decode_attention.results import combine, combine_segments, write_part, write_rows
@@ -175,7 +176,14 @@ def _sight(plan: Plan, start, tile):
         first, rows = start, plan.masked_slots
     else:
         first, rows = start + tile * plan.tile_tokens, plan.tile_tokens
-    return first - (plan.window - 1), first + (rows - 1) - (plan.window - 1)
+    return first_seen(first, plan.window), first_seen(first + (rows - 1), plan.window)
+
+
+def _in_window(plan: Plan, kv_slots, position):
+    """Whether KV slots aren't before the windows of rows at these positions."""
+    if isinstance(plan.window, Chunks):
+        return kv_slots >= first_seen(position, plan.window)
+    return kv_slots > position - plan.window
 
 
 def _skipped(plan: Plan, start, tile):
@@ -346,9 +354,9 @@ class _Rows:
             position = self.start + spread(plan, self.depths, kv_slots)
         if not plan.masked_slots:
             seen = kv_slots <= position
-            return seen if plan.window is None else seen & (kv_slots > position - plan.window)
+            return seen if plan.window is None else seen & _in_window(plan, kv_slots, position)
         new = kv_slots - self.start
         bit = lax.shift_right_logical(spread(plan, self.bits, kv_slots), jnp.clip(new, 0, MAX_MASKED_SLOTS - 1)) & 1
         if plan.window is None:
             return (new < 0) | ((new < plan.masked_slots) & (bit == 1))
-        return jnp.where(new < 0, kv_slots > position - plan.window, (new < plan.masked_slots) & (bit == 1))
+        return jnp.where(new < 0, _in_window(plan, kv_slots, position), (new < plan.masked_slots) & (bit == 1))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
+from jaxspec.models.positions import Window
 from jaxspec.pallas import hopper
 from jaxspec.pallas.hopper import THREADS
 
@@ -35,7 +36,7 @@ class Plan:
     entries: int
     fp8: bool
     masked_slots: int  # KV slots that a mask covers; 0: there is none, rows are causal
-    window: int | None  # positions that a row sees, its own included; None: all so far
+    window: Window | None  # positions that a row sees, its own included, or chunks; None: all so far
     depths: bool  # whether rows' positions are given, and aren't their KV slots
     sinks: bool  # whether heads have one
     splits: int  # blocks that share a request's tokens; all of a call's run at once, since they wait for one another

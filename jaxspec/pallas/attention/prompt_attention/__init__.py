@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from jaxspec.models.positions import Window
 from jaxspec.pallas.attention.prompt_attention.kernel import kernel
 from jaxspec.pallas.attention.prompt_attention.plan import HEAD_DIMS, PAGE_SIZES, UNIT, Plan
 from jaxspec.pallas.hopper import MULTIPROCESSORS
@@ -49,7 +50,7 @@ def prompt_attention(
     start: Int[Array, " b"],
     *,
     scales: Float[Array, "l 2 m"] | None = None,
-    window: int | None = None,
+    window: Window | None = None,
     sinks: Float[Array, " n"] | None = None,
     interpret: Any = False,
     sms: int = MULTIPROCESSORS,
@@ -59,7 +60,7 @@ def prompt_attention(
     Block i is at positions `start[i] + 0..t-1` (a negative start counts as 0) of the request whose pages `table[i]`
     lists; several blocks may belong to one request. `q` is bfloat16 and unscaled: scores are scaled by h**-0.5. Keys
     and values are multiplied by `scales[layer, 0]` and `scales[layer, 1]`, positive, for each kv head (None: 1).
-    A row sees `window` positions up to its own (None: all), and pages before those of a block's rows aren't read.
+    A row sees `window` positions up to its own, or its chunk's (None: all); pages before those aren't read.
     `sinks`: one more logit of each head's softmax, which no value belongs to.
     Returns the mix of values in bfloat16. Rows past the last page are padding; their results are finite.
 

@@ -232,7 +232,7 @@ class _Unit:
             key = key + (self.tile.key(i) - self.tile.first(self.me))
             seen = key <= row
             if self.plan.window is not None:
-                seen &= key > row - self.plan.window
+                seen &= self.tile.in_window(key, row, self.me)
             scores = jnp.where(seen, scores, MASKED)
         new_top = jnp.maximum(top, scores.max(axis=1) * self.scale)
         weights = jnp.exp2(scores * self.scale - lax.broadcast_in_dim(new_top, scores.shape, [0]))

@@ -12,6 +12,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxspec.models.positions import Chunks, Window, first_seen
 from jaxspec.pallas.hopper import WARPS, WGMMA_ROWS
 
 UNIT = WGMMA_ROWS  # query rows of a consumer
@@ -25,12 +26,12 @@ class Plan:
     """Static sizes of one call: its shapes, and the tiling that follows from them."""
 
     def __init__(
-        self, q_shape, kv_shape, entries: int, fp8: bool, window: int | None, sinks: bool, sms: int, interpret: bool
+        self, q_shape, kv_shape, entries: int, fp8: bool, window: Window | None, sinks: bool, sms: int, interpret: bool
     ):
         self.blocks, self.t, n, self.h = q_shape
         self.m, self.page_size = kv_shape[3:5]
         self.entries, self.fp8, self.interpret = entries, fp8, interpret
-        self.window = window  # positions that a row sees, its own included; None: all so far
+        self.window = window  # positions that a row sees, its own included, or chunks; None: all so far
         self.sinks = sinks  # whether heads have one
         self.group = n // self.m
 
@@ -154,7 +155,7 @@ class Tile:
     @property
     def skipped(self):
         """Steps' worth of keys that lie before the window of all rows."""
-        return div(jnp.maximum(self.first(0) - (self.plan.window - 1), 0), self.plan.keys)
+        return div(jnp.maximum(first_seen(self.first(0), self.plan.window), 0), self.plan.keys)
 
     @property
     def masked_steps(self):
@@ -165,13 +166,19 @@ class Tile:
     @property
     def whole_steps(self):
         """How many steps come before the last ones, whose keys lie before some row's window."""
-        before = jnp.maximum(self.last - (self.plan.window - 1), 0) + (self.plan.keys - 1)
+        before = jnp.maximum(first_seen(self.last, self.plan.window), 0) + (self.plan.keys - 1)
         return jnp.maximum(self.steps - (div(before, self.plan.keys) - self.skipped), self.masked_steps)
 
     def key(self, i):
         """The position of the first key of step i: steps go backwards."""
         step = self.steps - 1 - i
         return (step if self.plan.window is None else self.skipped + step) * self.plan.keys
+
+    def in_window(self, key, row, consumer):
+        """Whether keys lie within rows' windows, both counted from the consumer's first row."""
+        if isinstance(window := self.plan.window, Chunks):
+            return key >= first_seen(row + self.first(consumer), window) - self.first(consumer)
+        return key > row - window
 
     def first(self, consumer):
         """The position of a consumer's first row."""
