@@ -45,6 +45,8 @@ OPTIONS = {
     "max_running_requests": 2,
     "skip_warmup": True,
     "few_programs": True,
+    "chunked_prefill_size": 64,
+    "prefill_sizes": "64",
 }
 NAMED = re.compile(r"\bdocs/[\w/-]+\.md")
 VOCAB = 272

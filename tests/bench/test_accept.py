@@ -79,7 +79,8 @@ def test_a_drafter_is_compared_with_plain_decoding(tiny, files, tmp_path, capsys
 
 def test_a_drafter_forgets_the_load_before_unless_it_is_to_remember(tiny, files, tmp_path):
     out, found = tmp_path / "accept.json", []
-    options = [*tiny, "--draft", "suffix", "--no-plain", "--data", f"A={files[1]}", "--data", f"B={files[1]}", *OPTIONS]
+    pool = "suffix?max_requests=8&max_response=64&max_matches=16"  # rounds look through all of it
+    options = [*tiny, "--draft", pool, "--no-plain", "--data", f"A={files[1]}", "--data", f"B={files[1]}", *OPTIONS]
     for extra in ([], ["--keep-memory"]):
         assert main(["accept", *options, *extra, "--json", str(out)]) == 0
         found.append([row["tokens_per_round"] for row in json.loads(out.read_text())["rows"]])

@@ -36,6 +36,7 @@ def engine():
     make = lambda: LLM(  # noqa: E731
         target, f"{POOL}+{draft}", dtype="float32", max_running_requests=2, context_length=96,
         skip_warmup=True, few_programs=True, num_draft_tokens=3, disable_structured_output=True,
+        chunked_prefill_size=64, prefill_sizes="64",
     )  # fmt: skip
     return widths.several(make)
 

@@ -7,6 +7,7 @@ from tests.support import widths
 from tests.support.tiny import tiny_checkpoint
 
 OPTIONS = {"max_running_requests": 3, "context_length": 96, "skip_warmup": True, "few_programs": True}
+OPTIONS |= {"chunked_prefill_size": 64, "prefill_sizes": "64"}  # one program
 PROMPTS = [[5, 6, 7, 8, 5, 6], [9, 3, 4], [5, 6, 7, 8, 5, 6, 9], list(range(10, 40)), [1]]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 SAMPLED = [SamplingParams(temperature=0.6, max_tokens=24, ignore_eos=True, seed=i) for i in range(len(PROMPTS))]

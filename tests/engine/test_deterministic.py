@@ -176,7 +176,7 @@ def test_texts_are_the_same_whatever_happens_to_them():
 @pytest.mark.parametrize("changes", [
     {"num_draft_tokens": 1},
     {"num_continuous_decode_steps": 4},
-    {"chunked_prefill_size": 32},
+    {"chunked_prefill_size": 32, "prefill_sizes": None},
     {"disable_prefix_cache": True, "max_total_tokens": 1600},
     {"few_programs": False, "max_running_requests": 5},
 ], ids=str)  # fmt: skip

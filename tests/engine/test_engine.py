@@ -25,6 +25,7 @@ from tests.support.engines import (
     OPTIONS,
     PAGE,
     SELF,
+    SHARED,
     VOCAB,
     assert_own,
     checkpoint,
@@ -153,7 +154,7 @@ def test_a_preempted_request_keeps_its_text(llm):
 
 
 def test_texts_are_the_same_whoever_is_preempted_by_priority():
-    llm = LLM(checkpoint(), "ngram", schedule_policy="priority-high-first", num_draft_tokens=3, **OPTIONS)
+    llm = LLM(checkpoint(), "ngram", schedule_policy="priority-high-first", num_draft_tokens=3, **SHARED)
     core = llm.engine
     core.runner.programs = engine("ngram").engine.runner.programs  # the same, compiled
     set_rounds(llm, 1)
@@ -228,7 +229,7 @@ def test_a_warm_up_makes_every_program_that_a_load_asks_for(monkeypatch):
     set_rounds(llm, 1)
     asked = set(llm.engine.runner.programs._compiled)
     made = uncompiled(monkeypatch)
-    LLM(checkpoint(), "ngram", **OPTIONS | {"num_draft_tokens": 3, "skip_warmup": False})
+    LLM(checkpoint(), "ngram", **SHARED | {"num_draft_tokens": 3, "skip_warmup": False})
     assert len(asked) > 8 and asked <= set(made)
     idle(llm.engine)
 
@@ -447,10 +448,11 @@ def test_min_tokens_and_stops_do_what_they_say():
 def test_logprobs_are_those_of_the_logits():
     llm, prompt = engine("ngram"), tokens(130, 9)
     outs = llm.generate([prompt, prompt[:33], prompt[:1]], params(logprobs=5, prompt_logprobs=3, max_tokens=12))
-    for out in outs:
+    texts = [out.prompt_token_ids + out.token_ids for out in outs]
+    padded = [text + [0] * (len(texts[0]) - len(text)) for text in texts]
+    of_all = np.asarray(jaxspec.logits(llm.engine.runner.model, padded), np.float64)
+    for out, whole, logits in zip(outs, texts, of_all, strict=True):
         length = len(out.prompt_token_ids)
-        whole = out.prompt_token_ids + out.token_ids
-        logits = np.asarray(jaxspec.logits(llm.engine.runner.model, [whole])[0], np.float64)
         logprobs = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
         assert out.prompt_logprobs[0] is None and len(out.prompt_logprobs) == length
         rows = zip([*out.prompt_logprobs[1:], *out.logprobs], logprobs, whole[1:], strict=False)

@@ -48,7 +48,8 @@ def engine(family, draft, ragged=False):
     if draft == "standalone":
         draft += f":{tiny_checkpoint('qwen3', VOCAB, 3, num_hidden_layers=1)}"
     # in a prefill of three blocks, one can start from what another request's leaves; a further size is more to compile
-    options = OPTIONS | {"chunked_prefill_size": 96} if (family, draft) == ("qwen3_5", "mtp") else OPTIONS
+    three = (family, draft) == ("qwen3_5", "mtp")
+    options = OPTIONS | {"chunked_prefill_size": 96, "prefill_sizes": "96"} if three else OPTIONS
     options = options | {"num_draft_tokens": 2, "num_continuous_decode_steps": 3}
     llm = widths.several(lambda: LLM(str(folder), draft, **options), ragged)
     llm.engine.scheduler.rounds = 1  # but where a test asks for more

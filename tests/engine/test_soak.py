@@ -35,7 +35,7 @@ DEADLINE = 500  # seconds after which a request counts as stuck; it waits for a 
 MEGABYTES_GROWTH = 96  # allowed between a quarter of the run and its end
 MEGABYTES_FLAT = 24  # allowed over the second half of a long run
 OPTIONS = SMALL | {"skip_warmup": False, "disable_structured_output": True, "decode_log_interval": 0}
-OPTIONS |= {"draft_policy": "fixed"}
+OPTIONS |= {"draft_policy": "fixed", "prefill_sizes": None}  # as served
 CROWDED = {"max_running_requests": 8, "max_total_tokens": 320}  # 8 x 192 would never run short
 DEMO = {"max_running_requests": 6, "max_total_tokens": 184}  # a request has 7 pages of the 23 at first, and 16 at last
 

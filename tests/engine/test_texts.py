@@ -20,6 +20,7 @@ from tests.support.tiny import BYTE_VOCAB, tiny_checkpoint
 
 TEXTS = np.random.default_rng(0).integers(0, 60, (2, 20)).astype(np.int32)
 OPTIONS = dict(page_size=8, context_length=128, max_running_requests=2, skip_warmup=True, few_programs=True)
+OPTIONS |= dict(chunked_prefill_size=64, prefill_sizes="64")  # one program
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,7 @@ ROOT, VOCAB, CAPACITY = Path(__file__).resolve().parents[2], 64, 128
 OPTIONS = {
     "dtype": "float32", "page_size": 8, "chunked_prefill_size": 64, "context_length": CAPACITY, "num_draft_tokens": 3,
     "max_running_requests": 2, "max_total_tokens": 208, "max_state_snapshots": 6, "state_snapshot_interval": 32,
-    "skip_warmup": True, "few_programs": True, "disable_structured_output": True,
+    "skip_warmup": True, "few_programs": True, "disable_structured_output": True, "prefill_sizes": "64",
 }  # fmt: skip
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 _root = tempfile.TemporaryDirectory(prefix="jaxspec-proof-")

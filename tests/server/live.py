@@ -20,6 +20,7 @@ ENGINE = dict(
     max_running_requests=4,
     max_total_tokens=8192,
     chunked_prefill_size=64,
+    prefill_sizes="64",
     page_size=8,
     skip_warmup=True,
     few_programs=True,

@@ -24,9 +24,11 @@ SMALL = {
     "context_length": CONTEXT,
     "skip_warmup": True,
     "few_programs": True,  # compiling is most of what tests do
+    "prefill_sizes": "64",
 }
 CROWDED = SMALL | {"max_running_requests": 3, "max_total_tokens": 208}  # so that three long requests preempt each other
 OPTIONS = CROWDED | {"num_continuous_decode_steps": 4}  # which `set_rounds` turns on
+SHARED = OPTIONS | {"prefill_sizes": None}  # prefills of one block too, for rounds that wait for no more
 
 
 def checkpoint():
@@ -48,7 +50,8 @@ class CountUp(Drafter):
 def engine(draft, warm=False):
     """`warm`: with all programs compiled, for tests that ask whether anything compiles later."""
     drafts = {} if draft == "none" else {"num_draft_tokens": 3}
-    llm = LLM(checkpoint(), draft.replace("self", checkpoint()), **OPTIONS | drafts | {"skip_warmup": not warm})
+    options = OPTIONS if draft in ("none", COUNT_UP) else SHARED
+    llm = LLM(checkpoint(), draft.replace("self", checkpoint()), **options | drafts | {"skip_warmup": not warm})
     set_rounds(llm, 1)
     return llm
 

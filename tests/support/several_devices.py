@@ -98,7 +98,7 @@ def engine(folder: Path, draft: str, size: int, **options) -> LLM:
     """Four slots, and fewer pages than they may fill, so that requests are preempted."""
     more = {"num_draft_tokens": 3} if draft != "none" else {}
     more |= {"max_running_requests": 4, "context_length": 96, "page_size": 8, "max_total_tokens": 112}
-    more |= {"dtype": "float32", "skip_warmup": True, "few_programs": True}
+    more |= {"dtype": "float32", "skip_warmup": True, "few_programs": True, "chunked_prefill_size": 32}
     return LLM(str(folder), draft, tp_size=size, **more | options)
 
 

@@ -16,7 +16,7 @@ PROMPTS = [[i, i + 1, i + 2] for i in range(1, 10)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 OPTIONS = {
     "dtype": "float32", "max_running_requests": 4, "context_length": 64, "skip_warmup": True, "few_programs": True,
-    "disable_structured_output": True,
+    "disable_structured_output": True, "chunked_prefill_size": 64, "prefill_sizes": "64",
 }  # fmt: skip
 # Of each, the layers that are read: linear and full attention, experts behind either, sliding and full attention.
 TARGETS = {
