@@ -66,7 +66,7 @@ def processes(here, wide):
 
 
 @pytest.mark.parametrize(
-    "kind", ["round_greedy", rare("round_sampled"), rare("prefill"), "admit", rare("conclude_sampled")]
+    "kind", ["prefill", rare("round_greedy"), rare("round_sampled"), "admit", rare("conclude_sampled")]
 )
 def test_a_program_of_another_process_computes_the_same_bits(here, processes, kind):
     programs = here.programs
@@ -187,6 +187,7 @@ def test_the_second_stage_is_lowered_while_the_first_compiles(here, monkeypatch)
             time.sleep(0.01)
         raise RuntimeError("it can't be compiled")
 
+    monkeypatch.setattr(Programs, "_lower", lambda *_: (None, None))
     monkeypatch.setattr(Programs, "_compile", compile_first)
     with pytest.raises(RuntimeError):
         programs.warm_up_in_stages(here.state)
@@ -263,10 +264,10 @@ def test_tritons_kernels_are_lowered_without_a_gpu(monkeypatch, tmp_path, family
     monkeypatch.setattr(defaults, "here", lambda: defaults.GPU)
     (tmp_path / "config.json").write_text(json.dumps(tiny_config(family, **WIDE | sizes)))
     options = dict(load_format="dummy", dtype="bfloat16", skip_warmup=True, max_total_tokens=2048)
-    made = runner.Runner(EngineConfig(model=str(tmp_path), max_running_requests=8, **options))
+    made = runner.Runner(EngineConfig(model=str(tmp_path), max_running_requests=45, **options))
     try:
         lower = lowering_of(Given.of(made.programs.made_of(), made.state, "auto", FEW))
-        module = lower(("round_greedy", 8))
+        module = lower(("round_greedy", 45))
     finally:
         hopper.lower_for(None)
     assert kernel in module.kernels

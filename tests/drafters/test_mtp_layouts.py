@@ -78,7 +78,7 @@ def of_streams(vocab: int):
 
 
 @pytest.mark.parametrize("family,drafts", [
-    ("ernie4_5_moe", 3), ("qwen4_exp", 3), *(rare(family, 3) for family in ("hy_v3", "bailing_moe", "exaone_moe")),
+    ("ernie4_5_moe", 3), *(rare(family, 3) for family in ("qwen4_exp", "hy_v3", "bailing_moe", "exaone_moe")),
     *(rare(family, 1) for family in (*FAMILIES, "qwen4_exp")),
 ])  # fmt: skip
 def test_greedy_texts_are_the_models_own_cached_or_cold(family, drafts):
@@ -98,7 +98,7 @@ def test_fp8_modules_are_the_numbers_that_they_stand_for(family, tmp_path):
     for folder in (fp8, whole):
         model = jaxspec.load_model(str(folder), "float32", progress=False, fp8_activations=False)
         loaded = load_drafter("mtp", model, options)
-        props.append(jaxspec.propose(model, loaded, PROMPTS[2], 3))
+        props.append(jaxspec.propose(model, loaded, PROMPTS[2], 2))
         assert isinstance(loaded.params["layer"]["qkv"].format, Fp8) == (folder is fp8)
     assert props[0].tokens.tolist() == props[1].tokens.tolist()
     np.testing.assert_allclose(props[0].logits, props[1].logits, atol=2e-3)

@@ -23,7 +23,7 @@ from tests.support.engines import OPTIONS, VOCAB
 from tests.support.sample import rare
 from tests.support.tiny import shaken, tiny_checkpoint
 
-EVERY_SIZE = ("llama", "ngram")  # runs a program for each number of requests
+EVERY_SIZE = ("qwen3", "ngram")  # runs a program for each number of requests
 LENGTHS = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 95, 96, 97, 127, 128, 129)
 SEEDS = {"llama": 0, "qwen3": 1, "qwen3_moe": 2}
 SETTINGS = [
@@ -74,7 +74,7 @@ def engine(family, draft, ragged=False):
     if method == "standalone":
         draft = f"standalone:{draft_folder(family, which)}"
     drafts = {} if draft == "none" else {"num_draft_tokens": 3}
-    sizes = {"few_programs": (family, draft) != EVERY_SIZE}
+    sizes = {"few_programs": ragged or (family, draft) != EVERY_SIZE}
     llm = widths.several(lambda: LLM(str(checkpoint(family)), draft, **OPTIONS | drafts | sizes), ragged)
     llm.engine.scheduler.rounds = 1
     return llm
@@ -155,6 +155,18 @@ def test_greedy_output_equals_plain(family, draft, overlap, rounds, monkeypatch)
             assert all(out.metrics.cached_tokens >= len(out.prompt_token_ids) - 1 - 8 for out in again)
     assert (llm.engine.stats()["dispatches"].get("rounds_greedy", 0) > before) == (rounds > 1)
     assert cases * len(SETTINGS) * 2 >= 200, "fewer cases than the claim is made for"
+
+
+def test_greedy_output_equals_plain_where_rows_are_shared_out(monkeypatch):
+    """Ragged rounds, which tests/rounds/test_ragged_verification.py has of other drafters."""
+    for scenario in SCENARIOS:
+        plain("llama", scenario)
+    ragged = functools.partial(engine, ragged=True)
+    monkeypatch.setattr(f"{__name__}.engine", ragged)
+    llm = ragged("llama", "ngram")
+    widths.switch(llm, monkeypatch)
+    test_greedy_output_equals_plain("llama", "ngram", True, 1, monkeypatch)
+    assert widths.took_turns(llm)
 
 
 @pytest.mark.parametrize("draft,overlap,rounds", [
