@@ -185,7 +185,8 @@ def test_layer_matmuls(monkeypatch):
     assert len(own) == 2 and not (own[0][2][0] == own[1][2][0]).all()  # no layer finds another's weights in a cache
 
 
-@pytest.mark.parametrize("quantised", [rare(False), True])
+@pytest.mark.exhaustive  # likewise
+@pytest.mark.parametrize("quantised", [False, True])
 def test_layer_matmuls_call_the_kernel_as_it_is(quantised):
     """Its own signature and shapes, up to CUDA's code: only a Hopper GPU could run it."""
     case = matmuls.layer_matmuls(16, 256, 512, 384, 2, quantised)
@@ -205,7 +206,8 @@ def test_few_rows_layer(monkeypatch, width, normed):
     assert row["flops"] == 2 * 8 * weights and row["bytes"] == 2 * (weights + 8 * (2 * 192 + 4 * width))
 
 
-@pytest.mark.parametrize("quantised", [rare(False), True])
+@pytest.mark.exhaustive  # the kernels by themselves are lowered in tests/pallas/dense
+@pytest.mark.parametrize("quantised", [False, True])
 def test_few_rows_layer_calls_the_kernels_as_they_are(quantised):
     case = matmuls.few_rows_layer(8, 2048, 8, 2, 128, 512, True, layers=1, quantised=quantised)
     shared, own = jax.eval_shape(case.build, jax.random.key(0))

@@ -31,7 +31,8 @@ KIMI = dict(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("t,requests", [(1, 1), rare(3, 1), rare(1, 8)])
+@pytest.mark.exhaustive  # Nemotron's layers by kernels are in test_few_rows_layers.py, the rule's kernel below
+@pytest.mark.parametrize("t,requests", [(1, 1), (3, 1), (1, 8)])
 def test_layers_are_those_of_the_model(monkeypatch, t, requests):
     """Norms that aren't centred, of 96 columns beside many; latent attention, and a mixture scored by a sigmoid."""
     config, params = small_hybrid("kimi_linear", 17 * 64, **KIMI)

@@ -89,9 +89,9 @@ WITH_INPUTS = {**{name: 4 * count for name, count in LAYER.items()}, "few_rows_p
 
 
 @pytest.mark.parametrize("family,own,kernels,tree", [
-    ("gemma3", dict(head_dim=256, num_key_value_heads=1), DENSE, True),
+    rare("gemma3", dict(head_dim=256, num_key_value_heads=1), DENSE, True),
     rare("gemma4", GEMMA4, DENSE, True),
-    ("gemma4", GEMMA4 | EXPERTS, DENSE | {"few_rows_normed": 4}, False),
+    rare("gemma4", GEMMA4 | EXPERTS, DENSE | {"few_rows_normed": 4}, False),
     ("gemma4", INPUTS | {"global_head_dim": 128}, WITH_INPUTS | {"write_heads": 2}, False),  # of four, two share theirs
     ("olmo2", {}, BY_XLA, False),
     rare("olmo3", {}, BY_XLA, False),

@@ -217,6 +217,7 @@ RARE = {
     *("verify, blocks", "tree of all bits, two tiles, pair", "segments", "window", "fp8"),
     *("window, two tiles, pages of 16, blocks", "block that sees ahead", "odd group, pages of 16, pair", "tree"),
     *("chunks, two tiles, pages of 16", "width 256, pages of 32", "fp8, width 256, no scales", "decode"),
+    *("segments, three tiles, blocks", "all rows"),
 }
 
 
@@ -279,7 +280,7 @@ def test_a_thread_adds_a_rows_tokens_in_the_same_order_in_tiles_of_8_16_and_32_r
     assert orders == {8: expected, 16: expected, 32: expected}
 
 
-@pytest.mark.parametrize("h,page,group,t,fp8,masked_slots,few,window", one_in(2 * len(op.HEAD_WIDTHS), op.HEAD_WIDTHS, [
+@pytest.mark.parametrize("h,page,group,t,fp8,masked_slots,few,window", one_in(3 * len(op.HEAD_WIDTHS), op.HEAD_WIDTHS, [
     (64, 4, 1, False, 0, False, None),
     (16, 7, 4, False, 16, True, None),
     (32, 16, 4, False, 0, True, None),
@@ -293,7 +294,7 @@ def test_lowers_for_cuda(h, page, group, t, fp8, masked_slots, few, window):
     lower(few, t=t, group=group, h=h, page=page, fp8=fp8, scaled=fp8, masked_slots=masked_slots, window=window)
 
 
-@pytest.mark.parametrize("t,few,masked_slots,window", [(1, True, 0, 128), rare(16, False, 16, None)])
+@pytest.mark.parametrize("t,few,masked_slots,window", [rare(1, True, 0, 128), rare(16, False, 16, None)])
 def test_lowers_for_cuda_with_sinks(t, few, masked_slots, window):
     lower(few, t=t, group=8, h=64, masked_slots=masked_slots, window=window, sinks=True)
 

@@ -63,7 +63,7 @@ def error(out, want):
     (64, 4, 1, 64, 64, [(0, 192), (77, 64)], 3),  # several tiles a CTA, an odd number of rounds, a prefix off the grid
     rare(64, 3, 1, 64, 128, [(300, 64)], 132),  # an odd group: the last unit repeats a head
     rare(64, 1, 1, 128, 32, [(65, 128)], 1),  # a lone consumer, and a prefix whose last key is a tile's first
-    (32, 5, 1, 64, 16, [(0, 32), (127, 32)], 2),  # units of two heads, of which the last has one
+    rare(32, 5, 1, 64, 16, [(0, 32), (127, 32)], 2),  # units of two heads, of which the last has one
     rare(128, 2, 2, 64, 64, [(100, 128)], 132),  # units of one head at several positions
     (64, 2, 1, 256, 128, [(70, 64)], 1),  # one query slot, and steps of half a page
 ])  # fmt: skip
@@ -131,7 +131,7 @@ def test_an_fp8_cache_is_scaled_per_head():
     rare(8, 32, 8, 128, 64, BF16),
     rare(16, 5, 1, 128, 128, BF16),
     rare(128, 7, 1, 128, 64, BF16),
-    (256, 4, 4, 64, 64, BF16),
+    rare(256, 4, 4, 64, 64, BF16),
 ])  # fmt: skip
 def test_lowers_for_cuda(t, n, m, h, page_size, dtype, window):
     q, start = jnp.zeros((3, t, n, h), BF16), jnp.zeros(3, jnp.int32)

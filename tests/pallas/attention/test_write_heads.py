@@ -219,7 +219,7 @@ def check_mix(monkeypatch, family: str, **sizes):
     assert_rounded_alike(cache.kv[0][:, 1:], want_cache.kv[0][:, 1:])
 
 
-@pytest.mark.parametrize("family,bias", [rare("llama", False), ("llama", True), ("qwen3", False)])
+@pytest.mark.parametrize("family,bias", [rare("llama", False), ("llama", True), rare("qwen3", False)])
 def test_layers_are_those_of_the_model(monkeypatch, family, bias):
     monkeypatch.setattr(op, "write_heads", partial(op.write_heads, **INTERPRET))
     check_mix(monkeypatch, family, attention_bias=bias)

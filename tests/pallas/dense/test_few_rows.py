@@ -19,7 +19,7 @@ from jaxspec.pallas.dense.few_rows import top
 from jaxspec.pallas.dense.few_rows.share import share_out
 from tests.support import drawn
 from tests.support.kernels import assert_close, kernels
-from tests.support.sample import rare
+from tests.support.sample import one_in, rare
 
 EPS, LAYERS, PAGE = 1e-5, 2, 16
 INTERPRET = {"interpret": plgpu.InterpretGPUParams()}
@@ -202,19 +202,22 @@ def check_top_tokens(given: dict[str, jax.Array], vocab: int, **options):
 
 
 @pytest.mark.parametrize("rows,inputs,normed,fp8", [
-    (8, 1, False, False), (24, 1, True, True), rare(8, 2, False, False), rare(40, 2, True, False),
+    rare(8, 1, False, False), (8, 1, True, True), rare(24, 1, True, True), rare(8, 2, False, False),
+    rare(40, 2, True, False),
 ])  # fmt: skip
 def test_heads(rows, inputs, normed, fp8):
     check_heads(operands(rows), inputs, normed, fp8=fp8, **INTERPRET)
 
 
-@pytest.mark.parametrize("inputs", [rare(0), 1])
+@pytest.mark.exhaustive  # heads of which half rotates, below, have biases too
+@pytest.mark.parametrize("inputs", [0, 1])
 def test_heads_with_biases(inputs):
     """Before the norms of queries and keys, as plain layers add them."""
     check_heads(operands(8, d=1088), inputs, normed=inputs == 1, biased=True, **INTERPRET)
 
 
-@pytest.mark.parametrize("inputs", [0, rare(1)])
+@pytest.mark.exhaustive  # heads of which half rotates, below, are as wide
+@pytest.mark.parametrize("inputs", [0, 1])
 def test_wide_heads_of_twice_the_width(inputs):
     check_heads(operands(8, d=2048, width=128), inputs, normed=True, **INTERPRET)
 
@@ -234,13 +237,12 @@ def test_product_of_rows_side_by_side():
     check_product(operands(16), **INTERPRET)
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("centred,scaled", one_in(2, [True, False], [False, True]))
 def test_products_of_one_norm(centred, scaled):
     check_normed(operands(8), centred, scaled, **INTERPRET)
 
 
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("biased", [rare(False), True])
 def test_keys_and_values_of_all_layers(biased):
     check_keys_values(operands(8, kv_heads=2), biased, **INTERPRET)
 
@@ -257,20 +259,20 @@ def test_gated(rows):
     check_gated(operands(rows), **INTERPRET)
 
 
-@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("scaled", [False, rare(True)])
 def test_gated_with_more_weights_than_shared_memory_holds(scaled):
     share = share_out(8, [2048], 256, normed=not scaled, divided=False)
     assert share.slots < share.chunks
     check_gated(operands(8, d=2048), scaled, **INTERPRET)
 
 
-@pytest.mark.parametrize("rows,biased", [(8, False), (24, False), (8, True)])
+@pytest.mark.parametrize("rows,biased", [rare(8, False), (24, False), (8, True)])
 def test_product_added(rows, biased):
     check_add(operands(rows), biased, **INTERPRET)
 
 
 @pytest.mark.parametrize(
-    "d", [192, rare(1024), 1088]
+    "d", [rare(192), rare(1024), 1088]
 )  # of tiles far fewer than sums of squares, as many, and some fewer
 def test_product_added_for_a_norm(d):
     check_scaled(operands(8, d=d), centred=d == 192, biased=d == 1088, **INTERPRET)
@@ -382,16 +384,18 @@ WIDE = ("normed heads", "normed", "gated", "add", "scaled heads", "scaled normed
 
 def lowerings():
     """SmolLM2's sizes with the most rows, or the fewest where the most take jax seconds to lay out; gpt-oss' sizes for
-    biases. `make exhaustive` has all, and wide ones, which are lowered in FP8 here (test_few_rows_fp8.py)."""
+    biases. One kernel of a kind: `make exhaustive` has all, and wide ones, which are lowered in FP8 here
+    (test_few_rows_fp8.py)."""
     for kernel in KERNELS_OF:
         if "adapted" in kernel or kernel == "shrink":
             yield from (pytest.param(kernel, rows, QWEN3, marks=pytest.mark.exhaustive) for rows in (8, 32))
             continue
         if "biased" in kernel:
-            yield pytest.param(kernel, 8, GPT_OSS)
+            yield pytest.param(kernel, 8, GPT_OSS, marks=() if kernel == "biased add" else pytest.mark.exhaustive)
             continue
         slow = "heads" in kernel or kernel == "keys and values"
         for rows, often in ((8, slow), (32 if "two" in kernel else 64, not slow)):
+            often &= kernel in ("heads", "keys and values", "normed", "gated", "top tokens")
             yield pytest.param(kernel, rows, SMOLLM2, marks=() if often else pytest.mark.exhaustive)
     yield from (rare(kernel, 8, sizes) for kernel in WIDE for sizes in (QWEN3, MIXTURE))
 

@@ -49,8 +49,7 @@ def check(rows: int, real: int, width: int, outputs: int, gated: bool, added: bo
 
 
 SIZES = [(256, 256), (300, 140), (296, 290), (297, 297), (256, 0)]  # rows, and how many of them are real
-OFTEN = {(SIZES[0], False, 64), (SIZES[1], True, 128), (SIZES[2], False, 192), (SIZES[3], True, 64)}
-OFTEN |= {(SIZES[4], False, 128)}
+OFTEN = {(SIZES[1], True, 128), (SIZES[2], False, 192), (SIZES[3], True, 64)}
 
 
 @pytest.mark.parametrize("size,gated,columns", some(OFTEN, SIZES, [False, True], [64, 128, 192]))
@@ -63,7 +62,7 @@ def test_matches_plain_jnp(monkeypatch, size, columns, gated):
 TALL = [(512, 512), (512, 390), (512, 130), (400, 300), (384, 384), (256, 0)]
 
 
-@pytest.mark.parametrize("size,gated", some({(TALL[1], False), (TALL[3], True), (TALL[5], True)}, TALL, [False, True]))
+@pytest.mark.parametrize("size,gated", some({(TALL[1], False), (TALL[3], True)}, TALL, [False, True]))
 def test_tall_tiles_match_plain_jnp(monkeypatch, size, gated):
     """With rows for both warpgroups, for one of them, and with those that the tile before has: of one or of neither."""
     monkeypatch.setattr(tiles, "BLOCKS", 2)
@@ -84,7 +83,7 @@ def test_sums_of_parts_and_few_rows_match_plain_jnp(monkeypatch, rows, real, gat
     check(rows, real, 64 * 10, 128, gated, added, **options)
 
 
-@pytest.mark.parametrize("columns,real", [(64, 140), (192, 140), (192, 290)])
+@pytest.mark.parametrize("columns,real", [rare(64, 140), rare(192, 140), (192, 290)])
 def test_adds_to_a_residual_stream(monkeypatch, columns, real):
     monkeypatch.setattr(tiles, "BLOCKS", 2)
     options = dict(tiling=Tiling(128, columns), interpret=plgpu.InterpretGPUParams())
@@ -92,7 +91,7 @@ def test_adds_to_a_residual_stream(monkeypatch, columns, real):
 
 
 @pytest.mark.parametrize(
-    "rows,outputs,kind", one_in(12, [132, 136, 165, 512, 2048], [4096, 6144, 24576, 128], ["plain", "gated", "added"])
+    "rows,outputs,kind", one_in(20, [132, 136, 165, 512, 2048], [4096, 6144, 24576, 128], ["plain", "gated", "added"])
 )
 def test_lowers_for_cuda(rows, outputs, kind):
     shapes = jax.eval_shape(lambda: inputs(rows, 512, outputs))
@@ -125,7 +124,7 @@ def test_valid_rows_end_with_the_last_valid_one():
     assert valid_count(jnp.full((2, 2), -1)).tolist() == [0]
 
 
-@pytest.mark.parametrize("kind", ["plain", "gated", "added"])
+@pytest.mark.parametrize("kind", [rare("plain"), "gated", rare("added")])
 def test_projections_choose_it_and_have_gradients(monkeypatch, kind):
     """Gradients are those of plain jnp, which training needs where the kernel serves the forward."""
     gated = kind == "gated"

@@ -151,7 +151,7 @@ def shapes(e, d, f, kind=MXFP4):
 
 
 @pytest.mark.parametrize("model,tokens,kind", [
-    ("gpt-oss-120b", 1, MXFP4), rare("gpt-oss-20b", 600, MXFP4), ("qwen3.5-35b-a3b", 9, Nvfp4()),
+    ("gpt-oss-120b", 1, MXFP4), rare("gpt-oss-20b", 600, MXFP4), rare("qwen3.5-35b-a3b", 9, Nvfp4()),
     rare("qwen3.5-35b-a3b", 32, Int4(32, zeros=True)), rare("qwen3.5-35b-a3b", 600, Int4(128)),
 ])  # fmt: skip
 def test_lowers_for_cuda_with_what_plans_for_it_and_what_moves_many_rows(model, tokens, kind, monkeypatch):

@@ -64,7 +64,7 @@ def interpret(monkeypatch, module):
     rare(5, 9, 4, {"d": 128, "unit": 64}),  # experts that nobody chose; a scale for each group of outputs
     (12, 4, 2, {"d": 128, "shared": 128}),  # an expert of another stack, in items of up to 16 rows
     rare(70, 3, 1, {"skew": 5}),  # all tokens at one expert, whose last item has few rows
-    (3, 3, 2, {"d": 384, "shared": 128, "unit": None}),  # a scale for each output, an odd number of pieces
+    rare(3, 3, 2, {"d": 384, "shared": 128, "unit": None}),  # a scale for each output, an odd number of pieces
     rare(1, 4, 1, {"d": 640, "unit": None}),
     rare(70, 3, 1, {"skew": 5, "unit": None}),
 ])  # fmt: skip
@@ -103,7 +103,7 @@ def test_items_write_their_own_rows_alone(interpreted):
 
 @pytest.mark.parametrize("model,tokens,scales", [
     rare("qwen3.5-35b-a3b", 32, Fp8(128)),
-    ("qwen3-30b-a3b", 600, Fp8(128)),
+    rare("qwen3-30b-a3b", 600, Fp8(128)),  # what moves rows of bfloat16 is in test_expert_stream.py
     ("glm-4.5-air", 8, Fp8(None)),
     rare("qwen3.5-35b-a3b", 600, Fp8(None)),
 ])  # fmt: skip

@@ -36,10 +36,10 @@ def interpreted(monkeypatch):
 @pytest.mark.parametrize("t,e,k,shared,skew", [
     (1, 6, 3, 64, 0),
     rare(3, 7, 2, 0, 0.3),
-    (8, 4, 2, 64, 0),  # experts of several tokens, and one of all
+    rare(8, 4, 2, 64, 0),  # experts of several tokens, and one of all
     rare(9, 12, 2, 64, 0),  # items of eight rows, which the activation below has, too
     (45, 6, 2, 0, 5),  # items that don't hold all rows of an expert
-    (150, 3, 1, 0, 0.5),
+    rare(150, 3, 1, 0, 0.5),
 ])  # fmt: skip
 def test_a_mixture_is_the_sum_of_its_pairs(interpreted, t, e, k, shared, skew):
     case = bfloat16(random_case(t, e, k, skew, d=128, f=64, seed=t, shared=shared))
@@ -50,7 +50,7 @@ def test_a_mixture_is_the_sum_of_its_pairs(interpreted, t, e, k, shared, skew):
 
 
 @pytest.mark.parametrize("t,more", [
-    (1, {"unit": None, "f": 64, "shared": 64}),  # a scale for each output, one of another stack
+    rare(1, {"unit": None, "f": 64, "shared": 64}),  # a scale for each output, one of another stack
     rare(70, {"unit": None, "skew": 5, "f": 64}),  # items that don't hold all rows of an expert
     (9, {"unit": 64, "d": 256}),  # a scale for each block
     rare(150, {"unit": 128, "d": 256}),  # items of 128 rows
@@ -63,7 +63,7 @@ def test_fp8_experts_match_numpy(interpreted, t, more):
     assert_close(got, naive(*whole))
 
 
-@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("gated", [rare(True), False])
 def test_fp8_experts_that_hopper_refuses_take_the_portable_kernel_there(gated, monkeypatch):
     """Gemma's activation and width, and experts without a gate."""
     monkeypatch.setattr(hopper, "kernels_here", lambda: None)

@@ -66,7 +66,7 @@ def check(case: Case, interpret=False):
 CASES = [
     Case("one prompt from nothing, with snapshots", (2, 2, 2), (-1, 2, 2), (4, SLOTS, 5)),
     Case("from stored states, several heads", (0, 1), (3, 0), (-1, -1), key_heads=2, group=2),
-    Case("from the snapshot of another", (0, 1, 0), (-1, 5, 5), (5, -1, SLOTS)),
+    rare(Case("from the snapshot of another", (0, 1, 0), (-1, 5, 5), (5, -1, SLOTS))),
     rare(Case("a repeated token", alike=True)),
     rare(Case("bfloat16", (0, 0), (1, 0), (-1, 3), dtype="bfloat16")),
 ]
