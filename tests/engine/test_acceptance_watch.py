@@ -10,7 +10,6 @@ from jaxspec import SamplingParams
 from jaxspec.drafters.registry import KNOWN, Known
 from jaxspec.engine.acceptance_watch import FAR, ROUNDS, Watch, constant_rate
 from jaxspec.engine.llm import LLM
-from tests.support.sample import rare
 from tests.support.tiny import tiny_checkpoint
 
 CARD = Known("org/drafter", 7, accept=(("GSM8K", 6.17), ("chat", 3.21)))
@@ -59,7 +58,8 @@ def test_rounds_of_fewer_drafts_are_compared_with_as_many(drafts, caplog):
     assert len(caplog.records) == 1
 
 
-@pytest.mark.parametrize("lookup", [rare(""), "ngram+"])
+@pytest.mark.exhaustive  # what is watched is above
+@pytest.mark.parametrize("lookup", ["", "ngram+"])
 def test_an_engine_warns_of_a_drafter_for_another_model(lookup, monkeypatch, caplog):
     """A drafter that knows nothing of its target, under the card of one that does; by itself, and behind a lookup."""
     target, drafter = str(tiny_checkpoint()), str(tiny_checkpoint("llama", seed=3))

@@ -23,8 +23,8 @@ def tiny(dtype: str, state_dtype: str = "float32"):
 
 
 @pytest.mark.parametrize(
-    "dtype,state", [("bfloat16", "float32"), rare("bfloat16", "bfloat16"), rare("float32", "float32")]
-)
+    "dtype,state", [rare("bfloat16", "float32"), rare("bfloat16", "bfloat16"), rare("float32", "float32")]
+)  # a prompt's blocks are below, rounds of attention in test_deterministic.py
 def test_a_rows_bits_depend_on_no_other_row_of_a_round(dtype, state):
     """Two rounds of four rows, of which three and two are accepted, beside others, and rows one by one."""
     run, alone = tiny(dtype, state).begun(), tiny(dtype, state).begun()

@@ -119,6 +119,7 @@ def test_a_row_selects_the_same_blocks_whatever_is_beside_it():
         assert np.asarray(at[0, row])[np.asarray(seen[0, row])].tolist() == expected
 
 
+@pytest.mark.exhaustive  # scales of tensors are read in test_quantisation.py
 def test_a_table_in_fp8_has_one_scale(tmp_path):
     """Name it as transformers does, behind the table's parts; rows are scaled as they are looked up."""
     tensors = load_file(GOLDEN / "model.safetensors")

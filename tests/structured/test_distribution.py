@@ -9,7 +9,7 @@ import pytest
 import jaxspec
 from jaxspec.rounds.programs import SAMPLED, TOKENS
 from tests.rounds import test_distribution as plain
-from tests.rounds.test_distribution import OUTPUT, PROMPT, SETTINGS, VOCAB, Lanes, model, often, p_values
+from tests.rounds.test_distribution import OUTPUT, PROMPT, SETTINGS, VOCAB, Lanes, model, p_values
 from tests.support.exact import ALPHA, adjusted, distribution
 
 SAMPLES = 3_000
@@ -59,7 +59,8 @@ def exact(params, first=FIRST, following=NEXT):
     return np.stack([begins[x] * after(logits[x, -1], [x], following[x]) for x in range(VOCAB)])
 
 
-@pytest.mark.parametrize("name", often(("noise",), plain.DRAFTERS))
+@pytest.mark.exhaustive  # rounds without grammars are in test_ragged_verification.py, masks in test_matcher.py
+@pytest.mark.parametrize("name", plain.DRAFTERS)
 def test_rounds_sample_what_the_grammar_leaves_of_the_target(name, monkeypatch):
     monkeypatch.setattr(plain, "SAMPLES", SAMPLES)
     lanes = Constrained(name)

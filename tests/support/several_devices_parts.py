@@ -88,7 +88,7 @@ def test_the_likeliest_tokens_of_all_devices_are_those_of_one(k):
 
 
 @pytest.mark.parametrize("draft,mapped,greedy", [
-    rare("dflash/full", False, True), ("ngram+dspark/deepspec", True, False)
+    rare("dflash/full", False, True), rare("ngram+dspark/deepspec", True, False)
 ])  # fmt: skip
 def test_drafts_of_several_devices_are_those_of_one(tmp_path, draft, mapped, greedy):
     """Compare each kind with more than layers: trees, Markov heads, token maps, two side by side.
@@ -164,6 +164,7 @@ def test_a_sampled_tree_is_accepted_by_the_devices_that_decide():
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.exhaustive  # sums of an engine's programs are in several_devices.py
 def test_a_benchmark_times_sums(capsys):
     assert bench.main(["sums", "--tp-size", "2", "--kilobytes", "2,8"]) == 0
     out = capsys.readouterr().out
@@ -185,7 +186,7 @@ def test_words_gathered_by_a_sum_are_the_words():
     np.testing.assert_array_equal(jax.jit(spread)(words), words)
 
 
-@pytest.mark.parametrize("family,groups", [("granitemoehybrid", 1), ("nemotron_h", 2)])
+@pytest.mark.parametrize("family,groups", [("granitemoehybrid", 1), rare("nemotron_h", 2)])
 def test_devices_that_share_a_group_of_states_norm_it_together(family, groups):
     """Four devices: all of them a group, and two of them each."""
     folder, size = checkpoint(family, **({} if groups == 1 else {"n_groups": groups})), 4

@@ -15,7 +15,6 @@ from jaxspec.train.data import Text, TrainError
 from jaxspec.train.promoted import promote
 from tests.support.blocks import GOLDEN, golden
 from tests.support.quantised import write
-from tests.support.sample import rare
 
 DRAFTERS = {
     "specforge": ("eagle3", GOLDEN / "eagle" / "specforge-eagle3"),
@@ -78,7 +77,8 @@ def test_drafters_that_training_doesnt_compute_are_refused(targets, tmp_path):
         continued(tmp_path / "b", "dflash", str(folder), targets["dflash"])
 
 
-@pytest.mark.parametrize("head", ["vanilla", rare("gated"), rare("rnn")])
+@pytest.mark.exhaustive  # what it reads and keeps of its layout is above
+@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
 def test_a_dflash_drafter_becomes_a_dspark_one_that_drafts_the_same(head, tmp_path):
     target, _, expected = golden("dflash", "full")
     folder = promote(tmp_path / head, str(GOLDEN / "dflash" / "full"), 4, head)

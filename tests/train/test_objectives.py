@@ -59,7 +59,7 @@ def drafted(target, method, n, folder=None):
     return loaded, prop, batch_of(ids, [prop.next_token, *prop.tokens, 3, 1])
 
 
-@pytest.mark.exhaustive  # MTP's chain, below, is unrolled alike
+@pytest.mark.exhaustive  # that it is unrolled is seen in what is counted, below
 def test_the_unrolled_chain_is_the_drafted_one(target):
     loaded, prop, batch = drafted(target, "eagle3", 4)
     ours = Eagle3Objective(loaded.drafter, target.config, "float32", "soft", steps=4)
@@ -70,15 +70,16 @@ def test_the_unrolled_chain_is_the_drafted_one(target):
         np.testing.assert_allclose(loaded.drafter._logits(loaded.params, out[0, at]), logits, atol=1e-4)
 
 
+@pytest.mark.exhaustive  # likewise
 def test_the_unrolled_module_is_the_drafting_one():
     """MTP's chain too: the module goes on with its own normed output, over the hybrid target's last hidden state."""
     hybrid = load_model(str(GOLDEN / "hybrid" / "qwen3_5"), "float32", progress=False)
     loaded = load_drafter("mtp", hybrid)
     prompt = np.load(GOLDEN / "hybrid" / "qwen3_5.npz")["ids"][:33]
-    prop = jaxspec.propose(hybrid, loaded, prompt.tolist(), 3)
+    prop = jaxspec.propose(hybrid, loaded, prompt.tolist(), 2)
     row = jnp.array([[*prompt, prop.next_token, *prop.tokens]])
     batch = Batch(row, jnp.zeros_like(row), jnp.ones(row.shape, bool))
-    ours = Eagle3Objective(loaded.drafter, hybrid.config, "float32", "soft", steps=3)
+    ours = Eagle3Objective(loaded.drafter, hybrid.config, "float32", "soft", steps=2)
     hidden = jaxspec.hidden_states(hybrid, row, loaded.drafter.feature_layers)
     outputs = jax.jit(ours._unroll)(loaded.params, tuple(hidden), batch)
     assert len(set(prop.tokens.tolist())) > 1
@@ -149,6 +150,7 @@ def test_a_trained_domino_block_is_the_drafted_chain_and_its_loss_moves_there(ta
     assert np.isclose(middle, (first + last) / 2, rtol=1e-5) and last == later and abs(first - last) > 1e-3
 
 
+@pytest.mark.exhaustive  # DSpark's block, above, has the same layers; what a training of it saves is in test_loop.py
 def test_a_trained_dflash2_block_is_the_drafted_path(target, tmp_path):
     """Given the text's tokens, which are those that were drafted, a row's candidates have the scores that they had."""
     sizes = dict(conv_kernel_size=2, conv_group_size=8, selector_rank=6, selector_top_k=5)
