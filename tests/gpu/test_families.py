@@ -1,7 +1,8 @@
 """Layers of each family on the device at the widths of published models: what their rounds give, beside float32.
 
-Mixtures have twelve experts, all of which each token takes: a near-tie would have one choose others. Twelve is no
-multiple of what kernels take at once: with 72 experts an illegal instruction ended Granite 4's rounds of one row.
+Mixtures have twelve experts, all of which each token takes, and Llama 4 one: a near-tie would have another be chosen.
+Twelve is no multiple of what kernels take at once: with 72 experts an illegal instruction ended Granite 4's rounds of
+one row.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ FAMILIES = {
     "granitemoeshared": SMALL | LOCAL | dict(intermediate_size=512, shared_intermediate_size=1024),
     "hunyuan_v1_moe": LARGE | dict(num_experts=12, moe_topk=12, intermediate_size=3072),
     "hy_v3": LARGE | ROUTED | dict(moe_intermediate_size=1536, num_shared_experts=1),
+    "llama4": LARGE
+    | dict(num_local_experts=1, num_experts_per_tok=1, hidden_size=5120, num_attention_heads=40),
     "mimo_v2_flash": LARGE
     | ROUTED
     | dict(num_key_value_heads=4, head_dim=192, v_head_dim=128, moe_intermediate_size=2048, intermediate_size=16384),
