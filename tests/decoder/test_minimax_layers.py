@@ -20,7 +20,7 @@ from tests.support import drawn
 from tests.support.sample import rare
 
 MINIMAX = dict(num_local_experts=8, num_experts_per_tok=8, intermediate_size=64, rotary_dim=32)
-OLMOE = dict(num_experts=64, num_experts_per_tok=64, intermediate_size=8)
+OLMOE = dict(num_experts=8, num_experts_per_tok=8, intermediate_size=64)
 
 
 @pytest.mark.parametrize("family,sizes,quantised", [
